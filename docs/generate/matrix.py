@@ -95,7 +95,7 @@ AREAS = (
         ),
         (
             Feature("priorities (where nodes allow them)", ("priority",)),
-            Feature("`best_of` (equal to `n`)", ("best_of",)),
+            Feature("`best_of` (equal to `n`, or of a beam search)", ("best_of",)),
         ),
         (),
     ),
@@ -117,8 +117,14 @@ AREAS = (
                 ("response_format", "structured_outputs", *SYNONYMS),
             ),
         ),
-        (Feature("further changes of the logits (a class of your own)", ("logits_args",)),),
-        (Feature("beam search", ("use_beam_search",)),),
+        (
+            Feature("further changes of the logits (a class of your own)", ("logits_args",)),
+            Feature(
+                "beam search (answers come whole, without structured output and penalties)",
+                ("use_beam_search", "length_penalty", "early_stopping"),
+            ),
+        ),
+        (),
     ),
     Area(
         "tools",

@@ -9,6 +9,7 @@ import numpy as np
 
 from pd_cluster.errors import InvalidRequest, PdError
 from pd_cluster.protocol.messages import RequestFailed, Work
+from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS
 from pd_cluster.scheduling.sequence import Request
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Admission:
         self._check_outputs(message)
         self._check_ids("prompt", "the prompt has", message.prompt_token_ids)
         self._check_lengths(message)
+        if message.sampling.beams is not None:
+            self._check_beams(message, message.sampling.beams.width)
         if message.known:
             self._check_known(message)
 
@@ -80,7 +83,7 @@ class Admission:
         The KV of the last token is never computed.
         """
         blocks, longest = self._blocks, self._max_model_len
-        num_prompt, n, num_output = len(message.prompt_token_ids), message.sampling.n, message.max_output_tokens
+        num_prompt, n, num_output = len(message.prompt_token_ids), message.num_sequences, message.max_output_tokens
         if not num_prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
         if num_prompt >= longest:
@@ -98,6 +101,13 @@ class Admission:
                 "max_tokens" if blocks.blocks_for(num_prompt) <= blocks.num_blocks else "prompt",
             )
 
+    def _check_beams(self, message: AddRequest, width: int) -> None:
+        """Raises InvalidRequest unless each beam has candidates enough: see `scheduling.beam`."""
+        num_stop_ids = len(message.sampling.stop_ids(self._eos_token_ids))
+        most = min(MAX_TOP_LOGPROBS, self._vocab_size) - num_stop_ids
+        if width > most:
+            raise InvalidRequest(f"at most {most} beams are possible with {num_stop_ids} stop tokens, not {width}", "n")
+
     def _check_known(self, message: AddRequest) -> None:
         """Raises InvalidRequest unless this node can continue the answer after its known tokens."""
         known, n, num_output = message.known, message.sampling.n, message.max_output_tokens
@@ -105,6 +115,8 @@ class Admission:
             raise InvalidRequest(f"known tokens are for generate requests, not for {message.work}", "known")
         if len(known) != n:
             raise InvalidRequest(f"known has tokens of {len(known)} sequences; n is {n}", "known")
+        if message.sampling.beams is not None:
+            raise InvalidRequest("a beam search does not go on behind known tokens", "known")
         longest = max(map(len, known))
         if longest >= num_output:
             raise InvalidRequest(

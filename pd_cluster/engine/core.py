@@ -312,7 +312,7 @@ class EngineCore:
         self._transfers.forget(request)
         self._requests.pop(request.request_id, None)
         # Sequences and request refer to each other: without this only a garbage collection frees them
-        request.sequences = []
+        request.sequences, request.beams = [], None
 
     def settle(self) -> None:
         """Check that no block is lost, and send statistics. Called when the engine has nothing to do."""

@@ -154,7 +154,7 @@ class KvTransfers:
                 request.request_id,
                 request.prompt_token_ids,
                 request.salt,
-                sampling.n,
+                sampling.num_first_tokens,
                 hold=message.hold_lease,
                 sampling_digest=sampling_digest(sampling, self._logits_stages),
             )
@@ -178,8 +178,8 @@ class KvTransfers:
             request = update.request
             assert request.lease_id is not None
             first_tokens = tuple(token for report in update.sequences for token in report.tokens)
-            if len(first_tokens) == request.sampling.n:
-                sampled[request.lease_id] = first_tokens, request.prefill_facts
+            if len(first_tokens) == request.sampling.num_first_tokens:
+                sampled[request.lease_id] = first_tokens, request.marks.prefill_facts(request.num_cached_tokens)
             else:  # a sequence was aborted: no D can take over all of them
                 self._connector.end_lease(request.lease_id, LeaseEnd.REVOKED)
                 self._end_lease(request.lease_id)
@@ -328,7 +328,9 @@ class KvTransfers:
     def _take_first_tokens(self, intake: Intake, event: FirstTokens) -> None:
         if intake.redraw is not None or intake.request.is_parted:
             return  # drawn under other parameters, or sent by a second P
-        if len(event.tokens) != intake.request.sampling.n:  # a P that breaks its ticket's promise
+        sampling = intake.request.sampling
+        has_beams = sampling.beams is None or all(token.top for token in event.tokens)
+        if len(event.tokens) != sampling.num_first_tokens or not has_beams:  # a P that breaks its ticket's promise
             self._connector.cancel_load(event.load_id)
             self._handle(LoadFailed(event.load_id, LoadFailure.REJECTED, "wrong number of first tokens"))
             return

@@ -72,7 +72,7 @@ class NewsMirror:
         self._num_sent += 1
         if self.is_on:
             num_tokens = 0 if request.work is Work.TAKE_OVER else len(request.prompt_token_ids)
-            self._untaken.append(_Untaken(self._num_sent, num_tokens, request.sampling.n))
+            self._untaken.append(_Untaken(self._num_sent, num_tokens, request.num_sequences))
             self.on_change()
 
     def take(self, news: EngineNews) -> None:

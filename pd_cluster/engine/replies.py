@@ -22,8 +22,10 @@ def reply_of(update: Update) -> FromEngine:
             num_cached_tokens=request.num_cached_tokens,
             num_external_tokens=request.num_external_tokens,
             num_peer_cached_tokens=request.marks.peer.num_cached_tokens,
-            timeline=request.take_timeline(finished=update.finished),
+            timeline=request.marks.take_timeline(finished=update.finished),
         )
     if not update.finished:
         return PromptLogprobs(request.request_id, prompt.start, prompt.entries)
-    return PromptRead(request.request_id, prompt.pooled, prompt.logits, request.num_cached_tokens, request.timeline())
+    return PromptRead(
+        request.request_id, prompt.pooled, prompt.logits, request.num_cached_tokens, request.marks.timeline()
+    )

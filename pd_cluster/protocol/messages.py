@@ -73,6 +73,12 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
         """The most tokens of each sequence. A PREFILL samples one, whatever `max_tokens` says. A READ counts as one."""
         return 1 if self.work in (Work.PREFILL, Work.READ) else self.sampling.max_tokens
 
+    @property
+    def num_sequences(self) -> int:
+        """The sequences that the engine runs: n, or one for each beam. The prefill of a beam search needs one."""
+        beams = self.sampling.beams
+        return self.sampling.num_first_tokens if beams is None or self.work is Work.PREFILL else beams.width
+
 
 class UseTicket(msgspec.Struct, frozen=True, tag=True):
     """Answer to NeedsPrefill: read the KV that this ticket promises."""

@@ -18,11 +18,31 @@ MAX_BIAS = 100.0  # OpenAI's
 MAX_BAD_WORDS = 256  # sequences of token ids; a word gives one or two
 MAX_BAD_WORD_TOKENS = 32
 GREEDY_TEMPERATURE = 1e-5  # at and below: argmax
+MAX_LENGTH_PENALTY = 10.0  # (2**24 tokens)**10 is a float
+NEVER = "never"  # a value of `early_stopping`
 
 # Fields that cannot change a first token, with the reason. Every other field is in `first_token_digest`, a new one too.
 NOT_OF_FIRST_TOKENS = {
     "max_tokens": "a prefill leg samples one token per sequence whatever it says, and D itself ends a sequence by it",
 }
+
+
+class BeamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Beam search in place of draws. The fields mean what they mean in transformers' GenerationConfig."""
+
+    width: int  # `num_beams`; `n` of the request are returned
+    length_penalty: float = 1.0  # a sum of log-probabilities is divided by its number of tokens to this power
+    early_stopping: bool | str = False  # True, False or NEVER
+
+    def validate(self, n: int) -> None:
+        """Raises InvalidRequest naming the first field that is out of range. `n`: the number of answers."""
+        if not n <= self.width <= MAX_TOP_LOGPROBS:
+            name = "n" if self.width == n else "best_of"
+            raise InvalidRequest(f"the width of a beam search is {n} (n) to {MAX_TOP_LOGPROBS}, not {self.width}", name)
+        if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
+            raise InvalidRequest(f"length_penalty must be -10 to 10, not {self.length_penalty:g}", "length_penalty")
+        if self.early_stopping not in (True, False, NEVER):
+            raise InvalidRequest(f'early_stopping must be true, false or "{NEVER}"', "early_stopping")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -51,10 +71,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     grammar: str = ""  # of the output, in llguidance's language: Lark, or JSON that holds a schema; "": none
     logits_args: dict[str, Any] = {}  # read by logits stages from outside alone: see `--logits-stage`
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best, of the unmodified distribution
+    beams: BeamParams | None = None  # None: tokens are drawn. With beams nothing changes the distribution
 
     @property
     def greedy(self) -> bool:
         return self.temperature <= GREEDY_TEMPERATURE
+
+    @property
+    def num_first_tokens(self) -> int:
+        """First tokens that a prefill gives. Of a beam search one; its `top` are the candidates of all beams."""
+        return self.n if self.beams is None else 1
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """The best tokens that the worker tells with each token; None: not even the token's own log-probability."""
+        return self.logprobs if self.beams is None else MAX_TOP_LOGPROBS
 
     def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """The tokens that end a sequence once it has `min_tokens`. `eos_token_ids`: the model's.
@@ -95,6 +126,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidRequest("repetition_penalty must be greater than 0", "repetition_penalty")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidRequest(f"logprobs must be between 0 and {MAX_TOP_LOGPROBS}, not {self.logprobs}", "logprobs")
+        if self.beams is not None:
+            self.beams.validate(self.n)
         _check_bad_words(self.bad_words)
         words = tuple(token_id for word in self.bad_words for token_id in word)
         lists = {

@@ -35,6 +35,14 @@ class SequenceStart(msgspec.Struct, frozen=True):
     outputs: PromptOutputs | None = None  # what its chunks with `reads` find out about the prompt
 
 
+class BeamStep(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A beam continues another, or itself: its row becomes the other's, with this token as the last one."""
+
+    seq_id: int
+    parent: int  # a seq_id; both have a row, with a token that was sampled and is replaced
+    token_id: int
+
+
 class SequenceChunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Compute tokens [start, start + num_tokens) of a sequence. A decode step is a chunk of one."""
 
@@ -70,6 +78,7 @@ class Batch:
         PublishSpec, ...
     ] = ()  # for send_after, at launch; no tokens yet: this step is the first of these leases' prompts
     publishes: tuple[PublishSpec, ...] = ()  # for send_after, once the step has retired
+    beam_steps: tuple[BeamStep, ...] = ()  # applied before departures; all read the rows as they were before the first
 
     @property
     def num_tokens(self) -> int:
@@ -79,7 +88,8 @@ class Batch:
     def moves_worker(self) -> bool:
         """Whether the worker has anything to do. A start comes with its first chunk."""
         copies = self.copies
-        return bool(self.chunks or self.departures or copies.swap_out or copies.swap_in or copies.copy_on_write)
+        has_rows = self.chunks or self.departures or self.beam_steps
+        return bool(has_rows or copies.swap_out or copies.swap_in or copies.copy_on_write)
 
 
 @dataclass(frozen=True, slots=True)

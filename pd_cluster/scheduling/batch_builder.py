@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
+from pd_cluster.scheduling.batch import Batch, BeamStep, BlockCopies, SequenceChunk, SequenceStart
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
 from pd_connectors.base import LoadSpec, PublishSpec
 
@@ -38,7 +38,7 @@ class BatchBuilder:
         default_factory=set
     )  # sequences that give their blocks up as soon as no running step touches them
 
-    def batch(self, departures: tuple[int, ...], loads: list[LoadSpec]) -> Batch:
+    def batch(self, departures: tuple[int, ...], beam_steps: tuple[BeamStep, ...], loads: list[LoadSpec]) -> Batch:
         """The finished batch, decodes first."""
         if self.starts:  # a sequence that entered last may have a decode
             self.chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
@@ -46,6 +46,7 @@ class BatchBuilder:
             step=self.step,
             starts=tuple(self.starts),
             chunks=tuple(self.chunks),
+            beam_steps=beam_steps,
             departures=departures,
             copies=BlockCopies(tuple(self.swap_out), tuple(self.swap_in), tuple(self.copy_on_write)),
             loads=tuple(loads),

@@ -52,6 +52,7 @@ class KvMemory:
         self._clock = clock
         self._watermark = max(1, blocks.num_blocks // WATERMARK_SHARE)
         self._refused: Sequence | None = None
+        self._news: list[CachedBlock] = []
 
     # running sequences
 
@@ -102,7 +103,8 @@ class KvMemory:
         seq.table = None
         seq.num_scheduled_tokens = seq.num_computed_tokens
         seq.num_announced_tokens = 0
-        self._queues.add(seq, self.num_cached(seq))
+        if not seq.num_pending:  # else a beam that has nothing to compute before its next token is chosen
+            self._queues.add(seq, self.num_cached(seq))
         return copies
 
     # sequences that wait
@@ -172,6 +174,17 @@ class KvMemory:
         size = self._blocks.block_size
         news = self._blocks.publish(table, seq.hash_blocks(num_tokens // size, size))
         self._name(seq, len(table.path))
+        return news
+
+    def publish_computed(self, seq: Sequence) -> None:
+        """Cache the whole blocks that a running sequence has computed. Those that were not known are news."""
+        assert seq.table is not None
+        self._news += self.publish(seq, seq.table, seq.num_computed_tokens)
+
+    def take_news(self) -> list[CachedBlock]:
+        """Returns the computed blocks that were new to the cache since the last call. Their content is certain only
+        until the next step is planned, or blocks are reserved."""
+        news, self._news = self._news, []
         return news
 
     def _name(self, seq: Sequence, num_blocks: int) -> None:

@@ -56,15 +56,25 @@ class Lifecycle:
             blocks.hold(request.lease_id, table)
             lead.table = None
         for seq in request.sequences[1:]:
-            if seq.finish_reason is None and request.work is not Work.PREFILL:
+            if seq.finish_reason is None and request.work is not Work.PREFILL and not seq.is_beam:
                 seq.table = blocks.fork(table)
                 seq.num_computed_tokens = seq.num_scheduled_tokens = lead.num_computed_tokens
                 self._queues.enter(seq)
 
-    def give_first_tokens(self, request: Request, tokens: tuple[SampledToken, ...]) -> Update:
-        """Append the first token of each live sequence, and end the sequences that it completes."""
+    def reported(self, seq: Sequence, tokens: tuple[SampledToken, ...]) -> SequenceTokens:
+        """The report of tokens that were appended. Ends the sequence if they have ended it."""
+        if seq.finish_reason is not None:
+            self.end(seq)
+        return SequenceTokens(seq.index, tokens, seq.finish_reason, seq.stop_token_id)
+
+    def begin_stream(self, request: Request) -> None:
+        """Note that the first tokens are known."""
         request.is_parted = True
         request.marks.stream_s = request.marks.stream_s or self._clock()
+
+    def give_first_tokens(self, request: Request, tokens: tuple[SampledToken, ...]) -> Update:
+        """Append the first token of each live sequence, and end the sequences that it completes."""
+        self.begin_stream(request)
         lead = request.sequences[0]
         lead.num_samples = 1
         reports = []

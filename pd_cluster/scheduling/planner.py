@@ -85,9 +85,10 @@ class Planner:
                 builder.add_chunk(seq, self._blocks)
         if not builder.preempted and not builder.held and self._queues.has_waiting:
             self._admit(builder)
+            self._yield_beam(builder)
         if resting is not None and not builder.chunks:  # no other group has work: the group need not rest
             self._plan_decodes(builder, None)
-        return builder.batch(self._queues.take_departures(), loads)
+        return builder.batch(self._queues.take_departures(), self._queues.take_beam_steps(), loads)
 
     def tokens_beside_decodes(self) -> int:
         """The prompt tokens that a step may take at present beside the decodes. 0: it has none, or no limit."""
@@ -122,8 +123,10 @@ class Planner:
             start = seq.num_scheduled_tokens
             if num_known - start > 1:
                 prefills.append(seq)
-            elif num_known >= seq.max_len or (seq.num_samples > 1 and seq.num_pending) or seq.status is not RUNNING:
-                continue  # a running step samples its last token or its first ones, or it was just preempted
+            elif num_known >= seq.max_len or seq.status is not RUNNING:
+                continue  # a running step samples its last token, or it was just preempted
+            elif seq.num_pending and (seq.is_beam or seq.num_samples > 1):
+                continue  # a running step samples its first ones, or the host chooses its token
             elif portions is not None and not portions.has_row(seq):
                 continue
             elif start < seq.table.capacity and seq.in_worker and start >= seq.num_prompt_tokens:  # type: ignore[union-attr]
@@ -232,6 +235,18 @@ class Planner:
         if marks.decode_scheduled_s is None:
             marks.decode_scheduled_s = self._clock()
         builder.add_chunk(seq, self._blocks)
+
+    def _yield_beam(self, builder: BatchBuilder) -> None:
+        """Preempt a beam that only waits for its siblings, if one of these needs a slot or blocks and none can run.
+
+        Otherwise two searches, each with some beams that hold memory and one that lacks it, would wait for ever.
+        """
+        if not self._queues.num_searches or builder.swap_in:  # no step copies blocks both out and in
+            return
+        for seq in reversed(self._queues.running):
+            if seq.num_pending and not seq.num_in_flight and seq.request.is_stuck:
+                self._preempt(seq, builder)
+                return
 
     def _awaits_sibling(self, seq: Sequence) -> bool:
         """Sequences of one request compute its prompt one after the other, so that the rest find it cached."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from heapq import merge
 from typing import TYPE_CHECKING
 
+from pd_cluster.scheduling.batch import BeamStep
 from pd_cluster.scheduling.ranked_queue import RankedQueue
 from pd_cluster.scheduling.sequence import Request, Sequence, SequenceStatus
 from pd_connectors.protocol.feed import NodeLoad
@@ -39,6 +40,7 @@ class Queues:
         self.max_num_seqs = max_num_seqs
         self._turns = turns
         self._departures: list[int] = []
+        self._beam_steps: list[BeamStep] = []
         self.waiting: RankedQueue[Sequence] = RankedQueue()
         self.loaded: RankedQueue[Sequence] = RankedQueue()
         self.running: RankedQueue[Sequence] = RankedQueue()
@@ -47,6 +49,7 @@ class Queues:
         self.sequences: dict[int, Sequence] = {}  # by id, until finished and untouched by any running step
         self.prefills: dict[str, Request] = {}  # PREFILL requests that have not finished, by lease id
         self.num_live = 0  # sequences that have not ended
+        self.num_searches = 0  # beam searches
         self.num_queued_keys = 0  # tokens before each of the following, summed
         self.num_queued_tokens = 0  # known tokens that no step has computed and that are not cached, without decodes
 
@@ -87,6 +90,15 @@ class Queues:
         departures, self._departures = tuple(self._departures), []
         return departures
 
+    def note_beam_step(self, seq: Sequence, parent: Sequence) -> None:
+        """Note that the sequence's row becomes that of `parent`, with the sequence's last token."""
+        self._beam_steps.append(BeamStep(seq.seq_id, parent.seq_id, seq.token_ids[-1]))
+
+    def take_beam_steps(self) -> tuple[BeamStep, ...]:
+        """What `note_beam_step` noted since the last call."""
+        steps, self._beam_steps = tuple(self._beam_steps), []
+        return steps
+
     # requests
 
     def join(self, request: Request) -> None:
@@ -94,6 +106,7 @@ class Queues:
         request.group = self._turns.join(request, request.message.group or request.request_id)
         self.sequences.update((seq.seq_id, seq) for seq in request.sequences)
         self.num_live += request.num_live
+        self.num_searches += request.beams is not None
         if request.lease_id is not None:
             self.prefills[request.lease_id] = request
 
@@ -101,6 +114,7 @@ class Queues:
         """Remove a request that has ended. Its sequences stay registered until `forget`."""
         if request.lease_id is not None:
             self.prefills.pop(request.lease_id, None)
+        self.num_searches -= request.beams is not None
         self._turns.leave(request)
 
     def forget(self, seq: Sequence) -> None:

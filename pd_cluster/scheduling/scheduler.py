@@ -7,8 +7,7 @@
     └──────── fall_back_to_local ────────► waiting ◄────┘ preempted or swapped
 
 `schedule` decides a step and `update` takes its result; another step may be scheduled in between. Every method is safe
-to call on a request that has finished. A request is finished by exactly one Update with `finished` true, whether that
-comes from `update`, `set_first_tokens`, `abort` or `end_lease`.
+to call on a request that has finished, which exactly one Update with `finished` true says.
 
 `Scheduler` is the only class of this package that others use to change requests. Its parts share no attributes:
 
@@ -17,6 +16,7 @@ comes from `update`, `set_first_tokens`, `abort` or `end_lease`.
     KvMemory    which of them get blocks, and which give blocks up           kv_memory.py
     Planner     one step over the queues                                     planner.py, yielding.py
     Lifecycle   how sequences part and end                                   lifecycle.py
+    BeamSequences: how they are the beams of a search                        beam_sequences.py, beam.py
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.errors import Overloaded
 from pd_cluster.protocol.messages import FinishReason, SequenceTokens
+from pd_cluster.scheduling.beam_sequences import BeamSequences
 from pd_cluster.scheduling.kv_memory import KvMemory
 from pd_cluster.scheduling.lifecycle import Lifecycle, Update
 from pd_cluster.scheduling.planner import Planner
 from pd_cluster.scheduling.queues import Queues
-from pd_cluster.scheduling.sequence import KvArrival, Request, Sequence, SequenceStatus
+from pd_cluster.scheduling.sequence import KvArrival, Request, SequenceStatus
 from pd_cluster.scheduling.turns import Turns, crowd_limit
 from pd_cluster.scheduling.yielding import Yielding
 
@@ -84,8 +85,8 @@ class Scheduler:
         yielding = Yielding(self._turns, self._queues, self._memory, rests=rests)
         self._planner = Planner(config, blocks, self._queues, self._memory, yielding, clock, step_budget)
         self._life = Lifecycle(self._queues, blocks, clock)
+        self._beams = BeamSequences(self._queues, blocks, self._life)
         self._loads: list[LoadSpec] = []  # for the next batch
-        self._news: list[CachedBlock] = []
         self._num_sat_out = 0
         self._arrivals = count()
         self._seq_ids = count()
@@ -229,9 +230,13 @@ class Scheduler:
         if request not in self._queues.parked or request.is_parted:
             return None
         assert not request.redraws
-        assert len(tokens) == request.sampling.n, f"{len(tokens)} first tokens for n = {request.sampling.n}"
-        update = self._life.give_first_tokens(request, tokens)
-        if update.finished:
+        assert len(tokens) == request.sampling.num_first_tokens, f"{len(tokens)} first tokens"
+        if request.beams is not None:
+            self._life.begin_stream(request)
+            update = self._beams.take(request.sequences[0], tokens[0])
+        else:
+            update = self._life.give_first_tokens(request, tokens)
+        if request.finished:
             self._unpark(request)
         elif request.kv is KvArrival.PRESENT:
             self._unpark_loaded(request)
@@ -290,8 +295,7 @@ class Scheduler:
     def sit_out(self, absent: frozenset[int]) -> None:
         """Note the sequences that get no token in the newest step. Call it before the next `schedule`. Idempotent."""
         for seq_id in absent:
-            seq = self._queues.sequences[seq_id]
-            if seq.status is not FINISHED and not seq.is_absent:
+            if (seq := self._queues.sequences[seq_id]).status is not FINISHED and not seq.is_absent:
                 seq.sit_out()
 
     def publishes(self, batch: Batch, result: StepResult) -> tuple[PublishSpec, ...]:
@@ -324,32 +328,32 @@ class Scheduler:
             if seq.num_queued_tokens:
                 self._queues.count_queued(seq, num_computed)
             if num_computed // block_size > len(seq.table.path):  # type: ignore[union-attr]
-                self._publish(seq)
+                self._memory.publish_computed(seq)
             if is_absent:
                 seq.is_absent = False
             if is_absent or not chunk.num_samples:
                 if not seq.num_samples and num_computed == seq.num_prompt_tokens:
                     updates.append(self._life.end_read(seq, result.prompts.get(seq.seq_id)))
                 continue
-            seq.num_pending -= 1
+            if not seq.is_beam:
+                seq.num_pending -= 1
             if seq.awaits_first_decode:
                 seq.awaits_first_decode = False
-                request.mark_first_decode(self._clock())
+                request.marks.mark_first_decode(self._clock())
             if not request.is_parted:
                 self._life.part(request)
                 if chunk.num_samples > 1:
                     updates.append(self._life.give_first_tokens(request, result.first_samples[chunk.seq_id]))
                     continue
             tokens = samples[chunk.seq_id]
-            if len(tokens) == 1:
-                seq.append(tokens[0].token_id)
-            else:
-                tokens = seq.append_run(tokens)
-                if len(tokens) > 1:
-                    self._publish(seq)
-            if seq.finish_reason is not None:
-                self._life.end(seq)
-            report = SequenceTokens(seq.index, tokens, seq.finish_reason, seq.stop_token_id)
+            if seq.is_beam:
+                if (answers := self._beams.take(seq, tokens[0])) is not None:
+                    updates.append(answers)
+                continue
+            tokens = seq.append_run(tokens)
+            if len(tokens) > 1:
+                self._memory.publish_computed(seq)
+            report = self._life.reported(seq, tokens)
             if len(request.sequences) == 1:
                 updates.append(Update(request, (report,), request.num_live == 0))
             else:
@@ -357,14 +361,9 @@ class Scheduler:
         updates += [Update(request, tuple(reports), request.finished) for request, reports in shared.items()]
         return updates
 
-    def _publish(self, seq: Sequence) -> None:
-        self._news += self._memory.publish(seq, seq.table, seq.num_computed_tokens)  # type: ignore[arg-type]
-
     def take_news(self) -> list[CachedBlock]:
-        """Returns the computed blocks that were new to the cache since the last call. Their content is certain only
-        until the next `schedule` or `reserve`."""
-        news, self._news = self._news, []
-        return news
+        """See `KvMemory.take_news`."""
+        return self._memory.take_news()
 
     # ends
 

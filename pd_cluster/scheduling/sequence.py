@@ -16,11 +16,11 @@ from enum import Enum, auto
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from pd_cluster.protocol.messages import FinishReason, Timeline, Work
+from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.protocol.prompt_outputs import PromptPart
-from pd_connectors.base import LoadSteps
+from pd_cluster.scheduling.beam import BeamSearch
+from pd_cluster.scheduling.request_marks import Marks
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
-from pd_connectors.protocol.messages import NO_PREFILL, PrefillFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,21 +56,13 @@ class KvArrival(Enum):
     PRESENT = auto()
 
 
-@dataclass(slots=True)
-class Marks:
-    """When events of a request happened, in seconds of the scheduler's clock; None: not yet."""
+@dataclass(slots=True, eq=False)
+class Beams:
+    """The beam search of a request."""
 
-    arrived_s: float = 0.0
-    begun_s: float = 0.0  # it was admitted
-    scheduled_s: float | None = None  # its prefill entered a step
-    first_token_s: float | None = None  # its first token was sampled here
-    stream_s: float | None = None  # its first token here was known: sampled here or received; the stream began
-    reserved_s: float | None = None
-    loaded_s: float | None = None
-    decode_scheduled_s: float | None = None  # first decode step after a load
-    decode_retired_s: float | None = None
-    peer: PrefillFacts = NO_PREFILL  # of the prefill node that it is loaded from
-    load_steps: LoadSteps = field(default_factory=LoadSteps)
+    policy: BeamSearch
+    order: list[Sequence]  # of its beams, best first
+    candidates: dict[Sequence, SampledToken] = field(default_factory=dict)  # of the beams of this round, as they come
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +89,7 @@ class Request:
     group: Group[Sequence] = field(init=False, repr=False)  # shares slots and turns with its other requests
     is_queued: bool = True  # nothing of it has run yet
     num_named: int = 0  # of `message.steps`: see `CacheNews`
-    is_timed: bool = False  # its timeline was taken
+    beams: Beams | None = None  # its sequences are the beams of a search
 
     @classmethod
     def from_message(cls, message: AddRequest, *, lease_id: str | None = None) -> Request:
@@ -152,6 +144,13 @@ class Request:
         return [seq for seq in self.sequences if seq.finish_reason is None]
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether it is a beam search of which no beam runs, and some wait for a slot or blocks."""
+        waiting = [seq for seq in self.sequences if not seq.num_pending]
+        is_idle = all(not seq.num_in_flight for seq in self.sequences)
+        return is_idle and bool(waiting) and all(seq.status is not SequenceStatus.RUNNING for seq in waiting)
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens found in this engine's prefix cache."""
         if len(self.sequences) == 1:  # asked for with every token
@@ -176,7 +175,7 @@ class Request:
         stop_ids = sampling.stop_ids(eos_token_ids)
         num_prompt, known = len(self.prompt_token_ids), self.message.known
         self.is_parted = any(known)
-        self.num_live = sampling.n
+        self.num_live = self.message.num_sequences
         self.sequences = [
             Sequence(
                 seq_id=next(seq_ids),
@@ -190,15 +189,19 @@ class Request:
                 max_len=min(num_prompt + self.message.max_output_tokens, max_model_len),
                 token_ids=[*self.prompt_token_ids, *known[index]] if self.is_parted else [],
                 num_given_tokens=len(known[index]) if self.is_parted else 0,
+                is_beam=sampling.beams is not None and self.work is not Work.PREFILL,
             )
-            for index in range(sampling.n)
+            for index in range(self.num_live)
         ]
+        lead = self.sequences[0]
         if not self.is_parted:
-            lead = self.sequences[0]
             lead.token_ids = list(self.prompt_token_ids)
-            lead.num_samples = 0 if self.work is Work.READ else sampling.n
+            lead.num_samples = 0 if self.work is Work.READ else sampling.num_first_tokens
             outputs = self.message.outputs
             lead.num_unread_tokens = num_prompt - 1 if outputs is not None and outputs.logprobs is not None else 0
+        if sampling.beams is not None and self.work is not Work.PREFILL:
+            max_tokens = lead.max_len - num_prompt
+            self.beams = Beams(BeamSearch(sampling.beams, max_tokens, stop_ids, sampling.logprobs), [lead])
 
     def seed_of(self, index: int) -> int:
         """The seed of its sequence `index`."""
@@ -210,57 +213,6 @@ class Request:
         self.since, self.turn = since, turn
         for seq in self.sequences:
             seq.rank = (*self.rank, seq.index)
-
-    def mark_first_decode(self, now_s: float) -> None:
-        """Note the first decode step of a request with KV from another node."""
-        marks = self.marks
-        marks.stream_s = marks.stream_s or now_s
-        if marks.loaded_s is None:
-            marks.first_token_s = marks.first_token_s or now_s
-        else:
-            marks.decode_retired_s = marks.decode_retired_s or now_s
-
-    @property
-    def prefill_facts(self) -> PrefillFacts:
-        """Of its prefill here, for the node that takes it over."""
-        m = self.marks
-        if m.first_token_s is None or m.scheduled_s is None:
-            return NO_PREFILL
-        return PrefillFacts(m.first_token_s - m.arrived_s, m.scheduled_s - m.arrived_s, self.num_cached_tokens)
-
-    def take_timeline(self, *, finished: bool) -> Timeline | None:
-        """The timeline, once: when its last phase is over, at the latest at the end. Else None."""
-        m = self.marks
-        is_over = (m.first_token_s if m.loaded_s is None else m.decode_retired_s) is not None
-        if self.is_timed or not (finished or is_over):
-            return None
-        self.is_timed = True
-        return self.timeline()
-
-    def timeline(self) -> Timeline:
-        """The seconds that the request has spent in each phase so far."""
-        m = self.marks
-        if m.loaded_s is not None and m.reserved_s is not None and m.scheduled_s is None:
-            decode = m.loaded_s if m.decode_scheduled_s is None else m.decode_scheduled_s
-            steps = m.load_steps
-            return Timeline(
-                queue_s=m.reserved_s - m.arrived_s,
-                transfer_s=m.loaded_s - m.reserved_s,
-                admit_s=decode - m.loaded_s,
-                first_decode_s=0.0 if m.decode_retired_s is None else m.decode_retired_s - decode,
-                prefill_leg_s=m.peer.seconds,
-                prefill_queue_s=m.peer.queue_s,
-                announce_s=steps.announce_s,
-                reserve_s=steps.reserve_s,
-                post_s=steps.post_s,
-                link_s=steps.link_s,
-                confirm_s=steps.confirm_s,
-                schedule_s=steps.wake_s,
-            )
-        if m.scheduled_s is None:
-            return Timeline()
-        prefill_s = 0.0 if m.first_token_s is None else m.first_token_s - m.scheduled_s
-        return Timeline(queue_s=m.scheduled_s - m.arrived_s, prefill_s=prefill_s)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -282,7 +234,9 @@ class Sequence:
     host_block_ids: list[int] = field(default_factory=list)  # while SWAPPED
     num_computed_tokens: int = 0  # tokens with KV in the table, by steps that have retired
     num_scheduled_tokens: int = 0  # the same, counting steps that still run
-    num_pending: int = 0  # tokens that running steps sample, one per step: their positions are known, their values not
+    # Tokens that running steps sample, one per step: their positions are known, their values not. Of a beam, until its
+    # round is over
+    num_pending: int = 0
     num_in_flight: int = 0  # steps that still run and touch this sequence
     num_announced_tokens: int = 0  # PREFILL: announced to the lease's reader
     num_queued_tokens: int = 0  # its part of `Queues.num_queued_tokens`
@@ -294,6 +248,7 @@ class Sequence:
     # Prompt tokens of which a log-probability is wanted and not reported: the last so many
     num_unread_tokens: int = 0
     in_worker: bool = False  # the worker has a row for it
+    is_beam: bool = False  # no step is planned behind one before its token is chosen
     is_absent: bool = False  # the step that runs draws no token for it: see `sit_out`
     awaits_first_decode: bool = (
         False  # its KV or first token came from another node, and no decode step followed; for the timeline
@@ -374,6 +329,9 @@ class Sequence:
         All but the last are computed already. This is the one place that allows a step more than one token. A later
         step that is planned already assumes one (`num_pending`) and starts at a wrong position, so there must be none.
         """
+        if len(run) == 1:
+            self.append(run[0].token_id)
+            return run
         assert run
         assert not self.num_in_flight or len(run) == 1, "a step was planned behind one that sampled several tokens"
         num_added = 0

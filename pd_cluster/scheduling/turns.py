@@ -74,7 +74,7 @@ class Turns:
         group.num_queued += 1
         self.num_queued += 1
         self._last_arrival = request.since
-        if group.num_requests > 1 or request.sampling.n > 1:
+        if group.num_requests > 1 or request.num_live > 1:
             group.is_shared = True
             self._shared.add(group)
         return group

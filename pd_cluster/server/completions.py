@@ -43,9 +43,11 @@ def reads_only(body: CompletionBody) -> bool:
 
 
 def check_best_of(body: GenerationBody) -> None:
-    """Raises InvalidRequest unless best_of is absent or equals n: sequences are not ranked."""
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequest("best_of must equal n: sequences are not ranked", "best_of", "unsupported_value")
+    """Raises InvalidRequest unless best_of is absent, equals n, or is the width of a beam search."""
+    if body.best_of is not None and body.best_of != (body.n or 1) and not body.use_beam_search:
+        raise InvalidRequest(
+            "best_of must equal n: sequences are not ranked without use_beam_search", "best_of", "unsupported_value"
+        )
 
 
 class CompletionShape:

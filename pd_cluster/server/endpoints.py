@@ -14,6 +14,7 @@ from pd_cluster.errors import InvalidRequest
 from pd_cluster.models.model_task import GENERATE
 from pd_cluster.protocol.messages import Work
 from pd_cluster.server.answer_extras import AnswerExtras
+from pd_cluster.server.beam_fields import check_beam_choice, with_beams
 from pd_cluster.server.chat import ChatShape, chat_num_logprobs, normal_messages, template_options
 from pd_cluster.server.chat_grammar import chat_grammar_source, check_format, parser_options
 from pd_cluster.server.completions import (
@@ -240,6 +241,7 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
     check_queue_room(state, len(prompts))
     bad_words = await state.tokenizer.encode_words(body.bad_words) if body.bad_words else ()
     call = replace(call, grammar=await _grammar(state, call), bad_words=bad_words)
+    check_beam_choice(body, call.grammar, state.config.model.logits_stages)
     if call.is_prefill_leg and caller.wants_ticket_stream:
         async with keeping_alive(state, reply) as alive:
             request = await _request(state, caller, call, 0)
@@ -376,6 +378,7 @@ def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> Sampling
             grammar=call.grammar,
             bad_words=call.bad_words,
         )
+        sampling = with_beams(sampling, body)
     sampling.validate(state.tokenizer.vocab_size)
     if not (call.is_prefill_leg or call.is_read):
         check_min_tokens(sampling)

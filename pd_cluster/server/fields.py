@@ -78,7 +78,7 @@ REFUSED: dict[str, FieldRefusal] = {
     "custom_params": FieldRefusal("logits processors are not supported"),
     "vllm_xargs": FieldRefusal("logits processors are not supported"),
     "watermarking": FieldRefusal("answers get no watermark"),
-    "use_beam_search": FieldRefusal("beam search is not supported"),
+    "beam_width": FieldRefusal("n is the width of a beam search, or best_of where fewer answers are wanted", (None,)),
     # the end of the output
     "max_new_tokens": FieldRefusal("use max_tokens", (None,)),
     "min_new_tokens": FieldRefusal("use min_tokens", (None, 0)),
@@ -106,7 +106,6 @@ REFUSED: dict[str, FieldRefusal] = {
 
 
 _LABEL = "a label for the operator's records; none are kept"
-_BEAMS = "beam search, which is refused, alone would read it"
 _MEDIA = "messages have no images, audio or video"
 _PLACEMENT = "the router chooses the nodes, and kv_transfer_params carry the handoff"
 
@@ -136,8 +135,6 @@ HARMLESS: dict[str, str] = {
     "image": _MEDIA,
     "prompt_cache_retention": "prefixes stay cached as long as there is room",
     "verbosity": "the models served here have no such setting",
-    "length_penalty": _BEAMS,
-    "early_stopping": _BEAMS,
     "spaces_between_special_tokens": "tokens are joined by their bytes",
     "stream_interval": "each chunk holds the tokens that have come",
     "mm_processor_kwargs": _MEDIA,
@@ -165,6 +162,7 @@ _ONE_ANSWER = FieldRefusal("there is one answer", (None, 1))
 _OF_CHAT = {
     "n": _ONE_ANSWER,
     "best_of": _ONE_ANSWER,
+    "use_beam_search": FieldRefusal("it is a field of chat and completions"),
     "logprobs": _NO_PLACE,
     "top_logprobs": FieldRefusal(_NO_PLACE.why, (None, 0)),
     "return_token_ids": _NO_PLACE,

@@ -72,9 +72,14 @@ class GenerationRequest:
         return self.drawn_seed if self.sampling.seed is None else self.sampling.seed
 
     @property
+    def num_choices(self) -> int:
+        """n; the prefill of a beam search gives one token."""
+        return self.sampling.num_first_tokens if self.kv_source.work is Work.PREFILL else self.sampling.n
+
+    @property
     def live(self) -> tuple[int, ...]:
         """The choices that the engine generates, in the order of its sequences."""
-        return tuple(range(self.sampling.n)) if self.known is None else self.known.live
+        return tuple(range(self.num_choices)) if self.known is None else self.known.live
 
     @property
     def prompt_digest(self) -> bytes:
@@ -100,7 +105,7 @@ class GenerationRequest:
             load_deadline_s=load_deadline_s,
             received_s=received_s,
             known=known if known is not None and any(known) else (),
-            sequence_numbers=live if len(live) < self.sampling.n else (),
+            sequence_numbers=live if len(live) < self.num_choices else (),
             group=self.group,
             drawn_seed=self.drawn_seed,
             steps=self.steps,

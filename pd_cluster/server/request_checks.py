@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pd_cluster.errors import EngineUnavailable, InvalidRequest, Overloaded
 from pd_cluster.scheduling.turns import crowd_limit
+from pd_cluster.server.beam_fields import check_beam_fields, unread_beam_fields
 from pd_cluster.server.completions import check_best_of
 from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.reasoning_options import unread_reasoning_fields
@@ -54,6 +55,8 @@ def check_queue_room(state: NodeState, num_prompts: int) -> None:
 def disabled_fields(state: NodeState, body: PromptFields) -> set[str]:
     """Fields of the request that this node's settings, or its chat template, disable."""
     names = {"priority"} if body.priority and not state.config.scheduler.priorities else set()
+    if isinstance(body, GenerationBody):
+        names |= unread_beam_fields(body)
     return names | unread_reasoning_fields(body, state.tokenizer.chat_template) if isinstance(body, ChatBody) else names
 
 
@@ -63,6 +66,7 @@ def check_common(body: GenerationBody) -> None:
     if options is not None and not body.stream and not (options.include_timings and options.include_usage is None):
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     check_best_of(body)
+    check_beam_fields(body)
     check_prompt_and_tokens(body)
     check_prompt_fields(body)
     if body.n is not None and not 1 <= body.n <= 128:

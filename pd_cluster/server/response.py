@@ -96,11 +96,14 @@ def node_headers(state: NodeState, streams: Sequence[GenerationStream]) -> dict[
 
 
 def stream_head(version: str, response_id: str, created: int, streams: Sequence[GenerationStream]) -> StreamHead:
-    """The head of an answer. The streams of several prompts do not tell their cached tokens at one time."""
+    """The head of an answer. The streams of several prompts do not tell their cached tokens at one time.
+
+    Those, and beam searches, cannot be continued at another node: they have no version.
+    """
     request, usage = streams[0].request, usage_of(streams)
     is_one = len(streams) == 1
     return StreamHead(
-        stream_version=version if is_one else "",
+        stream_version=version if is_one and request.sampling.beams is None else "",
         response_id=response_id,
         created=created,
         seed=request.seed,
@@ -173,7 +176,7 @@ async def answer_whole(
 
 async def collect(streams: Sequence[GenerationStream]) -> list[ChoiceOutput]:
     """Every choice, complete: prompts in order, the n choices of each prompt together."""
-    choices = [ChoiceOutput(i) for one in streams for i in range(one.request.sampling.n)]
+    choices = [ChoiceOutput(i) for one in streams for i in range(one.request.num_choices)]
     async with aclosing(_interleaved(streams)) as outputs:
         async for first_index, some in outputs:
             for output in some:
@@ -199,7 +202,7 @@ async def _interleaved(streams: Sequence[GenerationStream]) -> AsyncGenerator[tu
                 first_index = 0
                 for stream in streams:
                     group.create_task(pump(first_index, stream))
-                    first_index += stream.request.sampling.n
+                    first_index += stream.request.num_choices
         finally:
             queue.put_nowait(None)
 

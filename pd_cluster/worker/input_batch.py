@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
+    from pd_cluster.scheduling.batch import Batch, BeamStep, SequenceChunk, SequenceStart
     from pd_cluster.worker.cuda_graphs.captured_step import CapturedStep, StepPlaces
     from pd_cluster.worker.draw_places import CapturedDraw, DrawLayout
     from pd_cluster.worker.host_buffer import HostBuffer
@@ -148,7 +148,9 @@ class InputBatch:
         return self._blocks.shape[1]
 
     def apply(self, batch: Batch) -> None:
-        """Apply a batch to the rows: departures, then starts, then the chunks' new blocks."""
+        """Apply a batch to the rows: beams, then departures, then starts, then the chunks' new blocks."""
+        if batch.beam_steps:
+            self._step_beams(batch.beam_steps)
         for seq_id in batch.departures:
             self._free.append(self._row_of.pop(seq_id))
         for start in batch.starts:
@@ -276,6 +278,17 @@ class InputBatch:
         self._num_tokens[row] = self._num_on_host[row] = count
         self._blocks[row, : len(start.block_ids)] = start.block_ids
         self._sampling.start(row, start)
+
+    def _step_beams(self, steps: tuple[BeamStep, ...]) -> None:
+        rows = np.array([self._row_of[step.seq_id] for step in steps])
+        parents = np.array([self._row_of[step.parent] for step in steps])
+        ends = self._num_tokens[parents]
+        moved = rows != parents
+        to, of, longest = rows[moved], parents[moved], int(ends.max())
+        self._tokens[to, :longest] = self._tokens[of, :longest]  # the right side is a copy of all rows
+        self._blocks[to] = self._blocks[of]
+        self._num_tokens[rows] = self._num_on_host[rows] = ends
+        self._tokens[rows, ends - 1] = [step.token_id for step in steps]
 
     def _spread(self, chunks: tuple[SequenceChunk, ...]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """Per chunk: row, length, end. Per token of the chunks: row, position."""

@@ -13,7 +13,7 @@ import msgspec
 
 from pd_cluster.config import NodeConfig
 from pd_cluster.errors import PdError
-from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
+from pd_cluster.scheduling.batch import Batch, BeamStep, BlockCopies, SequenceChunk, SequenceStart
 from pd_kernels.values import StepSize
 
 
@@ -51,15 +51,17 @@ class StepFrame(msgspec.Struct, frozen=True, tag=True):
     graph: StepSize | None  # the captured size to replay
     changed: tuple[int, ...]
     late: tuple[int, ...]
+    beam_steps: tuple[BeamStep, ...]
 
     @classmethod
     def of(cls, batch: Batch, graph: StepSize | None, changed: tuple[int, ...], late: tuple[int, ...]) -> StepFrame:
-        return cls(batch.step, batch.starts, batch.chunks, batch.departures, batch.copies, graph, changed, late)
+        rows = (batch.starts, batch.chunks, batch.departures, batch.copies)
+        return cls(batch.step, *rows, graph, changed, late, batch.beam_steps)
 
     @property
     def batch(self) -> Batch:
         """The step, without what only the engine's connector does."""
-        return Batch(self.step, self.starts, self.chunks, self.departures, self.copies)
+        return Batch(self.step, self.starts, self.chunks, self.departures, self.copies, beam_steps=self.beam_steps)
 
 
 class DrawLate(msgspec.Struct, frozen=True, tag=True):

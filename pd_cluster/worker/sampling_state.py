@@ -71,12 +71,12 @@ class SamplingState:
         self._limited[row] = is_limited and not params.greedy
         self._seeds[row] = _wrap_64(start.seed)
         self._sample_seeds[row] = tuple(map(_wrap_64, start.num_sample_seeds))
-        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.num_logprobs[row] = -1 if params.num_alternatives is None else params.num_alternatives
         self._changed[row] = False
         for stage, active in self._stages:
             active[row] = stage.start(row, start)
             self._changed[row] |= active[row]
-        self._plain[row] = not (self._limited[row] or self._changed[row] or params.logprobs is not None)
+        self._plain[row] = not (self._limited[row] or self._changed[row] or params.num_alternatives is not None)
 
     def plain_draws(self, rows: Ints) -> tuple[npt.NDArray[np.float32], Ints] | None:
         """Temperatures (0: greedy) and seeds of `rows` with one sample each; None if any row asks for more."""

@@ -103,7 +103,7 @@ class RequestBody:
     @property
     def shows_reading(self) -> bool:
         """Whether the first byte of the answer shows that the whole prompt has been prefilled."""
-        return self.wants_stream and not self.has_several_prompts
+        return self.wants_stream and not self.has_several_prompts and not self.get("use_beam_search", bool)
 
     def text_chain(self, key: bytes) -> tuple[int, ...]:
         """The names of the prompt's text, as nodes publish them. Empty: it has none. `key`: of the cluster's chains."""

@@ -20,6 +20,7 @@ from tests.server.live_server import running
 BODIES = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
 # a node with --priorities, and a chat template that knows of reasoning, read them
 NOT_BY_DEFAULT = {name: name for name in ("priority", "reasoning_effort", "enable_thinking")}
+NOT_BY_DEFAULT |= {name: name for name in ("length_penalty", "early_stopping")}  # without use_beam_search
 NEEDS: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "tool_choice": {"tools": []},

@@ -64,7 +64,8 @@ def check_same(ours: Answer, theirs: Answer) -> None:
 
 
 def test_every_field_has_a_case() -> None:
-    assert CASES.keys() == set(SamplingParams.__struct_fields__)
+    """`beams` has its own: tests/integration/test_beam_searches.py. These nodes have a logits stage."""
+    assert CASES.keys() | {"beams"} == set(SamplingParams.__struct_fields__)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -43,6 +43,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "seed": 4, "top_k": 30, "logprobs": 2},
     {"temperature": 0.7, "seed": 5, "n": 2},
     {"temperature": 0, "frequency_penalty": 0.7, "repetition_penalty": 1.1},
+    {"use_beam_search": True, "n": 3, "length_penalty": 0.5},
     {"temperature": 0.8, "seed": 6, "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
 )
 STREAMS: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 11})

@@ -7,6 +7,7 @@ and the sequence's seed: `continuation` says what a request must generate, whate
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pd_cluster.protocol.messages import AddRequest, FinishReason, Work
-from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS, BeamParams, SamplingParams
 from pd_cluster.scheduling.batch import Batch, StepResult
 from pd_cluster.scheduling.sequence import sequence_seed
-from pd_connectors.protocol.messages import SampledToken
+from pd_connectors.protocol.messages import SampledToken, TopLogprob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,6 +45,20 @@ def sample(last: int, seed: int) -> int:
     """The token after a history, in a sequence with this seed."""
     digest = blake2b(f"{last}/{seed}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCAB_SIZE
+
+
+def candidates(last: int) -> SampledToken:
+    """The best tokens after a history, with log-probabilities that do not depend on the seed."""
+    row = logprobs(last)
+    ranked = sorted(range(VOCAB_SIZE), key=lambda token: -row[token])[:MAX_TOP_LOGPROBS]
+    return SampledToken(ranked[0], row[ranked[0]], tuple(TopLogprob(token, row[token]) for token in ranked))
+
+
+def logprobs(last: int) -> list[float]:
+    """The log-probability of each token after a history."""
+    digest = blake2b(str(last).encode(), digest_size=2 * VOCAB_SIZE).digest()
+    weights = [math.exp(int.from_bytes(digest[at : at + 2], "little") / 8192) for at in range(0, 2 * VOCAB_SIZE, 2)]
+    return [math.log(weight / sum(weights)) for weight in weights]
 
 
 def continuation(
@@ -81,6 +96,7 @@ def message(
     stop_token_ids: tuple[int, ...] = (),
     group: str = "",
     known: tuple[tuple[int, ...], ...] = (),
+    beams: BeamParams | None = None,
 ) -> AddRequest:
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -89,6 +105,7 @@ def message(
         ignore_eos=ignore_eos,
         min_tokens=min_tokens,
         stop_token_ids=stop_token_ids,
+        beams=beams,
     )
     return AddRequest(
         request_id, list(prompt_token_ids), sampling, work, priority=priority, salt=salt, group=group, known=known
@@ -132,6 +149,10 @@ class FakeWorker:
     num_tokens_computed: int = 0
 
     def execute(self, batch: Batch) -> StepResult:
+        rows = {step.seq_id: (self.rows[step.parent], step.token_id) for step in batch.beam_steps}
+        for seq_id, (parent, token_id) in rows.items():
+            start, known = self.rows[seq_id].start, parent.tokens[:-1]
+            self.rows[seq_id] = Row(start, [*known, token_id], list(parent.block_ids))
         for seq_id in batch.departures:
             del self.rows[seq_id]
         self._copy(batch)
@@ -190,6 +211,8 @@ class FakeWorker:
         seeds = row.start.num_sample_seeds if chunk.num_samples > 1 else (row.start.seed,)
         assert len(seeds) == chunk.num_samples
         tokens = tuple(SampledToken(sample(hashes[-1], seed)) for seed in seeds)
+        if row.start.sampling.beams is not None:
+            tokens = (candidates(hashes[-1]),)
         row.tokens.append(tokens[0].token_id)  # of several, the row goes on with the first
         return tokens if chunk.num_samples > 1 else self._run_on(row, tokens)
 

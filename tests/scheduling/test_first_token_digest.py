@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pd_cluster.engine.kv_transfers import sampling_digest
-from pd_cluster.protocol.sampling_params import NOT_OF_FIRST_TOKENS, SamplingParams
+from pd_cluster.protocol.sampling_params import NOT_OF_FIRST_TOKENS, BeamParams, SamplingParams
 
 # every field, with values that differ from each other and from the default
 OTHERS: dict[str, tuple[Any, Any]] = {
@@ -31,6 +31,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "grammar": ('start: "a"', 'start: "b"'),
     "logits_args": ({"ban": 7}, {"ban": 8}),
     "logprobs": (0, 1),
+    "beams": (BeamParams(width=2), BeamParams(width=3)),
 }
 DEFAULT = SamplingParams(max_tokens=1)
 

@@ -343,7 +343,7 @@ def test_the_timeline_of_a_local_request_sums_to_its_first_token() -> None:
     world.submit(message("a", prompt(10), max_tokens=4))
     request = world.submit(message("b", prompt(30, 1), max_tokens=4))
     world.run_until_idle()
-    timeline = request.timeline()
+    timeline = request.marks.timeline()
     assert (timeline.queue_s, timeline.prefill_s, timeline.transfer_s) == (4.0, 1.0, 0.0)
 
 
@@ -358,6 +358,6 @@ def test_the_timeline_of_a_loaded_request_names_each_wait() -> None:
     world.finish_load(load)
     world.now_s = 6.0
     world.run_until_idle()
-    timeline = request.timeline()
+    timeline = request.marks.timeline()
     waits = (timeline.queue_s, timeline.transfer_s, timeline.admit_s, timeline.first_decode_s, timeline.prefill_s)
     assert waits == (2.0, 3.0, 1.0, 1.0, 0.0)

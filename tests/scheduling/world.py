@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,17 @@ from pd_cluster.scheduling.sequence import Request, Sequence, sequence_seed
 from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
 from pd_cluster.scheduling.step_model import StepModel
 from pd_connectors.protocol.messages import SampledToken
-from tests.scheduling.simulation import BLOCK_SIZE, EOS, VOCAB_SIZE, FakeWorker, continuation, history
+from tests.scheduling.beam_reference import best_answers
+from tests.scheduling.simulation import (
+    BLOCK_SIZE,
+    EOS,
+    VOCAB_SIZE,
+    FakeWorker,
+    candidates,
+    continuation,
+    history,
+    logprobs,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,6 +60,15 @@ class Client:
     reasons: list[FinishReason | None]
     terminal: bool = False
 
+    @cached_property
+    def answers(self) -> list[tuple[list[int], FinishReason]]:
+        """Of a beam search."""
+        request, eos = self.request, frozenset({EOS})
+        sampling, last = request.sampling, history(request.prompt_token_ids)[-1]
+        return best_answers(
+            sampling, sampling.stop_ids(eos), lambda tokens: logprobs([last, *history(tokens, last)][-1])
+        )
+
     def take(self, update: Update) -> None:
         assert not self.terminal, "an update after the terminal one"
         for report in update.sequences:
@@ -62,6 +82,8 @@ class Client:
 
     def expected(self, index: int) -> tuple[list[int], FinishReason]:
         request = self.request
+        if request.sampling.beams is not None and request.work is not Work.PREFILL:
+            return self.answers[index]
         output, reason = continuation(request.prompt_token_ids, sequence_seed(request.seed, index), request.sampling)
         if request.work is Work.PREFILL:
             stopped = reason is FinishReason.STOP and len(output) == 1
@@ -169,7 +191,7 @@ class World:
             self.scheduler.add(request)
         if request.lease_id is not None:
             self.leases[request.lease_id] = request
-        outputs = [list(known) for known in message.known] or [[] for _ in request.sequences]
+        outputs = [list(known) for known in message.known] or [[] for _ in range(message.sampling.n)]
         self.clients[request.request_id] = Client(request, outputs, [None] * message.sampling.n)
         return request
 
@@ -256,6 +278,8 @@ class World:
     def first_tokens(self, request: Request) -> tuple[SampledToken, ...]:
         """What P would sample."""
         client = self.client(request)
+        if request.sampling.beams is not None:
+            return (candidates(history(request.prompt_token_ids)[-1]),)
         return tuple(SampledToken(client.expected(index)[0][0]) for index in range(request.sampling.n))
 
     def give_first_tokens(self, request: Request) -> None:

@@ -13,6 +13,18 @@ pytestmark = pytest.mark.anyio
 
 HI = [{"role": "user", "content": "hi"}]
 
+# what is wrong with a beam search
+WITH_BEAMS: list[dict[str, Any]] = [
+    {"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.1},
+    {"presence_penalty": 1}, {"frequency_penalty": -1}, {"logit_bias": {"5": 1}}, {"allowed_token_ids": [5]},
+    {"bad_words": ["x"]}, {"min_tokens": 1}, {"stop": "x"}, {"n": 21}, {"best_of": 21}, {"best_of": 0},
+    {"best_of": 2, "n": 3}, {"length_penalty": 11}, {"early_stopping": "always"}, {"early_stopping": 1},
+]  # fmt: skip
+BEAMS: list[tuple[dict[str, Any], str | None]] = [
+    *(({"use_beam_search": True} | wrong, next(iter(wrong))) for wrong in WITH_BEAMS),
+    ({"beam_width": 4}, "beam_width"),
+]
+
 # what is wrong with a chat request, and the field that the error names
 CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": None}, "messages"),
@@ -51,6 +63,7 @@ CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"min_tokens": 5000}, "min_tokens"),
     ({"best_of": 2}, "best_of"),
+    *BEAMS,
     ({"stop": ""}, "stop"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": ["a", ""]}, "stop"),
@@ -97,6 +110,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"echo": True, "logprobs": 1}, "echo"),
     ({"suffix": "x"}, "suffix"),
     ({"best_of": 2}, "best_of"),
+    *BEAMS,
     ({"min_tokens": 17}, "min_tokens"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),

@@ -82,7 +82,7 @@ async def test_embeddings_in_both_encodings() -> None:
         encoded = await post(node, EMBEDDINGS, {"input": [4, 9, 9], "encoding_format": "base64"})
         raw = await post(node, EMBEDDINGS, {"input": [4, 9, 9], "normalize": False, "dimensions": 2})
         pooled = await post(node, "/pooling", {"input": [4, 9, 9]})
-        metrics = {name: node.metric(f'pd_{name}_total{{{{work="read"}}}}') for name in ("prompt_tokens", "cached_tokens")}
+        metrics = {name: node.metric(f'pd_{name}_total{{work="read"}}') for name in ("prompt_tokens", "cached_tokens")}
         assert node.metric('pd_requests_total{endpoint="embeddings",outcome="ok"}') == 3
     assert {name: whole[name] for name in ("id", "object", "model")} == {
         "id": "embd-mine", "object": "list", "model": "demo"

@@ -1,0 +1,74 @@
+"""Beam searches through P and D, in both orders, and on one node: transformers' answers, and nothing is left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import torch
+
+from tests.integration.system import Path, System, running_system
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.integration.reference import DemoModel
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+PROMPTS = ("Once upon a time there was a", "Mira 4831. Oskar 2210. Lena 7745. Anton 1902. Oskar? " * 3)
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"length_penalty": 0.3, "early_stopping": True, "stop_token_ids": [263, 278]},
+)
+SEARCH = {"use_beam_search": True, "n": 4, "max_tokens": 16, "logprobs": 0}
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[System]:
+    """Ten slots and few blocks: two searches and a stream at a time."""
+    with running_system("--num-blocks=40", "--max-num-seqs=10", own_mixed=True) as system:
+        yield system
+
+
+def expected(model: DemoModel, prompt: str, settings: dict[str, Any]) -> list[list[int]]:
+    ids = torch.tensor([model.encode(prompt)])
+    stop_ids = [model.eos_token_id, *settings.get("stop_token_ids", ())]
+    out = model._model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, num_beams=4,
+        num_return_sequences=4, eos_token_id=stop_ids, pad_token_id=0,
+        length_penalty=settings.get("length_penalty", 1.0), early_stopping=settings.get("early_stopping", False),
+    )  # fmt: skip
+    rows = out[:, ids.shape[1] :].tolist()
+    ends = [min([index + 1 for index, token in enumerate(row) if token in stop_ids] + [16]) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+
+@pytest.mark.parametrize("path", Path)
+def test_answers_equal_transformers(path: Path, system: System, demo_model: DemoModel) -> None:
+    """Four searches at once beside greedy answers, two of them streamed."""
+    asked = [(prompt, settings) for prompt in PROMPTS for settings in SETTINGS]
+    bodies = [
+        SEARCH | settings | {"prompt": prompt, "stream": index % 2 == 1, "cache_salt": f"{path}{index}"}
+        for index, (prompt, settings) in enumerate(asked)
+    ]
+    others = [{"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0, "cache_salt": f"{path}"}] * 3
+    answers = system.ask_all(path, [("/v1/completions", body) for body in [*bodies, *others]])
+    for (prompt, settings), answer in zip(asked, answers, strict=False):
+        found = [demo_model.token_ids(choice["logprobs"]["tokens"]) for choice in answer.choices]
+        assert found == expected(demo_model, prompt, settings)
+        assert answer.headers["x-pd-prefill"] == system.prefiller_of(path)
+    system.settle()
+    redraws = 'pd_first_token_redraws_total{reason="sampling_mismatch"}'
+    assert system.metric("decode", redraws) == 0, "P's candidates were adopted"
+
+
+@pytest.mark.parametrize("path", Path)
+def test_a_client_that_leaves_leaves_nothing(path: Path, system: System) -> None:
+    url = system.urls[system.mixed] if path is Path.MIXED else system.router_url
+    headers = {} if path is Path.MIXED else {"x-pd-route": path.value}
+    body = SEARCH | {"prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=1.0, trust_env=False)
+    system.settle()
