@@ -138,7 +138,7 @@ async def _chat(
     ignored: Iterable[str] = (),
 ) -> None:
     """`raw`: a chat body. `ignored`: members of the client's own body that nothing reads."""
-    body = _decoded(state, reply, raw, ChatBody, ignored)
+    body = _decoded(state, caller, reply, raw, ChatBody, ignored)
     logprobs = chat_num_logprobs(body)
     use = tool_use(body)
     check_format(use, state.tool_format, has_parser=state.output_parser is not None)
@@ -179,7 +179,7 @@ async def _chat(
 
 async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
     """Serve `POST /v1/completions`: generate for the body `raw`, and answer through `reply`. Raises PdError."""
-    body = _decoded(state, reply, raw, CompletionBody)
+    body = _decoded(state, caller, reply, raw, CompletionBody)
     check_echo(body)
     prompts = prompts_of(body, state.tokenizer.vocab_size, state.ready.max_model_len)
     names = names_for(state, body, raw) if len(prompts) == 1 else None
@@ -367,9 +367,16 @@ def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> Sampling
 
 
 def _decoded(
-    state: NodeState, reply: CountedReply, raw: bytes, kind: type[Generating], ignored: Iterable[str] = ()
+    state: NodeState,
+    caller: Caller,
+    reply: CountedReply,
+    raw: bytes,
+    kind: type[Generating],
+    ignored: Iterable[str] = (),
 ) -> Generating:
     body, unread = decode_body(raw, kind)
+    if caller.offer:
+        body.kv_transfer_params = KvTransferParams(do_remote_prefill=True, offer=caller.offer)
     state.metrics.unknown_fields.inc(len(unread))
     reply.headers |= ignored_header({*ignored, *unread, *disabled_fields(state, body)})
     return body

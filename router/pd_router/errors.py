@@ -31,3 +31,11 @@ class NoNode(PdError, status=503, code="no_healthy_node"):
 
 class Stopping(PdError, status=503, code="router_stopping"):
     """The router was told to stop, and the request did not end within `drain_s`."""
+
+
+class NotRouted(PdError, status=404, kind="invalid_request_error", code="not_found"):
+    """The path is not one that clients of a gateway may call."""
+
+
+class TooManyUnfinished(PdError, status=503, code="too_many_unfinished"):
+    """Requests that have not arrived whole take all the memory that they may (`max_unfinished_mb`)."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
-from pd_connectors.protocol.ticket import Offer, sign
 from pd_http.errors import NodesDied, PdError
 from pd_http.node_answers import FailureKind
 from pd_http.reply import JSON_TYPE
@@ -364,7 +363,7 @@ class RoutedRequest:
             return None
         for node in nodes:
             self._casualties.meet(node)
-        return sign(s.key, Offer(tuple(node.url for node in nodes), s.wall_clock() + s.config.offer_ttl_s))
+        return s.signed_offer(nodes)
 
     def _release(self, handoff: Handoff) -> None:
         if handoff.ticket is not None:
