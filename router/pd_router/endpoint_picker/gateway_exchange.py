@@ -93,9 +93,9 @@ class GatewayExchange:
             yield self._answered(message)
         elif kind == "response_body":
             part = message.response_body
-            yield _echo("response_body", part.body, is_last=part.end_of_stream)
-            if part.end_of_stream:
+            if part.end_of_stream:  # noted first: the gateway may end its stream as soon as it has the echo
                 self._ended()
+            yield _echo("response_body", part.body, is_last=part.end_of_stream)
         elif kind == "response_trailers":
             self._ended()
             yield ProcessingResponse(response_trailers={})
