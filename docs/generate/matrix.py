@@ -20,6 +20,7 @@ from pd_cluster.server.openapi import OPERATIONS
 from pd_cluster.server.schema import ChatBody, CompletionBody
 from pd_cluster.server.tool_format import FORMATS
 from pd_connectors.registry import CONNECTORS, PACKAGES
+from pd_router.endpoint_picker.config import PickerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -150,7 +151,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """The matrix. Raises ValueError when a list of this module contradicts the code."""
-    return [_models(), _dtypes(), _gpus(), _parallelism(), _failures(), _connectors(), *_areas()]
+    return [_models(), _dtypes(), _gpus(), _parallelism(), _failures(), _connectors(), _gateways(), *_areas()]
 
 
 def _models() -> Row:
@@ -202,6 +203,13 @@ def _connectors() -> Row:
         code(name) + " (with a shared pool)" * (name in POOL_CONNECTORS) for name in CONNECTORS if name in PACKAGES
     ]
     return Row("connectors", [*names, "a class of your own"], [], [])
+
+
+def _gateways() -> Row:
+    if "fallbacks" not in {item.name for item in fields(PickerConfig)}:
+        raise ValueError("there is no endpoint picker: correct docs/generate/matrix.py")
+    pool = "InferencePool of Gateway API (`pd-cluster epp`; with Envoy, not yet in a Kubernetes cluster)"
+    return Row("gateways", [], [pool], [])
 
 
 def _areas() -> list[Row]:

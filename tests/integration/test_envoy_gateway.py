@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytest.importorskip("envoy.service.ext_proc.v3.external_processor_pb2", reason="xds-protos is not installed")
+pytest.importorskip("grpc", reason="grpcio is not installed")
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,

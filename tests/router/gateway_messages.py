@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+from pd_router.endpoint_picker.messages import FULL_DUPLEX_STREAMED, ProcessingRequest
 
-FULL_DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 COMPLETIONS = "/v1/completions"
 
 
@@ -18,8 +16,8 @@ def request_headers(
     *,
     is_last: bool = False,
     subset: list[str] | None = None,
-    body_mode: int = FULL_DUPLEX,
-    answer_mode: int = FULL_DUPLEX,
+    body_mode: int = FULL_DUPLEX_STREAMED,
+    answer_mode: int = FULL_DUPLEX_STREAMED,
     **headers: str,
 ) -> Any:
     """`headers`: with _ for -."""
@@ -31,8 +29,8 @@ def request_headers(
     for name, value in named.items():
         message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
     if subset is not None:
-        hint = message.metadata_context.filter_metadata["envoy.lb.subset_hint"]
-        hint.update({"x-gateway-destination-endpoint-subset": subset})
+        hint = message.metadata_context.filter_metadata.add(key="envoy.lb.subset_hint")
+        hint.value.update({"x-gateway-destination-endpoint-subset": subset})
     return message
 
 
@@ -46,7 +44,8 @@ def response_headers(status: int = 200, *, is_last: bool = False, served: str = 
     for name, value in {":status": str(status), **headers}.items():
         message.response_headers.headers.headers.add(key=name.replace("_", "-"), raw_value=value.encode())
     if served:
-        message.metadata_context.filter_metadata["envoy.lb"].update({"x-gateway-destination-endpoint-served": served})
+        metadata = message.metadata_context.filter_metadata.add(key="envoy.lb")
+        metadata.value.update({"x-gateway-destination-endpoint-served": served})
     return message
 
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("envoy.service.ext_proc.v3.external_processor_pb2", reason="xds-protos is not installed")
-
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+pytest.importorskip("grpc", reason="grpcio is not installed")
 
 from pd_connectors.protocol.ticket import OFFER_HEADER
 from pd_router.endpoint_picker.gateway_exchange import DESTINATION, PART_BYTES, GatewayExchange, UnfinishedBodies
+from pd_router.endpoint_picker.messages import ProcessingRequest
 from pd_router.endpoint_picker.picks import EndpointPicker
 from tests.router.gateway_messages import (
     completion,

@@ -12,10 +12,8 @@ import aiohttp
 import pytest
 import uvicorn
 
-pytest.importorskip("envoy.service.ext_proc.v3.external_processor_pb2", reason="xds-protos is not installed")
-
+pytest.importorskip("grpc", reason="grpcio is not installed")
 import grpc
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
 from pd_connectors.protocol.ticket import Offer, verify
 from pd_http.sockets import bound
@@ -23,6 +21,7 @@ from pd_router.app import create_app
 from pd_router.endpoint_picker import cli
 from pd_router.endpoint_picker.config import PickerConfig
 from pd_router.endpoint_picker.grpc_server import EXT_PROC, NOT_SERVING, SERVING, PickerServer
+from pd_router.endpoint_picker.messages import ProcessingRequest, ProcessingResponse
 from tests.in_loop_server import in_loop
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, running

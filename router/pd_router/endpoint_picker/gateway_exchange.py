@@ -12,14 +12,17 @@ import urllib.parse
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from envoy.config.core.v3.base_pb2 import HeaderValueOption
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
+from google.protobuf.json_format import MessageToDict
 
 from pd_http.dialects import COUNT_TOKENS, dialect_of
 from pd_http.errors import BodyTooLarge, PdError
 from pd_router.body import RequestBody
 from pd_router.client_connection import GENERATING_PATHS
+from pd_router.endpoint_picker.messages import (
+    FULL_DUPLEX_STREAMED,
+    OVERWRITE_IF_EXISTS_OR_ADD,
+    ProcessingResponse,
+)
 from pd_router.endpoint_picker.picks import Pick, subset_of
 from pd_router.errors import NotRouted, TooManyUnfinished
 from pd_router.headers import DECODE_BY, PREFILL_BY, REQUEST_ID, ROUTE, request_id
@@ -130,8 +133,8 @@ class GatewayExchange:
             return
         if message.HasField("protocol_config"):
             modes = message.protocol_config
-            self._sees_end = modes.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
-            if modes.request_body_mode != ProcessingMode.FULL_DUPLEX_STREAMED:
+            self._sees_end = modes.response_body_mode == FULL_DUPLEX_STREAMED
+            if modes.request_body_mode != FULL_DUPLEX_STREAMED:
                 raise PdError("the gateway's ext_proc filter must set request_body_mode: FULL_DUPLEX_STREAMED")
         if head.end_of_stream:
             yield from self._picked(is_last=True)
@@ -192,7 +195,7 @@ class GatewayExchange:
         told = {one.key.lower(): _value(one) for one in message.response_headers.headers.headers}
         status = told.get(":status", "")
         self._answer_outcome = "ok" if status < "400" else "refused" if status < "500" else "failed"
-        served = message.metadata_context.filter_metadata["envoy.lb"].fields[SERVED].string_value
+        served = _metadata(message, "envoy.lb").get(SERVED, "")
         pick.answered(told.get(PREFILL_BY, ""), served or told.get(DECODE_BY, ""))
         self._s.metrics.first_byte_took(pick.plan.order.value, self._s.table.clock() - self._arrived_s)
         _set(answer.response_headers.response.header_mutation.set_headers, {ROUTE: pick.plan.text})
@@ -232,7 +235,7 @@ def _echo(kind: str, part: bytes, *, is_last: bool) -> Any:
 
 def _set(options: Any, told: Mapping[str, str]) -> None:
     for name, value in told.items():
-        option = options.add(append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD)
+        option = options.add(append_action=OVERWRITE_IF_EXISTS_OR_ADD)
         option.header.key, option.header.raw_value = name, value.encode("latin-1")
 
 
@@ -240,13 +243,17 @@ def _value(header: Any) -> str:
     return str(header.raw_value.decode("latin-1") or header.value)
 
 
+def _metadata(message: Any, namespace: str) -> dict[str, Any]:
+    """The gateway's metadata in a namespace, as JSON has it."""
+    found: dict[str, Any] = {}
+    for entry in message.metadata_context.filter_metadata:
+        if entry.key == namespace:
+            found |= MessageToDict(entry.value)
+    return found
+
+
 def _subset(message: Any) -> frozenset[str] | None:
     """The addresses among which the gateway lets choose; None: all."""
     namespace, key = SUBSET
-    hint = message.metadata_context.filter_metadata
-    if namespace not in hint or key not in hint[namespace].fields:
-        return None
-    value = hint[namespace].fields[key]
-    if value.WhichOneof("kind") == "list_value":
-        return subset_of([one.string_value for one in value.list_value.values])
-    return subset_of([value.string_value])
+    value = _metadata(message, namespace).get(key)
+    return None if value is None else subset_of(value if isinstance(value, list) else [value])

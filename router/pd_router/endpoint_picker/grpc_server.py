@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
 from pd_http.errors import StartupError
 from pd_router.endpoint_picker.config import PickerConfig
 from pd_router.endpoint_picker.gateway_exchange import GatewayExchange, UnfinishedBodies
+from pd_router.endpoint_picker.messages import ProcessingRequest, ProcessingResponse
 from pd_router.endpoint_picker.picks import EndpointPicker
 from pd_router.node_table import Role
 
