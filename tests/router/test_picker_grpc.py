@@ -150,7 +150,7 @@ def run(*flags: str) -> int:
 def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--workers", "2") == 2
     assert capsys.readouterr().err.startswith("pd-cluster epp: --workers: ")
-    assert run("--grpc-cert-file", "/nonexistent", "--grpc-key-file", "/nonexistent") == 2
+    assert run("--grpc-tls-cert", "/nonexistent", "--grpc-tls-key", "/nonexistent") == 2
     with bound("127.0.0.1", 0) as taken:
         taken.listen()
         assert run("--grpc-port", str(taken.getsockname()[1])) == 2

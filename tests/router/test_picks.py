@@ -184,7 +184,7 @@ def test_destinations_are_ip_addresses(url: str, address: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "flag"), [({"workers": 2}, "--workers"), ({"grpc_cert_file": "a.pem"}, "--grpc-key-file")]
+    ("settings", "flag"), [({"workers": 2}, "--workers"), ({"grpc_tls_cert": "a.pem"}, "--grpc-tls-key")]
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], flag: str) -> None:
     with pytest.raises(StartupError, match=flag):

@@ -43,6 +43,6 @@ def _check(config: RouterConfig) -> None:
     """Raises StartupError or OSError for what would else end the process when its gRPC port opens."""
     assert isinstance(config, PickerConfig)
     bound(config.host, config.grpc_port).close()
-    for path in (config.grpc_cert_file, config.grpc_key_file):
+    for path in (config.grpc_tls_cert, config.grpc_tls_key):
         if path:
             Path(path).read_bytes()

@@ -17,13 +17,13 @@ class PickerConfig(RouterConfig):
         9090, "HTTP port: a router's, with /metrics and /nodes. 0: chosen by the OS and printed.", most=MAX_PORT
     )
     grpc_port: int = setting(9002, "gRPC port for gateways (ext_proc). 0: chosen by the OS and logged.", most=MAX_PORT)
-    grpc_cert_file: str = setting("", "Certificate chain (PEM) of the gRPC port. Default: no TLS there.")
-    grpc_key_file: str = setting("", "Private key (PEM) of that certificate.")
+    grpc_tls_cert: str = setting("", "Certificate chain (PEM) of the gRPC port. Default: no TLS there.")
+    grpc_tls_key: str = setting("", "Private key (PEM) of that certificate.")
     fallbacks: int = setting(2, "Decode nodes named behind the first one, for the gateway's own retries.", most=16)
 
     def __post_init__(self) -> None:
         RouterConfig.__post_init__(self)
         if self.workers != 1:
             raise StartupError("--workers: an endpoint picker is one process; start several of them instead")
-        if bool(self.grpc_cert_file) != bool(self.grpc_key_file):
-            raise StartupError("--grpc-cert-file and --grpc-key-file go together")
+        if bool(self.grpc_tls_cert) != bool(self.grpc_tls_key):
+            raise StartupError("--grpc-tls-cert and --grpc-tls-key go together")

@@ -154,7 +154,7 @@ class GatewayExchange:
             yield from self._picked(is_last=True)
 
     def _picked(self, *, is_last: bool) -> Iterator[Any]:
-        """The answers to the headers and to the whole body, whose parts pass on as they came."""
+        """The answers to the headers and to the whole body. Its parts pass on as they came."""
         data = b"".join(self._parts)
         body = RequestBody(data, dialect_of(self._path))
         self._pick = self._picker.pick(body, self._headers, self._subset)

@@ -68,9 +68,9 @@ class PickerServer:
     def _open(self, address: str) -> int:
         """Raises OSError, RuntimeError."""
         config = self._config
-        if not config.grpc_cert_file:
+        if not config.grpc_tls_cert:
             return int(self._server.add_insecure_port(address))
-        pair = (Path(config.grpc_key_file).read_bytes(), Path(config.grpc_cert_file).read_bytes())
+        pair = (Path(config.grpc_tls_key).read_bytes(), Path(config.grpc_tls_cert).read_bytes())
         return int(self._server.add_secure_port(address, grpc.ssl_server_credentials((pair,))))
 
     async def __aexit__(self, *exc_info: object) -> None:
