@@ -28,6 +28,7 @@ PIP := $(PINNED_BUILD) $(BIN)/python -m pip install --disable-pip-version-check 
 INPUTS := pyproject.toml $(wildcard $(CONSTRAINTS))
 # The tests run small tensors in several processes at once: one thread each is fastest and repeatable.
 PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST_TWICE := env OMP_NUM_THREADS=1 $(BIN)/python -m tests.second_try
 
 .PHONY: up test test-clusters test-others test-fast fast-rules fast-http test-slow mutants lint format docs docs-serve clean
 .DELETE_ON_ERROR:
@@ -36,8 +37,8 @@ up: $(VENV)/.installed $(POOL:%=$(VENV)/.installed-%)
 	@$(BIN)/pd-cluster up --connector=$(CONNECTOR) $(ARGS)
 
 # Two halves at once on two cores, because tests of whole clusters often wait. They have deadlines, so the other half
-# yields to them. A half that fails fails `make test` once both have ended. pytest's status 5 says that
-# PYTEST_ARGS="-k ..." left no test in this half.
+# yields to them. Up to four tests that failed run once more, alone (tests/second_try.py). A half that fails fails
+# `make test` once both have ended. pytest's status 5 says that PYTEST_ARGS="-k ..." left no test in this half.
 test: lint
 	@echo "two halves run at once, some 20 minutes on two cores: tests with clusters, and all others; each is shown when it ends"
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-clusters test-others
@@ -45,9 +46,9 @@ test: lint
 CLUSTERS := tests/conformance tests/integration tests/launch tests/ray_cluster
 test-clusters: PATHS := $(CLUSTERS)
 test-others: PATHS := $(CLUSTERS:%=--ignore=%)
-test-others: PYTEST := nice -n 10 $(PYTEST)
+test-others: PYTEST_TWICE := nice -n 10 $(PYTEST_TWICE)
 test-clusters test-others: $(VENV)/.installed-dev
-	@$(PYTEST) -m "not slow" $(PYTEST_ARGS) $(PATHS) || [ $$? = 5 ]
+	@$(PYTEST_TWICE) -m "not slow" $(PYTEST_ARGS) $(PATHS) || [ $$? = 5 ]
 
 # Two halves at once on two cores: what decides, and what speaks HTTP. Half a minute; `make test` has all others.
 FAST_RULES := tests/test_house.py tests/connectors tests/launch tests/models tests/mutation tests/scheduling

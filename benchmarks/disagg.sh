@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The five disaggregation workloads on this machine's two GPUs: 1 prefill + 1 decode node, then 2 mixed replicas.
-#   benchmarks/disagg.sh DATA [SETTING...]     DATA: where the traces are; SETTING: 1P1D, 2M (default: both)
+#   benchmarks/disagg.sh DATA [SETTING...]     DATA: where the traces are; SETTING: 1P1D, 2M,
+#   TP2 (default: the first two)
 # A setting takes about four minutes. Each workload's line is written when it is over. Settings, by environment:
 #   PD_CLUSTER="pd-cluster"    the command (from a source tree: "python3 -m pd_cluster.launch.cli")   PYTHON=python3
 #   SHAPE=8b  WORKLOADS="..."  what to serve, which workloads (default: all five)
@@ -36,7 +37,8 @@ for setting in "${@:-1P1D 2M}"; do
         case $one in
             1P1D) nodes="--prefill 1 --decode 1" ;;
             2M) nodes="--prefill 0 --decode 0 --mixed 2" ;;
-            *) echo "setting $one is neither 1P1D nor 2M" >&2; exit 2 ;;
+            TP2) nodes="--prefill 0 --decode 0 --mixed 1 --tp 2" ;;
+            *) echo "setting $one is none of 1P1D, 2M, TP2" >&2; exit 2 ;;
         esac
         $pd_cluster up --port "${PORT:-8000}" --model "$work/model" --load-format dummy --no-prefix-caching \
             $nodes $node_flags >"$work/$one.log" 2>&1 &

@@ -24,7 +24,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.ceilings import Ceilings, ModelCosts, measure_ceilings
-from benchmarks.gpu_rows import DRAWS, KINDS, MIXED_SEQUENCES, SHAPES, GpuRow, Shape
+from benchmarks.gpu_rows import DRAWS, KINDS, MIXED_SEQUENCES, SHAPES, GpuRow, Shape, shape_of_ranks
 from benchmarks.kernel_times import profile_steps
 from benchmarks.offline import OfflineEngine
 from benchmarks.records import RESULTS, append_record
@@ -94,22 +94,23 @@ class GpuBench:
     repeats: int
     routing: RoutingCounter
     rng: random.Random = field(default_factory=random.Random)
+    num_ranks: int = 1  # the work is divided among them; what a rank reads beside its part is not counted
 
     def measure(self, row: GpuRow) -> Measured:
         """Measure a row. Raises RuntimeError."""
         match row.kind:
             case "decode":
-                roofline_s = self.costs.decode_s(row.count, row.length + DECODED / 2, self.ceilings)
+                roofline_s = self._decode_s(row)
                 prompts = self._cached_prompts(row)
                 return Measured(row, self._decode(prompts), roofline_s * 1e3, self._hit(row, prompts))
             case "draws":
-                roofline_s = self.costs.decode_s(row.count, row.length + DECODED / 2, self.ceilings)
-                return Measured(row, self._decode(self._cached_prompts(row), DRAWS[row.draws]), roofline_s * 1e3)
+                samples = self._decode(self._cached_prompts(row), DRAWS[row.draws])
+                return Measured(row, samples, self._decode_s(row) * 1e3)
             case "prefill":
-                roofline_s = self.costs.prefill_s([row.length] * row.count, self.ceilings)
+                roofline_s = self._prefill_s([row.length] * row.count)
                 return Measured(row, self._prefill(row), row.count * row.length / roofline_s)
             case "prompt":
-                return Measured(row, self._prompt(row), self.costs.prefill_s([row.length], self.ceilings) * 1e3)
+                return Measured(row, self._prompt(row), self._prefill_s([row.length]) * 1e3)
         return Measured(row, self._mixed(), None)
 
     def warm_up(self) -> None:
@@ -125,6 +126,12 @@ class GpuBench:
         """The kernels of a decode row's step. Raises RuntimeError."""
         prompts = self._cached_prompts(row)
         return profile_steps(lambda num_tokens: self._generate(prompts, num_tokens))
+
+    def _decode_s(self, row: GpuRow) -> float:
+        return self.costs.decode_s(row.count, row.length + DECODED / 2, self.ceilings) / self.num_ranks
+
+    def _prefill_s(self, lengths: list[int]) -> float:
+        return self.costs.prefill_s(lengths, self.ceilings) / self.num_ranks
 
     def _generate(self, prompts: list[list[int]], num_tokens: int, draws: Mapping[str, Any] = GREEDY) -> float:
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **draws)
@@ -203,6 +210,9 @@ def main(arguments: Sequence[str]) -> int:
         "--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help="A node's flag (default: on)."
     )
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="A node's flag.")
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="A node's flag: GPUs of the engine (default: 1)."
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="Seeds weights and prompts.")
     parser.add_argument(
         "--json", type=Path, default=RESULTS / "engine_gpu.jsonl", metavar="FILE",
@@ -222,8 +232,8 @@ def run_gpu_table(namespace: argparse.Namespace) -> int:
     ceilings = measure_ceilings()
     torch.cuda.empty_cache()
     for name in namespace.shapes:
-        results = measure_shape(SHAPES[name], ceilings, namespace)
-        print_results(SHAPES[name], results, ceilings)
+        shape = shape_of_ranks(name, namespace.tp)
+        print_results(shape, measure_shape(shape, ceilings, namespace), ceilings)
     return 0
 
 
@@ -232,7 +242,7 @@ def node_config(directory: str, namespace: argparse.Namespace) -> NodeConfig:
     return NodeConfig(
         model=ModelConfig(
             model=directory, load_format="dummy", dtype="bfloat16", device="cuda", max_model_len=MAX_MODEL_LEN,
-            seed=namespace.seed, kv_cache_dtype=namespace.kv_cache_dtype,
+            seed=namespace.seed, kv_cache_dtype=namespace.kv_cache_dtype, tp=namespace.tp,
         ),
         cache=CacheConfig(gpu_memory_utilization=0.9),
         scheduler=SchedulerConfig(
@@ -260,7 +270,8 @@ def measure_shape(shape: Shape, ceilings: Ceilings, namespace: argparse.Namespac
     try:
         kv_itemsize = 1 if namespace.kv_cache_dtype == "fp8" else 2
         costs = ModelCosts(engine.executor.model.spec, shape.weight_bytes, kv_itemsize)
-        bench = GpuBench(engine, costs, ceilings, namespace.repeats, routing, random.Random(namespace.seed))
+        rng = random.Random(namespace.seed)
+        bench = GpuBench(engine, costs, ceilings, namespace.repeats, routing, rng, namespace.tp)
         bench.warm_up()
         results = []
         for row in shape.rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.shapes import CONFIGS
@@ -95,3 +95,19 @@ _ROWS: dict[str, tuple[GpuRow, ...]] = {
     "70b-fp8": _short_rows({1: None, 32: None, 128: None}, (None, None), None),
 }  # fmt: skip
 SHAPES = {name: Shape(name, CONFIGS[name], rows) for name, rows in _ROWS.items()}
+# Rows of a shape at a degree of tensor parallelism, with the peer's figures
+_ROWS_OF_RANKS: dict[tuple[str, int], tuple[GpuRow, ...]] = {
+    ("8b", 2): (
+        *_short_rows({1: 3.48, 32: 4.29, 128: 6.68, 256: 10.48}, (73_559, 69_931), 22.2),
+        *(GpuRow("draws", 64, 1024, None, draws) for draws in DRAWS),
+    )
+}
+
+
+def shape_of_ranks(name: str, num_ranks: int) -> Shape:
+    """The shape with its rows at so many ranks. The peer's figures of one rank are left out at others."""
+    shape = SHAPES[name]
+    if num_ranks == 1:
+        return shape
+    rows = _ROWS_OF_RANKS.get((name, num_ranks)) or tuple(replace(row, peer=None) for row in shape.rows)
+    return replace(shape, rows=rows)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from pd_cluster.engine.core import EngineCore
@@ -12,6 +15,8 @@ from pd_cluster.engine.process import rare_garbage_collection
 from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_cluster.worker.executor import run_phases
+from pd_cluster.worker.ranked_executor import RankedExecutor
 from pd_connectors.base import ConnectorContext
 from pd_connectors.registry import create_connector
 
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.engine.ipc import EngineSockets
+    from pd_cluster.errors import PdError
     from pd_cluster.protocol.sampling_params import SamplingParams
 
 
@@ -68,9 +74,11 @@ class OfflineEngine:
     def __init__(self, config: NodeConfig, progress: Callable[[str], None]) -> None:
         """Raises StartupError."""
         self._cleanup = ExitStack()
-        self.executor = DeviceExecutor.started(config, progress)
+        self.executor = self._make_executor(config, progress)
         self._cleanup.callback(self.executor.close)
-        connector = create_connector("none", offline_context(self.executor))
+        run_phases(self.executor, config.cache, progress)
+        context = offline_context(self.executor)
+        connector = create_connector("none", replace(context, rank_ports=self.executor.connect("none", context)))
         connector.register_kv_cache(self.executor.cache)
         self.mailbox = DirectMailbox()
         self.core = EngineCore(self.executor.config, self.executor, connector, cast("EngineSockets", self.mailbox))
@@ -113,6 +121,18 @@ class OfflineEngine:
     def close(self) -> None:
         """Idempotent."""
         self._cleanup.close()
+
+    def _make_executor(self, config: NodeConfig, progress: Callable[[str], None]) -> DeviceExecutor:
+        if config.model.tp == 1:
+            return DeviceExecutor(config, progress)
+        directory = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pd-bench-"))
+        return RankedExecutor(config, progress, f"ipc://{directory}/rank", _end_after_loss)
+
+
+def _end_after_loss(error: PdError) -> None:
+    """End the process, because a collective may never return when a rank is gone."""
+    sys.stderr.write(f"{error}\n")
+    os._exit(1)
 
 
 def offline_context(executor: DeviceExecutor) -> ConnectorContext:

@@ -102,20 +102,38 @@ def _engine_cpu(results: Path) -> str:
     return _markdown(["output tokens/s (ours is)", *names], rows)
 
 
-def _engine_gpu(shape: str, results: Path) -> str:
-    return _engine_gpu_rows(shape, lambda row: row["kind"] != "draws", results)
+def _engine_gpu(shape: str, results: Path, num_ranks: int = 1) -> str:
+    return _engine_gpu_rows(shape, lambda row: row["kind"] != "draws", results, num_ranks)
 
 
 def _draws(results: Path) -> str:
     return _engine_gpu_rows("8b", lambda row: row["kind"] == "draws", results)
 
 
-def _engine_gpu_rows(shape: str, is_wanted: Callable[[Record], bool], results: Path) -> str:
+def _sums_over_ranks(results: Path) -> str:
+    """Microseconds of a sum with residual and norm; the last record with each number of rows counts."""
+    names, found, head = list[str](), dict[int, dict[str, float]](), ""
+    for record in _records(results, "reduce_gpu.jsonl"):
+        names = list(dict.fromkeys(result["name"] for result in record["results"]))
+        head = f"{_when(record)}: {record['ranks']} ranks, us"
+        for result in record["results"]:
+            found.setdefault(result["rows"], {})[result["name"]] = result["p50_us"]
+            width = record["hidden"]
+    rows = [
+        [f"{num} x {width}", *(_figure(found[num][name]) if name in found[num] else "" for name in names)]
+        for num in sorted(found)
+    ]
+    return _markdown([head, *names], rows) if rows else ""
+
+
+def _engine_gpu_rows(shape: str, is_wanted: Callable[[Record], bool], results: Path, num_ranks: int = 1) -> str:
     """The table of the last run of a shape with wanted rows; "" for none."""
     runs = [
         (record, rows)
         for record in _records(results, "engine_gpu.jsonl")
-        if record["shape"] == shape and (rows := list(filter(is_wanted, record["results"])))
+        if record["shape"] == shape
+        and record["config"]["model"].get("tp", 1) == num_ranks
+        and (rows := list(filter(is_wanted, record["results"])))
     ]
     if not runs:
         return ""
@@ -201,6 +219,9 @@ def _when(record: Record) -> str:
 _TABLES: dict[str, Callable[[Path], str]] = {
     "engine-cpu": _engine_cpu,
     "engine-gpu": partial(_engine_gpu, "8b"),
+    "engine-gpu-8b-tp2": partial(_engine_gpu, "8b", num_ranks=2),
+    "engine-gpu-30b-a3b-tp2": partial(_engine_gpu, "30b-a3b", num_ranks=2),
+    "reduce-gpu": _sums_over_ranks,
     "engine-gpu-30b-a3b": partial(_engine_gpu, "30b-a3b"),
     "engine-gpu-30b-a3b-fp8": partial(_engine_gpu, "30b-a3b-fp8"),
     "engine-gpu-8b-draws": _draws,

@@ -181,7 +181,7 @@ def _parallelism() -> Row:
     if "tp" not in SETTINGS:
         raise ValueError("nodes have no --tp: correct docs/generate/matrix.py")
     ranks = [
-        "tensor parallelism over the GPUs of one host (`--tp`; not yet run on GPUs)",
+        "tensor parallelism over the GPUs of one host (`--tp`; run with 2 H200s)",
         "experts spread over the same ranks",
         "prefill and decode nodes of unequal size",
     ]

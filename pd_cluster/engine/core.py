@@ -117,9 +117,7 @@ class EngineCore:
             self._step_model,
             self._allow_silence,
         )
-        self._news = NewsReport(
-            self._scheduler, self._blocks, self._pipeline, self._step_model, self._step_budget, mailbox, clock
-        )
+        self._news = NewsReport(self._scheduler, self._blocks, self._pipeline, self._step_model, mailbox, clock)
         self._requests: dict[str, Request] = {}
         self._stopping = False
         self._stats: EngineStats | None = None

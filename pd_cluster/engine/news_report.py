@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from pd_cluster.protocol.messages import ReportNews
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.scheduler import Scheduler
-    from pd_cluster.scheduling.step_budget import StepBudget
     from pd_cluster.scheduling.step_model import StepModel
     from pd_connectors.protocol.feed import NodeLoad
 
 NEWS_S = 0.005  # between two reports
+# Between two looks at the share of prompts in steps. A stream gains 5 ms of slack in as many, and 256 take 0.1 ms to
+# look at
+SHARE_S = 0.02
 
 
 class NewsReport:
@@ -35,7 +37,6 @@ class NewsReport:
         blocks: BlockManager,
         pipeline: Pipeline,
         model: StepModel,
-        budget: StepBudget,
         mailbox: EngineSockets,
         clock: Callable[[], float],
     ) -> None:
@@ -43,11 +44,12 @@ class NewsReport:
         self._news = blocks.news
         self._pipeline = pipeline
         self._model = model
-        self._budget = budget
         self._mailbox = mailbox
         self._clock = clock
         self.num_taken = 0  # AddRequests
-        self._told: tuple[int, NodeLoad] | None = None
+        self._told: tuple[int, NodeLoad, int] | None = None
+        self._step_tokens = 0
+        self._looked_at_s = 0.0
         self._told_at_s = 0.0
         self._is_due = False
         self._serial = 0
@@ -65,8 +67,10 @@ class NewsReport:
         """Report what has changed, unless the last report is less than NEWS_S old: then it is due."""
         if not self._news.is_on:
             return
-        told = self.num_taken, self._scheduler.load
         now_s = self._clock()
+        if now_s - self._looked_at_s >= SHARE_S:
+            self._looked_at_s, self._step_tokens = now_s, self._scheduler.step_tokens
+        told = self.num_taken, self._scheduler.load, self._step_tokens.bit_length()  # twice the share is news
         is_new = told != self._told or bool(self._news)
         self._is_due = is_new and now_s - self._told_at_s < NEWS_S
         if is_new and not self._is_due:
@@ -75,8 +79,11 @@ class NewsReport:
             self._mailbox.send(EngineNews(self.num_taken, self._timed(told[1]), evicted, stored, self._serial))
 
     def _timed(self, load: NodeLoad) -> NodeLoad:
-        """The load with the times of steps, as far as they are measured. A time that changes is no news."""
+        """The load with the times of steps, as far as they are measured. A time that changes is no news.
+
+        The share of prompts is the present one: a stream that has just begun leaves prompts less than it will soon.
+        """
         model = self._model
         token_s, key_s = (model.token_s, model.key_s) if model.is_fitted else (0.0, 0.0)
-        step_s, step_tokens = self._pipeline.decode_s, self._budget.step_tokens
-        return msgspec.structs.replace(load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=step_tokens)
+        step_s, share = self._pipeline.decode_s, self._step_tokens
+        return msgspec.structs.replace(load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share)

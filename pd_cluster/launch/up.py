@@ -241,6 +241,8 @@ class _Cluster:
         arguments += [f"--{plan.role}={plan.url}" for plan in self._plans]
         if self._namespace.route:
             arguments.append(f"--route={self._namespace.route}")
+        if self._config.scheduler.slo_ttft_ms:
+            arguments.append(f"--slo-ttft-ms={self._config.scheduler.slo_ttft_ms:g}")
         if self._namespace.prefill_on_decode:
             arguments.append(f"--prefill-on-decode={self._namespace.prefill_on_decode}")
         if self._config.handoff.cluster_key_file:

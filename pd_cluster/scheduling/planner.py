@@ -22,6 +22,7 @@ from pd_cluster.scheduling.batch_builder import BatchBuilder
 from pd_cluster.scheduling.portion import in_rotation
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
+from pd_cluster.scheduling.step_budget import is_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,6 +88,14 @@ class Planner:
         if resting is not None and not builder.chunks:  # no other group has work: the group need not rest
             self._plan_decodes(builder, None)
         return builder.batch(self._queues.take_departures(), loads)
+
+    def tokens_beside_decodes(self) -> int:
+        """The prompt tokens that a step may take at present beside the decodes. 0: it has none, or no limit."""
+        num_decodes = sum(map(is_stream, self._queues.running))
+        if not num_decodes:
+            return 0
+        self._step_budget.beside(num_decodes, 0, self._config.max_num_batched_tokens, self._queues)
+        return self._step_budget.step_tokens
 
     def _prefill_budget(self, builder: BatchBuilder) -> PrefillBudget:
         """The share of this step for prompts: what its decodes, and loaded sequences that may enter, leave."""

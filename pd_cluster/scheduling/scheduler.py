@@ -107,6 +107,11 @@ class Scheduler:
         return self._queues.load(self._blocks)
 
     @property
+    def step_tokens(self) -> int:
+        """See `Planner.tokens_beside_decodes`."""
+        return self._planner.tokens_beside_decodes()
+
+    @property
     def num_queued(self) -> int:
         """The number of requests of which nothing has run yet. `max_waiting` bounds it."""
         return self._turns.num_queued

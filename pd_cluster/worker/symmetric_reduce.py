@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from pd_kernels.triton_reduce import PeerBuffers
     from pd_kernels.values import HalfNormed
 
-MOST_BYTES = 2 << 20  # of a sum of one launch. Published one-shot kernels lose to others between 1 and 2 MB
+# Of a sum of one launch. Two ranks move as many bytes as by any other way. With more ranks each part goes to every
+# peer, and published kernels of this kind lose to others between 1 and 2 MB
+MOST_BYTES, MOST_BYTES_OF_TWO = 2 << 20, 64 << 20
+MOST_SIZES = 12  # are measured
 RENDEZVOUS_S = 20.0
 _CALLS = 10  # sums of a measurement
 
@@ -110,7 +113,8 @@ def open_peers(width: int, dtype: torch.dtype, device: torch.device) -> PeerBuff
 
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # the kernel does not use it, and it can stop a shared host
     group = _get_default_group()
-    num_ranks, num_blocks = dist.get_world_size(), max(MOST_BYTES // (width * dtype.itemsize), 1)
+    num_ranks = dist.get_world_size()
+    num_blocks = max((MOST_BYTES_OF_TWO if num_ranks == 2 else MOST_BYTES) // (width * dtype.itemsize), 1)
     if num_ranks > MOST_RANKS:
         raise RuntimeError(f"{num_ranks} ranks, at most {MOST_RANKS}")
     size = PeerBuffers.num_bytes(num_ranks, num_blocks, width, dtype)
@@ -145,7 +149,7 @@ def _measured_rows(
     """Rows up to which the kernel is faster, as rank 0 measured it, and this rank's times for the progress line."""
     norm = torch.ones(peers.width, dtype=peers.dtype, device=device)
     faster, is_faster, times = 0, True, []
-    for rows in sorted({max(peers.num_blocks >> shift, 1) for shift in range(6)}):
+    for rows in sorted({max(peers.num_blocks >> shift, 1) for shift in range(MOST_SIZES)}):
         partial, residual = torch.zeros(2, rows, peers.width, dtype=peers.dtype, device=device)
         # Every size is measured: all ranks must add the same sums
         ours, theirs = (measure(bound(_add_some, reduce, partial, residual, norm)) for reduce in (every, group))

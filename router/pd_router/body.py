@@ -20,6 +20,7 @@ RawObject = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(RawObject)
 _NO_TOKENS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens", "stream_options"})
 _KV = "kv_transfer_params"
+_TOKEN_IDS = re.compile(rb"[ \t\n\r]*\[[ \t\n\r]*[0-9]")
 _PROMPT_LISTS = re.compile(rb'[ \t\n\r]*\[[ \t\n\r]*["\[]')
 _MAX_SAMPLES = 128  # a node refuses more; here it bounds the charge for one request
 # What msgspec raises: not JSON or of another type, not UTF-8, nested too deeply.
@@ -75,6 +76,14 @@ class RequestBody:
         """Whether `prompt` is an array of texts or of token id arrays, of any length. Reads its first bytes only."""
         raw = self._fields.get("prompt")
         return raw is not None and _PROMPT_LISTS.match(memoryview(raw)) is not None
+
+    @property
+    def num_token_ids(self) -> int:
+        """The length of a prompt of token ids; 0 for texts and several prompts. Counts commas: the node judges."""
+        raw = self._fields.get("prompt")
+        if raw is None or _TOKEN_IDS.match(memoryview(raw)) is None:
+            return 0
+        return bytes(raw).count(b",") + 1
 
     @property
     def shows_reading(self) -> bool:

@@ -11,6 +11,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pd_router.node_table import Node, Role
+from pd_router.node_view import TextRatio
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +33,8 @@ ENDING_S = 2.5  # of a sequence, in place of which another can run: 256 steps of
 TOKEN_S = 25e-6  # where no speed is known: then only ratios count
 # Of a node without samples, as a share of the best prefill node's.
 SPEEDS = {Role.PREFILL: 1.0, Role.MIXED: 1.0, Role.DECODE: 0.5}
+_COUNTED = TextRatio()  # of tokens that were counted
+_COUNTED.value = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class PromptFacts:
     num_sequences: int = 1
     is_several: bool = False  # prompts in one request
     cached: Mapping[Node, int] = field(default_factory=dict)  # tokens of its prefix; nodes without any are absent
+    num_tokens: int = 0  # of a prompt of token ids, which the router counts; 0: estimated from the bytes
 
 
 class Costs:
@@ -52,14 +56,16 @@ class Costs:
     """
 
     __slots__ = (
-        "_best_decoding", "_best_reading", "_cached", "_even_decoding_s", "_even_reading_s", "_now_s", "_num_bytes",
-        "_num_sequences", "_prefills", "_usual_s",
+        "_best_decoding", "_best_reading", "_cached", "_even_decoding_s", "_even_reading_s", "_now_s", "_num_sequences",
+        "_num_units", "_prefills", "_ratio", "_usual_s",
     )  # fmt: skip
 
     def __init__(
         self, prompt: PromptFacts, prefills: Sequence[Node], now_s: float, decodes: Sequence[Node] = ()
     ) -> None:
-        self._num_bytes = prompt.num_bytes
+        # of which `_ratio` tokens are one, or, where it is None, the node's own ratio: bytes, or tokens themselves
+        self._num_units = prompt.num_tokens or prompt.num_bytes
+        self._ratio = _COUNTED if prompt.num_tokens else None
         self._num_sequences = prompt.num_sequences
         self._cached = prompt.cached
         self._prefills = prefills
@@ -76,7 +82,8 @@ class Costs:
 
     def num_missing(self, node: Node) -> int:
         """Tokens of the prompt that the node has to compute, estimated."""
-        return max(int(self._num_bytes * node.view.tokens_per_byte) - self._cached.get(node, 0), 1)
+        ratio = self._ratio or node.view.ratio
+        return max(int(self._num_units * ratio.value) - self._cached.get(node, 0), 1)
 
     def work(self, node: Node) -> tuple[int, int]:
         """Tokens of the prompt to compute and tokens cached, for a charge on the node."""
@@ -90,7 +97,7 @@ class Costs:
         """`reading_s` of each node. One loop: for 100 nodes, calls would cost half as much as the sums."""
         costs_s = []
         (best_s, best_key_s), even_s, cached_of = self._best_reading, self._even_reading_s, self._cached.get
-        num_bytes, ratio = self._num_bytes, None
+        num_units, own_ratio, last = self._num_units, self._ratio, None
         for node in nodes:
             view = node.view
             token_s, key_s, queued, keys, _, _, _ = view.ledger.total
@@ -99,12 +106,13 @@ class Costs:
             if token_s <= even_s:
                 token_s, key_s = best_s, best_key_s
             cached = cached_of(node, 0)
-            if cached or token_s is not best_s or view.ratio is not ratio:  # else the same as at the node before
-                tokens = num_bytes * view.ratio.value - cached
+            ratio = own_ratio or view.ratio
+            if cached or token_s is not best_s or ratio is not last:  # else the same as at the node before
+                tokens = num_units * ratio.value - cached
                 if tokens < 1.0:  # the prompt's last token is always computed
                     tokens = 1.0
                 own_s = tokens * (token_s + (cached + tokens / 2) * key_s)
-                ratio = None if cached or token_s is not best_s else view.ratio
+                last = None if cached or token_s is not best_s else ratio
             costs_s.append(queued * token_s + keys * key_s + own_s)
         return costs_s
 
@@ -127,7 +135,7 @@ class Costs:
         """`handing_over_s` and `direct_s` of each node, and whether the answer's sequences would run at once."""
         costs_s = []
         (best_s, best_key_s), even_s, cached_of = self._best_decoding, self._even_decoding_s, self._cached.get
-        num_bytes, num_sequences, ratio = self._num_bytes, self._num_sequences, None
+        num_units, num_sequences, own_ratio, last = self._num_units, self._num_sequences, self._ratio, None
         for node in nodes:
             view = node.view
             token_s, key_s, queued, keys, streams, num_slots, free = view.ledger.total
@@ -136,13 +144,14 @@ class Costs:
             if token_s <= even_s:
                 token_s, key_s = best_s, best_key_s
             cached = cached_of(node, 0)
-            if cached or token_s is not best_s or view.ratio is not ratio:
-                tokens = num_bytes * view.ratio.value - cached
+            ratio = own_ratio or view.ratio
+            if cached or token_s is not best_s or ratio is not last:
+                tokens = num_units * ratio.value - cached
                 if tokens < 1.0:
                     tokens = 1.0
                 own_s = tokens * (token_s + (cached + tokens / 2) * key_s)
                 least_s = HANDOVER_S + TRANSFER_S * (tokens if tokens < CHUNK_TOKENS else CHUNK_TOKENS)
-                ratio = None if cached or token_s is not best_s else view.ratio
+                last = None if cached or token_s is not best_s else ratio
             queue_s = queued * token_s + keys * key_s
             answer_s = SEQUENCE_S * streams
             if view.load is None:

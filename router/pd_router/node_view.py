@@ -103,4 +103,4 @@ def pace_of(load: NodeLoad) -> tuple[float, float] | None:
         return None
     if load.step_tokens:  # beside decodes: a share of each step
         return load.token_s + load.step_s / load.step_tokens, load.key_s
-    return None if load.num_running else (load.token_s, load.key_s)
+    return load.token_s, load.key_s

@@ -17,4 +17,4 @@ def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts
     Which nodes have the prompt's prefix is looked up only if one has named blocks: 400 kB cost 1.1 ms.
     """
     cached = table.prefixes.hits(body.text_chain(key)) if len(table.prefixes) else {}
-    return PromptFacts(body.num_bytes, body.num_samples, body.has_several_prompts, cached)
+    return PromptFacts(body.num_bytes, body.num_samples, body.has_several_prompts, cached, body.num_token_ids)

@@ -436,3 +436,25 @@ def test_more_of_anything_never_costs_less(
             more.append(sums(facts))
     for other in more:
         assert all(one >= two - 1e-12 for one, two in zip(other, base, strict=True))
+
+
+def test_a_counted_prompt_is_not_estimated_from_its_bytes() -> None:
+    """7 bytes a token, as ids have: by the usual ratio both nodes would seem to need 1.75 times as long."""
+    nodes = table(1, 1)
+    p, d = nodes.nodes
+    tell(p)
+    tell(d, num_running=1)
+    counted, estimated = (
+        choose(nodes, "demo", PromptFacts(7 * 1000, num_tokens=num), config(), None, 0).costs for num in (1000, 0)
+    )
+    assert (counted.num_missing(p), estimated.num_missing(p)) == (1000, 1750)
+    assert counted.reading_s(p) == pytest.approx(chosen(nodes, 1000).costs.reading_s(p))
+    assert counted.direct_s(d) == pytest.approx(chosen(nodes, 1000).costs.direct_s(d))
+
+
+def test_a_prefill_node_tells_its_pace_while_it_prefills() -> None:
+    """Its running sequences are prompts, so no share of a step limits it."""
+    nodes = table(1, 1)
+    p, _ = nodes.nodes
+    tell(p, num_running=1, queued_tokens=2000)
+    assert chosen(nodes, 1000).costs.reading_s(p) == pytest.approx(3000 * TOKEN_S + 1000**2 / 2 * KEY_S)

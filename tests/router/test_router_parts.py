@@ -179,3 +179,19 @@ def test_charges_come_back_exactly_once(steps: list[tuple[int, int, bool, bool]]
             if twice:
                 charge.release()
         assert (node.prefill_bytes, node.decode_sequences) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_tokens"),
+    [
+        ("[5]", 1),
+        (" [\n 1, 22,333 ]", 3),
+        ('"1, 2"', 0),
+        ('["a", "b"]', 0),
+        ("[[1, 2], [3]]", 0),
+        ("[]", 0),
+        ("null", 0),
+    ],
+)
+def test_token_ids_of_one_prompt_are_counted(prompt: str, num_tokens: int) -> None:
+    assert RequestBody(f'{{"prompt": {prompt}}}'.encode()).num_token_ids == num_tokens

@@ -25,8 +25,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.long]
 QUICK_S = 0.1
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that wait for signs of life or for silence. Others keep the product's: a busy machine is no dead P."""
     monkeypatch.setattr(keepalive, "BEAT_S", QUICK_S)
     monkeypatch.setattr(prefill_client, "PEER_SILENCE_S", 4 * QUICK_S)
 
@@ -37,6 +38,7 @@ async def queueing(line: Line) -> None:
     await says([5])(line)
 
 
+@pytest.mark.usefixtures("quick")
 async def test_a_ticket_that_is_late_is_announced_by_signs_of_life() -> None:
     async with running(FakeEngine(queueing)) as node:
         body = {"prompt": "a", "kv_transfer_params": FOREIGN}
@@ -51,6 +53,7 @@ async def test_a_ticket_that_is_late_is_announced_by_signs_of_life() -> None:
         assert keepalive.COMMENT not in (first + rest)[ticket_at:]
 
 
+@pytest.mark.usefixtures("quick")
 async def test_a_failure_behind_signs_of_life_is_an_event_with_its_status() -> None:
     async def refuses(line: Line) -> None:
         await line.engine.released.wait()
@@ -67,6 +70,7 @@ async def test_a_failure_behind_signs_of_life_is_an_event_with_its_status() -> N
     assert (event[0], told["status"], told["error"]["param"]) == ("event: error", 400, "prompt")
 
 
+@pytest.mark.usefixtures("quick")
 async def test_d_waits_for_a_node_that_queues() -> None:
     """Longer than a silent one would be waited for."""
     async with running(FakeEngine(queueing, engine_id="engine-of-p"), node_id="p") as p, decode_node() as d:
@@ -115,6 +119,7 @@ async def dying_urls() -> AsyncIterator[list[str]]:
         await runner.cleanup()
 
 
+@pytest.mark.usefixtures("quick")
 async def test_d_leaves_a_silent_node_for_the_next_one(silent_url: str) -> None:
     async with running(engine_of_p(), node_id="p") as p, decode_node() as d:
         status, _, headers = await complete(d, {"offer": make_offer(silent_url, p.url)})
