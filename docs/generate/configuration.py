@@ -111,6 +111,7 @@ def _of(*names: str) -> Callable[[], str]:
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "router": ("router",),
+    "epp": ("epp",),
     "nodes": (
         "nodes list",
         "nodes add",

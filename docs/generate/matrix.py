@@ -21,6 +21,7 @@ from pd_cluster.server.schema import ChatBody, CompletionBody
 from pd_cluster.server.tool_format import FORMATS
 from pd_connectors.registry import CONNECTORS, PACKAGES
 from pd_router.config import RouterConfig
+from pd_router.endpoint_picker.config import PickerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -158,7 +159,8 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """The matrix. Raises ValueError when a list of this module contradicts the code."""
-    return [_models(), _dtypes(), _gpus(), _parallelism(), _failures(), _connectors(), _seeing(), *_areas()]
+    seen = [_seeing(), _gateways()]
+    return [_models(), _dtypes(), _gpus(), _parallelism(), _failures(), _connectors(), *seen, *_areas()]
 
 
 def _models() -> Row:
@@ -228,6 +230,13 @@ def _seeing() -> Row:
         [],
         [],
     )
+
+
+def _gateways() -> Row:
+    if "fallbacks" not in {item.name for item in fields(PickerConfig)}:
+        raise ValueError("there is no endpoint picker: correct docs/generate/matrix.py")
+    pool = "InferencePool of Gateway API (`pd-cluster epp`; with Envoy, not yet in a Kubernetes cluster)"
+    return Row("gateways", [], [pool], [])
 
 
 def _areas() -> list[Row]:

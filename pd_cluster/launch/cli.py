@@ -78,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
         node.set_defaults(role=role)
         add_config_flags(node, skip={"role"})
     _add_router(commands)
+    _add_picker(commands)
     _add_nodes(commands)
     _add_pool(commands)
     _add_ray(commands)
@@ -137,6 +138,19 @@ def _router(namespace: argparse.Namespace) -> int:
     hold_lifeline()
     is_supervised = os.environ.pop(LIFELINE_ENV, None) is not None  # workers of this router follow this process
     return run(namespace, is_supervised=is_supervised)
+
+
+def _add_picker(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from pd_router.endpoint_picker.cli import add_arguments
+
+    text = "Run the router as an endpoint picker for a gateway (Gateway API's InferencePool)."
+    add_arguments(_add(commands, "epp", text, _picker))
+
+
+def _picker(namespace: argparse.Namespace) -> int:
+    from pd_router.endpoint_picker.cli import run
+
+    return run(namespace)
 
 
 def _add_nodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

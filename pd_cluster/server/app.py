@@ -29,6 +29,7 @@ from pd_cluster.server.rerank import rerank, score
 from pd_cluster.server.status_routes import status_routes
 from pd_cluster.server.takeover_policy import GROUP_HEADER
 from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
+from pd_connectors.protocol.ticket import OFFER_HEADER
 from pd_http.body import ClientGone
 from pd_http.cross_origin import cross_origin
 from pd_http.dialects import MESSAGES, RESPONSES
@@ -137,6 +138,7 @@ def _caller(request: Request, charge: ChargeMark) -> Caller:
         drawn_seed=secrets.randbits(63),
         charge=charge,
         prefill_charge=request.headers.get(PREFILL_CHARGE_HEADER, ""),
+        offer=request.headers.get(OFFER_HEADER, ""),
     )
 
 

@@ -22,3 +22,4 @@ class Caller:
     drawn_seed: int  # 63 random bits, for a request without a seed
     charge: ChargeMark
     prefill_charge: str  # see `GenerationRequest`
+    offer: str = ""  # of an endpoint picker: D-first, whatever the body's kv_transfer_params say

@@ -140,6 +140,7 @@ async def _chat(
 ) -> None:
     """`raw`: a chat body. `ignored`: members of the client's own body that nothing reads."""
     body = decoded(state, reply, raw, ChatBody, ignored)
+    _take_offer(caller, body)
     logprobs = chat_num_logprobs(body)
     use = tool_use(body)
     check_format(use, state.tool_format, has_parser=state.output_parser is not None)
@@ -182,6 +183,7 @@ async def _chat(
 async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
     """Serve `POST /v1/completions`: generate for the body `raw`, and answer through `reply`. Raises PdError."""
     body = decoded(state, reply, raw, CompletionBody)
+    _take_offer(caller, body)
     prompts = prompts_of(body, state.tokenizer.vocab_size, state.ready.max_model_len)
     names = names_for(state, body, raw) if len(prompts) == 1 else None
 
@@ -264,6 +266,11 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
     else:
         timed = body.stream_options is not None and bool(body.stream_options.include_timings)
         await answer_whole(state, reply, streams, shape, with_timings=timed, with_report=caller.wants_report)
+
+
+def _take_offer(caller: Caller, body: GenerationBody) -> None:
+    if caller.offer:
+        body.kv_transfer_params = KvTransferParams(do_remote_prefill=True, offer=caller.offer)
 
 
 def _shape(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.routing import Route
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from pd_router.sources.base import NodeSource
     from pd_router.worker_channel import WorkerChannel
 
+    Door: TypeAlias = Callable[[Services], contextlib.AbstractAsyncContextManager[object]]
+
 # For releasing tickets and finishing prefills when the router stops; leases that are left expire by themselves.
 BACKGROUND_DEADLINE_S = 2.0
 _ANY_NODE = ("/health_generate", "/server_info", "/get_server_info", "/get_model_info")
@@ -64,11 +66,13 @@ def create_app(
     wall_clock: Callable[[], float] = time.time,
     heritage: Heritage | None = None,
     worker: WorkerChannel | None = None,
+    doors: Sequence[Door] = (),
 ) -> Starlette:
     """The router as an ASGI app, without the calls that compute: `token_path(app.state.proxy)` serves those.
 
     `key`: the cluster's key; it signs offers. `sources`: of nodes, in addition to flags and posted orders.
     `heritage`: the orders that the router before this one had. `worker`: of a router with several.
+    `doors`: other ports by which requests come; open from the first health checks on until the app ends.
     `clock`: monotonic seconds. `wall_clock`: Unix seconds.
     """
     table = NodeTable(config, clock)
@@ -104,7 +108,10 @@ def create_app(
                 running.append(asyncio.ensure_future(NodeTasks(table, poller.follow, feeds.follow).run()))
                 if worker is not None:
                     await worker.ready()
-                yield
+                async with contextlib.AsyncExitStack() as stack:
+                    for door in doors:
+                        await stack.enter_async_context(door(services))
+                    yield
             finally:
                 for task in running:
                     task.cancel()

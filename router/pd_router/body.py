@@ -36,7 +36,7 @@ def raw_object(data: bytes | msgspec.Raw) -> RawObject:
 class RequestBody:
     """One parsed body. Raises InvalidRequest if `data` is not a JSON object."""
 
-    __slots__ = ("_dialect", "_fields", "num_bytes")
+    __slots__ = ("_dialect", "_fields", "had_transfer", "num_bytes")
 
     def __init__(self, data: bytes, dialect: Dialect = OPENAI) -> None:
         self._dialect = dialect
@@ -44,7 +44,8 @@ class RequestBody:
             self._fields = raw_object(data)
         except _BAD_JSON as error:
             raise InvalidRequest(f"the request body is not a JSON object: {error}") from error
-        self._fields.pop(_KV, None)  # a client must not steer transfers between nodes
+        # Dropped: a client must not steer transfers between nodes
+        self.had_transfer = self._fields.pop(_KV, None) is not None
         self.num_bytes = len(data)
 
     def get(self, name: str, kind: type[T]) -> T | None:

@@ -30,6 +30,7 @@ from pd_router.worker_supervisor import WorkerSupervisor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pd_router.app import Door
     from pd_router.node_change import Heritage
     from pd_router.sources.base import NodeSource
 
@@ -45,21 +46,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, RouterConfig)
 
 
-def config_from(args: argparse.Namespace) -> RouterConfig:
+def config_from(args: argparse.Namespace, kind: type[RouterConfig] = RouterConfig) -> RouterConfig:
     """The configuration from the parsed flags and the environment. Raises StartupError."""
-    return RouterConfig(**given_values(vars(args), RouterConfig, os.environ))
+    return kind(**given_values(vars(args), kind, os.environ))
 
 
-def run(args: argparse.Namespace, *, is_supervised: bool = False) -> int:
+def run(
+    args: argparse.Namespace,
+    *,
+    is_supervised: bool = False,
+    name: str = "router",
+    kind: type[RouterConfig] = RouterConfig,
+    doors: Sequence[Door] = (),
+) -> int:
     """Serve until SIGINT or SIGTERM. Exit code: 0, 1 if the server did not start, 2 (and a message) for wrong settings.
 
     SIGHUP: a successor takes over the socket, then this router drains. `is_supervised`: it only drains, because the
-    supervisor starts the next router. Call it from the main thread.
+    supervisor starts the next router. `name`: of the command. `doors`: see `create_app`. Call it from the main thread.
     """
     try:
         worker = WorkerChannel.inherited()
         predecessor = Predecessor()
-        config = config_from(args)
+        config = config_from(args, kind)
         if config.otlp_url:
             check_exporter()
         sources = make_sources(config)
@@ -70,7 +78,7 @@ def run(args: argparse.Namespace, *, is_supervised: bool = False) -> int:
             raise StartupError(f"cannot read the cluster key{where}: {error}") from error
         listener = inherited(config.listen_fd) if config.listen_fd >= 0 else bound(config.host, config.port)
     except (StartupError, OSError) as error:
-        sys.stderr.write(f"pd-cluster router: {error}\n")
+        sys.stderr.write(f"pd-cluster {name}: {error}\n")
         return 2
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if config.log_level != "debug":
@@ -83,7 +91,7 @@ def run(args: argparse.Namespace, *, is_supervised: bool = False) -> int:
             )
             return asyncio.run(supervisor.run())
         on_serving = worker.serving if worker is not None else partial(predecessor.serving, listener)
-        server = make_server(config, key, sources, predecessor.heritage, worker, on_serving)
+        server = make_server(config, key, sources, predecessor.heritage, worker, on_serving, doors)
         if worker is None and not is_supervised:
             server.succession = Succession(listener, server.posted.heritage)
         gc.collect()
@@ -100,8 +108,9 @@ def make_server(
     heritage: Heritage,
     worker: WorkerChannel | None,
     on_serving: Callable[[], None],
+    doors: Sequence[Door] = (),
 ) -> RouterServer:
-    app = create_app(config, key, sources, heritage=heritage, worker=worker)
+    app = create_app(config, key, sources, heritage=heritage, worker=worker, doors=doors)
     farewell = Farewell(app)
     settings = server_config(
         farewell,

@@ -39,3 +39,11 @@ class DashboardClosed(PdError, status=403, kind="permission_error", code="dashbo
 
 class TooManyWatchers(PdError, status=429, kind="rate_limit_error", code="too_many_watchers"):
     """Enough pages show the dashboard already."""
+
+
+class NotRouted(PdError, status=404, kind="invalid_request_error", code="not_found"):
+    """The path is not one that clients of a gateway may call."""
+
+
+class TooManyUnfinished(PdError, status=503, code="too_many_unfinished"):
+    """Requests that have not arrived whole take all the memory that they may (`max_unfinished_mb`)."""

@@ -124,6 +124,9 @@ class _NodeCollector(Collector):
         queued = GaugeMetricFamily(
             "pd_router_node_queued_tokens", "Prompt tokens to compute, by the feed and own charges.", labels=labels
         )
+        running = GaugeMetricFamily(
+            "pd_router_node_sequences", "Generations that run or wait, by the feed and own charges.", labels=labels
+        )
         free = GaugeMetricFamily(
             "pd_router_node_free_tokens", "Room in the KV cache; only nodes with a feed.", labels=labels
         )
@@ -137,6 +140,7 @@ class _NodeCollector(Collector):
                 speeds.add_metric(names, speed)
             feeds.add_metric(names, float(node.view.feed is FeedState.LIVE))
             queued.add_metric(names, node.view.queued_tokens)
+            running.add_metric(names, node.view.num_sequences)
             if (free_tokens := node.view.free_tokens) is not None:
                 free.add_metric(names, free_tokens)
-        yield from (healthy, sequences, prompts, speeds, feeds, queued, free)
+        yield from (healthy, sequences, prompts, speeds, feeds, queued, running, free)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
-from pd_connectors.protocol.ticket import Offer, sign
 from pd_http.node_answers import FailureKind
 from pd_http.sse import SSE_DONE
 from pd_router.candidates import Candidates, Choose
@@ -292,7 +291,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
             return None
         for node in nodes:
             self._casualties.meet(node)
-        return sign(s.key, Offer(tuple(node.url for node in nodes), s.wall_clock() + s.config.offer_ttl_s))
+        return s.signed_offer(nodes)
 
     def _release(self, handoff: Handoff) -> None:
         if handoff.ticket is not None:

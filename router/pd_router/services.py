@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pd_connectors.protocol.ticket import Offer, sign
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from pd_router.background import Background
     from pd_router.config import RouterConfig
     from pd_router.metrics import RouterMetrics
-    from pd_router.node_table import NodeTable
+    from pd_router.node_table import Node, NodeTable
     from pd_router.recent_requests import RecentRequests
     from pd_router.request_sinks import RequestSinks
     from pd_router.upstream import Upstream
@@ -35,3 +37,7 @@ class Services:
     def longest_body(self) -> int:
         """Largest accepted request body in bytes."""
         return min(self.config.max_body_bytes, self.table.longest_body or self.config.max_body_bytes)
+
+    def signed_offer(self, nodes: Iterable[Node]) -> str:
+        """The signed list of prefill nodes that a decode node may ask, best first."""
+        return sign(self.key, Offer(tuple(node.url for node in nodes), self.wall_clock() + self.config.offer_ttl_s))

@@ -1,6 +1,7 @@
 """Schemas of the custom resources that the chart makes, as far as it uses them. Unknown fields are refused.
 
-Written from the resources' API references: Prometheus operator v0.7x, Gateway API v1.1. They are stricter than the
+Written from the resources' API references: Prometheus operator v0.7x, Gateway API v1.1, its Inference Extension v1,
+KEDA v2. They are stricter than the
 projects' own CRDs (a label selector may hold more than the chart ever writes), and no package that this project may use
 ships those. To compare with them: `CRD_DIR=... pytest tests/deploy` (last done with Prometheus operator 0.93.0 and
 Gateway API of August 2026).
@@ -26,7 +27,14 @@ def _list(items: dict[str, Any]) -> dict[str, Any]:
 
 
 _SELECTOR = _closed(["matchLabels"], matchLabels=_LABELS)
-_ENDPOINT = _closed(["port"], port=_TEXT, path={"type": "string", "pattern": "^/"}, interval=_DURATION)
+_ENDPOINT = _closed(
+    ["port"],
+    port=_TEXT,
+    path={"type": "string", "pattern": "^/"},
+    interval=_DURATION,
+    scheme={"enum": ["http", "https"]},
+    tlsConfig=_closed([], insecureSkipVerify={"type": "boolean"}),
+)
 _ALERT = _closed(
     ["alert", "expr", "labels", "annotations"],
     alert={"type": "string", "pattern": "^[A-Z][A-Za-z]+$"},
@@ -35,15 +43,61 @@ _ALERT = _closed(
     labels=_closed(["severity"], severity={"enum": ["critical", "warning"]}),
     annotations=_closed(["summary", "description"], summary=_TEXT, description=_TEXT),
 )
+_PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 _PARENT = _closed(["name"], group=_TEXT, kind=_TEXT, name=_TEXT, namespace=_TEXT, sectionName=_TEXT)
 _GATEWAY_DURATION = {"type": "string", "pattern": r"^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
 _ROUTE_RULE = _closed(
     ["backendRefs"],
     matches=_list(_closed(["path"], path=_closed(["type", "value"], type={"enum": ["PathPrefix"]}, value=_TEXT))),
     timeouts=_closed([], request=_GATEWAY_DURATION, backendRequest=_GATEWAY_DURATION),
-    backendRefs=_list(_closed(["name", "port"], name=_TEXT, port={"type": "integer", "minimum": 1, "maximum": 65535})),
+    backendRefs=_list(
+        {
+            "oneOf": [
+                _closed(["name", "port"], name=_TEXT, port=_PORT),
+                _closed(
+                    ["group", "kind", "name"],
+                    group={"const": "inference.networking.k8s.io"},
+                    kind={"const": "InferencePool"},
+                    name=_TEXT,
+                ),
+            ]
+        }
+    ),
+)
+_POOL = _closed(
+    ["selector", "targetPorts", "endpointPickerRef"],
+    selector=_SELECTOR,
+    targetPorts=_list(_closed(["number"], number=_PORT)) | {"maxItems": 8, "uniqueItems": True},
+    endpointPickerRef=_closed(
+        ["name", "port"],
+        name=_TEXT,
+        port=_closed(["number"], number=_PORT),
+        failureMode={"enum": ["FailClose", "FailOpen"]},
+    ),
+)
+_SCALED_OBJECT = _closed(
+    ["scaleTargetRef", "triggers"],
+    scaleTargetRef=_closed(["apiVersion", "kind", "name"], apiVersion=_TEXT, kind=_TEXT, name=_TEXT),
+    minReplicaCount={"type": "integer", "minimum": 0},
+    maxReplicaCount={"type": "integer", "minimum": 1},
+    pollingInterval={"type": "integer", "minimum": 1},
+    advanced=_closed([], horizontalPodAutoscalerConfig=_closed(["behavior"], behavior={"type": "object"})),
+    triggers=_list(
+        _closed(
+            ["type", "metadata"],
+            type={"const": "prometheus"},
+            metadata=_closed(
+                ["serverAddress", "query", "threshold"],
+                serverAddress={"type": "string", "pattern": "^https?://"},
+                query=_TEXT,
+                threshold={"type": "string", "pattern": "^[0-9]+$"},
+            ),
+        )
+    ),
 )
 _SPECS = {
+    ("inference.networking.k8s.io/v1", "InferencePool"): _POOL,
+    ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,
     ("monitoring.coreos.com/v1", "PodMonitor"): _closed(
         ["selector", "podMetricsEndpoints"],
         selector=_SELECTOR, podTargetLabels=_list(_TEXT), podMetricsEndpoints=_list(_ENDPOINT),

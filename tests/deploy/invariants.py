@@ -158,6 +158,10 @@ def _ports_from_outside(objects: list[Object], parts: list[PodPart]) -> Iterator
                 yield f"{title(found)}: no such Service or port: {backend}"
     for found in of_kind(objects, "HTTPRoute"):
         for backend in (backend for rule in found["spec"]["rules"] for backend in rule["backendRefs"]):
+            if "kind" in backend:
+                if f"{backend['kind']}/{backend['name']}" not in map(title, objects):
+                    yield f"{title(found)}: no such backend: {backend}"
+                continue
             service = services.get(backend["name"], {"ports": []})
             if backend["port"] not in [port["port"] for port in service["ports"]]:
                 yield f"{title(found)}: no such Service or port: {backend}"
@@ -227,23 +231,61 @@ def autoscalers(objects: list[Object]) -> list[str]:
     """min <= max, the target exists, leaves `replicas` to the autoscaler, and asks for what a share is taken of."""
     wrong = []
     workloads = {title(found): found for found in of_kind(objects, "Deployment", "StatefulSet")}
-    for found in of_kind(objects, "HorizontalPodAutoscaler"):
+    for found in of_kind(objects, "HorizontalPodAutoscaler", "ScaledObject"):
         spec = found["spec"]
-        if not 1 <= spec["minReplicas"] <= spec["maxReplicas"]:
-            wrong.append(f"{title(found)}: {spec['minReplicas']} to {spec['maxReplicas']} replicas")
+        word = "Replicas" if found["kind"] == "HorizontalPodAutoscaler" else "ReplicaCount"
+        least, most = spec[f"min{word}"], spec[f"max{word}"]
+        if not 1 <= least <= most:
+            wrong.append(f"{title(found)}: {least} to {most} replicas")
         target = workloads.get(f"{spec['scaleTargetRef']['kind']}/{spec['scaleTargetRef']['name']}")
         if target is None:
             wrong.append(f"{title(found)}: its target is not there")
             continue
         if "replicas" in target["spec"]:
             wrong.append(f"{title(target)}: sets replicas, and so does its autoscaler")
-        for metric in (metric["resource"] for metric in spec["metrics"] if metric["type"] == "Resource"):
+        for metric in (metric["resource"] for metric in spec.get("metrics", []) if metric["type"] == "Resource"):
             wrong += [
                 f"{title(found)}: {container['name']} asks for no {metric['name']}"
                 for container in target["spec"]["template"]["spec"]["containers"]
                 if metric["name"] not in container["resources"].get("requests", {})
             ]
     return wrong
+
+
+def inference_pools(objects: list[Object]) -> list[str]:
+    """A pool has the nodes' HTTP ports and a picker behind its Service, which not everything may reach."""
+    wrong = []
+    services = {found["metadata"]["name"]: found["spec"] for found in of_kind(objects, "Service")}
+    for found in of_kind(objects, "InferencePool"):
+        spec, parts = found["spec"], list(pods(objects))
+        chosen = [part for part in parts if _matches(spec["selector"]["matchLabels"], part)]
+        http = {
+            port["containerPort"]
+            for part in chosen
+            for container in part.containers
+            for port in container.get("ports", [])
+            if port["name"].startswith("http")
+        }
+        if not chosen or {_part(part) for part in chosen} != {"node"}:
+            wrong.append(f"{title(found)} selects {[part.owner for part in chosen]}")
+        if {port["number"] for port in spec["targetPorts"]} != http:
+            wrong.append(f"{title(found)}: the nodes' HTTP ports are {http}")
+        picker = spec["endpointPickerRef"]
+        service = services.get(picker["name"], {"ports": []})
+        if ("grpc", picker["port"]["number"]) not in [(port["name"], port["port"]) for port in service["ports"]]:
+            wrong.append(f"{title(found)}: no Service has its picker's port")
+        elif not any(_serves_grpc(part, picker) for part in parts if _matches(service["selector"], part)):
+            wrong.append(f"{title(found)}: no pod picks endpoints")
+        rules = [rule for policy in of_kind(objects, "NetworkPolicy") for rule in policy["spec"]["ingress"]]
+        open_ports = [port["port"] for rule in rules if not rule.get("from") for port in rule.get("ports", [])]
+        if "grpc" in open_ports:
+            wrong.append(f"{title(found)}: everything reaches its picker")
+    return wrong
+
+
+def _serves_grpc(part: PodPart, picker: dict[str, Any]) -> bool:
+    [container] = part.containers
+    return container["args"][0] == "epp" and flag_of(container, "grpc-port") == str(picker["port"]["number"])
 
 
 def grace(objects: list[Object]) -> list[str]:

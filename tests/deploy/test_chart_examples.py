@@ -21,9 +21,9 @@ from tests.deploy.chart import CHART, EXAMPLES, Object, example_values, load_cha
 from tests.deploy.custom_resources import check_custom_resource, check_with_crds
 
 GOLDENS = Path(__file__).parent / "goldens"
-VERSIONS = ("1.29", kubernetes_validate.latest_version())
+VERSIONS = ("1.29", "1.32", kubernetes_validate.latest_version())
 NEEDS_LATEST = ("pair",)  # a claim of devices by the name of its template
-CUSTOM = ("monitoring.coreos.com", "gateway.networking.k8s.io")
+CUSTOM = ("monitoring.coreos.com", "gateway.networking.k8s.io", "inference.networking.k8s.io", "keda.sh")
 OUTSIDE = frozenset({"Secret/pd-cluster-key", "PersistentVolumeClaim/weights"})  # what users bring
 
 
@@ -51,7 +51,8 @@ def test_objects_are_valid_in_this_kubernetes(name: str, version: str) -> None:
 def test_custom_resources_are_valid_by_the_projects_own_definitions() -> None:
     crds = [yaml.safe_load(path.read_text()) for path in Path(os.environ["CRD_DIR"]).glob("*.yaml")]
     resources = [found for name in EXAMPLES for found in example(name) if found["apiVersion"].split("/")[0] in CUSTOM]
-    assert {found["kind"] for found in resources} == {"PodMonitor", "ServiceMonitor", "PrometheusRule", "HTTPRoute"}
+    kinds = {"PodMonitor", "ServiceMonitor", "PrometheusRule", "HTTPRoute", "InferencePool", "ScaledObject"}
+    assert {found["kind"] for found in resources} == kinds
     assert [text for found in resources for text in check_with_crds(found, crds)] == []
 
 
@@ -59,7 +60,7 @@ def test_custom_resources_are_valid_by_the_projects_own_definitions() -> None:
 @pytest.mark.parametrize("invariant", [
     invariants.names, invariants.selectors, invariants.ports, invariants.resources, invariants.autoscalers,
     invariants.grace, invariants.probes, invariants.hardening, invariants.router_knows_nodes,
-    invariants.nodes_know_pool, invariants.node_network,
+    invariants.nodes_know_pool, invariants.node_network, invariants.inference_pools,
 ])  # fmt: skip
 def test_objects_hold_together(name: str, invariant: Any) -> None:
     assert invariant(example(name)) == []

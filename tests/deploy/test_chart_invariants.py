@@ -139,6 +139,26 @@ POOL_FAULTS: list[tuple[str, Callable[[list[Object]], list[str]], Callable[[list
     ("pool with a token", invariants.hardening,
      lambda o: spec(o, "Deployment", "pool").pop("automountServiceAccountToken"), "token"),
 ]  # fmt: skip
+GATEWAY_FAULTS: list[tuple[str, Callable[[list[Object]], list[str]], Callable[[list[Object]], Any], str]] = [
+    ("all pods", invariants.inference_pools,
+     lambda o: spec(o, "InferencePool", "cluster")["selector"]["matchLabels"].pop("pd-cluster/part"), "selects"),
+    ("another port", invariants.inference_pools,
+     lambda o: spec(o, "InferencePool", "cluster")["targetPorts"][0].update(number=8101), "HTTP ports are"),
+    ("no picker", invariants.inference_pools,
+     lambda o: spec(o, "InferencePool", "cluster")["endpointPickerRef"].update(name="x"), "no Service"),
+    ("a router only", invariants.inference_pools,
+     lambda o: argument(o, "router", "epp", "router"), "no pod picks"),
+    ("a picker for all", invariants.inference_pools,
+     lambda o: spec(o, "NetworkPolicy", "router")["ingress"][1].pop("from"), "everything reaches"),
+    ("route to nothing", invariants.ports,
+     lambda o: spec(o, "HTTPRoute", "cluster")["rules"][0]["backendRefs"][0].update(name="x"), "no such backend"),
+    ("ScaledObject's target", invariants.autoscalers,
+     lambda o: spec(o, "ScaledObject", "decode")["scaleTargetRef"].update(name="x"), "its target is not there"),
+    ("ScaledObject upside down", invariants.autoscalers,
+     lambda o: spec(o, "ScaledObject", "decode").update(minReplicaCount=9), "9 to 8 replicas"),
+    ("two masters of KEDA's", invariants.autoscalers,
+     lambda o: one(o, "StatefulSet", "decode")["spec"].update(replicas=1), "so does its autoscaler"),
+]  # fmt: skip
 SCALING_FAULTS: list[tuple[str, Callable[[list[Object]], Any], str]] = [
     ("upside down", lambda o: spec(o, "HorizontalPodAutoscaler", "decode").update(minReplicas=9), "9 to 8 replicas"),
     ("two masters", lambda o: one(o, "StatefulSet", "decode")["spec"].update(replicas=1), "so does its autoscaler"),
@@ -185,6 +205,18 @@ def test_pool_fault_is_found(
     invariant: Callable[[list[Object]], list[str]], fault: Callable[[list[Object]], Any], found: str
 ) -> None:
     objects = render(example_values("lmcache-pool"))
+    assert invariant(objects) == []
+    fault(objects)
+    assert any(found in text for text in invariant(objects)), invariant(objects)
+
+
+@pytest.mark.parametrize(
+    ("invariant", "fault", "found"), [row[1:] for row in GATEWAY_FAULTS], ids=[row[0] for row in GATEWAY_FAULTS]
+)
+def test_gateway_fault_is_found(
+    invariant: Callable[[list[Object]], list[str]], fault: Callable[[list[Object]], Any], found: str
+) -> None:
+    objects = render(example_values("inference-pool"))
     assert invariant(objects) == []
     fault(objects)
     assert any(found in text for text in invariant(objects)), invariant(objects)

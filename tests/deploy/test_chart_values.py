@@ -68,6 +68,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"router": {"podLabels": {"team": "x" * 64}}}, "team"),
     ({"pool": {"podLabels": {"team": "no blanks"}}}, "team"),
     ({"roles": {"decode": {"podLabels": {"x" * 64: "y"}}}}, "x" * 64),
+    ({"router": {"inferencePool": {"enabled": True}}}, "networkPolicy.gatewaysFrom"),
+    ({"router": {"inferencePool": {"enabled": True, "grpcPort": 8000}}, "networkPolicy": {"enabled": False}}, "differ"),
+    ({"router": {"inferencePool": {"grpcPort": 80}}}, "grpcPort"),
+    ({"router": {"args": {"api-keys": "x"}}}, "api-keys"),
+    ({"router": {"httpRoute": {"to": "inferencePool"}}}, "needs router.inferencePool"),
+    ({"nodeDefaults": {"autoscaling": {"enabled": True, "by": "keda"}}}, "keda.prometheus"),
+    ({"nodeDefaults": {"autoscaling": {"by": "vpa"}}}, "by"),
     ({"pool": {"enabled": True, "maxGB": 0}}, "maxGB"),
     ({"pool": {"enabled": True}, "connector": "loopback"}, "not loopback"),
     ({"pool": {"enabled": True}, "nodeDefaults": {"args": {"pool-url": "lm://x:1"}}}, "sets pool-url"),
@@ -323,7 +330,8 @@ def test_flags_keep_their_types() -> None:
 def test_flags_that_the_chart_owns_are_the_ones_it_sets() -> None:
     """A flag cannot be given twice: the schema forbids in args what the template writes."""
     schema = json.loads((CHART / "values.schema.json").read_text())
-    values = {"model": {"id": "/models/x", "servedName": "y"}}
+    router = {"apiKeys": {"secret": "a"}, "tlsSecret": "b", "inferencePool": {"enabled": True, "tlsSecret": "c"}}
+    values = {"model": {"id": "/models/x", "servedName": "y"}, "router": router, "networkPolicy": {"enabled": False}}
     objects = render(values)
     for kind, name, rule in (("StatefulSet", "decode", "nodeFlags"), ("Deployment", "router", "routerFlags")):
         arguments = one(objects, kind, name)["spec"]["template"]["spec"]["containers"][0]["args"]
@@ -353,3 +361,51 @@ def test_dataclass_of_flags_is_what_the_parser_has() -> None:
     known = {item.name.replace("_", "-") for kind in NodeConfig.sections().values() for item in fields(kind)}
     schema = json.loads((CHART / "values.schema.json").read_text())
     assert set(schema["$defs"]["nodeFlags"]["propertyNames"]["not"]["enum"]) <= known
+
+
+def test_secrets_of_the_router_are_mounted_and_named_by_flags() -> None:
+    given = {
+        "apiKeys": {"secret": "keys"}, "tlsSecret": "public",
+        "inferencePool": {"enabled": True, "tlsSecret": "picker"},
+    }  # fmt: skip
+    objects = render({
+        "router": given, "networkPolicy": {"enabled": False}, "monitoring": {"serviceMonitor": {"enabled": True}},
+        "test": {"apiKey": {"secret": "mine"}},
+    })  # fmt: skip
+    pod = one(objects, "Deployment", "-router")["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume.get("secret", {}).get("secretName") for volume in pod["volumes"]}
+    files = [argument.partition("=")[2] for argument in container["args"] if "=/etc/" in argument]
+    named = {file: volumes[mounts[file.rpartition("/")[0]]] for file in files}
+    assert named.pop("/etc/pd-cluster/cluster-key")
+    assert named == {
+        "/etc/pd-api-keys/keys.jsonl": "keys",
+        "/etc/pd-tls/tls.crt": "public", "/etc/pd-tls/tls.key": "public",
+        "/etc/pd-picker-tls/tls.crt": "picker", "/etc/pd-picker-tls/tls.key": "picker",
+    }  # fmt: skip
+    assert {container[name]["httpGet"]["scheme"] for name in container if name.endswith("Probe")} == {"HTTPS"}
+    ports = {port["name"]: port["appProtocol"] for port in one(objects, "Service", "-router")["spec"]["ports"]}
+    assert ports == {"http": "https", "grpc": "https"}
+    assert one(objects, "ServiceMonitor", "-router")["spec"]["endpoints"][0]["scheme"] == "https"
+    [asking] = one(objects, "Pod", "-test")["spec"]["containers"]
+    assert asking["args"][0].startswith("https://")
+    assert asking["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "key"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "figures"),
+    [
+        ("prefill", ["queued_tokens"]),
+        ("decode", ["sequences"]),
+        ("mixed", ["queued_tokens", "sequences"]),
+        ("pair", ["queued_tokens", "sequences"]),
+    ],
+)
+def test_keda_scales_each_kind_by_its_own_figures(kind: str, figures: list[str]) -> None:
+    autoscaling = {"enabled": True, "by": "keda", "keda": {"prometheus": "http://p:9090"}}
+    objects = render({"roles": {"own": {"kind": kind, "autoscaling": autoscaling}}})
+    queries = [trigger["metadata"]["query"] for trigger in one(objects, "ScaledObject", "-own")["spec"]["triggers"]]
+    nodes = 'namespace="llm",node=~"demo-pd-cluster-own-[0-9]+(-decode)?"'
+    assert queries == [f"sum(max by (node) (pd_router_node_{figure}{{{nodes}}}))" for figure in figures]
+    assert of_kind(objects, "HorizontalPodAutoscaler") == []

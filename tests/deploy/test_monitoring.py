@@ -13,6 +13,7 @@ import yaml
 from tests.deploy import metric_names
 from tests.deploy.chart import ROOT, one, render
 
+KEDA = {"prometheus": "http://prometheus:9090"}
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
 
@@ -50,6 +51,9 @@ def test_autoscalers_ask_for_metrics_that_are_exported(exported: set[str]) -> No
     objects = render({"nodeDefaults": {"autoscaling": on}})
     scaler = one(objects, "HorizontalPodAutoscaler", "prefill")
     assert {metric["pods"]["metric"]["name"] for metric in scaler["spec"]["metrics"]} <= exported
+    scaled = render({"roles": {"own": {"kind": "mixed", "autoscaling": on | {"by": "keda", "keda": KEDA}}}})
+    for trigger in one(scaled, "ScaledObject", "own")["spec"]["triggers"]:
+        assert metric_names.names_in(trigger["metadata"]["query"]) <= exported
 
 
 def test_dashboard_has_unique_panels_inside_the_grid() -> None:

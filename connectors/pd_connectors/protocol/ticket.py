@@ -51,6 +51,7 @@ FEED_ACTION = "feed"  # of an order to a node alone, to read its feed (`feed.FEE
 ROLE_ACTION: Final = "role"  # to a router, about one node; and of a router to that node, which changes its role
 ROLE_PATH = "/pd/role"  # at the node
 ORDER_HEADER = "x-pd-order"  # of a request: the signed NodeOrder
+OFFER_HEADER = "x-pd-offer"  # of a request to a decode node: the signed Offer, in place of kv_transfer_params
 ALL_NODES = "*"  # in an order to a router; a node obeys its own id alone
 
 

@@ -4,16 +4,24 @@ ask.py URL [WORDS THAT THE ANSWER MUST HOLD]. Exit status: 0 answered well, 1 no
 """
 
 import json
+import os
+import ssl
 import sys
 import urllib.request
 
 QUESTION = "Mira 4831. Oskar 2210. Lena 7745. Oskar?"
 DEADLINE_S = 120.0
+# The certificate is of the public name, not of the Service
+UNVERIFIED = ssl._create_unverified_context()
 
 
 def ask(url: str) -> tuple[str, str, str]:
     """The answer, and which nodes prefilled and decoded. Raises OSError when the cluster does not answer with 200."""
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=DEADLINE_S) as response:
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("PD_API_KEY"):
+        headers["Authorization"] = f"Bearer {key.strip()}"
+    models = urllib.request.Request(f"{url}/v1/models", headers=headers)
+    with urllib.request.urlopen(models, timeout=DEADLINE_S, context=UNVERIFIED) as response:
         model = json.load(response)["data"][0]["id"]
     body = {
         "model": model,
@@ -21,10 +29,8 @@ def ask(url: str) -> tuple[str, str, str]:
         "max_tokens": 32,
         "temperature": 0,
     }
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=DEADLINE_S, context=UNVERIFIED) as response:
         answer = json.load(response)["choices"][0]["message"]["content"]
         return answer, response.headers.get("x-pd-prefill", "?"), response.headers.get("x-pd-decode", "?")
 

@@ -208,3 +208,18 @@ secret:
   defaultMode: 0440
   items: [{key: {{ .Values.clusterKey.key }}, path: cluster-key}]
 {{- end -}}
+
+{{- /* The Secrets that a router reads beside the cluster key: volume name, Secret. Read it with fromYamlArray. */ -}}
+{{- define "pd-cluster.routerSecrets" -}}
+{{- with .Values.router -}}
+{{- with .apiKeys.secret }}
+- {name: api-keys, secret: {{ . | quote }}}
+{{- end }}
+{{- with .tlsSecret }}
+- {name: tls, secret: {{ . | quote }}}
+{{- end }}
+{{- if and .inferencePool.enabled .inferencePool.tlsSecret }}
+- {name: picker-tls, secret: {{ .inferencePool.tlsSecret | quote }}}
+{{- end }}
+{{- end }}
+{{- end -}}

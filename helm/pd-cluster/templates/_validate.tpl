@@ -31,6 +31,9 @@
   {{- if gt (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas) -}}
     {{- fail (printf "roles.%s.autoscaling: minReplicas (%d) is above maxReplicas (%d)" $name (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas)) -}}
   {{- end -}}
+  {{- if and $role.autoscaling.enabled (eq $role.autoscaling.by "keda") (not $role.autoscaling.keda.prometheus) -}}
+    {{- fail (printf "roles.%s.autoscaling.keda.prometheus: name the URL of the server that scrapes the routers" $name) -}}
+  {{- end -}}
   {{- if eq $name "router" "pool" "models" "key" "preflight" "test" -}}
     {{- fail (printf "roles.%s: this name is taken by another part of the chart" $name) -}}
   {{- end -}}
@@ -54,6 +57,17 @@
 {{- with .Values.router.autoscaling -}}
   {{- if gt (int .minReplicas) (int .maxReplicas) -}}
     {{- fail "router.autoscaling: minReplicas is above maxReplicas" -}}
+  {{- end -}}
+{{- end -}}
+{{- with .Values.router -}}
+  {{- if and (eq .httpRoute.to "inferencePool") (not .inferencePool.enabled) -}}
+    {{- fail "router.httpRoute.to: inferencePool needs router.inferencePool.enabled" -}}
+  {{- end -}}
+  {{- if and .inferencePool.enabled $.Values.networkPolicy.enabled (not $.Values.networkPolicy.gatewaysFrom) -}}
+    {{- fail "router.inferencePool: gateways cannot reach the nodes; name their pods in networkPolicy.gatewaysFrom" -}}
+  {{- end -}}
+  {{- if and .inferencePool.enabled (eq (int .port) (int .inferencePool.grpcPort)) -}}
+    {{- fail "router.inferencePool.grpcPort: it must differ from router.port" -}}
   {{- end -}}
 {{- end -}}
 {{- with .Values.model -}}

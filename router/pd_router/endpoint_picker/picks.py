@@ -1,0 +1,167 @@
+"""Which nodes a gateway sends a request to, what it tells them, and what the request occupies meanwhile.
+
+D-first is the only order with a handoff: a gateway sends a request to one node. That node gets the signed offer in a
+header, and asks a prefill node by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
+from pd_connectors.protocol.text_chain import chain_key
+from pd_connectors.protocol.ticket import OFFER_HEADER
+from pd_http.errors import InvalidRequest
+from pd_router.choice import RouteChoice, choose
+from pd_router.config import HandoffOrder
+from pd_router.cost import PromptFacts
+from pd_router.errors import NoNode
+from pd_router.headers import ROUTE, asked_order
+from pd_router.node_table import Charge
+from pd_router.prompt_facts import prompt_facts
+from pd_router.prompt_route import reads_only
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from pd_router.body import RequestBody
+    from pd_router.node_table import Node
+    from pd_router.services import Services
+
+_NO_PROMPT = PromptFacts(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The choice for one request. `close` it when the request has ended; `answered` when its answer has begun."""
+
+    plan: RouteChoice
+    nodes: tuple[Node, ...]  # the one to send it to, then those for retries; never empty
+    headers: Mapping[str, str]  # for the node
+    decode_charge: Charge | None = None
+    prefill_charge: Charge | None = None
+    prefill_node: Node | None = None  # that the decode node asks first
+    shows_reading: bool = False  # the answer begins when the prompt has been read
+
+    @property
+    def destination(self) -> str:
+        """As the endpoint picker protocol writes it: IP:PORT,IP:PORT,..."""
+        return ",".join(address for node in self.nodes if (address := address_of(node)) is not None)
+
+    def answered(self, prefilled_by: str, served_by: str) -> None:
+        """Note that the answer has begun. `prefilled_by`, `served_by`: node ids, or "" if the answer names none.
+
+        If the gateway moved on to another node, the first one has no part in the request.
+        """
+        first = self.nodes[0]
+        if self.decode_charge is not None:
+            if served_by not in ("", first.node_id, address_of(first)):
+                self.decode_charge.release()
+            elif self.shows_reading:
+                self.decode_charge.prefill_done()
+            else:
+                self.decode_charge.prefill_over()
+        if self.prefill_charge is not None:
+            if self.shows_reading and self.prefill_node is not None and prefilled_by == self.prefill_node.node_id:
+                self.prefill_charge.prefill_done()
+            self.prefill_charge.release()
+
+    def close(self) -> None:
+        """Idempotent."""
+        for charge in (self.decode_charge, self.prefill_charge):
+            if charge is not None:
+                charge.release()
+
+
+class EndpointPicker:
+    """Chooses as the router does, with the router's table. `fallbacks`: nodes named behind the first."""
+
+    def __init__(self, services: Services, fallbacks: int) -> None:
+        self._s = services
+        self._settings = replace(services.config, route=HandoffOrder.D_FIRST.value)
+        self._most_nodes = 1 + fallbacks
+        self._turns = itertools.count()
+        self._chain_key = chain_key(services.key)
+
+    def any_node(self, subset: Collection[str] | None) -> Pick:
+        """For a call without a prompt. `subset`: the addresses to choose among; None: all. Raises NoNode."""
+        plan, nodes = self._nodes(self._choose(None, _NO_PROMPT, None).direct("no-prompt"), subset)
+        return Pick(plan, nodes, {})
+
+    def pick(self, path: str, body: RequestBody, headers: Mapping[str, str], subset: Collection[str] | None) -> Pick:
+        """`headers`: of the client. Raises InvalidRequest, ModelNotFound, NoNode."""
+        asked = asked_order(headers)
+        if asked is HandoffOrder.P_FIRST:
+            raise InvalidRequest("p-first is an order of the router: a gateway sends a request to one node", ROUTE)
+        s = self._s
+        plan = self._choose(body.model, prompt_facts(body, s.table, self._chain_key), asked)
+        if reads_only(path, body):
+            plan = plan.direct("prompts-only")
+        plan, nodes = self._nodes(plan, subset)
+        offered = plan.offered(s.table.clock())[: s.config.offer_size] if plan.order is HandoffOrder.D_FIRST else []
+        own_bytes = 0 if offered else body.num_bytes
+        decode_charge = self._charge(plan, nodes[0], own_bytes, body, sequences=body.num_samples)
+        told = {CHARGE_HEADER: decode_charge.name}
+        if not offered:
+            return Pick(plan, nodes, told, decode_charge, shows_reading=body.shows_reading)
+        prefill_charge = self._charge(plan, offered[0], body.num_bytes, body)
+        told |= {OFFER_HEADER: s.signed_offer(offered), PREFILL_CHARGE_HEADER: prefill_charge.name}
+        return Pick(plan, nodes, told, decode_charge, prefill_charge, offered[0], body.shows_reading)
+
+    def _choose(self, model: str | None, facts: PromptFacts, asked: HandoffOrder | None) -> RouteChoice:
+        return choose(self._s.table, model, facts, self._settings, asked, next(self._turns))
+
+    def _nodes(self, plan: RouteChoice, subset: Collection[str] | None) -> tuple[RouteChoice, tuple[Node, ...]]:
+        """The plan that the nodes of `subset` can serve, and the best of them in their order. Raises NoNode."""
+        now_s = self._s.table.clock()
+        nodes = [node for node in plan.decodes if _is_in(address_of(node), subset)]
+        sooner = None
+        if plan.otherwise is not None and (sooner := plan.sooner(nodes, now_s)) is None:
+            plan = plan.otherwise
+        if plan.order is HandoffOrder.D_FIRST and plan.best_decode(nodes, now_s) is None:
+            plan = plan.direct("no-pair")
+        best = plan.best_decode if plan.order is HandoffOrder.D_FIRST else plan.best_direct
+        ranked: list[Node] = [] if sooner is None else [sooner]
+        while len(ranked) < self._most_nodes:
+            node = best([node for node in nodes if node not in ranked], now_s)
+            if node is None:
+                break
+            ranked.append(node)
+        if not ranked:
+            raise NoNode("no healthy node with an IP address among the gateway's endpoints can decode; try again later")
+        return plan, tuple(ranked)
+
+    def _charge(self, plan: RouteChoice, node: Node, num_bytes: int, body: RequestBody, sequences: int = 0) -> Charge:
+        """`num_bytes`: of the prompt, if the node computes it."""
+        clock = self._s.table.clock
+        tokens, cached = plan.costs.work(node) if num_bytes else (0, 0)
+        charge = Charge(
+            node, clock, prefill_bytes=num_bytes, prompt_tokens=tokens, cached_tokens=cached, sequences=sequences
+        )
+        if num_bytes and not body.shows_reading:
+            charge.hide_prefill(plan.costs.queue_s(node))
+        return charge
+
+
+def address_of(node: Node) -> str | None:
+    """IP:PORT of the node; None: its URL names no IP address, so no gateway can be sent there."""
+    parts = urlsplit(node.url)
+    try:
+        address = ip_address(parts.hostname or "")
+    except ValueError:
+        return None
+    host = f"[{address}]" if address.version == 6 else str(address)
+    return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+
+
+def _is_in(address: str | None, subset: Collection[str] | None) -> bool:
+    return address is not None and (subset is None or address in subset)
+
+
+def subset_of(values: Sequence[object]) -> frozenset[str]:
+    """The addresses of a subset hint: a list of IP:PORT, each of which may hold several behind commas."""
+    return frozenset(one.strip() for value in values if isinstance(value, str) for one in value.split(",") if one)

@@ -1,0 +1,23 @@
+"""What the router knows of a prompt, from its body and the nodes' feeds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd_router.cost import PromptFacts
+
+if TYPE_CHECKING:
+    from pd_router.body import RequestBody
+    from pd_router.node_table import NodeTable
+
+
+def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts:
+    """`key`: of the cluster's text chains.
+
+    Which nodes have the prompt's prefix is looked up only if one has named blocks: 400 kB cost 1.1 ms.
+    """
+    is_told = body.wants_prompt_logprobs
+    has_use = len(table.prefixes) and not is_told
+    cached = table.prefixes.hits(body.text_chain(key)) if has_use else {}
+    several, num_tokens = body.has_several_prompts, body.num_token_ids
+    return PromptFacts(body.num_bytes, body.num_samples, several, is_told, cached, num_tokens)

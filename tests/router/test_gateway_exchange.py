@@ -1,0 +1,204 @@
+"""One HTTP request as ext_proc messages: what the gateway is told, and what is counted. Without sockets."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("grpc", reason="grpcio is not installed")
+
+from pd_connectors.protocol.ticket import OFFER_HEADER
+from pd_router.endpoint_picker.gateway_exchange import DESTINATION, PART_BYTES, GatewayExchange, UnfinishedBodies
+from pd_router.endpoint_picker.messages import ProcessingRequest
+from pd_router.endpoint_picker.picks import EndpointPicker
+from tests.router.gateway_messages import (
+    completion,
+    parts,
+    request_body,
+    request_headers,
+    response_body,
+    response_headers,
+    told,
+)
+from tests.router.test_picks import load, services
+
+if TYPE_CHECKING:
+    from pd_router.services import Services
+
+
+class Gateway:
+    """An exchange, and all its answers."""
+
+    def __init__(self, made: Services | None = None, most_unfinished: int = 1 << 20) -> None:
+        self.made = made or services()
+        self.unfinished = UnfinishedBodies(most_unfinished)
+        self.exchange = GatewayExchange(self.made, EndpointPicker(self.made, 2), self.unfinished)
+
+    def send(self, *messages: Any) -> list[Any]:
+        return [answer for message in messages for answer in self.exchange.take(message)]
+
+    def end(self) -> str:
+        """Close the stream; the outcome that was counted. Asserts that nothing is left."""
+        self.exchange.close()
+        assert {load(node) for node in self.made.table.nodes} == {(0, 0)}
+        assert (self.unfinished.num_bytes, self.made.metrics.num_in_flight) == (0, 0)
+        [outcome] = [
+            sample.labels["outcome"]
+            for metric in self.made.metrics.requests.collect()
+            for sample in metric.samples
+            if sample.name == "pd_router_requests_total" and sample.value
+        ]
+        return outcome
+
+
+def test_a_stream_from_its_headers_to_its_end() -> None:
+    gateway = Gateway()
+    data = completion()
+    assert gateway.send(request_headers(x_request_id="r-1"), request_body(data[:99], is_last=False)) == []
+    head, *echoes = gateway.send(request_body(data[99:]))
+    named = told(head)
+    assert named[DESTINATION] == head.dynamic_metadata["envoy.lb"][DESTINATION]
+    assert sorted(named[DESTINATION].split(",")) == ["10.0.2.0:8100", "10.0.2.1:8100"]
+    assert named["x-request-id"] == "r-1"
+    assert OFFER_HEADER in named
+    assert named["content-length"] == str(len(data))
+    assert parts(echoes) == [(data[:99], False), (data[99:], True)]
+    [answer] = gateway.send(response_headers(x_pd_prefill="p", x_pd_decode="d"))
+    assert told(answer)["x-pd-route"] == "d-first; reason=default"
+    echoes = gateway.send(response_body(b"data: a"), response_body(b"", is_last=True))
+    assert parts(echoes, "response_body") == [(b"data: a", False), (b"", True)]
+    assert gateway.end() == "ok"
+
+
+def test_a_clients_own_steering_reaches_no_node() -> None:
+    gateway = Gateway()
+    data = completion(prompt="y" * 3 * PART_BYTES, kv_transfer_params={"do_remote_decode": True})
+    head, *echoes = gateway.send(
+        request_headers(x_pd_ticket="stream", x_pd_offer="mine", x_pd_group="g"), request_body(data)
+    )
+    removed = set(head.request_headers.response.header_mutation.remove_headers)
+    assert removed == {"x-pd-ticket", "x-pd-group"}
+    assert told(head)[OFFER_HEADER] != "mine"
+    sent = parts(echoes)
+    assert [is_last for _, is_last in sent] == [False, False, False, True]
+    assert max(len(part) for part, _ in sent) == PART_BYTES
+    whole = b"".join(part for part, _ in sent)
+    assert told(head)["content-length"] == str(len(whole))
+    assert json.loads(whole) == {**json.loads(completion()), "prompt": "y" * 3 * PART_BYTES}
+    assert gateway.end() == "cut"
+
+
+def test_a_body_with_trailers_is_chosen_for_at_its_trailers() -> None:
+    gateway = Gateway()
+    data = completion()
+    assert gateway.send(request_headers(), request_body(data, is_last=False)) == []
+    head, echo, trailers = gateway.send(ProcessingRequest(request_trailers={}))
+    assert DESTINATION in told(head)
+    assert parts([echo]) == [(data, False)]
+    assert trailers.WhichOneof("response") == "request_trailers"
+    gateway.send(response_headers(), response_body(b"x"))
+    [ended] = gateway.send(ProcessingRequest(response_trailers={}))
+    assert ended.WhichOneof("response") == "response_trailers"
+    assert gateway.end() == "ok"
+
+
+def test_small_calls_pass_at_once() -> None:
+    gateway = Gateway()
+    [head] = gateway.send(request_headers("/v1/models/demo?x=1", "GET", is_last=True))
+    assert set(told(head)) == {DESTINATION, "x-request-id"}
+    gateway.send(response_headers(404, is_last=True))
+    assert gateway.end() == "refused"
+    gateway = Gateway()
+    head, echo = gateway.send(request_headers("/tokenize"), request_body(b"{}"))
+    assert parts([echo]) == [(b"{}", True)]
+    assert gateway.end() == "cut"
+
+
+@pytest.mark.parametrize(
+    ("messages", "status", "code"),
+    [
+        ([request_headers("/pd/release")], 404, "not_found"),
+        ([request_headers("/metrics", "GET")], 404, "not_found"),
+        ([request_headers(), request_body(b"[]")], 400, "invalid_value"),
+        ([request_headers(is_last=True)], 400, "invalid_value"),
+        ([request_headers(), request_body(completion(model="other"))], 404, "model_not_found"),
+        ([request_headers(x_pd_route="p-first"), request_body(completion())], 400, "invalid_value"),
+        ([request_headers(), request_body(b"x" * 2_000_000, is_last=False)], 413, "body_too_large"),
+        ([request_headers(subset=["10.9.9.9:1"]), request_body(completion())], 503, "no_healthy_node"),
+        ([request_headers(body_mode=2)], 500, "internal_error"),
+    ],
+)
+def test_refusals_reach_the_client(messages: list[Any], status: int, code: str) -> None:
+    gateway = Gateway(services(max_body_mb=1.0))
+    [answer] = gateway.send(*messages)
+    refusal = answer.immediate_response
+    assert (refusal.status.code, json.loads(refusal.body)["error"]["code"]) == (status, code)
+    assert told(answer)["content-type"] == "application/json"
+    assert ("retry-after" in told(answer)) == (status == 503)
+    assert gateway.exchange.is_refused
+    assert gateway.end() == ("refused" if status < 500 else "failed")
+
+
+def test_an_anthropic_client_gets_its_own_error() -> None:
+    gateway = Gateway()
+    [answer] = gateway.send(request_headers("/v1/messages"), request_body(b"{"))
+    assert json.loads(answer.immediate_response.body)["type"] == "error"
+    gateway.end()
+
+
+def test_bodies_that_have_not_arrived_whole_are_bounded_over_all_requests() -> None:
+    gateway = Gateway(most_unfinished=1000)
+    gateway.unfinished.num_bytes += 900  # of others
+    [answer] = gateway.send(request_headers(), request_body(b"x" * 101, is_last=False))
+    assert json.loads(answer.immediate_response.body)["error"]["code"] == "too_many_unfinished"
+    gateway.unfinished.num_bytes -= 900
+    assert gateway.end() == "failed"
+
+
+def test_the_subset_of_the_gateway_is_kept() -> None:
+    gateway = Gateway()
+    head, _ = gateway.send(request_headers(subset=["10.0.2.1:8100"]), request_body(completion()))
+    assert told(head)[DESTINATION] == "10.0.2.1:8100"
+    gateway.end()
+
+
+@pytest.mark.parametrize(
+    ("answer", "mode", "outcome"),
+    [
+        (None, 4, "cut"),
+        (response_headers(200), 4, "cut"),  # the client left, or the node broke off
+        (response_headers(200), 0, "ok"),  # the gateway does not show the body
+        (response_headers(503), 0, "failed"),
+        (response_headers(429, is_last=True), 4, "refused"),
+    ],
+)
+def test_outcomes(answer: Any, mode: int, outcome: str) -> None:
+    gateway = Gateway()
+    gateway.send(request_headers(answer_mode=mode), request_body(completion()))
+    if answer is not None:
+        gateway.send(answer)
+    assert gateway.end() == outcome
+
+
+def test_the_node_that_served_is_known_from_the_gateway() -> None:
+    gateway = Gateway()
+    head, _ = gateway.send(request_headers(), request_body(completion()))
+    first, second = told(head)[DESTINATION].split(",")
+    gateway.send(response_headers(served=second))
+    assert {node.decode_sequences for node in gateway.made.table.nodes} == {0}
+    assert first != second
+    gateway.end()
+
+
+def test_a_bug_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = Gateway()
+
+    def fail(*_: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(EndpointPicker, "pick", fail)
+    [answer] = gateway.send(request_headers(), request_body(completion()))
+    assert answer.immediate_response.status.code == 500
+    assert gateway.end() == "crashed"

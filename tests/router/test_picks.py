@@ -1,0 +1,196 @@
+"""What an endpoint picker chooses, what it tells the node, and what a request occupies: without gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from pd_connectors.protocol.ticket import OFFER_HEADER, Offer, verify
+from pd_http.errors import InvalidRequest, ModelNotFound, StartupError
+from pd_router.background import Background
+from pd_router.body import RequestBody
+from pd_router.endpoint_picker.config import PickerConfig
+from pd_router.endpoint_picker.picks import EndpointPicker, Pick, address_of, subset_of
+from pd_router.errors import NoNode
+from pd_router.metrics import RouterMetrics
+from pd_router.node_table import Node, NodeTable, Role
+from pd_router.recent_requests import RecentRequests
+from pd_router.request_sinks import RequestSinks
+from pd_router.services import Services
+from pd_router.upstream import Upstream
+
+KEY = b"k" * 32
+PATH = "/v1/completions"
+NOW_S = 100.0
+
+
+def services(num_prefill: int = 2, num_decode: int = 2, **settings: Any) -> Services:
+    """All nodes healthy, at addresses 10.0.1.N (prefill) and 10.0.2.N (decode)."""
+    config = PickerConfig(
+        prefill=tuple(f"http://10.0.1.{n}:8100" for n in range(num_prefill)),
+        decode=tuple(f"http://10.0.2.{n}:8100" for n in range(num_decode)),
+        **settings,
+    )
+    table = NodeTable(config, lambda: NOW_S)
+    for node in table.nodes:
+        node.reachable = True
+        node.models = frozenset({"demo"})
+    metrics = RouterMetrics(table)
+    sinks, recent = RequestSinks(config, metrics), RecentRequests(lambda: NOW_S)
+    return Services(config, table, Upstream(config), metrics, Background(), sinks, recent, KEY, lambda: NOW_S)
+
+
+def body(*, stream: bool = True, **fields: Any) -> RequestBody:
+    return RequestBody(json.dumps({"model": "demo", "prompt": "x" * 4000, "stream": stream, **fields}).encode())
+
+
+def pick(made: Services, subset: frozenset[str] | None = None, **fields: Any) -> Pick:
+    return EndpointPicker(made, fallbacks=2).pick(PATH, body(**fields), {}, subset)
+
+
+def load(node: Node) -> tuple[int, int]:
+    return node.prefill_bytes, node.decode_sequences
+
+
+def prefills(made: Services) -> list[Node]:
+    return [node for node in made.table.nodes if node.role is Role.PREFILL]
+
+
+def decodes(made: Services) -> list[Node]:
+    return [node for node in made.table.nodes if node.role is not Role.PREFILL]
+
+
+def test_a_handoff_names_decode_nodes_and_carries_the_signed_offer() -> None:
+    made = services(num_decode=4)
+    picked = pick(made)
+    assert picked.plan.text == "d-first; reason=default"
+    assert len(picked.destination.split(",")) == 3
+    assert {address_of(node) for node in picked.nodes} <= {f"10.0.2.{n}:8100" for n in range(4)}
+    offer = verify(KEY, picked.headers[OFFER_HEADER], Offer, NOW_S)
+    assert sorted(offer.prefill_urls) == ["http://10.0.1.0:8100", "http://10.0.1.1:8100"]
+    assert offer.expires_at_s == NOW_S + made.config.offer_ttl_s
+
+
+def test_equal_nodes_take_turns_and_charges_spread_a_burst() -> None:
+    made = services()
+    picker = EndpointPicker(made, fallbacks=0)
+    picks = [picker.pick(PATH, body(), {}, None) for _ in range(8)]
+    assert [load(node)[1] for node in decodes(made)] == [4, 4]
+    for one in picks:
+        one.close()
+    assert [load(node) for node in made.table.nodes] == [(0, 0)] * 4
+
+
+def test_charges_follow_the_answer() -> None:
+    made = services(num_prefill=1, num_decode=1)
+    [prefill], [decode] = prefills(made), decodes(made)
+    picked = pick(made, n=3)
+    assert load(prefill)[0] > 4000
+    assert load(decode) == (0, 3)
+    picked.answered(prefill.node_id, decode.node_id)
+    assert load(prefill)[0] == 0
+    assert load(decode)[1] == 3
+    picked.close()
+    picked.close()
+    assert load(decode) == (0, 0)
+
+
+@pytest.mark.parametrize("served_by", ["10.0.2.1:8100", "node-1"])
+def test_a_retry_at_another_node_frees_the_first(served_by: str) -> None:
+    made = services()
+    made.table.nodes[3].node_id = "node-1"
+    picked = pick(made)
+    other = next(node for node in decodes(made) if node is not picked.nodes[0])
+    named = served_by if other is made.table.nodes[3] else "10.0.2.0:8100"
+    picked.answered("", named)
+    assert load(picked.nodes[0]) == (0, 0)
+
+
+def test_unstreamed_prefills_end_by_their_estimate() -> None:
+    async def run() -> None:
+        made = services(num_prefill=1, num_decode=1)
+        made.table.nodes[0].speed.note(10_000_000, 0.0, NOW_S)
+        picked = pick(made, stream=False)
+        assert load(made.table.nodes[0])[0] > 0
+        picked.close()
+        assert load(made.table.nodes[0])[0] == 0
+
+    asyncio.run(run())
+
+
+def test_without_prefill_nodes_the_decode_node_reads_the_prompt() -> None:
+    made = services(num_prefill=0)
+    picked = pick(made)
+    assert picked.plan.text == "direct; reason=no-prefill-node"
+    assert OFFER_HEADER not in picked.headers
+    assert load(picked.nodes[0])[0] > 4000
+
+
+def test_nodes_of_other_weights_get_no_offer() -> None:
+    made = services(num_prefill=1, num_decode=2)
+    for node, version in zip(made.table.nodes, ("a", "b", "a"), strict=True):
+        node.kv_version = version
+    assert [node.kv_version for node in pick(made).nodes] == ["a"]
+    alone = pick(made, frozenset({"10.0.2.0:8100"}))
+    assert (alone.plan.text, alone.destination) == ("direct; reason=no-pair", "10.0.2.0:8100")
+    assert OFFER_HEADER not in alone.headers
+
+
+def test_the_gateway_may_name_the_nodes_to_choose_among() -> None:
+    made = services()
+    for _ in range(3):
+        assert pick(made, frozenset({"10.0.2.1:8100"})).destination == "10.0.2.1:8100"
+    for subset in (frozenset[str](), frozenset({"10.0.1.0:8100"})):  # none; a prefill node
+        with pytest.raises(NoNode):
+            pick(made, subset)
+    assert [load(node) for node in prefills(made)] != [(0, 0), (0, 0)]
+    assert subset_of(["10.0.0.1:1, 10.0.0.2:2", "10.0.0.3:3"]) == {"10.0.0.1:1", "10.0.0.2:2", "10.0.0.3:3"}
+
+
+def test_a_call_without_a_prompt_goes_to_any_decode_node_and_charges_none() -> None:
+    made = services()
+    picked = EndpointPicker(made, fallbacks=1).any_node(None)
+    assert picked.plan.text == "direct; reason=no-prompt"
+    assert len(picked.nodes) == 2
+    assert [load(node) for node in made.table.nodes] == [(0, 0)] * 4
+
+
+def test_refusals_charge_nothing() -> None:
+    made = services()
+    picker = EndpointPicker(made, fallbacks=2)
+    with pytest.raises(InvalidRequest, match="p-first is an order of the router"):
+        picker.pick(PATH, body(), {"x-pd-route": "p-first"}, None)
+    with pytest.raises(ModelNotFound):
+        picker.pick(PATH, body(model="other"), {}, None)
+    for node in decodes(made):
+        node.reachable = False
+    with pytest.raises(NoNode):
+        picker.pick(PATH, body(), {}, None)
+    with pytest.raises(NoNode):
+        picker.any_node(None)
+    assert [load(node) for node in made.table.nodes] == [(0, 0)] * 4
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://10.0.0.1:8100", "10.0.0.1:8100"),
+        ("http://10.0.0.1", "10.0.0.1:80"),
+        ("https://10.0.0.1", "10.0.0.1:443"),
+        ("http://[fd00::1]:8100", "[fd00::1]:8100"),
+        ("http://node-1:8100", None),
+    ],
+)
+def test_destinations_are_ip_addresses(url: str, address: str | None) -> None:
+    assert address_of(Node(url, Role.DECODE, "d")) == address
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"), [({"workers": 2}, "--workers"), ({"grpc_tls_cert": "a.pem"}, "--grpc-tls-key")]
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], flag: str) -> None:
+    with pytest.raises(StartupError, match=flag):
+        PickerConfig(start_empty=True, **settings)
