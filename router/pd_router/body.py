@@ -7,6 +7,7 @@ long prompt is never parsed here.
 from __future__ import annotations
 
 import re
+from math import inf
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +20,8 @@ from pd_http.node_answers import ASK_TICKET
 RawObject = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(RawObject)
 _NO_TOKENS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens", "stream_options"})
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_NULL = msgspec.Raw(b"null")
 _KV = "kv_transfer_params"
 _PROMPT_LISTS = re.compile(rb'[ \t\n\r]*\[[ \t\n\r]*["\[]')
 _MAX_SAMPLES = 128  # a node refuses more; here it bounds the charge for one request
@@ -56,6 +59,20 @@ class RequestBody:
         except _BAD_JSON:
             return None
 
+    def checked(self, name: str, kind: type[T]) -> T | None:
+        """Field `name`; None: it is absent or null. Raises InvalidRequest for another type."""
+        value = self.get(name, kind)
+        if value is None and self._fields.get(name, _NULL) != _NULL:
+            raise InvalidRequest(f"{name} must be of type {kind.__name__}", name)
+        return value
+
+    def put(self, name: str, value: object) -> None:
+        """Set or replace field `name`. None: take it out."""
+        if value is None:
+            self._fields.pop(name, None)
+        else:
+            self._fields[name] = msgspec.Raw(msgspec.json.encode(value))
+
     @property
     def model(self) -> str | None:
         """The model that the client names; None for "" too, as on nodes: any model."""
@@ -68,6 +85,12 @@ class RequestBody:
     @property
     def num_samples(self) -> int:
         return min(max(1, self.get("n", int) or 1), _MAX_SAMPLES)
+
+    @property
+    def most_output(self) -> float:
+        """Tokens to which the client limits an answer; `inf`: it does not."""
+        limits = (self.get(name, int) for name in _LIMITS if name in self._fields)
+        return min((limit for limit in limits if limit is not None and limit >= 0), default=inf)
 
     @property
     def has_several_prompts(self) -> bool:

@@ -12,6 +12,7 @@ from pd_http.body import ClientGone
 from pd_http.dialects import dialect_of
 from pd_http.errors import PdError
 from pd_router import headers as rules
+from pd_router.admission.api_keys import KEY_HEADERS
 from pd_router.body import RequestBody
 from pd_router.choice import choose
 from pd_router.cost import PromptFacts
@@ -19,7 +20,11 @@ from pd_router.reply import CallReply
 from pd_router.routed_request import RoutedRequest
 
 if TYPE_CHECKING:
+    from pd_router.admission.admission import Visit
+    from pd_router.admission.key_limits import KeyLimits
+    from pd_router.choice import RouteChoice
     from pd_router.client_call import ClientCall
+    from pd_router.config import HandoffOrder
     from pd_router.services import Services
 
 log = logging.getLogger("pd_router")
@@ -43,11 +48,21 @@ class Proxy:
         reply.dialect = dialect = dialect_of(call.path)
         order, reason, outcome = "none", "none", "ok"
         exchange: RoutedRequest | None = None
+        visit: Visit | None = None
         s.metrics.num_in_flight += 1
         try:
             asked = rules.asked_order(given)
-            body = RequestBody(await call.read_body(s.longest_body), dialect)
-            plan = choose(s.table, body.model, self._facts(body), s.config, asked, next(self._turns))
+            user = self._user(call)
+            raw = await call.read_body(s.longest_body)
+            body = RequestBody(raw, dialect)
+            if user is not None and s.admission is not None:
+                s.admission.shape(user, body)
+            plan = self._choose(body, asked)
+            if user is not None and s.admission is not None:
+                visit = await s.admission.enter(user, body, hash(raw), plan)
+                call.queue_s = visit.queued_s
+                if visit.queued_s:
+                    plan = self._choose(body, asked)
             headers = rules.forwarded(call.headers, request_id)
             exchange = RoutedRequest(s, call.path, body, headers, plan, reply, arrived_at)
             await exchange.run()
@@ -73,12 +88,28 @@ class Proxy:
             outcome = exchange.outcome
         finally:
             s.metrics.num_in_flight -= 1
+            if visit is not None:
+                visit.end(None if exchange is None else exchange.used(), outcome)
             if outcome == "client_gone":
                 s.metrics.client_gone.labels(exchange.phase if exchange is not None else "request").inc()
             if exchange is not None:
                 order, reason = exchange.plan.order.value, exchange.plan.reason
                 s.metrics.request_took(order, s.table.clock() - arrived_at)
             s.metrics.request_ended(order, reason, outcome)
+
+    def _user(self, call: ClientCall) -> KeyLimits | None:
+        """The limits of the client's key, which leaves the call here. None: there are no keys. Raises KeyRefused."""
+        if (admission := self._s.admission) is None:
+            return None
+        user = admission.find(call.headers)
+        call.headers = [pair for pair in call.headers if pair[0] not in KEY_HEADERS]
+        call.key_name = user.key.name
+        return user
+
+    def _choose(self, body: RequestBody, asked: HandoffOrder | None) -> RouteChoice:
+        """Raises ModelNotFound, NoNode."""
+        s = self._s
+        return choose(s.table, body.model, self._facts(body), s.config, asked, next(self._turns))
 
     def _facts(self, body: RequestBody) -> PromptFacts:
         """Which nodes have the prompt's prefix is looked up only if one has named blocks: 400 kB cost 1.1 ms."""

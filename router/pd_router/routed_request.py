@@ -11,7 +11,7 @@ import orjson
 from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_connectors.protocol.ticket import Offer, sign
 from pd_http.errors import NodesDied, PdError
-from pd_http.node_answers import FailureKind
+from pd_http.node_answers import FailureKind, usage_in
 from pd_http.reply import JSON_TYPE
 from pd_router.candidates import Candidates, Choose
 from pd_router.casualties import Casualties
@@ -69,10 +69,12 @@ class RoutedRequest:
         self._headers = headers
         self._reply = reply
         self._arrived_at = arrived_at
+        self._whole: Answer | None = None  # the answer, if it was not streamed
         self._casualties = Casualties(services.config.max_node_deaths)
         self._stream = ContinuedStream(
             services, path, body, headers, self._casualties, plan.best_direct, self._note, self._judge
         )
+        self._record = self._stream.record
 
     async def run(self) -> None:
         try:
@@ -96,6 +98,13 @@ class RoutedRequest:
             raise
         finally:
             del self._stream  # it refers to this request: a cycle would keep the body until a search for garbage
+
+    def used(self) -> tuple[int, int] | None:
+        """Tokens of prompt and answer, after `run`. None: the node's answer does not tell."""
+        if self._whole is not None:
+            return usage_in(self._whole.body)
+        head = self._record.head
+        return None if head is None else (head.num_prompt_tokens, self._record.num_tokens)
 
     # --- orders
 
@@ -314,7 +323,7 @@ class RoutedRequest:
     async def _answer(self, leg: DecodeLeg, prefill_by: Node | None) -> bool:
         """Pass D's answer on to the client. False if D broke off; the client then got an error event."""
         s = self._s
-        self.phase = "stream"
+        self.phase, self._whole = "stream", leg.whole
         s.metrics.first_byte_took(self.plan.order.value, s.table.clock() - self._arrived_at)
         self._name_route()
         try:

@@ -63,6 +63,7 @@ class WorkerHub:
     def leave(self, worker: int) -> None:
         """A worker process has ended. What it asked for is dropped; what waits for it goes on."""
         self._members.pop(worker, None)
+        self._pass_on(messages.UsedBy(worker, None))
         self._waiting = [one for one in self._waiting if one.worker != worker]
         for one in list(self._waiting):
             one.missing.discard(worker)
@@ -95,11 +96,18 @@ class WorkerHub:
                 for other in asked:
                     self._members[other].send(messages.Asked(worker, number, topic))
                 self._wait(_Waiting(worker, number, self._clock() + ANSWER_S, missing=asked))
+            case messages.Used(usage):
+                self._pass_on(messages.UsedBy(worker, usage))
             case messages.Told(asker, number, answer):
                 for one in [one for one in self._waiting if (one.worker, one.id) == (asker, number)]:
                     one.missing.discard(worker)
                     one.answers[worker] = answer
                     self._finish(one)
+
+    def _pass_on(self, message: messages.UsedBy) -> None:
+        for number, member in self._members.items():
+            if number != message.worker:
+                member.send(message)
 
     def late(self) -> set[int]:
         """Workers that have not applied a change in time. Questions that are late get None for each of the rest."""
