@@ -94,7 +94,7 @@ def test_other_limits_apply_to_what_comes_next() -> None:
 def test_promises_are_bounded() -> None:
     promises = Promises()
     for number in range(2 * MAX_PROMISES):
-        promises.add(number, 1.0, 2.0)
+        assert promises.promise(number, 0.0, 0.5, 2.0) == (1 if number < MAX_PROMISES else LONGEST_S)
     assert (len(promises), promises.tokens) == (MAX_PROMISES, 2.0 * MAX_PROMISES)
     promises.lapse(1.0 + GRACE_S + 0.1)
     assert (len(promises), promises.tokens) == (0, 0.0)
@@ -102,8 +102,7 @@ def test_promises_are_bounded() -> None:
 
 def test_equal_requests_have_a_place_each() -> None:
     promises = Promises()
-    promises.add(1, 5.0, 1.0)
-    promises.add(1, 9.0, 1.0)
+    assert [promises.promise(1, 0.0, wait_s, 1.0) for wait_s in (5.0, 8.5)] == [5, 9]
     assert not promises.claim(1, 5.0 - 2 * EARLY_S)
     assert [promises.claim(1, 5.0), promises.claim(1, 5.0), promises.claim(1, 9.0)] == [True, False, True]
 

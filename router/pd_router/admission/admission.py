@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from math import ceil
 from typing import TYPE_CHECKING
 
 from pd_router.admission.fair_queue import FairQueue, Turn
-from pd_router.admission.key_limits import LONGEST_S, KeyLimits, Promises
-from pd_router.admission.node_room import RESERVE, NodeRoom
+from pd_router.admission.key_limits import KeyLimits
+from pd_router.admission.node_room import MORE_SLOTS, RESERVE, NodeRoom
 from pd_router.errors import KeyRefused, RateLimited
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_http.reply import HeaderList
-    from pd_router.admission.api_keys import KeyRing
+    from pd_router.admission.api_keys import ApiKey, KeyRing
     from pd_router.body import RequestBody
     from pd_router.choice import RouteChoice
     from pd_router.config import RouterConfig
@@ -28,6 +27,7 @@ SHARE_EVERY_S = 0.1  # between two messages to the other workers of a router
 ACTIVE_S = 60.0  # since its last request a key counts among those that share the nodes
 # By which a promised retry may be later than others: what was let in before it took longer than expected
 LATER = 2.0
+SPACING = 1.25  # of retries, in the time that the nodes need for them: they serve other keys, too
 _FAILED = frozenset({"refused", "failed", "crashed"})  # outcomes of requests that cost their key no tokens
 _REASONS = {
     "requests": "this key has used its requests of this minute",
@@ -65,14 +65,14 @@ class Visit:
     def end(self, used: tuple[int, int] | None, outcome: str) -> None:
         """`used`: tokens of prompt and answer, if they are known. `outcome`: as the router counts it."""
         admission, turn = self._admission, self.turn
-        if not self.is_inside:  # nothing was done for it, so it is no request either
+        if not self.is_inside:  # it is no request either: the nodes had no time for it, not its key
             self.limits.uncount()
         if not self.is_inside or (used is None and outcome in _FAILED):
             used = (0, 0)
         self.limits.end(turn.cost, used, admission.clock() - self._begun_s - self.queued_s)
-        if used is not None:
-            admission.queue.correct(turn.key, turn.weight, sum(used) - turn.cost)
         if self.is_inside:
+            if used is not None:
+                admission.queue.correct(turn.key, turn.weight, sum(used) - turn.cost)
             admission.room.free(self.model, turn.sequences)
             admission.pump()
 
@@ -91,7 +91,6 @@ class Admission:
         self._ring = ring
         self._limits: dict[str, KeyLimits] = {}
         self._elsewhere: dict[int, dict[str, int]] = {}  # worker -> key -> requests under way
-        self._late = Promises()  # to those for which the nodes had no time
         self._active, self._counted_s = 1, 0.0  # keys with requests lately
         self._timer: asyncio.TimerHandle | None = None
         metrics.num_queued.set_function(self.queue.__len__)
@@ -111,6 +110,10 @@ class Admission:
         if key is None:
             self._metrics.refusals.labels("", "key").inc()
             raise KeyRefused("this router needs an API key: authorization: Bearer KEY, or x-api-key: KEY")
+        return self.limits_of(key)
+
+    def limits_of(self, key: ApiKey) -> KeyLimits:
+        """What the key has used in this process."""
         limits = self._limits.get(key.name)
         if limits is None:
             limits = self._limits[key.name] = KeyLimits(key, self.clock())
@@ -154,7 +157,7 @@ class Admission:
             usage = dict.fromkeys(running, (0, 0.0, 0))
         for name, (requests, tokens, count) in usage.items():
             if (key := self._ring.by_name.get(name)) is not None:
-                limits = self._limits.setdefault(name, KeyLimits(key, self.clock()))
+                limits = self.limits_of(key)
                 limits.take(requests, tokens)
                 running[name] = count
                 limits.elsewhere = sum(one.get(name, 0) for one in self._elsewhere.values())
@@ -186,14 +189,21 @@ class Admission:
         return visit
 
     def _check_late(self, turn: Turn[Visit], plan: RouteChoice) -> bool:
-        """Whether the request was told to come now. Raises RateLimited if its first token would come too late."""
-        now_s = self.clock()
-        self._late.lapse(now_s)
-        is_promised = bool(len(self._late)) and self._late.claim(turn.item.fingerprint, now_s)
-        if self._latest_s and (nodes_s := plan.first_token_s(now_s)) is not None:
-            wait_s = nodes_s + self._wait_s(turn) + (0.0 if is_promised else self._kept_s(turn))
-            if wait_s > self._latest_s * (LATER if is_promised else 1):
-                raise self._later(turn, wait_s - self._latest_s, "late")
+        """Whether the request was told to come now. Raises RateLimited if its turn or its first token come too late.
+
+        A retry that was told to come now may be later than others, so that what takes longer than expected does not
+        refuse it again.
+        """
+        now_s, late = self.clock(), turn.item.limits.late
+        late.lapse(now_s)
+        is_promised = bool(len(late)) and late.claim(turn.item.fingerprint, now_s)
+        turn_s, kept_s = self._wait_s(turn), self._kept_s(turn)
+        nodes_s = plan.first_token_s(now_s) if self._latest_s else None
+        patience, before_s = (LATER, 0.0) if is_promised else (1.0, kept_s)
+        if nodes_s is not None and nodes_s + turn_s + before_s > self._latest_s * patience:
+            raise self._later(turn, nodes_s + turn_s + kept_s - self._latest_s, "late")
+        if turn_s + before_s > (limit_s := self._max_queue_s / LATER) * patience:
+            raise self._later(turn, turn_s + kept_s - limit_s, "queue")
         return is_promised
 
     async def _wait(self, turn: Turn[Visit], *, is_promised: bool) -> None:
@@ -238,15 +248,17 @@ class Admission:
             self.pump()
 
     def _fits(self, turn: Turn[Visit]) -> bool:
-        """Whether the nodes have room for it. The last places are for keys with less than their share."""
-        visit = turn.item
-        room = self.room.of(visit.model)
-        if room.tokens <= 0 or room.sequences < min(turn.sequences, room.slots):
+        """Whether the nodes have room for it. The last places are for keys with less than their share.
+
+        Those need no room in the queue of a prefill node either, where a better priority lets them pass.
+        """
+        room, num_keys = self.room.of(turn.item.model), self._num_active()
+        if room.sequences < min(turn.sequences, room.slots):
             return False
-        num_keys = self._num_active()
-        if num_keys < 2 or room.sequences - turn.sequences >= RESERVE * room.slots:
+        if num_keys > 1 and turn.item.limits.running <= room.slots / num_keys:
             return True
-        return visit.limits.running <= room.slots / num_keys
+        kept = (MORE_SLOTS + RESERVE) * room.slots if num_keys > 1 else 0.0
+        return room.tokens > 0 and room.sequences - turn.sequences >= kept
 
     def _num_active(self) -> int:
         now_s = self.clock()
@@ -265,15 +277,18 @@ class Admission:
         return max(reading_s, sequences * turn.item.limits.mean_s / room.slots if room.slots else 0.0)
 
     def _kept_s(self, turn: Turn[Visit]) -> float:
-        """For which the nodes are promised to retries."""
-        tokens_per_s = self.room.of(turn.item.model).tokens_per_s
-        return self._late.tokens / tokens_per_s if tokens_per_s else 0.0
+        """For which the nodes are promised to retries of this key."""
+        late, room = turn.item.limits.late, self.room.of(turn.item.model)
+        reading_s = late.tokens / room.tokens_per_s if room.tokens_per_s else 0.0
+        answering_s = len(late) * turn.item.limits.mean_s / room.slots if room.slots else 0.0
+        return SPACING * max(reading_s, answering_s)
 
     def _later(self, turn: Turn[Visit], wait_s: float, reason: str) -> RateLimited:
         """The refusal of a request for which the nodes have no time before `wait_s`."""
-        seconds = max(1, ceil(min(wait_s + self._kept_s(turn), LONGEST_S)))
-        self._late.add(turn.item.fingerprint, self.clock() + seconds, turn.cost)
-        return self._refusal(turn.item.limits, reason, seconds)
+        limits = turn.item.limits
+        return self._refusal(
+            limits, reason, limits.late.promise(turn.item.fingerprint, self.clock(), wait_s, turn.cost)
+        )
 
     def _refusal(self, limits: KeyLimits, reason: str, retry_after_s: int) -> RateLimited:
         self._metrics.refusals.labels(limits.key.name, reason).inc()

@@ -21,7 +21,7 @@ EARLY_S = 0.25  # by which a retry may be early: clocks, and clients that round
 SWEEP_S = 0.25  # between two looks for places whose time is over
 GRACE_S = 2.0  # for which a place is kept beyond its time
 LONGEST_S = 600.0  # of a Retry-After
-MAX_PROMISES = 1024  # of a key; further refusals are told a time without a place
+MAX_PROMISES = 1024  # of a key; further refusals are told LONGEST_S
 # Of refill by which a promised retry may exceed the limit on tokens: answers may have been longer than expected. The
 # debt is paid before others are admitted.
 DEBT_S = 6.0
@@ -84,11 +84,15 @@ class Promises:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, fingerprint: int, due_s: float, tokens: float) -> None:
-        if self._count < MAX_PROMISES:
-            self._by_print.setdefault(fingerprint, deque()).append(_Promise(due_s, tokens))
-            self._count += 1
-            self.tokens += tokens
+    def promise(self, fingerprint: int, now_s: float, wait_s: float, tokens: float) -> int:
+        """Keep a place for a refused request. -> whole seconds after which to come again."""
+        if self._count >= MAX_PROMISES or wait_s > LONGEST_S:
+            return round(LONGEST_S)
+        seconds = max(1, ceil(wait_s))
+        self._by_print.setdefault(fingerprint, deque()).append(_Promise(now_s + seconds, tokens))
+        self._count += 1
+        self.tokens += tokens
+        return seconds
 
     def claim(self, fingerprint: int, now_s: float) -> bool:
         """Whether this request was told to come now. Its place is then its own."""
@@ -128,6 +132,7 @@ class KeyLimits:
         self._requests = Bucket(key.requests_per_minute, now_s)
         self._tokens = Bucket(key.tokens_per_minute, now_s)
         self._promises = Promises()
+        self.late = Promises()  # to requests within the limits, for which the nodes had no time
         self._used = (0, 0.0)  # requests and tokens, here
         self._told = (0, 0.0, 0)
 
@@ -165,10 +170,7 @@ class KeyLimits:
         promises, limit = self._promises, self.key.concurrency
         slot_s = self._slot_s(len(promises), limit) if limit else 0.0
         wait_s = max(self._requests.wait_s(1, len(promises)), self._tokens.wait_s(tokens, promises.tokens), slot_s)
-        seconds = max(1, ceil(min(wait_s, LONGEST_S)))
-        if wait_s <= LONGEST_S:
-            promises.add(fingerprint, now_s + seconds, tokens)
-        return seconds
+        return promises.promise(fingerprint, now_s, wait_s, tokens)
 
     def _slot_s(self, places: int, limit: int) -> float:
         over = self.running + self.elsewhere + places + 1 - limit
