@@ -66,6 +66,13 @@ class RequestBody:
             raise InvalidRequest(f"{name} must be of type {kind.__name__}", name)
         return value
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
+
+    def update(self, fields: RawObject) -> None:
+        """Set or replace these fields."""
+        self._fields.update(fields)
+
     def put(self, name: str, value: object) -> None:
         """Set or replace field `name`. None: take it out."""
         if value is None:
@@ -89,8 +96,11 @@ class RequestBody:
     @property
     def most_output(self) -> float:
         """Tokens to which the client limits an answer; `inf`: it does not."""
-        limits = (self.get(name, int) for name in _LIMITS if name in self._fields)
-        return min((limit for limit in limits if limit is not None and limit >= 0), default=inf)
+        most = inf
+        for name in _LIMITS:
+            if name in self._fields and (limit := self.get(name, int)) is not None and 0 <= limit < most:
+                most = limit
+        return most
 
     @property
     def has_several_prompts(self) -> bool:

@@ -59,7 +59,7 @@ class Proxy:
                 s.admission.shape(user, body)
             plan = self._choose(body, asked)
             if user is not None and s.admission is not None:
-                visit = await s.admission.enter(user, body, hash(raw), plan)
+                visit = await s.admission.enter(user, body, raw, plan)
                 call.queue_s = visit.queued_s
                 if visit.queued_s:
                     plan = self._choose(body, asked)

@@ -176,7 +176,7 @@ class AdmissionWorld:
         if self._has_admission:
             self.admission.shape(limits, body)
             plan = choose(self.table, None, PromptFacts(body.num_bytes), self._config, None, 0)
-            visit = await self.admission.enter(limits, body, number, plan)
+            visit = await self.admission.enter(limits, body, b"%d" % number, plan)
         used = None
         try:
             with Charge(self._p, self._loop.time, prefill_bytes=body.num_bytes, prompt_tokens=one.tokens):

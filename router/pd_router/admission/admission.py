@@ -41,14 +41,14 @@ _REASONS = {
 class Visit:
     """One request that was let in, or waits for that. Call `end` exactly once."""
 
-    __slots__ = ("_admission", "_begun_s", "fingerprint", "future", "is_inside", "limits", "model", "queued_s", "turn")
+    __slots__ = ("_admission", "_begun_s", "content", "future", "is_inside", "limits", "model", "queued_s", "turn")
 
     def __init__(
-        self, admission: Admission, limits: KeyLimits, model: str | None, fingerprint: int, begun_s: float
+        self, admission: Admission, limits: KeyLimits, model: str | None, content: bytes, begun_s: float
     ) -> None:
         self.limits = limits
         self.model = model
-        self.fingerprint = fingerprint
+        self.content = content
         self.turn: Turn[Visit]
         self.future: asyncio.Future[None] | None = None  # while it waits
         self.is_inside = False
@@ -65,6 +65,7 @@ class Visit:
     def end(self, used: tuple[int, int] | None, outcome: str) -> None:
         """`used`: tokens of prompt and answer, if they are known. `outcome`: as the router counts it."""
         admission, turn = self._admission, self.turn
+        del self.turn  # it refers here: a cycle would keep the body until a search for garbage
         if not self.is_inside:  # it is no request either: the nodes had no time for it, not its key
             self.limits.uncount()
         if not self.is_inside or (used is None and outcome in _FAILED):
@@ -124,6 +125,9 @@ class Admission:
 
         Raises InvalidRequest if the client gave one in another type.
         """
+        if "cache_salt" not in body and "priority" not in body:
+            body.update(limits.fields)
+            return
         salt = limits.key.salted(body.checked("cache_salt", str) or "")
         priority = max(limits.key.priority, body.checked("priority", int) or 0)
         body.put("cache_salt", salt or None)
@@ -164,25 +168,25 @@ class Admission:
 
     # --- requests
 
-    async def enter(self, limits: KeyLimits, body: RequestBody, fingerprint: int, plan: RouteChoice) -> Visit:
-        """Return when the request may go to the nodes. `plan`: what would happen now. `fingerprint`: equal for a retry.
+    async def enter(self, limits: KeyLimits, body: RequestBody, content: bytes, plan: RouteChoice) -> Visit:
+        """Return when the request may go to the nodes. `plan`: what would happen now. `content`: equal for a retry.
 
         Raises RateLimited.
         """
         key, now_s, sequences = limits.key, self.clock(), body.num_samples
         prompt = body.num_bytes * plan.decodes[0].view.tokens_per_byte
         cost = prompt + sequences * min(limits.mean_output, body.most_output)
-        if (refusal := limits.admit(cost, lambda: fingerprint, now_s)) is not None:
+        if (refusal := limits.admit(cost, lambda: hash(content), now_s)) is not None:
             raise self._refusal(limits, *refusal)
-        visit = Visit(self, limits, body.model, fingerprint, now_s)
+        visit = Visit(self, limits, body.model, content, now_s)
         visit.turn = turn = Turn(visit, key.name, key.weight, body.get("priority", int) or 0, cost, sequences)
         try:
             is_promised = self._check_late(turn, plan)
-            if not len(self.queue) and self._fits(turn):
+            if len(self.queue) or not self._fits(turn):
+                await self._wait(turn, is_promised=is_promised)
+            else:
                 self.queue.serve(turn)
                 visit.go_in()
-            else:
-                await self._wait(turn, is_promised=is_promised)
         except BaseException:
             visit.end(None, "refused")
             raise
@@ -194,9 +198,12 @@ class Admission:
         A retry that was told to come now may be later than others, so that what takes longer than expected does not
         refuse it again.
         """
-        now_s, late = self.clock(), turn.item.limits.late
+        late = turn.item.limits.late
+        if not (self._latest_s or len(late) or len(self.queue)):
+            return False
+        now_s = self.clock()
         late.lapse(now_s)
-        is_promised = bool(len(late)) and late.claim(turn.item.fingerprint, now_s)
+        is_promised = bool(len(late)) and late.claim(hash(turn.item.content), now_s)
         turn_s, kept_s = self._wait_s(turn), self._kept_s(turn)
         nodes_s = plan.first_token_s(now_s) if self._latest_s else None
         patience, before_s = (LATER, 0.0) if is_promised else (1.0, kept_s)
@@ -211,7 +218,7 @@ class Admission:
         visit, begun_s = turn.item, self.clock()
         visit.future = asyncio.get_running_loop().create_future()
         self.queue.push(turn)
-        self.pump()  # requests of other models or keys may wait although there is room for this one
+        self.pump()  # the room may be older than 10 ms, or others may wait for what this one does not need
         try:
             if len(self.queue) > self._max_queue * (LATER if is_promised else 1):
                 self._send_last_away()
@@ -234,6 +241,8 @@ class Admission:
 
     def pump(self) -> None:
         """Let requests in as far as the nodes have room."""
+        if len(self.queue):
+            self.room.look_again()
         while len(self.queue) and (turn := self.queue.pop(self._fits)) is not None:
             turn.item.go_in()
 
@@ -287,7 +296,7 @@ class Admission:
         """The refusal of a request for which the nodes have no time before `wait_s`."""
         limits = turn.item.limits
         return self._refusal(
-            limits, reason, limits.late.promise(turn.item.fingerprint, self.clock(), wait_s, turn.cost)
+            limits, reason, limits.late.promise(hash(turn.item.content), self.clock(), wait_s, turn.cost)
         )
 
     def _refusal(self, limits: KeyLimits, reason: str, retry_after_s: int) -> RateLimited:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Turn(Generic[Item]):
     """One request that waits. `cost`: tokens expected; `sequences`: that it generates."""
 
@@ -121,4 +121,4 @@ class FairQueue(Generic[Item]):
         return self._served[first.key] + line.cost / first.weight
 
     def _waits(self, key: str) -> bool:
-        return any(name == key for _, name in self._lines)
+        return bool(self._lines) and any(name == key for _, name in self._lines)

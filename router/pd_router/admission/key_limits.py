@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -45,16 +47,13 @@ class Bucket:
             self.level = min(self.level, per_minute) if is_limited else per_minute or inf
             self._per_minute = per_minute
 
-    def refill(self, now_s: float) -> None:
-        if self._per_minute:
-            gained = (now_s - self._at_s) * self._per_minute / MINUTE_S
-            self.level = min(self.level + gained, self._per_minute)
-            self._at_s = now_s
-
-    def has(self, amount: float, kept: float, slack_s: float) -> bool:
+    def has(self, amount: float, kept: float, slack_s: float, now_s: float) -> bool:
         """Whether `amount` may be taken, `kept` for others. What exceeds a minute's worth needs a full bucket."""
-        slack = slack_s * self._per_minute / MINUTE_S
-        return self.level + slack - kept >= min(amount, self._per_minute or amount)
+        if not (limit := self._per_minute):
+            return True
+        self.level = min(self.level + (now_s - self._at_s) * limit / MINUTE_S, limit)
+        self._at_s = now_s
+        return self.level + slack_s * limit / MINUTE_S - kept >= min(amount, limit)
 
     def take(self, amount: float) -> None:
         self.level -= amount
@@ -124,6 +123,7 @@ class KeyLimits:
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
         self.key = key
+        self.fields = _fields_of(key)
         self.running = 0
         self.elsewhere = 0  # under way in the router's other processes
         self.mean_s = 1.0  # of a request
@@ -133,12 +133,13 @@ class KeyLimits:
         self._tokens = Bucket(key.tokens_per_minute, now_s)
         self._promises = Promises()
         self.late = Promises()  # to requests within the limits, for which the nodes had no time
-        self._used = (0, 0.0)  # requests and tokens, here
+        self._used_requests, self._used_tokens = 0, 0.0  # in this process
         self._told = (0, 0.0, 0)
 
     def configure(self, key: ApiKey) -> None:
         """Take another version of the key's line. What was used stays used."""
         self.key = key
+        self.fields = _fields_of(key)
         self._requests.configure(key.requests_per_minute)
         self._tokens.configure(key.tokens_per_minute)
 
@@ -147,16 +148,14 @@ class KeyLimits:
 
         `tokens`: expected, of prompt and answer. `fingerprint`: equal for a retry; asked for only when it matters.
         """
-        self._requests.refill(now_s)
-        self._tokens.refill(now_s)
-        promises = self._promises
-        promises.lapse(now_s)
-        is_promised = bool(len(promises)) and promises.claim(fingerprint(), now_s)
-        places = 0 if is_promised else len(promises)
-        kept = 0.0 if is_promised else promises.tokens
-        if not self._requests.has(1, places, EARLY_S if is_promised else 0.0):
+        promises, is_promised, places, kept = self._promises, False, 0, 0.0
+        if len(promises):
+            promises.lapse(now_s)
+            is_promised = promises.claim(fingerprint(), now_s)
+            places, kept = (0, 0.0) if is_promised else (len(promises), promises.tokens)
+        if not self._requests.has(1, places, EARLY_S if is_promised else 0.0, now_s):
             return "requests", self._promise(tokens, fingerprint(), now_s)
-        if not self._tokens.has(tokens, kept, DEBT_S if is_promised else 0.0):
+        if not self._tokens.has(tokens, kept, DEBT_S if is_promised else 0.0, now_s):
             return "tokens", self._promise(tokens, fingerprint(), now_s)
         limit = self.key.concurrency
         if limit and self.running + self.elsewhere + places >= limit:
@@ -178,13 +177,14 @@ class KeyLimits:
 
     def news(self) -> tuple[int, float, int] | None:
         """Requests and tokens used here since the last call, and requests under way. None: as before."""
-        before, self._told = self._told, (self._used[0], self._used[1], self.running)
+        before, self._told = self._told, (self._used_requests, self._used_tokens, self.running)
         if before == self._told:
             return None
-        return self._used[0] - before[0], self._used[1] - before[1], self.running
+        return self._used_requests - before[0], self._used_tokens - before[1], self.running
 
     def _count(self, requests: int, tokens: float) -> None:
-        self._used = (self._used[0] + requests, self._used[1] + tokens)
+        self._used_requests += requests
+        self._used_tokens += tokens
         self.take(requests, tokens)
 
     def take(self, requests: int, tokens: float) -> None:
@@ -205,3 +205,9 @@ class KeyLimits:
             self.mean_s += RECENT * (took_s - self.mean_s)
         if used is not None and used[1]:
             self.mean_output += RECENT * (used[1] - self.mean_output)
+
+
+def _fields_of(key: ApiKey) -> dict[str, msgspec.Raw]:
+    """The fields of a request that the key decides, if the client gives none of them."""
+    fields = {"cache_salt": key.salted(""), "priority": key.priority}
+    return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items() if value}

@@ -62,11 +62,16 @@ class NodeRoom:
             room.tokens -= tokens
 
     def free(self, model: str | None, sequences: int) -> None:
-        """Note that it has ended. The nodes are looked at again."""
+        """Note that it has ended."""
         self.running[model] -= sequences
         if not self.running[model]:
             del self.running[model]
         if (room := self._rooms.get(model)) is not None:
+            room.sequences += sequences
+
+    def look_again(self) -> None:
+        """Look at the nodes when they are asked for next: requests wait, and 10 ms matter to them."""
+        for room in self._rooms.values():
             room.looked_s = -inf
 
     def _look(self, model: str | None, now_s: float) -> Room:
