@@ -20,6 +20,7 @@ from pd_cluster.server.openapi import OPERATIONS
 from pd_cluster.server.schema import ChatBody, CompletionBody
 from pd_cluster.server.tool_format import FORMATS
 from pd_connectors.registry import CONNECTORS, PACKAGES
+from pd_router.config import RouterConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -150,7 +151,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """The matrix. Raises ValueError when a list of this module contradicts the code."""
-    return [_models(), _dtypes(), _gpus(), _parallelism(), _failures(), _connectors(), *_areas()]
+    return [_models(), _dtypes(), _gpus(), _parallelism(), _failures(), _connectors(), _access(), *_areas()]
 
 
 def _models() -> Row:
@@ -195,6 +196,19 @@ def _failures() -> Row:
         "a rolling change of weights or build: prefill and decode nodes pair by fingerprint",
     ]
     return Row("failures", survived, ["streams of several prompts end with their decode node"], [])
+
+
+def _access() -> Row:
+    routers = {item.name for item in fields(RouterConfig)}
+    missing = {"api_keys", "tls_cert", "slo_slack"} - routers
+    if missing:
+        raise ValueError(f"the router has no {sorted(missing)}: correct docs/generate/matrix.py")
+    yes = [
+        "API keys with limits, fair turns, priorities and a cache salt each",
+        "early 429 by the expected first token",
+        "TLS by certificate files, at routers and nodes",
+    ]
+    return Row("access", yes, ["limits over several routers (each has its own)"], [])
 
 
 def _connectors() -> Row:
