@@ -16,7 +16,7 @@ from pd_http.cross_origin import cross_origin
 from pd_http.dialects import COUNT_TOKENS
 from pd_http.exception_handlers import exception_handlers
 from pd_router import headers as rules
-from pd_router.admission.admission import Admission
+from pd_router.admission.key_admission import KeyAdmission
 from pd_router.admission.key_file import KeyFile
 from pd_router.background import Background
 from pd_router.client_connection import GENERATING_PATHS
@@ -73,7 +73,7 @@ def create_app(
     background = Background()
     metrics = RouterMetrics(table)
     keys = KeyFile(config.api_keys) if config.api_keys else None
-    admission = None if keys is None else Admission(config, table, metrics, keys.ring)
+    admission = None if keys is None else KeyAdmission(config, table, metrics, keys.ring)
     services = Services(config, table, upstream, metrics, background, key, wall_clock, admission)
     poller = HealthPoller(config, table, upstream)
     feeds = FeedFollower(table, upstream, services.metrics, key, wall_clock)

@@ -83,8 +83,8 @@ class RouterConfig(HttpLimits):
     max_queue_s: float = setting(30.0, "How long such a request waits before it is refused with 429.", positive=True)
     slo_slack: float = setting(
         0.0,
-        "With --api-keys and --slo-ttft-ms: a request whose first token is expected later than this many times the "
-        "target is refused with 429 at once. 0: none is.",
+        "With --api-keys and --slo-ttft-ms: a request is refused with 429 at once if its first token is expected later "
+        "than this many times the target. 0: none is.",
     )
     max_prefill_tries: int = setting(0, "Prefill nodes tried for one request. 0: all healthy ones.")
     max_decode_tries: int = setting(0, "Decode nodes tried for one request before its first byte. 0: all healthy ones.")

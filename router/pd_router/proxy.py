@@ -20,7 +20,7 @@ from pd_router.reply import CallReply
 from pd_router.routed_request import RoutedRequest
 
 if TYPE_CHECKING:
-    from pd_router.admission.admission import Visit
+    from pd_router.admission.key_admission import Visit
     from pd_router.admission.key_limits import KeyLimits
     from pd_router.choice import RouteChoice
     from pd_router.client_call import ClientCall

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_router.admission.admission import Admission
+    from pd_router.admission.key_admission import KeyAdmission
     from pd_router.background import Background
     from pd_router.config import RouterConfig
     from pd_router.metrics import RouterMetrics
@@ -27,7 +27,7 @@ class Services:
     background: Background
     key: bytes
     wall_clock: Callable[[], float]
-    admission: Admission | None = None  # None: every client may use the router
+    admission: KeyAdmission | None = None  # None: every client may use the router
 
     @property
     def longest_body(self) -> int:

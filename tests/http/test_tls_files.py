@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from typing import TYPE_CHECKING
@@ -15,8 +16,6 @@ from tests.certificates import Authority
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-pytestmark = pytest.mark.anyio
 
 
 def test_without_a_certificate_there_is_no_tls() -> None:
@@ -43,9 +42,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
             limits.check_tls()
 
 
-async def test_a_certificate_is_read_again_and_a_bad_one_is_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_certificate_is_read_again_and_a_bad_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pd_http")
     authority = Authority(tmp_path)
     files = authority.issue()
@@ -53,14 +50,14 @@ async def test_a_certificate_is_read_again_and_a_bad_one_is_not(
     context = limits.server_context()
     assert context is not None
     watch = CertificateWatch(limits, context)
-    await watch.look()
+    asyncio.run(watch.look())
     assert caplog.text == ""
     authority.issue()
     os.utime(files.cert, ns=(1, 1))  # a change, however coarse the file system's clock is
-    await watch.look()
+    asyncio.run(watch.look())
     assert "read again" in caplog.text
     caplog.clear()
     files.cert.write_text("not a certificate")
-    await watch.look()
-    await watch.look()
+    asyncio.run(watch.look())
+    asyncio.run(watch.look())
     assert caplog.text.count("stays as it was") == 1

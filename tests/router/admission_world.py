@@ -1,4 +1,4 @@
-"""The router's admission before simulated nodes, in virtual time: an event loop whose clock jumps to the next event."""
+"""The router's admission before simulated nodes, in virtual time: the loop's clock jumps to the next event."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from pd_connectors.protocol.feed import NodeLoad
-from pd_router.admission.admission import Admission, Visit
 from pd_router.admission.api_keys import ApiKey, KeyRing
+from pd_router.admission.key_admission import KeyAdmission, Visit
 from pd_router.body import RequestBody
 from pd_router.choice import choose
 from pd_router.config import RouterConfig
@@ -99,7 +99,7 @@ class AdmissionWorld:
         self._p, self._d = self.table.nodes
         assert self._d.role is Role.DECODE
         ring = KeyRing(tuple(one.key for one in keys))
-        self.admission = Admission(self._config, self.table, RouterMetrics(self.table), ring)
+        self.admission = KeyAdmission(self._config, self.table, RouterMetrics(self.table), ring)
         self._has_admission = has_admission
         self._slots = asyncio.Semaphore(num_slots)
         self._running = 0

@@ -45,7 +45,7 @@ def test_a_place_that_is_not_taken_lapses() -> None:
     assert admit(one, 120.0, fingerprint=2) is None
 
 
-def test_who_comes_too_early_gets_nothing_by_it() -> None:
+def test_a_retry_that_comes_too_early_gets_nothing_by_it() -> None:
     one = limits(concurrency=1)
     assert admit(one, 0.0) is None
     refused = [admit(one, at / 10, fingerprint=7) for at in range(5)]

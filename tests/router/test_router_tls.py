@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [pytest.mark.anyio, pytest.mark.integration]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Without uvloop: its TLS connections end after the loop that a test closes."""
+    return "asyncio"
+
+
 SECRET, STRANGER = "pd-the-secret-of-this-test", "pd-the-key-of-a-stranger"
 HELD = {"model": "demo", "prompt": "held"}
 

@@ -1,4 +1,4 @@
-"""Requests that wait at the router, and whose turn is next. Pure: no clock, no IO.
+"""Requests that wait at the router, and which one is next. Pure: no clock, no IO.
 
 Each key has a counter of the cost that it was served, divided by its weight. Of the keys that wait with the best
 priority the one with the lowest counter is next (the virtual token counter of Sheng et al., "Fairness in Serving Large

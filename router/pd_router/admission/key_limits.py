@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MINUTE_S = 60.0
 EARLY_S = 0.25  # by which a retry may be early: clocks, and clients that round
-SWEEP_S = 0.25  # between two looks for places whose time is over
+SWEEP_S = 0.25  # between two looks for places that lapse
 GRACE_S = 2.0  # for which a place is kept beyond its time
 LONGEST_S = 600.0  # of a Retry-After
 MAX_PROMISES = 1024  # of a key; further refusals are told LONGEST_S
@@ -102,7 +102,7 @@ class Promises:
         return True
 
     def lapse(self, now_s: float) -> None:
-        """Forget places whose time is over."""
+        """Forget the places that were not taken in time."""
         if self._count and now_s >= self._swept_s + SWEEP_S:
             self._swept_s = now_s
             late = [one for one, places in self._by_print.items() if places[0].due_s + GRACE_S < now_s]

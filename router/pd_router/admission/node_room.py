@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.01  # between two looks at all nodes; what is let through meanwhile is subtracted
 MAX_MODELS = 64  # with a room; a client may name any model while a node does not tell its own
 AHEAD_S = 0.05  # of prompts that wait at a prefill node: it begins the next one without asking the router
-# Of all slots, beyond them: sequences whose prompt is being computed occupy none yet
+# Of all slots, beyond them: a sequence occupies none before its prompt is computed
 MORE_SLOTS = 1 / 8
 # Of all slots, for keys that have less than their share: one that comes back finds a place at once. With 1/8 a greedy
 # key got 8% less (simulated, 16 and 64 slots), with none the others' p99 was 2 to 3 times that alone, not 1.1.

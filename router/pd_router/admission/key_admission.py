@@ -44,7 +44,7 @@ class Visit:
     __slots__ = ("_admission", "_begun_s", "content", "future", "is_inside", "limits", "model", "queued_s", "turn")
 
     def __init__(
-        self, admission: Admission, limits: KeyLimits, model: str | None, content: bytes, begun_s: float
+        self, admission: KeyAdmission, limits: KeyLimits, model: str | None, content: bytes, begun_s: float
     ) -> None:
         self.limits = limits
         self.model = model
@@ -78,7 +78,7 @@ class Visit:
             admission.pump()
 
 
-class Admission:
+class KeyAdmission:
     """One per router process."""
 
     def __init__(self, config: RouterConfig, table: NodeTable, metrics: RouterMetrics, ring: KeyRing) -> None:
