@@ -84,7 +84,8 @@ def _nodes() -> str:
 
 def _up() -> str:
     (cluster,) = [group for group in dict(parsers())["up"]._action_groups if group.title == "cluster"]
-    decided = fill(", ".join(code(f"--{name.replace('_', '-')}") for name in sorted(PER_NODE)), 119, break_on_hyphens=False)
+    flags = ", ".join(code(f"--{name.replace('_', '-')}") for name in sorted(PER_NODE))
+    decided = fill(flags, 119, break_on_hyphens=False)
     told = "`up` decides these flags of a node by itself, or leaves them out"
     return f"{_table(cluster._group_actions)}\n{told}:\n{decided}."
 
