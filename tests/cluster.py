@@ -70,7 +70,7 @@ class Launched:
     @property
     def url(self) -> str:
         """The address in its ready line."""
-        found = re.search(r"http://\S+", self.wait_line("ready"))
+        found = re.search(r"https?://\S+", self.wait_line("ready"))
         assert found, self.output
         return found.group()
 

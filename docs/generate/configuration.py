@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from docs.generate.document import code, table
@@ -83,8 +84,10 @@ def _nodes() -> str:
 
 def _up() -> str:
     (cluster,) = [group for group in dict(parsers())["up"]._action_groups if group.title == "cluster"]
-    decided = ", ".join(code(f"--{name.replace('_', '-')}") for name in sorted(PER_NODE))
-    return f"{_table(cluster._group_actions)}\n`up` decides these flags of a node by itself:\n{decided}."
+    flags = ", ".join(code(f"--{name.replace('_', '-')}") for name in sorted(PER_NODE))
+    decided = fill(flags, 119, break_on_hyphens=False)
+    told = "`up` decides these flags of a node by itself, or leaves them out"
+    return f"{_table(cluster._group_actions)}\n{told}:\n{decided}."
 
 
 def _check() -> str:
@@ -123,6 +126,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "nodes start-profile",
         "nodes stop-profile",
     ),
+    "keys": ("keys new",),
     "pool": ("pool",),
     "ray": ("ray up", "ray status", "ray scale", "ray down"),
     "bench": ("bench serve",),

@@ -159,7 +159,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """The matrix. Raises ValueError when a list of this module contradicts the code."""
-    seen = [_seeing(), _gateways()]
+    seen = [_access(), _seeing(), _gateways()]
     return [_models(), _dtypes(), _gpus(), _parallelism(), _failures(), _connectors(), *seen, *_areas()]
 
 
@@ -205,6 +205,19 @@ def _failures() -> Row:
         "a rolling change of weights or build: prefill and decode nodes pair by fingerprint",
     ]
     return Row("failures", survived, ["streams of several prompts end with their decode node"], [])
+
+
+def _access() -> Row:
+    routers = {item.name for item in fields(RouterConfig)}
+    missing = {"api_keys", "tls_cert", "slo_slack"} - routers
+    if missing:
+        raise ValueError(f"the router has no {sorted(missing)}: correct docs/generate/matrix.py")
+    yes = [
+        "API keys with limits, fair turns, priorities and a cache salt each",
+        "early 429 by the expected first token",
+        "TLS by certificate files, at routers and nodes",
+    ]
+    return Row("access", yes, ["limits over several routers (each has its own)"], [])
 
 
 def _connectors() -> Row:

@@ -80,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_router(commands)
     _add_picker(commands)
     _add_nodes(commands)
+    _add_keys(commands)
     _add_pool(commands)
     _add_ray(commands)
     _add_check(commands)
@@ -109,6 +110,7 @@ def _node(namespace: argparse.Namespace) -> int:
             *preflight.setting_problems(config),
             *preflight.machine_problems(config, preflight.MachineFacts()),
             *preflight.key_problems(config.handoff.cluster_key_file),
+            *preflight.tls_problems(config),
         )
     )
 
@@ -165,6 +167,7 @@ def _add_nodes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         parser.add_argument(
             "--cluster-key-file", default="", metavar="FILE", help="File with the cluster's shared key."
         )
+        parser.add_argument("--tls-ca", default="", metavar="FILE", help="Authorities of an https:// router.")
         if action == "add":
             parser.add_argument("node", metavar="URL", help="The node's base URL.")
             parser.add_argument("--role", required=True, choices=tuple(_NODES), help="Its role.")
@@ -184,6 +187,26 @@ def _nodes(namespace: argparse.Namespace) -> int:
     from pd_cluster.launch.node_commands import run_nodes
 
     return run_nodes(namespace)
+
+
+def _add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _add(commands, "keys", "Make API keys for the clients of a router (--api-keys).", _keys)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    text = "Print a new key, once, to standard error, and its line for the file to standard output."
+    new = actions.add_parser("new", help=text, description=text, allow_abbrev=False)
+    new.add_argument("name", metavar="NAME", help="The key's name in logs and metrics.")
+
+
+def _keys(namespace: argparse.Namespace) -> int:
+    from pd_router.admission.api_keys import new_key
+
+    try:
+        key, line = new_key(namespace.name)
+    except ValueError as error:
+        raise StartupError(f"keys new {namespace.name}: {error}") from error
+    sys.stderr.write(f"the key, which nothing stores: {key}\n")
+    sys.stdout.write(f"{line}\n")
+    return 0
 
 
 def _add_pool(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -53,7 +53,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        return url_of(self._listener, self._config.server.host)
+        return url_of(self._listener, self._config.server.host, self._config.http.scheme)
 
     async def run(self) -> None:
         """Serve until `stop_accepting` and the last connection ends. Raises StartupError if the app cannot be built."""

@@ -15,6 +15,7 @@ import httpx
 from pd_cluster.errors import PdError, StartupError
 from pd_connectors.protocol.keys import load_cluster_key
 from pd_connectors.protocol.ticket import ALL_NODES, NODE_ACTIONS, NodeOrder, sign
+from pd_http.tls import TlsFiles
 
 if TYPE_CHECKING:
     import argparse
@@ -97,7 +98,10 @@ def run_nodes(namespace: argparse.Namespace) -> int:
     """
     try:
         key = b"" if namespace.action == "list" else load_cluster_key(namespace.cluster_key_file)
-        client = httpx.Client(base_url=namespace.router, timeout=CALL_S)
+        tls = TlsFiles(tls_ca=namespace.tls_ca)
+        client = httpx.Client(
+            base_url=namespace.router, timeout=CALL_S, verify=tls.client_context() if tls.tls_ca else True
+        )
     except (OSError, ValueError, httpx.InvalidURL) as error:
         raise StartupError(f"--router {namespace.router}, or the cluster key: {error}") from error
     with client:

@@ -119,6 +119,14 @@ def setting_problems(config: NodeConfig) -> Iterator[str]:
             yield f"--pool-url: {error}"
 
 
+def tls_problems(config: NodeConfig) -> Iterator[str]:
+    """Certificate files that cannot be used."""
+    try:
+        config.http.check_tls()
+    except StartupError as error:
+        yield str(error)
+
+
 def machine_problems(config: NodeConfig, machine: MachineFacts) -> Iterator[str]:
     """Packages and devices that these settings need and this machine lacks."""
     handoff = config.handoff

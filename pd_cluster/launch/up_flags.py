@@ -10,7 +10,9 @@ from pd_http.settings import port_number
 POOL_READY = "pool ready on "  # printed by `pd-cluster pool` before its URL
 POOL_CONNECTORS = ("lmcache", "mooncake")  # `up` and `pd-cluster pool` can start their servers
 # `up` decides these
-PER_NODE = frozenset({"host", "port", "listen_fd", "role", "node_id", "advertise_host", "control_port"})
+PER_NODE = frozenset(
+    {"host", "port", "listen_fd", "role", "node_id", "advertise_host", "control_port", "tls_cert", "tls_key", "tls_ca"}
+)
 
 
 def add_up_flags(parser: argparse.ArgumentParser) -> None:

@@ -62,7 +62,9 @@ def create_app(state: NodeState) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as state.peers:
+        http = state.config.http
+        connector = aiohttp.TCPConnector(limit=0, ssl=http.client_context() if http.tls_ca else True)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as state.peers:
             try:
                 yield
             finally:

@@ -20,6 +20,7 @@ class PdError(Exception):
     status = 500
     kind = "server_error"
     code = "internal_error"
+    retry_after_s = 0  # whole seconds after which the same request may succeed; 0: not told
 
     def __init_subclass__(cls, *, status: int = 0, kind: str = "", code: str = "") -> None:
         super().__init_subclass__()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pd_http.errors import StartupError
 from pd_http.settings import check_numbers, setting
+from pd_http.tls import TlsFiles
 
 KIB = 1024
 # As browsers write them: other spellings would never match. `null` is the origin of sandboxed pages of all sites
@@ -14,8 +15,8 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^/?#@\sA-Z]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HttpLimits:
-    """Bounds on what HTTP clients may send and hold. Raises StartupError if one is out of range."""
+class HttpLimits(TlsFiles):
+    """Bounds on what HTTP clients may send and hold, and TLS. Raises StartupError if one is out of range."""
 
     client_keepalive_s: float = setting(
         75.0, "Seconds that a connection may stay open without a request.", positive=True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import orjson
 
 from pd_http.sse import Event, SseParser
@@ -91,6 +92,29 @@ def object_in(body: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0  # in Messages and Responses
+    output_tokens: int = 0
+
+
+class _WithUsage(msgspec.Struct):
+    usage: _Usage
+
+
+_WITH_USAGE = msgspec.json.Decoder(_WithUsage)
+
+
+def usage_in(body: bytes) -> tuple[int, int] | None:
+    """Tokens of prompt and answer in a whole answer, of any dialect. None: it does not tell."""
+    try:
+        usage = _WITH_USAGE.decode(body).usage
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return usage.prompt_tokens + usage.input_tokens, usage.completion_tokens + usage.output_tokens
 
 
 def code_of(body: bytes) -> str:

@@ -76,8 +76,8 @@ class Reply:
         when to try again.
         """
         if not self.started:
-            if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
-                self.headers["retry-after"] = "1"
+            if error.status == HTTPStatus.SERVICE_UNAVAILABLE or error.retry_after_s:
+                self.headers["retry-after"] = str(error.retry_after_s or 1)
             await self.json(self.dialect.status(error), self.dialect.error_body(error))
         elif self._on_error is not None and not self.ended:
             self.status = error.status

@@ -8,6 +8,7 @@ import uvicorn
 
 from pd_http.files import raise_file_limit
 from pd_http.protocol import BoundedProtocol
+from pd_http.tls import CertificateWatch
 
 if TYPE_CHECKING:
     from pd_http.limits import HttpLimits
@@ -24,9 +25,12 @@ def server_config(
 ) -> uvicorn.Config:
     """uvicorn's settings for a server of router or node. `protocol`: of its connections. `settings`: more of uvicorn's.
 
-    The server classes stay apart: the node's process handles signals itself, the router hands over on SIGHUP.
+    Raises StartupError for a certificate that cannot be used. The server classes stay apart: the node's process
+    handles signals itself, the router hands over on SIGHUP.
     """
-    return uvicorn.Config(
+    context = limits.server_context()
+    watch = None if context is None else CertificateWatch(limits, context)
+    config = uvicorn.Config(
         app,
         http=metrics.make_gate(limits, raise_file_limit(), files_per_request).protocol_of(protocol),
         ws="none",
@@ -35,5 +39,11 @@ def server_config(
         access_log=False,
         server_header=False,
         timeout_keep_alive=max(1, round(limits.client_keepalive_s)),
+        callback_notify=None if watch is None else watch.look,
+        timeout_notify=1,
         **settings,
     )
+    if context is not None:
+        config.load()
+        config.ssl = context
+    return config

@@ -47,11 +47,11 @@ def inherited(fd: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket, host: str = "") -> str:
+def url_of(listener: socket.socket, host: str = "", scheme: str = "http") -> str:
     """Where `listener` serves. `host`: shown instead of its own address."""
     own, port = listener.getsockname()[:2]
     host = host or own
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> StartupError:

@@ -16,6 +16,8 @@ from pd_http.cross_origin import cross_origin
 from pd_http.dialects import COUNT_TOKENS
 from pd_http.exception_handlers import exception_handlers
 from pd_router import headers as rules
+from pd_router.admission.key_admission import KeyAdmission
+from pd_router.admission.key_file import KeyFile
 from pd_router.background import Background
 from pd_router.client_connection import PROXY_PATHS
 from pd_router.cluster_orders import ClusterOrders
@@ -82,7 +84,9 @@ def create_app(
     export = make_exporter(config.otlp_url) if config.otlp_url else None
     sinks = RequestSinks(config, metrics, export)
     recent = RecentRequests(clock)
-    services = Services(config, table, upstream, metrics, background, sinks, recent, key, wall_clock)
+    keys = KeyFile(config.api_keys) if config.api_keys else None
+    admission = None if keys is None else KeyAdmission(config, table, metrics, keys.ring)
+    services = Services(config, table, upstream, metrics, background, sinks, recent, key, wall_clock, admission)
     poller = HealthPoller(config, table, upstream)
     feeds = FeedFollower(table, upstream, services.metrics, key, wall_clock)
     discovery = Discovery(sources, table)
@@ -106,6 +110,13 @@ def create_app(
                     posted.adopt(heritage)  # before the first health check, which finds restarted nodes
                 await poller.poll_all()  # so that the first request finds the healthy nodes
                 running.append(asyncio.ensure_future(NodeTasks(table, poller.follow, feeds.follow).run()))
+                if keys is not None and admission is not None:
+                    count = metrics.key_files.labels
+                    follow = keys.follow(admission.adopt, lambda result: count(result).inc())
+                    running.append(asyncio.ensure_future(follow))
+                    if worker is not None:
+                        worker.hear_usage = admission.hear_usage
+                        running.append(asyncio.ensure_future(admission.share_usage(worker.share)))
                 if worker is not None:
                     await worker.ready()
                 async with contextlib.AsyncExitStack() as stack:

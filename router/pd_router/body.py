@@ -7,6 +7,7 @@ long prompt is never parsed here.
 from __future__ import annotations
 
 import re
+from math import inf
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +20,8 @@ from pd_http.node_answers import ASK_TICKET
 RawObject = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(RawObject)
 _NO_TOKENS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens", "stream_options"})
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_NULL = msgspec.Raw(b"null")
 _KV = "kv_transfer_params"
 _TOKEN_IDS = re.compile(rb"[ \t\n\r]*\[[ \t\n\r]*[0-9]")
 _PROMPT_LISTS = re.compile(rb'[ \t\n\r]*\[[ \t\n\r]*["\[]')
@@ -58,6 +61,27 @@ class RequestBody:
         except _BAD_JSON:
             return None
 
+    def checked(self, name: str, kind: type[T]) -> T | None:
+        """Field `name`; None: it is absent or null. Raises InvalidRequest for another type."""
+        value = self.get(name, kind)
+        if value is None and self._fields.get(name, _NULL) != _NULL:
+            raise InvalidRequest(f"{name} must be of type {kind.__name__}", name)
+        return value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
+
+    def update(self, fields: RawObject) -> None:
+        """Set or replace these fields."""
+        self._fields.update(fields)
+
+    def put(self, name: str, value: object) -> None:
+        """Set or replace field `name`. None: take it out."""
+        if value is None:
+            self._fields.pop(name, None)
+        else:
+            self._fields[name] = msgspec.Raw(msgspec.json.encode(value))
+
     @property
     def model(self) -> str | None:
         """The model that the client names; None for "" too, as on nodes: any model."""
@@ -70,6 +94,15 @@ class RequestBody:
     @property
     def num_samples(self) -> int:
         return min(max(1, self.get("n", int) or 1), _MAX_SAMPLES)
+
+    @property
+    def most_output(self) -> float:
+        """Tokens to which the client limits an answer; `inf`: it does not."""
+        most = inf
+        for name in _LIMITS:
+            if name in self._fields and (limit := self.get(name, int)) is not None and 0 <= limit < most:
+                most = limit
+        return most
 
     @property
     def has_several_prompts(self) -> bool:

@@ -109,6 +109,25 @@ class RouteChoice:
             return min(meeting, key=costs.direct_s, default=None), "prefill-late"
         return None, ""
 
+    @property
+    def num_tokens(self) -> float:
+        """Tokens of the prompt, estimated unless they were counted."""
+        return self.costs.num_tokens(self.decodes[0])
+
+    def first_token_s(self, now_s: float) -> float | None:
+        """Until the first token, by the costs, if a node has room then. None: no speed is known."""
+        costs = self.costs
+        if self.prefills:
+            if not costs.knows_speed:
+                return None
+            prefill_s = self._prefill_s(now_s) + HANDOVER_S
+            if self.order is not HandoffOrder.DIRECT:
+                return prefill_s
+            return min(prefill_s, *costs.reading(self.decodes))
+        if not any(node.view.ledger.told.token_s for node in self.decodes):
+            return None
+        return min(costs.reading(self.decodes))
+
     def _prefill_s(self, now_s: float) -> float:
         """Until the best prefill node has read the prompt."""
         return min(self.costs.reading(node for node in self.prefills if node.is_healthy(now_s)), default=0.0)

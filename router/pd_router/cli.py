@@ -16,6 +16,7 @@ from pd_http.errors import StartupError
 from pd_http.server import server_config
 from pd_http.settings import add_flags, given_values
 from pd_http.sockets import bound, inherited
+from pd_router.admission.key_file import KeyFile
 from pd_router.app import create_app
 from pd_router.client_connection import token_path
 from pd_router.config import RouterConfig
@@ -71,6 +72,9 @@ def run(
         if config.otlp_url:
             check_exporter()
         sources = make_sources(config)
+        config.check_tls()
+        if config.api_keys:
+            KeyFile(config.api_keys)  # its errors are told before anything starts
         try:
             key = load_cluster_key(config.cluster_key_file)
         except (OSError, ValueError) as error:
@@ -87,10 +91,10 @@ def run(
         if worker is None and config.workers > 1:
             listener.listen(BACKLOG)
             supervisor = WorkerSupervisor(
-                config.workers, listener, predecessor, config.drain_s, is_supervised=is_supervised
+                config.workers, listener, predecessor, config.drain_s, scheme=config.scheme, is_supervised=is_supervised
             )
             return asyncio.run(supervisor.run())
-        on_serving = worker.serving if worker is not None else partial(predecessor.serving, listener)
+        on_serving = worker.serving if worker is not None else partial(predecessor.serving, listener, config.scheme)
         server = make_server(config, key, sources, predecessor.heritage, worker, on_serving, doors)
         if worker is None and not is_supervised:
             server.succession = Succession(listener, server.posted.heritage)

@@ -40,6 +40,8 @@ class ClusterOrders:
                 raise InvalidRequest(f"the order names node {order.node!r}, the request goes to all: {ALL_NODES!r}")
         else:
             self._check_origin(request)
+            if self._s.admission is not None:
+                self._s.admission.find(request.headers.raw)
         nodes = [node for node in self._s.table.nodes if node.reachable]
         if not nodes:
             raise NoNode("no node is reachable; try again later")

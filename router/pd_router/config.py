@@ -93,6 +93,21 @@ class RouterConfig(HttpLimits):
     trace_ratio: float = setting(
         0.01, "Share of the requests that is traced, beside those that a client samples.", most=1
     )
+    api_keys: str = setting(
+        "",
+        "File with the API keys of clients, a line of JSON each (docs/security.md); its changes are followed. Without "
+        "one, every client may use the router.",
+        metavar="FILE",
+    )
+    max_queue: int = setting(
+        256, "With --api-keys: requests that wait at the router, in turns of the keys, while all nodes are full."
+    )
+    max_queue_s: float = setting(30.0, "How long such a request waits before it is refused with 429.", positive=True)
+    slo_slack: float = setting(
+        0.0,
+        "With --api-keys and --slo-ttft-ms: a request is refused with 429 at once if its first token is expected later "
+        "than this many times the target. 0: none is.",
+    )
     max_prefill_tries: int = setting(0, "Prefill nodes tried for one request. 0: all healthy ones.")
     max_decode_tries: int = setting(0, "Decode nodes tried for one request before its first byte. 0: all healthy ones.")
     max_node_deaths: int = setting(

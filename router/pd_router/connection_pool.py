@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 from pd_router.node_connection import NodeConnection, Unanswered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from pd_router.node_connection import NodeExchange
 
@@ -44,12 +44,19 @@ class ConnectionPool:
     A connection that was idle for `keepalive_s` is closed. `connect_timeout_s`: for name lookup, TCP and TLS together.
     """
 
-    def __init__(self, connect_timeout_s: float, keepalive_s: float) -> None:
+    def __init__(
+        self,
+        connect_timeout_s: float,
+        keepalive_s: float,
+        make_tls: Callable[[], ssl.SSLContext] = ssl.create_default_context,
+    ) -> None:
+        """`make_tls`: called at the first https:// URL."""
         self._connect_timeout_s = connect_timeout_s
         self._keepalive_s = keepalive_s
         self._loop = asyncio.get_running_loop()
         self._origins: dict[str, _Origin] = {}
         self._open: dict[NodeConnection, _Origin] = {}
+        self._make_tls = make_tls
         self._tls: ssl.SSLContext | None = None
         self._sweep_timer: asyncio.TimerHandle | None = None
 
@@ -86,7 +93,7 @@ class ConnectionPool:
     def _add(self, url: str) -> _Origin:
         tls = None
         if url.startswith("https:"):
-            tls = self._tls = self._tls or ssl.create_default_context()
+            tls = self._tls = self._tls or self._make_tls()
         origin = self._origins[url] = _Origin(url, tls)
         return origin
 

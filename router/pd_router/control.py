@@ -16,6 +16,7 @@ from pd_http.errors import ModelNotFound, PdError
 from pd_http.metrics import EXPOSITION_TYPE
 from pd_http.reply import json_response
 from pd_router import headers as rules
+from pd_router.admission.api_keys import KEY_HEADERS
 from pd_router.body import RequestBody
 from pd_router.errors import NodeFailed, NoNode
 from pd_router.liveness_guard import LivenessGuard
@@ -90,7 +91,12 @@ class Relay:
         reply = RouterReply(send, request_id)
         reply.dialect = dialect_of(scope["path"])
         try:
+            admission = self._s.admission
+            if admission is not None:
+                admission.find(scope["headers"])  # before the body is read
             raw = await read_body(scope, receive, self._s.longest_body)
+            if admission is not None:
+                admission.let_relay(scope["headers"], raw)
             name = scope["path_params"].get("name")
             if name is not None:  # looked up in a node's list: a client's text never becomes part of a node's URL
                 answer = _card(await self._ask(scope, "/v1/models", request_id, name, None), name)
@@ -116,6 +122,9 @@ class Relay:
         if model is not None and not s.table.knows_model(model):
             raise ModelNotFound(f"no node serves the model {model!r}", param="model")
         headers = rules.forwarded(scope["headers"], request_id)
+        if s.admission is not None:
+            for secret in KEY_HEADERS:
+                headers.popall(secret.decode(), None)
         last: LegFailed | None = None
         nodes = s.table.healthy(_ANY_ROLE, model)
         for i, node in enumerate(nodes):

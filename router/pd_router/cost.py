@@ -81,6 +81,10 @@ class Costs:
         """Tokens of the prompt that the node has cached, by its feed."""
         return self._cached.get(node, 0)
 
+    def num_tokens(self, node: Node) -> float:
+        """Tokens of the prompt, estimated unless they were counted."""
+        return self._num_units * (self._ratio or node.view.ratio).value
+
     def num_missing(self, node: Node) -> int:
         """Tokens of the prompt that the node has to compute, estimated."""
         ratio = self._ratio or node.view.ratio

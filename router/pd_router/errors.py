@@ -5,6 +5,18 @@ from __future__ import annotations
 from pd_http.errors import PdError
 
 
+class KeyRefused(PdError, status=401, kind="authentication_error", code="invalid_api_key"):
+    """The request names no API key of this router."""
+
+
+class RateLimited(PdError, status=429, kind="rate_limit_error", code="rate_limit_exceeded"):
+    """The key has used what it may, or the nodes have no time for the request."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class NodeUnknown(PdError, status=404, kind="invalid_request_error", code="node_not_found"):
     """No node has this id or address."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import orjson
 
 from pd_http.errors import NodesDied, PdError
-from pd_http.node_answers import FailureKind
+from pd_http.node_answers import FailureKind, usage_in
 from pd_http.reply import JSON_TYPE
 from pd_router.casualties import Casualties
 from pd_router.errors import NodeFailed, NoNode
@@ -82,6 +82,7 @@ class NodeRequest(ABC, Generic[Plan]):
         self._reply = reply
         self._record = record
         self._casualties = Casualties(services.config.max_node_deaths)
+        self._whole: Answer | None = None  # the answer, if it was not streamed
 
     async def run(self) -> None:
         try:
@@ -96,6 +97,12 @@ class NodeRequest(ABC, Generic[Plan]):
         except PdError:
             self._name_route()
             raise
+
+    def used(self) -> tuple[int, int] | None:
+        """Tokens of prompt and answer, after `run`. None: the node's answer does not tell."""
+        if (report := self._record.report) is not None:
+            return report.num_prompt_tokens, report.num_output_tokens
+        return None if self._whole is None else usage_in(self._whole.body)
 
     @abstractmethod
     async def _serve(self) -> None:

@@ -35,7 +35,7 @@ class PromptRequest(NodeRequest[PromptRoute]):
             return
         if leg.node.role is Role.DECODE and self.plan.reason != "no-prefill-node":
             self.plan = self.plan.because("prefill-failed")
-        self.phase = "stream"
+        self.phase, self._whole = "stream", leg.whole
         self._record.prefill_by = leg.node.node_id
         self._name_route()
         try:

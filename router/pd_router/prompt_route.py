@@ -41,6 +41,17 @@ class PromptRoute:
         """The value of the header `x-pd-route`."""
         return f"{self.order.value}; reason={self.reason}"
 
+    @property
+    def num_tokens(self) -> float:
+        """Tokens of the prompt, estimated unless they were counted."""
+        return self.costs.num_tokens(self.nodes[0])
+
+    def first_token_s(self, now_s: float) -> float | None:
+        """Until the answer, by the costs. None: no speed is known."""
+        if not any(node.view.ledger.told.token_s for node in self.nodes):
+            return None
+        return min(self.costs.reading_beside(self.nodes))
+
     def because(self, reason: str) -> PromptRoute:
         return replace(self, reason=reason)
 

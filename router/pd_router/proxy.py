@@ -12,18 +12,23 @@ from pd_http.body import ClientGone
 from pd_http.dialects import dialect_of
 from pd_http.errors import PdError
 from pd_router import headers as rules
+from pd_router.admission.api_keys import KEY_HEADERS
 from pd_router.body import RequestBody
 from pd_router.call_record import CallRecord
 from pd_router.choice import choose
 from pd_router.prompt_facts import prompt_facts
 from pd_router.prompt_request import PromptRequest
-from pd_router.prompt_route import choose_reader, reads_only
+from pd_router.prompt_route import PromptRoute, choose_reader, reads_only
 from pd_router.reply import CallReply
 from pd_router.routed_request import RoutedRequest
 from pd_router.trace_context import TRACEPARENT, begin_trace
 
 if TYPE_CHECKING:
+    from pd_router.admission.key_admission import Visit
+    from pd_router.admission.key_limits import KeyLimits
+    from pd_router.choice import RouteChoice
     from pd_router.client_call import ClientCall
+    from pd_router.config import HandoffOrder
     from pd_router.services import Services
 
 log = logging.getLogger("pd_router")
@@ -51,20 +56,29 @@ class Proxy:
             record.trace = begin_trace(given.get(TRACEPARENT), s.config.trace_ratio)
         outcome = "ok"
         exchange: RoutedRequest | PromptRequest | None = None
+        visit: Visit | None = None
         s.metrics.num_in_flight += 1
         try:
             asked = rules.asked_order(given)
-            body = RequestBody(await call.read_body(s.longest_body), dialect)
+            user = self._user(call)
+            raw = await call.read_body(s.longest_body)
+            body = RequestBody(raw, dialect)
             record.model, record.stream = s.table.known_name(body.model), body.wants_stream
+            if user is not None and s.admission is not None:
+                s.admission.shape(user, body)
+            plan = self._choose(call.path, body, asked)
+            if user is not None and s.admission is not None:
+                visit = await s.admission.enter(user, body, raw, plan)
+                if visit.queued_s:
+                    call.queue_s = visit.queued_s
+                    record.until(s.table.clock(), "admission")
+                    plan = self._choose(call.path, body, asked)
             headers = rules.forwarded(call.headers, request_id)
             if self._traces:
                 headers[TRACEPARENT] = record.trace.header
-            facts, turn = prompt_facts(body, s.table, self._chain_key), next(self._turns)
-            if reads_only(call.path, body):
-                route = choose_reader(s.table, body.model, facts, s.config, turn)
-                exchange = PromptRequest(s, call.path, body, headers, route, reply, record)
+            if isinstance(plan, PromptRoute):
+                exchange = PromptRequest(s, call.path, body, headers, plan, reply, record)
             else:
-                plan = choose(s.table, body.model, facts, s.config, asked, turn)
                 exchange = RoutedRequest(s, call.path, body, headers, plan, reply, record)
             await exchange.run()
         except ClientGone:
@@ -89,6 +103,8 @@ class Proxy:
             outcome = exchange.outcome
         finally:
             s.metrics.num_in_flight -= 1
+            if visit is not None:
+                visit.end(None if exchange is None else exchange.used(), outcome)
             if outcome == "client_gone":
                 s.metrics.client_gone.labels(exchange.phase if exchange is not None else "request").inc()
             if exchange is not None:
@@ -97,6 +113,23 @@ class Proxy:
             record.end(s.table.clock(), outcome, reply.status)
             s.sinks.take(record)
             s.recent.add(record)
+
+    def _user(self, call: ClientCall) -> KeyLimits | None:
+        """The limits of the client's key, which leaves the call here. None: there are no keys. Raises KeyRefused."""
+        if (admission := self._s.admission) is None:
+            return None
+        user = admission.find(call.headers)
+        call.headers = [pair for pair in call.headers if pair[0] not in KEY_HEADERS]
+        call.key_name = user.key.name
+        return user
+
+    def _choose(self, path: str, body: RequestBody, asked: HandoffOrder | None) -> RouteChoice | PromptRoute:
+        """Raises ModelNotFound, NoNode."""
+        s, turn = self._s, next(self._turns)
+        facts = prompt_facts(body, s.table, self._chain_key)
+        if reads_only(path, body):
+            return choose_reader(s.table, body.model, facts, s.config, turn)
+        return choose(s.table, body.model, facts, s.config, asked, turn)
 
 
 def _uncancel() -> None:

@@ -54,6 +54,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
         self._stream = ContinuedStream(
             services, path, body, headers, self._casualties, plan.best_direct, self._note, self._judge
         )
+        self._told = self._stream.record
 
     async def _serve(self) -> None:
         try:
@@ -67,6 +68,10 @@ class RoutedRequest(NodeRequest[RouteChoice]):
                 await self._direct()
         finally:
             del self._stream  # it refers to this request: a cycle would keep the body until a search for garbage
+
+    def used(self) -> tuple[int, int] | None:
+        found, head = super().used(), self._told.head
+        return found if found is not None or head is None else (head.num_prompt_tokens, self._told.num_tokens)
 
     # --- orders
 
@@ -253,7 +258,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
     async def _answer(self, leg: DecodeLeg, prefill_by: Node | None) -> bool:
         """Pass D's answer on to the client. False if D broke off; the client then got an error event."""
         s = self._s
-        self.phase = "stream"
+        self.phase, self._whole = "stream", leg.whole
         self._record.prefill_by = leg.prefilled_by or (prefill_by or leg.node).node_id
         self._name_route()
         try:

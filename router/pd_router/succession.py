@@ -92,9 +92,9 @@ class Predecessor:
                 self._channel.close()
                 raise OSError(f"the router before this one sent {line[:80]!r}") from error
 
-    def serving(self, listener: socket.socket) -> None:
+    def serving(self, listener: socket.socket, scheme: str = "http") -> None:
         """Print the router's URL, and tell the predecessor that it can end. One that has ended is not an error."""
-        sys.stdout.write(f"router ready on {url_of(listener)}\n")
+        sys.stdout.write(f"router ready on {url_of(listener, scheme=scheme)}\n")
         sys.stdout.flush()
         if self._channel is not None:
             with self._channel as channel:

@@ -79,10 +79,11 @@ class Upstream:
         self._keepalive_s = config.keepalive_s
         self._body_timeout_s = config.control_timeout_s
         self._probe_timeout_s = config.probe_timeout_s
+        self._make_tls = config.client_context
         self._connections: ConnectionPool | None = None
 
     async def __aenter__(self) -> Upstream:
-        self._connections = ConnectionPool(self._connect_timeout_s, self._keepalive_s)
+        self._connections = ConnectionPool(self._connect_timeout_s, self._keepalive_s, self._make_tls)
         return self
 
     async def __aexit__(

@@ -32,6 +32,7 @@ class WorkerChannel:
         self.adopt: Callable[[Heritage], None]
         self.topics: dict[str, Callable[[], Any]] = {}  # what other workers may ask for
         self.on_lost: Callable[[], None]
+        self.hear_usage: Callable[[int, messages.KeyUsage | None], None] = lambda worker, usage: None
         self._socket = channel
         self._ids = itertools.count(time.monotonic_ns())  # a late answer to the process before this one is none
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -91,6 +92,10 @@ class WorkerChannel:
         answers: dict[int, Any] = (await self._answer_to(number, messages.Ask(number, topic))).answers
         return answers
 
+    def share(self, usage: messages.KeyUsage) -> None:
+        """Tell the other workers what API keys have used here."""
+        self._tell(messages.Used(usage))
+
     async def _answer_to(self, number: int, message: messages.Commit | messages.Ask) -> Any:
         """The supervisor answers every message, whatever becomes of the other workers. Raises Stopping without one."""
         if self._writer is None or self._writer.is_closing():
@@ -110,6 +115,8 @@ class WorkerChannel:
                 self._tell(messages.Applied(version))
             case messages.Asked(worker, number, topic):
                 self._tell(messages.Told(worker, number, self.topics[topic]()))
+            case messages.UsedBy(worker, usage):
+                self.hear_usage(worker, usage)
             case messages.Go():
                 self._go.set()
             case messages.Committed() | messages.AllTold():

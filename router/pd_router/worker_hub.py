@@ -22,6 +22,7 @@ class _Member:
     send: Send
     is_ready: bool = False
     is_serving: bool = False
+    has_used: bool = False  # it has told what API keys use
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +63,9 @@ class WorkerHub:
 
     def leave(self, worker: int) -> None:
         """A worker process has ended. What it asked for is dropped; what waits for it goes on."""
-        self._members.pop(worker, None)
+        member = self._members.pop(worker, None)
+        if member is not None and member.has_used:
+            self._pass_on(messages.UsedBy(worker, None))
         self._waiting = [one for one in self._waiting if one.worker != worker]
         for one in list(self._waiting):
             one.missing.discard(worker)
@@ -95,11 +98,19 @@ class WorkerHub:
                 for other in asked:
                     self._members[other].send(messages.Asked(worker, number, topic))
                 self._wait(_Waiting(worker, number, self._clock() + ANSWER_S, missing=asked))
+            case messages.Used(usage):
+                member.has_used = True
+                self._pass_on(messages.UsedBy(worker, usage))
             case messages.Told(asker, number, answer):
                 for one in [one for one in self._waiting if (one.worker, one.id) == (asker, number)]:
                     one.missing.discard(worker)
                     one.answers[worker] = answer
                     self._finish(one)
+
+    def _pass_on(self, message: messages.UsedBy) -> None:
+        for number, member in self._members.items():
+            if number != message.worker:
+                member.send(message)
 
     def late(self) -> set[int]:
         """Workers that have not applied a change in time. Questions that are late get None for each of the rest."""

@@ -12,6 +12,8 @@ worker                                        supervisor
   Ask        for /metrics, /nodes         ──►
                                           ◄──  Asked      to every other worker
   Told                                    ──►
+  Used       of limits of API keys        ──►
+                                          ◄──  UsedBy     to every other worker
                                           ◄──  AllTold    when all have answered, ended or are late
 """
 
@@ -23,6 +25,8 @@ import msgspec
 
 from pd_router.node_change import NodeChange
 
+# By the key's name: requests and tokens since the last message, and requests under way
+KeyUsage = dict[str, tuple[int, float, int]]
 WORKER_ENV = "PD_ROUTER_WORKER"  # in a worker's environment: NUMBER:FD, its end of the socket pair
 MAX_LINE_BYTES = 64 << 20  # a worker's /metrics with thousands of nodes
 
@@ -81,8 +85,17 @@ class Told(msgspec.Struct, tag=True, frozen=True):
     answer: Any
 
 
-ToWorker = State | Go | Committed | Asked | AllTold
-ToSupervisor = Ready | Serving | Commit | Applied | Ask | Told
+class Used(msgspec.Struct, tag=True, frozen=True):
+    usage: KeyUsage  # of API keys, since the last message
+
+
+class UsedBy(msgspec.Struct, tag=True, frozen=True):
+    worker: int
+    usage: KeyUsage | None  # None: the worker has ended, and so have its requests
+
+
+ToWorker = State | Go | Committed | Asked | AllTold | UsedBy
+ToSupervisor = Ready | Serving | Commit | Applied | Ask | Told | Used
 
 
 def line_of(message: ToWorker | ToSupervisor) -> bytes:

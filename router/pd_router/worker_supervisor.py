@@ -37,12 +37,13 @@ class WorkerSupervisor:
 
     def __init__(
         self, num_workers: int, listener: socket.socket, predecessor: Predecessor, drain_s: float, *,
-        is_supervised: bool,
+        scheme: str, is_supervised: bool,
     ) -> None:  # fmt: skip
         self._num_workers = num_workers
         self._listener = listener
         self._predecessor = predecessor
         self._drain_s = drain_s
+        self._scheme = scheme
         self._hub = WorkerHub(predecessor.heritage, time.monotonic)
         self._succession = None if is_supervised else Succession(listener, lambda: self._hub.heritage)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -151,7 +152,7 @@ class WorkerSupervisor:
     def _tell_ready(self) -> None:
         if not self._told_ready and self._hub.num_serving == self._num_workers:
             self._told_ready = True
-            self._predecessor.serving(self._listener)
+            self._predecessor.serving(self._listener, self._scheme)
 
     async def _replace_late(self) -> None:
         while True:

@@ -11,6 +11,7 @@ import pytest
 
 from pd_cluster.launch.cli import main
 from pd_cluster.launch.sockets import listen, port_of
+from pd_router.admission.api_keys import parse_keys
 from tests.cluster import CLI, ROOT, SOURCES
 
 if TYPE_CHECKING:
@@ -108,3 +109,13 @@ def test_as_a_program() -> None:
         [*CLI, "--version"], capture_output=True, text=True, timeout=60, check=True, env={"PYTHONPATH": SOURCES}
     )
     assert done.stdout.startswith("pd-cluster ")
+
+
+def test_a_new_key_is_told_once_and_its_line_has_its_hash_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "new", "team-a"]) == 0
+    said = capsys.readouterr()
+    key = said.err.split()[-1]
+    assert key not in said.out
+    assert parse_keys(said.out.encode()).find([(b"x-api-key", key.encode())]) is not None
+    assert main(["keys", "new", "team a"]) == 2
+    assert "name is not valid" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator
 
 WAIT_S = 10.0  # every wait of a test
@@ -63,6 +64,7 @@ class FakeNode:
         self.released: list[str] = []
         self.go_on = asyncio.Event()  # scripts that stop half-way wait for this
         self.url = ""
+        self.tls: ssl.SSLContext | None = None
         self._arrival = asyncio.Condition()
         self._runner: web.AppRunner | None = None
 
@@ -76,9 +78,9 @@ class FakeNode:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         port = int(self.url.rsplit(":", 1)[1]) if self.url else 0
-        site = web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True)
+        site = web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True, ssl_context=self.tls)
         await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.url = f"http{'s' if self.tls else ''}://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def vanish(self) -> None:
         """No process listens any more. What is open stays open until its script ends it."""

@@ -25,6 +25,7 @@ class SimulatedWorker:
     serves: bool = False
     committed: list[messages.Committed] = field(default_factory=list)
     answers: list[messages.AllTold] = field(default_factory=list)
+    used: list[messages.UsedBy] = field(default_factory=list)
 
     def read(self) -> None:
         match self.to_worker.popleft():
@@ -39,6 +40,8 @@ class SimulatedWorker:
                 self.to_hub.append(messages.Told(worker, number, topic))
             case messages.AllTold() as answers:
                 self.answers.append(answers)
+            case messages.UsedBy() as used:
+                self.used.append(used)
 
 
 class World:
@@ -228,3 +231,16 @@ def test_a_change_is_made_to_a_copy(change: NodeChange, after: Heritage) -> None
     assert before.changed(change) == after
     assert before.changed(change).changed(change) == after, "an order may be repeated"
     assert before == Heritage((("a", "decode"),), {"a": 1})
+
+
+def test_what_keys_have_used_reaches_the_others_and_so_does_a_worker_that_ends() -> None:
+    hub = WorkerHub(Heritage(), lambda: 0.0)
+    told: list[list[messages.ToWorker]] = [[], [], []]
+    for number in range(3):
+        hub.join(number, told[number].append)
+    usage: messages.KeyUsage = {"one": (1, 5.0, 2)}
+    hub.take(0, messages.Used(usage))
+    hub.leave(1)  # it has told nothing
+    hub.leave(0)
+    used = [[message for message in some if isinstance(message, messages.UsedBy)] for some in told]
+    assert used == [[], [messages.UsedBy(0, usage)], [messages.UsedBy(0, usage), messages.UsedBy(0, None)]]

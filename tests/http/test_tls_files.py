@@ -1,0 +1,63 @@
+"""Certificate files: what is refused, and what a change of the files does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd_http.errors import StartupError
+from pd_http.limits import HttpLimits
+from pd_http.tls import CertificateWatch
+from tests.certificates import Authority
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_without_a_certificate_there_is_no_tls() -> None:
+    limits = HttpLimits()
+    limits.check_tls()
+    assert (limits.server_context(), limits.scheme) == (None, "http")
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    files = Authority(tmp_path).issue()
+    other = Authority(tmp_path).issue("other")
+    sealed = Authority(tmp_path).issue("sealed", b"passphrase")
+    wrong = (
+        (HttpLimits(tls_key=str(files.key)), "--tls-key needs --tls-cert"),
+        (HttpLimits(tls_cert=str(tmp_path / "none")), "--tls-cert"),
+        (HttpLimits(tls_cert=str(files.cert)), "--tls-cert"),
+        (HttpLimits(tls_cert=str(files.cert), tls_key=str(other.key)), "--tls-key"),
+        (HttpLimits(tls_cert=str(sealed.cert), tls_key=str(sealed.key)), "--tls-key"),
+        (HttpLimits(tls_ca=str(files.key)), "--tls-ca"),
+        (HttpLimits(tls_ca=str(tmp_path / "none")), "--tls-ca"),
+    )
+    for limits, flag in wrong:
+        with pytest.raises(StartupError, match=flag):
+            limits.check_tls()
+
+
+def test_a_certificate_is_read_again_and_a_bad_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pd_http")
+    authority = Authority(tmp_path)
+    files = authority.issue()
+    limits = HttpLimits(tls_cert=str(files.cert), tls_key=str(files.key))
+    context = limits.server_context()
+    assert context is not None
+    watch = CertificateWatch(limits, context)
+    asyncio.run(watch.look())
+    assert caplog.text == ""
+    authority.issue()
+    os.utime(files.cert, ns=(1, 1))  # a change, however coarse the file system's clock is
+    asyncio.run(watch.look())
+    assert "read again" in caplog.text
+    caplog.clear()
+    files.cert.write_text("not a certificate")
+    asyncio.run(watch.look())
+    asyncio.run(watch.look())
+    assert caplog.text.count("stays as it was") == 1
