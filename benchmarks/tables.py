@@ -188,13 +188,14 @@ def _disagg(results: Path) -> str:
     return _DISAGG_INTRO + _markdown(HEADERS, rows) if rows else ""
 
 
-def _disagg_of_a_mixture(results: Path) -> str:
-    """The same for the fp8 mixture, which the peer was not measured with."""
-    latest = sorted(latest_runs(results, "disagg_gpu_30b_a3b_fp8.jsonl").items())
+def _disagg_without_peer(file: str, results: Path) -> str:
+    """The same for runs that the peer was not measured with."""
+    latest = sorted(latest_runs(results, file).items())
     rows = []
     for name, preset in PRESETS.items():
-        if ours := [our_row(setting, record["summary"]) for (load, setting), record in latest if load == name]:
-            rows += [[f"*{preset.title}*, {_when(latest[0][1])}", *[""] * (len(HEADERS) - 1)], *ours]
+        runs = [(setting, record) for (load, setting), record in latest if load == name]
+        if ours := [our_row(f"{setting}, {_when(record)}", record["summary"]) for setting, record in runs]:
+            rows += [[f"*{preset.title}*", *[""] * (len(HEADERS) - 1)], *ours]
     return _markdown(HEADERS, rows) if rows else ""
 
 
@@ -227,6 +228,7 @@ _TABLES: dict[str, Callable[[Path], str]] = {
     "engine-gpu-8b-draws": _draws,
     "engine-gpu-8b-fp8": partial(_engine_gpu, "8b-fp8"),
     "disagg": _disagg,
-    "disagg-30b-a3b-fp8": _disagg_of_a_mixture,
+    "disagg-30b-a3b-fp8": partial(_disagg_without_peer, "disagg_gpu_30b_a3b_fp8.jsonl"),
+    "disagg-slo": partial(_disagg_without_peer, "disagg_gpu_slo.jsonl"),
     "handover": _handover,
 }

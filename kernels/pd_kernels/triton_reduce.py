@@ -206,5 +206,5 @@ def _launch(
     _reduce_kernel[(num_rows * pieces,)](
         partial, residual, weight, squares, peers.addresses, peers.turns, num_rows, residual.stride(0), eps,
         peers.width, columns, pieces, mode, peers.rank, peers.num_ranks, peers.num_blocks, _slot_size(peers.width),
-        early, num_warps=min(max(columns // 256, 1), 16), **early_options(early),
+        early, num_warps=min(max(columns // 512, 1), 16), **early_options(early),
     )  # fmt: skip
