@@ -113,5 +113,3 @@ async def test_a_body_behind_its_refusal_is_dropped(keys: Path) -> None:
         writer.close()
         assert len(node.seen) == 1
         await router.idle()
-
-
