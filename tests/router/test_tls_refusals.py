@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -28,7 +28,7 @@ def anyio_backend() -> str:
 async def test_a_refusal_over_tls_reaches_the_client(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = Authority(tmp_path).issue()
     context = ssl.create_default_context(cafile=files.ca)
-    tls = {"tls_cert": str(files.cert), "tls_key": str(files.key)}
+    tls: dict[str, Any] = {"tls_cert": str(files.cert), "tls_key": str(files.key)}
     node = FakeNode("mixed", fakes.decode)
     cases = {
         b"no request\r\n\r\n": b"400",
