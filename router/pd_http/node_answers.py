@@ -112,7 +112,7 @@ def usage_in(body: bytes) -> tuple[int, int] | None:
     """Tokens of prompt and answer in a whole answer, of any dialect. None: it does not tell."""
     try:
         usage = _WITH_USAGE.decode(body).usage
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return usage.prompt_tokens + usage.input_tokens, usage.completion_tokens + usage.output_tokens
 

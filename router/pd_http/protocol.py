@@ -219,7 +219,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         self.flow.resume_reading()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # not over TLS: there the client goes by the length of the answer
+            self.transport.write_eof()
 
     def _close_unanswered(self, refusal: Refusal) -> None:
         if refusal is Refusal.READS_NOTHING or self.transport.get_write_buffer_size():

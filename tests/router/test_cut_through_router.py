@@ -32,8 +32,13 @@ if TYPE_CHECKING:
     from pd_connectors.base import Connector
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long, pytest.mark.timeout(900)]
-LENIENT: dict[str, Any] = {"eject_after": 9999, "max_node_deaths": 9999, "continue_wait_s": 0.0, "probe_timeout_s": 9.0}
+# Nodes, router and clients share one loop, which takes seconds for a turn on a busy machine
+LENIENT: dict[str, Any] = {
+    "eject_after": 9999, "max_node_deaths": 9999, "continue_wait_s": 0.0, "probe_timeout_s": 60.0,
+    "connect_timeout_s": 60.0,
+}  # fmt: skip
 WAIT_S = 120.0
+AT_ONCE = 64  # streams
 CUT = b"x-cut"  # header of a request: the messages that pass, and whether half of the next one does
 
 
@@ -126,7 +131,13 @@ async def check(
     cuts = [f"{number}{inside}" for number in range(1, num) for inside in ("", "-inside")][::step]
     nodes[0].forget()
     before = router.count("pd_router_continuations_total", outcome="continued")
-    for cut, answer in zip(cuts, await asyncio.gather(*(ask(router, case, cut) for cut in cuts)), strict=True):
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def ask_in_turn(cut: str) -> bytes:
+        async with places:
+            return await ask(router, case, cut)
+
+    for cut, answer in zip(cuts, await asyncio.gather(*map(ask_in_turn, cuts)), strict=True):
         try:
             same(alike(answer), whole)
         except AssertionError as error:

@@ -202,3 +202,11 @@ def test_a_bug_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     [answer] = gateway.send(request_headers(), request_body(completion()))
     assert answer.immediate_response.status.code == 500
     assert gateway.end() == "crashed"
+
+
+@pytest.mark.parametrize("path", ["/secret", "/v1/models/secret"])
+def test_a_record_has_no_path_that_a_client_made_up(path: str) -> None:
+    gateway = Gateway()
+    gateway.send(request_headers(path, "GET"))
+    gateway.exchange.close()
+    assert gateway.exchange._record.path == ""

@@ -177,10 +177,9 @@ class KeyAdmission:
 
         Raises RateLimited.
         """
-        key, now_s, sequences = limits.key, self.clock(), body.num_samples
-        cost = plan.num_tokens
-        if plan.order is not HandoffOrder.PROMPT:
-            cost += sequences * min(limits.mean_output, body.most_output)
+        key, now_s = limits.key, self.clock()
+        sequences = 0 if plan.order is HandoffOrder.PROMPT else body.num_samples
+        cost = plan.num_tokens + (sequences and sequences * min(limits.mean_output, body.most_output))
         if (refusal := limits.admit(cost, lambda: hash(content), now_s)) is not None:
             raise self._refusal(limits, *refusal)
         visit = Visit(self, limits, body.model, content, now_s)
@@ -233,6 +232,7 @@ class KeyAdmission:
         except TimeoutError:
             raise self._later(turn, self._wait_s(turn), "queue") from None
         finally:
+            visit.future = None  # its exception's traceback refers here: a cycle would keep the body
             self.queue.remove(turn)
             visit.queued_s = self.clock() - begun_s
             self._metrics.queue_s.observe(visit.queued_s)
@@ -267,12 +267,17 @@ class KeyAdmission:
         Those need no room in the queue of a prefill node either, where a better priority lets them pass.
         """
         room, num_keys = self.room.of(turn.item.model), self._num_active()
-        if room.sequences < min(turn.sequences, room.slots):
+        if not turn.sequences:  # only its prompt is read: it needs no place at a decode node
+            return room.tokens > 0
+        sequences = min(turn.sequences, room.slots)
+        if room.sequences < sequences:
             return False
         if num_keys > 1 and turn.item.limits.running <= room.slots / num_keys:
             return True
+        if not self.room.running.get(turn.item.model):  # few slots, and many keys: else nothing would ever fit
+            return room.tokens > 0
         kept = (MORE_SLOTS + RESERVE) * room.slots if num_keys > 1 else 0.0
-        return room.tokens > 0 and room.sequences - turn.sequences >= kept
+        return room.tokens > 0 and room.sequences - sequences >= kept
 
     def _num_active(self) -> int:
         now_s = self.clock()

@@ -55,7 +55,8 @@ class NodeRoom:
 
     def take(self, model: str | None, sequences: int, tokens: float) -> None:
         """Note a request that goes to the nodes."""
-        self.running[model] = self.running.get(model, 0) + sequences
+        if sequences:
+            self.running[model] = self.running.get(model, 0) + sequences
         room = self._rooms.get(model)
         if room is not None:
             room.sequences -= sequences
@@ -63,9 +64,10 @@ class NodeRoom:
 
     def free(self, model: str | None, sequences: int) -> None:
         """Note that it has ended."""
-        self.running[model] -= sequences
-        if not self.running[model]:
-            del self.running[model]
+        if sequences:
+            self.running[model] -= sequences
+            if not self.running[model]:
+                del self.running[model]
         if (room := self._rooms.get(model)) is not None:
             room.sequences += sequences
 

@@ -125,10 +125,12 @@ class GatewayExchange:
             self._headers.setdefault(one.key.lower(), _value(one))
         self._headers[REQUEST_ID] = request_id(self._headers)
         self._path = urllib.parse.unquote(self._headers.get(":path", "").partition("?")[0])
-        self._record.path, self._record.request_id = self._path, self._headers[REQUEST_ID]
+        self._record.request_id = self._headers[REQUEST_ID]
         self._subset = _subset(message)
         is_generating = self._path in PROXY_PATHS and self._headers.get(":method") == "POST"
-        if not (is_generating or self._path in SMALL_CALLS or self._path.startswith("/v1/models/")):
+        if is_generating or self._path in SMALL_CALLS:  # a record has no text of the client
+            self._record.path = self._path
+        elif not self._path.startswith("/v1/models/"):
             raise NotRouted(f"{self._path} is not served here")
         if not is_generating:
             self._pick = self._picker.any_node(self._subset)
