@@ -61,7 +61,7 @@ class Admission:
     def _check_outputs(self, message: AddRequest) -> None:
         """Raises InvalidRequest unless the work can answer what the request asks about its prompt."""
         outputs, is_read = message.outputs, message.work is Work.READ
-        if is_read and message.sampling.n != 1:
+        if is_read and message.num_sequences != 1:
             raise InvalidRequest("a read draws nothing, so n must be 1", "n")
         if outputs is None:
             return

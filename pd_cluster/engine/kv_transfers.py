@@ -329,7 +329,9 @@ class KvTransfers:
         if intake.redraw is not None or intake.request.is_parted:
             return  # drawn under other parameters, or sent by a second P
         sampling = intake.request.sampling
-        has_beams = sampling.beams is None or all(token.top for token in event.tokens)
+        # as many candidates as `scheduling.beam` needs: with fewer some beams would have no token
+        num_top = 0 if sampling.beams is None else sampling.beams.width + len(intake.request.sequences[0].stop_ids)
+        has_beams = all(len(token.top) >= num_top for token in event.tokens)
         if len(event.tokens) != sampling.num_first_tokens or not has_beams:  # a P that breaks its ticket's promise
             self._connector.cancel_load(event.load_id)
             self._handle(LoadFailed(event.load_id, LoadFailure.REJECTED, "wrong number of first tokens"))

@@ -9,20 +9,23 @@ from pd_cluster.protocol.messages import PromptLogprobs, PromptRead, TokensOut
 if TYPE_CHECKING:
     from pd_cluster.protocol.messages import FromEngine
     from pd_cluster.scheduling.scheduler import Update
+    from pd_cluster.scheduling.sequence import Request, Sequence
 
 
 def reply_of(update: Update) -> FromEngine:
     """Log-probabilities of the prompt, the end of a READ, or tokens."""
     request, prompt = update.request, update.prompt
     if prompt is None:
+        marks = request.marks
+        one: Request | Sequence = request.sequences[0] if len(request.sequences) == 1 else request
         return TokensOut(
-            request_id=request.request_id,
-            sequences=update.sequences,
-            finished=update.finished,
-            num_cached_tokens=request.num_cached_tokens,
-            num_external_tokens=request.num_external_tokens,
-            num_peer_cached_tokens=request.marks.peer.num_cached_tokens,
-            timeline=request.marks.take_timeline(finished=update.finished),
+            request.request_id,
+            update.sequences,
+            update.finished,
+            one.num_cached_tokens,
+            one.num_external_tokens,
+            None if marks.is_timed else marks.take_timeline(finished=update.finished),
+            marks.peer.num_cached_tokens,
         )
     if not update.finished:
         return PromptLogprobs(request.request_id, prompt.start, prompt.entries)

@@ -42,6 +42,7 @@ class BeamSequences:
         search = request.beams
         assert search is not None
         search.candidates[seq] = candidates
+        seq.num_pending = 1
         if len(search.candidates) < len(search.order):
             return None
         rows, search.candidates = search.candidates, {}

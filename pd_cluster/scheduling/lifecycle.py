@@ -61,12 +61,6 @@ class Lifecycle:
                 seq.num_computed_tokens = seq.num_scheduled_tokens = lead.num_computed_tokens
                 self._queues.enter(seq)
 
-    def reported(self, seq: Sequence, tokens: tuple[SampledToken, ...]) -> SequenceTokens:
-        """The report of tokens that were appended. Ends the sequence if they have ended it."""
-        if seq.finish_reason is not None:
-            self.end(seq)
-        return SequenceTokens(seq.index, tokens, seq.finish_reason, seq.stop_token_id)
-
     def begin_stream(self, request: Request) -> None:
         """Note that the first tokens are known."""
         request.is_parted = True

@@ -335,8 +335,7 @@ class Scheduler:
                 if not seq.num_samples and num_computed == seq.num_prompt_tokens:
                     updates.append(self._life.end_read(seq, result.prompts.get(seq.seq_id)))
                 continue
-            if not seq.is_beam:
-                seq.num_pending -= 1
+            seq.num_pending -= 1
             if seq.awaits_first_decode:
                 seq.awaits_first_decode = False
                 request.marks.mark_first_decode(self._clock())
@@ -350,10 +349,14 @@ class Scheduler:
                 if (answers := self._beams.take(seq, tokens[0])) is not None:
                     updates.append(answers)
                 continue
-            tokens = seq.append_run(tokens)
-            if len(tokens) > 1:
+            if len(tokens) == 1:
+                seq.append(tokens[0].token_id)
+            else:
+                tokens = seq.append_run(tokens)
                 self._memory.publish_computed(seq)
-            report = self._life.reported(seq, tokens)
+            if seq.finish_reason is not None:
+                self._life.end(seq)
+            report = SequenceTokens(seq.index, tokens, seq.finish_reason, seq.stop_token_id)
             if len(request.sequences) == 1:
                 updates.append(Update(request, (report,), request.num_live == 0))
             else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import Work
 from pd_cluster.protocol.sampling_params import BeamParams, SamplingParams
 from pd_cluster.scheduling.beam import BeamSearch
@@ -183,3 +184,8 @@ def test_no_step_is_planned_before_its_token_is_chosen() -> None:
     world.run_until_idle()
     world.check_empty()
     assert EOS not in world.clients["r"].outputs[0][:-1]
+
+
+def test_a_read_of_several_beams_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="n must be 1"):
+        World().submit(message("r", prompt(20), work=Work.READ, beams=BeamParams(width=3)))

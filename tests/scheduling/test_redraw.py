@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from pd_cluster.engine.kv_transfers import KvTransfers, Redraw
-from pd_cluster.protocol.messages import FromEngine, NeedsPrefill, Work
+from pd_cluster.protocol.messages import AddRequest, FromEngine, NeedsPrefill, Work
+from pd_cluster.protocol.sampling_params import BeamParams
 from pd_connectors.base import Event, FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady
 from pd_connectors.null import NullConnector
 from pd_connectors.protocol.errors import LoadFailure
-from pd_connectors.protocol.messages import LeaseRef, SampledToken
+from pd_connectors.protocol.messages import LeaseRef, SampledToken, TopLogprob
 from pd_connectors.protocol.ticket import Ticket
 from tests.connectors.layouts import full_layout
 from tests.scheduling.simulation import BLOCK_SIZE, VOCAB_SIZE, message, prompt
@@ -59,12 +60,12 @@ class ScriptedConnector(NullConnector):
 class DecodeNode:
     """A world behind `KvTransfers`, and one request that takes KV over."""
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: Ticket, asked: AddRequest = OFFER) -> None:
         self.world = World()
         self.replies: list[FromEngine] = []
         self.connector = ScriptedConnector()
         self.transfers = KvTransfers(self.connector, self.world.scheduler, self.replies.append, self.world.take)
-        self.request = self.world.request(msgspec.structs.replace(OFFER, ticket=ticket))
+        self.request = self.world.request(msgspec.structs.replace(asked, ticket=ticket))
         self.client = self.world.clients["r"] = Client(self.request, [[] for _ in range(N)], [None] * N)
         self.transfers.admit(self.request)
 
@@ -136,6 +137,19 @@ def test_a_p_that_breaks_its_promise_of_equal_sampling_is_not_believed() -> None
     node = DecodeNode(EQUAL)
     node.hear(LoadReady(node.connector.load_id, EQUAL.num_tokens))
     node.hear(FirstTokens(node.connector.load_id, (SampledToken(1),)))
+    reply = node.replies[-1]
+    assert isinstance(reply, NeedsPrefill)
+    assert reply.reason == "rejected: wrong number of first tokens"
+
+
+def test_a_p_that_names_fewer_candidates_than_a_search_needs_is_not_believed() -> None:
+    """With one candidate two of three beams would have no token, and would run all the same."""
+    asked = message("r", prompt(3 * BLOCK_SIZE), work=Work.TAKE_OVER, max_tokens=5, n=N, beams=BeamParams(width=3))
+    digest = asked.sampling.first_token_digest
+    ticket = msgspec.structs.replace(EQUAL, num_samples=1, sampling_digest=digest)
+    node = DecodeNode(ticket, asked)
+    node.hear(LoadReady(node.connector.load_id, ticket.num_tokens))
+    node.hear(FirstTokens(node.connector.load_id, (SampledToken(1, -1.0, (TopLogprob(1, -1.0),)),)))
     reply = node.replies[-1]
     assert isinstance(reply, NeedsPrefill)
     assert reply.reason == "rejected: wrong number of first tokens"
