@@ -27,8 +27,8 @@ SEARCH = {"use_beam_search": True, "n": 4, "max_tokens": 16, "logprobs": 0}
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[System]:
-    """Ten slots and few blocks: two searches and a stream at a time."""
-    with running_system("--num-blocks=40", "--max-num-seqs=10", own_mixed=True) as system:
+    """P and D, without a logits stage; ten slots and few blocks: two searches and a stream at a time."""
+    with running_system("--num-blocks=40", "--max-num-seqs=10") as system:
         yield system
 
 
