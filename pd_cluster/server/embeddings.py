@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
+from array import array
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +61,8 @@ async def _vectors(
     for one in inputs:
         if isinstance(one, str):
             special = body.add_special_tokens is not False
-            one = await state.tokenizer.encode(one, max_tokens=limit, add_special_tokens=special)
-        prompts.append(last_tokens(one, body))
+            one = await state.tokenizer.encode(one, max_tokens=limit, add_special_tokens=special, param="input")
+        prompts.append(array("I", last_tokens(one, body)))
         check_room_for_prompt(len(prompts[-1]), limit, "input")
     reads = await read_prompts(state, caller, body, prompts, POOLED, partial(_encoded, state, body))
     data = [{"object": kind, "index": index, member: vector} for index, vector in enumerate(reads.results)]

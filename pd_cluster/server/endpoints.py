@@ -251,6 +251,8 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
             await answer_prefill_stream(state, reply, stream, alive, echo_ids=call.echo_ids)
         return
     requests = [await _request(state, caller, call, i) for i in range(len(prompts))]
+    if call.ask is not None:
+        call.ask.check_length(sum(len(one.prompt) * one.num_choices for one in requests))
     streams = [GenerationStream(state, request, caller.started_s) for request in requests]
     shape = _shape(state, caller, call, requests, [one.scores for one in streams if one.scores is not None])
     if call.is_prefill_leg:

@@ -165,6 +165,7 @@ _OF_CHAT = {
     "use_beam_search": FieldRefusal("it is a field of chat and completions"),
     "logprobs": _NO_PLACE,
     "top_logprobs": FieldRefusal(_NO_PLACE.why, (None, 0)),
+    "prompt_logprobs": FieldRefusal(_NO_PLACE.why, (None,)),
     "return_token_ids": _NO_PLACE,
     "return_tokens_as_token_ids": _NO_PLACE,
     "separate_reasoning": FieldRefusal("reasoning has a place of its own", (None, True)),

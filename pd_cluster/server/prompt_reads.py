@@ -12,6 +12,7 @@ from pd_cluster.protocol.messages import AddRequest, PromptRead, RequestFailed, 
 from pd_cluster.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Callable, Sequence
 
     from pd_cluster.protocol.prompt_outputs import PromptOutputs
@@ -44,11 +45,13 @@ async def read_prompts(
     state: NodeState,
     caller: Caller,
     body: PromptFields,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[array[int]],
     outputs: PromptOutputs,
     make: Callable[[PromptRead], Result],
 ) -> Reads[Result]:
     """Read token ids, and `make` a result of each answer when it comes. One that fails ends the others.
+
+    `prompts`: arrays, because those of one request may have millions of tokens, and wait for their turn.
 
     Cancelling it takes the prompts back from the engine. Raises PdError.
     """
@@ -57,7 +60,7 @@ async def read_prompts(
         raise Overloaded(f"{window.num_waiting} requests about prompts are waiting")
     num_cached = 0
 
-    async def read(prompt: list[int]) -> Result:
+    async def read(prompt: array[int]) -> Result:
         nonlocal num_cached
         answer = await _read_one(state, caller, body, prompt, outputs)
         num_cached += answer.num_cached_tokens
@@ -83,11 +86,11 @@ def _give_back(window: ReadWindow, num_tokens: int, _: object) -> None:
 
 
 async def _read_one(
-    state: NodeState, caller: Caller, body: PromptFields, prompt: list[int], outputs: PromptOutputs
+    state: NodeState, caller: Caller, body: PromptFields, prompt: array[int], outputs: PromptOutputs
 ) -> PromptRead:
     request = AddRequest(
         request_id=uuid.uuid4().hex,
-        prompt_token_ids=prompt,
+        prompt_token_ids=prompt.tolist(),
         sampling=SamplingParams(max_tokens=1),
         work=Work.READ,
         priority=body.priority or 0 if state.config.scheduler.priorities else 0,

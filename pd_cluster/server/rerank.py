@@ -5,6 +5,7 @@ A causal reranker is asked a question about each pair. The score is the probabil
 
 from __future__ import annotations
 
+from array import array
 from math import tanh
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +95,20 @@ async def _scores(state: NodeState, caller: Caller, body: PairFields, pairs: Seq
         )
     state.check_task(SCORE, "scores")
     outputs = PromptOutputs(logits_of=tuple(one for one in (state.task.yes_id, state.task.no_id) if one is not None))
-    prompts = [await _question(state, pair, body.instruction) for pair in pairs]
+    _check_length(pairs, body.instruction or "", state.max_body_bytes)
+    prompts = [array("I", await _question(state, pair, body.instruction)) for pair in pairs]
     return await read_prompts(state, caller, body, prompts, outputs, _probability)
+
+
+def _check_length(pairs: Sequence[Pair], instruction: str, limit: int) -> None:
+    """A query of a long context for 2,048 documents is 200 million tokens. Raises InvalidRequest."""
+    num_chars = sum(len(query) + len(document) + len(instruction) for query, document in pairs)
+    if num_chars > limit:
+        raise InvalidRequest(
+            f"the {len(pairs)} pairs have {num_chars} characters in all, the query counted in each; "
+            f"{limit} are allowed",
+            "documents",
+        )
 
 
 def _probability(read: PromptRead) -> float:
@@ -113,6 +126,6 @@ async def _question(state: NodeState, pair: Pair, instruction: str | None) -> li
         prompt = await tokenizer.encode_chat(messages, None, {"add_generation_prompt": True}, max_tokens=limit)
     else:
         text = QUESTION.format(instruction=instruction or INSTRUCTION, query=query, document=document)
-        prompt = await tokenizer.encode(text, max_tokens=limit, add_special_tokens=False)
+        prompt = await tokenizer.encode(text, max_tokens=limit, add_special_tokens=False, param="documents")
     check_room_for_prompt(len(prompt), limit, "documents")
     return prompt

@@ -147,12 +147,14 @@ class Tokenizer:
         max_tokens: int,
         add_special_tokens: bool = True,
         note: Callable[[Encoded], None] | None = None,
+        param: str = "prompt",
     ) -> list[int]:
         """Token ids of `text`. The result may have more than `max_tokens` ids. `note` is called in the thread.
 
-        Raises InvalidRequest, before any work, for a text that is too long to have at most `max_tokens` tokens.
+        Raises InvalidRequest, before any work, for a text that is too long to have at most `max_tokens` tokens; it
+        names the field `param`.
         """
-        self._check_length(text, max_tokens, "prompt")
+        self._check_length(text, max_tokens, param)
         return await self._run(lambda: self._encode(text, add_special_tokens, note))
 
     async def encode_chat(

@@ -107,7 +107,6 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": [5] * 4096}, "prompt"),
     ({"prompt": ["a"] * 256, "stop_token_ids": [5] * 5000}, "stop_token_ids"),
     ({"prompt": [[7]] * 256, "logit_bias": {str(token): 1 for token in range(4097)}}, "logit_bias"),
-    ({"echo": True, "logprobs": 1}, "echo"),
     ({"suffix": "x"}, "suffix"),
     ({"best_of": 2}, "best_of"),
     *BEAMS,

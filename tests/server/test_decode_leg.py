@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from pd_cluster.config import HandoffConfig
 from pd_cluster.protocol.messages import Abort, NeedsPrefill, PrefillLocally, TicketOpened, UseTicket, Work
-from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.protocol.sampling_params import BeamParams, SamplingParams
 from pd_connectors.protocol.ticket import Offer, sign
 from tests.connectors import version_one
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line, decodes, says
@@ -175,8 +175,8 @@ async def test_d_asks_the_offered_node_with_its_own_sampling_parameters() -> Non
         use = d.engine.sent[0]
     assert status == 200
     defaults = SamplingParams(max_tokens=3)
-    for field in msgspec.structs.fields(SamplingParams):
-        assert getattr(request.sampling, field.name) != getattr(defaults, field.name), field.name
+    for name in {field.name for field in msgspec.structs.fields(SamplingParams)} - {"beams"}:  # they exclude others
+        assert getattr(request.sampling, name) != getattr(defaults, name), name
     assert asked.sampling == msgspec.structs.replace(request.sampling, max_tokens=1)
     assert (request.work, request.ticket, request.min_remote_tokens) == (Work.TAKE_OVER, None, 64)
     assert (asked.work, asked.prompt_token_ids, asked.salt) == (Work.PREFILL, request.prompt_token_ids, "s")
@@ -185,6 +185,15 @@ async def test_d_asks_the_offered_node_with_its_own_sampling_parameters() -> Non
     assert 0 < use.load_deadline_s <= 30
     assert headers["x-pd-prefill"] == "engine-of-p"
     assert answer["usage"]["completion_tokens"] == 6
+
+
+async def test_the_offered_node_is_told_of_beams() -> None:
+    async with running(engine_of_p(), node_id="p") as p, decode_node(decodes([5, 6, 7], n=2)) as d:
+        fields = {"use_beam_search": True, "n": 2, "best_of": 3, "length_penalty": 0.5, "early_stopping": True}
+        await complete(d, {"offer": make_offer(p.url)}, **fields)
+        sampling = d.engine.requests[0].sampling
+        assert sampling.beams == BeamParams(width=3, length_penalty=0.5, early_stopping=True)
+        assert p.engine.requests[0].sampling == msgspec.structs.replace(sampling, max_tokens=1)
 
 
 async def test_engine_that_needs_no_prefill_asks_no_node() -> None:

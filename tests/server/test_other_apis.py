@@ -201,7 +201,7 @@ async def test_ignored_fields_have_the_names_of_their_api(monkeypatch: pytest.Mo
     def unread(*_: object) -> set[str]:
         return {"enable_thinking", "reasoning_effort"}
 
-    monkeypatch.setattr("pd_cluster.server.endpoints.disabled_fields", unread)
+    monkeypatch.setattr("pd_cluster.server.request_checks.disabled_fields", unread)
     async with running(FakeEngine(says([5]))) as node:
         assert (await ask(node, MESSAGES, thinking={"type": "enabled"}))[2] == "output_config,thinking"
         assert (await ask(node, RESPONSES, reasoning={"effort": "low"}))[2] == "enable_thinking,reasoning"

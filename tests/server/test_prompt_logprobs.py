@@ -213,6 +213,8 @@ async def test_several_choices_show_the_prompt_each(node: Node) -> None:
         (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 21}, "logprobs"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 0, "echo": True, "n": 2}, "n"),
+        (COMPLETIONS, {"prompt": [[7] * 500] * 2, "n": 128, "prompt_logprobs": 20}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt": [[7] * 500] * 2, "n": 128, "echo": True, "logprobs": 20}, "logprobs"),
         (CHAT, {"messages": HI, "prompt_logprobs": 21}, "prompt_logprobs"),
         (CHAT, {"messages": HI, "prompt_logprobs": 1, "max_tokens": 0}, "max_tokens"),
         (CHAT, {"messages": HI, "prompt_logprobs": True}, "prompt_logprobs"),
