@@ -225,7 +225,10 @@ class KvMemory:
         return self._blocks.match(request.table, request.sequences[0].hash_blocks(num_whole, size))
 
     def missing(self, request: Request) -> tuple[list[bytes], int]:
-        """See `Scheduler.missing`."""
+        """The hashes of a parked prompt's whole blocks, to search a pool for, and how many of them are cached here.
+
+        The block of the last token is left out, because it must be computed for its logits. ([], 0): do not search.
+        """
         size = self._blocks.block_size
         num_whole = request.sequences[0].num_reusable_tokens // size
         num_here = self.pin(request)

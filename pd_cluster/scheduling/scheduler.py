@@ -178,10 +178,7 @@ class Scheduler:
         return self._memory.pin(request) * self._blocks.block_size
 
     def missing(self, request: Request) -> tuple[list[bytes], int]:
-        """The hashes of a parked prompt's whole blocks, to search a pool for, and how many of them are cached here.
-
-        The block of the last token is left out, because it must be computed for its logits. ([], 0): do not search.
-        """
+        """See `KvMemory.missing`."""
         return self._memory.missing(request)
 
     def reserve(self, request: Request, prefix: int | None = None) -> LoadSpec | None:
