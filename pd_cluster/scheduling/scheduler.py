@@ -350,7 +350,8 @@ class Scheduler:
                 seq.append(tokens[0].token_id)
             else:
                 tokens = seq.append_run(tokens)
-                self._memory.publish_computed(seq)
+                if len(tokens) > 1:
+                    self._memory.publish_computed(seq)
             if seq.finish_reason is not None:
                 self._life.end(seq)
             report = SequenceTokens(seq.index, tokens, seq.finish_reason, seq.stop_token_id)

@@ -329,9 +329,6 @@ class Sequence:
         All but the last are computed already. This is the one place that allows a step more than one token. A later
         step that is planned already assumes one (`num_pending`) and starts at a wrong position, so there must be none.
         """
-        if len(run) == 1:
-            self.append(run[0].token_id)
-            return run
         assert run
         assert not self.num_in_flight or len(run) == 1, "a step was planned behind one that sampled several tokens"
         num_added = 0
