@@ -70,7 +70,6 @@ class Proxy:
             if user is not None and s.admission is not None:
                 visit = await s.admission.enter(user, body, raw, plan)
                 if visit.queued_s:
-                    call.queue_s = visit.queued_s
                     record.until(s.table.clock(), "admission")
                     plan = self._choose(call.path, body, asked)
             headers = rules.forwarded(call.headers, request_id)
@@ -105,14 +104,21 @@ class Proxy:
             s.metrics.num_in_flight -= 1
             if visit is not None:
                 visit.end(None if exchange is None else exchange.used(), outcome)
-            if outcome == "client_gone":
-                s.metrics.client_gone.labels(exchange.phase if exchange is not None else "request").inc()
-            if exchange is not None:
-                record.order, record.reason = exchange.plan.order.value, exchange.plan.reason
             record.key = call.key_name
-            record.end(s.table.clock(), outcome, reply.status)
-            s.sinks.take(record)
-            s.recent.add(record)
+            self._note_end(record, exchange, outcome, reply.status)
+
+    def _note_end(
+        self, record: CallRecord, exchange: RoutedRequest | PromptRequest | None, outcome: str, status: int
+    ) -> None:
+        """Count a request that has ended, and pass its record on. `exchange`: None if no node was asked."""
+        s = self._s
+        if outcome == "client_gone":
+            s.metrics.client_gone.labels(exchange.phase if exchange is not None else "request").inc()
+        if exchange is not None:
+            record.order, record.reason = exchange.plan.order.value, exchange.plan.reason
+        record.end(s.table.clock(), outcome, status)
+        s.sinks.take(record)
+        s.recent.add(record)
 
     def _user(self, call: ClientCall) -> KeyLimits | None:
         """The limits of the client's key, which leaves the call here. None: there are no keys. Raises KeyRefused."""

@@ -121,14 +121,18 @@ def test_a_writer_that_fails_loses_its_batch_only(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_hanging_writer_ends_the_router_late_by_its_deadline_only() -> None:
-    go_on = threading.Event()
+    begun, go_on, ended = (threading.Event() for _ in range(3))
 
     def hang(_: Sequence[int]) -> None:
+        begun.set()
         go_on.wait(WAIT_S)
+        ended.set()
 
     box: Outbox[int] = Outbox("test", hang, lambda reason, count: None)
     box.put(1)
+    assert begun.wait(WAIT_S)
     box.close(0.01)
+    assert not ended.is_set(), "it was waited for"
     go_on.set()
 
 
