@@ -38,17 +38,22 @@ class Authority:
         self.ca = folder / "ca.pem"
         self.ca.write_bytes(self._certificate.public_bytes(PEM))
 
-    def issue(self, name: str = "node", passphrase: bytes = b"") -> CertificateFiles:
-        """A new key and its certificate, in the same files each time."""
+    def issue(self, name: str = "node", passphrase: bytes = b"", dns: str = "") -> CertificateFiles:
+        """A new key and its certificate, in the same files each time. `dns`: its only name, no address."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
         files = CertificateFiles(self.ca, self._folder / f"{name}.pem", self._folder / f"{name}.key")
         sealed = serialization.BestAvailableEncryption(passphrase) if passphrase else serialization.NoEncryption()
         files.key.write_bytes(key.private_bytes(PEM, PLAIN, sealed))
-        files.cert.write_bytes(self._sign(subject, key.public_key(), is_ca=False).public_bytes(PEM))
+        files.cert.write_bytes(self._sign(subject, key.public_key(), is_ca=False, dns=dns).public_bytes(PEM))
         return files
 
-    def _sign(self, subject: x509.Name, key: ec.EllipticCurvePublicKey, *, is_ca: bool) -> x509.Certificate:
+    def _sign(
+        self, subject: x509.Name, key: ec.EllipticCurvePublicKey, *, is_ca: bool, dns: str = ""
+    ) -> x509.Certificate:
+        here: list[x509.GeneralName] = [
+            x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        ]  # fmt: skip
         now = datetime.datetime.now(datetime.UTC)
         builder = (
             x509.CertificateBuilder()
@@ -59,11 +64,6 @@ class Authority:
             .not_valid_before(now - datetime.timedelta(hours=1))
             .not_valid_after(now + datetime.timedelta(days=1))
             .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
-            .add_extension(
-                x509.SubjectAlternativeName(
-                    [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-                ),
-                critical=False,
-            )
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns)] if dns else here), critical=False)
         )
         return builder.sign(self._key, hashes.SHA256())

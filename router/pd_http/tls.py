@@ -23,15 +23,19 @@ class TlsFiles:
         "", "Certificates of the authorities that sign the nodes' (https:// URLs). Default: the system's.",
         metavar="FILE",
     )  # fmt: skip
+    tls_name: str = setting(
+        "", "The name in the nodes' certificates, where their URLs have addresses. Default: that of each URL.",
+        metavar="NAME",
+    )  # fmt: skip
 
     @property
     def scheme(self) -> str:
         return "https" if self.tls_cert else "http"
 
     def check_tls(self) -> None:
-        """Raises StartupError if a file cannot be used."""
+        """Raises StartupError if a file, or the name, cannot be used."""
         self.server_context()
-        if self.tls_ca:
+        if self.tls_ca or self.tls_name:
             self.client_context()
 
     def server_context(self) -> ssl.SSLContext | None:
@@ -57,9 +61,44 @@ class TlsFiles:
     def client_context(self) -> ssl.SSLContext:
         """For https:// URLs of nodes. Raises StartupError."""
         try:
-            return ssl.create_default_context(cafile=self.tls_ca or None)
+            if not self.tls_name:
+                return ssl.create_default_context(cafile=self.tls_ca or None)
+            context = _NamedContext(ssl.PROTOCOL_TLS_CLIENT)  # checks certificates and names
+            context.peer_name = self.tls_name
+            self._check_name(context)
+            if self.tls_ca:
+                context.load_verify_locations(self.tls_ca)
+            else:
+                context.load_default_certs()
         except (OSError, ssl.SSLError) as error:
             raise StartupError(f"cannot use --tls-ca {self.tls_ca}: {error}") from error
+        return context
+
+    def _check_name(self, context: ssl.SSLContext) -> None:
+        """Raises StartupError for a name that no connection could ask for: it would fail in the event loop."""
+        try:
+            context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO())
+        except ValueError as error:  # a leading dot, or what is no host name
+            raise StartupError(f"--tls-name {self.tls_name!r} is no name of a certificate: {error}") from error
+
+
+class _NamedContext(ssl.SSLContext):
+    """Demands a certificate of `peer_name` from every peer, whatever its URL says: pods have addresses and no names.
+
+    For event loops: they use `wrap_bio`, and a blocking client's `wrap_socket` checks the URL's name.
+    """
+
+    peer_name: str
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        return super().wrap_bio(incoming, outgoing, server_side, self.peer_name, session)
 
 
 class CertificateWatch:

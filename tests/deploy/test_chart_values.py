@@ -17,6 +17,7 @@ from tests.deploy.fake_api import api_server
 
 KEY_PATH = f"/api/v1/namespaces/{NAMESPACE}/secrets/demo-pd-cluster-key"
 
+PICKER = {"router": {"inferencePool": {"enabled": True}}, "networkPolicy": {"enabled": False}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rolez": {}}, "rolez"),
     ({"image": {"tagg": "x"}}, "tagg"),
@@ -72,6 +73,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"router": {"inferencePool": {"enabled": True, "grpcPort": 8000}}, "networkPolicy": {"enabled": False}}, "differ"),
     ({"router": {"inferencePool": {"grpcPort": 80}}}, "grpcPort"),
     ({"router": {"args": {"api-keys": "x"}}}, "api-keys"),
+    ({"router": {"args": {"otlp-url": "http://c:4318"}}}, "otlp-url"),
+    ({"router": {"tracing": {"otlpUrl": "collector:4318"}}}, "otlpUrl"),
+    ({"router": {"tracing": {"ratio": 2}}}, "ratio"),
+    ({"router": {"requestLog": {"level": "loud"}}}, "level"),
+    ({"router": {"args": {"allowed-origins": [1]}}}, "allowed-origins"),
+    ({"nodeDefaults": {"args": {"tls-cert": "/x"}}}, "tls-cert"),
+    ({"nodeTls": {"secret": "a", "name": "no blanks"}}, "name"),
+    ({"slo": {"ttftMs": -1}}, "ttftMs"),
+    (PICKER | {"nodeTls": {"secret": "a"}}, "nodeTls.secret: gateways"),
     ({"router": {"httpRoute": {"to": "inferencePool"}}}, "needs router.inferencePool"),
     ({"nodeDefaults": {"autoscaling": {"enabled": True, "by": "keda"}}}, "keda.prometheus"),
     ({"nodeDefaults": {"autoscaling": {"by": "vpa"}}}, "by"),
@@ -330,11 +340,17 @@ def test_flags_keep_their_types() -> None:
 def test_flags_that_the_chart_owns_are_the_ones_it_sets() -> None:
     """A flag cannot be given twice: the schema forbids in args what the template writes."""
     schema = json.loads((CHART / "values.schema.json").read_text())
-    router = {"apiKeys": {"secret": "a"}, "tlsSecret": "b", "inferencePool": {"enabled": True, "tlsSecret": "c"}}
+    router = {"apiKeys": {"secret": "a"}, "tlsSecret": "b", "tracing": {"otlpUrl": "http://c:4318"}}
+    picker = {"inferencePool": {"enabled": True, "tlsSecret": "c"}}  # excludes TLS at nodes
     values = {"model": {"id": "/models/x", "servedName": "y"}, "router": router, "networkPolicy": {"enabled": False}}
-    objects = render(values)
+    values |= {"slo": {"ttftMs": 400, "tpotMs": 15, "itlMs": 50}}
+    both = [render(values | {"nodeTls": {"secret": "d"}}), render(values | {"router": router | picker})]
     for kind, name, rule in (("StatefulSet", "decode", "nodeFlags"), ("Deployment", "router", "routerFlags")):
-        arguments = one(objects, kind, name)["spec"]["template"]["spec"]["containers"][0]["args"]
+        arguments = [
+            argument
+            for objects in both
+            for argument in one(objects, kind, name)["spec"]["template"]["spec"]["containers"][0]["args"]
+        ]
         written = {argument.partition("=")[0].removeprefix("--") for argument in arguments if argument.startswith("--")}
         forbidden = set(schema["$defs"][rule]["propertyNames"]["not"]["enum"])
         assert written <= forbidden

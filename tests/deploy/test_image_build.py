@@ -138,6 +138,11 @@ def test_it_runs_as_an_unprivileged_user_without_write_access(buildah: Buildah, 
     assert buildah("run", container, "--", "sh", "-c", f"{script} || true").split() == ["/models:", "x"]
 
 
+def test_the_extras_are_there(buildah: Buildah, container: str) -> None:
+    names = "lightkube, grpc, google.protobuf, llguidance, opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    buildah("run", container, "--", "python", "-c", f"import {names}")
+
+
 def test_preflight_passes_inside(buildah: Buildah, container: str) -> None:
     """Imports, a measured NIXL transfer between two processes, the model: `pd-cluster check` fails when one does."""
     told = buildah("run", container, "--", "pd-cluster", "check", f"--port={free_port()}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import ssl
 from typing import TYPE_CHECKING
 
 import pytest
+import uvloop
 
 from pd_http.errors import StartupError
 from pd_http.limits import HttpLimits
@@ -15,6 +17,7 @@ from pd_http.tls import CertificateWatch
 from tests.certificates import Authority
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -36,10 +39,53 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         (HttpLimits(tls_cert=str(sealed.cert), tls_key=str(sealed.key)), "--tls-key"),
         (HttpLimits(tls_ca=str(files.key)), "--tls-ca"),
         (HttpLimits(tls_ca=str(tmp_path / "none")), "--tls-ca"),
+        (HttpLimits(tls_name=".nodes"), "--tls-name '.nodes'"),
+        (HttpLimits(tls_name="n" * 64), "--tls-name 'nnn"),
     )
     for limits, flag in wrong:
         with pytest.raises(StartupError, match=flag):
             limits.check_tls()
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize(("named", "is_accepted"), [("nodes", True), ("others", False), ("", False)])
+def test_a_name_is_checked_where_urls_have_addresses(
+    tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop], named: str, *, is_accepted: bool
+) -> None:
+    """As pods are called: by an address that their certificate does not have. uvloop has a TLS of its own."""
+    files = Authority(tmp_path).issue(dns="nodes")
+    server = HttpLimits(tls_cert=str(files.cert), tls_key=str(files.key)).server_context()
+    client = HttpLimits(tls_ca=str(files.ca), tls_name=named).client_context()
+
+    async def connect() -> None:
+        listening = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=server)
+        async with listening:
+            port = listening.sockets[0].getsockname()[1]
+            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)
+            writer.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        if is_accepted:
+            runner.run(connect())
+        else:
+            with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+                runner.run(connect())
+
+
+def test_an_authority_that_is_not_ours_is_refused_whatever_the_name(tmp_path: Path) -> None:
+    files = Authority(tmp_path).issue(dns="nodes")
+    server = HttpLimits(tls_cert=str(files.cert), tls_key=str(files.key)).server_context()
+    client = HttpLimits(tls_name="nodes").client_context()
+
+    async def connect() -> None:
+        async with await asyncio.start_server(
+            lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=server
+        ) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            await asyncio.open_connection("127.0.0.1", port, ssl=client)
+
+    with pytest.raises(ssl.SSLCertVerificationError, match="certificate verify failed"):
+        asyncio.run(connect())
 
 
 def test_a_certificate_is_read_again_and_a_bad_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -158,8 +158,11 @@ def make_pod(
     ready: bool = True,
     terminating: bool = False,
     part: str = "node",
+    scheme: str = "",
 ) -> Pod:
     metadata: dict[str, Any] = {"name": name, "labels": {"pd-cluster/part": part, "pd-cluster/role": role}}
+    if scheme:
+        metadata["labels"]["pd-cluster/scheme"] = scheme
     if terminating:
         metadata["deletionTimestamp"] = "2030-01-01T00:00:00Z"
     ports = [{"name": port_name, "containerPort": port}, {"name": "kv", "containerPort": 65000}]

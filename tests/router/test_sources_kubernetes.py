@@ -69,6 +69,8 @@ def names(table: NodeTable) -> list[str]:
     [
         ({"port": 8100}, "http://127.0.0.1:8100"),
         ({"port": 8100, "ip": "fd00::1"}, "http://[fd00::1]:8100"),
+        ({"port": 8100, "scheme": "https"}, "https://127.0.0.1:8100"),
+        ({"port": 8100, "scheme": "ftp"}, None),
         ({"ready": False}, None),
         ({"terminating": True}, None),
         ({"ip": ""}, None),

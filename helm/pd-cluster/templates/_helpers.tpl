@@ -95,11 +95,15 @@ pd-cluster/part=node
 {{- mulf (float64 $number) (get $units (trimPrefix $number (toString .))) -}}
 {{- end -}}
 
-{{- /* A map of flags as arguments: true -> --flag, false -> --no-flag. */ -}}
+{{- /* A map of flags as arguments: true -> --flag, false -> --no-flag, a list -> the flag for each. */ -}}
 {{- define "pd-cluster.flags" -}}
 {{- range $flag, $value := . }}
 {{- if kindIs "bool" $value }}
 - --{{ if not $value }}no-{{ end }}{{ $flag }}
+{{- else if kindIs "slice" $value }}
+{{- range $value }}
+- {{ printf "--%s=%s" $flag . | quote }}
+{{- end }}
 {{- else if kindIs "string" $value }}
 - {{ printf "--%s=%s" $flag $value | quote }}
 {{- else }}
@@ -209,6 +213,25 @@ secret:
   items: [{key: {{ .Values.clusterKey.key }}, path: cluster-key}]
 {{- end -}}
 
+{{- /* What verifies nodes that have TLS. Takes the root. */ -}}
+{{- define "pd-cluster.nodeTlsFlags" -}}
+{{- with .Values.nodeTls }}
+{{- if .ca }}
+- --tls-ca=/etc/pd-node-tls/{{ .ca }}
+{{- end }}
+- --tls-name={{ default (printf "%s-nodes" (include "pd-cluster.fullname" $)) .name }}
+{{- end }}
+{{- end -}}
+
+{{- /* The targets as flags. Takes a dict of flag and ms. */ -}}
+{{- define "pd-cluster.targetFlags" -}}
+{{- range $flag, $ms := . }}
+{{- if $ms }}
+- --{{ $flag }}={{ toJson $ms }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- /* The Secrets that a router reads beside the cluster key: volume name, Secret. Read it with fromYamlArray. */ -}}
 {{- define "pd-cluster.routerSecrets" -}}
 {{- with .Values.router -}}
@@ -220,6 +243,11 @@ secret:
 {{- end }}
 {{- if and .inferencePool.enabled .inferencePool.tlsSecret }}
 - {name: picker-tls, secret: {{ .inferencePool.tlsSecret | quote }}}
+{{- end }}
+{{- end }}
+{{- with .Values.nodeTls }}
+{{- if and .secret .ca }}
+- {name: node-tls, secret: {{ .secret | quote }}, items: [{{ .ca | quote }}]}
 {{- end }}
 {{- end }}
 {{- end -}}

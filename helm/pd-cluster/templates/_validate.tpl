@@ -66,6 +66,9 @@
   {{- if and .inferencePool.enabled $.Values.networkPolicy.enabled (not $.Values.networkPolicy.gatewaysFrom) -}}
     {{- fail "router.inferencePool: gateways cannot reach the nodes; name their pods in networkPolicy.gatewaysFrom" -}}
   {{- end -}}
+  {{- if and .inferencePool.enabled $.Values.nodeTls.secret -}}
+    {{- fail "nodeTls.secret: gateways reach the nodes of an InferencePool by plain HTTP; leave one of the two out" -}}
+  {{- end -}}
   {{- if and .inferencePool.enabled (eq (int .port) (int .inferencePool.grpcPort)) -}}
     {{- fail "router.inferencePool.grpcPort: it must differ from router.port" -}}
   {{- end -}}

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pd_router")
 ROLE_LABEL = "pd-cluster/role"
+SCHEME_LABEL = "pd-cluster/scheme"  # of the pod's nodes: http, which is the default, or https
 PORT_NAME = "http"
 DECODE_PORT_NAME = "http-decode"
 RELIST_S = 60.0  # a watch may end silently, so everything is listed again at least this often
@@ -39,7 +40,7 @@ class KubernetesPods:
     """Lists, then watches from the version of the list. Any end of the watch (410 too) leads to a new list.
 
     A node is a ready pod that is not being deleted, with the label `pd-cluster/role` and a port named `http`. Its port
-    named `http-decode` is a decode node of the same pod.
+    named `http-decode` is a decode node of the same pod. The label `pd-cluster/scheme: https` says that they have TLS.
     While the API server does not answer, the last pods stay; their /health is still polled.
     """
 
@@ -127,13 +128,16 @@ def nodes_of(pod: Pod) -> tuple[NodeSpec, ...]:
     named = [(port.name, port.containerPort) for box in spec.containers for port in box.ports or ()]
     ports = [number for name, number in named if name == PORT_NAME]
     further = [number for name, number in named if name == DECODE_PORT_NAME]
-    role = (metadata.labels or {}).get(ROLE_LABEL, "")
+    labels = metadata.labels or {}
+    role, scheme = labels.get(ROLE_LABEL, ""), labels.get(SCHEME_LABEL, "http")
     host = f"[{status.podIP}]" if ":" in status.podIP else status.podIP
     try:
         if len(ports) != 1:
             raise ValueError(f"{len(ports)} ports are named {PORT_NAME!r}, not one")
-        first = make_spec(f"http://{host}:{ports[0]}", role, _name(pod))
-        return first, *(make_spec(f"http://{host}:{number}", "decode", f"{_name(pod)}-decode") for number in further)
+        first = make_spec(f"{scheme}://{host}:{ports[0]}", role, _name(pod))
+        return first, *(
+            make_spec(f"{scheme}://{host}:{number}", "decode", f"{_name(pod)}-decode") for number in further
+        )
     except ValueError as error:
         log.warning("pod %s is not a node: %s", metadata.name, error)
         return ()
