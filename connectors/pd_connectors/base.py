@@ -272,7 +272,11 @@ class WorkerHalf(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End every lease and load and free the transport. Idempotent; returns within `close_deadline_s`."""
+        """End every lease and load and free the transport. Idempotent; returns within `close_deadline_s`.
+
+        After it nothing is written into the cache of rank 0. The engine then closes what the other ranks run, each in
+        its own process, before that rank frees its cache: until then a read of that rank may still land there.
+        """
 
 
 class Pool(ABC):
@@ -329,7 +333,7 @@ class Closes(Protocol):
     """Something to be closed."""
 
     def close(self) -> None:
-        """Idempotent; returns within `close_deadline_s`."""
+        """After it nothing is written into this rank's cache. Idempotent; returns within `close_deadline_s`."""
 
 
 class Connector(SchedulerHalf, WorkerHalf):

@@ -27,7 +27,7 @@ def serve(host: str, port: int, max_bytes: int, on_ready: Callable[[str, int], N
 
     Raises ConnectorUnavailable when LMCache is not installed, OSError when the port is taken.
     """
-    server_class, backend_class = _lmcache()
+    server_class, backend_class = import_lmcache()
     backend = _bounded(backend_class, max_bytes)
 
     class Server(server_class):  # type: ignore[misc, valid-type]
@@ -92,7 +92,7 @@ def _bounded(backend_class: type, max_bytes: int) -> Any:
     return BoundedBackend()
 
 
-def _lmcache() -> tuple[type, type]:
+def import_lmcache() -> tuple[type, type]:
     """LMCache's server and its backend in memory. Raises ConnectorUnavailable when it is not installed."""
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")

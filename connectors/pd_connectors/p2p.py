@@ -257,11 +257,11 @@ class PeerToPeerConnector(Connector):
         reader = self._reader
         return {
             **self._counters.stats(),
-            "loads_open": float(reader.num_loads),
-            "loads_reading": float(reader.num_reading),
+            "loads_open": float(reader.loads.num_loads),
+            "loads_reading": float(reader.loads.num_reading),
             "leases_open": float(len(self.leases)),
-            "quarantined_loads": float(reader.num_quarantined_loads),
-            "quarantined_blocks": float(reader.num_quarantined_blocks),
+            "quarantined_loads": float(reader.loads.num_quarantined_loads),
+            "quarantined_blocks": float(reader.loads.num_quarantined_blocks),
             **self._channel.stats(),
             **{
                 f"kv_peer_bytes_per_second|peer={peer},memory={reader.memory}": speed

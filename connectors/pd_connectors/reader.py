@@ -30,6 +30,7 @@ from pd_connectors.protocol.errors import HandshakeError, LoadFailure
 from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, Release, ToOwner, ToReader
 from pd_connectors.pull import Emit, Pull, Send
 from pd_connectors.pull_limits import LOST_GRACE_S, PullLimits
+from pd_connectors.pull_table import PullTable
 from pd_connectors.transport import Address, Completion, Connected, ConnectFailed, PeerKey, ReadEnded, Transport
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ class Reader:
         self._forget = forget
         self._wall_clock = wall_clock
         self._peers: dict[Address, Peer] = {}
-        self._home: dict[str, Peer] = {}  # load id -> its peer
-        self._by_lease: dict[str, list[Pull]] = {}
+        self.loads = PullTable()  # for its gauges
         self._num_attempts = 0
         self.memory = ""  # torch's name of the device that has our cache; set before the first load
 
@@ -88,9 +88,7 @@ class Reader:
         address = (ticket.host, ticket.port)
         peer = self._peers.setdefault(address, Peer(address, now))
         pull = Pull(load_id, ticket, self._context.layout, deadline_s, self._limits, now)
-        peer.pulls[load_id] = pull
-        self._home[load_id] = peer
-        self._by_lease.setdefault(ticket.lease.lease_id, []).append(pull)
+        self.loads.add(peer, pull)
         endpoint = peer.endpoint
         if endpoint is None or not endpoint.serves(ticket.lease):
             self._greet(peer, now)
@@ -193,26 +191,6 @@ class Reader:
 
     # for stats
 
-    @property
-    def num_loads(self) -> int:
-        """The number of live and draining loads."""
-        return len(self._home)
-
-    @property
-    def num_reading(self) -> int:
-        """The number of live loads with some blocks read."""
-        return sum(pull.is_live and pull.reads.has_read for pull in self._pulls())
-
-    @property
-    def num_quarantined_blocks(self) -> int:
-        """The number of blocks of failed loads that a read may still write."""
-        return sum(pull.reads.num_blocks_in_flight for pull in self._pulls() if not pull.is_live)
-
-    @property
-    def num_quarantined_loads(self) -> int:
-        """The number of failed loads that have not drained."""
-        return sum(not pull.is_live for pull in self._pulls())
-
     def link_speeds(self) -> dict[str, float]:
         """Bytes per second of the link to each peer, by host:port, where enough was read to know it."""
         ends = [(_name(peer), peer.endpoint) for peer in list(self._peers.values())]
@@ -220,19 +198,16 @@ class Reader:
 
     # inside
 
-    def _pulls(self) -> list[Pull]:
-        return [pull for peer in list(self._peers.values()) for pull in list(peer.pulls.values())]
-
     def _with_pull(self, load_id: str, act: Callable[[Pull], None], now: float) -> None:
-        peer = self._home.get(load_id)
+        peer = self.loads.peer_of(load_id)
         if peer is not None:
             pull = peer.pulls[load_id]
             act(pull)
             self._carry_out(peer, pull, now)
 
     def _for_lease(self, peer: Peer, lease: LeaseRef, act: Callable[[Pull], None], now: float) -> None:
-        for pull in list(self._by_lease.get(lease.lease_id, ())):
-            if pull.ticket.lease == lease and peer.pulls.get(pull.load_id) is pull:
+        for pull in self.loads.of_lease(lease):
+            if peer.pulls.get(pull.load_id) is pull:
                 act(pull)
                 self._carry_out(peer, pull, now)
 
@@ -252,17 +227,12 @@ class Reader:
                         peer.endpoint.link.posted((pull.load_id, number), num_bytes, now)
                 case Emit(event):
                     self._emit(event)
-        if pull.is_over and peer.pulls.pop(pull.load_id, None) is not None:
+        if pull.is_over and self.loads.remove(peer, pull):
             peer.idle_since = now
-            del self._home[pull.load_id]
-            same_lease = self._by_lease[pull.ticket.lease.lease_id]
-            same_lease.remove(pull)
-            if not same_lease:
-                del self._by_lease[pull.ticket.lease.lease_id]
 
     def _is_wanted(self, lease: LeaseRef) -> bool:
         """Whether a live load of ours reads the lease. The last such load releases it."""
-        return any(pull.is_live and pull.ticket.lease == lease for pull in self._by_lease.get(lease.lease_id, ()))
+        return any(pull.is_live for pull in self.loads.of_lease(lease))
 
     def _fail(self, peer: Peer, reason: LoadFailure, detail: str, now: float, which: Callable[[Pull], bool]) -> None:
         for pull in [pull for pull in peer.pulls.values() if which(pull)]:
@@ -336,7 +306,7 @@ class Reader:
 
     def _on_read_ended(self, ended: ReadEnded, now: float) -> None:
         load_id, number = ended.read_id
-        peer = self._home.get(load_id)
+        peer = self.loads.peer_of(load_id)
         if peer is None:
             return
         pull = peer.pulls[load_id]

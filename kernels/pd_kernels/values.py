@@ -104,7 +104,7 @@ class TokenMasks:
     """Which tokens each of R rows may take. M masks of W = ceil(V / 32) words."""
 
     masks: torch.Tensor  # int32 [M, W]: bit i of word j allows token 32 j + i; bits from V on are ignored
-    mask_of_row: torch.Tensor  # int32 [R], in [-1, M); -1: the row may take every token
+    mask_of_row: torch.Tensor  # int64 [R], in [-1, M); -1: the row may take every token
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ def shared_reader(harness: Harness) -> Iterator[Reader]:
         yield reader
         reader.check_events()
     finally:
-        reader.node.connector.close()
+        reader.node.close()
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ class LocalNode(DrivenNode):
 
     def kill(self) -> None:
         """Its connector must be off the network by then, or it says goodbye."""
-        self.node.connector.close()
+        self.node.close()
 
 
 class LoopbackHandoff(HandoffHarness):
@@ -167,7 +167,7 @@ class LoopbackHandoff(HandoffHarness):
         layout = over(LAYOUT, self.source_ranks)
         settings = context("P", self._next_epoch(), port=self._port, layout=layout, options=self.options())
         node = Node.start(self.connector, settings, NUM_SOURCE_BLOCKS)
-        self._stack.callback(node.connector.close)
+        self._stack.callback(node.close)
         for block_id in range(NUM_SOURCE_BLOCKS):
             stamp(node.cache, block_id, 0)
         self.source = LocalNode(node)

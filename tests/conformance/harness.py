@@ -175,7 +175,7 @@ class Harness(ABC):
         return Prompt(self._num_prompts, num_tokens, blocks)
 
     def reader(self, name: str) -> Reader:
-        """A new node. Close its connector."""
+        """A new node. Close it."""
         settings = context(name, layout=over(LAYOUT, self.reader_ranks), options=self.options())
         return Reader(Node.start(self.connector, settings, NUM_READER_BLOCKS))
 

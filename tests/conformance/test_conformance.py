@@ -92,7 +92,7 @@ def test_several_readers_at_once(harness: Harness, reader: Reader) -> None:
             assert all(one.has(prompt, index, block_id) for index, block_id in enumerate(blocks))
         second.check_events()
     finally:
-        second.node.connector.close()
+        second.node.close()
 
 
 @pytest.mark.parametrize("when", ["asking", "found", "reading"])
@@ -186,10 +186,10 @@ def check_closing(harness: Harness, stopped: str) -> None:
             harness.stop(stopped)
     finally:
         began_s = time.monotonic()
-        reader.node.connector.close()
+        reader.node.close()
     assert time.monotonic() - began_s < CLOSE_DEADLINE_S
     reader.check_quiet()
-    reader.node.connector.close()
+    reader.node.close()
 
 
 def test_closing_ends_every_load_in_time(harness: Harness) -> None:

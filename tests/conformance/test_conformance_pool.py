@@ -112,4 +112,4 @@ def test_nodes_with_different_kv_share_nothing(harness: PoolHarness, changes: di
         assert harness.fetch(stranger, prompt, harness.load_id("stranger"), (1, 2)) == End(0)
         assert misses(stranger) == {"absent": 1}
     finally:
-        stranger.node.connector.close()
+        stranger.node.close()

@@ -21,6 +21,7 @@ from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.registry import create_connector, rank_reader
 from tests.connectors import layouts
+from tests.connectors.forked import start_process
 from tests.connectors.layouts import make_cache, two_groups
 from tests.connectors.rank_wires import PortPair
 
@@ -88,6 +89,7 @@ class Node:
     connector: Connector
     cache: CacheDescription  # with the tensors of all ranks, rank after rank
     readers: list[Closes | None] = field(default_factory=list)  # of the further ranks
+    ports: list[PortPair] = field(default_factory=list)  # to them
     events: list[Event] = field(default_factory=list)
 
     @classmethod
@@ -104,7 +106,16 @@ class Node:
             connector.close()
             raise
         tensors = tuple(tensor for cache in caches for tensor in cache.tensors)
-        return cls(connector, replace(caches[0], tensors=tensors), readers)
+        return cls(connector, replace(caches[0], tensors=tensors), readers, pairs)
+
+    def close(self) -> None:
+        """As an engine ends: rank 0's connector, then what the other ranks run. Then no cache changes. Idempotent."""
+        self.connector.close()
+        for reader in self.readers:
+            if reader is not None:
+                reader.close()
+        while self.ports:
+            self.ports.pop().close()
 
     def wait_for(self, kind: type[Event], load_or_lease: str, patience_s: float = PATIENCE_S) -> Any:
         """The event of that kind; fails the test when it does not come."""
@@ -179,10 +190,8 @@ class RemoteNode(DrivenNode):
 @contextmanager
 def remote_node(connector_name: str, settings: ConnectorContext, num_blocks: int = 64) -> Iterator[RemoteNode]:
     """A prefill node in another process; killed at the end."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_serve, args=(theirs, connector_name, settings, num_blocks), daemon=True)
-    process.start()
+    ours, theirs = multiprocessing.Pipe()
+    process = start_process(_serve, theirs, connector_name, settings, num_blocks)
     theirs.close()
     try:
         assert ours.poll(60.0), "the remote node did not start"
@@ -206,7 +215,7 @@ def _serve(pipe: Connection, connector_name: str, settings: ConnectorContext, nu
             name, args = pipe.recv()
             pipe.send(COMMANDS[name](node, *args))
     except EOFError:
-        node.connector.close()
+        node.close()
 
 
 def _open(node: Node, num_tokens: int, hold: bool) -> Ticket:
@@ -244,5 +253,5 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "stats": lambda node: node.connector.stats(),
     "cpu_s": _cpu_s,
     "store": _store,
-    "close": lambda node: node.connector.close(),
+    "close": lambda node: node.close(),
 }

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import socket
-import subprocess
-import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster import SOURCES
+from pd_connectors.lmcache_server import serve
+from tests.connectors.forked import start_process
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
     from types import TracebackType
 
 READY_DEADLINE_S = 60.0
-_SERVE = """
-import sys
-from pd_connectors.lmcache_server import serve
-serve("127.0.0.1", int(sys.argv[1]), int(sys.argv[2]), lambda host, port: print(f"serving {port}", flush=True))
-"""
 
 needs_lmcache = pytest.mark.skipif(find_spec("lmcache") is None, reason="LMCache is not installed: [lmcache]")
 
@@ -31,7 +27,7 @@ class StoreServer:
 
     def __init__(self, max_bytes: int = 1 << 30) -> None:
         self._max_bytes = max_bytes
-        self._process: subprocess.Popen[str] | None = None
+        self._process: BaseProcess | None = None
         self.port = 0
         self.start()
 
@@ -42,28 +38,25 @@ class StoreServer:
     def start(self) -> None:
         """Start it, on the port that it had before. Empty, like every server of LMCache's."""
         assert self._process is None
-        command = [sys.executable, "-c", _SERVE, str(self.port), str(self._max_bytes)]
-        path = os.pathsep.join(part for part in (SOURCES, os.environ.get("PYTHONPATH", "")) if part)
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
-        )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line.startswith("serving "), f"the server did not start: {line!r}"
-        self.port = int(line.split()[1])
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        self._process = start_process(_serve, theirs, self.port, self._max_bytes)
+        theirs.close()
+        with ours:
+            assert ours.poll(READY_DEADLINE_S), "the server did not start"
+            self.port = ours.recv()
 
     @property
     def pid(self) -> int:
         assert self._process is not None
+        assert self._process.pid is not None
         return self._process.pid
 
     def kill(self) -> None:
         """SIGKILL."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(READY_DEADLINE_S)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._process.join(READY_DEADLINE_S)
+        assert self._process.exitcode is not None
         self._process = None
 
     def __enter__(self) -> StoreServer:
@@ -74,6 +67,10 @@ class StoreServer:
     ) -> None:
         if self._process is not None:
             self.kill()
+
+
+def _serve(pipe: Connection, port: int, max_bytes: int) -> None:
+    serve("127.0.0.1", port, max_bytes, lambda host, port: pipe.send(port))
 
 
 def closed_port() -> int:

@@ -36,7 +36,7 @@ def nodes() -> Iterator[dict[int, Node]]:
         yield started
     finally:
         for node in started.values():
-            node.connector.close()
+            node.close()
             for reader in node.readers:
                 assert reader is not None
                 reader.close()

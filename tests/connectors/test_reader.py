@@ -319,7 +319,7 @@ def test_a_lost_connection_that_comes_back_costs_nothing(bench: Bench) -> None:
 def test_a_read_that_hangs_costs_the_endpoint(bench: Bench) -> None:
     bench.reading("a")
     bench.reader.cancel("a", 0.0)
-    assert bench.reader.num_quarantined_blocks == 2
+    assert bench.reader.loads.num_quarantined_blocks == 2
     assert bench.reader.next_timer() == CONTEXT.drain_deadline_s
     bench.reader.tick(CONTEXT.drain_deadline_s)
     assert len(bench.transport.disconnects) == 1
@@ -327,7 +327,7 @@ def test_a_read_that_hangs_costs_the_endpoint(bench: Bench) -> None:
     assert bench.reader.next_timer() == float("inf"), "only the transport's word ends it now"
     bench.reader.on_completion(ReadEnded(("a", 0), "torn down"), 9.0)
     assert bench.outcome("a")[-1] is LoadDrained
-    assert bench.reader.num_quarantined_blocks == 0
+    assert bench.reader.loads.num_quarantined_blocks == 0
 
 
 def test_idle_peers_are_forgotten(bench: Bench) -> None:
@@ -433,7 +433,7 @@ def test_a_ticket_of_another_model_is_refused_without_a_word_to_its_owner(bench:
     assert bench.outcome("a") == [LoadFailure.REJECTED, LoadDrained]
     assert bench.sent == []
     assert bench.counters.failed[LoadFailure.REJECTED] == 1
-    assert bench.reader.num_loads == 0
+    assert bench.reader.loads.num_loads == 0
 
 
 def test_an_owner_that_answers_no_greeting_fails_those_that_wait_for_it_and_no_others(bench: Bench) -> None:
@@ -561,7 +561,7 @@ def test_a_load_that_drains_on_a_former_endpoint_is_no_matter_of_the_next_one(be
     ticket = bench.begin("b", now=2.0)
     bench.answer()
     key = bench.up()
-    assert bench.reader.num_quarantined_loads == 1
+    assert bench.reader.loads.num_quarantined_loads == 1
     assert bench.reader.next_timer() > 2.0, "or the thread would turn without a pause"
     bench.reader.tick(2.0)
     assert key not in bench.transport.disconnects
@@ -577,9 +577,9 @@ def test_what_was_read_is_counted(bench: Bench) -> None:
     reader, counters = bench.reader, bench.counters
     bench.reading("a", now=1.0)
     bench.reading("b", now=1.0)
-    assert (reader.num_loads, reader.num_reading) == (2, 0)
+    assert (reader.loads.num_loads, reader.loads.num_reading) == (2, 0)
     bench.reader.on_completion(ReadEnded(("b", 0)), 2.0)
-    assert (reader.num_loads, reader.num_reading) == (2, 1)
+    assert (reader.loads.num_loads, reader.loads.num_reading) == (2, 1)
     bench.finish("a", 3.0)
     assert (counters.done, sum(counters.group_bytes), counters.transfer_s) == (1, 2 * LAYOUT.block_bytes, 2.0)
     bench.reader.cancel("b", 3.0)
@@ -589,8 +589,8 @@ def test_what_was_read_is_counted(bench: Bench) -> None:
     assert (counters.done, sum(counters.group_bytes), counters.transfer_s) == (2, 4 * LAYOUT.block_bytes, 3.0)
     bench.reading("d", now=5.0)
     bench.reader.cancel("d", 5.0)
-    assert (reader.num_loads, reader.num_reading) == (1, 0)
-    assert (reader.num_quarantined_loads, reader.num_quarantined_blocks) == (1, 2)
+    assert (reader.loads.num_loads, reader.loads.num_reading) == (1, 0)
+    assert (reader.loads.num_quarantined_loads, reader.loads.num_quarantined_blocks) == (1, 2)
 
 
 def test_shutdown_fails_every_load_and_gives_every_endpoint_up(bench: Bench) -> None:

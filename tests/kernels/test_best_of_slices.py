@@ -108,7 +108,7 @@ def test_limits_and_masks_are_refused(backend: str) -> None:
     best, _ = functions(backend)
     draws = draws_of(1, [1.0])
     ones = torch.ones(1, device=DEVICE)
-    masks = TokenMasks(torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int32))
+    masks = TokenMasks(torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), torch.zeros(1, dtype=torch.int64))
     for limits, mask in ((Limits(ones.long(), ones, ones), None), (None, masks)):
         with pytest.raises(ValueError, match="whole row"):
             best(

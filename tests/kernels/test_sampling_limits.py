@@ -83,7 +83,7 @@ def test_a_mask_bans_and_allows() -> None:
     logits[:, 5], logits[2] = 9.0, -torch.inf
     masks = torch.zeros(2, 3, dtype=torch.int32)
     masks[0, 1], masks[1, 2], masks[1, 0] = 1 << 3, 1 << 4, -(1 << 31)  # 35; 68 and 31
-    given = TokenMasks(masks, torch.tensor([0, -1, 1, 1], dtype=torch.int32))
+    given = TokenMasks(masks, torch.tensor([0, -1, 1, 1]))
     seen = allowed(logits, given)
     assert seen[0].isfinite().nonzero().tolist() == [[35]]
     assert torch.equal(seen[1], logits[1])

@@ -39,7 +39,7 @@ def masks_for(num_rows: int, vocab_size: int) -> TokenMasks:
     """Every second row has one of three masks, each of which allows about half of the tokens."""
     generator = torch.Generator().manual_seed(9)
     masks = torch.randint(-(1 << 31), 1 << 31, (3, -(-vocab_size // 32)), generator=generator).int()
-    rows = torch.tensor([at % 3 if at % 2 else -1 for at in range(num_rows)], dtype=torch.int32)
+    rows = torch.tensor([at % 3 if at % 2 else -1 for at in range(num_rows)])
     return TokenMasks(masks.to(DEVICE), rows.to(DEVICE))
 
 
@@ -95,7 +95,7 @@ def test_a_mask_of_fewer_tokens_than_top_k_costs_no_search_of_the_row(monkeypatc
     logits, masks = torch.randn(2, 8300, generator=torch.Generator().manual_seed(2)), torch.zeros(2, 260).int()
     masks[0, [3, 50, 51, 200, 259]], masks[1, 7] = 4, 1
     limits = Limits(torch.full((2,), 20), torch.tensor([0.9, 1.0]), torch.zeros(2))
-    draws = Draws(torch.ones(2), torch.arange(2), torch.arange(2), limits, TokenMasks(masks, torch.arange(2).int()))
+    draws = Draws(torch.ones(2), torch.arange(2), torch.arange(2), limits, TokenMasks(masks, torch.arange(2)))
     found = triton_limits.floors(logits, draws)
     assert found is not None
     assert torch.equal(found, sampling_limits.floors(logits, draws))
