@@ -21,13 +21,13 @@ class StreamHead(msgspec.Struct, frozen=True, array_like=True, tag="head"):
     """What another node needs to write the same stream. Sent with the first tokens."""
 
     # of weights, tokenizer, chat template, parser and sampling, as /health says: a node with another one refuses.
-    # "": the stream cannot be continued (it has several prompts)
+    # "": the stream cannot be continued (it is a beam search)
     stream_version: str
     response_id: str  # without its prefix "chatcmpl-" or "cmpl-"
     created: int  # Unix seconds
     seed: int  # with which the first choice of the first prompt is drawn, resolved if the client gave none
     num_prompt_tokens: int  # of all prompts
-    num_cached_tokens: int  # of all prompts, as the client's usage says
+    num_cached_tokens: int  # of the prompt, as the client's usage says; 0 for several, see `ChoiceProgress`
     prompt_digest: bytes  # of the token ids of all prompts
 
 
@@ -38,6 +38,7 @@ class ChoiceProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: tuple[int, ...]
     num_chars: int  # characters released in this frame: content, reasoning, names and arguments of calls; no echo
     finish_reason: str = ""  # "": the choice goes on
+    num_cached_tokens: int = 0  # of its prompt, if the request has several: they do not begin at one time
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
@@ -69,6 +70,7 @@ class KnownChoice(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]
     num_chars: int  # the sum of all frames
     finish_reason: str = ""
+    num_cached_tokens: int = 0  # of its prompt, if the request has several
 
 
 class KnownHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +93,7 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     head: KnownHead
-    choices: tuple[KnownChoice, ...]  # those with tokens
+    choices: tuple[KnownChoice, ...]  # those with tokens, and those that have ended
 
 
 AnyFrame = StreamHead | Frame | StreamEnd | StreamFailed

@@ -85,6 +85,8 @@ class CallRecord:
             self.phases[name] = min(max(0.0, seconds), left_s)
             left_s -= self.phases[name]
         self.phases[rest] = left_s
+        if "send" in self.phases:  # it comes last
+            self.phases["send"] = self.phases.pop("send")
 
     def end(self, now_s: float, outcome: str, status: int) -> None:
         self.ended_s, self.outcome, self.status = now_s, outcome, status

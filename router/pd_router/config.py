@@ -102,6 +102,12 @@ class RouterConfig(HttpLimits):
     max_queue: int = setting(
         256, "With --api-keys: requests that wait at the router, in turns of the keys, while all nodes are full."
     )
+    max_queue_mb: float = setting(
+        128.0,
+        "Memory in MB of the bodies of requests that wait so; beyond it those served last are refused with 429. At "
+        "least one body of --max-body-mb may wait.",
+        positive=True,
+    )
     max_queue_s: float = setting(30.0, "How long such a request waits before it is refused with 429.", positive=True)
     slo_slack: float = setting(
         0.0,
@@ -198,6 +204,10 @@ class RouterConfig(HttpLimits):
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mb * 1e6)
+
+    @property
+    def max_queue_bytes(self) -> int:
+        return max(int(self.max_queue_mb * 1e6), self.max_body_bytes)
 
 
 def check_node_url(url: str, kind: str = "node") -> None:

@@ -80,7 +80,8 @@ class ContinuedStream:
             return None
         try:
             self._heirs.fail(leg.node, self._casualties.epoch_of(leg.node))
-            if self.record.num_tokens - self._num_inherited >= OUTLIVED_TOKENS * self._body.num_samples:
+            num_choices = max(self._body.num_samples, self.record.num_choices)
+            if self.record.num_tokens - self._num_inherited >= OUTLIVED_TOKENS * num_choices:
                 self._casualties.outlive()
             self._num_inherited = self.record.num_tokens
             await self._judge("stream", failure)

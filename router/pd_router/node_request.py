@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import orjson
 
+from pd_connectors.protocol.feed import CHARGE_HEADER
 from pd_http.errors import NodesDied, PdError
 from pd_http.node_answers import FailureKind, usage_in
 from pd_http.reply import JSON_TYPE
 from pd_router.casualties import Casualties
 from pd_router.errors import NodeFailed, NoNode
 from pd_router.headers import ROUTE, Headers
+from pd_router.legs import DecodeLeg
+from pd_router.liveness_guard import LivenessGuard
 from pd_router.node_table import Charge, Node, Role
 from pd_router.upstream import Answer, LegFailed, Refused
 
@@ -23,10 +26,12 @@ if TYPE_CHECKING:
 
     from pd_router.body import RequestBody
     from pd_router.call_record import CallRecord
+    from pd_router.candidates import Candidates
     from pd_router.config import HandoffOrder
     from pd_router.cost import Costs
     from pd_router.reply import CallReply
     from pd_router.services import Services
+    from pd_router.stream_record import StreamRecord
 
 log = logging.getLogger("pd_router")
 # With these statuses another node may succeed. Not 504: the request's time is up on every node.
@@ -119,6 +124,49 @@ class NodeRequest(ABC, Generic[Plan]):
             node, self._s.table.clock, prefill_bytes=prefill_bytes, prompt_tokens=tokens, cached_tokens=cached,
             sequences=sequences,
         )  # fmt: skip
+
+    async def _first_answer(
+        self,
+        kind: str,
+        candidates: Candidates,
+        body: bytes,
+        charge_of: Callable[[Node], Charge],
+        *,
+        record: StreamRecord | None = None,
+        has_other_way: bool = False,
+    ) -> tuple[DecodeLeg | None, LegFailed | None]:
+        """(a leg that has begun to answer or None, the last failure if a leg failed). All tries share one deadline.
+
+        `kind`: the name of the legs. `record`: of a stream that other nodes may continue. `has_other_way`: the request
+        can be served even if no candidate is left. Raises Refused, NodesDied.
+        """
+        s = self._s
+        last: LegFailed | None = None
+        wait_s = s.config.first_byte_timeout_s if self._body.wants_stream else s.config.response_timeout_s
+        ends_at = s.table.clock() + wait_s
+        while (node := candidates.take()) is not None:
+            charge = charge_of(node)
+            self._headers[CHARGE_HEADER] = charge.name
+            leg = DecodeLeg(s.upstream, node, charge, record)
+            self._casualties.meet(node)
+            now_s = s.table.clock()
+            self._record.until(now_s, "plan")
+            left_s = max(0.0, ends_at - now_s)
+            try:
+                with LivenessGuard(node, lambda: has_other_way or candidates.has_next):
+                    await leg.open(self._path, self._headers, body, left_s, s.config.idle_timeout_s)
+            except LegFailed as failure:
+                self._record.until(s.table.clock(), "retry")
+                await self._judge(kind, failure)
+                last = failure.with_traceback(None)  # which refers to this frame: a cycle, and it keeps the body
+                if not may_be_tried_again(failure):
+                    return None, last
+                continue
+            s.table.answered(node)
+            self._record.answered(s.table.clock(), node.node_id)
+            return leg, last
+        s.metrics.exhausted.labels(kind).inc()
+        return None, last
 
     async def _judge(self, leg: str, failure: LegFailed) -> None:
         """Count a leg that failed before its first byte. Raises NodesDied if the request must not be tried again."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from pd_connectors.protocol.feed import CHARGE_HEADER
+from typing import TYPE_CHECKING
+
 from pd_router.candidates import Candidates
 from pd_router.headers import PREFILL_BY
-from pd_router.legs import DecodeLeg
 from pd_router.liveness_guard import LivenessGuard
-from pd_router.node_request import NodeRequest, may_be_tried_again
+from pd_router.node_request import NodeRequest
 from pd_router.node_table import Node, Role
 from pd_router.prompt_route import PromptRoute
 from pd_router.splice import send_answer
 from pd_router.upstream import LegFailed
+
+if TYPE_CHECKING:
+    from pd_router.legs import DecodeLeg
 
 
 class OneLeg:
@@ -48,37 +51,11 @@ class PromptRequest(NodeRequest[PromptRoute]):
             leg.close()
 
     async def _open(self) -> tuple[DecodeLeg | None, LegFailed | None]:
-        """(a leg that has begun to answer or None, the last failure if a leg failed). All tries share one deadline.
-
-        Raises Refused, NodesDied.
-        """
-        s, body = self._s, self._body.plain()
+        """See `_first_answer`."""
         candidates = Candidates(
-            self.plan.nodes, self._healthy(*self.plan.roles), self.plan.best, s.config.max_prefill_tries, s.table.clock
+            self.plan.nodes, self._healthy(*self.plan.roles), self.plan.best,
+            self._s.config.max_prefill_tries, self._s.table.clock,
+        )  # fmt: skip
+        return await self._first_answer(
+            "prompt", candidates, self._body.plain(), lambda node: self._book(node, self._body.num_bytes)
         )
-        last: LegFailed | None = None
-        wait_s = s.config.first_byte_timeout_s if self._body.wants_stream else s.config.response_timeout_s
-        ends_at = s.table.clock() + wait_s
-        while (node := candidates.take()) is not None:
-            charge = self._book(node, self._body.num_bytes)
-            self._headers[CHARGE_HEADER] = charge.name
-            leg = DecodeLeg(s.upstream, node, charge)
-            self._casualties.meet(node)
-            now_s = s.table.clock()
-            self._record.until(now_s, "plan")
-            left_s = max(0.0, ends_at - now_s)
-            try:
-                with LivenessGuard(node, lambda: candidates.has_next):
-                    await leg.open(self._path, self._headers, body, left_s, s.config.idle_timeout_s)
-            except LegFailed as failure:
-                self._record.until(s.table.clock(), "retry")
-                await self._judge("prompt", failure)
-                last = failure.with_traceback(None)  # which refers to this frame: a cycle, and it keeps the body
-                if not may_be_tried_again(failure):
-                    return None, last
-                continue
-            s.table.answered(node)
-            self._record.answered(s.table.clock(), node.node_id)
-            return leg, last
-        s.metrics.exhausted.labels("prompt").inc()
-        return None, last

@@ -198,42 +198,16 @@ class RoutedRequest(NodeRequest[RouteChoice]):
     async def _try_decodes(
         self, body: bytes, choose: Choose, prefill_bytes: int, *, has_other_way: bool = False
     ) -> tuple[DecodeLeg | None, LegFailed | None]:
-        """(a leg that has begun to answer or None, the last failure if a leg failed).
-
-        All tries share one deadline. `has_other_way`: the request can be served even if no candidate is left.
-        Raises Refused, NodesDied.
-        """
-        s = self._s
+        """See `_first_answer`."""
         self.phase = "decode"
         candidates = Candidates(
-            self.plan.decodes, self._healthy(Role.DECODE, Role.MIXED), choose, s.config.max_decode_tries, s.table.clock
-        )
-        last: LegFailed | None = None
-        wait_s = s.config.first_byte_timeout_s if self._body.wants_stream else s.config.response_timeout_s
-        ends_at = s.table.clock() + wait_s
-        while (node := candidates.take()) is not None:
-            charge = self._charge(node, prefill_bytes, self._body.num_samples)
-            self._headers[CHARGE_HEADER] = charge.name
-            leg = DecodeLeg(s.upstream, node, charge, self._stream.record if self._body.wants_stream else None)
-            self._casualties.meet(node)
-            now_s = s.table.clock()
-            self._record.until(now_s, "plan")
-            left_s = max(0.0, ends_at - now_s)
-            try:
-                with LivenessGuard(node, lambda: has_other_way or candidates.has_next):
-                    await leg.open(self._path, self._headers, body, left_s, s.config.idle_timeout_s)
-            except LegFailed as failure:
-                self._record.until(s.table.clock(), "retry")
-                await self._judge("decode", failure)
-                last = failure.with_traceback(None)  # which refers to this frame: a cycle, and it keeps the body
-                if not may_be_tried_again(failure):
-                    return None, last
-                continue
-            s.table.answered(node)
-            self._record.answered(s.table.clock(), node.node_id)
-            return leg, last
-        s.metrics.exhausted.labels("decode").inc()
-        return None, last
+            self.plan.decodes, self._healthy(Role.DECODE, Role.MIXED), choose, self._s.config.max_decode_tries,
+            self._s.table.clock,
+        )  # fmt: skip
+        return await self._first_answer(
+            "decode", candidates, body, lambda node: self._charge(node, prefill_bytes, self._body.num_samples),
+            record=self._stream.record if self._body.wants_stream else None, has_other_way=has_other_way,
+        )  # fmt: skip
 
     def _has_alone(self) -> bool:
         """Whether a decode node that does not pair with the prefill nodes can serve the request, if no other does."""

@@ -1,7 +1,8 @@
 """The spans of one request, made from its record when all is over. Pure, except for drawn ids.
 
 Nodes make no spans: they report durations, and the router places them on its own clock. So the clocks of the machines
-need not agree. Attributes are `gen_ai.*` where the semantic conventions have one, else `pd.*`.
+need not agree. The prefill leg is a child of what asked the prefill node: of the request, or D-first of the decode leg.
+Attributes are `gen_ai.*` where the semantic conventions have one, else `pd.*`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pd_router.config import HandoffOrder
 from pd_router.trace_context import new_span_id
 
 if TYPE_CHECKING:
@@ -52,34 +54,59 @@ def spans_of(record: CallRecord) -> Iterator[Span]:
         span_id=trace.span_id,
     )  # fmt: skip
 
-    def under(parent: str, name: str, start_s: float, end_s: float, role: str, node: str) -> Span:
-        return Span(f"pd.{name}", trace.trace_id, parent, start_s, end_s, f"pd-{role}", node, {"pd.node": node})
+    decode = _decode_leg(record) if record.asked_s else None
+    asks_prefill = decode if record.order == HandoffOrder.D_FIRST else None
+    yield from _phases(record, trace.span_id if asks_prefill is None else asks_prefill.span_id)
+    if decode is not None:
+        yield decode
+        yield from _at_decode(record, decode)
 
+
+def _under(record: CallRecord, parent_id: str, name: str, start_s: float, end_s: float, role: str, node: str) -> Span:
+    return Span(f"pd.{name}", record.trace.trace_id, parent_id, start_s, end_s, f"pd-{role}", node, {"pd.node": node})
+
+
+def _phases(record: CallRecord, prefill_parent: str) -> Iterator[Span]:
+    """What the router waited for until the first token. `prefill_parent`: the span of what asked the prefill node."""
     at_s, leg = record.wall_s, None
     for name, seconds in record.phases.items():
         is_remote = name in _AT_PREFILL and "handoff" in record.phases
         role, node = ("prefill", record.prefill_by) if is_remote else ("router", "")
         if is_remote and leg is None:
             end_s = at_s + sum(record.phases.get(part, 0.0) for part in _AT_PREFILL)
-            leg = under(trace.span_id, "prefill_leg", at_s, end_s, role, node)
+            leg = _under(record, prefill_parent, "prefill_leg", at_s, end_s, role, node)
             yield leg
-        parent = leg.span_id if leg is not None and is_remote else trace.span_id
-        yield under(parent, name, at_s, at_s + seconds, role, node)
+        parent = leg.span_id if leg is not None and is_remote else record.trace.span_id
+        yield _under(record, parent, name, at_s, at_s + seconds, role, node)
         at_s += seconds
-    if not record.asked_s:
-        return
-    start_s, end_s = record.asked_s + wall_s, record.ended_s + wall_s
-    if record.report is not None and record.first_s:  # its arrival at the node
-        start_s = max(start_s, record.first_s + wall_s - record.report.first_s)
-    decode = under(trace.span_id, "decode_leg", start_s, end_s, "decode", record.served_by)
-    yield decode
-    if record.report is not None:
-        told = record.report.phases
-        for name in _AT_DECODE:
-            if name in told:
-                until_s = min(start_s + told[name], end_s)
-                yield under(decode.span_id, name, start_s, until_s, "decode", record.served_by)
-                start_s = until_s
+
+
+def _decode_leg(record: CallRecord) -> Span:
+    """From its arrival at the node if the node told it; D-first from the call, because the prefill is a part of it."""
+    wall_s = record.wall_s - record.arrived_s
+    start_s = record.asked_s + wall_s
+    if record.order != HandoffOrder.D_FIRST:
+        start_s = max(start_s, _arrival_s(record))
+    return _under(
+        record, record.trace.span_id, "decode_leg", start_s, record.ended_s + wall_s, "decode", record.served_by
+    )
+
+
+def _arrival_s(record: CallRecord) -> float:
+    """When the decode node had the request: Unix seconds on the router's clock; 0: it did not tell."""
+    if record.report is None or not record.first_s:
+        return 0.0
+    return record.wall_s - record.arrived_s + record.first_s - record.report.first_s
+
+
+def _at_decode(record: CallRecord, leg: Span) -> Iterator[Span]:
+    told = record.report.phases if record.report is not None else {}
+    start_s = max(leg.start_s, _arrival_s(record))
+    for name in _AT_DECODE:
+        if name in told:
+            until_s = min(start_s + told[name], leg.end_s)
+            yield _under(record, leg.span_id, name, start_s, until_s, "decode", record.served_by)
+            start_s = until_s
 
 
 def _attributes(record: CallRecord) -> dict[str, Value]:

@@ -20,12 +20,13 @@ _SAME = ("stream_version", "response_id", "created", "seed", "num_prompt_tokens"
 
 
 class _ChoiceRecord:
-    __slots__ = ("finish_reason", "num_chars", "token_ids")
+    __slots__ = ("finish_reason", "num_cached_tokens", "num_chars", "token_ids")
 
     def __init__(self) -> None:
         self.token_ids = array("I")
         self.num_chars = 0
         self.finish_reason = ""
+        self.num_cached_tokens = 0
 
 
 class StreamRecord:
@@ -46,6 +47,11 @@ class StreamRecord:
     @property
     def _is_too_long(self) -> bool:
         return self._size > MAX_RECORD_TOKENS
+
+    @property
+    def num_choices(self) -> int:
+        """The number of choices that have begun, of all prompts."""
+        return len(self._choices)
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +81,7 @@ class StreamRecord:
             choice.token_ids.extend(progress.token_ids)
             choice.num_chars += progress.num_chars
             choice.finish_reason = progress.finish_reason
+            choice.num_cached_tokens = progress.num_cached_tokens
             self._size += len(progress.token_ids)
         if self._is_too_long:
             self._choices.clear()
@@ -104,8 +111,9 @@ class StreamRecord:
                 token_ids=tuple(choice.token_ids),
                 num_chars=choice.num_chars,
                 finish_reason=choice.finish_reason,
+                num_cached_tokens=choice.num_cached_tokens,
             )
             for index, choice in sorted(self._choices.items())
-            if choice.token_ids
+            if choice.token_ids or choice.finish_reason  # with `max_tokens` 0 a choice ends without tokens
         )
         return Continuation(head=KnownHead(**head), choices=tuple(known))

@@ -104,6 +104,7 @@ class AdmissionWorld:
         self._slots = asyncio.Semaphore(num_slots)
         self._running = 0
         self._prompts: list[tuple[int, int, int, asyncio.Event]] = []  # priority, turn, tokens left, done
+        self.most_prompts = 0  # at the prefill node at once
         self._arrived = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = iter(range(1 << 40))
@@ -195,6 +196,7 @@ class AdmissionWorld:
     async def _prefill(self, tokens: int, priority: int) -> None:
         done = asyncio.Event()
         self._prompts.append((priority, next(self._numbers), tokens, done))
+        self.most_prompts = max(self.most_prompts, len(self._prompts))
         self._arrived.set()
         await done.wait()
 

@@ -32,12 +32,11 @@ class ScriptedStream:
         """`choices` of the continuation behind the first `count` frames."""
         known: dict[int, dict[str, Any]] = {}
         for progress in (progress for frame in self.frames[:count] for progress in frame.choices):
-            choice = known.setdefault(
-                progress.index, {"index": progress.index, "token_ids": [], "num_chars": 0, "finish_reason": ""}
-            )
+            choice = known.setdefault(progress.index, {"index": progress.index, "token_ids": [], "num_chars": 0})
             choice["token_ids"] += progress.token_ids
             choice["num_chars"] += progress.num_chars
             choice["finish_reason"] = progress.finish_reason
+            choice["num_cached_tokens"] = progress.num_cached_tokens
         return [known[index] for index in sorted(known)]
 
     def count_of(self, known: Sequence[dict[str, Any]]) -> int:
@@ -69,5 +68,5 @@ def make_stream(seed: int, *, num_choices: int = 1, num_frames: int = 6) -> Scri
         if is_last:
             open_choices.remove(index)
         data = f"data: {released}\n\n".encode() if released else b""
-        frames.append(Frame((ChoiceProgress(index, ids, len(released), "stop" if is_last else ""),), data))
+        frames.append(Frame((ChoiceProgress(index, ids, len(released), "stop" if is_last else "", index),), data))
     return ScriptedStream(tuple(frames))

@@ -181,6 +181,52 @@ async def test_a_full_queue_keeps_the_place_of_a_key_that_asks_for_little(keys: 
         await router.idle()
 
 
+async def test_the_bodies_that_wait_are_bounded_too(keys: Path) -> None:
+    """40 KB each of 100 KB: the third of the greedy key is refused, and the other key takes its last place."""
+    node = FakeNode("mixed", fakes.decode_until_told)
+    node.num_slots = 1
+    sizes: dict[str, Any] = {"max_queue_mb": 0.1, "max_body_mb": 0.1}
+    async with running(node), serving(mixed=[node], api_keys=str(keys), **sizes) as router:
+        assert router.services.admission is not None
+        queue = router.services.admission.queue
+
+        def send(name: str, num_bytes: int = 40_000) -> asyncio.Task[Any]:
+            return asyncio.create_task(post(router, name, BODY | {"user": "x" * num_bytes}))
+
+        first = send("one")
+        await node.wait_seen(1)
+        second = send("one")
+        await until(lambda: len(queue) == 1)
+        third = send("one")
+        await until(lambda: len(queue) == 2)
+        assert 80_000 < queue.num_bytes < 81_000
+        status, body, headers = await send("one")
+        assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert int(headers["retry-after"]) >= 1
+        assert router.count("pd_router_refusals_total", key="one", reason="queue") == 1
+        quiet = send("two", 50_000)
+        assert (await third)[0] == 429
+        assert 90_000 < queue.num_bytes < 91_000
+        node.go_on.set()
+        assert [(await one)[0] for one in (first, second, quiet)] == [200] * 3
+        assert queue.num_bytes == 0
+        await router.idle()
+
+
+async def test_a_body_that_may_come_may_wait(keys: Path) -> None:
+    """Else a request that is longer than the queue would only be served by nodes without others."""
+    node = FakeNode("mixed", fakes.decode_until_told)
+    node.num_slots = 1
+    sizes: dict[str, Any] = {"max_queue_mb": 0.01, "max_body_mb": 0.1}
+    async with running(node), serving(mixed=[node], api_keys=str(keys), **sizes) as router:
+        first = asyncio.create_task(post(router))
+        await node.wait_seen(1)
+        long = asyncio.create_task(post(router, "two", BODY | {"user": "x" * 90_000}))
+        await until(lambda: router.count("pd_router_requests_queued") == 1)
+        node.go_on.set()
+        assert [(await one)[0] for one in (first, long)] == [200, 200]
+
+
 async def test_a_client_that_leaves_the_queue_leaves_nothing(keys: Path) -> None:
     node = FakeNode("mixed", fakes.decode_until_told)
     node.num_slots = 1

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pd_router.admission.key_admission import Visit
+from tests.otlp_receiver import collecting
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import serving, until
@@ -112,4 +115,112 @@ async def test_a_body_behind_its_refusal_is_dropped(keys: Path) -> None:
         assert b" 200 " in await reader.readline()
         writer.close()
         assert len(node.seen) == 1
+        await router.idle()
+
+
+async def held_retry(router: Router, node: FakeNode) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
+    """(a request that runs, and the retry of another one that is due meanwhile and is held)"""
+    admission = router.services.admission
+    assert admission is not None
+    first = asyncio.create_task(post(router, "one"))
+    await node.wait_seen(1)
+    status, _, headers = await post(router, "one", BODY | {"prompt": "again"})
+    assert status == 429
+    clock = admission.clock
+    admission.clock = lambda: clock() + int(headers["retry-after"])
+    retry = asyncio.create_task(post(router, "one", BODY | {"prompt": "again"}))
+    limits = admission._limits["one"]
+    await until(lambda: limits._held)
+    return first, retry
+
+
+async def test_a_retry_that_is_due_is_held_until_a_place_is_free(keys: Path) -> None:
+    write(keys, line("one", concurrency=1))
+    node = FakeNode("mixed", fakes.decode_until_told)
+    async with running(node), serving(mixed=[node], api_keys=str(keys)) as router:
+        first, retry = await held_retry(router, node)
+        assert len(node.seen) == 1
+        node.go_on.set()
+        assert [(await one)[0] for one in (first, retry)] == [200, 200]
+        await router.idle()
+        assert router.services.admission is not None
+        assert router.services.admission._limits["one"].running == 0
+
+
+async def test_a_held_retry_that_gets_no_place_is_refused_and_one_that_leaves_takes_none(keys: Path) -> None:
+    write(keys, line("one", concurrency=1))
+    node = FakeNode("mixed", fakes.decode_until_told)
+    async with running(node), serving(mixed=[node], api_keys=str(keys), max_queue_s=0.05) as router:
+        first, retry = await held_retry(router, node)
+        status, _, headers = await retry
+        assert (status, int(headers["retry-after"]) >= 1) == (429, True)
+        node.go_on.set()
+        assert (await first)[0] == 200
+        await router.idle()
+    node = FakeNode("mixed", fakes.decode_until_told)
+    async with running(node), serving(mixed=[node], api_keys=str(keys)) as router:
+        first, retry = await held_retry(router, node)
+        assert router.services.admission is not None
+        assert router.services.admission._held_bytes > 0
+        retry.cancel()
+        limits = router.services.admission._limits["one"]
+        await until(lambda: not limits._held)
+        assert router.services.admission._held_bytes == 0
+        node.go_on.set()
+        assert (await first)[0] == 200
+        assert limits.running == 0
+        await router.idle()
+
+
+async def test_no_key_is_in_logs_metrics_pages_or_traces(
+    keys: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Right ones, wrong ones, and their hashes."""
+    write(keys, line("one", concurrency=1) + line("two"))
+    caplog.set_level(logging.DEBUG)
+    secrets = [*SECRETS.values(), "pd-wrong-key"]
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode_until_told)
+    with collecting() as collector:
+        settings: dict[str, Any] = {"otlp_url": collector.url, "trace_ratio": 1.0, "request_log": "all"}
+        async with running(p, d), serving([p], [d], api_keys=str(keys), **settings) as router:
+            first = asyncio.create_task(post(router, "one"))
+            await d.wait_seen(1)
+            assert (await post(router, "one"))[0] == 429
+            assert (await post(router, headers={"x-api-key": "pd-wrong-key"}))[0] == 401
+            d.go_on.set()
+            assert (await first)[0] == 200
+            assert (await post(router, headers={"x-api-key": SECRETS["two"]}))[0] == 200
+            told = []
+            for path in ("/metrics", "/nodes", "/load", "/dashboard", "/dashboard/state"):
+                async with router.session.get(router.url + path) as response:
+                    assert response.status == 200, path
+                    told.append(await response.text())
+            await until(lambda: len({span.trace_id for span in collector.spans}) >= 2)
+            await router.idle()
+        told += [str(collector.spans), caplog.text, *capfd.readouterr()]
+    assert any('"key":"two"' in text for text in told), "the log was searched"
+    assert 'key="one"' in told[0]
+    hidden = [*secrets, *(sha256(secret.encode()).hexdigest() for secret in secrets)]
+    assert [(secret, text[:80]) for secret in hidden for text in told if secret in text] == []
+
+
+@pytest.mark.parametrize("bound", [{"_max_queue_bytes": 10}, {"_max_queue": 0}])
+async def test_a_retry_is_not_held_beyond_the_bounds_of_the_queue(keys: Path, bound: dict[str, int]) -> None:
+    write(keys, line("one", concurrency=1))
+    node = FakeNode("mixed", fakes.decode_until_told)
+    async with running(node), serving(mixed=[node], api_keys=str(keys)) as router:
+        admission = router.services.admission
+        assert admission is not None
+        for name, most in bound.items():
+            setattr(admission, name, most)
+        first = asyncio.create_task(post(router, "one"))
+        await node.wait_seen(1)
+        status, _, headers = await post(router, "one", BODY | {"prompt": "again"})
+        clock = admission.clock
+        admission.clock = lambda: clock() + int(headers["retry-after"])
+        status, body, headers = await post(router, "one", BODY | {"prompt": "again"})
+        assert (status, int(headers["retry-after"]) >= 1) == (429, True)
+        assert "the nodes are busy" in str(body), "at once: a retry that was held in vain hears of its key"
+        node.go_on.set()
+        assert (await first)[0] == 200
         await router.idle()

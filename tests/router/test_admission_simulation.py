@@ -31,6 +31,15 @@ def test_a_quiet_key_hardly_notices_a_greedy_one() -> None:
     assert beside["greedy"].retries_refused <= 0.2 * beside["greedy"].retries
 
 
+def test_a_greedy_key_s_first_requests_do_not_queue_at_the_prefill_node() -> None:
+    """They are below its share of the slots, which once let 31 of them pass."""
+    world = AdmissionWorld(QUIET, greedy(clients=200, tokens=500), num_slots=64)
+    world.admission.limits_of(QUIET.key)  # it had a request lately
+    world.admission._counted_s = -1.0
+    world.run(2.0)
+    assert 1 <= world.most_prompts <= 4
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("settings", [{}, {"slo_ttft_ms": 1000.0, "slo_slack": 2.0}])
 def test_four_of_five_retries_succeed_at_twice_the_load(settings: dict[str, Any]) -> None:

@@ -142,6 +142,24 @@ def test_spans_are_one_trace_inside_the_request() -> None:
     assert root.error == ""
 
 
+def test_d_first_the_prefill_is_a_part_of_the_decode_leg() -> None:
+    one = record()
+    one.until(10.1, "plan")
+    one.answered(11.0, "d0")
+    one.prefill_by, one.order = "p0", "d-first"
+    one.first_piece(11.01)
+    one.reported(report(HANDED), is_first_node=True)
+    one.end(11.5, "ok", 200)
+    by_name = {span.name: span for span in spans_of(one)}
+    decode, leg, queue = (by_name[f"pd.{name}"] for name in ("decode_leg", "prefill_leg", "queue"))
+    assert (leg.parent_id, decode.parent_id) == (decode.span_id, "b7ad6b7169203331")
+    assert decode.start_s == pytest.approx(leg.start_s, abs=1e-5)
+    assert leg.end_s <= decode.end_s
+    assert queue.start_s - decode.start_s == pytest.approx(11.01 - 0.7 - 10.1, abs=1e-5), "its way to the node"
+    ends_s = max(span.end_s for span in (by_name["pd.send"], by_name["pd.handoff"], leg))
+    assert by_name["pd.send"].end_s == ends_s, "it is the last phase"
+
+
 def test_a_request_that_no_node_answered_has_its_span_too() -> None:
     one = record()
     one.until(10.1, "plan")

@@ -243,10 +243,20 @@ async def test_a_request_that_kills_the_nodes_that_continue_it_ends() -> None:
         assert outcomes(router) == {"continued": 1, "nodes_died": 1}
 
 
-async def test_a_long_stream_outlives_any_number_of_nodes() -> None:
-    """Each node writes more than the place of the death before it: the request is not the cause."""
-    count = 2 * OUTLIVED_TOKENS  # the body asks for two choices
-    frames = [Frame((ChoiceProgress(0, tuple(range(count)), 1),), b"data: %d\n\n" % number) for number in range(5)]
+@pytest.mark.parametrize(("num_choices", "dies"), [(1, False), (2, False), (4, True)])
+async def test_a_long_stream_outlives_any_number_of_nodes(num_choices: int, *, dies: bool) -> None:
+    """Each node writes more than the place of the death before it: the request is not the cause.
+
+    The body asks for two choices. Four are of two prompts: then so many tokens are not enough.
+    """
+    count = 2 * OUTLIVED_TOKENS // num_choices
+    frames = [
+        Frame(
+            tuple(ChoiceProgress(index, tuple(range(count)), 1) for index in range(num_choices)),
+            b"data: %d\n\n" % number,
+        )
+        for number in range(5)
+    ]
     stream = ScriptedStream(tuple(frames))
     script = FramedScript(stream, [(len(encode_message(frames[0])), End.BREAKS)] * 4)
 
@@ -258,8 +268,11 @@ async def test_a_long_stream_outlives_any_number_of_nodes() -> None:
     for node in nodes:
         node.script = restarts
     async with running(*nodes), serving(decode=nodes, **LENIENT | {"max_node_deaths": 2}) as router:
-        assert await ask(router) == (stream.text, True)
-        assert script.counts == [1, 2, 3, 4]
+        if dies:
+            assert b"nodes_died" in (await ask(router))[0]
+        else:
+            assert await ask(router) == (stream.text, True)
+            assert script.counts == [1, 2, 3, 4]
 
 
 async def test_other_engines_are_not_asked_for_frames() -> None:

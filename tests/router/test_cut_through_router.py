@@ -17,11 +17,11 @@ import uvicorn
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_http.sockets import bound
 from pd_router import continued_stream
-from tests.cut_streams import Case, Said, same_bytes, same_content
+from tests.cut_streams import Case, Said, same_bytes, same_choices, same_content
 from tests.engine.test_core_pipeline import make_connector
 from tests.in_loop_server import in_loop
 from tests.router.router_process import Router, serving
-from tests.server.cut_nodes import SCRIPTED, Pair
+from tests.server.cut_nodes import SCRIPTED, SEVERAL, Pair
 from tests.server.test_continued_generation import CASES, config_of, engine_of, node_of
 
 if TYPE_CHECKING:
@@ -161,6 +161,13 @@ async def test_no_cut_of_an_answer_is_seen(step: int) -> None:
         async with Pair(texts, end=end) as pair, cluster(pair.apps) as (router, nodes):
             num += await check(router, nodes, case, same_bytes, step)
     assert num > 300 / step
+
+
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 5])
+async def test_no_cut_of_an_answer_to_several_prompts_is_seen(step: int) -> None:
+    case, texts, end = SEVERAL
+    async with Pair(texts, end=end) as pair, cluster(pair.apps) as (router, nodes):
+        assert await check(router, nodes, case, same_choices, step) > 40 / step
 
 
 async def test_without_continuation_a_cut_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

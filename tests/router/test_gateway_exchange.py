@@ -141,6 +141,36 @@ def test_refusals_reach_the_client(messages: list[Any], status: int, code: str) 
     assert gateway.end() == ("refused" if status < 500 else "failed")
 
 
+@pytest.mark.parametrize(
+    ("before", "wrong", "words"),
+    [
+        ([request_headers(x_request_id="r-1")], request_headers(x_request_id="r-2"), "a second request_headers"),
+        ([request_headers(), request_body(completion())], request_headers(), "a second request_headers"),
+        ([], request_body(completion()), "request_body before request_headers"),
+        ([], ProcessingRequest(request_trailers={}), "request_trailers before request_headers"),
+    ],
+    ids=["twice", "behind the body", "body first", "trailers first"],
+)
+def test_a_stream_is_for_one_request_from_its_headers_on(before: list[Any], wrong: Any, words: str) -> None:
+    gateway = Gateway()
+    gateway.send(*before)
+    [answer] = gateway.send(wrong)
+    refusal = answer.immediate_response
+    error = json.loads(refusal.body)["error"]
+    assert (refusal.status.code, error["code"], refusal.details) == (500, "ext_proc_order", "ext_proc_order")
+    assert words in error["message"]
+    assert told(answer).get("x-request-id") != "r-2", "the first request's id, if it has come"
+    assert gateway.exchange.is_refused
+    assert gateway.end() == "failed"
+
+
+def test_a_gateway_s_own_answer_may_come_without_a_request() -> None:
+    gateway = Gateway()
+    [answer] = gateway.send(response_headers(403, is_last=True))
+    assert answer.WhichOneof("response") == "response_headers"
+    gateway.end()
+
+
 def test_an_anthropic_client_gets_its_own_error() -> None:
     gateway = Gateway()
     [answer] = gateway.send(request_headers("/v1/messages"), request_body(b"{"))

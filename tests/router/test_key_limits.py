@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_router.admission.api_keys import ApiKey
-from pd_router.admission.key_limits import DEBT_S, EARLY_S, GRACE_S, LONGEST_S, MAX_PROMISES, KeyLimits, Promises
+from pd_router.admission.key_limits import (
+    DEBT_S,
+    EARLY_S,
+    GRACE_S,
+    LONGEST_S,
+    MAX_PROMISES,
+    Held,
+    KeyLimits,
+    Promises,
+)
 
 
 def limits(**fields: Any) -> KeyLimits:
@@ -134,6 +143,50 @@ def test_what_other_processes_use_counts_and_news_are_told_once() -> None:
     assert one.news() == (0, 15.0, 0)
 
 
+def test_a_held_retry_gets_the_next_place_before_others() -> None:
+    one, admitted = limits(concurrency=1), list[str]()
+    assert admit(one, 0.0) is None
+    seconds = [admit(one, 0.0, fingerprint=number)[1] for number in (1, 2)]  # type: ignore[index]
+    for number, due_s in zip((1, 2), seconds, strict=True):
+        assert admit(one, due_s, fingerprint=number) == ("concurrency", 0)
+        one.hold(1.0, lambda number=number: admitted.append(str(number)))  # type: ignore[misc]
+    late = one.hold(1.0, lambda: admitted.append("late"))
+    one.end(1.0, (1, 1), 1.0)
+    assert (admitted, one.running) == (["1"], 1)
+    refusal = admit(one, max(seconds), fingerprint=3)
+    assert refusal is not None
+    assert refusal[1] > 0
+    assert one.release(late)
+    one.end(1.0, (1, 1), 1.0)
+    one.end(1.0, (1, 1), 1.0)
+    assert (admitted, one.running) == (["1", "2"], 0)
+
+
+def test_held_retries_count_as_if_they_had_been_admitted() -> None:
+    """A refusal meanwhile is told when the key has tokens for both, and so is a retry that was told a time before."""
+    one = limits(concurrency=1, tokens_per_minute=6000, requests_per_minute=60)
+    assert admit(one, 0.0, 0.0) is None
+    due_s = admit(one, 0.0, 6000.0, 1)[1]  # type: ignore[index]
+    assert admit(one, due_s, 6000.0, 1) == ("concurrency", 0)
+    one.hold(6000.0, lambda: None)
+    assert admit(one, due_s, 6000.0, 2)[1] >= 60  # type: ignore[index]
+    few = limits(concurrency=1, requests_per_minute=2)
+    assert admit(few, 0.0) is None
+    due_s = admit(few, 0.0, fingerprint=1)[1]  # type: ignore[index]
+    assert admit(few, due_s, fingerprint=1) == ("concurrency", 0)
+    few.hold(1.0, lambda: None)
+    reason, wait_s = admit(few, due_s, fingerprint=2)  # type: ignore[misc]
+    assert (reason, wait_s >= 25) == ("requests", True)
+
+
+def test_a_raised_limit_lets_held_retries_in() -> None:
+    one, admitted = limits(concurrency=1), list[str]()
+    assert admit(one, 0.0) is None
+    one.hold(1.0, lambda: admitted.append("held"))
+    one.configure(ApiKey(name="k", sha256="", concurrency=2))
+    assert (admitted, one.running) == (["held"], 2)
+
+
 # --- retries
 
 
@@ -147,6 +200,8 @@ class Clients:
         self._answer_s = answer_s
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, str, int]] = []
+        self._held: dict[int, Held] = {}
+        self.now_s = 0.0
         at_s = 0.0
         while at_s < 200.0:
             at_s += random.expovariate(per_s)
@@ -155,21 +210,44 @@ class Clients:
     def _add(self, at_s: float, kind: str, request: int) -> None:
         heapq.heappush(self._events, (at_s, next(self._numbers), kind, request))
 
+    def _begin(self, now_s: float, request: int) -> None:
+        self.most_running = max(self.most_running, self._one.running)
+        self._add(now_s + self._random.expovariate(1 / self._answer_s), "end", request)
+
+    def _come_again(self, now_s: float, after_s: int, request: int) -> None:
+        if now_s < 400.0:
+            self._add(now_s + after_s + self._random.uniform(0, 0.3), "retry", request)
+
+    def _hold(self, now_s: float, request: int) -> None:
+        def go() -> None:
+            self.succeeded += 1
+            self._held.pop(request, None)
+            self._begin(self.now_s, request)
+
+        self._held[request] = self._one.hold(100.0, go)
+        self._add(now_s + self._one.hold_s, "too long", request)
+
     def run(self) -> float:
         """The share of retries that succeeded."""
         while self._events:
-            now_s, _, kind, request = heapq.heappop(self._events)
+            self.now_s, _, kind, request = heapq.heappop(self._events)
+            now_s = self.now_s
             if kind == "end":
                 self._one.end(100.0, (50, self._random.randint(0, 100)), self._answer_s)
                 continue
+            if kind == "too long":
+                if (held := self._held.pop(request, None)) is not None and self._one.release(held):
+                    self._come_again(now_s, self._one.refuse(100.0, request, now_s), request)
+                continue
             refusal = admit(self._one, now_s, 100.0, request)
             self.retried += kind == "retry"
-            self.succeeded += kind == "retry" and refusal is None
-            self.most_running = max(self.most_running, self._one.running)
             if refusal is None:
-                self._add(now_s + self._random.expovariate(1 / self._answer_s), "end", request)
-            elif now_s < 400.0:
-                self._add(now_s + refusal[1] + self._random.uniform(0, 0.3), "retry", request)
+                self.succeeded += kind == "retry"
+                self._begin(now_s, request)
+            elif not refusal[1]:
+                self._hold(now_s, request)
+            else:
+                self._come_again(now_s, refusal[1], request)
         return self.succeeded / max(1, self.retried)
 
 
@@ -181,6 +259,9 @@ class Clients:
         ({"requests_per_minute": 120}, 6.0, 0.5),
         ({"tokens_per_minute": 12_000}, 3.0, 0.5),
         ({"concurrency": 4}, 8.0, 0.5),
+        ({"concurrency": 1}, 3.0, 0.5),  # 1.5 times what it allows, as the next
+        ({"concurrency": 8}, 24.0, 0.5),
+        ({"concurrency": 1}, 0.5, 4.0),
         ({"concurrency": 8}, 3.0, 4.0),
         ({"requests_per_minute": 120, "tokens_per_minute": 12_000, "concurrency": 4}, 3.0, 1.0),
     ],

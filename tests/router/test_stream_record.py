@@ -109,7 +109,9 @@ def test_a_frame_is_taken_whole_or_not_at_all(bad: Frame) -> None:
     assert answer.feed(data) == b"good", "what came before it in the same chunk"
     assert answer.error is not None
     assert answer.feed(encode_message(GOOD)) == b""
-    assert noted(record) == [{"index": 0, "token_ids": [1], "num_chars": 1, "finish_reason": ""}]
+    assert noted(record) == [
+        {"index": 0, "token_ids": [1], "num_chars": 1, "finish_reason": "", "num_cached_tokens": 0}
+    ]
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\x01", b"data: {}\n\n", encode_message(GOOD)])
@@ -129,6 +131,14 @@ def test_the_node_that_goes_on_has_a_head_too(first: Frame) -> None:
     assert answer.feed(encode_message(first) + encode_message(HEAD)) == b""
     assert answer.error is not None
     assert record.num_tokens == 0
+
+
+def test_a_choice_that_ended_without_tokens_is_told() -> None:
+    """As those of `max_tokens` 0: another node would write their echo again."""
+    record = StreamRecord()
+    record.begin(HEAD)
+    record.take(Frame((ChoiceProgress(0, (), 0, "length"), ChoiceProgress(1, (), 0)), b"data: an echo\n\n"))
+    assert [(one["index"], one["finish_reason"]) for one in noted(record)] == [(0, "length")]
 
 
 def test_a_choice_that_finished_does_not_go_on() -> None:

@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True, eq=False)
 class Turn(Generic[Item]):
-    """One request that waits. `cost`: tokens expected; `sequences`: that it generates."""
+    """One request that waits. `cost`: tokens expected; `sequences`: that it generates; `num_bytes`: of its body."""
 
     item: Item
     key: str
@@ -28,6 +28,7 @@ class Turn(Generic[Item]):
     priority: int
     cost: float
     sequences: int = 1
+    num_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class FairQueue(Generic[Item]):
         self._floor = 0.0  # the highest counter at which a key was served
         self._lines: dict[tuple[int, str], _Line] = {}
         self._count = 0
+        self.num_bytes = 0  # of the bodies that wait
 
     def __len__(self) -> int:
         return self._count
@@ -70,6 +72,7 @@ class FairQueue(Generic[Item]):
         line.cost += turn.cost
         line.sequences += turn.sequences
         self._count += 1
+        self.num_bytes += turn.num_bytes
 
     def pop(self, fits: Callable[[Turn[Item]], bool]) -> Turn[Item] | None:
         """Take and count the next turn that fits; None: there is none. Of one key and priority the oldest is first."""
@@ -90,6 +93,7 @@ class FairQueue(Generic[Item]):
         line.cost -= turn.cost
         line.sequences -= turn.sequences
         self._count -= 1
+        self.num_bytes -= turn.num_bytes
         if not line.turns:
             del self._lines[turn.priority, turn.key]
 

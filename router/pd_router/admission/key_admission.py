@@ -30,6 +30,9 @@ ACTIVE_S = 60.0  # since its last request a key counts among those that share th
 # By which a promised retry may be later than others: what was let in before it took longer than expected
 LATER = 2.0
 SPACING = 1.25  # of retries, in the time that the nodes need for them: they serve other keys, too
+# Of the mean over all keys: a key with fewer requests than that passes prompts that wait at the prefill nodes. With all
+# of its share of the slots instead, a greedy key's first 31 prompts (64 slots) passed too.
+FAR_LESS = 1 / 8
 _FAILED = frozenset({"refused", "failed", "crashed"})  # outcomes of requests that cost their key no tokens
 _REASONS = {
     "requests": "this key has used its requests of this minute",
@@ -88,6 +91,8 @@ class KeyAdmission:
         self.queue: FairQueue[Visit] = FairQueue()
         self.room = NodeRoom(table)
         self._max_queue = config.max_queue
+        self._max_queue_bytes = config.max_queue_bytes
+        self._num_held = self._held_bytes = 0  # retries that wait for a place of their key, and their bodies
         self._max_queue_s = config.max_queue_s
         self._latest_s = config.slo_ttft_ms / 1000 * config.slo_slack  # 0: none is too late
         self._metrics = metrics
@@ -143,7 +148,8 @@ class KeyAdmission:
         limits = self.find(headers)
         if content:
             if (refusal := limits.admit(0.0, lambda: hash(content), self.clock())) is not None:
-                raise self._refusal(limits, *refusal)
+                reason, seconds = refusal
+                raise self._refusal(limits, reason, seconds or limits.refuse(0.0, hash(content), self.clock()))
             limits.running -= 1
 
     # --- other processes of this router
@@ -167,6 +173,7 @@ class KeyAdmission:
                 limits.take(requests, tokens)
                 running[name] = count
                 limits.elsewhere = sum(one.get(name, 0) for one in self._elsewhere.values())
+                limits.let_held()
 
     # --- requests
 
@@ -177,13 +184,20 @@ class KeyAdmission:
 
         Raises RateLimited.
         """
-        key, now_s = limits.key, self.clock()
+        key = limits.key
         sequences = 0 if plan.order is HandoffOrder.PROMPT else body.num_samples
         cost = plan.num_tokens + (sequences and sequences * min(limits.mean_output, body.most_output))
-        if (refusal := limits.admit(cost, lambda: hash(content), now_s)) is not None:
-            raise self._refusal(limits, *refusal)
-        visit = Visit(self, limits, body.model, content, now_s)
-        visit.turn = turn = Turn(visit, key.name, key.weight, body.get("priority", int) or 0, cost, sequences)
+        if (refusal := limits.admit(cost, lambda: hash(content), self.clock())) is not None:
+            reason, seconds = refusal
+            if seconds:
+                raise self._refusal(limits, reason, seconds)
+            if not self._may_hold(content):
+                raise self._refusal(limits, "queue", limits.refuse(cost, hash(content), self.clock()))
+            await self._hold(limits, cost, content)
+        visit = Visit(self, limits, body.model, content, self.clock())
+        visit.turn = turn = Turn(
+            visit, key.name, key.weight, body.get("priority", int) or 0, cost, sequences, len(content)
+        )
         try:
             is_promised = self._check_late(turn, plan)
             if len(self.queue) or not self._fits(turn):
@@ -195,6 +209,38 @@ class KeyAdmission:
             visit.end(None, "refused")
             raise
         return visit
+
+    def _may_hold(self, content: bytes) -> bool:
+        """Whether a retry may wait for a place of its key. A key may have promised places to MAX_PROMISES of them."""
+        num_bytes = self.queue.num_bytes + self._held_bytes + len(content)
+        return self._num_held < self._max_queue and num_bytes <= self._max_queue_bytes
+
+    async def _hold(self, limits: KeyLimits, cost: float, content: bytes) -> None:
+        """Wait until a request of the key ends, behind other retries. Raises RateLimited if that takes too long."""
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def go() -> None:
+            if not admitted.done():
+                admitted.set_result(None)
+
+        held = limits.hold(cost, go)
+        self._num_held += 1
+        self._held_bytes += len(content)
+        try:
+            async with asyncio.timeout(min(limits.hold_s, self._max_queue_s)):
+                await admitted
+        except TimeoutError:
+            if limits.release(held):
+                seconds = limits.refuse(cost, hash(content), self.clock())
+                raise self._refusal(limits, "concurrency", seconds) from None
+        except BaseException:  # the client left
+            if not limits.release(held):
+                limits.uncount()
+                limits.end(cost, (0, 0), 0.0)
+            raise
+        finally:
+            self._num_held -= 1
+            self._held_bytes -= len(content)
 
     def _check_late(self, turn: Turn[Visit], plan: RouteChoice | PromptRoute) -> bool:
         """Whether the request was told to come now. Raises RateLimited if its turn or its first token come too late.
@@ -225,6 +271,8 @@ class KeyAdmission:
         self.pump()  # the room may be older than 10 ms, or others may wait for what this one does not need
         try:
             if len(self.queue) > self._max_queue * (LATER if is_promised else 1):
+                self._send_last_away()
+            while self.queue.num_bytes > self._max_queue_bytes:
                 self._send_last_away()
             self._look_again()
             async with asyncio.timeout(self._max_queue_s):
@@ -264,26 +312,34 @@ class KeyAdmission:
     def _fits(self, turn: Turn[Visit]) -> bool:
         """Whether the nodes have room for it. The last places are for keys with less than their share.
 
-        Those need no room in the queue of a prefill node either, where a better priority lets them pass.
+        Those with far less need no room in the queue of a prefill node either, where a better priority lets them pass.
         """
         room, num_keys = self.room.of(turn.item.model), self._num_active()
+        has_tokens, running = room.tokens > 0, turn.item.limits.running
         if not turn.sequences:  # only its prompt is read: it needs no place at a decode node
-            return room.tokens > 0
+            return has_tokens
         sequences = min(turn.sequences, room.slots)
         if room.sequences < sequences:
             return False
-        if num_keys > 1 and turn.item.limits.running <= room.slots / num_keys:
+        # With few slots and many keys nothing would ever fit but for the last of these
+        if has_tokens and (running <= room.slots / num_keys or not self.room.running.get(turn.item.model)):
             return True
-        if not self.room.running.get(turn.item.model):  # few slots, and many keys: else nothing would ever fit
-            return room.tokens > 0
-        kept = (MORE_SLOTS + RESERVE) * room.slots if num_keys > 1 else 0.0
-        return room.tokens > 0 and room.sequences - sequences >= kept
+        if num_keys == 1:
+            return has_tokens
+        if running < FAR_LESS * self._num_running() / num_keys:
+            return True
+        return has_tokens and room.sequences - sequences >= (MORE_SLOTS + RESERVE) * room.slots
+
+    def _num_running(self) -> int:
+        """Requests of all keys, those that wait included."""
+        return sum(one.running for one in self._limits.values())
 
     def _num_active(self) -> int:
         now_s = self.clock()
         if now_s >= self._counted_s + 1.0:
             self._counted_s = now_s
-            self._active = sum(one.running > 0 or now_s - one.last_s < ACTIVE_S for one in self._limits.values())
+            lately = (one.running > 0 or now_s - one.last_s < ACTIVE_S for one in self._limits.values())
+            self._active = max(1, sum(lately))  # the key of the turn may have been taken out
         return self._active
 
     # --- times

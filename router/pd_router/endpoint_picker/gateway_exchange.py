@@ -39,6 +39,7 @@ DESTINATION = "x-gateway-destination-endpoint"  # header, and key of the dynamic
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset")
 PART_BYTES = 62_000  # of a body that is replaced: gateways take parts of at most 64 KiB
+_OF_A_REQUEST = frozenset({"request_headers", "request_body", "request_trailers"})
 # Beside the generating calls; the rest of a node is for routers and other nodes
 SMALL_CALLS = frozenset({"/v1/models", COUNT_TOKENS, "/tokenize", "/detokenize", "/health", "/ping", "/version"})
 
@@ -60,6 +61,7 @@ class GatewayExchange:
         self._picker = picker
         self._unfinished = unfinished
         self._record = CallRecord("", "", services.table.clock(), services.wall_clock())
+        self._has_begun = False  # the request's headers have come
         self._headers: dict[str, str] = {}  # first values
         self._path = ""
         self._subset: frozenset[str] | None = None  # of addresses to choose among
@@ -85,6 +87,9 @@ class GatewayExchange:
 
     def _take(self, message: Any) -> Iterator[Any]:
         kind = message.WhichOneof("request")
+        if kind in _OF_A_REQUEST and (kind == "request_headers") == self._has_begun:
+            found = "a second request_headers" if self._has_begun else f"{kind} before request_headers"
+            raise PdError(f"the gateway sent {found}: an ext_proc stream is for one request", code="ext_proc_order")
         if kind == "request_headers":
             yield from self._begin(message)
         elif kind == "request_body":
@@ -120,7 +125,7 @@ class GatewayExchange:
 
     def _begin(self, message: Any) -> Iterator[Any]:
         head = message.request_headers
-        self._headers = {}
+        self._has_begun = True
         for one in head.headers.headers:
             self._headers.setdefault(one.key.lower(), _value(one))
         self._headers[REQUEST_ID] = request_id(self._headers)
