@@ -84,6 +84,6 @@ class NewsReport:
         The share of prompts is the present one: a stream that has just begun leaves prompts less than it will soon.
         """
         model = self._model
-        token_s, key_s = (model.token_s, model.key_s) if model.is_fitted else (0.0, 0.0)
+        token_s, key_s = (model.token_s, model.key_s) if model.knows_prompts else (0.0, 0.0)
         step_s, share = self._pipeline.decode_s, self._step_tokens
         return msgspec.structs.replace(load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share)

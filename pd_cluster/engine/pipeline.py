@@ -108,7 +108,7 @@ class Pipeline:
 
     @property
     def absent(self) -> frozenset[int]:
-        """The sequences for which the newest step draws no token."""
+        """The sequences for which the newest step draws no token. Known when the next one is planned."""
         return self._flights[-1].pending.absent if self._flights else frozenset()
 
     @property
@@ -120,6 +120,7 @@ class Pipeline:
     def launch(self, plan: Callable[[], Batch]) -> bool:
         """Plan a step and start it. Returns False if the step has no work for the worker."""
         started_s = self._clock()
+        waited_s = self._executor.draw_late()
         batch = plan()
         if self._flights:
             self._flights[-1].loads_behind.extend(batch.loads)
@@ -136,13 +137,14 @@ class Pipeline:
         pending = self._executor.launch(batch, self._forecast.deadline_s(kind))
         predicted_s = self._model.seconds(work)
         self._flights.append(Flight(batch, pending, launched_s, kind, allowed_s, work, predicted_s))
-        self._timing.note_launch(batch, self._clock() - started_s)
+        self._timing.note_launch(batch, self._clock() - started_s - waited_s)
         return True
 
     def retire(self) -> tuple[Batch, StepResult]:
         """Wait for the oldest step, and start the loads behind it. The caller announces what it computed."""
         flight = self._flights.popleft()
-        was_over = flight.pending.is_over
+        # At depth 1 the host waits from the launch on, so it sees the end of each step; a CPU's is over by then.
+        was_over = self.depth > 1 and flight.pending.is_over
         result = flight.pending.result()
         now_s = self._clock()
         duration_s = now_s - max(flight.launched_s, self._retired_s)

@@ -11,7 +11,8 @@ POOL_READY = "pool ready on "  # printed by `pd-cluster pool` before its URL
 POOL_CONNECTORS = ("lmcache", "mooncake")  # `up` and `pd-cluster pool` can start their servers
 # `up` decides these
 PER_NODE = frozenset(
-    {"host", "port", "listen_fd", "role", "node_id", "advertise_host", "control_port", "tls_cert", "tls_key", "tls_ca"}
+    {"host", "port", "listen_fd", "role", "node_id", "advertise_host", "control_port"}
+    | {"tls_cert", "tls_key", "tls_ca", "tls_name"}
 )
 
 

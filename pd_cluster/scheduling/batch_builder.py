@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.batch import Batch, BeamStep, BlockCopies, SequenceChunk, SequenceStart
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.block_manager import BlockManager, BlockTable
     from pd_cluster.scheduling.portion import Portions
     from pd_cluster.scheduling.sequence import Sequence
+
+# Tokens of a step with a prompt of a better priority that worse ones may fill up: a GPU computes so many while it reads
+# the weights (8B on an H200: 8 us each, 22 beyond 256). Without it a short prompt shared a step of 2,048 tokens, 46 ms.
+FILL = 128
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +42,8 @@ class BatchBuilder:
     held: set[int] = field(
         default_factory=set
     )  # sequences that give their blocks up as soon as no running step touches them
+    num_tokens: int = 0  # of prompts, in `chunks`
+    best_priority: float = inf  # of these prompts
 
     def batch(self, departures: tuple[int, ...], beam_steps: tuple[BeamStep, ...], loads: list[LoadSpec]) -> Batch:
         """The finished batch, decodes first."""
@@ -81,11 +88,19 @@ class BatchBuilder:
         self.portions.take_prompt_tokens(seq, num_tokens)
         return num_tokens
 
+    def limit_to_fill(self, seq: Sequence) -> None:
+        """Leave prompts little if the step has one of a better priority than the sequence's, which is next."""
+        if seq.rank[0] > self.best_priority:
+            self.prompts.tokens_left = min(self.prompts.tokens_left, max(0, FILL - self.num_tokens))
+
     def add_chunk(self, seq: Sequence, blocks: BlockManager) -> None:
         """Add a chunk: the last token, or as many as prompts may have. Its blocks exist or can be allocated."""
         table, start, num_remaining = seq.table, seq.num_scheduled_tokens, seq.num_remaining_tokens
         assert table is not None
         num_tokens = self._take(seq)
+        if num_remaining > 1:
+            self.num_tokens += num_tokens
+            self.best_priority = min(self.best_priority, seq.rank[0])
         end = start + num_tokens
         first_block = 0
         new_block_ids: tuple[int, ...] = ()

@@ -4,6 +4,9 @@
     2  running sequences with more (prefill chunks), while the prompts' share of the token budget lasts
     3  unless something was preempted: sequences that wait, in turn (`turns`), while slots, memory and budget last
 
+Prompts that wait go before running chunks of a worse priority, and a step with a prompt of a better priority takes
+chunks of worse ones only as far as they hardly prolong it (`batch_builder.FILL`).
+
 Before all that, groups that hold many slots yield some to groups that wait with fewer (`yielding`).
 
 Sequences that have just got their KV and find a slot are counted before prompt chunks, so a long prompt never delays
@@ -15,6 +18,7 @@ Nothing here reads a sampled token, so a step can be planned while the step befo
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.batch import SequenceChunk
@@ -78,11 +82,7 @@ class Planner:
         prefills = self._plan_decodes(builder, resting)
         if prefills or self._queues.waiting:
             builder.prompts = self._prefill_budget(builder)
-        for seq in prefills:
-            may_run = seq.status is RUNNING and seq.seq_id not in builder.held
-            may_run = may_run and builder.has_rows(seq) and builder.has_portion(seq)
-            if may_run and builder.prompts.admits(seq.num_scheduled_tokens):
-                builder.add_chunk(seq, self._blocks)
+        self._plan_chunks(builder, prefills)
         if not builder.preempted and not builder.held and self._queues.has_waiting:
             self._admit(builder)
             self._yield_beam(builder)
@@ -142,6 +142,21 @@ class Planner:
                 builder.add_chunk(seq, self._blocks)
         return prefills
 
+    def _plan_chunks(self, builder: BatchBuilder, prefills: list[Sequence]) -> None:
+        """Plan chunks of the running prompts, best rank first, behind what waits with a better priority."""
+        passed = None
+        for seq in prefills:
+            priority, first = seq.rank[0], self._queues.waiting.first
+            if passed != priority and first is not None and first.rank[0] < priority:
+                passed = priority
+                if not builder.preempted and not builder.held:
+                    self._admit(builder, before=priority)
+            may_run = seq.status is RUNNING and seq.seq_id not in builder.held
+            may_run = may_run and builder.has_rows(seq) and builder.has_portion(seq)
+            builder.limit_to_fill(seq)
+            if may_run and builder.prompts.admits(seq.num_scheduled_tokens):
+                builder.add_chunk(seq, self._blocks)
+
     def _make_writable(self, seq: Sequence, builder: BatchBuilder) -> bool:
         """Preempt until the sequence can write its next token, or is itself the next to yield: False."""
         while not self._memory.can_write(seq):
@@ -186,15 +201,15 @@ class Planner:
 
     # sequences that wait
 
-    def _admit(self, builder: BatchBuilder) -> None:
-        """Let sequences enter in turn. Without a free slot, none passes another.
+    def _admit(self, builder: BatchBuilder, before: float = inf) -> None:
+        """Let sequences of a better priority than `before` enter in turn. Without a free slot, none passes another.
 
         Without memory, or prompts' share of the budget, only sequences that hold their blocks pass others.
         A sequence that was refused blocks stays first in line for them until it asks again, which takes some budget.
         """
         is_short = False
         for seq in self._queues.in_turn():
-            if not builder.budget or builder.preempted or self._queues.num_free_slots <= 0:
+            if not builder.budget or builder.preempted or self._queues.num_free_slots <= 0 or seq.rank[0] >= before:
                 return
             may_run = builder.has_rows(seq) and builder.has_portion(seq)  # a lead that redraws samples n tokens
             if seq.table is not None:
@@ -207,8 +222,10 @@ class Planner:
 
     def _enter_waiting(self, seq: Sequence, builder: BatchBuilder) -> bool:
         """Let a sequence without blocks enter if the prompts' share admits it. False: it was refused blocks."""
-        if seq.num_remaining_tokens > 1 and not builder.prompts.admits(len(seq.token_ids)):
-            return True
+        if seq.num_remaining_tokens > 1:
+            builder.limit_to_fill(seq)
+            if not builder.prompts.admits(len(seq.token_ids)):
+                return True
         copies = self._memory.admit(seq)
         if copies is None:
             return False

@@ -43,6 +43,10 @@ class RankedQueue(Generic[Item]):
         return index < len(self._items) and self._items[index] is item
 
     @property
+    def first(self) -> Item | None:
+        return self._items[0] if self._items else None
+
+    @property
     def last(self) -> Item | None:
         return self._items[-1] if self._items else None
 

@@ -16,6 +16,7 @@ to call on a request that has finished, which exactly one Update with `finished`
     KvMemory    which of them get blocks, and which give blocks up           kv_memory.py
     Planner     one step over the queues                                     planner.py, yielding.py
     Lifecycle   how sequences part and end                                   lifecycle.py
+    StepEffects what a step's result changes                                 step_effects.py
     BeamSequences: how they are the beams of a search                        beam_sequences.py, beam.py
 """
 
@@ -32,7 +33,8 @@ from pd_cluster.scheduling.kv_memory import KvMemory
 from pd_cluster.scheduling.lifecycle import Lifecycle, Update
 from pd_cluster.scheduling.planner import Planner
 from pd_cluster.scheduling.queues import Queues
-from pd_cluster.scheduling.sequence import KvArrival, Request, SequenceStatus
+from pd_cluster.scheduling.sequence import KvArrival, Request
+from pd_cluster.scheduling.step_effects import StepEffects
 from pd_cluster.scheduling.turns import Turns, crowd_limit
 from pd_cluster.scheduling.yielding import Yielding
 
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.messages import SampledToken
 
 __all__ = ["Scheduler", "Update"]
-FINISHED = SequenceStatus.FINISHED
 
 
 class Scheduler:
@@ -86,8 +87,8 @@ class Scheduler:
         self._planner = Planner(config, blocks, self._queues, self._memory, yielding, clock, step_budget)
         self._life = Lifecycle(self._queues, blocks, clock)
         self._beams = BeamSequences(self._queues, blocks, self._life)
+        self._effects = StepEffects(self._queues, blocks, self._memory, self._life, self._beams, clock)
         self._loads: list[LoadSpec] = []  # for the next batch
-        self._num_sat_out = 0
         self._arrivals = count()
         self._seq_ids = count()
 
@@ -140,7 +141,10 @@ class Scheduler:
     @property
     def counters(self) -> dict[str, float]:
         """Totals since boot, by metric name without prefix."""
-        own = {"prefix_cache_evicted_blocks_total": self._blocks.num_evicted, "draws_sat_out_total": self._num_sat_out}
+        own = {
+            "prefix_cache_evicted_blocks_total": self._blocks.num_evicted,
+            "draws_sat_out_total": self._effects.num_sat_out,
+        }
         return self._memory.counters | {name: float(count) for name, count in own.items()}
 
     # admission
@@ -291,76 +295,15 @@ class Scheduler:
 
     def sit_out(self, absent: frozenset[int]) -> None:
         """Note the sequences that get no token in the newest step. Call it before the next `schedule`. Idempotent."""
-        for seq_id in absent:
-            if (seq := self._queues.sequences[seq_id]).status is not FINISHED and not seq.is_absent:
-                seq.sit_out()
+        self._effects.sit_out(absent)
 
     def publishes(self, batch: Batch, result: StepResult) -> tuple[PublishSpec, ...]:
-        """What readers may read when the step has retired; call it before `update`.
-
-        The prompts of absent sequences are left out: the step that draws their token announces all of them.
-        """
-        leases = {self._queues.sequences[seq_id].request.lease_id for seq_id in result.absent}
-        return tuple(publish for publish in batch.publishes if publish.lease_id not in leases)
+        """What readers may read when the step has retired; call it before `update`."""
+        return self._effects.publishes(batch, result)
 
     def update(self, batch: Batch, result: StepResult) -> list[Update]:
         """Take a step's result: cache its computed blocks, append its sampled tokens, end the sequences that ended."""
-        self.sit_out(result.absent)
-        self._num_sat_out += len(result.absent)
-        updates = self._life.take_entries(result.prompts) if result.prompts else []
-        shared: dict[Request, list[SequenceTokens]] = {}  # of requests with several sequences
-        samples = result.samples
-        block_size, sequences = self._blocks.block_size, self._queues.sequences
-        for chunk in batch.chunks:
-            seq = sequences[chunk.seq_id]
-            request = seq.request
-            seq.num_in_flight -= 1
-            if seq.status is FINISHED:  # ended while the step ran
-                self._life.let_go(seq)
-                continue
-            num_computed = chunk.start + chunk.num_tokens
-            if is_absent := seq.seq_id in result.absent:
-                num_computed -= 1
-            seq.num_computed_tokens = num_computed
-            if seq.num_queued_tokens:
-                self._queues.count_queued(seq, num_computed)
-            if num_computed // block_size > len(seq.table.path):  # type: ignore[union-attr]
-                self._memory.publish_computed(seq)
-            if is_absent:
-                seq.is_absent = False
-            if is_absent or not chunk.num_samples:
-                if not seq.num_samples and num_computed == seq.num_prompt_tokens:
-                    updates.append(self._life.end_read(seq, result.prompts.get(seq.seq_id)))
-                continue
-            seq.num_pending -= 1
-            if seq.awaits_first_decode:
-                seq.awaits_first_decode = False
-                request.marks.mark_first_decode(self._clock())
-            if not request.is_parted:
-                self._life.part(request)
-                if chunk.num_samples > 1:
-                    updates.append(self._life.give_first_tokens(request, result.first_samples[chunk.seq_id]))
-                    continue
-            tokens = samples[chunk.seq_id]
-            if seq.is_beam:
-                if (answers := self._beams.take(seq, tokens[0])) is not None:
-                    updates.append(answers)
-                continue
-            if len(tokens) == 1:
-                seq.append(tokens[0].token_id)
-            else:
-                tokens = seq.append_run(tokens)
-                if len(tokens) > 1:
-                    self._memory.publish_computed(seq)
-            if seq.finish_reason is not None:
-                self._life.end(seq)
-            report = SequenceTokens(seq.index, tokens, seq.finish_reason, seq.stop_token_id)
-            if len(request.sequences) == 1:
-                updates.append(Update(request, (report,), request.num_live == 0))
-            else:
-                shared.setdefault(request, []).append(report)
-        updates += [Update(request, tuple(reports), request.finished) for request, reports in shared.items()]
-        return updates
+        return self._effects.take(batch, result)
 
     def take_news(self) -> list[CachedBlock]:
         """See `KvMemory.take_news`."""

@@ -37,6 +37,7 @@ TOKEN_KNOTS, TOKEN_S = (0, 128, 256, 512), (8e-6, 15e-6, 22e-6, 20e-6)  # tokens
 MOST_TOKENS = 1 << 20  # of a step that can be asked for
 FULL_STEP = 2048  # tokens of a step that reads prompts only, for the mean price of a token
 NUM_EARLY = 32  # steps that take the place of measurements at start where there are none
+ENOUGH_PROMPTS = 4  # steps with prompts, before the price of a prompt's token counts as measured
 OUTLIER = 1.5  # a step counts as at most so many times its prediction, or as one part in so many
 EARLY_OUTLIER = 4.0  # of a step before the model is fitted
 CORRECT_EVERY = 16  # steps; 0.1 ms each
@@ -86,6 +87,7 @@ class StepModel:
         """`measured`: works and seconds of steps at start; empty: predictions begin with the defaults."""
         self._early: list[tuple[StepWork, float]] = []
         self._num_noted = 0
+        self._num_with_prompts = 0  # of them
         self._restart([BASE_S, CONTEXT_S, KEY_S, *DECODE_S, *TOKEN_S])
         if measured:
             self.fit(measured)
@@ -94,6 +96,11 @@ class StepModel:
     def is_fitted(self) -> bool:
         """Whether predictions rest on this engine's steps. Before that they are the defaults, or nearly."""
         return not self._early and self._num_noted > 0
+
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether `token_s` and `key_s` rest on this engine's prompts. Fitted to decodes only, they say nothing."""
+        return self.is_fitted and self._num_with_prompts >= ENOUGH_PROMPTS
 
     @property
     def token_s(self) -> float:
@@ -170,6 +177,7 @@ class StepModel:
 
     def _add(self, work: StepWork, seconds: float, most: float) -> None:
         self._num_noted += 1
+        self._num_with_prompts += work.num_tokens > 0
         parts = self._parts(work)
         predicted = sum(part for _, part in parts)
         seconds = min(max(seconds, predicted / most), predicted * most)

@@ -47,35 +47,28 @@ if TYPE_CHECKING:
     from pd_cluster.server.state import NodeState
 
 Work: TypeAlias = "Callable[[NodeState, Caller, CountedReply, bytes], Awaitable[None]]"
-PROMPT_ENDPOINTS: dict[str, tuple[str, Work]] = {
+ENDPOINTS: dict[str, tuple[str, Work]] = {  # path -> the name in metrics, and what serves it
+    "/v1/chat/completions": ("chat", chat_completions),
+    "/v1/completions": ("completions", completions),
+    MESSAGES: ("messages", messages),
+    RESPONSES: ("responses", responses),
     EMBEDDINGS: ("embeddings", embeddings),
     POOLING: ("pooling", pooling),
     **dict.fromkeys(SCORE_PATHS, ("score", score)),
     **dict.fromkeys(RERANK_PATHS, ("rerank", rerank)),
 }
+TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context. A node makes no spans, so they go on unchanged
+MAX_TRACE_CHARS = 4096  # of each; the standard's least for `tracestate` is 512
 CONNECT_DEADLINE_S = 3.0  # to a prefill node
 
 
 def create_app(state: NodeState) -> FastAPI:
     """One app per state. Serve it with the lifespan on."""
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S)
-        http = state.config.http
-        connector = aiohttp.TCPConnector(limit=0, ssl=http.client_context() if http.tls_ca else True)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as state.peers:
-            try:
-                yield
-            finally:
-                state.tokenizer.close()
-                state.grammar_checks.close()
-        state.peers = None
-
     app = FastAPI(
         title="pd-cluster node",
         version=__version__,
-        lifespan=lifespan,
+        lifespan=partial(_lifespan, state),
         openapi_url=None,  # no /docs either
         middleware=cross_origin(state.config.http),
         exception_handlers=exception_handlers() | {ClientGone: _on_client_gone},
@@ -87,28 +80,27 @@ def create_app(state: NodeState) -> FastAPI:
     app.include_router(order_routes(state))
     app.include_router(feed_route(state))
 
-    @app.post("/v1/chat/completions", response_class=Response)
-    async def chat_route(request: Request) -> Response:
-        return _answer(state, request, "chat", chat_completions)
-
-    @app.post("/v1/completions", response_class=Response)
-    async def completions_route(request: Request) -> Response:
-        return _answer(state, request, "completions", completions)
-
-    @app.post(MESSAGES, response_class=Response)
-    async def messages_route(request: Request) -> Response:
-        return _answer(state, request, "messages", messages)
-
-    @app.post(RESPONSES, response_class=Response)
-    async def responses_route(request: Request) -> Response:
-        return _answer(state, request, "responses", responses)
-
-    for path, (endpoint, work) in PROMPT_ENDPOINTS.items():
-        app.post(path, response_class=Response)(_prompt_route(state, endpoint, work))
+    for path, (endpoint, work) in ENDPOINTS.items():
+        app.post(path, response_class=Response)(_route(state, endpoint, work))
     return app
 
 
-def _prompt_route(state: NodeState, endpoint: str, work: Work) -> Callable[[Request], Awaitable[Response]]:
+@contextlib.asynccontextmanager
+async def _lifespan(state: NodeState, _: FastAPI) -> AsyncIterator[None]:
+    """While the app serves, `state.peers` asks prefill nodes for tickets."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S)
+    http = state.config.http
+    connector = aiohttp.TCPConnector(limit=0, ssl=http.client_context() if http.tls_ca or http.tls_name else True)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as state.peers:
+        try:
+            yield
+        finally:
+            state.tokenizer.close()
+            state.grammar_checks.close()
+    state.peers = None
+
+
+def _route(state: NodeState, endpoint: str, work: Work) -> Callable[[Request], Awaitable[Response]]:
     async def route(request: Request) -> Response:
         return _answer(state, request, endpoint, work)
 
@@ -123,6 +115,15 @@ def _answer(
 ) -> AnswerTask:
     caller = _caller(request, ChargeMark(state.feed, request.headers.get(CHARGE_HEADER, "")))
     return AnswerTask(state, endpoint, partial(work, state, caller), caller.charge)
+
+
+def _trace(request: Request) -> tuple[tuple[str, str], ...]:
+    """The headers of the caller's trace. Those that P might refuse are left out: its answer would count as a failure.
+
+    Aiohttp writes what is not ASCII in UTF-8, so it would not go on unchanged. Several `tracestate` are one list.
+    """
+    given = ((name, ",".join(request.headers.getlist(name))) for name in TRACE_HEADERS)
+    return tuple((name, value) for name, value in given if value.isascii() and 0 < len(value) <= MAX_TRACE_CHARS)
 
 
 def _caller(request: Request, charge: ChargeMark) -> Caller:
@@ -140,6 +141,7 @@ def _caller(request: Request, charge: ChargeMark) -> Caller:
         drawn_seed=secrets.randbits(63),
         charge=charge,
         prefill_charge=request.headers.get(PREFILL_CHARGE_HEADER, ""),
+        trace=_trace(request),
         offer=request.headers.get(OFFER_HEADER, ""),
     )
 

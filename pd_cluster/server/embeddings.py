@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from pd_cluster.errors import InvalidRequest
+from pd_cluster.errors import InvalidRequest, PdError
 from pd_cluster.models.model_task import EMBED
 from pd_cluster.protocol.prompt_outputs import PromptOutputs
 from pd_cluster.server.prompt_bodies import MAX_INPUTS, EmbeddingBody
@@ -70,14 +70,24 @@ async def _vectors(
     await reply.json(200, answer | {"data": data, "usage": reads.usage}, {"x-pd-prefill": state.node_id})
 
 
-def _encoded(state: NodeState, body: EmbeddingBody, read: PromptRead) -> Any:
-    """The vector as JSON, made when it comes: 4,096 floats take 1 ms, and 512 such vectors at once stop the loop."""
+def _encoded(state: NodeState, body: EmbeddingBody, index: int, read: PromptRead) -> Any:
+    """The vector as JSON, made when it comes: 4,096 floats take 1 ms, and 512 such vectors at once stop the loop.
+
+    Raises PdError for NaN and infinity, which JSON does not have.
+    """
     vector = np.frombuffer(read.pooled, "<f4").astype(np.float32)[: body.dimensions]
+    if not np.isfinite(vector).all():
+        raise no_number("input", index)
     if state.task.is_normed if body.normalize is None else body.normalize:
         vector /= max(float(np.linalg.norm(vector)), _LEAST_NORM)
     if body.encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return orjson.Fragment(orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def no_number(param: str, index: int) -> PdError:
+    """The error for what a model makes of `param`[index] if that has NaN or infinity in it."""
+    return PdError(f"the model's output for {param}[{index}] is not finite (NaN or infinity)", code="not_finite")
 
 
 def head(state: NodeState, name: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pd_cluster.server.completions import (
     prompts_of,
     reads_only,
 )
-from pd_cluster.server.continuation import check_prompt, known_answer, resume
+from pd_cluster.server.continuation import check_prompts, known_answers, resume
 from pd_cluster.server.generation_request import GenerationRequest, KnownAnswer, KvSource
 from pd_cluster.server.generation_stream import GenerationStream
 from pd_cluster.server.grammar_source import grammar_source
@@ -95,7 +95,7 @@ class _Call:
     grammar: str = ""  # of the output
     bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids
     echoes: Sequence[Prompt] = ()  # with `echo`: the prompts as they came
-    known: KnownAnswer | None = None  # of a stream that another node has begun
+    known: Sequence[KnownAnswer] = ()  # by prompt, of a stream that another node has begun
     names: PromptSteps | None = None  # of the blocks of a single prompt; None: no router asks for them
     ask: PromptAsk | None = None  # what the answers show of the prompts' log-probabilities
     is_read: bool = False  # nothing is generated
@@ -228,7 +228,7 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
     caller = replace(caller, request_id=body.request_id or body.rid or caller.request_id)
     if call.continuation is not None:
         version, vocab_size = state.stream_version(state.ready), state.tokenizer.vocab_size
-        known = known_answer(call.continuation, body, version, vocab_size=vocab_size, num_prompts=len(prompts))
+        known = known_answers(call.continuation, body, version, vocab_size=vocab_size, num_prompts=len(prompts))
         head, call = call.continuation.head, replace(call, known=known)
         caller = replace(caller, request_id=head.response_id, drawn_seed=head.seed)
     if call.is_prefill_leg:
@@ -251,6 +251,8 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
             await answer_prefill_stream(state, reply, stream, alive, echo_ids=call.echo_ids)
         return
     requests = [await _request(state, caller, call, i) for i in range(len(prompts))]
+    if call.continuation is not None:
+        check_prompts(call.continuation, requests)
     if call.ask is not None:
         call.ask.check_length(sum(len(one.prompt) * one.num_choices for one in requests))
     streams = [GenerationStream(state, request, caller.started_s) for request in requests]
@@ -259,8 +261,8 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
         await answer_prefill_whole(state, reply, streams[0], shape, echo_ids=call.echo_ids)
     elif body.stream:
         writer: StreamWriter = EventWriter(reply)
-        if call.known is not None:
-            await resume(streams[0], shape)
+        for number, stream in enumerate(streams if call.known else ()):
+            await resume(stream, number * stream.request.num_choices, shape)
         if caller.wants_frames:
             version = state.stream_version(state.ready)
             writer = FrameWriter(reply, partial(stream_head, version, caller.request_id, shape.created, streams))
@@ -303,7 +305,7 @@ def _shape(
         with_logprobs=call.logprobs is not None,
         include_usage=bool(body.stream and body.stream_options and body.stream_options.include_usage),
         extras=extras,
-        created=None if call.known is None else call.known.created,
+        created=call.known[0].created if call.known else None,
     )
 
 
@@ -314,7 +316,7 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
     if call.is_prefill_leg:
         prompt = await call.prompts[index]()
         kv_source = KvSource(Work.PREFILL, hold_lease=not caller.wants_ticket_stream)
-    elif call.is_read or (call.ask is not None and call.known is None):
+    elif call.is_read or (call.ask is not None and not call.known):
         # Every position is computed where the log-probabilities are told, so KV from elsewhere saves nothing
         prompt, kv_source = await call.prompts[index](), KvSource(Work.READ if call.is_read else Work.GENERATE)
     else:
@@ -329,26 +331,24 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
     if not prompt:
         raise InvalidRequest("the prompt has no tokens; at least one is required", call.prompt_field)
     priority = body.priority or 0 if state.config.scheduler.priorities else 0
-    request = GenerationRequest(
+    return GenerationRequest(
         request_id=uuid.uuid4().hex,
         client_request_id=caller.request_id,
         prompt=prompt,
         sampling=_sampling(state, call, len(prompt)),
         text=text_options(body, call.parser, call.parser_options),
-        priority=priority - (call.known is not None),  # a cut stream goes on before others of its priority begin
+        priority=priority - bool(call.known),  # a cut stream goes on before others of its priority begin
         salt=salt,
         kv_source=kv_source,
         group=caller.group,
         drawn_seed=(caller.drawn_seed + index) % (1 << 63),
-        known=call.known,
+        known=call.known[index] if call.known else None,
         charge=caller.charge,
         prefill_charge=caller.prefill_charge,
+        trace=caller.trace,
         steps=steps,
         ask=None if call.is_prefill_leg else call.ask,
     )
-    if call.continuation is not None:
-        check_prompt(call.continuation, request)
-    return request
 
 
 async def _grammar(state: NodeState, call: _Call) -> str:

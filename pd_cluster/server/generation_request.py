@@ -12,6 +12,8 @@ import msgspec
 from pd_cluster.protocol.messages import AddRequest, Work
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.server.feed_hub import ChargeMark
     from pd_cluster.server.prompt_scores import PromptAsk
@@ -32,11 +34,11 @@ class KvSource:
 
 @dataclass(frozen=True, slots=True)
 class KnownAnswer:
-    """The part of an answer that the client has from another node."""
+    """The part of the answer to one prompt that the client has from another node."""
 
     choices: tuple[KnownChoice, ...]  # all n, in order; one without tokens has not begun
     created: int  # Unix seconds
-    num_cached_tokens: int  # as the usage of that node says
+    num_cached_tokens: int | None  # as the usage of that node says; None: of several prompts this one had not begun
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -64,6 +66,7 @@ class GenerationRequest:
     charge: ChargeMark | None = None  # None: of no router
     steps: tuple[tuple[int, int], ...] = ()  # see `AddRequest`
     prefill_charge: str = ""  # the router's name of its charge on the P that D asks
+    trace: tuple[tuple[str, str], ...] = ()  # W3C Trace Context's headers, for the P that D asks
     ask: PromptAsk | None = None  # what the answer shows of the prompt's log-probabilities
 
     @property
@@ -112,3 +115,10 @@ class GenerationRequest:
             # the log-probabilities of an answer that has begun on another node came with its beginning
             outputs=None if self.ask is None or (known is not None and any(known)) else self.ask.outputs,
         )
+
+
+def digest_of(requests: Sequence[GenerationRequest]) -> bytes:
+    """Names the prompts of one HTTP request, in order: 16 bytes."""
+    if len(requests) == 1:
+        return requests[0].prompt_digest
+    return blake2b(b"".join(one.prompt_digest for one in requests), digest_size=16).digest()

@@ -81,8 +81,9 @@ class GenerationStream:
     @property
     def num_reported_cached_tokens(self) -> int:
         """The cached tokens of the client's usage, on the node that began the answer or on its prefill node."""
-        if self.request.known is not None:
-            return self.request.known.num_cached_tokens
+        known = self.request.known
+        if known is not None and known.num_cached_tokens is not None:
+            return known.num_cached_tokens
         return max(self.num_cached_tokens, self._num_peer_cached_tokens)
 
     @property

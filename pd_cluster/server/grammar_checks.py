@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 from collections import OrderedDict
@@ -47,7 +50,7 @@ class GrammarChecks:
 
     def close(self) -> None:
         if (process := self._process) is not None:
-            process.kill()  # so that a check under way ends now
+            _kill(process)  # so that a check under way ends now
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._end()
 
@@ -107,12 +110,12 @@ class GrammarChecks:
 
     def _ask(self, request: bytes) -> dict[str, str] | None:
         """The answer of the process; None: it has ended, or was killed at the deadline."""
-        if self._process is not None and self._process.poll() is not None:
+        if self._process is not None and _has_died(self._process):
             self._end()  # killed since its last answer, which does not speak against this grammar
         self._process = process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
-        timer = Timer(CHECK_DEADLINE_S, process.kill)  # ends the write and the read
+        timer = Timer(CHECK_DEADLINE_S, _kill, (process,))  # ends the write and the read
         timer.start()
         try:
             process.stdin.write(request + b"\n")
@@ -126,19 +129,39 @@ class GrammarChecks:
             self._end()
             self._process = self._start()
             return None
+        if line == b"\n":  # the grammar has ended the fork that checked it
+            return None
         answer: dict[str, str] = msgspec.json.decode(line)
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "pd_cluster.server.grammar_process", *self._arguments]
-        # A session of its own: an interrupt at the terminal is for the node, which ends the process by its input
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        # A process group of its own: an interrupt at the terminal is for the node, which ends the process by its input.
+        # Not a session, because Linux gives each session an equal share of the cores, whatever the niceness in it is
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
 
     def _end(self) -> None:
         if self._process is not None:
-            self._process.kill()
+            _kill(self._process)
             self._process.communicate()
             self._process = None
+
+
+def _has_died(process: subprocess.Popen[bytes]) -> bool:
+    """Not by `poll`, which frees its id: the id names the group of a fork that may have outlived it."""
+    if process.returncode is not None:
+        return True
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process, if it lives, and its fork, which are a process group.
+
+    A fork that is stopped would stay, and hold the pipes: their end, for which `_end` waits, would never come.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _check_size(text: str, num_prompts: int, param: str) -> None:

@@ -47,9 +47,9 @@ async def read_prompts(
     body: PromptFields,
     prompts: Sequence[array[int]],
     outputs: PromptOutputs,
-    make: Callable[[PromptRead], Result],
+    make: Callable[[int, PromptRead], Result],
 ) -> Reads[Result]:
-    """Read token ids, and `make` a result of each answer when it comes. One that fails ends the others.
+    """Read token ids, and `make` a result of each answer and its index when it comes. One that fails ends the others.
 
     `prompts`: arrays, because those of one request may have millions of tokens, and wait for their turn.
 
@@ -60,18 +60,18 @@ async def read_prompts(
         raise Overloaded(f"{window.num_waiting} requests about prompts are waiting")
     num_cached = 0
 
-    async def read(prompt: array[int]) -> Result:
+    async def read(index: int, prompt: array[int]) -> Result:
         nonlocal num_cached
         answer = await _read_one(state, caller, body, prompt, outputs)
         num_cached += answer.num_cached_tokens
-        return make(answer)
+        return make(index, answer)
 
     try:
         async with asyncio.TaskGroup() as group:
             tasks = []
-            for prompt in prompts:
+            for index, prompt in enumerate(prompts):
                 await window.take(len(prompt))
-                task = group.create_task(read(prompt))
+                task = group.create_task(read(index, prompt))
                 task.add_done_callback(partial(_give_back, window, len(prompt)))
                 tasks.append(task)
             caller.charge.include()  # not earlier: the engine's load has the prompts of the window only

@@ -6,13 +6,13 @@ A causal reranker is asked a question about each pair. The score is the probabil
 from __future__ import annotations
 
 from array import array
-from math import tanh
+from math import isfinite, tanh
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.models.model_task import SCORE
 from pd_cluster.protocol.prompt_outputs import PromptOutputs
-from pd_cluster.server.embeddings import head
+from pd_cluster.server.embeddings import head, no_number
 from pd_cluster.server.prompt_bodies import MAX_INPUTS, RerankBody, ScoreBody
 from pd_cluster.server.prompt_reads import Reads, read_prompts
 from pd_cluster.server.request_checks import check_prompt_fields, check_room_for_prompt, decoded
@@ -111,9 +111,11 @@ def _check_length(pairs: Sequence[Pair], instruction: str, limit: int) -> None:
         )
 
 
-def _probability(read: PromptRead) -> float:
-    """The softmax of the two logits, for "yes"."""
+def _probability(index: int, read: PromptRead) -> float:
+    """The softmax of the two logits, for "yes". Raises PdError if one of them is NaN or infinity."""
     yes, no = (*read.logits, 0.0)[:2]
+    if not isfinite(yes - no):
+        raise no_number("documents", index)
     return (1.0 + tanh((yes - no) / 2)) / 2
 
 

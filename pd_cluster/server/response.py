@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, aclosing
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pd_cluster.server.choice import ChoiceOutput
+from pd_cluster.server.generation_request import digest_of
 from pd_http.frames import StreamHead
 from pd_http.node_report import REPORT_HEADER, NodeReport, encode_report
 
@@ -96,20 +98,16 @@ def node_headers(state: NodeState, streams: Sequence[GenerationStream]) -> dict[
 
 
 def stream_head(version: str, response_id: str, created: int, streams: Sequence[GenerationStream]) -> StreamHead:
-    """The head of an answer. The streams of several prompts do not tell their cached tokens at one time.
-
-    Those, and beam searches, cannot be continued at another node: they have no version.
-    """
+    """The head of an answer. Beam searches cannot be continued at another node: they have no version."""
     request, usage = streams[0].request, usage_of(streams)
-    is_one = len(streams) == 1
     return StreamHead(
-        stream_version=version if is_one and request.sampling.beams is None else "",
+        stream_version=version if request.sampling.beams is None else "",
         response_id=response_id,
         created=created,
         seed=request.seed,
         num_prompt_tokens=usage["prompt_tokens"],
-        num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-        prompt_digest=request.prompt_digest if is_one else b"",
+        num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"] if len(streams) == 1 else 0,
+        prompt_digest=digest_of([one.request for one in streams]),
     )
 
 
@@ -124,19 +122,20 @@ async def answer_stream(
 
     Of a stream that another node has begun and all choices have ended, only the end is written, without the engine.
     """
-    has_started, live = False, [one for one in streams if not one.finished]
+    has_started, live = False, [one for one in _numbered(streams) if not one[1].finished]
     counts = shape.needs_usage or (options is not None and bool(options.continuous_usage_stats))
     async with AsyncExitStack() as stack:
-        for stream in live:
+        for _, stream in live:
             await stack.enter_async_context(stream)
         async with aclosing(_interleaved(live)) as outputs:
-            async for first_index, some in outputs:
+            async for first_index, stream, some in outputs:
                 if not has_started:
                     has_started = True
                     await writer.start(node_headers(state, streams))
                 usage = usage_of(streams) if counts else None
                 chunks = [shape.chunk(first_index + output.index, output, usage) for output in some]
-                await writer.write(first_index, some, b"".join(chunks))
+                num_cached = stream.num_reported_cached_tokens if len(streams) > 1 else 0
+                await writer.write(first_index, some, b"".join(chunks), num_cached)
         if not has_started:
             await writer.start(node_headers(state, streams))
         last = b""
@@ -146,7 +145,7 @@ async def answer_stream(
                 usage["timings"] = timings_of(streams)
             last = shape.usage_chunk(usage)
         await writer.end(last + shape.end, report_of(state, streams))
-        for stream in live:
+        for _, stream in live:
             await stream.settle()
 
 
@@ -177,32 +176,40 @@ async def answer_whole(
 async def collect(streams: Sequence[GenerationStream]) -> list[ChoiceOutput]:
     """Every choice, complete: prompts in order, the n choices of each prompt together."""
     choices = [ChoiceOutput(i) for one in streams for i in range(one.request.num_choices)]
-    async with aclosing(_interleaved(streams)) as outputs:
-        async for first_index, some in outputs:
+    async with aclosing(_interleaved(_numbered(streams))) as outputs:
+        async for first_index, _, some in outputs:
             for output in some:
                 choices[first_index + output.index].add(output)
     return choices
 
 
-async def _interleaved(streams: Sequence[GenerationStream]) -> AsyncGenerator[tuple[int, list[ChoiceOutput]], None]:
-    """(index of the stream's first choice, new outputs of the stream), in the order in which they come."""
+_Numbered = tuple[int, "GenerationStream"]  # the index of its first choice in the answer
+_Some = tuple[int, "GenerationStream", list[ChoiceOutput]]
+
+
+def _numbered(streams: Sequence[GenerationStream]) -> list[_Numbered]:
+    ends = accumulate((one.request.num_choices for one in streams), initial=0)
+    return list(zip(ends, streams, strict=False))
+
+
+async def _interleaved(streams: Sequence[_Numbered]) -> AsyncGenerator[_Some, None]:
+    """(index of the stream's first choice, the stream, its new outputs), in the order in which they come."""
     if len(streams) == 1:
-        async for outputs in streams[0]:
-            yield 0, outputs
+        first_index, only = streams[0]
+        async for outputs in only:
+            yield first_index, only, outputs
         return
-    queue: asyncio.Queue[tuple[int, list[ChoiceOutput]] | None] = asyncio.Queue()
+    queue: asyncio.Queue[_Some | None] = asyncio.Queue()
 
     async def pump(first_index: int, stream: GenerationStream) -> None:
         async for outputs in stream:
-            queue.put_nowait((first_index, outputs))
+            queue.put_nowait((first_index, stream, outputs))
 
     async def pump_all() -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                first_index = 0
-                for stream in streams:
+                for first_index, stream in streams:
                     group.create_task(pump(first_index, stream))
-                    first_index += stream.request.num_choices
         finally:
             queue.put_nowait(None)
 

@@ -24,8 +24,11 @@ class StreamWriter(Protocol):
 
     async def start(self, headers: Mapping[str, str]) -> None: ...
 
-    async def write(self, first_index: int, outputs: Iterable[ChoiceOutput], data: bytes) -> None:
-        """`data`: the events of these outputs. `first_index`: the choice of the answer that their index 0 means."""
+    async def write(self, first_index: int, outputs: Iterable[ChoiceOutput], data: bytes, num_cached: int) -> None:
+        """`data`: the events of these outputs. `first_index`: the choice of the answer that their index 0 means.
+
+        `num_cached`: tokens of their prompt, if the request has several.
+        """
 
     async def end(self, data: bytes, report: NodeReport) -> None: ...
 
@@ -39,7 +42,7 @@ class EventWriter:
     async def start(self, headers: Mapping[str, str]) -> None:
         await self._reply.start_events(headers)
 
-    async def write(self, first_index: int, outputs: Iterable[ChoiceOutput], data: bytes) -> None:
+    async def write(self, first_index: int, outputs: Iterable[ChoiceOutput], data: bytes, num_cached: int) -> None:
         await self._reply.write(data)
 
     async def end(self, data: bytes, report: NodeReport) -> None:
@@ -61,13 +64,14 @@ class FrameWriter:
             200, [(b"content-type", FRAMES_TYPE.encode()), *raw], partial(_failed, self._reply.dialect)
         )
 
-    async def write(self, first_index: int, outputs: Iterable[ChoiceOutput], data: bytes) -> None:
+    async def write(self, first_index: int, outputs: Iterable[ChoiceOutput], data: bytes, num_cached: int) -> None:
         choices = tuple(
             ChoiceProgress(
                 first_index + output.index,
                 tuple([token.token_id for token in output.tokens]),
                 output.num_chars,
                 output.finish_reason or "",
+                num_cached,
             )
             for output in outputs
         )

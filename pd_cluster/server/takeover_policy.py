@@ -215,7 +215,7 @@ class PrefillSearch:
             "kv_transfer_params": ASK_TICKET
             | {"sampling": encode_sampling(request.sampling), "prompt_steps": request.steps or None},
         }
-        headers = {"x-request-id": request.client_request_id, GROUP_HEADER: request.group}
+        headers = {"x-request-id": request.client_request_id, GROUP_HEADER: request.group, **dict(request.trace)}
         if request.prefill_charge:
             headers[CHARGE_HEADER] = request.prefill_charge
         leg = await PrefillClient.open(self._state.peers, url, body, headers, left_s)

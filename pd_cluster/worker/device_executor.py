@@ -223,7 +223,10 @@ class DeviceExecutor:
         self._place.told.changed, self._place.told.late = staged
         return self._runner.launch(batch, graph)
 
-    def draw_late(self, absent: Collection[int]) -> None:
+    def draw_late(self) -> float:
+        return self._runner.draw_late()
+
+    def follow_late(self, absent: Collection[int]) -> None:
         """On a rank > 0: draw the late rows of the newest step. The steps before it must have been read."""
         assert self._place is not None
         self._place.told.absent = absent

@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
     import torch
 
+    from pd_cluster.errors import PdError
     from pd_kernels.values import Ints
+
+    Mask = npt.NDArray[np.int32]  # [W]: see TokenMasks
 
 # Tokens with a bias or a ban in one step: one list of OpenAI's clients (300), and for each row the end tokens of a
 # model and some more. A step with more is drawn without a graph
 ENTRIES, ENTRIES_PER_ROW = 512, 16
+_WORDS = 9  # int64 of a row, without its entries
 
 
 class DrawPlaces(NamedTuple):
@@ -29,6 +36,7 @@ class DrawPlaces(NamedTuple):
     seeds: Any  # int64 [M]
     temperature: Any  # float32 [M]
     top_k: Any  # int64 [M]: see Limits, as for `top_p` and `min_p`
+    masks: Any  # int64 [M]: see TokenMasks.mask_of_row
     top_p: Any  # float32 [M]
     min_p: Any  # float32 [M]
     settings: Any  # float32 [M, 3]: repetition, presence and frequency penalty
@@ -49,25 +57,27 @@ class DrawLayout:
         self.num_rows = num_rows
         self.vocab_size = vocab_size
         self.num_entries = ENTRIES + ENTRIES_PER_ROW * num_rows
-        self.length = 8 * num_rows + self.num_entries + self.num_entries // 2  # of the array, in int64
+        self.length = _WORDS * num_rows + self.num_entries + self.num_entries // 2  # of the array, in int64
         self._padding = np.zeros(self.length, np.int64)
         places = self.places(self._padding, np.float32)
         places.owners[:] = places.counted[:] = num_rows
         places.top_k[:], places.top_p[:] = vocab_size, 1
         places.settings[:, 0] = 1
+        places.masks[:] = -1
         # Spread, because additions to one place wait for each other
         places.entries[:] = np.arange(self.num_entries) % vocab_size
 
     def places(self, fields: Any, float32: Any) -> DrawPlaces:
         """Divide `fields` (int64 [length]). `float32`: numpy's or torch's type."""
-        rows, ends = self.num_rows, 8 * self.num_rows + self.num_entries
-        owners, counted, positions, seeds, top_k = fields[: 5 * rows].reshape(5, -1)
-        floats = fields[5 * rows : 8 * rows].view(float32)
+        rows, start = self.num_rows, _WORDS * self.num_rows
+        ends = start + self.num_entries
+        owners, counted, positions, seeds, top_k, masks = fields[: 6 * rows].reshape(6, -1)
+        floats = fields[6 * rows : start].view(float32)
         temperature, top_p, min_p = floats[: 3 * rows].reshape(3, -1)
         settings = floats[3 * rows :].reshape(-1, 3)
-        entries, amounts = fields[8 * rows : ends], fields[ends:].view(float32)
+        entries, amounts = fields[start:ends], fields[ends:].view(float32)
         return DrawPlaces(
-            owners, counted, positions, seeds, temperature, top_k, top_p, min_p, settings, entries, amounts
+            owners, counted, positions, seeds, temperature, top_k, masks, top_p, min_p, settings, entries, amounts
         )
 
     def padded(self) -> Ints:
@@ -76,7 +86,7 @@ class DrawLayout:
 
     def used(self, fields: Ints, *, has_changes: bool) -> Ints:
         """The part of the array that a draw reads."""
-        return fields if has_changes else fields[: 8 * self.num_rows]
+        return fields if has_changes else fields[: _WORDS * self.num_rows]
 
 
 class DrawVariant(NamedTuple):
@@ -84,6 +94,7 @@ class DrawVariant(NamedTuple):
 
     has_changes: bool = False  # penalties, biases and bans
     has_logprobs: bool = False
+    has_masks: bool = False  # a row may take some tokens only
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +103,24 @@ class CapturedDraw:
 
     variant: DrawVariant
     fields: torch.Tensor  # int64: `DrawLayout.used`, on the device once the host buffer was flushed
+    masks: torch.Tensor | None  # int32 [N, W]: the same, see TokenMasks; None: no row has a mask
+    failures: dict[int, PdError]  # rows that cannot go on, with the reason
+
+
+def mask_words(is_allowed: npt.NDArray[np.bool_]) -> Mask:
+    """The mask of the tokens that `is_allowed` [V] names."""
+    padded = np.zeros(-(-len(is_allowed) // 32) * 32, bool)
+    padded[: len(is_allowed)] = is_allowed
+    return np.packbits(padded, bitorder="little").view(np.int32)
+
+
+def first_token(mask: Mask) -> Mask:
+    """The mask of the first token of `mask` alone, if it has one."""
+    words, first = mask.view(np.uint32), np.zeros_like(mask)
+    for at in np.flatnonzero(words)[:1]:
+        word = int(words[at])
+        first.view(np.uint32)[at] = word & -word
+    return first
 
 
 class DrawChanges:
@@ -104,9 +133,11 @@ class DrawChanges:
         self._vocab_size = vocab_size
         self._num_entries = 0
         self._has_penalties = False
+        self._masks: dict[int, Mask] = {}  # by logits row
 
     @property
     def is_empty(self) -> bool:
+        """Whether no logit changes. A mask bans tokens in the draw itself."""
         return not (self._num_entries or self._has_penalties)
 
     def penalize(self, chosen: Ints, rows: Ints, settings: Any) -> None:
@@ -114,6 +145,22 @@ class DrawChanges:
         at = self._at[chosen]
         self._places.counted[at], self._places.settings[at] = rows, settings
         self._has_penalties = True
+
+    def mask(self, chosen: Sequence[int], masks: Sequence[Mask]) -> None:
+        """Let the rows `chosen` (of P) take the tokens of `masks` (see TokenMasks) only.
+
+        A row with a mask already takes what both allow. If they have nothing in common, it takes the first token of the
+        new one. So do draws by launches: the stage of the first mask has set all tokens of the new one to -inf.
+        """
+        for at, mask in zip(self._at[chosen].tolist(), masks, strict=True):
+            known = self._masks.get(at)
+            both = mask if known is None else known & mask
+            self._masks[at] = both if both.any() else first_token(mask)
+
+    def take_masks(self) -> list[Mask]:
+        """The masks of all rows. From now on the places refer to them."""
+        self._places.masks[list(self._masks)] = np.arange(len(self._masks))
+        return list(self._masks.values())
 
     def add(self, chosen: Ints, tokens: Ints, amounts: Any) -> bool:
         """Add `amounts` (float32 [N]) to the logits of `tokens` in the rows `chosen` (int64 [N] into P).

@@ -61,7 +61,7 @@ class Pending(Protocol):
 
     @property
     def absent(self) -> frozenset[int]:
-        """The sequences without a token in this step, see StepResult. Known before the next step may be launched."""
+        """The sequences without a token in this step, see StepResult. Known from `Executor.draw_late` on."""
 
     def result(self) -> StepResult:
         """Wait until every rank's work of the step has ended, then read the sampled tokens.
@@ -142,8 +142,16 @@ class Executor(Protocol):
         `deadline_s`: a rank on which the step has not ended so long after the step before it is lost, and the engine
         ends with RankLost.
 
-        At most two steps may be under way. A step with rows of a late logits stage is drawn when the result of the step
-        before it is read.
+        At most two steps may be under way. Rows of a late logits stage are drawn by `draw_late`.
+        """
+
+    def draw_late(self) -> float:
+        """Draw the rows of the newest step that have a late logits stage, if they wait. -> seconds waited for stages.
+
+        Call it when the result of the step before has been read, and before the next step is planned: these rows need
+        the tokens of the step before, and the plan needs to know which of them are absent. Until the call the stages
+        have time to work beside the forward pass, so a late call is a good one. The next launch and the step's own
+        result draw rows that still wait.
         """
 
     def start_profile(self) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
 _ALIGNMENT = 16  # bytes; torch views and vectorised loads need at least 8
@@ -73,6 +75,18 @@ class HostBuffer:
         self._used = start + _aligned(size)
         dtype = _DTYPES[array.dtype.type]
         return self._target[start : start + size].view(dtype).view(array.shape)
+
+    def move_rows(self, rows: Sequence[npt.NDArray[np.generic]]) -> torch.Tensor:
+        """`move` for the array of equal `rows` (at least one), without a copy that joins them."""
+        start, row_bytes = self._used, rows[0].nbytes
+        if not self._buffers or start + row_bytes * len(rows) > self._num_bytes:
+            return self.move(np.stack(rows))
+        end = start + row_bytes * len(rows)
+        packed = self._buffers[-1].array[start:end].view(rows[0].dtype).reshape(len(rows), *rows[0].shape)
+        for at, row in enumerate(rows):
+            packed[at] = row
+        self._used = _aligned(end)
+        return self._target[start:end].view(_DTYPES[rows[0].dtype.type]).view(packed.shape)
 
     def flush(self) -> None:
         """Copy to the device all arrays that were packed since `begin` or the last flush."""

@@ -109,7 +109,6 @@ class SampleParts:
 
     early: Part | None  # at launch
     late: Part | None  # rows of late stages: when all of their tokens are on the host
-    late_waits: bool  # some of these tokens are sampled by a step under way
 
 
 class InputBatch:
@@ -357,11 +356,10 @@ class InputBatch:
         """Part the samples of rows with a late stage from the others."""
         are_late = self._sampling.are_late(samples.rows)
         if not are_late.any():
-            return SampleParts(Part(samples, None, None) if len(samples) else None, None, late_waits=False)
-        late_waits = bool((self._num_on_host[samples.rows] < samples.positions)[are_late].any())
+            return SampleParts(Part(samples, None, None) if len(samples) else None, None)
         if are_late.all():
-            return SampleParts(None, Part(samples, None, None), late_waits)
-        return SampleParts(self._part(samples, ~are_late), self._part(samples, are_late), late_waits)
+            return SampleParts(None, Part(samples, None, None))
+        return SampleParts(self._part(samples, ~are_late), self._part(samples, are_late))
 
     def _part(self, samples: Samples, chosen: npt.NDArray[np.bool_]) -> Part:
         at = np.flatnonzero(chosen)
@@ -376,13 +374,16 @@ class InputBatch:
         """Decide how the early samples of a captured step are drawn: by its own graph, by another, or by launches."""
         if early is None:
             return None
-        samples = early.samples
-        at = np.arange(len(samples)) if early.places is None else early.places
-        if (drawn := self._sampling.plain_draws(samples.rows)) is not None:
+        if (drawn := self._sampling.plain_draws(early.samples.rows)) is not None:
+            at = slice(len(early.samples)) if early.places is None else early.places
             places.temperatures.view(np.float32)[at], places.seeds[at] = drawn
             return None
-        captured = None if draws is None else self._sampling.capture(samples.rows, samples.positions, at, draws)
-        return self.prepare_sampling(samples) if captured is None else captured
+        return self.plan_draw(early, draws)
+
+    def plan_draw(self, part: Part, draws: DrawLayout | None) -> SamplingInputs | CapturedDraw:
+        """Make the inputs of the part's draw: of a captured one, if `draws` is its layout and it can draw all rows."""
+        captured = self._sampling.capture(part.samples.rows, part.samples.positions, part.places, draws)
+        return self.prepare_sampling(part.samples) if captured is None else captured
 
     def _plan_tail(self, chunks: tuple[SequenceChunk, ...], samples: Samples, query_starts: Ints) -> TailInputs | None:
         if len(samples) == query_starts[-1]:

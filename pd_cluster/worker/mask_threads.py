@@ -13,18 +13,21 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Threads of Python, which wait for the threads of llguidance. With 16 that took a row each, a step of 64 rows took
-# 22 ms on an H200 for 6 without masks: the step loop did not get the interpreter's lock back
-NUM_GROUPS = 4
-LEAST_GROUP = 8  # rows
-SLOW_S = 0.002  # of one mask, or of a group's
+# One thread of Python computes all quick rows in one call of llguidance, which has threads of its own. Each thread of
+# Python more takes the interpreter's lock from the step loop more often: with 64 rows on an H200 a step took 8.9 to
+# 9.7 ms with four groups of rows, 8.8 with two, 8.1 with one, and 7.0 without masks
+SUSPECTS = 8  # rows of a call, when the call for all rows was slow
+NUM_SUSPECTS = 4  # calls at a time for such rows, and for new ones: the first mask of one must not hold that of another
+SLOW_S = 0.002  # CPU time of one mask
+SLOW_GROUP_S = 0.003  # of a call for several; it includes waits for cores and for the interpreter's lock
+CALM = 16  # quick masks of a slow row until it joins the others: each slow one among them delays all
 
 
 class Pace(Enum):
-    """What is known of a row's last mask. Each pace has threads of its own, so that no row waits for a slower one."""
+    """What is known of a row's last masks. Each pace has threads of its own, so that no row waits for a slower one."""
 
-    QUICK = "computed with a group in one call, which ends with the slowest of them"
-    SUSPECT = "its group was slow; the next one is measured alone"
+    QUICK = "computed with all others in one call, which ends with the slowest of them"
+    SUSPECT = "new, or that call was slow: the next one is for a few rows, then for each of them if it is slow, too"
     SLOW = "slow when measured alone; the fastest of those that wait comes first"
 
 
@@ -34,16 +37,18 @@ class MaskTask(Protocol):
     pace: Pace
     is_ready: bool
     cost_s: float  # CPU time of the last mask that was measured alone
+    num_calm: int  # quick masks since the last slow one
+    is_lone: bool  # for a SUSPECT: its next call is for this row alone
 
 
 Task = TypeVar("Task", bound=MaskTask)
 
 
 class MaskThreads:
-    """Has masks computed, by groups of rows. A row that becomes slow holds its group once, and then no other row."""
+    """Has masks computed. A row that becomes slow holds the others once, and then no other row."""
 
     def __init__(self) -> None:
-        threads = {Pace.QUICK: NUM_GROUPS, Pace.SUSPECT: 1, Pace.SLOW: 1}
+        threads = {Pace.QUICK: 1, Pace.SUSPECT: NUM_SUSPECTS, Pace.SLOW: 1}
         self._pools = {pace: ThreadPoolExecutor(count, f"{pace.name.lower()}-mask") for pace, count in threads.items()}
         self._ended = Condition()  # masks are ready
         # Rows with masks of 0.1 s come behind one with a mask of 5 ms: 60 of them would keep it for 6 s
@@ -58,15 +63,20 @@ class MaskThreads:
     def begin(self, tasks: Sequence[Task], compute: Callable[[Sequence[Task]], None]) -> None:
         """Begin to compute the masks. May be called from any thread.
 
-        `compute` is called with a group of the tasks, on another thread. It must not raise.
+        `compute` is called with some of the tasks, on another thread. It must not raise.
         """
-        quick = [task for task in tasks if task.pace is Pace.QUICK]
-        num_groups = min(NUM_GROUPS, -(-len(quick) // LEAST_GROUP))
-        for at in range(num_groups):
-            self._pools[Pace.QUICK].submit(self._run, quick[at::num_groups], compute)
-        if suspects := [task for task in tasks if task.pace is Pace.SUSPECT]:
-            self._pools[Pace.SUSPECT].submit(self._run_each, suspects, compute)
-        for task in [task for task in tasks if task.pace is Pace.SLOW]:
+        paces = [task.pace for task in tasks]  # before a thread has one: it changes the pace, and is done with the task
+        quick, suspects, slow = (
+            [task for task, pace in zip(tasks, paces, strict=True) if pace is wanted] for wanted in Pace
+        )
+        groups: list[list[Task]] = [[task] for task in suspects if task.is_lone]
+        others = [task for task in suspects if not task.is_lone]
+        groups += [others[at : at + SUSPECTS] for at in range(0, len(others), SUSPECTS)]
+        if quick:
+            self._pools[Pace.QUICK].submit(self._run, quick, compute)
+        for group in groups:
+            self._pools[Pace.SUSPECT].submit(self._run, group, compute)
+        for task in slow:
             with self._ended:
                 heappush(self._slow, (task.cost_s, next(self._numbers), task, compute))
             self._pools[Pace.SLOW].submit(self._run_fastest)
@@ -77,31 +87,33 @@ class MaskThreads:
             self._ended.wait_for(are_done, deadline_s)
 
     def _run(self, tasks: Sequence[Task], compute: Callable[[Sequence[Task]], None]) -> None:
-        """Compute a group. Of it only the time until it has ended is known."""
+        """Compute rows in one call. Of several only the time until all have ended is known."""
         if len(tasks) == 1:
-            self._run_each(tasks, compute)
+            self._run_alone(tasks[0], compute)
             return
         started_s = time.perf_counter()
         compute(tasks)
-        if time.perf_counter() - started_s > SLOW_S:
-            for task in tasks:
-                task.pace = Pace.SUSPECT
+        is_slow = time.perf_counter() - started_s > SLOW_GROUP_S
+        for task in tasks:
+            task.is_lone = is_slow and len(tasks) <= SUSPECTS
+            task.pace = Pace.SUSPECT if is_slow else Pace.QUICK
         self._end(tasks)
 
     def _run_fastest(self) -> None:
         """Compute the mask of the slow row with the shortest last mask. There are as many calls as waiting rows."""
         with self._ended:
             *_, task, compute = heappop(self._slow)
-        self._run_each((task,), compute)
+        self._run_alone(task, compute)
 
-    def _run_each(self, tasks: Sequence[Task], compute: Callable[[Sequence[Task]], None]) -> None:
-        """Compute rows one after the other. The CPU time of this thread says what each took."""
-        for task in tasks:
-            started_s = time.thread_time()
-            compute((task,))
-            task.cost_s = time.thread_time() - started_s
-            task.pace = Pace.SLOW if task.cost_s > SLOW_S else Pace.QUICK
-            self._end((task,))
+    def _run_alone(self, task: Task, compute: Callable[[Sequence[Task]], None]) -> None:
+        """Compute one row. The CPU time of this thread says how long it took."""
+        started_s = time.thread_time()
+        compute((task,))
+        task.cost_s = time.thread_time() - started_s
+        task.num_calm = 0 if task.cost_s > SLOW_S else task.num_calm + 1
+        stays_slow = task.pace is Pace.SLOW and task.num_calm < CALM
+        task.pace = Pace.SLOW if stays_slow or not task.num_calm else Pace.QUICK
+        self._end((task,))
 
     def _end(self, tasks: Sequence[Task]) -> None:
         for task in tasks:

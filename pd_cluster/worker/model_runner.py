@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pd_cluster.config import NodeConfig
+    from pd_cluster.errors import PdError
     from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import Batch
+    from pd_cluster.worker.draw_places import CapturedDraw
     from pd_cluster.worker.grammars import Grammars
     from pd_cluster.worker.input_batch import Part, ReplayInputs, SampleParts, Samples, Staged, StepInputs
     from pd_cluster.worker.kv_cache import KVCache
@@ -35,6 +38,15 @@ if TYPE_CHECKING:
     from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
     from pd_kernels.values import Ints, StepSize
+
+
+class Deferred(NamedTuple):
+    """Late rows that wait to be drawn."""
+
+    pending: PendingStep
+    part: Part
+    logits: torch.Tensor  # of their step
+    graph: StepSize | None  # that was replayed and has left the logits; None: they were computed by launches
 
 
 class ModelRunner:
@@ -63,7 +75,7 @@ class ModelRunner:
         self._sampler = sampler
         self.draws = draws
         self._prompts = PromptReader(model, sampler, kernels, rows.padding_row, host_buffer.move)
-        self._deferred: tuple[PendingStep, Part, torch.Tensor] | None = None  # late rows that wait, their step's logits
+        self._deferred: Deferred | None = None
         self._views = list(cache.layer_views)
         last_layer = len(self._views) - 1
         self._last = next(
@@ -91,8 +103,10 @@ class ModelRunner:
         num_rows = limits.max_num_seqs
         layout = DrawLayout(num_rows, vocab_size)
         # Up to 50 bytes a token, 200 a sequence, block tables of all sequences and of those that sample, a draw's
-        # inputs. Arrays that do not fit are copied one by one
-        num_bytes = limits.max_num_batched_tokens * 64 + num_rows * (200 + 8 * table_width(max_len, block_size))
+        # inputs, a mask for each sequence. Arrays that do not fit are copied one by one
+        num_bytes = limits.max_num_batched_tokens * 64 + num_rows * (
+            200 + 8 * table_width(max_len, block_size) + vocab_size // 8
+        )
         host_buffer = HostBuffer(device, num_bytes + 8 * layout.length + 1024)
         context = StageContext(num_rows, vocab_size, eos_token_ids, device, host_buffer.move, grammars, kernels)
         sampler: TokenSampler = WholeSampler(vocab_size, kernels)
@@ -119,6 +133,7 @@ class ModelRunner:
 
         `announce` is called with the starting sequences that have active stages, before any work of the device.
         """
+        self._finish_late()
         assert self._deferred is None, "a step with late rows is drawn before the next one is launched"
         self.host_buffer.begin()
         self.rows.apply(batch)
@@ -127,12 +142,42 @@ class ModelRunner:
             announce(self.rows.staged(batch.starts))
         self.cache.run_copies(batch.copies, self.kernels)
         if not batch.chunks:
-            return self._launched(PendingStep(batch.step, self._note_result))
+            return self._launched(self._begun(batch))
         return self._compute(batch) if graph is None else self._replay(batch, graph)
 
-    def draw_late(self) -> None:
-        """Draw the late rows of the newest step, as rank 0 does now. The steps before it must have been read."""
-        self._draw_deferred()
+    @torch.inference_mode()
+    def draw_late(self) -> float:
+        """Draw the late rows of the newest step, if they wait, behind the draw of its other rows. -> seconds waited.
+
+        The steps before it must have been read. Sequences that are absent leave the step, so that nothing is noted of
+        them.
+        """
+        if self._deferred is None:
+            return 0.0
+        (pending, late, logits, graph), self._deferred = self._deferred, None
+        started_s = time.perf_counter()
+        part = self.rows.without_absent(late)
+        waited_s = time.perf_counter() - started_s
+        pending.absent = frozenset(late.samples.seq_ids).difference(part.samples.seq_ids)
+        self._sampler.tell_late(pending.absent)
+        if len(part.samples):
+            sampling = self.rows.plan_draw(part, None if graph is None else self.draws.layout)
+            self.host_buffer.flush()
+            if isinstance(sampling, SamplingInputs):
+                self._draw(pending, part, sampling, logits)
+            else:
+                assert graph is not None
+                self._draw_captured(pending, part, sampling, graph, len(logits))
+        self._launched(pending)
+        return waited_s
+
+    def _finish_late(self) -> None:
+        """Draw late rows that nothing has asked for. Another rank than 0 waits until it is told to."""
+        if self._sampler.leads:
+            self.draw_late()
+
+    def _begun(self, batch: Batch) -> PendingStep:
+        return PendingStep(batch.step, self._note_result, self._finish_late)
 
     def forget_sequences(self) -> None:
         """Remove all sequences and the step that waits to be drawn, for instance after a launch that failed."""
@@ -172,7 +217,7 @@ class ModelRunner:
         rows.fill_late(inputs)
         if inputs.fresh_blocks is not None:
             self.cache.clear(inputs.fresh_blocks)
-        pending = PendingStep(batch.step, self._note_result)
+        pending = self._begun(batch)
         if plan is None:
             logits = self.forward(inputs)
         else:
@@ -187,20 +232,25 @@ class ModelRunner:
         inputs = self.graphs.build(batch.chunks, graph, self.draws.layout)
         self.host_buffer.flush()
         outputs = self.graphs.replay(inputs, graph)
-        pending, early = PendingStep(batch.step, self._note_result), inputs.parts.early
+        pending, early = self._begun(batch), inputs.parts.early
         if early is None or isinstance(inputs.sampling, SamplingInputs):
-            return self._sample(pending, inputs, outputs.logits)
+            return self._sample(pending, inputs, outputs.logits, graph)
         if self.watcher is not None:
             self.watcher(outputs.logits)
-        sampled = Sampled(outputs.token_ids)
         if inputs.sampling is not None:
-            sampled = self.draws.replay(inputs.sampling, graph, len(inputs.samples))
-        self.rows.note_launched(early.samples, None)
-        pending.parts.append(DrawnPart(early.samples, sampled.to_host(), early.places))
-        return self._sample_late(pending, inputs.parts, outputs.logits)
+            self._draw_captured(pending, early, inputs.sampling, graph, len(inputs.samples))
+        else:
+            self._note_drawn(pending, early, Sampled(outputs.token_ids))
+        return self._sample_late(pending, inputs.parts, outputs.logits, graph)
 
-    def _sample(self, pending: PendingStep, inputs: StepInputs | ReplayInputs, logits: torch.Tensor) -> PendingStep:
-        """Draw a step's tokens from its logits [R, vocab_size] by launches."""
+    def _sample(
+        self,
+        pending: PendingStep,
+        inputs: StepInputs | ReplayInputs,
+        logits: torch.Tensor,
+        graph: StepSize | None = None,
+    ) -> PendingStep:
+        """Draw a step's tokens from its logits [R, vocab_size] by launches. `graph`: as for `launch`."""
         if not len(inputs.samples):
             return self._launched(pending)
         if self.watcher is not None:
@@ -208,24 +258,34 @@ class ModelRunner:
         if (early := inputs.parts.early) is not None:
             assert isinstance(inputs.sampling, SamplingInputs)
             self._draw(pending, early, inputs.sampling, logits)
-        return self._sample_late(pending, inputs.parts, logits)
+        return self._sample_late(pending, inputs.parts, logits, graph)
 
-    def _sample_late(self, pending: PendingStep, parts: SampleParts, logits: torch.Tensor) -> PendingStep:
-        """Draw the late rows of a step, or let them wait for the result of the step under way."""
+    def _sample_late(
+        self, pending: PendingStep, parts: SampleParts, logits: torch.Tensor, graph: StepSize | None
+    ) -> PendingStep:
+        """Let the late rows of a step wait for `draw_late`, if it has any."""
         if parts.late is None:
             return self._launched(pending)
-        self._deferred = pending, parts.late, logits
-        if not parts.late_waits and self._sampler.leads:
-            self._draw_deferred()
+        self._deferred = Deferred(pending, parts.late, logits, graph)
         return pending
 
     def _draw(self, pending: PendingStep, part: Part, sampling: SamplingInputs, logits: torch.Tensor) -> None:
         sampled = self._sampler.sample(part.of(logits), sampling)
-        if sampling.failures:
-            by_row = dict(zip(part.samples.rows.tolist(), part.samples.seq_ids, strict=True))
-            pending.failures |= {by_row[row]: why for row, why in sampling.failures.items()}
+        _note_failures(pending, part, sampling.failures)
         self.rows.note_launched(part.samples, sampled.token_ids)
         pending.parts.append(DrawnPart(part.samples, sampled.to_host()))
+
+    def _draw_captured(
+        self, pending: PendingStep, part: Part, draw: CapturedDraw, graph: StepSize, num_rows: int
+    ) -> None:
+        """Draw by a graph, from the `num_rows` rows of logits that a replay of `graph` has left."""
+        _note_failures(pending, part, draw.failures)
+        self._note_drawn(pending, part, self.draws.replay(draw, graph, num_rows))
+
+    def _note_drawn(self, pending: PendingStep, part: Part, sampled: Sampled) -> None:
+        """Note what a graph has drawn for all rows of a step. It has written and counted the tokens, too."""
+        self.rows.note_launched(part.samples, None)
+        pending.parts.append(DrawnPart(part.samples, sampled.to_host(), part.places))
 
     def _launched(self, pending: PendingStep) -> PendingStep:
         """Note that all of the step's work is on its way to the device."""
@@ -236,27 +296,13 @@ class ModelRunner:
         return pending
 
     def _note_result(self, parts: Sequence[tuple[Samples, Ints]]) -> None:
-        """Note that a step's tokens have been read. If rows of a step wait for these tokens, draw them now."""
+        """Note that a step's tokens have been read."""
         for samples, token_ids in parts:
             self.rows.note_result(samples, token_ids)
-        if self._deferred is not None and self._sampler.leads:
-            self._draw_deferred()
 
-    @torch.inference_mode()
-    def _draw_deferred(self) -> None:
-        """Draw the late rows that wait, behind the draw of the step's other rows.
 
-        Sequences that are absent leave the step, so that nothing is noted of them.
-        """
-        assert self._deferred is not None
-        (pending, late, logits), self._deferred = self._deferred, None
-        part = self.rows.without_absent(late)
-        pending.absent = frozenset(late.samples.seq_ids).difference(part.samples.seq_ids)
-        self._sampler.tell_late(pending.absent)
-        if not len(part.samples):
-            self._launched(pending)
-            return
-        sampling = self.rows.prepare_sampling(part.samples)
-        self.host_buffer.flush()
-        self._draw(pending, part, sampling, logits)
-        self._launched(pending)
+def _note_failures(pending: PendingStep, part: Part, failures: dict[int, PdError]) -> None:
+    """Note the rows of a part that cannot go on, by sequence."""
+    if failures:
+        by_row = dict(zip(part.samples.rows.tolist(), part.samples.seq_ids, strict=True))
+        pending.failures |= {by_row[row]: why for row, why in failures.items()}

@@ -55,8 +55,9 @@ class PendingStep:
     step: int
     # Receives samples with their tokens (int64 [len(samples)]), in one call for the whole step
     note_result: Callable[[Sequence[tuple[Samples, Ints]]], None]
+    finish_late: Callable[[], object]  # draws its late rows, if they wait still
     parts: list[DrawnPart] = field(default_factory=list)
-    is_launched: bool = False  # False: its late rows are drawn when the result of the step before is read
+    is_launched: bool = False  # False: its late rows wait for `Executor.draw_late`
     retired: torch.cuda.Event | None = None  # None: the device is a CPU, so the launch was all of the work
     failures: dict[int, PdError] = field(default_factory=dict)  # see StepResult
     absent: frozenset[int] = frozenset()  # see StepResult; no part has their samples
@@ -91,6 +92,8 @@ class PendingStep:
         return result
 
     def _read(self) -> StepResult:
+        if not self.is_launched:
+            self.finish_late()
         self.wait()
         runs: dict[int, tuple[SampledToken, ...]] = {}
         firsts: dict[int, tuple[SampledToken, ...]] = {}

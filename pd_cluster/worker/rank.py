@@ -200,7 +200,7 @@ class RankProcess:
     def _draw_late(self, absent: tuple[int, ...]) -> None:
         while len(self._pending) > 1:
             self._pending.popleft().result()
-        self._executor.draw_late(absent)
+        self._executor.follow_late(absent)
         self._retiring.put(self._pending[-1])
 
     def _retire(self) -> None:

@@ -106,7 +106,12 @@ class RankedExecutor(DeviceExecutor):
         with self._noted():
             pending = self._runner.launch(batch, graph, announce)
         pending.others = StepOnRanks(self._link, number)
+        pending.finish_late = self.draw_late  # notes a failure: the other ranks may wait in this draw's collectives
         return pending
+
+    def draw_late(self) -> float:
+        with self._noted():
+            return super().draw_late()
 
     def close(self) -> None:
         """See Executor. After a failure it does not wait for the device, where a collective may wait for its peers."""

@@ -75,7 +75,7 @@ class TokenSampler(Protocol):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank decides when late rows are drawn. Another rank calls `ModelRunner.draw_late`."""
+        """Whether this rank decides when late rows are drawn. Another rank calls `follow_late`."""
 
     def draw(self, logits: torch.Tensor, draws: Draws | None) -> torch.Tensor:
         """Draw rows of `logits` [R, V'] by temperature and seed alone; None: all greedy. -> int64 [R]. Capturable."""

@@ -47,7 +47,7 @@ class SamplingState:
 
     def __init__(self, num_rows: int, vocab_size: int, stages: Sequence[LogitsStage], host_buffer: HostBuffer) -> None:
         self._vocab_size = vocab_size
-        self._move = host_buffer.move
+        self._move, self._move_rows = host_buffer.move, host_buffer.move_rows
         self._stages = [(stage, np.zeros(num_rows, bool)) for stage in stages]  # each with its active rows
         self._late_stages = [(stage, active) for stage, active in self._stages if stage.is_late]
         self._changed = np.zeros(num_rows, bool)  # any stage is active
@@ -102,15 +102,19 @@ class SamplingState:
             has_logprobs=bool((self.num_logprobs[rows] >= 0).any()),
             changes=tuple(changes),
             draws=self._prepare_draws(rows, lengths, num_samples, masks),
-            failures={row: why for stage, _ in self._late_stages for row, why in stage.take_failures().items()},
+            failures=self._take_failures(),
             is_plain=is_plain,
         )
 
-    def capture(self, rows: Ints, lengths: Ints, at: Ints, layout: DrawLayout) -> CapturedDraw | None:
-        """Make the inputs of a captured draw for `rows`. `at`: their rows in the logits of the step.
+    def capture(self, rows: Ints, lengths: Ints, at: Ints | None, layout: DrawLayout | None) -> CapturedDraw | None:
+        """Make the inputs of a captured draw for `rows`. `at`: their rows in the logits of the step; None: the first.
 
-        `lengths` as for `prepare`; each row has one sample. None if a captured draw cannot draw all of them.
+        `lengths` as for `prepare`; each row has one sample. None if a captured draw cannot draw all of them, or if
+        there are none (`layout` is None).
         """
+        if layout is None:
+            return None
+        at = np.arange(len(rows)) if at is None else at
         fields = layout.padded()
         places = layout.places(fields, np.float32)
         changes = DrawChanges(places, at, layout.vocab_size)
@@ -122,8 +126,14 @@ class SamplingState:
         places.owners[at], places.positions[at], places.seeds[at] = rows, lengths, self._seeds[rows]
         places.temperature[at], places.top_k[at] = self._temperature[rows], self._top_k[rows]
         places.top_p[at], places.min_p[at] = self._top_p[rows], self._min_p[rows]
-        variant = DrawVariant(not changes.is_empty, bool((self.num_logprobs[rows] >= 0).any()))
-        return CapturedDraw(variant, self._move(layout.used(fields, has_changes=variant.has_changes)))
+        masks = changes.take_masks()
+        variant = DrawVariant(not changes.is_empty, bool((self.num_logprobs[rows] >= 0).any()), bool(masks))
+        return CapturedDraw(
+            variant,
+            self._move(layout.used(fields, has_changes=variant.has_changes)),
+            self._move_rows(masks) if masks else None,
+            self._take_failures(),
+        )
 
     def are_changed(self, rows: Ints) -> npt.NDArray[np.bool_]:
         """Which of `rows` have an active stage."""
@@ -160,6 +170,9 @@ class SamplingState:
         for stage, active in self._late_stages:
             if active[rows].any():
                 stage.note(rows, torch.from_numpy(token_ids))
+
+    def _take_failures(self) -> dict[int, PdError]:
+        return {row: why for stage, _ in self._late_stages for row, why in stage.take_failures().items()}
 
     def _resolve_seeds(self, rows: Ints, num_samples: Sequence[int]) -> Ints:
         seeds = self._seeds[rows]

@@ -58,7 +58,7 @@ def _draw_with_masks(runner: ModelRunner) -> None:
     vocab_size, device = logits.shape[1], logits.device
     ones, longs = (torch.ones(1, dtype=dtype, device=device) for dtype in (torch.float32, torch.int64))
     every = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
-    masks = TokenMasks(every, torch.zeros(1, dtype=torch.int32, device=device))
+    masks = TokenMasks(every, torch.zeros(1, dtype=torch.int64, device=device))
     for rows in (logits, logits.float()):
         for limits in (None, Limits(longs, ones, ones)):
             runner.kernels.draw(rows, Draws(ones, longs, longs, limits, masks))

@@ -38,10 +38,15 @@ class FakeDevice:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.num_drawn = 0
 
     def launch(self, batch: Batch, deadline_s: float) -> FakePending:
         self.log.append(f"step {batch.step} begins")
         return FakePending(self.log, batch.step)
+
+    def draw_late(self) -> float:
+        self.num_drawn += 1
+        return 0.0
 
     def recv_before(self, loads: Sequence[LoadSpec]) -> None:
         self.log += [f"{load.load_id} begins" for load in loads]
@@ -130,6 +135,19 @@ def test_with_nothing_under_way_a_load_begins_at_once(device: FakeDevice, depth:
     assert device.log == ["load a begins", "load b begins", "step 2 begins"]
 
 
+def test_late_rows_are_drawn_before_the_next_step_is_planned(device: FakeDevice) -> None:
+    """The plan needs to know which of them are absent."""
+    steps, drawn = pipeline(device, 2), list[int]()
+
+    def plan() -> Batch:
+        drawn.append(device.num_drawn)
+        return step(len(drawn))
+
+    for _ in range(2):
+        steps.launch(plan)
+    assert drawn == [1, 2]
+
+
 def test_copies_and_departures_are_steps(device: FakeDevice) -> None:
     steps = pipeline(device, 2)
     assert steps.launch(lambda: Batch(1, copies=BlockCopies(swap_out=((3, 0),))))
@@ -185,3 +203,15 @@ def test_the_model_learns_from_steps_that_the_host_waited_for(device: FakeDevice
     finally:
         FakePending.is_over = False
     assert len(noted) == 1
+
+
+def test_at_depth_1_every_step_is_timed(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's step is over when its launch returns. Nothing ran beside it, so its time is exact."""
+    monkeypatch.setattr(FakePending, "is_over", True)
+    steps = pipeline(device, 1)
+    noted: list[StepWork] = []
+    steps._model.note = lambda work, seconds: noted.append(work)  # type: ignore[method-assign]
+    for number in range(3):
+        assert steps.launch(lambda: step(number))  # noqa: B023 - it is called at once
+        steps.retire()
+    assert noted == [StepWork(1, number) for number in range(3)]

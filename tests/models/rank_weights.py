@@ -145,3 +145,11 @@ class CountedSlice:
 
     def __getitem__(self, index: Index) -> torch.Tensor:
         return self._file._count(self._part[index])
+
+
+def _wide_product(rows: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    return (reference.dequantize(rows).double() @ reference.dequantize(weight).double().T).to(dtype)
+
+
+# With a float64 model: products of rounded rows are added in float64
+EXACT = replace(TORCH, quantized_product=_wide_product)

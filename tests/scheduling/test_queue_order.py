@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_cluster.protocol.messages import Work
+from pd_cluster.scheduling import batch_builder
 from pd_cluster.scheduling.queue_order import AGEING
 from pd_cluster.scheduling.step_model import StepModel, StepWork
 from tests.scheduling.simulation import message, prompt
@@ -111,3 +112,28 @@ def test_the_cost_of_a_place_is_one_look_at_the_cache() -> None:
     assert len(hashes) == 149 // 16
     begun(one)
     assert request.sequences[0].block_hashes[: len(hashes)] == hashes
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_better_priority_passes_a_prompt_that_runs(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And shares its steps with little of it."""
+    monkeypatch.setattr(batch_builder, "FILL", 24)
+    one = World(max_num_seqs=3, num_blocks=64, max_num_batched_tokens=40, depth=depth)
+    slow = one.submit(message("slow", prompt(150), max_tokens=1, priority=1))
+    names = {slow.sequences[0].seq_id: "slow"}
+
+    def sizes() -> dict[str, int]:
+        """Tokens of each request's chunk in the next step."""
+        return {names[chunk.seq_id]: chunk.num_tokens for chunk in one.start_step().chunks}
+
+    assert sizes() == {"slow": 40}
+    quick = one.submit(message("quick", prompt(34, 1), max_tokens=1))
+    names[quick.sequences[0].seq_id] = "quick"
+    assert sizes() == {"quick": 34}
+    short = one.submit(message("short", prompt(10, 2), max_tokens=1, priority=-1))
+    names[short.sequences[0].seq_id] = "short"
+    assert sizes() == {"short": 10, "slow": 14}
+    assert sizes() == {"slow": 40}, "alone it has the whole step"
+    one.run_until_idle()
+    assert all(request.finished for request in (slow, quick, short))
+    one.check_empty()

@@ -51,6 +51,18 @@ def test_the_defaults_are_those_of_8b() -> None:
     assert model.prefill_s(2048) == pytest.approx(45e-3, rel=0.06)
 
 
+def test_decodes_alone_tell_no_price_of_prompts() -> None:
+    model = StepModel()
+    for number in range(2 * NUM_EARLY):
+        model.note(StepWork(1 + number % 4, 400), 0.03)
+    assert model.is_fitted
+    assert not model.knows_prompts
+    for _ in range(4):
+        model.note(StepWork(0, 0, 300, keys_of(300, 0)), 0.08)
+    assert model.knows_prompts
+    assert StepModel(measured("8B")).knows_prompts
+
+
 @given(works=st.lists(st.tuples(WORKS, st.floats(0, 100)), max_size=60), small=WORKS, more=WORKS)
 @settings(max_examples=30, deadline=None)
 def test_predictions_stay_above_zero_and_grow_with_the_work(

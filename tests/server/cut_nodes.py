@@ -82,6 +82,13 @@ SCRIPTED = [
     response("a response that is cut off", LONG, end=False),
 ]
 
+# Three prompts of which each has two choices, and ends before the next one does
+PROMPTS = [[200, 201], [202, 203, 204], [205, 206, 207, 208]]
+SEVERAL = completion(
+    "several prompts", "é", "🙂!", LONG[:9], SHORT, LONG, LONG + " the",
+    prompt=PROMPTS, n=2, echo=True, return_token_ids=True, stop=["there, "],
+)  # fmt: skip
+
 
 def tool_state(engine: Any, node_id: str, model: str = "tool_model") -> NodeState:
     config = NodeConfig(
@@ -114,11 +121,16 @@ async def says_nothing(line: Line) -> None:
 
 
 def answering(answers: Sequence[Sequence[int]], *, end: bool, num_cached: int) -> Script:
-    """Sequence k says `answers[k]`, one token a step, behind what it is known to have said. One message a step."""
+    """Sequence k says `answers[k]`, one token a step, behind what it is known to have said. One message a step.
+
+    The sequences of PROMPTS[i] are those from 2i on.
+    """
 
     async def script(line: Line) -> None:
         request = line.request
-        numbers = request.sequence_numbers or range(request.sampling.n)
+        numbers: Sequence[int] = request.sequence_numbers or range(request.sampling.n)
+        if request.prompt_token_ids in PROMPTS:
+            numbers = [2 * PROMPTS.index(request.prompt_token_ids) + number for number in numbers]
         known = request.known or ((),) * len(numbers)
         left = {i: list(answers[number])[len(known[i]) :] for i, number in enumerate(numbers)}
         for i, number in enumerate(numbers):

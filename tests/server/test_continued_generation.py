@@ -53,11 +53,12 @@ DEMO = [
     plain("penalties", CHAT, n=2, min_tokens=8, bad_words=["the"], logprobs=True, **PENALTIES),
     plain("stop strings", CHAT, stop=["e ", "th", "zzz"], min_tokens=5),
     plain("whole bytes", COMPLETIONS, allowed_token_ids=[172, 253, 247, 222, 100], n=2),
+    plain("several prompts", COMPLETIONS, prompt=["Once upon", "The fox", "A"], n=2, echo=True, logprobs=1),
     plain("a JSON object", COMPLETIONS, response_format=FORM, max_tokens=40),
 ]
 CASES = [
     *(("demo_model", one.drawn(**draw)) for one in DEMO for draw in (GREEDY, SEEDED)),
-    ("demo_model", DEMO[0].drawn(**DRAWN)),
+    *(("demo_model", one.drawn(**DRAWN)) for one in (DEMO[0], DEMO[4])),
     ("tool_model", tools("calls").drawn(**GREEDY)),
     ("tool_model", tools("calls that must be made", tool_choice="required", n=2).drawn(temperature=1.5, seed=4)),
     ("tool_model", tools("reasoning", enable_thinking=True).drawn(**GREEDY)),

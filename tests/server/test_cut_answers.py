@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import shutil
@@ -12,13 +13,39 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from pd_cluster.protocol.messages import PromptRead, Timeline
+from pd_cluster.server.app import create_app
 from pd_cluster.server.sampling import SamplingDefaults
 from pd_cluster.server.state import NodeState
 from pd_cluster.server.tool_format import FORMATS
 from pd_http.frames import AnyFrame, Continuation, KnownChoice
-from tests.cut_streams import CHAT, Case, Refused, check_cuts, continuation_of, continuing, same_bytes
-from tests.server.cut_nodes import ASKED, PACKAGE, SCRIPTED, Pair, says_nothing, tool_state
-from tests.server.fake_engine import FakeEngine
+from tests.cut_streams import (
+    CHAT,
+    COMPLETIONS,
+    Case,
+    Refused,
+    Said,
+    asking,
+    check_cuts,
+    continuation_of,
+    continuing,
+    data_of,
+    same_bytes,
+    same_choices,
+)
+from tests.server.cut_nodes import (
+    ASKED,
+    FIRST_CACHED,
+    PACKAGE,
+    PROMPTS,
+    SCRIPTED,
+    SECOND_CACHED,
+    SEVERAL,
+    Pair,
+    says_nothing,
+    tool_state,
+)
+from tests.server.fake_engine import FakeEngine, Line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,6 +81,72 @@ async def test_the_harness_sees_what_is_missing_without_continuation(
     async with Pair(texts, end=end) as pair:
         with pytest.raises(AssertionError, match="cut behind message 2 "):
             await check_cuts(case, pair.first, pair.second, same=same_bytes, continues=False)
+
+
+async def test_a_cut_answer_to_several_prompts_goes_on() -> None:
+    """Prompts that have ended are not computed again, those that have not begun are."""
+    case, texts, end = SEVERAL
+    async with Pair(texts, end=end) as pair:
+        num_cuts = await check_cuts(case, pair.first, pair.second, same=same_choices)
+        requests = pair.engines[1].requests
+        assert num_cuts > 20
+        assert num_cuts < len(requests) < 3 * (num_cuts - 1), "some prompts had ended, and the last cut needs none"
+        assert all(request.priority == -1 for request in requests)
+        assert any(not request.known for request in requests)
+        with pytest.raises(AssertionError, match="cut behind message 2 "):
+            await check_cuts(case, pair.first, pair.second, same=same_choices, continues=False)
+
+
+async def test_of_several_prompts_usage_says_what_the_node_that_began_each_had_cached() -> None:
+    case, texts, end = SEVERAL
+    async with Pair(texts, end=end) as pair:
+        messages = await pair.first(case.path, case.body)
+        for num in range(2, len(messages), 5):
+            begun = {choice.index // 2 for choice in continuation_of(messages[:num]).choices}
+            rest = await pair.second(case.path, continuing(case.body, continuation_of(messages[:num])))
+            usage = Said.by(data_of(messages[:num]) + data_of(rest)).usage
+            cached = FIRST_CACHED * len(begun) + SECOND_CACHED * (3 - len(begun))
+            assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+    assert len(begun) == 3, "the last cut is behind all beginnings"
+
+
+async def test_prompts_that_are_only_read_come_once() -> None:
+    """With `max_tokens` 0 each choice is its echoed prompt, and ends without a token."""
+
+    async def read(line: Line) -> None:
+        await asyncio.sleep(0.001 * PROMPTS.index(line.request.prompt_token_ids))
+        line.push(PromptRead(line.request.request_id, timeline=Timeline(queue_s=0.001)))
+
+    body = {"prompt": PROMPTS, "max_tokens": 0, "echo": True, "stream": True, "stream_options": {"include_usage": True}}
+    engines = [FakeEngine(read), FakeEngine(read)]
+    first, second = (asking(create_app(tool_state(engine, f"node{i}"))) for i, engine in enumerate(engines))
+    num_cuts = await check_cuts(Case("only read", COMPLETIONS, body), first, second, same=same_choices)
+    assert (num_cuts, len(engines[1].requests)) == (3, 2 + 1 + 0), "those that were read are not read again"
+    for engine in engines:
+        await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "known", "status", "what"),
+    [
+        ({"prompt": [PROMPTS[1], PROMPTS[0], PROMPTS[2]]}, {}, 409, "prompt"),
+        ({"prompt": PROMPTS[:2]}, {"index": 0}, 409, "prompt"),
+        ({}, {"index": 6}, 400, "not below n"),
+        ({}, {"num_cached_tokens": 9}, 400, "cannot be cached"),
+        ({}, {"num_chars": 99}, 409, "choice 0 release"),
+    ],
+)
+async def test_another_answer_to_several_prompts_is_refused(
+    more: dict[str, Any], known: dict[str, Any], status: int, what: str
+) -> None:
+    case, texts, end = SEVERAL
+    async with Pair(texts, end=end) as pair:
+        begun = continuation_of((await pair.first(case.path, case.body))[:2])
+        choices = (msgspec.structs.replace(begun.choices[0], **known),)
+        with pytest.raises(Refused, match=what) as caught:
+            await pair.second(case.path, continuing(case.body | more, Continuation(head=begun.head, choices=choices)))
+        assert caught.value.status == status
+        assert not pair.engines[1].requests
 
 
 async def test_a_stream_may_be_cut_twice() -> None:

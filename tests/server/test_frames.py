@@ -83,13 +83,10 @@ async def test_the_data_of_frames_is_the_answer_without_frames(
     assert f'"created":{head.created}'.encode() in plain
     assert head.seed == requests[0].drawn_seed
     assert head.num_prompt_tokens == sum(len(one.prompt_token_ids) for one in requests)
-    if len(requests) == 1:
-        assert head.stream_version == health["stream_version"]
-        assert (
-            head.prompt_digest == blake2b(array("I", requests[0].prompt_token_ids).tobytes(), digest_size=16).digest()
-        )
-    else:
-        assert head.stream_version == ""  # cannot be continued
+    assert head.stream_version == health["stream_version"]
+    digests = [blake2b(array("I", one.prompt_token_ids).tobytes(), digest_size=16).digest() for one in requests]
+    both = blake2b(b"".join(digests), digest_size=16).digest()
+    assert head.prompt_digest == (digests[0] if len(digests) == 1 else both)
     said: dict[int, list[int]] = {}
     num_chars: dict[int, int] = {}
     for frame in frames:

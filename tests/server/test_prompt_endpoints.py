@@ -305,6 +305,36 @@ async def test_one_input_that_fails_fails_the_request_and_aborts_the_others() ->
         assert node.state.read_window.num_tokens == 0
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("task", "path", "body", "named"),
+    [
+        ("embed", EMBEDDINGS, {"input": [[3], [66], [4]]}, "input[1]"),
+        ("embed", EMBEDDINGS, {"input": [[3], [66]], "encoding_format": "base64"}, "input[1]"),
+        ("embed", "/pooling", {"input": [66], "normalize": False}, "input[0]"),
+        ("score", SCORE_PATHS[0], {"text_1": "q", "text_2": ["a", "a b c d e f " * 99]}, "documents[1]"),
+    ],
+    ids=["float", "base64", "pooling", "score"],
+)
+async def test_what_is_no_number_is_an_error_that_names_the_input(
+    task: str, path: str, body: dict[str, Any], named: str, value: float
+) -> None:
+    """JSON would have null in its place. The model fails at token 66 and at long prompts."""
+
+    async def reads_badly(line: Line) -> None:
+        ids, outputs = line.request.prompt_token_ids, line.request.outputs
+        assert outputs is not None
+        is_bad = ids == [66] or len(ids) > 400
+        pooled = np.array([1, value if is_bad else 2, 3], "<f4").tobytes() if outputs.pooled else b""
+        logits = tuple(value if is_bad and one == YES else 0.0 for one in outputs.logits_of)
+        line.push(PromptRead(line.request.request_id, pooled, logits, 0, None))
+
+    async with node_of(task, reads_badly) as node, node.session.post(node.url + path, json=body) as response:
+        answer = await response.json()
+    assert (response.status, answer["error"]["code"]) == (500, "not_finite")
+    assert f"{named} is not finite" in answer["error"]["message"]
+
+
 async def test_a_client_that_leaves_takes_its_inputs_back() -> None:
     async def script(line: Line) -> None:
         await line.heard()

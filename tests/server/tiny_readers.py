@@ -74,7 +74,10 @@ def save_reader(directory: Path, *, is_embedder: bool, seed: int = 3) -> TinyRea
             "special_tokens": {"<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}},
         }
         save_modules(directory, Transformer="", Pooling="1_Pooling", Normalize="2_Normalize")
-        save_module(directory, "1_Pooling", {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False})
+        modes = dict.fromkeys(("cls_token", "mean_tokens", "max_tokens", "weightedmean_tokens"), False)
+        pooling = {f"pooling_mode_{mode}": value for mode, value in (modes | {"lasttoken": True}).items()}
+        size = {"word_embedding_dimension": HIDDEN_SIZE, "include_prompt": True}
+        save_module(directory, "1_Pooling", pooling | size)
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     return TinyReader(directory, AutoTokenizer.from_pretrained(str(directory)), model)
 

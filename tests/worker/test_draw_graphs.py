@@ -12,7 +12,15 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import SequenceStart
 from pd_cluster.worker.cuda_graphs.draw_graphs import VARIANTS, DrawGraphs
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
-from pd_cluster.worker.draw_places import ENTRIES, ENTRIES_PER_ROW, DrawLayout, DrawVariant
+from pd_cluster.worker.draw_places import (
+    ENTRIES,
+    ENTRIES_PER_ROW,
+    CapturedDraw,
+    DrawChanges,
+    DrawLayout,
+    DrawVariant,
+    mask_words,
+)
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.logits_stages.order import make_stages
 from pd_cluster.worker.logits_stages.penalties import PenaltyTables
@@ -82,15 +90,49 @@ def test_a_draw_changes_no_logits_behind_min_tokens() -> None:
     assert capture(state, np.array([2, 3])) == DrawVariant(has_changes=True, has_logprobs=True)
 
 
+def tokens_of_masks(draw: CapturedDraw) -> list[list[int]]:
+    assert draw.masks is not None
+    bits = np.unpackbits(draw.masks.numpy().view(np.uint8), axis=1, bitorder="little")
+    return [np.flatnonzero(row).tolist() for row in bits]
+
+
+def test_allowed_tokens_are_masks_of_a_captured_draw() -> None:
+    """At the places of their rows, beside a row that may take all."""
+    state = make_state({"allowed_token_ids": (5, 699)}, {}, {"allowed_token_ids": (33,), "min_p": 0.1})
+    rows = np.array([0, 1, 2])
+    draw = state.capture(rows, np.full(3, 12), np.array([3, 1, 0]), LAYOUT)
+    assert draw is not None
+    assert draw.variant == DrawVariant(has_masks=True)
+    assert tokens_of_masks(draw) == [[5, 699], [33]]
+    assert LAYOUT.places(draw.fields.numpy(), np.float32).masks.tolist() == [1, -1, -1, 0]
+    again = state.capture(rows[1:2], np.full(1, 12), None, LAYOUT)
+    assert again is not None
+    assert again.masks is None
+    logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    launched = sample(logits.clone(), state.prepare(rows, np.full(3, 12), [1] * 3), TORCH).token_ids.tolist()
+    assert launched[0] in (5, 699)
+    assert launched[2] == 33
+
+
+def test_two_masks_of_a_row_allow_what_both_do_or_the_first_of_the_last_one() -> None:
+    masks = [mask_words(np.isin(np.arange(VOCAB_SIZE), tokens)) for tokens in ((1, 2, 3), (2, 3), (63, 64, 69), (63,))]
+    changes = DrawChanges(LAYOUT.places(LAYOUT.padded(), np.float32), np.array([2, 0]), VOCAB_SIZE)
+    changes.mask([0, 1], [masks[0], masks[0]])
+    changes.mask([0], [masks[1]])
+    changes.mask([1], [masks[2]])
+    assert [mask.tolist() for mask in changes.take_masks()] == [masks[1].tolist(), masks[3].tolist()]
+    assert changes.is_empty, "a mask changes no logits"
+
+
 def test_places_are_all_of_the_array_and_do_not_overlap() -> None:
     fields = LAYOUT.padded()
     for at, place in enumerate(LAYOUT.places(fields, np.float32)):
         place[...] = at + 1
     found = [np.unique(place).tolist() for place in LAYOUT.places(fields, np.float32)]
-    assert found == [[at + 1] for at in range(11)]
+    assert found == [[at + 1] for at in range(12)]
     assert fields.all(), "no part is left over"
     assert len(LAYOUT.used(fields, has_changes=False)) * 8 == sum(
-        place.nbytes for place in LAYOUT.places(fields, np.float32)[:9]
+        place.nbytes for place in LAYOUT.places(fields, np.float32)[:10]
     )
 
 
@@ -104,7 +146,7 @@ def test_draws_are_captured_for_all_sizes_or_for_none(room: int, is_captured: bo
     draws, lines = DrawGraphs(LAYOUT, last_tokens, lambda: tables, TORCH), list[str]()
     draws.capture(logits, Repeater(room), lines.append)
     assert (draws.layout is LAYOUT) == is_captured
-    assert lines[0].startswith("24 graphs of draws in" if is_captured else "no memory for graphs of draws")
+    assert lines[0].startswith("48 graphs of draws in" if is_captured else "no memory for graphs of draws")
     assert last_tokens[:-1].tolist() == [9] * NUM_ROWS
     assert not tables.seen[:-1].any()
     assert not tables.counts[:-1].any()

@@ -19,6 +19,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker import grammars as grammars_module
 from pd_cluster.worker import mask_threads
+from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, decode_sizes
 from pd_cluster.worker.grammars import NO_PACKAGE, NO_TOKEN, Grammars, GrammarState
 from pd_cluster.worker.host_buffer import _DTYPES as DTYPES
 from pd_cluster.worker.logits_stages import grammar_masks
@@ -27,6 +28,7 @@ from pd_cluster.worker.logits_stages.stage import StageContext
 from pd_cluster.worker.mask_threads import MaskThreads, Pace
 from pd_cluster.worker.pending_step import PendingStep
 from tests.worker.driver import make_executor
+from tests.worker.repeated_graphs import with_graphs
 from tests.worker.test_step_graphs import cuda_executor
 
 if TYPE_CHECKING:
@@ -221,6 +223,25 @@ def test_a_row_that_cannot_go_on_fails_alone(
     assert rows.allowed(0) == [{ids["1"]}], "the next sequence of the row"
 
 
+def test_a_lexer_that_gave_up_is_not_used_for_the_next_request(rows: Rows, ids: dict[str, int]) -> None:
+    """Copies of a compiled grammar share a lexer. A mask of this one, within the word, exceeds its limit of work."""
+    pattern = r"/(?s:.{1,5000})/ & /(\S+\s+){0,99}\S+/"
+    grammar = f'start: "1" X\nX: {pattern}'
+    rows.start(0, grammar)
+    assert rows.allowed(0) == [{ids["1"]}]
+    rows.note(0, ids["1"])
+    rows.allowed(0)
+    rows.note(0, ids["b"])
+    rows.allowed(0)
+    [said] = rows.stage.take_failures().values()
+    assert "lexer error" in str(said)
+    rows.start(1, grammar)
+    assert rows.allowed(1) == [{ids["1"]}]
+    rows.note(1, ids["1"])
+    assert len(rows.allowed(1)[0]) > 1
+    assert rows.stage.take_failures() == {}
+
+
 def test_a_grammar_may_name_the_end(rows: Rows, ids: dict[str, int]) -> None:
     rows.start(0, 'start: "1" <|im_end|>')
     assert rows.allowed(0) == [{ids["1"]}]
@@ -353,11 +374,21 @@ class Task:
     pace: Pace = Pace.QUICK
     is_ready: bool = False
     cost_s: float = 0.0
+    num_calm: int = 0
+    is_lone: bool = False
 
 
 def wait_for_all(tasks: Sequence[Task]) -> None:
     for task in tasks:
         task.may_end.wait(60)
+
+
+def run_all(threads: MaskThreads, tasks: Sequence[Task]) -> None:
+    for task in tasks:
+        task.is_ready = False
+    threads.begin(tasks, wait_for_all)
+    threads.wait(lambda: all(task.is_ready for task in tasks), 60.0)
+    assert all(task.is_ready for task in tasks)
 
 
 def test_the_slowest_rows_come_last() -> None:
@@ -381,30 +412,42 @@ def test_the_slowest_rows_come_last() -> None:
     assert order == [9.0, 0.005, 0.02, *[0.1] * 60]
 
 
-def test_slow_masks_do_not_hold_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group that is slow is measured row by row; the row that is slow alone has its own thread from then on."""
+def test_slow_masks_do_not_hold_those_of_others() -> None:
+    """Those that are known to be slow have a thread of their own."""
     threads, may_end, now = MaskThreads(), Event(), Event()
     now.set()
-    slow = [Task(may_end, Pace.SLOW) for _ in range(5)]
-    quick = [Task(may_end), *(Task(now) for _ in range(40))]
+    slow, quick = [Task(may_end, Pace.SLOW) for _ in range(5)], [Task(now) for _ in range(40)]
     threads.begin([*slow, *quick], wait_for_all)
-    threads.wait(lambda: sum(task.is_ready for task in quick) >= 30, 60.0)
-    num_held = sum(not task.is_ready for task in quick)
-    assert 0 < num_held <= -(-len(quick) // mask_threads.NUM_GROUPS), "one group"
+    threads.wait(lambda: all(task.is_ready for task in quick), 60.0)
+    assert all(task.is_ready for task in quick)
     assert not any(task.is_ready for task in slow)
-    monkeypatch.setattr(mask_threads, "SLOW_S", -1.0)  # whatever ends from here on was slow
     may_end.set()
-    threads.wait(lambda: all(task.is_ready for task in (*slow, *quick)), 60.0)
-    assert {task.pace for task in slow} == {Pace.SLOW}
-    assert sum(task.pace is Pace.SUSPECT for task in quick) == num_held
-    suspects = [task for task in quick if task.pace is Pace.SUSPECT]
-    for pace, limit_s in ((Pace.SLOW, -1.0), (Pace.QUICK, 60.0)):
-        monkeypatch.setattr(mask_threads, "SLOW_S", limit_s)
-        for task in suspects:
-            task.is_ready = False
-        threads.begin(suspects, wait_for_all)
-        threads.wait(lambda: all(task.is_ready for task in suspects), 60.0)
-        assert {task.pace for task in suspects} == {pace}
+    threads.close()
+
+
+def test_a_slow_call_is_narrowed_down_to_the_slow_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows, then eight of them, then each alone; a row that is slow alone has to be quick for a while."""
+    threads, now = MaskThreads(), Event()
+    now.set()
+    tasks = [Task(now) for _ in range(20)]
+    monkeypatch.setattr(mask_threads, "SLOW_GROUP_S", -1.0)  # every call is slow
+    run_all(threads, tasks)
+    assert {(task.pace, task.is_lone) for task in tasks} == {(Pace.SUSPECT, False)}
+    run_all(threads, tasks)
+    assert {(task.pace, task.is_lone) for task in tasks} == {(Pace.SUSPECT, True)}
+    monkeypatch.setattr(mask_threads, "SLOW_S", -1.0)
+    run_all(threads, tasks[:4])
+    assert {task.pace for task in tasks[:4]} == {Pace.SLOW}
+    monkeypatch.setattr(mask_threads, "SLOW_S", 60.0)
+    run_all(threads, tasks)
+    assert [task.pace for task in tasks] == [Pace.SLOW] * 4 + [Pace.QUICK] * 16
+    for _ in range(mask_threads.CALM - 1):
+        assert {task.pace for task in tasks[:4]} == {Pace.SLOW}
+        run_all(threads, tasks[:4])
+    assert {task.pace for task in tasks} == {Pace.QUICK}
+    monkeypatch.setattr(mask_threads, "SLOW_GROUP_S", 60.0)
+    run_all(threads, tasks)
+    assert {task.pace for task in tasks} == {Pace.QUICK}
     threads.close()
 
 
@@ -461,24 +504,28 @@ def test_compiled_grammars_are_kept_and_bounded(grammars: Grammars, monkeypatch:
     assert not state_of(grammars, 'start: "0"').error, "made again"
 
 
-def serve(executor: DeviceExecutor, depth: int) -> list[tuple[int, ...]]:
-    """A constrained sequence and a free one, twelve steps, of which `depth` are under way: both tokens of each step."""
+def serve(executor: DeviceExecutor, depth: int, *, is_alone: bool = False, **more: Any) -> list[tuple[int, ...]]:
+    """A constrained sequence and a free one, twelve steps, of which `depth` are under way: the tokens of each step.
+
+    `is_alone`: without the free one. `more`: settings of all.
+    """
     samplings = [
-        SamplingParams(max_tokens=20, temperature=1.0, seed=1, grammar=grammar)
+        SamplingParams(max_tokens=20, temperature=1.0, seed=1, grammar=grammar, **more)
         for grammar in ("start: /[0-9]{2}[a-z]{3}/ /[0-9]{9}/", "")
-    ]
+    ][: 2 - is_alone]
+    rows = range(len(samplings))
     executor.check(samplings[0])
     starts = tuple(SequenceStart(i, (5, 6, 7), 3, (i,), sampling, i) for i, sampling in enumerate(samplings))
     flights, tokens = list[PendingStep](), list[tuple[int, ...]]()
     for step in range(12):
-        parts = [(i, 2 + step, 1) for i in (0, 1)] if step else [(i, 0, 3) for i in (0, 1)]
+        parts = [(i, 2 + step, 1) for i in rows] if step else [(i, 0, 3) for i in rows]
         chunks = tuple(SequenceChunk(*part, num_samples=1) for part in parts)
         flights.append(executor.launch(Batch(step, () if step else starts, chunks)))
         while flights and (len(flights) == depth or step == 11):
             result = flights.pop(0).result()
             assert result.failures == {}
-            tokens.append((result.samples[0][0].token_id, result.samples[1][0].token_id))
-    executor.launch(Batch(12, departures=(0, 1))).result()
+            tokens.append(tuple(result.samples[i][0].token_id for i in rows))
+    executor.launch(Batch(12, departures=tuple(rows))).result()
     return tokens
 
 
@@ -492,6 +539,19 @@ def check_depths(executor: DeviceExecutor, directory: Path) -> None:
 def test_two_steps_under_way_draw_as_one(demo_directory: Path) -> None:
     executor = make_executor(demo_directory)
     check_depths(executor, demo_directory)
+    executor.close()
+
+
+@pytest.mark.parametrize("more", [{}, {"top_k": 40, "logprobs": 1, "frequency_penalty": 0.4}])
+def test_constrained_rows_are_drawn_by_graphs(demo_directory: Path, more: dict[str, Any]) -> None:
+    """Beside a free row, and alone."""
+    executor = make_executor(demo_directory)
+    for is_alone in (False, True):
+        launched = serve(executor, 1, is_alone=is_alone, **more)
+        drawn = with_graphs(executor, decode_sizes(2)).drawn
+        assert serve(executor, 2, is_alone=is_alone, **more) == launched
+        assert len(drawn) == 11 * (1 + (bool(more) and not is_alone)), "all steps but the prompts"
+        executor._graph_sizes = GraphSizes(())
     executor.close()
 
 

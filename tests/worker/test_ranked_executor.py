@@ -17,9 +17,11 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart, StepResult
 from pd_cluster.worker import device_executor
 from pd_cluster.worker.capacity import SAMPLES_PER_SEQ
+from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.executor import run_phases
 from pd_cluster.worker.memory_measurement import run_largest_step
+from pd_cluster.worker.pending_step import PendingStep
 from pd_cluster.worker.rank_frames import RankLost
 from pd_cluster.worker.rank_link import StepOnRanks
 from pd_cluster.worker.ranked_executor import RankedExecutor
@@ -90,6 +92,7 @@ class OverlappedDriver:
         gone: set[int] = set()
         while len(gone) < len(sequences) or self.under_way:
             if self.under_way:  # known before the next step is planned
+                self.executor.draw_late()
                 newest = self.under_way[-1][0].absent
                 self.num_absent += len(newest)
                 for seq_id in newest:
@@ -275,6 +278,27 @@ def test_a_measurement_that_fails_on_rank_0_ends_the_start(monkeypatch: pytest.M
     monkeypatch.setattr(device_executor, "limit_of_prompts", fail)
     with pytest.raises(RuntimeError, match="a kernel failed"):
         executor.warm_up()
+    assert executor._has_failed
+
+
+def test_a_late_draw_that_fails_behind_a_result_ends_the_ranks_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At depth 1 the result draws late rows. The other ranks have been told to, and wait in the draw's collectives."""
+
+    class Runner:
+        def launch(self, batch: Batch, *_: object) -> PendingStep:
+            return PendingStep(batch.step, lambda _: None, lambda: None)
+
+        def draw_late(self) -> float:
+            raise RuntimeError("a stage failed")
+
+    executor = RankedExecutor(make_config(2), lambda _: None, f"ipc://{tmp_path}/r", lambda _: None)
+    executor._runner, executor._graph_sizes = cast("Any", Runner()), GraphSizes(())
+    monkeypatch.setattr(executor._link, "blamed", nullcontext)
+    pending = executor.launch(Batch(0))
+    with pytest.raises(RuntimeError, match="a stage failed"):
+        pending.result()
     assert executor._has_failed
 
 

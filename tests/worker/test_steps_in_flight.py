@@ -41,6 +41,10 @@ MIXED_PARAMS = [
     SamplingParams(max_tokens=99, temperature=0.0, repetition_penalty=1.4, min_tokens=6, stop_token_ids=(7, 9)),
     SamplingParams(max_tokens=99, logit_bias={7: 6.0}, min_tokens=3, stop_token_ids=(7, 8), min_p=0.1),
 ]  # fmt: skip
+MASKED_PARAMS = [
+    SamplingParams(max_tokens=99, temperature=temperature, allowed_token_ids=tuple(range(5, 200, step)))
+    for temperature, step in ((0.0, 3), (1.0, 7))
+]
 
 
 @dataclass
@@ -145,7 +149,9 @@ def test_captured_draws_are_those_of_launches(models: ModelStore) -> None:
     executor, plain = (make_executor(models.get("qwen3").directory, max_num_seqs=MAX_SEQS) for _ in range(2))
     repeated = with_graphs(executor, [*decode_sizes(6), *near_sizes(28, MAX_SEQS)])
     limits, no_changes, no_logprobs = MIXED_PARAMS[:5], MIXED_PARAMS[:7], MIXED_PARAMS[:5] + MIXED_PARAMS[7:]
-    for seed, params in enumerate((MIXED_PARAMS, limits, no_changes, no_logprobs)):
+    unmasked = (MIXED_PARAMS, limits, no_changes, no_logprobs)
+    masked = ([*some, *MASKED_PARAMS] for some in (MIXED_PARAMS[5:], limits, no_changes, no_logprobs))
+    for seed, params in enumerate((*unmasked, *masked)):
         found, expected = sampled(executor, seed, 2, 50, params), sampled(plain, seed, 1, 50, params)
         assert without_logprobs(found) == without_logprobs(expected)
         assert sum(map(len, found.values())) > 80

@@ -28,7 +28,7 @@ DEFAULT_ROUTER_PORT = RouterConfig(start_empty=True).port
 # Set by this package. The key is passed in the environment, so that no command line shows it.
 _NODE_FIXED = PER_NODE | {"cluster_key_file"}
 _ROUTER_FIXED = frozenset(
-    {*NODE_ROLES, "start_empty", "cluster_key_file", "host", "listen_fd", "tls_cert", "tls_key", "tls_ca"}
+    {*NODE_ROLES, "start_empty", "cluster_key_file", "host", "listen_fd", "tls_cert", "tls_key", "tls_ca", "tls_name"}
 )
 
 FlagValue = str | int | float | bool

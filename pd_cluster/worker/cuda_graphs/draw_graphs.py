@@ -2,17 +2,19 @@
 
 The graph of a step ends with logits and with a draw for temperature and seed alone. If a row asks for more, a second
 graph draws all rows again from these logits, and overwrites the tokens in `InputBatch.last_tokens`. It reads its other
-inputs from one array (`DrawLayout`), and the tables of penalties, in which it counts the tokens that it draws.
+inputs from one array (`DrawLayout`), masks of tokens, and the tables of penalties, in which it counts the tokens that
+it draws. Rows with a late stage, as grammars have, are drawn by a replay of their own, in which the others are padding.
 
 There are graphs for each number of decodes, because each graph of decodes keeps logits of its own, and as many for the
-logits that graphs of steps with prompts share. Each number has four: with and without changes to the logits, which need
-a copy in float32, and with and without logprobs, which need the best 20 tokens.
+logits that graphs of steps with prompts share. Each number has eight: with and without changes to the logits, which
+need a copy in float32, logprobs, which need the best 20 tokens, and masks.
 """
 
 from __future__ import annotations
 
 import time
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ import torch
 from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes
 from pd_cluster.worker.draw_places import DrawVariant
 from pd_cluster.worker.sampler import Sampled, most_logprobs
-from pd_kernels.values import Draws, Limits
+from pd_kernels.values import Draws, Limits, TokenMasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from pd_kernels.backends import Kernels
     from pd_kernels.values import StepSize
 
-VARIANTS = tuple(DrawVariant(*told) for told in ((False, False), (True, False), (False, True), (True, True)))
+VARIANTS = tuple(DrawVariant(*reversed(told)) for told in product((False, True), repeat=3))
 
 
 class _Draw(NamedTuple):
@@ -59,6 +61,9 @@ class DrawGraphs:
         self._kernels = kernels
         self._fields = torch.from_numpy(layout.padded()).to(last_tokens.device)
         self._places = layout.places(self._fields, torch.float32)
+        self._masks = torch.zeros(
+            (layout.num_rows, -(-layout.vocab_size // 32)), dtype=torch.int32, device=last_tokens.device
+        )
         self._graphs: dict[_Draw, tuple[Callable[[], None], Sampled]] = {}
 
     @property
@@ -89,6 +94,8 @@ class DrawGraphs:
     def replay(self, draw: CapturedDraw, size: StepSize, count: int) -> Sampled:
         """Draw the `count` logits rows that a step of `size` has just computed."""
         self._fields[: len(draw.fields)].copy_(draw.fields)
+        if draw.masks is not None:
+            self._masks[: len(draw.masks)].copy_(draw.masks)
         num_rows = size.num_seqs
         if size.num_chunks:
             num_rows = min(each.num_rows for each in self._graphs if each.has_chunks and each.num_rows >= count)
@@ -113,7 +120,8 @@ class DrawGraphs:
             kernels.penalize(changed, tables.seen, tables.counts, places.settings, places.owners)
             changed.view(-1).scatter_add_(0, places.entries, places.amounts)
         limits = Limits(places.top_k, places.top_p, places.min_p)
-        token_ids = kernels.draw(changed, Draws(places.temperature, places.seeds, places.positions, limits))
+        masks = TokenMasks(self._masks, places.masks) if variant.has_masks else None
+        token_ids = kernels.draw(changed, Draws(places.temperature, places.seeds, places.positions, limits, masks))
         self._last_tokens.index_copy_(0, places.owners, token_ids)
         if variant.has_changes:
             tables.note(places.counted, token_ids)

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pd_cluster.worker.logits_stages.stage import LogitsStage
+from pd_cluster.worker.draw_places import mask_words
+from pd_cluster.worker.logits_stages.stage import CapturedStage
 
 if TYPE_CHECKING:
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import SequenceStart
+    from pd_cluster.worker.draw_places import DrawChanges, Mask
     from pd_cluster.worker.logits_stages.stage import StageContext
     from pd_kernels.values import Ints
 
@@ -28,8 +30,16 @@ class BannedInputs:
     are_banned: tuple[torch.Tensor, ...]  # P times bool [vocab_size]
 
 
-class AllowedTokens(LogitsStage):
-    """Sets the logits of all other tokens to -inf. The rows of one request share a mask: a byte for each token.
+@dataclass(frozen=True, slots=True)
+class AllowedList:
+    """The tokens that one request allows."""
+
+    words: Mask  # see TokenMasks
+    is_banned: torch.Tensor  # bool [vocab_size], on the device
+
+
+class AllowedTokens(CapturedStage):
+    """Sets the logits of all other tokens to -inf. The rows of one request share a list: a byte for each token.
 
     It runs behind the stages that ban tokens. Where they have banned all of a request's tokens, one of these is drawn.
     """
@@ -39,26 +49,36 @@ class AllowedTokens(LogitsStage):
         self._device = context.device
         self._move = context.move
         self._params: list[SamplingParams | None] = [None] * context.num_rows
-        self._masks: list[torch.Tensor | None] = [None] * context.num_rows
+        self._lists: list[AllowedList | None] = [None] * context.num_rows
 
     def start(self, row: int, start: SequenceStart) -> bool:
         params = start.sampling
-        self._params[row] = self._masks[row] = None
+        self._params[row] = self._lists[row] = None
         if params.allowed_token_ids:
             twin = next((other for other, known in enumerate(self._params) if known is params), None)
             self._params[row] = params
-            self._masks[row] = self._mask(params.allowed_token_ids) if twin is None else self._masks[twin]
-        return self._masks[row] is not None
+            self._lists[row] = self._make(params.allowed_token_ids) if twin is None else self._lists[twin]
+        return self._lists[row] is not None
 
     def prepare(self, rows: Ints, lengths: Ints) -> BannedInputs | None:
-        found = [(at, mask) for at, row in enumerate(rows.tolist()) if (mask := self._masks[row]) is not None]
-        return BannedInputs(self._move(np.array([at for at, _ in found])), tuple(mask for _, mask in found))
+        found = self._found(rows)
+        return BannedInputs(self._move(np.array([at for at, _ in found])), tuple(one.is_banned for _, one in found))
+
+    def fold(self, rows: Ints, lengths: Ints, changes: DrawChanges) -> bool:
+        found = self._found(rows)
+        changes.mask([at for at, _ in found], [one.words for _, one in found])
+        return True
 
     def apply(self, logits: torch.Tensor, inputs: BannedInputs) -> None:
         rows = logits[inputs.places].clamp_min_(LEAST_LOGIT)
         logits[inputs.places] = rows.masked_fill_(torch.stack(inputs.are_banned), -torch.inf)
 
-    def _mask(self, token_ids: tuple[int, ...]) -> torch.Tensor:
-        is_banned = np.ones(self._vocab_size, bool)
-        is_banned[list(token_ids)] = False
-        return torch.from_numpy(is_banned).to(self._device, non_blocking=True)
+    def _found(self, rows: Ints) -> list[tuple[int, AllowedList]]:
+        """The lists of `rows`, each with its place."""
+        return [(at, one) for at, row in enumerate(rows.tolist()) if (one := self._lists[row]) is not None]
+
+    def _make(self, token_ids: tuple[int, ...]) -> AllowedList:
+        is_allowed = np.zeros(self._vocab_size, bool)
+        is_allowed[list(token_ids)] = True
+        is_banned = torch.from_numpy(~is_allowed).to(self._device, non_blocking=True)
+        return AllowedList(mask_words(is_allowed), is_banned)

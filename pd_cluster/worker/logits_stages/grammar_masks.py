@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pd_cluster.errors import InvalidRequest, Overloaded, PdError
-from pd_cluster.worker.grammars import NO_TOKEN
-from pd_cluster.worker.logits_stages.stage import LogitsStage
+from pd_cluster.worker.draw_places import mask_words
+from pd_cluster.worker.grammars import LEXER_ERROR, NO_TOKEN
+from pd_cluster.worker.logits_stages.stage import CapturedStage
 from pd_cluster.worker.mask_threads import Pace
 from pd_kernels.sampling_limits import allowed
 from pd_kernels.values import TokenMasks
@@ -19,19 +20,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from concurrent.futures import Future
 
-    import numpy.typing as npt
     import torch
 
     from pd_cluster.scheduling.batch import SequenceStart
+    from pd_cluster.worker.draw_places import DrawChanges, Mask
     from pd_cluster.worker.grammars import Grammars, GrammarState
     from pd_cluster.worker.logits_stages.stage import StageContext
     from pd_kernels.values import Ints
 
-    Mask = npt.NDArray[np.int32]  # [W], W = ceil(V / 32): bit i of word j allows token 32 j + i
 
-
-# A step waits so long for the masks of its rows, once its forward pass is launched. Rows without one sit out the draw
+# A step waits for a mask until so long after the token before it was read. Rows without one sit out the draw. The draw
+# is asked for just before the forward pass ends: behind one of 4 ms a step does not wait
 MASK_WAIT_S = 0.002
+# And at least so long, because a row that sits out waits a whole step. The plan is due half of its own time early
+LEAST_WAIT_S = 0.0005
 # From the first draw that a row has sat out to the end of its request. Within the bounds of a grammar a mask takes
 # up to 0.1 s and a compilation 0.2 s, and those of other rows may be in front
 ROW_DEADLINE_S = 5.0
@@ -55,10 +57,13 @@ class Constraint:
     ends: Mask | None  # the tokens that end it; None: it may end anywhere
     state: GrammarState | None = None  # None: no mask was computed yet
     is_ready: bool = False
-    pace: Pace = Pace.QUICK
+    pace: Pace = Pace.SUSPECT  # the first mask may take long: many tokens may be behind it
     cost_s: float = 0.0
+    num_calm: int = 0
+    is_lone: bool = True
     error: str = ""  # why the row cannot go on
     has_failed: bool = False  # the error has been told
+    begun_s: float = 0.0  # when the next mask was begun
     missed_s: float | None = None  # when the first draw was that it sat out for this mask
 
     @property
@@ -66,16 +71,15 @@ class Constraint:
         """Whether a step waits for the mask. One that takes 0.1 s must not cost each of ten steps MASK_WAIT_S."""
         return not (self.pace is Pace.SLOW or self.has_failed) and self.missed_s is None
 
-    def advance(self) -> GrammarState | None:
-        """The state behind the pending tokens. None: it could not be made, which is the error of this row alone."""
+    def take_pending(self) -> tuple[GrammarState, list[int]] | None:
+        """The state, and the tokens that it takes next. None: it could not be made, the error of this row alone."""
         try:
             self.state = state = self.state or self.grammars.state(self.compiled)
-            state.advance(self.pending)
         except Exception as error:  # llguidance may raise anything, and the row must not wait for its deadline
             self.fail(str(error))
             return None
-        self.pending = []
-        return state
+        pending, self.pending = self.pending, []
+        return state, pending
 
     def judge(self, state: GrammarState, *, allows_more: bool) -> None:
         """Note why the row cannot go on, if it cannot. `allows_more`: the mask allows a token that ends no output."""
@@ -92,22 +96,24 @@ class Constraint:
 
 def compute_masks(constraints: Sequence[Constraint]) -> None:
     """Compute the masks of a group of rows behind their pending tokens: see `MaskThreads`."""
-    masks = np.empty((len(constraints), len(constraints[0].mask)), np.int32)
-    live = {at: state for at, one in enumerate(constraints) if (state := one.advance()) is not None}
+    grammars, others = constraints[0].grammars, ~constraints[0].eos
+    masks = np.empty((len(constraints), len(others)), np.int32)
+    taken = {at: found for at, one in enumerate(constraints) if (found := one.take_pending()) is not None}
+    live = {at: state for at, (state, _) in taken.items()}
     try:
-        constraints[0].grammars.fill(live, masks)
+        grammars.advance(list(taken.values()))
+        grammars.fill(live, masks)
     except Exception as error:  # as above
         for at in live:
             constraints[at].fail(str(error))
         return
-    others = ~constraints[0].eos
-    first_words = masks[:, :FIRST_WORDS] & others[:FIRST_WORDS]
+    allow_more = np.any(masks[:, :FIRST_WORDS] & others[:FIRST_WORDS], axis=1).tolist()
     for at, state in live.items():
         constraints[at].mask = masks[at]
-        constraints[at].judge(state, allows_more=bool(first_words[at].any() or (masks[at] & others).any()))
+        constraints[at].judge(state, allows_more=allow_more[at] or bool((masks[at] & others).any()))
 
 
-class GrammarMasks(LogitsStage):
+class GrammarMasks(CapturedStage):
     """Sets the logits of all tokens that a sequence's grammar does not allow to -inf.
 
     It runs behind all other stages, because none of them may allow what the grammar bans. The grammar also decides
@@ -119,7 +125,8 @@ class GrammarMasks(LogitsStage):
 
         the row           sits out the draw; a later step computes its last token again, and draws with the same seed
                           and position, so the same token
-        the other rows    wait at most MASK_WAIT_S for it, once for each mask, and never behind a slow mask
+        the other rows    wait until MASK_WAIT_S after its token, at least LEAST_WAIT_S, once for each mask, and never
+                          behind a slow mask
         the mask          is finished meanwhile, because it follows from the tokens, which do not change
         at the latest     ROW_DEADLINE_S after the first draw that it sat out, the row fails
     """
@@ -152,6 +159,7 @@ class GrammarMasks(LogitsStage):
                 self._mask_of(params.stop_ids(self._eos_token_ids)) if params.min_tokens else None,
             )
             self._rows[row] = constraint
+            constraint.begun_s = time.monotonic()
             threads = self._grammars.mask_threads
             constraint.compiled.add_done_callback(lambda _: threads.begin([constraint], compute_masks))
         return bool(params.grammar)
@@ -161,13 +169,14 @@ class GrammarMasks(LogitsStage):
         awaited = [one for one in waiting.values() if one.is_awaited]
         if awaited:
             assert self._grammars is not None
+            wait_s = max(one.begun_s for one in awaited) + MASK_WAIT_S - time.monotonic()
 
             def is_none_left() -> bool:
                 while awaited and awaited[-1].is_ready:
                     awaited.pop()
                 return not awaited
 
-            self._grammars.mask_threads.wait(is_none_left, MASK_WAIT_S)
+            self._grammars.mask_threads.wait(is_none_left, max(wait_s, LEAST_WAIT_S))
         now_s = time.monotonic()
         return {row for row, one in waiting.items() if self._sits_out(one, now_s)}
 
@@ -179,21 +188,26 @@ class GrammarMasks(LogitsStage):
         masks = np.empty((len(chosen), len(self._eos)), np.int32)
         for at, row in enumerate(chosen.tolist()):
             masks[at] = self._mask(row, int(lengths[places[firsts[at]]]))
-        mask_of_row = np.full(len(rows), -1, np.int32)
+        mask_of_row = np.full(len(rows), -1)
         mask_of_row[places] = sources
         return TokenMasks(self._move(masks), self._move(mask_of_row))
+
+    def fold(self, rows: Ints, lengths: Ints, changes: DrawChanges) -> bool:
+        chosen = [at for at, row in enumerate(rows.tolist()) if self._rows[row] is not None]
+        changes.mask(chosen, [self._mask(int(rows[at]), int(lengths[at])) for at in chosen])
+        return True
 
     def apply(self, logits: torch.Tensor, inputs: TokenMasks) -> None:
         logits.copy_(allowed(logits, inputs))
 
     def note(self, rows: Ints, token_ids: torch.Tensor) -> None:
-        noted = []
+        noted, now_s = [], time.monotonic()
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
             constraint = self._rows[row]
             if constraint is not None and not constraint.has_failed:
                 assert constraint.is_ready, "a row without its mask is not drawn"
                 constraint.pending.append(token_id)
-                constraint.is_ready, constraint.missed_s = False, None
+                constraint.is_ready, constraint.begun_s, constraint.missed_s = False, now_s, None
                 noted.append(constraint)
         if noted:
             assert self._grammars is not None
@@ -217,6 +231,8 @@ class GrammarMasks(LogitsStage):
         if error and not constraint.has_failed:
             constraint.has_failed = True
             self._failures[row] = error
+            if LEXER_ERROR in constraint.error:
+                constraint.grammars.forget(constraint.compiled)
         if constraint.has_failed:
             return self._all
         mask = constraint.mask
@@ -236,6 +252,6 @@ class GrammarMasks(LogitsStage):
         return constraint
 
     def _mask_of(self, token_ids: Iterable[int]) -> Mask:
-        allowed = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
-        allowed[list(token_ids)] = 1
-        return np.packbits(allowed, bitorder="little").view(np.int32)
+        is_allowed = np.zeros(self._vocab_size, bool)
+        is_allowed[list(token_ids)] = True
+        return mask_words(is_allowed)
