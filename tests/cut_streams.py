@@ -117,6 +117,7 @@ def continuation_of(messages: Sequence[AnyFrame]) -> Continuation:
                 token_ids=had.token_ids + one.token_ids,
                 num_chars=had.num_chars + one.num_chars,
                 finish_reason=one.finish_reason,
+                num_cached_tokens=one.num_cached_tokens,
             )
     fields = msgspec.structs.asdict(head) | {"prompt_digest": head.prompt_digest.hex()}
     return Continuation(head=KnownHead(**fields), choices=tuple(known.values()))
@@ -167,6 +168,14 @@ async def check_cuts(
 
 def same_bytes(answer: bytes, whole: bytes) -> None:
     assert answer.decode() == whole.decode()
+
+
+def same_choices(answer: bytes, whole: bytes) -> None:
+    """In whatever order the choices come, and whatever the node that began a prompt had cached of it."""
+    given, wanted = Said.by(answer), Said.by(whole)
+    for said in (given, wanted):
+        said.usage.pop("prompt_tokens_details")
+    assert given == wanted
 
 
 def same_content(answer: bytes, whole: bytes) -> None:

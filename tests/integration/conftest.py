@@ -26,9 +26,11 @@ def _quiet_clients() -> None:
 def system_with_mixed() -> Iterator[System]:
     """With a mixed node beside P and D, and a logits stage that only requests with `logits_args` use.
 
-    For tests that leave no trace and salt what is handed over.
+    For tests that leave no trace and salt what is handed over. There is room and time for all prompts of `references`
+    at once, beside their outputs.
     """
-    with running_system("--kv-cache-gb=0.1", "--logits-stage=tests.ban_token:BanToken", own_mixed=True) as system:
+    flags = ("--kv-cache-gb=0.75", "--load-deadline-s=200", "--logits-stage=tests.ban_token:BanToken")
+    with running_system(*flags, own_mixed=True) as system:
         yield system
 
 

@@ -232,13 +232,25 @@ class FaultCluster:
     def d0(self) -> Member:
         return self.nodes["d0"]
 
+    @property
+    def running(self) -> list[Member]:
+        """The nodes that no test has ended, or that were started again."""
+        return [node for node in self.nodes.values() if node.is_running]
+
     def stop(self) -> None:
         """End all processes at once. Asserts that nodes end well; what they leave behind is found by `launcher`."""
         with ThreadPoolExecutor() as pool:
             stopping = [pool.submit(router.process.stop) for router in self._routers]
-            statuses = list(pool.map(lambda node: node.process.stop(), self.nodes.values()))
-        assert statuses == [0] * len(statuses)
+            statuses = list(pool.map(lambda node: node.process.stop(), self.running))
+        assert set(statuses) <= {0}
         assert {one.result() for one in stopping} <= {0, -signal.SIGKILL}
+
+    def stop_new_routers(self) -> None:
+        """End all routers but the first: each asks its nodes for their health five times a second."""
+        first, *others = self._routers
+        self._routers = [first]
+        with ThreadPoolExecutor() as pool:
+            assert set(pool.map(lambda router: router.process.stop(), others)) <= {0}
 
     def new_router(self, prefill: Sequence[str], decode: Sequence[str], *flags: str) -> RouterMember:
         """A router before these nodes. Its first request goes to the first node of each role."""
@@ -283,11 +295,14 @@ class FaultCluster:
         """Wait until no node of `members` (default: all) has anything left. Returns the seconds that took."""
         return max(await asyncio.gather(*(wait_clean(member) for member in members or self.nodes.values())))
 
+    def go_on(self) -> None:
+        """Let all nodes that stand still go on."""
+        for node in self.running:
+            node.go_on()
+
     async def restore(self) -> None:
         """Start what is dead, so that the next test finds the cluster whole. A test's own end comes first."""
-        for node in self.nodes.values():
-            if node.is_running:
-                node.go_on()
+        self.go_on()
         await asyncio.to_thread(start, [node for node in self.nodes.values() if not node.is_running])
         for node in (self.p0, self.d0):
             await self.router.wait_healthy(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from pd_router.node_table import Node
+    from tests.integration.system import System
+    from tests.router.router_process import HasUrl
 
 pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
 
@@ -30,8 +33,21 @@ BLOCK_SIZE = 16
 RESTART_S = 120.0
 
 
-@pytest.fixture(scope="module")
+@dataclass(frozen=True)
+class ServedAt:
+    """A node that runs there."""
+
+    url: str
+
+
+@pytest.fixture
+def nodes(shared_system: System) -> tuple[ServedAt, ServedAt]:
+    return ServedAt(shared_system.urls["prefill"]), ServedAt(shared_system.urls["decode"])
+
+
+@pytest.fixture
 def members() -> Iterator[tuple[Member, Member]]:
+    """Nodes that a test may kill."""
     with Launcher() as launcher:
         flags = ("--max-num-batched-tokens=256", f"--block-size={BLOCK_SIZE}")
         p, d = Member(launcher, "p0", "prefill", *flags), Member(launcher, "d0", "decode", *flags)
@@ -40,7 +56,7 @@ def members() -> Iterator[tuple[Member, Member]]:
 
 
 @contextlib.asynccontextmanager
-async def two_routers(p: Member, d: Member) -> AsyncIterator[tuple[Router, Router]]:
+async def two_routers(p: HasUrl, d: HasUrl) -> AsyncIterator[tuple[Router, Router]]:
     """Both read the feeds of both nodes."""
     settings: dict[str, Any] = {"key": KEY, "health_interval_s": 0.2}
     async with serving([p], [d], **settings) as one, serving([p], [d], **settings) as other:
@@ -87,9 +103,9 @@ async def ask(router: Router, body: dict[str, Any]) -> dict[str, Any]:
         return dict(await answer.json())
 
 
-async def test_two_routers_know_what_is_cached_whichever_of_them_sent_it(members: tuple[Member, Member]) -> None:
+async def test_two_routers_know_what_is_cached_whichever_of_them_sent_it(nodes: tuple[ServedAt, ServedAt]) -> None:
     """And what a request through either finds there is what they know."""
-    async with two_routers(*members) as (one, other):
+    async with two_routers(*nodes) as (one, other):
         body = a_body(1)
         assert hits(one, body) == [0, 0]
         first = await ask(one, body)
@@ -107,8 +123,8 @@ async def test_two_routers_know_what_is_cached_whichever_of_them_sent_it(members
         assert hits(one, body, salt="of another tenant") == hits(one, a_body(2)) == [0, 0]
 
 
-async def test_two_routers_count_each_request_once(members: tuple[Member, Member]) -> None:
-    async with two_routers(*members) as (one, other):
+async def test_two_routers_count_each_request_once(nodes: tuple[ServedAt, ServedAt]) -> None:
+    async with two_routers(*nodes) as (one, other):
         asking = [asyncio.create_task(ask(one, a_body(seed, max_tokens=100, ignore_eos=True))) for seed in (3, 4)]
         views = [nodes_of(router)[1].view for router in (one, other)]
         await so(lambda: [(view.num_sequences, view.ledger.own_sequences) for view in views] == [(2, 0), (2, 0)])

@@ -6,12 +6,13 @@ Every test sends all its prompts at once. Figures are logged: `pytest -o log_cli
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.reference import NUM_NEW_TOKENS, TIE, DemoModel, Reference
+from tests.integration.reference import LENGTHS, NUM_NEW_TOKENS, TIE, DemoModel, Reference
 from tests.integration.system import BLOCK_BYTES, BLOCK_SIZE, Answer, Path, System, running_system
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ MOST_TIES = 0.02  # of the prompts of one run may leave the reference at a tie
 CHUNK_TOKENS = 48
 SUBSET_LENGTH = 300  # longest prompt of the runs in a small cache
 SUBSET_SIZE = 80
+PART_OF_EACH_LENGTH = 4  # cold and warm take 50 s on two cores with all prompts, and a third of that with a quarter
 CONVERSATIONS = (
     "Mira 4831. Oskar 2210. Lena 7745. Oskar?", "Hello!", "Who are you?", "Tell me a short story about a fox.",
     "Mira is 4831. Oskar is 2210. What is the number of Mira?", "What is the capital of France?",
@@ -43,21 +45,40 @@ class Tally:
     worst_logprob: float = 0.0
 
 
-@pytest.fixture(scope="module")
-def system() -> Iterator[System]:
-    """Room for every prompt of a path beside its output, so that a second run finds the first one's blocks."""
-    with running_system("--kv-cache-gb=0.75", "--load-deadline-s=200", own_mixed=True) as system:
-        yield system
+@pytest.fixture
+def system(system_with_mixed: System) -> System:
+    return system_with_mixed
 
 
-@pytest.mark.parametrize("path", Path)
+@pytest.mark.parametrize(
+    "path", [Path.P_FIRST, *(pytest.param(path, marks=pytest.mark.slow) for path in (Path.MIXED, Path.D_FIRST))]
+)
 def test_cold_then_warm(path: Path, system: System, references: list[Reference], demo_model: DemoModel) -> None:
+    assert len(references) >= 200
+    check_cold_then_warm(path, system, references, demo_model)
+
+
+@pytest.mark.parametrize("path", [Path.MIXED, Path.D_FIRST])
+def test_cold_then_warm_at_every_length(
+    path: Path, system: System, references: list[Reference], demo_model: DemoModel
+) -> None:
+    """A part of the prompts of each length, so that blocks' edges, chunks and the longest prompt are among them."""
+    by_length = defaultdict[int, list[Reference]](list)
+    for one in references:
+        by_length[len(one.prompt)].append(one)
+    assert by_length.keys() == {length for length, _ in LENGTHS}
+    some = [one for those in by_length.values() for one in those[: -(-len(those) // PART_OF_EACH_LENGTH)]]
+    check_cold_then_warm(path, system, some, demo_model)
+
+
+def check_cold_then_warm(path: Path, system: System, references: Sequence[Reference], demo_model: DemoModel) -> None:
+    """Parity of both runs, and what the second one finds of the first: on D, and on P where D asks P."""
     node, size = system.node_of(path), BLOCK_SIZE
     lengths = [len(reference.prompt) for reference in references]
-    assert len(lengths) >= 200
+    salt = f"warm {path} {len(lengths)}"
 
     before = system.metrics(node)
-    answers = run(system, path, references, demo_model, salt=f"warm {path}")
+    answers = run(system, path, references, demo_model, salt=salt)
     assert [answer.num_cached_tokens for answer in answers] == [0] * len(answers)
     assert {answer.headers["x-pd-prefill"] for answer in answers} == {system.prefiller_of(path)}
     assert {answer.headers["x-pd-decode"] for answer in answers} == {node}
@@ -65,7 +86,7 @@ def test_cold_then_warm(path: Path, system: System, references: list[Reference],
     num_blocks = 0 if path is Path.MIXED else sum(-(-length // size) for length in lengths)
     assert _grown(before, cold, "pd_kv_transfer_bytes_total") == num_blocks * BLOCK_BYTES
 
-    answers = run(system, path, references, demo_model, salt=f"warm {path}")
+    answers = run(system, path, references, demo_model, salt=salt)
     whole = [length // size * size if path is not Path.MIXED else (length - 1) // size * size for length in lengths]
     warm = system.metrics(node)
     if path is Path.D_FIRST:  # with nothing missing D does not ask: it computes the last block's last token again
@@ -109,17 +130,32 @@ def subset(references: list[Reference]) -> list[Reference]:
     return short[:SUBSET_SIZE]
 
 
+CHUNKING = ("--max-num-seqs=16", f"--max-num-batched-tokens={CHUNK_TOKENS}", "--load-deadline-s=200")
+SHORT_OF_MEMORY = ("--num-blocks=48",)  # for a handful of the prompts that P has promised
+
+
 @pytest.fixture(scope="module")
 def chunking_system() -> Iterator[System]:
     """Steps so small that nearly every prompt takes several."""
-    flags = ("--max-num-seqs=16", f"--max-num-batched-tokens={CHUNK_TOKENS}", "--kv-cache-gb=0.4")
-    with running_system(*flags, "--load-deadline-s=200") as system:
+    with running_system(*CHUNKING, "--kv-cache-gb=0.4") as system:
+        yield system
+
+
+@pytest.fixture(scope="module")
+def small_chunking_system() -> Iterator[System]:
+    """The same, and P's memory is soon full. It has room for more sequences than for their blocks."""
+    roles = {"prefill": [f"--max-num-seqs={CHUNK_TOKENS}", *SHORT_OF_MEMORY], "decode": ["--kv-cache-gb=0.4"]}
+    with running_system(*CHUNKING, role_flags=roles) as system:
         yield system
 
 
 @pytest.mark.parametrize("path", Path)
-def test_chunking(path: Path, chunking_system: System, subset: list[Reference], demo_model: DemoModel) -> None:
-    check_chunking(path, chunking_system, subset, demo_model)
+def test_chunking(path: Path, small_chunking_system: System, subset: list[Reference], demo_model: DemoModel) -> None:
+    """P computes each prompt as the blocks of earlier ones are released."""
+    before = small_chunking_system.metrics("prefill")
+    check_chunking(path, small_chunking_system, subset, demo_model)
+    if path is not Path.MIXED:
+        check_short_of_memory(small_chunking_system, subset, before)
 
 
 @pytest.mark.slow
@@ -132,7 +168,8 @@ def check_chunking(path: Path, system: System, references: Sequence[Reference], 
     """Parity, and that the prompts went through in many small steps."""
     prefiller = "decode" if path is Path.MIXED else "prefill"
     before = system.metrics(prefiller)
-    run(system, path, references, model, salt=f"chunks {path} {len(references)}")
+    answers = run(system, path, references, model, salt=f"chunks {path} {len(references)}")
+    assert {answer.headers["x-pd-prefill"] for answer in answers} == {prefiller}
     after = system.metrics(prefiller)
     num_prompt_tokens = sum(len(reference.prompt) for reference in references)
     num_steps = _grown(before, after, "pd_engine_steps_total")
@@ -198,22 +235,27 @@ def check_preemption(path: Path, system: System, kind: str, references: Sequence
 
 @pytest.fixture(scope="module")
 def p_short_of_memory() -> Iterator[System]:
-    """P's cache holds a handful of the prompts that it has promised."""
-    with running_system("--load-deadline-s=400", role_flags={"prefill": ["--num-blocks=48"]}) as system:
+    """Its steps take whole prompts."""
+    with running_system("--load-deadline-s=400", role_flags={"prefill": SHORT_OF_MEMORY}) as system:
         yield system
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [Path.P_FIRST, Path.D_FIRST])
 def test_leases_that_wait_for_memory(
     path: Path, p_short_of_memory: System, subset: list[Reference], demo_model: DemoModel
 ) -> None:
-    """P computes each prompt as the blocks of earlier ones are released."""
-    system = p_short_of_memory
-    num_blocks = sum(-(-len(reference.prompt) // BLOCK_SIZE) for reference in subset)
-    assert num_blocks > 3 * system.kv("prefill")["num_blocks"]
-    answers = run(system, path, subset, demo_model, salt=path)
+    before = p_short_of_memory.metrics("prefill")
+    answers = run(p_short_of_memory, path, subset, demo_model, salt=path)
     assert {answer.headers["x-pd-prefill"] for answer in answers} == {"prefill"}
-    assert system.metric("prefill", "pd_prefix_cache_evicted_blocks_total") > 0
+    check_short_of_memory(p_short_of_memory, subset, before)
+
+
+def check_short_of_memory(system: System, references: Sequence[Reference], before: dict[str, float]) -> None:
+    """The prompts do not fit P's memory, and it has taken blocks of earlier ones since `before`."""
+    num_blocks = sum(-(-len(reference.prompt) // BLOCK_SIZE) for reference in references)
+    assert num_blocks > 3 * system.kv("prefill")["num_blocks"]
+    assert _grown(before, system.metrics("prefill"), "pd_prefix_cache_evicted_blocks_total") > 0
 
 
 # a run

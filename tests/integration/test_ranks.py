@@ -176,15 +176,9 @@ async def test_a_killed_rank(launcher: Launcher, plain: Launched, ranked: Launch
     await check_fault(launcher, plain, ranked, expected, 1, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("rank", "signum"),
-    [
-        (1, signal.SIGSTOP),
-        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("rank", [0, 1])
 async def test_a_rank_that_fails(
     launcher: Launcher, plain: Launched, expected: list[Outcome], rank: int, signum: signal.Signals
 ) -> None:

@@ -99,11 +99,12 @@ def test_a_request_that_is_not_handed_over_too(seen: Seen) -> None:
         assert line["trace"] == "", "this router traces nothing"
 
 
-def test_a_trace_goes_from_the_client_through_router_p_and_d(seen: Seen) -> None:
-    assert seen.ask("acf0", stream=True).status_code == 200
-    line = seen.line("acf0")
+@pytest.mark.parametrize(("route", "request_id"), [("p-first", "acf0"), ("d-first", "acf1")])
+def test_a_trace_goes_from_the_client_through_router_p_and_d(seen: Seen, route: str, request_id: str) -> None:
+    assert seen.ask(request_id, route=route, stream=True).status_code == 200
+    line = seen.line(request_id)
     spans = seen.collector.wait_for(line["trace"], 10)
-    assert line["trace"].endswith("acf0")
+    assert line["trace"].endswith(request_id)
     by_name = {span.name: span for span in spans}
     assert len(by_name) == len(spans)
     root = by_name["text_completion demo_model"]
@@ -113,14 +114,18 @@ def test_a_trace_goes_from_the_client_through_router_p_and_d(seen: Seen) -> None
     assert {span.service: span.instance for span in spans} == {
         "pd-router": "", "pd-prefill": "prefill", "pd-decode": "decode",
     }  # fmt: skip
-    assert by_name["pd.prefill_queue"].parent_id == by_name["pd.prefill_leg"].span_id
+    leg, decode = by_name["pd.prefill_leg"], by_name["pd.decode_leg"]
+    assert leg.parent_id == (root if route == "p-first" else decode).span_id, "of what asked the prefill node"
+    if route == "d-first":
+        assert decode.start_s - 1e-3 <= leg.start_s <= leg.end_s <= decode.end_s + 1e-3
+    assert by_name["pd.prefill_queue"].parent_id == leg.span_id
     assert by_name["pd.transfer"].parent_id == by_name["pd.decode_leg"].span_id
     assert all(root.start_s - 1e-3 <= span.start_s <= span.end_s <= root.end_s + 1e-3 for span in spans)
     facts = root.attributes
     assert facts["gen_ai.request.model"] == facts["gen_ai.response.model"] == "demo_model"
     assert (facts["gen_ai.operation.name"], facts["gen_ai.usage.output_tokens"]) == ("text_completion", 8)
     assert facts["gen_ai.usage.input_tokens"] == line["tokens"]["prompt"]
-    assert (facts["pd.route"], facts["pd.prefill"], facts["pd.decode"]) == ("p-first", "prefill", "decode")
+    assert (facts["pd.route"], facts["pd.prefill"], facts["pd.decode"]) == (route, "prefill", "decode")
     assert not any("quick brown" in str(span) for span in spans)
 
 

@@ -154,12 +154,12 @@ def test_wrong_answers_cost_at_most_their_own_load(wrong: list[tuple[int, bytes]
     for _, read_id in list(bench.transport.reads):
         bench.reader.on_completion(ReadEnded(read_id), 0.0)
     interfere(3)
-    while bench.reader.num_loads:
+    while bench.reader.loads.num_loads:
         for _, read_id in list(bench.transport.reads):
             bench.reader.on_completion(ReadEnded(read_id), 0.0)
         bench.reader.tick(float(next(now)))
     assert sum(isinstance(event, LoadDone) for event in bench.events) == 0, "nothing was confirmed"
-    assert bench.reader.num_quarantined_blocks == 0
+    assert bench.reader.loads.num_quarantined_blocks == 0
 
 
 def test_a_channel_counts_what_is_wrong_and_hears_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:

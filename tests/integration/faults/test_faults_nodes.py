@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster import Launcher
 from tests.integration.calls import COMPLETIONS, Call, Outcome
 from tests.integration.fault_cluster import (
     BLOCK_SIZE,
@@ -29,7 +28,7 @@ from tests.integration.fault_cluster import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
 pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
 logger = logging.getLogger(__name__)
@@ -39,31 +38,17 @@ P_FIRST, D_FIRST = "p-first", "d-first"
 TICKET_TIMEOUT_S = 2.0  # of the router
 PEER_SILENCE_S = 3.0  # of D: `pd_cluster.server.prefill_client.PEER_SILENCE_S`
 FROZEN_S = 3.5  # until D has left a P that is silent: `renew_every_s` + `silence_s` of `ConnectorContext`
-# As between machines: over shared memory a reader needs no help of the other process, so nothing could be late.
-NETWORK = {"UCX_TLS": "tcp"}
 DETECT_S = 3.0  # a killed node is missed sooner than a silent one
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[FaultCluster]:
-    with Launcher() as launcher:
-        cluster = FaultCluster(launcher, "p0", "p1", "d0", "strict", environment=NETWORK)
-        yield cluster
-        cluster.stop()
-
-
-@pytest.fixture
 async def cluster(nodes: FaultCluster) -> AsyncIterator[FaultCluster]:
-    """The whole cluster, whatever the test before has left of it. All of it is clean again when the test is over."""
+    """The whole cluster, whatever the test before has left of it. What the test leaves running becomes clean again."""
     await nodes.restore()
     yield nodes
-    await nodes.restore()
-    await nodes.check_clean()
+    nodes.go_on()
+    await nodes.check_clean(*nodes.running)
+    await asyncio.to_thread(nodes.stop_new_routers)
 
 
 async def reading(cluster: FaultCluster, by: str, url: str = "", route: str = P_FIRST, *, stream: bool = False) -> Call:
@@ -90,7 +75,9 @@ async def failed_loads(node: Member) -> float:
 
 
 @pytest.mark.parametrize(
-    ("part", "route", "stream"), [(Part.ENGINE, P_FIRST, True), (Part.API, D_FIRST, False)], ids=["engine", "api"]
+    ("part", "route", "stream"),
+    [(Part.ENGINE, P_FIRST, True), pytest.param(Part.API, D_FIRST, False, marks=pytest.mark.slow)],
+    ids=["engine", "api"],
 )
 async def test_p_killed_while_d_reads(part: Part, route: str, stream: bool, cluster: FaultCluster) -> None:
     """D computes the prompt by itself. P comes back under its old address and is read again."""
@@ -115,7 +102,9 @@ async def test_p_killed_while_d_reads(part: Part, route: str, stream: bool, clus
     await cluster.check_clean()
 
 
-@pytest.mark.parametrize(("part", "route"), [(Part.API, P_FIRST), (Part.ENGINE, D_FIRST)])
+@pytest.mark.parametrize(
+    ("part", "route"), [pytest.param(Part.API, P_FIRST, marks=pytest.mark.slow), (Part.ENGINE, D_FIRST)]
+)
 async def test_p_killed_another_p_lives(part: Part, route: str, cluster: FaultCluster) -> None:
     """D asks the next prefill node that it was offered."""
     long = await cluster.expected(LONG)
@@ -306,7 +295,9 @@ async def test_d_killed_while_it_reads(part: Part, cluster: FaultCluster) -> Non
     await cluster.check_clean()
 
 
-@pytest.mark.parametrize(("part", "route"), [(Part.API, P_FIRST), (Part.ENGINE, D_FIRST)])
+@pytest.mark.parametrize(
+    ("part", "route"), [(Part.API, P_FIRST), pytest.param(Part.ENGINE, D_FIRST, marks=pytest.mark.slow)]
+)
 async def test_d_killed_another_d_lives(part: Part, route: str, cluster: FaultCluster) -> None:
     """It takes the request over: P-first with the same ticket, while P goes on computing."""
     long = await cluster.expected(LONG)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cluster import Launcher
 from tests.integration.calls import BROKEN, Call
 from tests.integration.fault_cluster import FaultCluster, RouterMember, fetch, parse_metrics, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
 pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
 logger = logging.getLogger(__name__)
@@ -37,25 +36,14 @@ class Phase(StrEnum):
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[FaultCluster]:
-    with Launcher() as launcher:
-        cluster = FaultCluster(launcher, "p0", "d0")
-        yield cluster
-        cluster.stop()
-
-
-@pytest.fixture
 async def cluster(nodes: FaultCluster) -> AsyncIterator[FaultCluster]:
     """The cluster, its router running. All of it is clean when the test is over."""
+    await nodes.restore()
     yield nodes
     if nodes.router.process.returncode is not None:
         nodes.router.start_again()
     await nodes.check_clean()
+    await asyncio.to_thread(nodes.stop_new_routers)
 
 
 async def in_phase(cluster: FaultCluster, phase: Phase, call: Call) -> None:
