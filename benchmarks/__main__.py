@@ -16,6 +16,7 @@ USAGE_ERROR = 2
 BENCHMARKS = {
     "engine": "throughput of the engine on CPU beside transformers, in the same run",
     "gpu": "the engine on a GPU: decode, prefill and a mixed load beside the device's ceilings",
+    "gpu_grammars": "decode steps of a GPU with rows that follow schemas, beside free ones",
     "kernels": "the GPU kernels on an 8B model's shapes beside the device's ceilings",
     "reduce": "sums over the GPUs of a host with residual and norm, beside NCCL",
     "disagg": "the five workloads of the disaggregation table, on a running cluster",
@@ -24,12 +25,15 @@ BENCHMARKS = {
     "routing_simulation": "routers over simulated nodes and a trace, beside what they did before and a bound",
     "slo": "targets of streams and the order of prompts, simulated on a virtual clock",
     "soak": "the engine core under random requests, aborts and preemptions, with its invariants checked",
+    "grammar_abuse": "ITL of a stream beside clients that send hostile grammars, on a running cluster",
     "structured": "answers under the schemas of JSONSchemaBench, judged, from a running cluster",
     "vectors": "first tokens of chats while texts are embedded, on a running cluster",
+    "keys": "first tokens of a quiet API key beside a greedy one, and retries, on a running cluster",
     "router_feed": "what the feeds of many nodes cost a router, in CPU time and memory",
     "chart": "draw the README's chart from the records",
     "tables": "write a document's performance tables from the records",
     "files_to_open": 'source files behind "P samples the first token and D emits it"',
+    "vocabulary": "write the tokenizer.json of a published vocabulary, for measurements of grammars",
     "model": "write a model directory of a known shape, for nodes with --load-format dummy",
 }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from pd_cluster.engine.core import EngineCore
-from pd_cluster.engine.process import rare_garbage_collection
+from pd_cluster.engine.process import SWITCH_INTERVAL_S, rare_garbage_collection
 from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.device_executor import DeviceExecutor
@@ -61,6 +61,7 @@ class Generated:
 
     seconds: float  # until the last token
     first_token_s: tuple[float, ...]  # of each prompt
+    last_token_s: tuple[float, ...]  # the same
     tokens: list[list[int]]
 
     @property
@@ -83,14 +84,17 @@ class OfflineEngine:
         self.mailbox = DirectMailbox()
         self.core = EngineCore(self.executor.config, self.executor, connector, cast("EngineSockets", self.mailbox))
         self._num_calls = 0
-        self._cleanup.enter_context(rare_garbage_collection())  # as in the engine's own process
+        # As in the engine's own process
+        self._cleanup.enter_context(rare_garbage_collection())
+        self._cleanup.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     def generate(self, prompts: list[list[int]], samplings: list[SamplingParams]) -> Generated:
         """Raises RuntimeError when a request is refused."""
         self._num_calls += 1
         ids = {f"{self._num_calls}-{index}": index for index in range(len(prompts))}
         tokens: list[list[int]] = [[] for _ in prompts]
-        firsts = [0.0] * len(prompts)
+        firsts, lasts = [0.0] * len(prompts), [0.0] * len(prompts)
         num_open = len(prompts)
         start_s = end_s = time.perf_counter()
         self.mailbox.inbox += map(AddRequest, ids, prompts, samplings)
@@ -102,11 +106,12 @@ class OfflineEngine:
                 if isinstance(message, TokensOut):
                     index = ids[message.request_id]
                     end_s = time.perf_counter()
-                    firsts[index] = firsts[index] or end_s - start_s
+                    lasts[index] = end_s - start_s
+                    firsts[index] = firsts[index] or lasts[index]
                     for part in message.sequences:
                         tokens[index] += [token.token_id for token in part.tokens]
                     num_open -= message.finished
-        return Generated(end_s - start_s, tuple(firsts), tokens)
+        return Generated(end_s - start_s, tuple(firsts), tuple(lasts), tokens)
 
     @contextmanager
     def without_graphs(self) -> Iterator[None]:

@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -111,24 +113,26 @@ class Examiner:
     seed: int
     logit_bias: dict[str, float]
     schemas: Iterator[tuple[str, dict[str, Any]]]
+    end_s: float  # of time.monotonic(): no question is asked behind it
     verdicts: Verdicts = field(default_factory=Verdicts)
+    prefilled_by: Counter[str] = field(default_factory=Counter)  # answers by the node that read the prompt
     num_asked: int = 0  # and not refused, as far as is known
 
     async def run(self, count: int) -> None:
         """Ask one after the other. A question that was refused does not count."""
-        while self.num_asked < count:
+        while self.num_asked < count and time.monotonic() < self.end_s:
             self.num_asked += 1
             name, schema = next(self.schemas)
-            verdict, why = await self._ask(schema)
+            verdict, why = await self._ask(name, schema)
             self.num_asked -= verdict in ("refused", "unjudged")
             self.verdicts.note(name, verdict, why)
 
-    async def _ask(self, schema: dict[str, Any]) -> tuple[str, str]:
+    async def _ask(self, name: str, schema: dict[str, Any]) -> tuple[str, str]:
         wanted = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
         body = {
             "model": self.target.model, "messages": [{"role": "user", "content": "Answer in JSON."}],
             "temperature": 1.0, "seed": self.seed + self.num_asked, "max_tokens": self.max_tokens, FIELD: wanted,
-            "logit_bias": self.logit_bias,
+            "logit_bias": self.logit_bias, "cache_salt": name,  # so that the prompt is handed over
         }  # fmt: skip
         try:
             async with self.session.post(
@@ -143,6 +147,7 @@ class Examiner:
             said = str(refusal.get("message", answer)).removeprefix(f"{FIELD}: ")
             is_named = status == 400 and refusal.get("param") == FIELD
             return ("refused", said) if is_named else ("failed", f"status {status}: {said}")
+        self.prefilled_by[response.headers.get("x-pd-prefill", "")] += 1
         [choice] = answer["choices"]
         return judge_text(schema, choice["message"]["content"], choice["finish_reason"])
 
@@ -159,7 +164,7 @@ async def end_tokens(session: aiohttp.ClientSession, target: Target) -> list[int
     return found
 
 
-async def examine(namespace: argparse.Namespace) -> Verdicts:
+async def examine(namespace: argparse.Namespace) -> Examiner:
     """Ask as many at a time as `--concurrency` says. Raises StartupError."""
     schemas = read_schemas(namespace.schemas, namespace.seed)
     async with open_session() as session:
@@ -167,9 +172,10 @@ async def examine(namespace: argparse.Namespace) -> Verdicts:
         model = await find_model(session, url, {})
         target = Target(url, model, route=namespace.route or "", timeout_s=namespace.timeout_s)
         bias = {str(token): namespace.bias for token in await end_tokens(session, target)} if namespace.bias else {}
-        examiner = Examiner(session, target, namespace.max_tokens, namespace.seed, bias, schemas)
+        end_s = time.monotonic() + namespace.max_s
+        examiner = Examiner(session, target, namespace.max_tokens, namespace.seed, bias, schemas, end_s)
         await asyncio.gather(*(examiner.run(namespace.count) for _ in range(namespace.concurrency)))
-    return examiner.verdicts
+    return examiner
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -179,6 +185,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--schemas", type=Path, required=True, metavar="DIR", help="Files of JSONSchemaBench.")
     parser.add_argument("--route", choices=("p-first", "d-first"), help="Ask the router for this order.")
     parser.add_argument("--count", type=int, default=1000, metavar="N", help="Answers (default: 1000).")
+    parser.add_argument(
+        "--max-s", type=float, default=math.inf, metavar="X", help="Ask no more behind so many seconds."
+    )
     parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="Of an answer (default: 1024).")
     parser.add_argument(
         "--bias", type=float, default=0.0, metavar="X",
@@ -186,10 +195,12 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="Requests at once (default: 32).")
     namespace = parser.parse_args(arguments)
-    verdicts = uvloop.run(examine(namespace))
+    examiner = uvloop.run(examine(namespace))
+    verdicts = examiner.verdicts
     fields = {
         "route": namespace.route, "max_tokens": namespace.max_tokens, "concurrency": namespace.concurrency,
         "seed": namespace.seed, "bias": namespace.bias, "note": namespace.note, "answers": dict(verdicts.counts),
+        "prefilled_by": dict(examiner.prefilled_by),
         "refusals": dict(verdicts.refusals.most_common(10)), "failures": verdicts.failures,
     }  # fmt: skip
     append_record(namespace.json, "structured", fields)
