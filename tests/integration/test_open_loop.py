@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster import Launcher
-from tests.integration.calls import Call
+from tests.integration.calls import Call, Outcome
 from tests.integration.fault_cluster import Member, make_prompt, until, wait_clean
 from tests.integration.stream_cluster import StreamCluster, drain, kill, kill_engine, stop, stop_engine
 
@@ -112,24 +112,38 @@ async def decoding(cluster: StreamCluster, act: Act, node: Member) -> None:
     await until(has_moved, f"a stream of {node.name} goes on elsewhere", LOADED_DEADLINE_S)
 
 
-async def reading(cluster: StreamCluster, act: Act, node: Member) -> None:
-    """Act while the node reads a long prompt. The decode node that wants its KV reads the prompt then."""
-    router = cluster.new_router(prefills=[node])
-    expected = await long_call(cluster.decodes[0].url, "alone").outcome()  # of which only the first is computed
-    for number in itertools.count():
-        call = long_call(router.url, f"{node.name} {number}")
-        await until(partial(reads, node, call), f"{node.name} reads", LOADED_DEADLINE_S)
-        node.stop()
-        if not call.has_text:
-            break
-        node.go_on()  # it was faster than this test
-        await call.outcome()
-    await act(node)
-    outcome = await call.outcome()
-    outcome.check(expected)
-    assert outcome.headers["x-pd-prefill"] == outcome.headers["x-pd-decode"]
-    await cluster.agree(node, healthy=False)
-    assert router.process.stop() == 0
+class LongPrompts:
+    """Long prompts that a prefill node reads when it fails, each through a router that knows no other prefill node.
+
+    The routers start, and the answer is learned, before any stream is judged: both would hold streams up.
+    """
+
+    def __init__(self, cluster: StreamCluster) -> None:
+        self._routers = {node: cluster.new_router(prefills=[node]) for node in cluster.prefills}
+        self._expected = Outcome()
+        self._numbers = itertools.count()  # no two prompts share a prefix
+
+    async def learn(self, node: Member) -> None:
+        """Ask a node alone."""
+        self._expected = await long_call(node.url, "alone").outcome()
+
+    async def reading(self, cluster: StreamCluster, act: Act, node: Member) -> None:
+        """Act while the node reads a long prompt. The decode node that wants its KV reads the prompt then."""
+        router = self._routers[node]
+        await router.wait_healthy(node)
+        while True:
+            call = long_call(router.url, f"{node.name} {next(self._numbers)}")
+            await until(partial(reads, node, call), f"{node.name} reads", LOADED_DEADLINE_S)
+            node.stop()
+            if not call.has_text:
+                break
+            node.go_on()  # it was faster than this test
+            await call.outcome()
+        await act(node)
+        outcome = await call.outcome()
+        outcome.check(self._expected)
+        assert outcome.headers["x-pd-prefill"] == outcome.headers["x-pd-decode"]
+        await cluster.agree(node, healthy=False)
 
 
 def long_call(url: str, salt: str) -> Call:
@@ -174,19 +188,21 @@ async def test_no_stream_fails_or_stands_still() -> None:
             deadline_s=STREAM_DEADLINE_S,
         )
         (p0, p1), (d0, d1) = cluster.prefills, cluster.decodes
+        prompts = LongPrompts(cluster)
         faults: tuple[tuple[Fault, Act, Member], ...] = (
             (decoding, kill, d0),
             (decoding, stop, d1),
-            (reading, kill, p0),
+            (prompts.reading, kill, p0),
             (decoding, kill_engine, d0),
             (decoding, stop_engine, d1),
-            (reading, stop, p1),
+            (prompts.reading, stop, p1),
             (anytime, drain, p0),
             (anytime, drain, p1),
             (decoding, drain, d0),
             (decoding, drain, d1),
         )
         await cluster.learn()
+        await prompts.learn(d0)
         load = OpenLoop(cluster, await measured_interval(cluster))
         async with asyncio.TaskGroup() as group:
             running = group.create_task(load.run())
