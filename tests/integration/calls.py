@@ -63,6 +63,11 @@ class Call:
         return self._outcome.longest_gap_s
 
     @property
+    def silent_s(self) -> float:
+        """Since the last piece of a streamed answer that is under way."""
+        return time.monotonic() - self._last_s if self._has_text.is_set() and not self.done else 0.0
+
+    @property
     def done(self) -> bool:
         return self._task.done()
 

@@ -36,6 +36,7 @@ NUM_CUT = 100  # at least
 NUM_STREAMS = 16  # at a time
 NUM_TOKENS = (512, 384, 512)
 LONG_PROMPT = 3000  # tokens: P reads it for a second and more
+FLOWING_S = 1.0  # since its last piece at most
 MIN_DECODING = NUM_STREAMS // 4  # on a decode node before it fails
 # Of the test itself, on a machine that does other work too
 STREAM_DEADLINE_S, LOADED_DEADLINE_S = 240.0, 120.0
@@ -62,6 +63,10 @@ class OpenLoop:
     @property
     def num_under_way(self) -> int:
         return sum(not call.done for call in self._calls)
+
+    async def flows(self) -> bool:
+        """Whether every stream that has begun is told again: what the last fault has cut goes on."""
+        return all(call.silent_s < FLOWING_S for call in self._calls)
 
     @property
     def longest_gap_s(self) -> float:
@@ -161,13 +166,14 @@ async def anytime(cluster: StreamCluster, act: Act, node: Member) -> None:
 
 
 async def strike(cluster: StreamCluster, faults: Sequence[tuple[Fault, Act, Member]], load: OpenLoop) -> None:
-    """Each fault once, then again until NUM_CUT streams were cut."""
+    """Each fault once, then again until NUM_CUT streams were cut. One at a time: a gap is of one fault."""
     for number, (fault, act, node) in enumerate(itertools.cycle(faults)):
         begun, before_s = await cluster.continued(), time.monotonic()
         if number >= len(faults) and begun >= NUM_CUT:
             return
         await fault(cluster, act, node)
         await cluster.replace(node)
+        await until(load.flows, f"the streams flow again after {act.__name__} of {node.name}", LOADED_DEADLINE_S)
         logger.info(
             "%s of %s, %s: %d streams cut, %d under way, %.0f s, longest gap so far %.2f s",
             act.__name__, node.name, fault.__name__, await cluster.continued() - begun, load.num_under_way,
