@@ -30,10 +30,10 @@ class CertificateFiles(NamedTuple):
 class Authority:
     """Writes files into `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "the test's authority") -> None:
         self._folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "the test's authority")])
+        self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
         self._certificate = self._sign(self._name, self._key.public_key(), is_ca=True)
         self.ca = folder / "ca.pem"
         self.ca.write_bytes(self._certificate.public_bytes(PEM))

@@ -193,7 +193,7 @@ def _parallelism() -> Row:
     ranks = [
         "tensor parallelism over the GPUs of one host (`--tp`; run with 2 H200s)",
         "experts spread over the same ranks",
-        "prefill and decode nodes of unequal size",
+        "prefill and decode nodes of unequal size (`--prefill-tp`, `--decode-tp`)",
     ]
     planned = _planned({"pipeline parallelism": "pp" in SETTINGS, "nodes over several hosts": "num_hosts" in SETTINGS})
     return Row("parallelism", [nodes], ranks, planned)

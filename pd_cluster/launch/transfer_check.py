@@ -27,7 +27,7 @@ import torch
 
 from pd_cluster.config import HandoffConfig
 from pd_cluster.launch.link_side import LinkSide
-from pd_cluster.launch.up import visible_gpus
+from pd_cluster.launch.node_plan import visible_gpus
 from pd_connectors.nixl.agent import NixlAgent, Region
 from pd_connectors.nixl.machine import listening_sockets, local_network
 from pd_connectors.protocol.errors import HandoffError

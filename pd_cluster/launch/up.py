@@ -13,13 +13,11 @@ import json
 import os
 import secrets
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 import urllib.error
 import urllib.request
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
@@ -28,6 +26,7 @@ from pd_cluster.launch.display import Display
 from pd_cluster.launch.flags import config_from, given_flags
 from pd_cluster.launch.keeper import Keeper, Service
 from pd_cluster.launch.model_path import resolve_model, served_name
+from pd_cluster.launch.node_plan import DRAIN_S, NODE_HOST, plan_nodes, role_plans, role_problems, visible_gpus
 from pd_cluster.launch.restarts import Restarts
 from pd_cluster.launch.sockets import listen, port_of, reserve
 from pd_cluster.launch.supervise import Supervisor, describe_death
@@ -40,91 +39,41 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pd_cluster.config import NodeConfig
+    from pd_cluster.launch.node_plan import NodePlan
     from pd_cluster.launch.supervise import Child
 
-NODE_HOST = "127.0.0.1"
-DRAIN_S = 5.0  # default of --drain-s here: short, because Ctrl-C at a keyboard waits for it
 STOP_MARGIN_S = 15.0  # after the drain, for the engine's stop
 ROUTER_DEADLINE_S = 60.0
 POOL_DEADLINE_S = 60.0
 HEALTH_TIMEOUT_S = 2.0
 HEALTH_PERIOD_S = 0.1
-GPU_QUERY_DEADLINE_S = 20.0
 QUESTION = "Mira 4831. Oskar 2210. Lena 7745. Oskar?"
-ROLES = ("prefill", "decode", "mixed")
-
-
-@dataclass(frozen=True, slots=True)
-class NodePlan:
-    """A node to start.
-
-    `devices`: its CUDA_VISIBLE_DEVICES; None: the node inherits the variable. `port`: the node's HTTP port on
-    NODE_HOST.
-    """
-
-    name: str
-    role: str
-    flags: tuple[str, ...]
-    devices: str | None
-    port: int = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://{NODE_HOST}:{self.port}"
 
 
 def run_up(namespace: argparse.Namespace) -> int:
     """Run the cluster until Ctrl-C (returns 0) or until it can no longer serve (returns 1). Raises StartupError."""
-    flags = given_flags(namespace, skip=("host", "port", "served_model_name"))
+    flags = given_flags(namespace, skip=("host", "port", "served_model_name", "tp"))
     config = config_from(namespace)
-    counts = {role: getattr(namespace, role) for role in ROLES}
-    if counts["decode"] + counts["mixed"] == 0:
-        raise StartupError("no node can decode: --decode or --mixed must be at least 1")
-    key_file = config.handoff.cluster_key_file
-    problems = [*preflight.setting_problems(config), *preflight.machine_problems(config, preflight.MachineFacts())]
+    roles = role_plans(namespace, config.model.tp)
+    key_file, machine = config.handoff.cluster_key_file, preflight.MachineFacts()
+    problems = [
+        *role_problems(roles, config, preflight.setting_problems),
+        *role_problems(roles, config, lambda settings: preflight.machine_problems(settings, machine)),
+    ]
     preflight.refuse([*problems, *(preflight.key_problems(key_file) if key_file else ())])
     with contextlib.ExitStack() as sockets:
         # opened before anything slow starts, so that a taken port is reported at once and early clients wait
         listener = sockets.enter_context(contextlib.closing(listen(namespace.host, namespace.port)))
         model = resolve_model(config.model.model)  # once here, so that not every node downloads it
-        preflight.refuse(preflight.model_problems(config, model))
+        preflight.refuse(role_problems(roles, config, lambda settings: preflight.model_problems(settings, model)))
         gpus = [] if config.model.device == "cpu" else visible_gpus(os.environ)
         names = config.model.served_model_name or (served_name(config.model.model, model),)
         flags += [f"--model={model}", *(f"--served-model-name={name}" for name in names)]
-        plans = plan_nodes(counts, flags, gpus, len(os.sched_getaffinity(0)), config.model.tp)
+        plans = plan_nodes(roles, flags, gpus, len(os.sched_getaffinity(0)))
         addresses = [sockets.enter_context(contextlib.closing(reserve(NODE_HOST))) for _ in plans]
         nodes = [replace(plan, port=port_of(address)) for plan, address in zip(plans, addresses, strict=True)]
         display = sockets.enter_context(Display(quiet=namespace.quiet))
         return asyncio.run(_Cluster(namespace, config, nodes, listener, names[0], display).run())
-
-
-def plan_nodes(
-    counts: Mapping[str, int], flags: Sequence[str], gpus: Sequence[str], num_cores: int, tp: int = 1
-) -> list[NodePlan]:
-    """The nodes to start. They get groups of `tp` GPUs in turn; without GPUs, all their ranks divide the cores.
-
-    Every node gets the share of a node on the group with most nodes, so that a request fits all nodes or none. Nodes
-    share whole groups only. Raises StartupError when the GPUs make no group.
-    """
-    num_nodes = sum(counts.values())
-    groups = [",".join(gpus[start : start + tp]) for start in range(0, len(gpus) - tp + 1, tp)]
-    if gpus and not groups:
-        raise StartupError(f"--tp {tp}: a node needs {tp} GPUs, and this machine shows {len(gpus)}")
-    given = {flag.split("=")[0] for flag in flags}
-    shared: list[str] = []
-    nodes_per_group = -(-num_nodes // len(groups)) if groups else 0
-    if nodes_per_group > 1 and "--gpu-share" not in given:
-        shared.append(f"--gpu-share={1 / nodes_per_group:.3g}")
-    if not gpus and "--num-threads" not in given:
-        shared.append(f"--num-threads={max(1, num_cores // (num_nodes * tp))}")
-    if "--drain-s" not in given:
-        shared.append(f"--drain-s={DRAIN_S:g}")
-    plans: list[NodePlan] = []
-    for role in ROLES:
-        for index in range(counts[role]):
-            name, devices = f"{role}-{index}", groups[len(plans) % len(groups)] if groups else None
-            plans.append(NodePlan(name, role, (*flags, *shared, f"--node-id={name}"), devices))
-    return plans
 
 
 def abilities(plans: Sequence[NodePlan]) -> dict[str, list[str]]:
@@ -132,24 +81,6 @@ def abilities(plans: Sequence[NodePlan]) -> dict[str, list[str]]:
     roles = {"prefill": ("prefill",), "decode": ("decode", "mixed")}
     able = {ability: [plan.name for plan in plans if plan.role in named] for ability, named in roles.items()}
     return {**{ability: names for ability, names in able.items() if names}, "route": ["router"]}
-
-
-def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that this process may use, as entries of CUDA_VISIBLE_DEVICES. Does not import torch."""
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [item.strip() for item in chosen.split(",") if item.strip() not in ("", "-1")]
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    try:
-        listing = subprocess.run(
-            [tool, "--query-gpu=uuid", "--format=csv,noheader"],
-            capture_output=True, text=True, check=True, timeout=GPU_QUERY_DEADLINE_S,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return []  # no driver: torch finds no GPU in the nodes either
-    return [line.strip() for line in listing.stdout.splitlines() if line.strip()]
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -23,6 +23,13 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
         cluster.add_argument(
             f"--{role}", type=count, default=number, metavar="N", help=f"Number of {role} nodes (default: {number})."
         )
+    for role in ("prefill", "decode"):
+        cluster.add_argument(
+            f"--{role}-tp",
+            type=count,
+            metavar="N",
+            help=f"Ranks, and GPUs, of each {role} node. Default: that of --tp, which mixed nodes always have.",
+        )
     cluster.add_argument("--host", default="127.0.0.1", help="Address of the router (default: 127.0.0.1).")
     text = "Port of the router (default: 8000)."
     cluster.add_argument("--port", type=port_number, default=8000, metavar="N", help=text)

@@ -5,7 +5,8 @@
     3  unless something was preempted: sequences that wait, in turn (`turns`), while slots, memory and budget last
 
 Prompts that wait go before running chunks of a worse priority, and a step with a prompt of a better priority takes
-chunks of worse ones only as far as they hardly prolong it (`batch_builder.FILL`).
+chunks of worse ones only as far as they hardly prolong it (`batch_builder.FILL`). A chunk that is passed so in many
+steps in a row goes first in one (`passed_prompts`).
 
 Before all that, groups that hold many slots yield some to groups that wait with fewer (`yielding`).
 
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.batch import SequenceChunk
 from pd_cluster.scheduling.batch_builder import BatchBuilder
+from pd_cluster.scheduling.passed_prompts import PassedPrompts
 from pd_cluster.scheduling.portion import in_rotation
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
@@ -69,6 +71,7 @@ class Planner:
         self._yielding = yielding
         self._clock = clock
         self._step_budget = step_budget
+        self._passed = PassedPrompts()
         self._next_step = 0
 
     def plan(self, loads: list[LoadSpec]) -> Batch:
@@ -82,10 +85,12 @@ class Planner:
         prefills = self._plan_decodes(builder, resting)
         if prefills or self._queues.waiting:
             builder.prompts = self._prefill_budget(builder)
+        has_turn = self._plan_turn(builder, prefills)
         self._plan_chunks(builder, prefills)
         if not builder.preempted and not builder.held and self._queues.has_waiting:
             self._admit(builder)
             self._yield_beam(builder)
+        self._passed.note(prefills, builder.best_priority, is_turn=has_turn)
         if resting is not None and not builder.chunks:  # no other group has work: the group need not rest
             self._plan_decodes(builder, None)
         return builder.batch(self._queues.take_departures(), self._queues.take_beam_steps(), loads)
@@ -142,6 +147,21 @@ class Planner:
                 builder.add_chunk(seq, self._blocks)
         return prefills
 
+    def _plan_turn(self, builder: BatchBuilder, prefills: list[Sequence]) -> bool:
+        """Plan a chunk of the running prompt that has been passed too often, if there is one. Returns whether it is."""
+        first = self._queues.waiting.first
+        able = [seq for seq in prefills if self._may_run(seq, builder)]
+        seq = self._passed.of_turn(able, None if first is None else first.rank[0])
+        if seq is None or not builder.prompts.admits(seq.num_scheduled_tokens):
+            return False
+        builder.add_chunk(seq, self._blocks)
+        return True
+
+    def _may_run(self, seq: Sequence, builder: BatchBuilder) -> bool:
+        """Whether this step may have a chunk of a running prompt."""
+        may_run = seq.status is RUNNING and seq.seq_id not in builder.held and seq.planned_step != builder.step
+        return may_run and builder.has_rows(seq) and builder.has_portion(seq)
+
     def _plan_chunks(self, builder: BatchBuilder, prefills: list[Sequence]) -> None:
         """Plan chunks of the running prompts, best rank first, behind what waits with a better priority."""
         passed = None
@@ -151,8 +171,7 @@ class Planner:
                 passed = priority
                 if not builder.preempted and not builder.held:
                     self._admit(builder, before=priority)
-            may_run = seq.status is RUNNING and seq.seq_id not in builder.held
-            may_run = may_run and builder.has_rows(seq) and builder.has_portion(seq)
+            may_run = self._may_run(seq, builder)
             builder.limit_to_fill(seq)
             if may_run and builder.prompts.admits(seq.num_scheduled_tokens):
                 builder.add_chunk(seq, self._blocks)

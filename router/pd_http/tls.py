@@ -11,6 +11,7 @@ from pd_http.errors import StartupError
 from pd_http.settings import setting
 
 log = logging.getLogger("pd_http")
+FileState = tuple[int, int, int]  # time of the last change, size, inode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,8 @@ class TlsFiles:
     tls_cert: str = setting("", "Serve HTTPS with this certificate, its chain behind it. Followed.", metavar="FILE")
     tls_key: str = setting("", "Private key of --tls-cert. Default: it is in the same file.", metavar="FILE")
     tls_ca: str = setting(
-        "", "Certificates of the authorities that sign the nodes' (https:// URLs). Default: the system's.",
+        "",
+        "Certificates of the authorities that sign the nodes' (https:// URLs). Default: the system's. Followed.",
         metavar="FILE",
     )  # fmt: skip
     tls_name: str = setting(
@@ -59,36 +61,51 @@ class TlsFiles:
         context.load_cert_chain(self.tls_cert, self.tls_key or None, password=lambda: b"")
 
     def client_context(self) -> ssl.SSLContext:
-        """For https:// URLs of nodes. Raises StartupError."""
+        """For https:// URLs of nodes. In event loops it follows changes of --tls-ca. Raises StartupError."""
         try:
-            if not self.tls_name:
-                return ssl.create_default_context(cafile=self.tls_ca or None)
-            context = _NamedContext(ssl.PROTOCOL_TLS_CLIENT)  # checks certificates and names
-            context.peer_name = self.tls_name
-            self._check_name(context)
-            if self.tls_ca:
-                context.load_verify_locations(self.tls_ca)
-            else:
-                context.load_default_certs()
+            if not self.tls_ca and not self.tls_name:
+                return ssl.create_default_context()
+            context = _NodeContext(ssl.PROTOCOL_TLS_CLIENT)  # checks certificates and names
+            context.begin(self)
         except (OSError, ssl.SSLError) as error:
             raise StartupError(f"cannot use --tls-ca {self.tls_ca}: {error}") from error
+        self._check_name(context)
         return context
+
+    def load_authorities(self, context: ssl.SSLContext) -> None:
+        """Let `context` trust what signs the nodes' certificates. Raises OSError, ssl.SSLError."""
+        if self.tls_ca:
+            context.load_verify_locations(self.tls_ca)
+        else:
+            context.load_default_certs()
 
     def _check_name(self, context: ssl.SSLContext) -> None:
         """Raises StartupError for a name that no connection could ask for: it would fail in the event loop."""
         try:
-            context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO())
+            context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname="node")
         except ValueError as error:  # a leading dot, or what is no host name
             raise StartupError(f"--tls-name {self.tls_name!r} is no name of a certificate: {error}") from error
 
 
-class _NamedContext(ssl.SSLContext):
-    """Demands a certificate of `peer_name` from every peer, whatever its URL says: pods have addresses and no names.
+class _NodeContext(ssl.SSLContext):
+    """Of connections to nodes. Each trusts the authorities that --tls-ca has when it begins.
 
-    For event loops: they use `wrap_bio`, and a blocking client's `wrap_socket` checks the URL's name.
+    With --tls-name it demands a certificate of that name, whatever the URL says: pods have addresses and no names.
+    A context cannot forget an authority, so a changed file is read into a new one, which makes the connections.
+    For event loops: they use `wrap_bio`. A blocking client's `wrap_socket` trusts the first authorities, and checks the
+    URL's name.
     """
 
-    peer_name: str
+    _files: TlsFiles
+    _seen: FileState | None  # of --tls-ca
+    _newest: ssl.SSLContext
+
+    def begin(self, files: TlsFiles) -> None:
+        """Call it once, before anything else. Raises OSError, ssl.SSLError."""
+        self._files = files
+        self._seen = _state_of(files.tls_ca)
+        self._newest = self._read()
+        files.load_authorities(self)
 
     def wrap_bio(
         self,
@@ -98,7 +115,28 @@ class _NamedContext(ssl.SSLContext):
         server_hostname: str | bytes | None = None,
         session: ssl.SSLSession | None = None,
     ) -> ssl.SSLObject:
-        return super().wrap_bio(incoming, outgoing, server_side, self.peer_name, session)
+        if self._files.tls_ca:
+            self._look()
+        name = self._files.tls_name or server_hostname
+        return self._newest.wrap_bio(incoming, outgoing, server_side, name, session)
+
+    def _look(self) -> None:
+        """Read the file if it has changed. A bad one changes nothing."""
+        state = _state_of(self._files.tls_ca)
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            self._newest = self._read()
+        except (OSError, ssl.SSLError) as error:
+            log.error("--tls-ca %s: %s; the authorities stay as they were", self._files.tls_ca, error)
+        else:
+            log.info("--tls-ca %s: read again", self._files.tls_ca)
+
+    def _read(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._files.load_authorities(context)
+        return context
 
 
 class CertificateWatch:
@@ -124,11 +162,11 @@ class CertificateWatch:
         else:
             log.info("--tls-cert %s: read again", self._files.tls_cert)
 
-    def _state(self) -> list[tuple[int, int, int] | None]:
+    def _state(self) -> list[FileState | None]:
         return [_state_of(path) for path in (self._files.tls_cert, self._files.tls_key) if path]
 
 
-def _state_of(path: str) -> tuple[int, int, int] | None:
+def _state_of(path: str) -> FileState | None:
     try:
         found = os.stat(path)
     except OSError:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from tests.certificates import CertificateFiles
+
 
 def test_without_a_certificate_there_is_no_tls() -> None:
     limits = HttpLimits()
@@ -86,6 +88,59 @@ def test_an_authority_that_is_not_ours_is_refused_whatever_the_name(tmp_path: Pa
 
     with pytest.raises(ssl.SSLCertVerificationError, match="certificate verify failed"):
         asyncio.run(connect())
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("name", ["", "localhost"])
+def test_other_authorities_are_trusted_instead_of_the_first(
+    tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one client context all the time. A file that cannot be read leaves the authorities as they were."""
+    caplog.set_level(logging.INFO, "pd_http")
+    issued = []
+    for folder in (tmp_path / "old", tmp_path / "new"):
+        folder.mkdir()
+        issued.append(Authority(folder, folder.name).issue())
+    old, new = issued
+    servers = {files: HttpLimits(tls_cert=str(files.cert), tls_key=str(files.key)).server_context() for files in issued}
+    ca = tmp_path / "ca.pem"
+
+    def write(content: bytes, time_ns: int) -> None:
+        ca.write_bytes(content)
+        os.utime(ca, ns=(time_ns, time_ns))  # a change, however coarse the file system's clock is
+
+    write(old.ca.read_bytes(), 1)
+    client = HttpLimits(tls_ca=str(ca), tls_name=name).client_context()
+
+    async def is_trusted(files: CertificateFiles) -> bool:
+        listening = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=servers[files])
+        async with listening:
+            port = listening.sockets[0].getsockname()[1]
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)
+            except ssl.SSLCertVerificationError:
+                return False
+            writer.close()
+            return True
+
+    async def trusted() -> list[bool]:
+        return [await is_trusted(files) for files in (old, new)]
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert runner.run(trusted()) == [True, False]
+        assert caplog.text == ""
+        write(old.ca.read_bytes() + new.ca.read_bytes(), 2)
+        assert runner.run(trusted()) == [True, True]
+        write(new.ca.read_bytes(), 3)
+        assert runner.run(trusted()) == [False, True]
+        assert caplog.text.count("read again") == 2
+        write(b"no certificate", 4)
+        assert runner.run(trusted()) == [False, True]
+        assert caplog.text.count("stay as they were") == 1
+        ca.unlink()
+        assert runner.run(trusted()) == [False, True]
+        write(old.ca.read_bytes(), 5)
+        assert runner.run(trusted()) == [True, False]
 
 
 def test_a_certificate_is_read_again_and_a_bad_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

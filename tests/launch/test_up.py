@@ -1,4 +1,4 @@
-"""How `pd-cluster up` deals out a machine, and that everything ends with it."""
+"""What `pd-cluster up` starts and keeps running, and that everything ends with it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import httpx
 import psutil
 import pytest
 
-from pd_cluster.errors import StartupError
 from pd_cluster.launch.model_path import DEMO_MODEL
-from pd_cluster.launch.up import abilities, curl_line, plan_nodes, visible_gpus
+from pd_cluster.launch.node_plan import RolePlan, plan_nodes
+from pd_cluster.launch.up import abilities, curl_line
 from tests.connectors.mooncake_master import needs_mooncake
 from tests.connectors.store_server import needs_lmcache
 
@@ -24,76 +24,13 @@ if TYPE_CHECKING:
 
     from tests.cluster import Launched, Launcher
 
-COUNTS = {"prefill": 2, "decode": 1, "mixed": 0}
-
-
-def test_cores_are_divided() -> None:
-    plans = plan_nodes(COUNTS, ["--block-size=32"], [], 8)
-    assert [(plan.name, plan.role, plan.devices) for plan in plans] == [
-        ("prefill-0", "prefill", None),
-        ("prefill-1", "prefill", None),
-        ("decode-0", "decode", None),
-    ]
-    assert plans[0].flags == ("--block-size=32", "--num-threads=2", "--drain-s=5", "--node-id=prefill-0")
-
-
-def test_there_is_always_one_thread() -> None:
-    assert "--num-threads=1" in plan_nodes(COUNTS, [], [], 2)[0].flags
-
-
-def test_what_the_user_gave_stays() -> None:
-    flags = ["--num-threads=7", "--drain-s=1"]
-    assert plan_nodes(COUNTS, flags, [], 8)[0].flags == (*flags, "--node-id=prefill-0")
-
-
-def test_gpus_are_dealt_and_shared() -> None:
-    plans = plan_nodes(COUNTS, ["--drain-s=1"], ["GPU-a", "GPU-b"], 8)
-    assert [plan.devices for plan in plans] == ["GPU-a", "GPU-b", "GPU-a"]
-    assert all("--gpu-share=0.5" in plan.flags for plan in plans), "a request fits all nodes or none"
-    alone = plan_nodes({**COUNTS, "prefill": 1}, [], ["GPU-a", "GPU-b"], 8)
-    assert not any("gpu-share" in flag for plan in alone for flag in plan.flags)
-    given = plan_nodes(COUNTS, ["--gpu-share=0.3"], ["GPU-a"], 8)
-    assert [[flag for flag in plan.flags if "gpu" in flag] for plan in given] == [["--gpu-share=0.3"]] * 3
-
-
-def test_a_node_gets_a_gpu_for_each_rank() -> None:
-    gpus = ["0", "1", "2", "3"]
-    alone = plan_nodes({"prefill": 1, "decode": 1, "mixed": 0}, ["--tp=2"], gpus, 8, tp=2)
-    assert [plan.devices for plan in alone] == ["0,1", "2,3"]
-    assert not any("gpu-share" in flag for plan in alone for flag in plan.flags)
-    shared = plan_nodes(COUNTS, [], [*gpus, "4"], 8, tp=2)
-    assert [plan.devices for plan in shared] == ["0,1", "2,3", "0,1"], "a GPU that fills no group stays idle"
-    assert all("--gpu-share=0.5" in plan.flags for plan in shared)
-    with pytest.raises(StartupError, match="--tp 4: a node needs 4 GPUs, and this machine shows 2"):
-        plan_nodes(COUNTS, [], ["0", "1"], 8, tp=4)
-
-
-def test_cores_are_divided_over_ranks() -> None:
-    assert "--num-threads=2" in plan_nodes(COUNTS, [], [], 12, tp=2)[0].flags
-    assert "--num-threads=1" in plan_nodes(COUNTS, [], [], 4, tp=2)[0].flags
-
-
-@pytest.mark.parametrize(("chosen", "gpus"), [("", []), ("-1", []), ("3", ["3"]), ("GPU-x, 1", ["GPU-x", "1"])])
-def test_the_environment_decides_which_gpus_there_are(chosen: str, gpus: list[str]) -> None:
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": chosen}) == gpus
-
-
-def test_gpus_are_asked_for_by_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nprintf 'GPU-1\\nGPU-2\\n'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert visible_gpus({}) == ["GPU-1", "GPU-2"]
-    tool.write_text("#!/bin/sh\nexit 9\n")
-    assert visible_gpus({}) == [], "a tool without a driver is no GPU"
-
 
 def test_what_the_cluster_must_be_able_to_do() -> None:
-    plans = plan_nodes({"prefill": 2, "decode": 1, "mixed": 1}, [], [], 8)
+    plans = plan_nodes({"prefill": RolePlan(2), "decode": RolePlan(1), "mixed": RolePlan(1)}, [], [], 8)
     assert abilities(plans) == {
         "prefill": ["prefill-0", "prefill-1"], "decode": ["decode-0", "mixed-0"], "route": ["router"]
     }  # fmt: skip
-    mixed = plan_nodes({"prefill": 0, "decode": 0, "mixed": 1}, [], [], 8)
+    mixed = plan_nodes({"mixed": RolePlan(1)}, [], [], 8)
     assert abilities(mixed) == {"decode": ["mixed-0"], "route": ["router"]}
 
 

@@ -118,17 +118,18 @@ async def test_a_body_behind_its_refusal_is_dropped(keys: Path) -> None:
         await router.idle()
 
 
-async def held_retry(router: Router, node: FakeNode) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
+async def held_retry(router: Router, node: FakeNode, num_bytes: int = 0) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
     """(a request that runs, and the retry of another one that is due meanwhile and is held)"""
+    body = BODY | {"prompt": "again", "user": "x" * num_bytes}
     admission = router.services.admission
     assert admission is not None
     first = asyncio.create_task(post(router, "one"))
     await node.wait_seen(1)
-    status, _, headers = await post(router, "one", BODY | {"prompt": "again"})
+    status, _, headers = await post(router, "one", body)
     assert status == 429
     clock = admission.clock
     admission.clock = lambda: clock() + int(headers["retry-after"])
-    retry = asyncio.create_task(post(router, "one", BODY | {"prompt": "again"}))
+    retry = asyncio.create_task(post(router, "one", body))
     limits = admission._limits["one"]
     await until(lambda: limits._held)
     return first, retry
@@ -204,7 +205,30 @@ async def test_no_key_is_in_logs_metrics_pages_or_traces(
     assert [(secret, text[:80]) for secret in hidden for text in told if secret in text] == []
 
 
-@pytest.mark.parametrize("bound", [{"_max_queue_bytes": 10}, {"_max_queue": 0}])
+async def test_held_retries_and_the_queue_share_one_bound_of_bytes(keys: Path) -> None:
+    """40 KB each of 100 KB: one is held and one waits in the queue; the next one finds no room."""
+    write(keys, line("one", concurrency=1) + line("two"))
+    node = FakeNode("mixed", fakes.decode_until_told)
+    node.num_slots = 1
+    sizes: dict[str, Any] = {"max_queue_mb": 0.1, "max_body_mb": 0.1}
+    async with running(node), serving(mixed=[node], api_keys=str(keys), **sizes) as router:
+        admission = router.services.admission
+        assert admission is not None
+        first, retry = await held_retry(router, node, 40_000)
+        body = BODY | {"user": "x" * 40_000}
+        second = asyncio.create_task(post(router, "two", body))
+        await until(lambda: len(admission.queue) == 1)
+        assert 80_000 < admission.waiting_bytes < 81_000
+        status, _, headers = await post(router, "two", body)
+        assert (status, int(headers["retry-after"]) >= 1) == (429, True)
+        assert 80_000 < admission.waiting_bytes < 81_000
+        node.go_on.set()
+        assert [(await one)[0] for one in (first, retry, second)] == [200] * 3
+        assert admission.waiting_bytes == 0
+        await router.idle()
+
+
+@pytest.mark.parametrize("bound", [{"_max_queue_bytes": 10}, {"_max_queue_bytes": 60}, {"_max_queue": 0}])
 async def test_a_retry_is_not_held_beyond_the_bounds_of_the_queue(keys: Path, bound: dict[str, int]) -> None:
     write(keys, line("one", concurrency=1))
     node = FakeNode("mixed", fakes.decode_until_told)

@@ -143,6 +143,65 @@ def test_what_other_processes_use_counts_and_news_are_told_once() -> None:
     assert one.news() == (0, 15.0, 0)
 
 
+def hear(all_limits: list[KeyLimits], running: list[int]) -> None:
+    """Each process is told what the others have used."""
+    for number, one in enumerate(all_limits):
+        if (news := one.news()) is not None:
+            running[number] = news[2]
+            for other in all_limits:
+                if other is not one:
+                    other.take(*news[:2])
+    for number, one in enumerate(all_limits):
+        one.elsewhere = sum(running) - running[number]
+        one.let_held()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["begin", "begin", "end", "hear"])), max_size=200))
+def test_several_processes_exceed_a_limit_by_what_each_may_begin_unheard(events: list[tuple[int, str]]) -> None:
+    """docs/operations.md says so. Without requests that it has not heard of no process exceeds the limit."""
+    processes = [limits(concurrency=3) for _ in range(4)]
+    running = [0] * len(processes)
+    for number, event in events:
+        one, before = processes[number], sum(other.running for other in processes)
+        if event == "hear":
+            hear(processes, running)
+        elif event == "end" and one.running:
+            one.end(1.0, (1, 1), 1.0)
+        elif event == "begin" and admit(one, 0.0, fingerprint=before) is None:
+            is_heard = [other.running for other in processes if other is not one] == [
+                run for other, run in zip(processes, running, strict=True) if other is not one
+            ]
+            assert before < 3 or not is_heard
+        assert sum(other.running for other in processes) <= len(processes) * 3
+
+
+def test_requests_of_a_burst_at_all_processes_are_paid_back() -> None:
+    processes = [limits(requests_per_minute=2) for _ in range(4)]
+    for one in processes:
+        assert [admit(one, 0.0, fingerprint=i) is None for i in range(3)] == [True, True, False]
+    hear(processes, [0] * len(processes))  # 8 of 2
+    assert all(admit(one, 200.0, fingerprint=8) is not None for one in processes)
+    assert admit(processes[0], 215.0, fingerprint=9) is None, "6 are paid back, and one has refilled"
+
+
+def test_a_burst_at_all_processes_reaches_that_bound() -> None:
+    processes = [limits(concurrency=3) for _ in range(4)]
+    running = [0] * len(processes)
+    for one in processes:
+        assert [admit(one, 0.0, fingerprint=i) is None for i in range(4)] == [True, True, True, False]
+    hear(processes, running)
+    for one in processes[:3]:
+        for _ in range(3):
+            one.end(1.0, (1, 1), 1.0)
+    hear(processes, running)
+    assert [one.elsewhere for one in processes] == [3, 3, 3, 0]
+    assert all(admit(one, 0.1, fingerprint=9) is not None for one in processes), "three run still"
+    processes[3].end(1.0, (1, 1), 1.0)
+    hear(processes, running)
+    assert admit(processes[0], 5.0, fingerprint=8) is None
+
+
 def test_a_held_retry_gets_the_next_place_before_others() -> None:
     one, admitted = limits(concurrency=1), list[str]()
     assert admit(one, 0.0) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from tests.router.router_process import Router
+
 pytestmark = pytest.mark.anyio
 TRACE, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 STATE = "vendor=kept"
+ROLES = ("prefill", "decode")
 
 
 class Instrumented:
@@ -54,36 +57,49 @@ class Instrumented:
         self._provider.shutdown()
 
 
-@contextlib.asynccontextmanager
-async def node(role: str, engine: FakeEngine, collector: Collector | None = None) -> AsyncIterator[tuple[str, object]]:
-    app = create_app(make_state(engine, role=role, node_id=role))
-    seen = Instrumented(app, collector) if collector is not None else app
-    async with serving(seen) as url:  # type: ignore[arg-type]
-        yield url, seen
-    if isinstance(seen, Instrumented):
-        seen.close()
-    await engine.close()
-
-
 class At:
     def __init__(self, url: str) -> None:
         self.url = url
 
 
+@contextlib.asynccontextmanager
+async def node(app: Instrumented | ASGIApp, engine: FakeEngine) -> AsyncIterator[At]:
+    async with serving(app) as url:  # type: ignore[arg-type]
+        yield At(url)
+    await engine.close()
+
+
+@contextlib.asynccontextmanager
+async def cluster(collector: Collector, **settings: Any) -> AsyncIterator[tuple[Router, Instrumented]]:
+    """A router of these settings before an instrumented prefill node and a decode node."""
+    engines = FakeEngine(says([5]), engine_id="engine-of-p"), FakeEngine(decodes([5, 6, 7]))
+    apps = [
+        create_app(make_state(engine, role=role, node_id=role)) for engine, role in zip(engines, ROLES, strict=True)
+    ]
+    seen = Instrumented(apps[0], collector)
+    async with (
+        node(seen, engines[0]) as p,
+        node(apps[1], engines[1]) as d,
+        serving_router(prefill=[p], decode=[d], **settings) as router,
+    ):
+        yield router, seen
+    seen.close()
+
+
+async def complete(router: Router, headers: dict[str, str]) -> None:
+    """A request that the prefill node reads."""
+    body = {"model": "demo", "prompt": "Hello there.", "max_tokens": 3}
+    async with router.session.post(f"{router.url}/v1/completions", json=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        assert response.headers["x-pd-prefill"] == "engine-of-p"
+
+
 @pytest.mark.parametrize("route", ["p-first", "d-first"])
 async def test_the_spans_of_a_prefill_node_hang_under_the_request(route: str) -> None:
     with collecting() as collector:
-        engines = FakeEngine(says([5]), engine_id="engine-of-p"), FakeEngine(decodes([5, 6, 7]))
-        async with (
-            node("prefill", engines[0], collector) as (p, seen),
-            node("decode", engines[1]) as (d, _),
-            serving_router(prefill=[At(p)], decode=[At(d)], otlp_url=collector.url, trace_ratio=0.0) as router,
-        ):
-            body = {"model": "demo", "prompt": "Hello there.", "max_tokens": 3}
+        async with cluster(collector, otlp_url=collector.url, trace_ratio=0.0) as (router, seen):
             headers = {"x-pd-route": route, "traceparent": f"00-{TRACE}-{CLIENT}-01", "tracestate": STATE}
-            async with router.session.post(f"{router.url}/v1/completions", json=body, headers=headers) as response:
-                assert response.status == 200, await response.text()
-                assert response.headers["x-pd-prefill"] == "engine-of-p"
+            await complete(router, headers)
             await until(lambda: {span.service for span in collector.of(TRACE)} >= {"p", "pd-router"})
             spans = collector.of(TRACE)
             assert {span.trace_id for span in collector.spans} == {TRACE}, "one trace"
@@ -92,7 +108,6 @@ async def test_the_spans_of_a_prefill_node_hang_under_the_request(route: str) ->
             assert (root.service, own.parent_id) == ("pd-router", root.span_id)
             known = {span.span_id for span in spans}
             assert all(span.parent_id in known for span in spans if span is not root)
-            assert isinstance(seen, Instrumented)
             assert seen.states == [STATE]
 
 
@@ -100,16 +115,6 @@ async def test_the_spans_of_a_prefill_node_hang_under_the_request(route: str) ->
 async def test_a_state_that_does_not_go_on_unchanged_is_left_out(state: str) -> None:
     """The client's header fails no prefill: P hears the trace without it."""
     with collecting() as collector:
-        engines = FakeEngine(says([5]), engine_id="engine-of-p"), FakeEngine(decodes([5, 6, 7]))
-        async with (
-            node("prefill", engines[0], collector) as (p, seen),
-            node("decode", engines[1]) as (d, _),
-            serving_router(prefill=[At(p)], decode=[At(d)]) as router,
-        ):
-            body = {"model": "demo", "prompt": "Hello there.", "max_tokens": 3}
-            headers = {"x-pd-route": "d-first", "tracestate": state}
-            async with router.session.post(f"{router.url}/v1/completions", json=body, headers=headers) as response:
-                assert response.status == 200, await response.text()
-                assert response.headers["x-pd-prefill"] == "engine-of-p"
-            assert isinstance(seen, Instrumented)
+        async with cluster(collector) as (router, seen):
+            await complete(router, {"x-pd-route": "d-first", "tracestate": state})
             assert seen.states == [""]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling import batch_builder
+from pd_cluster.scheduling.passed_prompts import MOST_PASSES
 from pd_cluster.scheduling.queue_order import AGEING
 from pd_cluster.scheduling.step_model import StepModel, StepWork
 from tests.scheduling.simulation import message, prompt
 from tests.scheduling.world import World
+
+if TYPE_CHECKING:
+    from pd_cluster.scheduling.sequence import Request
 
 TOKEN_S = 0.1  # of a prompt here; a step of the world takes a second
 
@@ -137,3 +141,65 @@ def test_a_better_priority_passes_a_prompt_that_runs(depth: int, monkeypatch: py
     one.run_until_idle()
     assert all(request.finished for request in (slow, quick, short))
     one.check_empty()
+
+
+def steps_of_passed(
+    world: World, passed: list[Request], name: str = "better", priority: int = 0
+) -> tuple[list[str], int, int]:
+    """A better prompt arrives before each step, and fills it, until these are finished.
+
+    -> (names in the order in which they finished, steps, steps that began with one of these)
+    """
+    names = {seq.seq_id for request in passed for seq in request.sequences}
+    done: list[str] = []
+    num_steps = num_turns = 0
+    while len(done) < len(passed):
+        world.submit(message(f"{name}{num_steps}", prompt(39, num_steps + 5), max_tokens=1, priority=priority))
+        chunks = world.start_step().chunks
+        num_steps += 1
+        num_turns += bool(chunks) and chunks[0].seq_id in names
+        done += [one.request_id for one in passed if one.finished and one.request_id not in done]
+        assert num_steps < 1000, f"starved: {[one.request_id for one in passed if not one.finished]}"
+    return done, num_steps, num_turns
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prompt_that_runs_is_not_passed_for_ever(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its KV is half read elsewhere. Better ones get 15 of 16 steps."""
+    monkeypatch.setattr(batch_builder, "FILL", 0)
+    one = World(max_num_seqs=4, num_blocks=64, max_num_batched_tokens=40, depth=depth, max_waiting=500)
+    slow = one.submit(message("slow", prompt(150), work=Work.PREFILL, max_tokens=1, priority=1))
+    one.start_step()
+    _, num_steps, num_turns = steps_of_passed(one, [slow])
+    assert num_turns == 3, "each of a whole step"
+    assert num_steps <= (MOST_PASSES + 1) * num_turns + depth
+    one.run_until_idle()
+    one.end_lease("lease-slow")
+    one.check_empty()
+
+
+def test_of_passed_prompts_the_first_to_arrive_is_done_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its priority: all of them hold memory, and equal parts of the turns would make all of them late."""
+    monkeypatch.setattr(batch_builder, "FILL", 0)
+    one = World(max_num_seqs=4, num_blocks=64, max_num_batched_tokens=40, max_waiting=500)
+    passed = []
+    for index, priority in enumerate((3, 2, 1)):
+        passed.append(one.submit(message(f"p{priority}", prompt(110, index), max_tokens=1, priority=priority)))
+        one.start_step()
+    done, num_steps, num_turns = steps_of_passed(one, passed)
+    assert done == ["p3", "p2", "p1"]
+    assert num_turns == 6, "the last step of each has room for a better one, too"
+    num_passed = 2  # before: the steps in which p2 and p1 began
+    assert num_passed + num_steps == (MOST_PASSES + 1) * num_turns, "three that are passed get no more turns than one"
+    one.run_until_idle()
+    one.check_empty()
+
+
+def test_a_prompt_that_waits_is_passed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds nothing."""
+    monkeypatch.setattr(batch_builder, "FILL", 0)
+    one = World(max_num_seqs=4, num_blocks=64, max_num_batched_tokens=40, max_waiting=500)
+    one.submit(message("better", prompt(39, 1), max_tokens=1))
+    waits = one.submit(message("waits", prompt(150), max_tokens=1, priority=1))
+    with pytest.raises(AssertionError, match="starved"):
+        steps_of_passed(one, [waits], "again")

@@ -33,6 +33,9 @@ SPACING = 1.25  # of retries, in the time that the nodes need for them: they ser
 # Of the mean over all keys: a key with fewer requests than that passes prompts that wait at the prefill nodes. With all
 # of its share of the slots instead, a greedy key's first 31 prompts (64 slots) passed too.
 FAR_LESS = 1 / 8
+# The part of the bytes that may wait that held retries get. They exceed the limit of their key: without this bound
+# those of one key could keep all other keys out of the queue
+MOST_HELD = 1 / 2
 _FAILED = frozenset({"refused", "failed", "crashed"})  # outcomes of requests that cost their key no tokens
 _REASONS = {
     "requests": "this key has used its requests of this minute",
@@ -177,6 +180,11 @@ class KeyAdmission:
 
     # --- requests
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Of all bodies that wait here: in turns, and for a place of their key. --max-queue-mb bounds the sum."""
+        return self.queue.num_bytes + self._held_bytes
+
     async def enter(
         self, limits: KeyLimits, body: RequestBody, content: bytes, plan: RouteChoice | PromptRoute
     ) -> Visit:
@@ -212,8 +220,9 @@ class KeyAdmission:
 
     def _may_hold(self, content: bytes) -> bool:
         """Whether a retry may wait for a place of its key. A key may have promised places to MAX_PROMISES of them."""
-        num_bytes = self.queue.num_bytes + self._held_bytes + len(content)
-        return self._num_held < self._max_queue and num_bytes <= self._max_queue_bytes
+        if self._num_held >= self._max_queue or self.waiting_bytes + len(content) > self._max_queue_bytes:
+            return False
+        return self._held_bytes + len(content) <= MOST_HELD * self._max_queue_bytes
 
     async def _hold(self, limits: KeyLimits, cost: float, content: bytes) -> None:
         """Wait until a request of the key ends, behind other retries. Raises RateLimited if that takes too long."""
@@ -272,7 +281,7 @@ class KeyAdmission:
         try:
             if len(self.queue) > self._max_queue * (LATER if is_promised else 1):
                 self._send_last_away()
-            while self.queue.num_bytes > self._max_queue_bytes:
+            while self.waiting_bytes > self._max_queue_bytes:
                 self._send_last_away()
             self._look_again()
             async with asyncio.timeout(self._max_queue_s):
