@@ -65,6 +65,7 @@ class Node:
     epoch: int | None = None  # of the engine's boot; None: /health does not name it
     restarts: int = 0  # changes of epoch seen by this router
     down_since_s: float | None = None  # since when it is not reachable; None: it is reachable
+    logged_down: str = ""  # the cause that the log gave last for its not being healthy; "": it is healthy, or new
     models: frozenset[str] | None = None  # None: not known, so requests for any model may go there
     max_model_len: int | None = None  # in tokens; None: /health does not name it
     num_slots: int | None = None  # sequences that run at once; None: /health does not name it
