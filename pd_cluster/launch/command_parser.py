@@ -22,7 +22,9 @@ class CommandParser(argparse.ArgumentParser):
         """
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            alike = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            alike = difflib.get_close_matches(
+                unknown[0].partition("=")[0], self._option_string_actions, n=1, cutoff=0.75
+            )
             hint = f" (did you mean {alike[0]}?)" if alike else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown

@@ -173,7 +173,7 @@ async def test_logprobs_have_one_entry_a_token(stream: bool) -> None:
 
 @pytest.mark.parametrize("number", [-1, 21])
 async def test_too_many_alternatives_are_refused_by_the_name_of_their_field(number: int) -> None:
-    async with running(FakeEngine()) as node:
+    async with running(FakeEngine(says([]))) as node:
         body = {"messages": HI, "logprobs": True, "top_logprobs": number}
         async with node.session.post(f"{node.url}/v1/chat/completions", json=body) as response:
             error = (await response.json())["error"]
