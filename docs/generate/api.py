@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pd_cluster.errors  # noqa: F401 - their subclasses are listed
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DOCUMENT = "docs/api.md"
+_NAME = re.compile(  # of a field: with a dot or an underscore, after "use", or before "is" at the beginning
+    r"\b[a-z_]+\.[a-z_.]*[a-z]\b|\b[a-z]+(?:_[a-z]+)+\b|(?<=\buse )[a-z]+\b|^(?:n|functions)(?= is )"
+)
 _ERROR_FILES = {"pd_http.errors", "pd_cluster.errors", "pd_router.errors"}
 
 
@@ -139,12 +143,18 @@ def _read_fields() -> str:
     return table(["field", "chat", "completions", "meaning and limits"], rows)
 
 
+def _sentence(why: str) -> str:
+    """The reason of a refusal, with names of fields as code: a name at its beginning is not capitalized."""
+    text = _NAME.sub(lambda name: code(name[0]), why)
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def _refused_fields() -> str:
     names: dict[tuple[str, str], list[str]] = {}
     for name, refusal in REFUSED.items():
         harmless = ", ".join(code(json.dumps(value)) for value in refusal.harmless)
         names.setdefault((refusal.why, harmless), []).append(code(name))
-    rows = [[", ".join(fields), f"{why[0].upper()}{why[1:]}.", harmless] for (why, harmless), fields in names.items()]
+    rows = [[", ".join(fields), _sentence(why), harmless] for (why, harmless), fields in names.items()]
     return table(["field", "why it is refused", "values that are accepted all the same"], rows)
 
 
@@ -153,7 +163,7 @@ def _elsewhere() -> str:
     rows = []
     for name in dict.fromkeys([*ELSEWHERE[MESSAGES], *ELSEWHERE[RESPONSES]]):
         refusals = (ELSEWHERE[path].get(name) for path in (MESSAGES, RESPONSES))
-        rows.append([code(name), *("" if one is None else f"{one.why[0].upper()}{one.why[1:]}." for one in refusals)])
+        rows.append([code(name), *("" if one is None else _sentence(one.why) for one in refusals)])
     return table(["field of chat", "Messages", "Responses"], rows)
 
 

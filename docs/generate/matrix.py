@@ -167,8 +167,8 @@ def _models() -> Row:
     titles = {name: MODEL_TITLES.get(name, name.removesuffix("ForCausalLM")) for name in ARCHITECTURES}
     mixtures = [titles.pop(name) for name, architecture in ARCHITECTURES.items() if architecture.rules.experts]
     others = [
-        "other decoders without state (by transformers' modules: right, not fast; of six of them tiny models were "
-        "compared on a GPU)"
+        "other decoders that keep no state but keys and values (by transformers' modules: correct, not fast; on a GPU "
+        "only tiny models of six of them were compared)"
     ]
     return Row("models", [*titles.values(), f"mixtures of experts ({', '.join(mixtures)})"], others, [])
 
@@ -202,8 +202,8 @@ def _parallelism() -> Row:
 def _failures() -> Row:
 
     survived = [
-        "streams and requests outlive their nodes: death, standstill, drain",
-        "a rolling change of weights or build: prefill and decode nodes pair by fingerprint",
+        "streams and requests continue when their node dies, hangs or drains",
+        "rolling change of weights or build (prefill and decode nodes pair by fingerprint)",
     ]
     return Row("failures", survived, [], [])
 
@@ -229,7 +229,7 @@ def _connectors() -> Row:
 
 
 def _seeing() -> Row:
-    names = [f"metrics in {name}'s names too" for name in _choices(ServerConfig, "metrics_names") if name != "pd"]
+    names = [f"metrics also under {name}'s names" for name in _choices(ServerConfig, "metrics_names") if name != "pd"]
     lines = _choices(RouterConfig, "request_log")[1:]
     return Row(
         "operations",

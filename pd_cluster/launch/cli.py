@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster import __version__
 from pd_cluster.errors import StartupError
+from pd_cluster.launch.command_parser import CommandParser
 from pd_cluster.launch.flags import add_config_flags, config_from
 from pd_cluster.launch.up_flags import POOL_CONNECTORS, add_up_flags
 from pd_connectors.protocol.errors import HandoffError
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser; each command stores its function as `run_command`."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = CommandParser(
         prog="pd-cluster",
         description="Serve a language model with prefill and decode on separate nodes.",
         epilog=_EPILOG,

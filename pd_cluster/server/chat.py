@@ -10,6 +10,7 @@ import orjson
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import FinishReason
+from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS
 from pd_cluster.server.answer_extras import NO_EXTRAS, AnswerExtras, more_fields
 from pd_cluster.server.logprobs import chat_logprobs
 from pd_cluster.server.output_parser import Reasoning, ToolCall
@@ -31,7 +32,10 @@ def chat_num_logprobs(body: ChatBody) -> int | None:
     """The number of alternatives for each token; None for no logprobs. Raises InvalidRequest."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
-    return (body.top_logprobs or 0) if body.logprobs else None
+    number = (body.top_logprobs or 0) if body.logprobs else None
+    if number is not None and not 0 <= number <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, not {number}", "top_logprobs")
+    return number
 
 
 def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:

@@ -80,9 +80,12 @@ def check_numbers(settings: Any) -> None:
 
 def port_number(text: str) -> int:
     """argparse type: a TCP port, 0 for any free one."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
     if not 0 <= number <= MAX_PORT:
-        raise argparse.ArgumentTypeError(f"{number} is not a port: write 0 to {MAX_PORT} (0: any free one)")
+        raise argparse.ArgumentTypeError(f"{text} is not a port: write 0 to {MAX_PORT} (0: any free one)")
     return number
 
 

@@ -50,7 +50,8 @@ class TlsFiles:
         try:
             self.load(context)
         except (OSError, ssl.SSLError) as error:
-            raise StartupError(f"cannot use --tls-cert {self.tls_cert} --tls-key {self.tls_key}: {error}") from error
+            key = f" --tls-key {self.tls_key}" if self.tls_key else ""
+            raise StartupError(f"cannot use --tls-cert {self.tls_cert}{key}: {error}") from error
         return context
 
     def load(self, context: ssl.SSLContext) -> None:

@@ -45,8 +45,10 @@ class RequestBody:
         self._dialect = dialect
         try:
             self._fields = raw_object(data)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest("the body must be a JSON object", code="invalid_json") from error
         except _BAD_JSON as error:
-            raise InvalidRequest(f"the request body is not a JSON object: {error}") from error
+            raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
         # Dropped: a client must not steer transfers between nodes
         self.had_transfer = self._fields.pop(_KV, None) is not None
         self.num_bytes = len(data)

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pd_http.errors import ModelNotFound
 from pd_router.config import HandoffOrder
 from pd_router.cost import DOUBT_S, HANDOVER_S, LOCAL_TOKENS, Costs, PromptFacts
 from pd_router.errors import NoNode
@@ -145,8 +144,7 @@ def choose(
 
     Raises ModelNotFound, NoNode.
     """
-    if model is not None and not table.knows_model(model):
-        raise ModelNotFound(f"no node serves the model {model!r}", param="model")
+    table.require_model(model)
     now_s = table.clock()
     reads = Role.PREFILL  # looking up a member of an enum takes longer than comparing it
     sides: tuple[list[Node], list[Node]] = ([], [])

@@ -50,10 +50,10 @@ class ClusterOrders:
         answers |= {node.node_id: {"error": "not reachable"} for node in self._s.table.nodes if node not in nodes}
         refusals = [status for status, _ in told if status != 200]
         if refusals and all(status < 500 for status in refusals):
-            error = InvalidRequest(f"not every node obeyed: {answers}", status=refusals[0])
+            error = InvalidRequest(f"not every node obeyed: {_reasons(answers)}", status=refusals[0])
             return json_response(error.to_body() | {"success": False, "nodes": answers}, error.status)
         if refusals:
-            raise NodeFailed(f"not every node obeyed: {answers}")
+            raise NodeFailed(f"not every node obeyed: {_reasons(answers)}")
         return json_response({"success": True, "nodes": answers})
 
     def _check_origin(self, request: Request) -> None:
@@ -76,5 +76,15 @@ class ClusterOrders:
         except Refused as refusal:
             answer = refusal.answer
         except LegFailed as failure:
-            return 502, {"error": str(failure)}
+            return 502, {"error": str(failure).removeprefix(f"{node.node_id}: ")}
         return answer.status, dict(object_in(answer.body))
+
+
+def _reasons(answers: dict[str, dict[str, Any]]) -> str:
+    """What each node that did not obey said: the message of its error, else all of its answer."""
+    said: dict[str, object] = {}
+    for name, answer in answers.items():
+        if answer.get("success") is not True:
+            error = answer.get("error") or answer
+            said[name] = error.get("message", error) if isinstance(error, dict) else error
+    return "; ".join(f"{name}: {text}" for name, text in said.items())

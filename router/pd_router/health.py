@@ -73,6 +73,7 @@ class HealthPoller:
         if restarted:
             node.liveness.restarted("the node has restarted")
         node.liveness.judge(None)
+        node.logged_down = ""
         if not was_reachable:
             log.info("node %s (%s, %s) is healthy", node.node_id, node.role.value, node.url)
 
@@ -81,12 +82,18 @@ class HealthPoller:
         report = object_in(answer.body)
         status, reason = report.get("status"), report.get("reason")
         kind = {"frozen": FailureKind.FROZEN, "dead": FailureKind.DIED}.get(str(status))
-        self._set_down(node, f"/health answers {answer.status}: {reason or status or 'no reason'}", kind)
+        why = f"/health answers {answer.status}: {reason or status or 'no reason'}"
+        self._set_down(node, why, kind, f"{answer.status} {status}")  # a reason may count seconds
 
-    def _set_down(self, node: Node, why: str, kind: FailureKind | None) -> None:
-        """`kind` None: the node gets no new requests, but requests that wait for it continue to wait."""
-        if node.reachable:
+    def _set_down(self, node: Node, why: str, kind: FailureKind | None, cause: str = "") -> None:
+        """`kind` None: the node gets no new requests, but requests that wait for it continue to wait.
+
+        A line in the log for each cause, not for each poll: also for a node that has never been healthy, such as one
+        with a wrong address or with a certificate that this router does not trust. `cause`: default is `why`.
+        """
+        if node.logged_down != (cause or why):
             log.warning("node %s (%s) gets no requests: %s", node.node_id, node.url, why)
+            node.logged_down = cause or why
         self._table.set_down(node)
         node.liveness.judge(None if kind is None else Down(kind, why))
 

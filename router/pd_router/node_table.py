@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 from pd_http.body import longest_body
+from pd_http.errors import ModelNotFound
 from pd_router.ledger import ChargeLedger, NodeWork
 from pd_router.liveness import NodeLiveness
 from pd_router.node_view import NodeView, TextRatio
@@ -64,6 +65,7 @@ class Node:
     epoch: int | None = None  # of the engine's boot; None: /health does not name it
     restarts: int = 0  # changes of epoch seen by this router
     down_since_s: float | None = None  # since when it is not reachable; None: it is reachable
+    logged_down: str = ""  # the cause that the log gave last for its not being healthy; "": it is healthy, or new
     models: frozenset[str] | None = None  # None: not known, so requests for any model may go there
     max_model_len: int | None = None  # in tokens; None: /health does not name it
     num_slots: int | None = None  # sequences that run at once; None: /health does not name it
@@ -253,14 +255,14 @@ class NodeTable:
         return Node(url=spec.url, role=spec.role, node_id=spec.node_id or urlsplit(spec.url).netloc, view=view)
 
     def _leave(self, node: Node, source: str) -> None:
-        log.info("node %s (%s, %s) was removed by source %s", node.node_id, node.role.value, node.url, source)
+        log.info("node %s (%s, %s) was removed (source: %s)", node.node_id, node.role.value, node.url, source)
         node.gone = True
         self._leaving.append(node)
         self.changed.set()
 
     def _enter(self, node: Node, source: str) -> None:
         if source != FLAGS:
-            log.info("node %s (%s, %s) was added by source %s", node.node_id, node.role.value, node.url, source)
+            log.info("node %s (%s, %s) was added (source: %s)", node.node_id, node.role.value, node.url, source)
         if node.gone:  # a source names it again before its last request ended: of its state only the load is valid
             self._leaving.remove(node)
             node.gone = node.draining = node.reachable = node.polled = False
@@ -295,6 +297,13 @@ class NodeTable:
     def knows_model(self, model: str) -> bool:
         """Whether a node serves `model`, or may serve it: a node that gave no list of its models."""
         return not self.nodes or any(node.serves(model) for node in self.nodes)
+
+    def require_model(self, model: str | None) -> None:
+        """Raises ModelNotFound, which names what is served, for a model that no node serves."""
+        if model is None or self.knows_model(model):
+            return
+        served = sorted(frozenset().union(*(node.models or () for node in self.nodes)))
+        raise ModelNotFound(f"no node serves the model {model!r}; served: {', '.join(served)}", param="model")
 
     @property
     def longest_body(self) -> int | None:

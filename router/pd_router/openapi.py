@@ -28,6 +28,7 @@ ROUTER_ONLY = {
 _OF_ROUTER = {"/health", "/ping", "/version", "/load", "/metrics", *(path for _, path in ROUTER_ONLY)}  # ask no node
 _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
+_PAGE = {"text/html": {"schema": {"type": "string"}}}
 
 
 def routed(routes: Iterable[Route]) -> set[tuple[str, str]]:
@@ -68,7 +69,8 @@ def _own(method: str, path: str) -> dict[str, Any]:
         parameters.append({"name": "id", "in": "path", "required": True, "schema": {"type": "string"}})
     if method != "GET":
         parameters.append({"name": ORDER_HEADER, "in": "header", "required": True, "schema": {"type": "string"}})
-    answers = {"200": {"description": "success", "content": _OBJECT}, "default": _failure("an error")}
+    content = _PAGE if path == "/dashboard" else _OBJECT
+    answers = {"200": {"description": "success", "content": content}, "default": _failure("an error")}
     summary = ROUTER_ONLY.get((method, path), "This document")
     return {"summary": summary, "parameters": parameters, "responses": answers}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pd_http.errors import ModelNotFound
 from pd_http.prompt_paths import PROMPT_PATHS
 from pd_router.choice import rotate
 from pd_router.config import HandoffOrder
@@ -72,8 +71,7 @@ def choose_reader(
     table: NodeTable, model: str | None, prompt: PromptFacts, settings: RouterConfig, turn: int
 ) -> PromptRoute:
     """`turn`: any counter; nodes of equal cost take turns by it. Raises ModelNotFound, NoNode."""
-    if model is not None and not table.knows_model(model):
-        raise ModelNotFound(f"no node serves the model {model!r}", param="model")
+    table.require_model(model)
     nodes = rotate(table.healthy(tuple(Role), model), turn)
     if not nodes:
         raise NoNode("no healthy node" + (f" for the model {model!r}" if model else "") + "; try again later")

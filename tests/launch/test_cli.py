@@ -38,6 +38,10 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["decode", "--port", "many"], "argument --port: invalid int value: 'many'"),
         (["decode", "--role", "prefill"], "unrecognized arguments: --role prefill"),
         (["mixed", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
+        (["up", "--port", "many"], "argument --port: many is not a port: write 0 to 65535"),
+        (["up", "--max-model-length", "9"], "--max-model-length 9 (did you mean --max-model-len?)"),
+        (["up", "--tls-cert", "x"], "unrecognized arguments: --tls-cert x\n"),
+        (["nodes", "drain", "x", "--wait=3"], "--wait=3 (did you mean --wait-s?)"),
         (["up", "--prefill", "-1"], "argument --prefill: must be 0 or more"),
         (["bench", "serve", "--goodput", "ttft"], "argument --goodput: 'ttft': write NAME:MILLISECONDS"),
         (["bench", "serve", "--input-len", "9:3"], "argument --input-len: '9:3': write 128, or 100:1024"),
@@ -49,7 +53,11 @@ def test_wrong_flags(arguments: list[str], says: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2
-    assert says in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 2, "the reason, and where the flags are explained"
+    words = [word for word in arguments[:2] if word.isalpha()]
+    assert error.startswith(" ".join(["pd-cluster", *words]) + ": error: "), "the command that the mistake is in"
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ def test_a_node_is_added_drained_and_removed(nodes: Callable[..., str]) -> None:
     ("arguments", "key", "says"),
     [
         (["drain", "unknown"], TEST_KEY, "404: no node is called 'unknown'"),
-        (["add", NODE, "--role=decode"], "another key", "401: the nodeorder was not signed with this cluster's key"),
+        (["add", NODE, "--role=decode"], "another key", "401: the order was not signed with this cluster's key"),
         (["reset-cache"], TEST_KEY, "503: no node is reachable"),
-        (["stop-profile"], "another key", "401: the nodeorder was not signed with this cluster's key"),
+        (["stop-profile"], "another key", "401: the order was not signed with this cluster's key"),
         (["add", "no-url", "--role=decode"], TEST_KEY, "400: bad node URL 'no-url'"),
     ],
 )

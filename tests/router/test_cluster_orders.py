@@ -24,7 +24,7 @@ async def obeys(node: FakeNode, request: web.Request, seen: Seen) -> web.StreamR
 
 
 async def refuses(node: FakeNode, request: web.Request, seen: Seen) -> web.StreamResponse:
-    return web.json_response({"error": {"code": "no_profile_dir"}}, status=400)
+    return web.json_response({"error": {"code": "no_profile_dir", "message": "no --profile-dir"}}, status=400)
 
 
 async def breaks(node: FakeNode, request: web.Request, seen: Seen) -> web.StreamResponse:
@@ -72,12 +72,15 @@ async def test_web_pages_give_no_open_orders_without_consent(allowed: tuple[str,
             assert (await call(router, "POST", "/flush_cache", headers={"origin": allowed[0]}))[0] == 200
 
 
-@pytest.mark.parametrize(("script", "status"), [(refuses, 400), (breaks, 502)])
-async def test_a_node_that_does_not_obey_is_named(script: fakes.Script, status: int) -> None:
+@pytest.mark.parametrize(
+    ("script", "status", "says"), [(refuses, 400, "no --profile-dir"), (breaks, 502, "refused: status 503")]
+)
+async def test_a_node_that_does_not_obey_is_named(script: fakes.Script, status: int, says: str) -> None:
     p, d = FakeNode("prefill", script, node_id="p-1"), FakeNode("decode", obeys, node_id="d-1")
     async with running(p, d), serving(prefill=[p], decode=[d], admin_endpoints="open") as router:
         answered, told = await call(router, "POST", "/start_profile")
-        assert (answered, "p-1" in told["error"]["message"]) == (status, True)
+        assert answered == status
+        assert told["error"]["message"] == f"not every node obeyed: p-1: {says}"
         p.is_up = d.is_up = False
 
 
@@ -122,6 +125,7 @@ async def test_the_document_of_the_router_has_its_paths_and_the_nodes_bodies(adm
         assert set(document["paths"]["/nodes"]) == {"get", "post"}
         assert ("parameters" in document["paths"]["/flush_cache"]["post"]) == (admin == "signed")
         assert "502" in document["paths"]["/health_generate"]["get"]["responses"]
+        assert list(document["paths"]["/dashboard"]["get"]["responses"]["200"]["content"]) == ["text/html"]
         for path in ("/version", "/load", "/metrics", "/nodes", "/health"):
             assert "502" not in document["paths"][path]["get"]["responses"], f"{path} asks no node"
         unwell = document["paths"]["/health"]["get"]["responses"]["503"]["content"]["application/json"]["schema"]

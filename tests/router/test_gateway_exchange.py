@@ -121,8 +121,8 @@ def test_small_calls_pass_at_once() -> None:
     [
         ([request_headers("/pd/release")], 404, "not_found"),
         ([request_headers("/metrics", "GET")], 404, "not_found"),
-        ([request_headers(), request_body(b"[]")], 400, "invalid_value"),
-        ([request_headers(is_last=True)], 400, "invalid_value"),
+        ([request_headers(), request_body(b"[]")], 400, "invalid_json"),
+        ([request_headers(is_last=True)], 400, "invalid_json"),
         ([request_headers(), request_body(completion(model="other"))], 404, "model_not_found"),
         ([request_headers(x_pd_route="p-first"), request_body(completion())], 400, "invalid_value"),
         ([request_headers(), request_body(b"x" * 2_000_000, is_last=False)], 413, "body_too_large"),

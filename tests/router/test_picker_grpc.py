@@ -126,7 +126,7 @@ async def test_an_error_ends_the_stream() -> None:
         await call.write(request_headers())
         await call.write(request_body(b"no JSON"))
         refusal = (await call.read()).immediate_response
-        assert (refusal.status.code, json.loads(refusal.body)["error"]["code"]) == (400, "invalid_value")
+        assert (refusal.status.code, json.loads(refusal.body)["error"]["code"]) == (400, "invalid_json")
         assert await call.read() is grpc.aio.EOF
         await picker.idle()
 

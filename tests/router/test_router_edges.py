@@ -27,7 +27,7 @@ async def test_malformed_json_is_a_400(path: str, raw: bytes) -> None:
         async with router.session.post(router.url + path, data=raw) as answer:
             error = (await answer.json())["error"]
             assert answer.status == 400
-            assert error["type"] == "invalid_request_error"
+            assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_json")
             assert error.keys() == {"message", "type", "param", "code"}
             assert answer.headers["x-request-id"].startswith("req-")
         assert d.seen == []
@@ -38,7 +38,9 @@ async def test_an_unknown_model_is_a_404_and_a_known_one_goes_where_it_is() -> N
     async with running(d, e), serving(None, [d, e]) as router:
         async with router.session.post(router.url + CHAT, json=BODY | {"model": "nope"}) as answer:
             assert answer.status == 404
-            assert (await answer.json())["error"]["code"] == "model_not_found"
+            error = (await answer.json())["error"]
+            assert error["code"] == "model_not_found"
+            assert error["message"] == "no node serves the model 'nope'; served: demo, other"
         for _ in range(3):
             async with router.session.post(router.url + CHAT, json=BODY | {"model": "other"}) as answer:
                 assert (answer.status, answer.headers["x-pd-decode"]) == (200, "e")

@@ -110,6 +110,28 @@ async def poll(router: Router) -> None:
     await HealthPoller(services.config, services.table, services.upstream).poll_all()
 
 
+async def test_the_log_says_once_why_a_node_is_not_healthy(caplog: pytest.LogCaptureFixture) -> None:
+    """Also of a node that never was: its address or its certificate may be wrong."""
+    caplog.set_level("INFO", "pd_router")
+    d, never = FakeNode("decode", fakes.decode, node_id="d"), FakeNode("decode", fakes.decode)
+    async with running(d, never):
+        await never.vanish()
+        async with serving([], [d, never]) as router:
+            for _ in range(2):
+                await poll(router)
+            for ill in (True, True, False, True):
+                d.is_up = not ill
+                await poll(router)
+
+    def said(about: str) -> list[str]:
+        return [line for line in caplog.messages if about in line and ("gets no" in line or "is healthy" in line)]
+
+    [line] = said(never.url)
+    place = never.url.removeprefix("http://")
+    assert line.startswith(f"node {place} ({never.url}) gets no requests: {place}: connect: ")
+    assert ["gets no" in line for line in said(d.url)] == [False, True, False, True]
+
+
 async def test_an_error_of_p_after_the_ticket_is_counted_and_d_goes_on() -> None:
     p, d = FakeNode("prefill", fakes.prefill_error_after_ticket), FakeNode("decode", fakes.decode)
     async with running(p, d), serving([p], [d]) as router:

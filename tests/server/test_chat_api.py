@@ -171,6 +171,16 @@ async def test_logprobs_have_one_entry_a_token(stream: bool) -> None:
     }
 
 
+@pytest.mark.parametrize("number", [-1, 21])
+async def test_too_many_alternatives_are_refused_by_the_name_of_their_field(number: int) -> None:
+    async with running(FakeEngine(says([]))) as node:
+        body = {"messages": HI, "logprobs": True, "top_logprobs": number}
+        async with node.session.post(f"{node.url}/v1/chat/completions", json=body) as response:
+            error = (await response.json())["error"]
+    assert (response.status, error["param"]) == (400, "top_logprobs")
+    assert error["message"] == f"top_logprobs must be between 0 and 20, not {number}"
+
+
 async def test_text_parts_and_tool_calls_reach_the_template() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

@@ -98,6 +98,7 @@ def verify(key: bytes, token: str, kind: type[Paper], now_s: float) -> Paper:
     Raises BadSignature, ProtocolMismatch for a paper of another protocol version, TicketExpired, or TicketError when
     the token is not such a paper.
     """
+    what = kind.__name__.removeprefix("Node").lower()  # ticket, offer, order
     try:
         raw = urlsafe_b64decode(token.encode())
     except ValueError as error:
@@ -105,18 +106,19 @@ def verify(key: bytes, token: str, kind: type[Paper], now_s: float) -> Paper:
     signature, payload = raw[:MAC_BYTES], raw[MAC_BYTES:]
     if not hmac.compare_digest(signature, mac(key, payload)):
         raise BadSignature(
-            f"the {kind.__name__.lower()} was not signed with this cluster's key (do all nodes share one key?)"
+            f"the {what} was not signed with this cluster's key: "
+            "nodes, routers and `pd-cluster nodes` need the same $PD_CLUSTER_KEY or --cluster-key-file"
         )
     try:
         version = msgspec.msgpack.decode(payload, type=_Versioned).version
         if version != PROTOCOL_VERSION:
             raise ProtocolMismatch(
-                f"the {kind.__name__.lower()} speaks protocol {version}, this node {PROTOCOL_VERSION}: "
+                f"the {what} speaks protocol {version}, this node {PROTOCOL_VERSION}: "
                 "run the same release on all nodes and routers"
             )
         paper = msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the second one for a text that is not UTF-8
-        raise TicketError(f"the {kind.__name__.lower()} cannot be read: {error}") from error
+        raise TicketError(f"the {what} cannot be read: {error}") from error
     if paper.expires_at_s < now_s:
-        raise TicketExpired(f"the {kind.__name__.lower()} expired {now_s - paper.expires_at_s:.1f} s ago")
+        raise TicketExpired(f"the {what} expired {now_s - paper.expires_at_s:.1f} s ago")
     return paper
