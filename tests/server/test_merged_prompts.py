@@ -35,7 +35,7 @@ from pd_http import node_answers
 from pd_http.sse import Event, SseParser
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line
 from tests.server.live_server import KEY, running
-from tests.server.sse import parse_events, post_events
+from tests.server.sse import next_event, parse_events, post_events
 from tests.server.test_decode_leg import decode_node, fallbacks, make_offer
 from tests.server.test_prefill_endpoint import FOREIGN, STREAM
 from tests.server.test_silent_peers import raw_node, url_of
@@ -369,6 +369,8 @@ async def test_a_policy_that_forbids_local_prefills_is_kept(policy: str) -> None
         async with d.session.post(d.url + COMPLETIONS, json=body) as response:
             assert (response.status, (await response.json())["error"]["code"]) == (502, "prefill_unavailable")
         assert d.engine.requests == []
+        await rests(d)
+        assert d.metric('pd_prompt_tokens_total{work="take_over"}') == 0, "the engine never had it"
         assert d.metric('pd_requests_total{endpoint="completions",outcome="server_error"}') == 1
 
 
@@ -496,6 +498,26 @@ async def test_a_client_that_leaves_while_d_reads_ends_the_read() -> None:
 # P's side
 
 
+async def test_p_tells_each_step_before_the_next_has_ended() -> None:
+    async def steps(line: Line) -> None:
+        line.push(TicketOpened(line.request.request_id, line.ticket()))
+        await line.taken()
+        line.push(PromptLogprobs(line.request.request_id, 1, RIGHT[:5]))
+        await line.engine.released.wait()
+        line.push(PromptLogprobs(line.request.request_id, 6, RIGHT[5:]))
+        line.tokens(SAID[:1], finish=FinishReason.LENGTH)
+
+    async with running(FakeEngine(steps)) as p:
+        body = {"prompt": PROMPT, "kv_transfer_params": FOREIGN | {"prompt_logprobs": 2}}
+        buffer = bytearray()
+        async with p.session.post(p.url + COMPLETIONS, json=body, headers=STREAM) as response:
+            async with asyncio.timeout(WAIT_S):
+                names = [(await next_event(response, buffer))[0] for _ in range(2)]
+                p.engine.released.set()
+                names += [(await next_event(response, buffer))[0] for _ in range(2)]
+        assert names == ["ticket", "prompt", "prompt", "done"]
+
+
 @pytest.mark.parametrize("num", [-1, 21])
 async def test_p_refuses_what_d_would_refuse(num: int) -> None:
     async with running(FakeEngine(computes)) as p:
@@ -519,11 +541,13 @@ async def test_p_refuses_more_log_probabilities_than_an_answer_may_have() -> Non
 async def test_legs_of_other_routers_compute_no_log_probabilities() -> None:
     """They send the client's fields to both nodes. D shows the prompt's, and nothing else can be done with P's."""
     async with running(FakeEngine(computes)) as p:
-        for headers in ({}, STREAM):
-            body = {"prompt": PROMPT, "prompt_logprobs": 2, "max_tokens": 1, "kv_transfer_params": FOREIGN}
+        body: dict[str, Any] = {"prompt": PROMPT, "prompt_logprobs": 2, "max_tokens": 1}
+        for headers, more in (({}, {}), (STREAM, {}), ({}, {"prompt_logprobs": 2})):
+            body["kv_transfer_params"] = FOREIGN | more
             async with p.session.post(p.url + COMPLETIONS, json=body, headers=headers) as response:
                 assert response.status == 200
-        assert [request.outputs for request in p.engine.requests] == [None, None]
+        assert [request.outputs for request in p.engine.requests] == [None] * 3
+        body["kv_transfer_params"] = FOREIGN
         events = await post_events(p.session, p.url + COMPLETIONS, body, STREAM)
         assert [name for name, _ in events] == ["ticket", "done"]
 
