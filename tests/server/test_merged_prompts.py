@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from base64 import b64decode, b64encode
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import orjson
 import pytest
 from aiohttp import web
@@ -20,116 +16,42 @@ from pd_cluster.protocol.messages import (
     FinishReason,
     NeedsPrefill,
     PromptLogprobs,
-    PromptRead,
     TicketOpened,
-    UseTicket,
     Work,
 )
-from pd_cluster.protocol.prompt_outputs import PromptOutputs, PromptPart, PromptToken
+from pd_cluster.protocol.prompt_outputs import PromptOutputs, PromptToken
 from pd_cluster.server import prefill_client, prompt_events
-from pd_cluster.server.prompt_events import PromptListener
-from pd_cluster.server.prompt_scores import PromptAsk, PromptScores
-from pd_connectors.protocol.messages import TopLogprob
-from pd_connectors.protocol.ticket import sign
+from pd_cluster.server.prompt_scores import PromptScores
 from pd_http import node_answers
 from pd_http.sse import Event, SseParser
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line
-from tests.server.live_server import KEY, running
-from tests.server.sse import next_event, parse_events, post_events
+from tests.server.live_server import running
 from tests.server.test_decode_leg import decode_node, fallbacks, make_offer
-from tests.server.test_prefill_endpoint import FOREIGN, STREAM
 from tests.server.test_silent_peers import raw_node, url_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
-    from tests.server.fake_engine import Script
     from tests.server.live_server import Node
+from tests.server.merged_nodes import (
+    ASKED,
+    CHAT,
+    COMPLETIONS,
+    PROMPT,
+    QUICK_S,
+    SAID,
+    STEP_TOKENS,
+    alone,
+    asked,
+    computes,
+    entries_of,
+    pair,
+    rests,
+    tell,
+    works,
+)
 
 pytestmark = pytest.mark.anyio
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-PROMPT = [300 + i for i in range(12)]
-STEP_TOKENS = 5  # of a prompt in a step: three steps
-SAID = [5, 6, 7]
-QUICK_S = 0.3
-ASKED: dict[str, Any] = {"prompt": PROMPT, "prompt_logprobs": 2, "echo": True, "logprobs": 1, "max_tokens": 3}
-
-
-def entries_of(prompt: Sequence[int], num_top: int) -> tuple[PromptToken, ...]:
-    """The entry of each position but 0. One alternative of a position has no chance at all."""
-    return tuple(
-        PromptToken(
-            token_id, -position / 7, position, tuple(TopLogprob(j + 3, -j / 3 if j else -inf) for j in range(num_top))
-        )
-        for position, token_id in enumerate(prompt[1:], 1)
-    )
-
-
-def tell(line: Line) -> None:
-    """What the engine tells about the prompt, step by step, if it is asked."""
-    request, outputs = line.request, line.request.outputs
-    if outputs is None or outputs.logprobs is None:
-        return
-    entries = entries_of(request.prompt_token_ids, outputs.logprobs)
-    for first in range(0, len(entries), STEP_TOKENS):
-        line.push(PromptLogprobs(request.request_id, 1 + first, entries[first : first + STEP_TOKENS]))
-
-
-async def computes(line: Line, failures: Sequence[str] = ()) -> None:
-    """An engine of any role: loads fail so often, and then the n sequences say SAID."""
-    request = line.request
-    if request.work is Work.PREFILL:
-        line.push(TicketOpened(request.request_id, line.ticket()))
-    for reason in failures if request.work is Work.TAKE_OVER else ():
-        line.push(NeedsPrefill(request.request_id, 0, reason))
-        if not isinstance(await line.heard(), UseTicket):
-            break
-    tell(line)
-    if request.work is Work.READ:
-        line.push(PromptRead(request.request_id))
-        return
-    is_prefill, sampling = request.work is Work.PREFILL, request.sampling
-    ids, n = (SAID[:1], sampling.num_first_tokens) if is_prefill else (SAID, sampling.n)
-    for token_id in ids:
-        for index in range(n):
-            ends = token_id == ids[-1]
-            last = ends and index == n - 1
-            line.tokens([token_id], index=index, finish=FinishReason.LENGTH if ends else None, finished=last)
-
-
-@contextlib.asynccontextmanager
-async def pair(
-    p_script: Script = computes, d_script: Script = computes, **settings: Any
-) -> AsyncIterator[tuple[Node, Node]]:
-    """P and D."""
-    engine = FakeEngine(p_script, engine_id="engine-of-p")
-    async with running(engine, node_id="p") as p, decode_node(d_script, min_remote_tokens=1, **settings) as d:
-        yield p, d
-
-
-async def asked(node: Node, path: str, body: dict[str, Any], *urls: str) -> Any:
-    """The answer without what is of one answer only; of a stream its chunks. `urls`: of the offer."""
-    body = body | {"request_id": "same"}
-    if urls:
-        body["kv_transfer_params"] = {"do_remote_prefill": True, "offer": make_offer(*urls)}
-    async with node.session.post(f"{node.url}{path}", json=body) as response:
-        text = await response.text()
-        assert response.status == 200, text
-    chunks = (
-        [data for _, data in parse_events(text) if data != "[DONE]"] if body.get("stream") else [orjson.loads(text)]
-    )
-    return [chunk | {"created": 0} for chunk in chunks]
-
-
-async def alone(path: str, body: dict[str, Any]) -> Any:
-    """The answer of one node that computes everything."""
-    async with running(FakeEngine(computes)) as node:
-        return await asked(node, path, body)
-
-
-def works(node: Node) -> list[Work]:
-    return [request.work for request in node.engine.requests]
 
 
 @pytest.fixture
@@ -269,79 +191,6 @@ async def test_a_node_that_does_not_know_the_question() -> None:
         assert works(d) == [Work.TAKE_OVER, Work.READ]
 
 
-# what P tells is checked
-
-RIGHT = entries_of(PROMPT, 2)
-WRONG: dict[str, list[tuple[int, tuple[PromptToken, ...]]]] = {
-    "a position is missing": [(1, RIGHT[:4]), (6, RIGHT[5:])],
-    "a position comes twice": [(1, RIGHT[:4]), (4, RIGHT[3:])],
-    "the order is another": [(5, RIGHT[4:]), (1, RIGHT[:4])],
-    "another prompt": [(1, entries_of([*PROMPT[:-1], 9], 2))],
-    "an entry behind the last": [(1, (*RIGHT, RIGHT[-1]))],
-    "it begins with the first token": [(0, (PromptToken(PROMPT[0], -1.0, 1, RIGHT[0].top), *RIGHT))],
-    "fewer alternatives": [(1, RIGHT[:10]), (11, (msgspec.structs.replace(RIGHT[10], top=RIGHT[10].top[:1]),))],
-    "no token of the vocabulary": [
-        (1, (msgspec.structs.replace(RIGHT[0], top=(TopLogprob(-1, 0.0),) * 2), *RIGHT[1:]))
-    ],
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-async def test_wrong_entries_are_not_shown(wrong: str) -> None:
-    async def lies(line: Line) -> None:
-        line.push(TicketOpened(line.request.request_id, line.ticket()))
-        for start, entries in WRONG[wrong]:
-            line.push(PromptLogprobs(line.request.request_id, start, entries))
-        line.tokens(SAID[:1], finish=FinishReason.LENGTH)
-
-    async with pair(lies) as (p, d):
-        assert await asked(d, COMPLETIONS, ASKED, p.url) == await alone(COMPLETIONS, ASKED)
-        assert works(d) == [Work.TAKE_OVER, Work.READ]
-
-
-class Letters:
-    def token_bytes(self, token_id: int) -> bytes:
-        return b"%c" % (97 + token_id % 26)
-
-    def is_special(self, token_id: int) -> bool:
-        return False
-
-
-def part_data(raw: bytes) -> bytes:
-    return orjson.dumps({"part": b64encode(raw).decode()})
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"", b"{", b"[]", b"{}", b'{"part": 3}', b'{"part": "%"}', part_data(b""), part_data(b"\xc1"),
-        part_data(msgspec.msgpack.encode({"start": "1"})), part_data(msgspec.msgpack.encode({"entries": [[1]]})),
-    ],
-)  # fmt: skip
-def test_events_that_cannot_be_read_end_the_listening(data: bytes) -> None:
-    scores = PromptScores(PromptAsk(2, None), Letters(), PROMPT)
-    listener = PromptListener(scores, 2, 3072)
-    events = list(prompt_events.prompt_events(PromptLogprobs("r", 1, RIGHT)))
-    good = [event.partition(b"data: ")[2] for event in events]
-    listener.hear(data)
-    assert listener.is_done
-    for one in good:
-        listener.hear(one)
-    assert not scores.is_complete
-    again = PromptListener(scores, 2, 3072)
-    for one in good:
-        again.hear(one)
-    assert (scores.is_complete, again.is_done) == (True, True)
-
-
-def test_a_part_keeps_every_value(small_events: None) -> None:
-    events = list(prompt_events.prompt_events(PromptLogprobs("r", 1, RIGHT)))
-    read = [orjson.loads(event.partition(b"data: ")[2])["part"] for event in events]
-    parts = [msgspec.msgpack.decode(b64decode(one), type=PromptPart) for one in read]
-    assert [part.start for part in parts] == [1, 4, 7, 10]
-    assert tuple(entry for part in parts for entry in part.entries) == RIGHT
-
-
 # where P does not answer, or its KV does not come
 
 
@@ -434,18 +283,12 @@ async def left(d: Node, url: str, is_under_way: Callable[[], Any]) -> None:
     await asyncio.gather(post, return_exceptions=True)
 
 
-async def rests(d: Node) -> None:
-    async with asyncio.timeout(WAIT_S):
-        await asyncio.gather(*d.http_tasks())
-    assert (d.state.num_in_flight, d.state.read_window.num_prompts, d.state.read_window.num_tokens) == (0, 0, 0)
-
-
 async def test_a_client_that_leaves_while_p_computes_makes_p_abort() -> None:
     taken = asyncio.Event()
 
     async def begins(line: Line) -> None:
         line.push(TicketOpened(line.request.request_id, line.ticket()))
-        line.push(PromptLogprobs(line.request.request_id, 1, RIGHT[:3]))
+        line.push(PromptLogprobs(line.request.request_id, 1, entries_of(PROMPT, 2)[:3]))
 
     async def says_first(line: Line) -> None:
         line.tokens(SAID[:1])
@@ -493,70 +336,3 @@ async def test_a_client_that_leaves_while_d_reads_ends_the_read() -> None:
             ended = {(await d.engine.aborts.get()).request_id for _ in range(2)}
         assert ended == {request.request_id for request in d.engine.requests}
         await rests(d)
-
-
-# P's side
-
-
-async def test_p_tells_each_step_before_the_next_has_ended() -> None:
-    async def steps(line: Line) -> None:
-        line.push(TicketOpened(line.request.request_id, line.ticket()))
-        await line.taken()
-        line.push(PromptLogprobs(line.request.request_id, 1, RIGHT[:5]))
-        await line.engine.released.wait()
-        line.push(PromptLogprobs(line.request.request_id, 6, RIGHT[5:]))
-        line.tokens(SAID[:1], finish=FinishReason.LENGTH)
-
-    async with running(FakeEngine(steps)) as p:
-        body = {"prompt": PROMPT, "kv_transfer_params": FOREIGN | {"prompt_logprobs": 2}}
-        buffer = bytearray()
-        async with p.session.post(p.url + COMPLETIONS, json=body, headers=STREAM) as response:
-            async with asyncio.timeout(WAIT_S):
-                names = [(await next_event(response, buffer))[0] for _ in range(2)]
-                p.engine.released.set()
-                names += [(await next_event(response, buffer))[0] for _ in range(2)]
-        assert names == ["ticket", "prompt", "prompt", "done"]
-
-
-@pytest.mark.parametrize("num", [-1, 21])
-async def test_p_refuses_what_d_would_refuse(num: int) -> None:
-    async with running(FakeEngine(computes)) as p:
-        body = {"prompt": PROMPT, "kv_transfer_params": FOREIGN | {"prompt_logprobs": num}}
-        async with p.session.post(p.url + COMPLETIONS, json=body, headers=STREAM) as response:
-            error = (await response.json())["error"]
-            assert (response.status, error["param"]) == (400, "prompt_logprobs")
-        assert p.engine.requests == []
-
-
-async def test_p_refuses_more_log_probabilities_than_an_answer_may_have() -> None:
-    async with running(FakeEngine(computes)) as p:
-        params = FOREIGN | {"prompt_logprobs": 20, "sampling": {"max_tokens": 3, "n": 128}}
-        body = {"prompt": [7] * 1000, "kv_transfer_params": params}
-        async with p.session.post(p.url + COMPLETIONS, json=body, headers=STREAM) as response:
-            error = (await response.json())["error"]
-            assert (response.status, error["param"]) == (400, "prompt_logprobs"), error
-        assert p.engine.requests == []
-
-
-async def test_legs_of_other_routers_compute_no_log_probabilities() -> None:
-    """They send the client's fields to both nodes. D shows the prompt's, and nothing else can be done with P's."""
-    async with running(FakeEngine(computes)) as p:
-        body: dict[str, Any] = {"prompt": PROMPT, "prompt_logprobs": 2, "max_tokens": 1}
-        for headers, more in (({}, {}), (STREAM, {}), ({}, {"prompt_logprobs": 2})):
-            body["kv_transfer_params"] = FOREIGN | more
-            async with p.session.post(p.url + COMPLETIONS, json=body, headers=headers) as response:
-                assert response.status == 200
-        assert [request.outputs for request in p.engine.requests] == [None] * 3
-        body["kv_transfer_params"] = FOREIGN
-        events = await post_events(p.session, p.url + COMPLETIONS, body, STREAM)
-        assert [name for name, _ in events] == ["ticket", "done"]
-
-
-async def test_a_ticket_beside_an_offer_is_left_for_one_with_scores() -> None:
-    async with pair() as (p, d):
-        ticket = sign(KEY, p.engine.make_ticket(PROMPT))
-        params = {"do_remote_prefill": True, "ticket": ticket, "offer": make_offer(p.url)}
-        async with d.session.post(d.url + COMPLETIONS, json=ASKED | {"kv_transfer_params": params}) as response:
-            assert response.status == 200
-        assert works(p) == [Work.PREFILL]
-        assert d.engine.requests[0].ticket is not None
