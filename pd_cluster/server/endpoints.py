@@ -33,6 +33,7 @@ from pd_cluster.server.prefill_endpoint import (
     answer_prefill_stream,
     answer_prefill_whole,
     answer_without_prefill,
+    asked_of_leg,
     keeping_alive,
 )
 from pd_cluster.server.prompt_scores import PromptAsk, PromptScores
@@ -58,7 +59,7 @@ from pd_cluster.server.schema import (
     KvTransferParams,
 )
 from pd_cluster.server.stream_writer import EventWriter, FrameWriter
-from pd_cluster.server.takeover_policy import Tokenize, choose_kv_source
+from pd_cluster.server.takeover_policy import Tokenize, choose_kv_source, choose_scored_source
 from pd_cluster.server.template_stability import Decider
 from pd_cluster.server.tool_use import tool_use
 from pd_cluster.server.translated_body import translated
@@ -316,9 +317,10 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
     if call.is_prefill_leg:
         prompt = await call.prompts[index]()
         kv_source = KvSource(Work.PREFILL, hold_lease=not caller.wants_ticket_stream)
-    elif call.is_read or (call.ask is not None and not call.known):
-        # Every position is computed where the log-probabilities are told, so KV from elsewhere saves nothing
-        prompt, kv_source = await call.prompts[index](), KvSource(Work.READ if call.is_read else Work.GENERATE)
+    elif call.is_read:
+        prompt, kv_source = await call.prompts[index](), KvSource(Work.READ)
+    elif call.ask is not None and not call.known:
+        prompt, kv_source = await choose_scored_source(state, params, call.prompts[index], salt)
     else:
         if params is not None and len(call.prompts) > 1:
             # a ticket is for one prompt: each prompt asks the offer's nodes for its own
@@ -347,7 +349,7 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
         prefill_charge=caller.prefill_charge,
         trace=caller.trace,
         steps=steps,
-        ask=None if call.is_prefill_leg else call.ask,
+        ask=asked_of_leg(params, caller) if call.is_prefill_leg else call.ask,
     )
 
 

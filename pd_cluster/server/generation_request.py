@@ -14,6 +14,7 @@ from pd_cluster.protocol.messages import AddRequest, Work
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd_cluster.protocol.prompt_outputs import PromptOutputs
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.server.feed_hub import ChargeMark
     from pd_cluster.server.prompt_scores import PromptAsk
@@ -67,7 +68,7 @@ class GenerationRequest:
     steps: tuple[tuple[int, int], ...] = ()  # see `AddRequest`
     prefill_charge: str = ""  # the router's name of its charge on the P that D asks
     trace: tuple[tuple[str, str], ...] = ()  # W3C Trace Context's headers, for the P that D asks
-    ask: PromptAsk | None = None  # what the answer shows of the prompt's log-probabilities
+    ask: PromptAsk | None = None  # what the answer, or D's, shows of the prompt's log-probabilities
 
     @property
     def seed(self) -> int:
@@ -112,9 +113,15 @@ class GenerationRequest:
             group=self.group,
             drawn_seed=self.drawn_seed,
             steps=self.steps,
-            # the log-probabilities of an answer that has begun on another node came with its beginning
-            outputs=None if self.ask is None or (known is not None and any(known)) else self.ask.outputs,
+            outputs=self._outputs(has_begun=known is not None and any(known)),
         )
+
+    def _outputs(self, *, has_begun: bool) -> PromptOutputs | None:
+        """What this engine finds out about the prompt. The entries of an answer that has begun came with its beginning,
+        those of a prompt that is computed elsewhere come from there."""
+        if self.ask is None or has_begun or self.kv_source.work is Work.TAKE_OVER:
+            return None
+        return self.ask.outputs
 
 
 def digest_of(requests: Sequence[GenerationRequest]) -> bytes:

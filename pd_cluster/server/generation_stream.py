@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import EngineUnavailable, PdError, error_named
@@ -17,9 +18,12 @@ from pd_cluster.protocol.messages import (
     SequenceTokens,
     TicketOpened,
     TokensOut,
+    UseTicket,
     Work,
 )
 from pd_cluster.server.choice import Choice
+from pd_cluster.server.generation_request import KvSource
+from pd_cluster.server.prompt_reads import read_scores
 from pd_cluster.server.prompt_scores import PromptScores
 from pd_cluster.server.stopwatch import Stopwatch
 from pd_cluster.server.takeover_policy import PrefillSearch
@@ -49,9 +53,11 @@ class GenerationStream:
         self._state = state
         self.request = request
         self._started_s = started_s
-        self._search = PrefillSearch(state, request)
         self.stopwatch = Stopwatch(started_s)
-        self.scores = None if request.ask is None else PromptScores(request.ask, state.tokenizer, request.prompt)
+        ask = None if request.kv_source.work is Work.PREFILL else request.ask  # of a PREFILL D shapes the scores
+        self.scores = None if ask is None else PromptScores(ask, state.tokenizer, request.prompt)
+        self._told: list[PromptLogprobs] = []  # PREFILL: for D
+        self._search = PrefillSearch(state, request, self.scores)
         self._choices = [Choice(i, request, state.tokenizer) for i in range(request.num_choices)]
         self._live = request.live  # by index of the engine
         known = () if request.known is None else request.known.choices
@@ -80,10 +86,15 @@ class GenerationStream:
 
     @property
     def num_reported_cached_tokens(self) -> int:
-        """The cached tokens of the client's usage, on the node that began the answer or on its prefill node."""
+        """The cached tokens of the client's usage, on the node that began the answer or on its prefill node.
+
+        None are where the log-probabilities of the prompt are shown: every position was computed for them.
+        """
         known = self.request.known
         if known is not None and known.num_cached_tokens is not None:
             return known.num_cached_tokens
+        if self.scores is not None:
+            return 0
         return max(self.num_cached_tokens, self._num_peer_cached_tokens)
 
     @property
@@ -96,25 +107,46 @@ class GenerationStream:
     def finished(self) -> bool:
         return all(choice.finished for choice in self._choices)
 
+    @property
+    def _asks_first(self) -> bool:
+        """Whether a prefill node is asked before the engine has the request: if none answers, this engine computes the
+        prompt and its log-probabilities at once."""
+        source = self.request.kv_source
+        return self.scores is not None and source.work is Work.TAKE_OVER and source.ticket is None
+
     async def __aenter__(self) -> GenerationStream:
-        handoff = self._state.config.handoff
+        if not self._asks_first:
+            self._admit(self._state.config.handoff.load_deadline_s)
+        return self
+
+    def _admit(self, load_deadline_s: float) -> RequestStream:
+        min_remote_tokens = self._state.config.handoff.min_remote_tokens
         self._stream = self._state.engine.open(
             self.request.to_engine(
-                min_remote_tokens=handoff.min_remote_tokens,
-                load_deadline_s=handoff.load_deadline_s,
-                received_s=self._started_s,
+                min_remote_tokens=min_remote_tokens, load_deadline_s=load_deadline_s, received_s=self._started_s
             )
         )
         if self.request.charge is not None:
             self.request.charge.include()
-        return self
+        return self._stream
+
+    async def _ask_first(self) -> RequestStream:
+        """Admit the request with the ticket of a prefill node, or else for this node alone. Raises PdError."""
+        found = await self._search.answer(NeedsPrefill(self.request.request_id, 0))
+        source, deadline_s = KvSource(), self._state.config.handoff.load_deadline_s
+        if isinstance(found, UseTicket):
+            source, deadline_s = replace(self.request.kv_source, ticket=found.ticket), found.load_deadline_s
+        self.request = replace(self.request, kv_source=source)
+        return self._admit(deadline_s)
 
     async def __aexit__(self, *exc: object) -> None:
         try:
-            self._count()
+            if self._stream is not None:
+                self._count()
         finally:
             try:
-                await self._admitted.__aexit__(*exc)
+                if self._stream is not None:
+                    await self._stream.__aexit__(*exc)
             finally:
                 await self._search.close()
 
@@ -129,10 +161,10 @@ class GenerationStream:
     async def __anext__(self) -> list[ChoiceOutput]:
         """New outputs, until every choice has ended. When several steps wait, one list covers them.
 
-        The first list of a PREFILL may be empty: it means that `ticket` is set. Raises PdError when the engine or the
-        handoff fails.
+        A list of a PREFILL may be empty: it means that `ticket` is set, or that `take_told` has something. Raises
+        PdError when the engine or the handoff fails.
         """
-        stream = self._admitted
+        stream = await self._ask_first() if self._stream is None else self._stream
         while not self.finished:
             if self._failure is not None:
                 raise self._failure
@@ -146,10 +178,31 @@ class GenerationStream:
                     outputs.extend(await self._take(one))
             except PdError as error:
                 self._failure = error
-            if outputs or isinstance(message, TicketOpened):
+            if outputs:
+                await self._complete_scores()
+            if outputs or self._told or isinstance(message, TicketOpened):
                 self.stopwatch.delivered(outputs, self._choices[0].num_tokens)
                 return _merged(outputs) if len(ready) > 1 else outputs
         raise StopAsyncIteration
+
+    def take_told(self) -> list[PromptLogprobs]:
+        """What the engine has told about the prompt of a PREFILL since the last call."""
+        told, self._told = self._told, []
+        return told
+
+    async def _complete_scores(self) -> None:
+        """Before the first output of a prompt that another node computes: wait for its scores, or read it here.
+
+        An engine that computes the prompt for its own tokens tells the scores before them. Raises PdError.
+        """
+        scores, is_elsewhere = self.scores, self.request.kv_source.work is Work.TAKE_OVER
+        if scores is None or scores.is_complete or not is_elsewhere:
+            return
+        await self._search.hear_scores()
+        if not scores.is_complete:
+            self._state.metrics.fallbacks.labels("no_prompt_logprobs").inc()
+            logger.info("request %s: its prompt is read here for its log-probabilities", self.request.request_id)
+            await read_scores(self._state, self.request, scores, self._started_s)
 
     async def settle(self) -> None:
         """Wait for the engine's terminal reply. Call it when the client has its answer."""
@@ -172,8 +225,10 @@ class GenerationStream:
                 self.timeline = self.timeline or message.timeline
                 return [output for new in message.sequences if (output := self._extend(new)) is not None]
             case PromptLogprobs():
-                assert self.scores is not None
-                self.scores.take(message.entries)
+                if self.scores is None:
+                    self._told.append(message)
+                else:
+                    self.scores.take(message.start, message.entries)
             case PromptRead():
                 self._search.has_tokens()
                 self.num_cached_tokens = message.num_cached_tokens

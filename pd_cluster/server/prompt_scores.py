@@ -44,15 +44,16 @@ class PromptAsk:
     @property
     def outputs(self) -> PromptOutputs:
         """What the engine has to find out."""
-        return PromptOutputs(logprobs=self._num_top)
+        return PromptOutputs(logprobs=self.num_top)
 
     @property
-    def _num_top(self) -> int:
+    def num_top(self) -> int:
+        """The most alternatives of a token that it shows."""
         return max(self.field or 0, self.echo or 0)
 
     def check_length(self, num_tokens: int) -> None:
         """`num_tokens`: of the prompts, each counted for each of its choices. Raises InvalidRequest."""
-        if (num_scores := num_tokens * (self._num_top + 1)) > MAX_SCORES:
+        if (num_scores := num_tokens * (self.num_top + 1)) > MAX_SCORES:
             raise InvalidRequest(
                 f"the answer would hold {num_scores} log-probabilities of prompts; {MAX_SCORES} are allowed",
                 "logprobs" if self.field is None else "prompt_logprobs",
@@ -60,20 +61,39 @@ class PromptAsk:
 
 
 class PromptScores:
-    """The log-probabilities of one prompt, shaped step by step: those of a long prompt take a while."""
+    """The log-probabilities of one prompt, shaped step by step: those of a long prompt take a while.
+
+    Every position but 0 is taken once, in order, whichever node has computed it.
+    """
 
     def __init__(self, ask: PromptAsk, vocabulary: Vocabulary, prompt: Sequence[int]) -> None:
         self._ask = ask
         self._vocabulary = vocabulary
-        self._field = [b"[null"]  # JSON, in parts: as objects the entries take four times the memory
-        first = [SampledToken(token_id) for token_id in prompt[:1]]
-        self._echo, self._end = completion_logprobs(vocabulary, first, 0, names_are_ids=ask.names_are_ids)
-        self._echo |= {"token_logprobs": [None], "top_logprobs": [None]}
+        self._prompt = prompt
         # The entries of an answer that another node has begun are not here, and its output stands behind the prompt too
         self._num_chars = 0 if ask.echo is None else sum(len(_text(vocabulary, token_id)) for token_id in prompt)
+        self.restart()
 
-    def take(self, entries: Sequence[PromptToken]) -> None:
-        """Add the entries of the following positions."""
+    def restart(self) -> None:
+        """Forget all entries: another node tells them from the first one on."""
+        self._next = 1  # the position of the next entry
+        self._field = [b"[null"]  # JSON, in parts: as objects the entries take four times the memory
+        first = [SampledToken(token_id) for token_id in self._prompt[:1]]
+        names_are_ids = self._ask.names_are_ids
+        self._echo, self._end = completion_logprobs(self._vocabulary, first, 0, names_are_ids=names_are_ids)
+        self._echo |= {"token_logprobs": [None], "top_logprobs": [None]}
+
+    @property
+    def is_complete(self) -> bool:
+        return self._next >= len(self._prompt)
+
+    def take(self, start: int, entries: Sequence[PromptToken]) -> None:
+        """Add the entries of the positions from `start` on. Raises ValueError unless they go on behind the last."""
+        told = [entry.token_id for entry in entries]
+        end = start + len(told)
+        if start != self._next or told != list(self._prompt[start:end]):
+            raise ValueError(f"entries {start} to {end} are not those of the prompt behind {self._next}")
+        self._next = end
         ask = self._ask
         if ask.field is not None:
             self._field += [orjson.dumps(self._entry(entry, ask.field)) for entry in entries]

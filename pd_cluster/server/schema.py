@@ -82,6 +82,8 @@ class KvTransferParams(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | None = None
     continuation: Continuation | None = None  # see `continuation.py`
     prompt_steps: list[tuple[int, int]] | None = None  # names of the prompt's blocks: see `AddRequest.steps`
+    # D to P: tell so many alternatives for each token of the prompt, see `prompt_events.py`
+    prompt_logprobs: int | None = None
     # D to P, see `decode_sampling`; without it P reads the body's own fields
     sampling: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})] | UnsetType = UNSET
 

@@ -6,6 +6,8 @@ ticket, verified                          that ticket's lease (P-first)
 do_remote_prefill and an offer            this engine's cache, else the offer's nodes, best first (D-first)
 a ticket of another protocol version      this node: during an upgrade the offer's nodes would answer with such tickets
 none, or none that can be trusted         this node
+any, and the answer shows the             the offer's nodes, which compute the log-probabilities too, before this
+prompt's log-probabilities                engine has the request; this node for a short prompt and if none answers
 a continuation of a stream                this node: the known tokens must be computed here in any case
 
 after a failed load, `on_load_failure`:   any: the offer's next node, else this one   remote: the next node, else error
@@ -23,7 +25,9 @@ from pd_cluster.errors import NodesDied, PrefillUnavailable
 from pd_cluster.protocol.messages import NeedsPrefill, PrefillLocally, UseTicket, Work
 from pd_cluster.server.generation_request import GenerationRequest, KvSource
 from pd_cluster.server.prefill_client import PeerError, PrefillClient
+from pd_cluster.server.prompt_events import PromptListener
 from pd_cluster.server.sampling import encode_sampling
+from pd_cluster.server.schema import KvTransferParams
 from pd_connectors.protocol.errors import BadSignature, LoadFailure, ProtocolMismatch, TicketError, TicketExpired
 from pd_connectors.protocol.feed import CHARGE_HEADER
 from pd_connectors.protocol.hashing import prompt_digest
@@ -31,7 +35,7 @@ from pd_connectors.protocol.ticket import Offer, Paper, Ticket, verify
 from pd_http.node_answers import ASK_TICKET, FailureKind
 
 if TYPE_CHECKING:
-    from pd_cluster.server.schema import KvTransferParams
+    from pd_cluster.server.prompt_scores import PromptScores
     from pd_cluster.server.state import NodeState
 
 Tokenize = Callable[[], Awaitable[list[int]]]
@@ -118,6 +122,21 @@ async def choose_kv_source(
     return await tokenize(), KvSource()
 
 
+async def choose_scored_source(
+    state: NodeState, params: KvTransferParams | None, tokenize: Tokenize, salt: str
+) -> tuple[list[int], KvSource]:
+    """The same for a prompt of which the answer shows the log-probabilities.
+
+    A ticket is for KV alone, and every position must be computed for the log-probabilities: a node of the offer does
+    both, whatever is cached here. Without an offer this node does.
+    """
+    if params is None or not params.do_remote_prefill or not params.offer:
+        return await tokenize(), KvSource()
+    offered = KvTransferParams(do_remote_prefill=True, offer=params.offer)
+    prompt, source = await choose_kv_source(state, offered, tokenize, salt)
+    return prompt, KvSource() if len(prompt) < max(1, state.config.handoff.min_remote_tokens) else source
+
+
 def _plausible_ids(state: NodeState, ids: list[int] | None) -> list[int] | None:
     if not ids or len(ids) > state.ready.max_model_len or min(ids) < 0 or max(ids) >= state.tokenizer.vocab_size:
         return None
@@ -127,9 +146,11 @@ def _plausible_ids(state: NodeState, ids: list[int] | None) -> list[int] | None:
 class PrefillSearch:
     """Answers NeedsPrefill of one request, and stays connected to the prefill node. Close it with the request."""
 
-    def __init__(self, state: NodeState, request: GenerationRequest) -> None:
+    def __init__(self, state: NodeState, request: GenerationRequest, scores: PromptScores | None = None) -> None:
+        """`scores`: of the prompt, which the prefill node tells too."""
         self._state = state
         self._request = request
+        self._scores = scores
         self._urls = list(request.kv_source.prefill_urls)
         self._ends_s = time.monotonic() + state.config.handoff.load_deadline_s
         self._legs: list[PrefillClient] = []
@@ -173,6 +194,11 @@ class PrefillSearch:
         forbidden = f"--on-load-failure {policy} forbids a local prefill"
         raise PrefillUnavailable(f"no prefill node could serve the request ({reason}), and {forbidden}")
 
+    async def hear_scores(self) -> None:
+        """Wait until the prefill node has told the scores, or will not. Call it when the prompt is computed."""
+        if self._legs:
+            await self._legs[-1].hear_prompt()
+
     def has_tokens(self) -> None:
         """Note that the engine has generated. If it never sent NeedsPrefill, this node has prefilled."""
         if self.prefill_node is None:
@@ -207,18 +233,25 @@ class PrefillSearch:
 
     async def _ask(self, url: str, left_s: float) -> Ticket:
         assert self._state.peers is not None, "the app's lifespan has not begun"
-        request = self._request
+        request, listener, num_top = self._request, None, None
+        if self._scores is not None and not self._scores.is_complete and request.ask is not None:
+            num_top = request.ask.num_top
+            listener = PromptListener(self._scores, num_top, self._state.tokenizer.vocab_size)
+        more = {
+            "sampling": encode_sampling(request.sampling),
+            "prompt_steps": request.steps or None,
+            "prompt_logprobs": num_top,
+        }
         body = {
             "prompt": request.prompt,
             "priority": request.priority,
             "cache_salt": request.salt or None,
-            "kv_transfer_params": ASK_TICKET
-            | {"sampling": encode_sampling(request.sampling), "prompt_steps": request.steps or None},
+            "kv_transfer_params": ASK_TICKET | more,
         }
         headers = {"x-request-id": request.client_request_id, GROUP_HEADER: request.group, **dict(request.trace)}
         if request.prefill_charge:
             headers[CHARGE_HEADER] = request.prefill_charge
-        leg = await PrefillClient.open(self._state.peers, url, body, headers, left_s)
+        leg = await PrefillClient.open(self._state.peers, url, body, headers, left_s, listener)
         self._legs.append(leg)
         try:
             return trusted_ticket(self._state, leg.ticket, request.prompt, request.salt)

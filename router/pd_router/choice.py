@@ -160,9 +160,8 @@ def choose(
             "no healthy node can decode" + (f" for the model {model!r}" if model else "") + "; try again later"
         )
     costs = Costs(prompt, prefills, now_s, decodes)
-    if not prefills or prompt.is_told:
-        reason = "prompt-logprobs" if prompt.is_told else "no-prefill-node"
-        return RouteChoice(HandoffOrder.DIRECT, reason, (), decodes, costs)
+    if not prefills:
+        return RouteChoice(HandoffOrder.DIRECT, "no-prefill-node", (), decodes, costs)
     reading_s = dict(zip(prefills, costs.reading(prefills), strict=True))
     ranked = tuple(sorted(prefills, key=reading_s.__getitem__))  # stable, so equals keep the order of the turn
     kv_version = _best_version(costs, reading_s, ranked, decodes)
@@ -170,7 +169,7 @@ def choose(
         return RouteChoice(HandoffOrder.DIRECT, "no-pair", (), decodes, costs)
     if kv_version:
         ranked = tuple(node for node in ranked if node.pairs_with(kv_version))
-    handoff = _handoff(costs, settings, asked, ranked, decodes, kv_version, is_several=prompt.is_several)
+    handoff = _handoff(costs, settings, asked, ranked, decodes, kv_version, prompt)
     return handoff if handoff.is_asked or not settings.spills else _better(handoff, reading_s[ranked[0]])
 
 
@@ -199,16 +198,16 @@ def _handoff(
     prefills: tuple[Node, ...],
     decodes: tuple[Node, ...],
     kv_version: str,
-    *,
-    is_several: bool,
+    prompt: PromptFacts,
 ) -> RouteChoice:
-    """A ticket is for one prompt, so several are never sent P-first: D asks for a ticket for each."""
+    """A ticket is for the KV of one prompt. So D asks for a ticket for each of several, and for what the answer tells
+    about a prompt: neither is sent P-first."""
     cached = costs.num_cached(prefills[0])
     order, reason = settings.default_order, "cached" if cached else "default"
     if asked is not None:
         order, reason = asked, "header"
-    if is_several and order is HandoffOrder.P_FIRST:
-        order, reason = HandoffOrder.D_FIRST, "several-prompts"
+    if order is HandoffOrder.P_FIRST and (prompt.is_told or prompt.is_several):
+        order, reason = HandoffOrder.D_FIRST, "prompt-logprobs" if prompt.is_told else "several-prompts"
     return RouteChoice(
         order, reason, prefills, decodes, costs, kv_version, is_asked=asked is not None,
         slo_ttft_s=settings.slo_ttft_ms / 1000,

@@ -44,7 +44,7 @@ class PromptFacts:
     num_bytes: int
     num_sequences: int = 1
     is_several: bool = False  # prompts in one request
-    is_told: bool = False  # the answer tells their log-probabilities, so the node that answers computes all of them
+    is_told: bool = False  # the answer tells their log-probabilities: one node computes every position of each
     cached: Mapping[Node, int] = field(default_factory=dict)  # tokens of its prefix; nodes without any are absent
     num_tokens: int = 0  # of a prompt of token ids, which the router counts; 0: estimated from the bytes
 

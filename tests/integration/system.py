@@ -211,6 +211,6 @@ def _add(choice: dict[str, Any], part: dict[str, Any]) -> None:
     for name, values in (part.get("logprobs") or {}).items():
         if values is not None:
             choice.setdefault("logprobs", {}).setdefault(name, []).extend(values)
-    for name in ("finish_reason", "stop_reason"):
+    for name in ("finish_reason", "stop_reason", "prompt_logprobs"):
         if part.get(name) is not None:
             choice[name] = part[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -121,6 +122,50 @@ def test_chat(path: Path, system: System, demo_model: DemoModel) -> None:
         compare(Answer(answer.body | {"choices": [plain]}, answer.headers), _expected(reference, demo_model, 0),
                 demo_model, tally)  # fmt: skip
     assert tally.num_ties <= 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [Path.P_FIRST, Path.D_FIRST])
+def test_log_probabilities_of_prompts(path: Path, stream: bool, system: System, references: list[Reference]) -> None:
+    """P computes them and D shows them: the answers of one node, cold and warm, and D computes no prompt."""
+    prompts = {len(reference.prompt): reference.prompt for reference in references}.values()
+    more = {"prompt_logprobs": 2, "echo": True, "logprobs": 1, "max_tokens": 4, "temperature": 0, "ignore_eos": True,
+            "stream": stream, "stream_options": {"include_usage": True} if stream else None}  # fmt: skip
+    requests = [(COMPLETIONS, more | {"prompt": list(prompt), "cache_salt": f"{path} {stream}"}) for prompt in prompts]
+    expected = system.ask_all(Path.MIXED, requests)
+    num_tokens = sum(map(len, prompts))
+    for _ in ("cold", "warm"):
+        before = {node: system.metrics(node) for node in ("prefill", "decode")}
+        for answer, alone in zip(system.ask_all(path, requests), expected, strict=True):
+            check_same_scores(answer, alone)
+            assert (answer.headers["x-pd-prefill"], answer.headers["x-pd-decode"]) == ("prefill", "decode")
+            reason = "prompt-logprobs" if path is Path.P_FIRST else "header"
+            assert answer.headers["x-pd-route"] == f"d-first; reason={reason}"
+        system.settle()
+        grown = {node: _all_grown(some, system.metrics(node)) for node, some in before.items()}
+        assert grown["prefill"]['pd_prompt_tokens_total{work="prefill"}'] == num_tokens
+        assert grown["prefill"]["pd_engine_step_tokens_total"] == num_tokens
+        assert grown["decode"]['pd_prompt_tokens_total{work="take_over"}'] == num_tokens
+        # each but the first of an answer's tokens is drawn in a decode step, and steps overlap their ends
+        assert grown["decode"]["pd_engine_step_tokens_total"] <= 5 * len(prompts)
+
+
+def check_same_scores(found: Answer, expected: Answer) -> None:
+    """Equal answers; numbers up to what the order of additions changes."""
+    (choice,), (wanted,) = found.choices, expected.choices
+    scores, wanted_scores = choice["logprobs"], wanted["logprobs"]
+    assert (choice["text"], scores["tokens"]) == (wanted["text"], wanted_scores["tokens"])
+    assert scores["text_offset"] == wanted_scores["text_offset"]
+    assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is choice["prompt_logprobs"][0] is None
+    near = partial(pytest.approx, abs=LOGPROB_TOLERANCE)
+    assert scores["token_logprobs"][1:] == near(wanted_scores["token_logprobs"][1:])
+    for ours, theirs in zip(scores["top_logprobs"][1:], wanted_scores["top_logprobs"][1:], strict=True):
+        assert sorted(ours.values()) == near(sorted(theirs.values()))
+    for ours, theirs in zip(choice["prompt_logprobs"][1:], wanted["prompt_logprobs"][1:], strict=True):
+        assert next(iter(ours)) == next(iter(theirs))
+        values = [sorted(one["logprob"] for one in entry.values()) for entry in (ours, theirs)]
+        assert values[0] == near(values[1])
+    assert found.body["usage"] == expected.body["usage"]
 
 
 @pytest.fixture(scope="module")
@@ -315,6 +360,10 @@ def compare(answer: Answer, expected: Reference, model: DemoModel, tally: Tally)
     assert choice["finish_reason"] == ("stop" if ended else "length")
     assert choice["text"] == model.text(tokens)
     assert answer.body["usage"]["prompt_tokens"] == len(expected.prompt)
+
+
+def _all_grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
 def _grown(before: dict[str, float], after: dict[str, float], name: str) -> float:

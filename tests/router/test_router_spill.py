@@ -97,6 +97,23 @@ async def test_several_prompts_go_there_too_unless_an_order_was_asked_for() -> N
 
 
 @pytest.mark.anyio
+async def test_prompts_with_log_probabilities_too() -> None:
+    """The decode node computes all of it if P is busy, and else is offered a P that tells it the prompt's."""
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
+    body = {"model": "demo", "prompt": "one", "prompt_logprobs": 1}
+    async with running(p, d), serving([p], [d], prefill_on_decode="auto") as router:
+        with make_busy(router):
+            _, headers, _ = await post(router, body, COMPLETIONS)
+            assert headers["x-pd-route"] == "direct; reason=prefill-busy"
+        _, headers, _ = await post(router, body, COMPLETIONS)
+        assert headers["x-pd-route"] == "d-first; reason=prompt-logprobs"
+    plain, offered = (seen.body for seen in d.seen)
+    assert (plain, p.seen) == (body, [])
+    assert offered == body | {"kv_transfer_params": offered["kv_transfer_params"]}
+    assert set(offered["kv_transfer_params"]) == {"do_remote_prefill", "offer"}
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize(("status", "stream"), [(429, False), (500, True), (503, True), (504, False)])
 async def test_a_decode_node_that_will_not_read_costs_no_request(status: int, stream: bool) -> None:
     p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", direct_only, node_id=str(status))

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import pd_cluster
 from pd_cluster.config import ModelConfig, NodeConfig, ServerConfig
-from pd_cluster.protocol.messages import Abort, FinishReason, SequenceTokens, Timeline, TokensOut
+from pd_cluster.protocol.messages import (
+    Abort,
+    FinishReason,
+    PromptLogprobs,
+    SequenceTokens,
+    Timeline,
+    TokensOut,
+)
+from pd_cluster.protocol.prompt_outputs import PromptToken
 from pd_cluster.server.app import create_app
 from pd_cluster.server.state import NodeState
 from pd_http.dialects import MESSAGES, RESPONSES
@@ -74,6 +82,7 @@ SCRIPTED = [
     chat("reasoning that is dropped", "<think>why so</think>because", include_reasoning=False),
     completion("text", LONG, SHORT, echo=True, return_token_ids=True),
     completion("logprobs of completions", LONG, SHORT, logprobs=2, stop=["über!"]),
+    completion("logprobs of the prompt", LONG, SHORT, prompt_logprobs=1, echo=True, logprobs=1),
     completion("no usage", LONG, end=False, stream_options=None),
     message("a message with calls", f"<think>why so</think>I see. {call('Paris')}\n{call('Oslo')}"),
     message("a message with a stop sequence", LONG, stop_sequences=["there, "]),
@@ -128,6 +137,9 @@ def answering(answers: Sequence[Sequence[int]], *, end: bool, num_cached: int) -
 
     async def script(line: Line) -> None:
         request = line.request
+        if request.outputs is not None:
+            entries = tuple(PromptToken(token_id, -0.5, 1) for token_id in request.prompt_token_ids[1:])
+            line.push(PromptLogprobs(request.request_id, 1, entries))
         numbers: Sequence[int] = request.sequence_numbers or range(request.sampling.n)
         if request.prompt_token_ids in PROMPTS:
             numbers = [2 * PROMPTS.index(request.prompt_token_ids) + number for number in numbers]
