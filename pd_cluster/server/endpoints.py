@@ -106,6 +106,12 @@ class _Call:
         return None if params is None else params.continuation
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it is of a stream that was cut."""
+        params = self.body.kv_transfer_params
+        return bool(self.known) or (self.is_prefill_leg and params is not None and bool(params.goes_on))
+
+    @property
     def is_prefill_leg(self) -> bool:
         params = self.body.kv_transfer_params
         return params is not None and bool(params.do_remote_decode)
@@ -323,7 +329,8 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
         if params is not None and len(call.prompts) > 1:
             # a ticket is for one prompt: each prompt asks the offer's nodes for its own
             params = KvTransferParams(do_remote_prefill=params.do_remote_prefill, offer=params.offer)
-        prompt, kv_source = await choose_kv_source(state, params, call.prompts[index], salt)
+        known = call.known[index] if call.known else None
+        prompt, kv_source = await choose_kv_source(state, params, call.prompts[index], salt, known)
     names, steps = call.names, NO_STEPS
     if names is not None:
         given = params.prompt_steps if params is not None else None
@@ -337,7 +344,7 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
         prompt=prompt,
         sampling=_sampling(state, call, len(prompt)),
         text=text_options(body, call.parser, call.parser_options),
-        priority=priority - bool(call.known),  # a cut stream goes on before others of its priority begin
+        priority=priority - call.goes_on,  # a cut stream goes on before others of its priority begin
         salt=salt,
         kv_source=kv_source,
         group=caller.group,

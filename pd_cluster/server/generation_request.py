@@ -45,6 +45,12 @@ class KnownAnswer:
         """The choices that have not ended."""
         return tuple(choice.index for choice in self.choices if not choice.finish_reason)
 
+    @property
+    def only_tokens(self) -> tuple[int, ...]:
+        """The tokens of the choice that goes on, if it is the only one. Their KV can come from another node."""
+        live = self.live
+        return tuple(self.choices[live[0]].token_ids) if len(live) == 1 else ()
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
@@ -83,6 +89,11 @@ class GenerationRequest:
     def live(self) -> tuple[int, ...]:
         """The choices that the engine generates, in the order of its sequences."""
         return tuple(range(self.num_choices)) if self.known is None else self.known.live
+
+    @property
+    def loaded_ids(self) -> list[int]:
+        """The token ids of which another node may give the KV, see `AddRequest.known`."""
+        return self.prompt if self.known is None else [*self.prompt, *self.known.only_tokens]
 
     @property
     def prompt_digest(self) -> bytes:

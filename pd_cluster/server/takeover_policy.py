@@ -6,10 +6,12 @@ ticket, verified                          that ticket's lease (P-first)
 do_remote_prefill and an offer            this engine's cache, else the offer's nodes, best first (D-first)
 a ticket of another protocol version      this node: during an upgrade the offer's nodes would answer with such tickets
 none, or none that can be trusted         this node
-a continuation of a stream                this node: the known tokens must be computed here in any case
+a stream's continuation and an offer      the same, for the prompt with the known tokens, if one choice goes on
+a continuation of several choices         this node
 
 after a failed load, `on_load_failure`:   any: the offer's next node, else this one   remote: the next node, else error
                                           local: this node                            fail: error
+A continuation is never an error: this node can compute what no other one gives it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.errors import NodesDied, PrefillUnavailable
 from pd_cluster.protocol.messages import NeedsPrefill, PrefillLocally, UseTicket, Work
-from pd_cluster.server.generation_request import GenerationRequest, KvSource
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.server.generation_request import GenerationRequest, KnownAnswer, KvSource
 from pd_cluster.server.prefill_client import PeerError, PrefillClient
 from pd_cluster.server.sampling import encode_sampling
 from pd_connectors.protocol.errors import BadSignature, LoadFailure, ProtocolMismatch, TicketError, TicketExpired
@@ -38,6 +41,7 @@ Tokenize = Callable[[], Awaitable[list[int]]]
 
 logger = logging.getLogger("pd_cluster.server")
 
+_UNUSED = SamplingParams(max_tokens=1, temperature=0.0)  # of a first token that nothing uses
 GROUP_HEADER = "x-pd-group"  # D to P: see `GenerationRequest.group`; the router drops what clients send under this name
 
 
@@ -77,24 +81,24 @@ def _verified(state: NodeState, token: str, kind: type[Paper]) -> Paper:
 
 
 async def choose_kv_source(
-    state: NodeState, params: KvTransferParams | None, tokenize: Tokenize, salt: str
+    state: NodeState,
+    params: KvTransferParams | None,
+    tokenize: Tokenize,
+    salt: str,
+    known: KnownAnswer | None = None,
 ) -> tuple[list[int], KvSource]:
     """The token ids of the prompt, and the source of its KV. The ids in `params` are used when the ticket covers them.
 
     Raises PrefillUnavailable when `params` has nothing that can be trusted and this node may not prefill locally.
     """
-    if params is not None and params.continuation is not None:
-        known = _plausible_ids(state, params.prompt_token_ids)  # compared with the digest of the stream's prompt
-        return await tokenize() if known is None else known, KvSource()
-    if params is None or not params.do_remote_prefill:
+    if params is None or not (params.do_remote_prefill or params.continuation):
         return await tokenize(), KvSource()
-    faults: list[str] = []
-    urls: tuple[str, ...] = ()
-    if params.offer:
-        try:
-            urls = _verified(state, params.offer, Offer).prefill_urls
-        except Untrusted as error:
-            faults.append(f"offer_{error.reason}")
+    urls, faults = _offered(state, params)
+    if known is not None:
+        given = _plausible_ids(state, params.prompt_token_ids)  # compared with the digest of the stream's prompt
+        prompt = await tokenize() if given is None else given
+        is_asked = bool(urls and known.only_tokens)
+        return prompt, KvSource(Work.TAKE_OVER, None, urls) if is_asked else KvSource()
     if params.ticket:
         given = _plausible_ids(state, params.prompt_token_ids)
         prompt = await tokenize() if given is None else given
@@ -116,6 +120,16 @@ async def choose_kv_source(
         )
     logger.info("prefilling locally: %s", ", ".join(faults))
     return await tokenize(), KvSource()
+
+
+def _offered(state: NodeState, params: KvTransferParams) -> tuple[tuple[str, ...], list[str]]:
+    """The nodes of the router's offer, best first, and why it is not used."""
+    if not params.offer:
+        return (), []
+    try:
+        return _verified(state, params.offer, Offer).prefill_urls, []
+    except Untrusted as error:
+        return (), [f"offer_{error.reason}"]
 
 
 def _plausible_ids(state: NodeState, ids: list[int] | None) -> list[int] | None:
@@ -167,7 +181,7 @@ class PrefillSearch:
                 continue
             self.prefill_node = ticket.lease.engine_id
             return UseTicket(self._request.request_id, ticket, max(self._ends_s - time.monotonic(), 0.001))
-        if policy in ("any", "local"):
+        if policy in ("any", "local") or self._request.known is not None:
             self.prefill_node = self._state.node_id
             return PrefillLocally(self._request.request_id)
         forbidden = f"--on-load-failure {policy} forbids a local prefill"
@@ -208,12 +222,18 @@ class PrefillSearch:
     async def _ask(self, url: str, left_s: float) -> Ticket:
         assert self._state.peers is not None, "the app's lifespan has not begun"
         request = self._request
+        prompt, goes_on = request.loaded_ids, request.known is not None
+        sampling = _UNUSED if goes_on else request.sampling
         body = {
-            "prompt": request.prompt,
-            "priority": request.priority,
+            "prompt": prompt,
+            "priority": request.priority + goes_on,  # P takes one off again
             "cache_salt": request.salt or None,
             "kv_transfer_params": ASK_TICKET
-            | {"sampling": encode_sampling(request.sampling), "prompt_steps": request.steps or None},
+            | {
+                "sampling": encode_sampling(sampling),
+                "prompt_steps": request.steps or None,
+                "goes_on": goes_on or None,
+            },
         }
         headers = {"x-request-id": request.client_request_id, GROUP_HEADER: request.group, **dict(request.trace)}
         if request.prefill_charge:
@@ -221,7 +241,7 @@ class PrefillSearch:
         leg = await PrefillClient.open(self._state.peers, url, body, headers, left_s)
         self._legs.append(leg)
         try:
-            return trusted_ticket(self._state, leg.ticket, request.prompt, request.salt)
+            return trusted_ticket(self._state, leg.ticket, prompt, request.salt)
         except Untrusted as error:
             await self.close()
             is_mismatch = error.reason in (FailureKind.PROTOCOL_MISMATCH, FailureKind.FINGERPRINT_MISMATCH)
