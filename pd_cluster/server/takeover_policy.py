@@ -97,6 +97,8 @@ async def choose_kv_source(
     if known is not None:
         given = _plausible_ids(state, params.prompt_token_ids)  # compared with the digest of the stream's prompt
         prompt = await tokenize() if given is None else given
+        for fault in faults:
+            state.metrics.fallbacks.labels(fault).inc()
         is_asked = bool(urls and known.only_tokens)
         return prompt, KvSource(Work.TAKE_OVER, None, urls) if is_asked else KvSource()
     if params.ticket:
