@@ -13,7 +13,7 @@ from pd_router.errors import NoNode
 from pd_router.node_table import Node, NodeTable, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from pd_router.config import RouterConfig
 
@@ -140,10 +140,11 @@ def choose(
     settings: RouterConfig,
     asked: HandoffOrder | None,
     turn: int,
+    heirs: Collection[Node] | None = None,
 ) -> RouteChoice:
     """Choose for one request. `turn`: any counter; it breaks ties, so that nodes of equal cost take turns.
 
-    Raises ModelNotFound, NoNode.
+    `heirs`: of a stream that was cut, the only nodes that may decode. Raises ModelNotFound, NoNode.
     """
     if model is not None and not table.knows_model(model):
         raise ModelNotFound(f"no node serves the model {model!r}", param="model")
@@ -157,6 +158,8 @@ def choose(
         if model is None or node.models is None or model in node.models:
             sides[node.role is reads].append(node)
     decodes, prefills = (rotate(side, turn) for side in sides)
+    if heirs is not None:
+        decodes = tuple(node for node in decodes if node in heirs)
     if not decodes:
         raise NoNode(
             "no healthy node can decode" + (f" for the model {model!r}" if model else "") + "; try again later"

@@ -1,7 +1,7 @@
 """The nodes for the rest of a stream: one that writes it, and prefill nodes that it may ask for KV.
 
-The rest is planned like a new request whose prompt ends with the known tokens. So the prefill nodes, which may have the
-prompt cached, read it, unless the decode node is clearly sooner. Pure: reads nodes, changes none.
+The rest is planned like a new request, with the known tokens as the end of its prompt. So the prefill nodes, which may
+have the prompt cached, read it, unless the decode node is clearly sooner. Pure: reads nodes, changes none.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pd_http.errors import ModelNotFound
 from pd_router.choice import choose
 from pd_router.config import HandoffOrder
+from pd_router.errors import NoNode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,17 +42,18 @@ def choose_heir(
     heirs: Sequence[Node],
 ) -> ContinuedRoute | None:
     """`prompt`: of the request. `heirs`: the nodes that may go on. None: no one of them is healthy."""
-    now_s = table.clock()
-    if record.head is None or not any(node.is_healthy(now_s) for node in heirs):
+    if record.head is None or not heirs:
         return None
-    num_tokens = record.num_tokens
-    # the number of tokens breaks ties: streams that are cut at the same time differ in it
-    facts = replace(prompt, num_tokens=record.head.num_prompt_tokens + num_tokens, is_told=False)
-    plan = choose(table, model, facts, settings, None, turn=num_tokens)
+    now_s = table.clock()
+    facts = replace(prompt, num_tokens=record.head.num_prompt_tokens + record.num_tokens, is_told=False)
+    try:
+        plan = choose(table, model, facts, settings, asked=None, turn=0, heirs=heirs)
+    except (NoNode, ModelNotFound):  # a stream waits for a node to come back
+        return None
     is_single = prompt.num_sequences == 1 and not prompt.is_several  # else nodes ask no other one for KV
     if is_single and plan.order is not HandoffOrder.DIRECT:
-        node, prefills = plan.best_decode(heirs, now_s), plan.offered(now_s)[: settings.offer_size]
+        node, prefills = plan.best_decode(plan.decodes, now_s), plan.offered(now_s)[: settings.offer_size]
         if node is not None and prefills:
             return ContinuedRoute(node, tuple(prefills), plan)
-    alone = plan.best_direct(heirs, now_s)
+    alone = plan.best_direct(plan.decodes, now_s)
     return None if alone is None else ContinuedRoute(alone, (), plan)

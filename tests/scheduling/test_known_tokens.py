@@ -39,7 +39,7 @@ def test_an_answer_goes_on_behind_its_known_tokens(n: int, num_known: int) -> No
 @pytest.mark.parametrize("num_known", [1, 5, BLOCK_SIZE, 2 * BLOCK_SIZE + 3])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_kv_of_known_tokens_may_come_from_another_node(length: int, num_known: int, depth: int) -> None:
-    """Only the last known token is computed, whose logits give the next one."""
+    """Only the last known token is computed: its logits give the next one."""
     world = World(depth=depth)
     asked = begun(message("a", prompt(length), work=Work.TAKE_OVER, max_tokens=num_known + 4), num_known)
     request = world.submit(asked)
