@@ -111,8 +111,10 @@ class Admission:
     def _check_known(self, message: AddRequest) -> None:
         """Raises InvalidRequest unless this node can continue the answer after its known tokens."""
         known, n, num_output = message.known, message.sampling.n, message.max_output_tokens
-        if message.work is not Work.GENERATE:
-            raise InvalidRequest(f"known tokens are for generate requests, not for {message.work}", "known")
+        if message.work not in (Work.GENERATE, Work.TAKE_OVER):
+            raise InvalidRequest(f"known tokens are not for {message.work} requests", "known")
+        if message.work is Work.TAKE_OVER and (n != 1 or not any(known)):
+            raise InvalidRequest("KV behind a prompt is taken over for one sequence with known tokens", "known")
         if len(known) != n:
             raise InvalidRequest(f"known has tokens of {len(known)} sequences; n is {n}", "known")
         if message.sampling.beams is not None:

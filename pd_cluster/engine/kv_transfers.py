@@ -225,7 +225,7 @@ class KvTransfers:
         """Ask the API process for a P if much of the prompt lacks KV; else compute the prompt here."""
         request = intake.request
         num_cached = self._scheduler.pin(request)
-        if len(request.prompt_token_ids) - num_cached < max(1, request.message.min_remote_tokens):
+        if request.num_loaded_tokens - num_cached < max(1, request.message.min_remote_tokens):
             self.prefill_locally(request.request_id)
         else:
             self._reply(NeedsPrefill(request.request_id, num_cached))
@@ -247,9 +247,9 @@ class KvTransfers:
                 go_on(request)
 
     def _load(self, intake: Intake, ticket: Ticket, deadline_s: float) -> None:
-        request, num_prompt = intake.request, len(intake.request.prompt_token_ids)
-        if ticket.num_tokens != num_prompt:
-            wrong = f"the ticket is for {ticket.num_tokens} tokens, the prompt has {num_prompt}"
+        request, num_loaded = intake.request, intake.request.num_loaded_tokens
+        if ticket.num_tokens != num_loaded:
+            wrong = f"the ticket is for {ticket.num_tokens} tokens, not for {num_loaded}"
             self._ask_again(intake, LoadFailure.REJECTED, wrong)
             return
         own_digest = sampling_digest(request.sampling, self._logits_stages)

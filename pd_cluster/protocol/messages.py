@@ -56,7 +56,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     load_deadline_s: float = 30.0
     received_s: float = 0.0  # when the API process had it, by the host's monotonic clock; 0: unknown
     # GENERATE: output tokens that each of the n sequences has already, from another engine: the answer goes on behind
-    # them, as if they had been sampled here. Limits, penalties and seeds count them; they are not sent again
+    # them, as if they had been sampled here. Limits, penalties and seeds count them; they are not sent again.
+    # TAKE_OVER, for one sequence that has some: the ticket is for the prompt with them, and its first token is not used
     known: tuple[tuple[int, ...], ...] = ()
     # the numbers of the n sequences, from which their seeds follow; (): 0 to n - 1. Others where some of an answer's
     # sequences have ended on another node

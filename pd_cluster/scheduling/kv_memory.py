@@ -244,7 +244,7 @@ class KvMemory:
         blocks, table = self._blocks, request.table
         assert request.load_id is not None
         assert table is not None
-        num_tokens = len(request.prompt_token_ids) if prefix is None else prefix
+        num_tokens = request.num_loaded_tokens if prefix is None else prefix
         first_block = self.pin(request)
         num_cached = first_block * blocks.block_size
         if prefix is not None:  # more of the prompt may be cached since the search found `prefix`
@@ -280,11 +280,12 @@ class KvMemory:
         """Cache the kept part of a prompt. Its load is confirmed."""
         assert request.table is not None
         lead, num_kept = request.sequences[0], request.num_kept_tokens
+        num_cached = lead.num_cached_tokens
         self.publish(lead, request.table, num_kept)
         request.kv = KvArrival.PRESENT
         for seq in request.sequences:
-            seq.num_cached_tokens = lead.num_cached_tokens
-            seq.num_external_tokens = num_kept - lead.num_cached_tokens
+            seq.num_cached_tokens = min(num_cached, seq.num_prompt_tokens)  # known tokens may be cached too
+            seq.num_external_tokens = num_kept - num_cached
 
     def quarantine(self, request: Request) -> None:
         """Take the blocks of a failed load, which may still write, out of use until `BlockManager.drain`."""

@@ -132,9 +132,15 @@ class Request:
         return self.num_live == 0
 
     @property
+    def num_loaded_tokens(self) -> int:
+        """Tokens of a load: the prompt, and the known tokens of an answer that another node has begun."""
+        known = self.message.known  # a load is for one sequence then: see `Admission`
+        return len(self.prompt_token_ids) + (len(known[0]) if known else 0)
+
+    @property
     def num_kept_tokens(self) -> int:
-        """Prompt tokens of a load that are kept: all, or all but the last if its logits are needed for a redraw."""
-        return len(self.prompt_token_ids) - self.redraws
+        """Tokens of a load that are kept: all, or all but the last if its logits are needed for the next one."""
+        return self.num_loaded_tokens - (self.redraws or bool(self.message.known))
 
     @property
     def heads(self) -> list[Sequence]:

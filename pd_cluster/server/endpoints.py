@@ -17,12 +17,7 @@ from pd_cluster.server.answer_extras import AnswerExtras
 from pd_cluster.server.beam_fields import check_beam_choice, with_beams
 from pd_cluster.server.chat import ChatShape, chat_num_logprobs, normal_messages, template_options
 from pd_cluster.server.chat_grammar import chat_grammar_source, check_format, parser_options
-from pd_cluster.server.completions import (
-    DEFAULT_MAX_TOKENS,
-    CompletionShape,
-    prompts_of,
-    reads_only,
-)
+from pd_cluster.server.completions import DEFAULT_MAX_TOKENS, CompletionShape, prompts_of, reads_only
 from pd_cluster.server.continuation import check_prompts, known_answers, resume
 from pd_cluster.server.generation_request import GenerationRequest, KnownAnswer, KvSource
 from pd_cluster.server.generation_stream import GenerationStream
@@ -52,12 +47,7 @@ from pd_cluster.server.sampling import (
     sampling_params,
     text_options,
 )
-from pd_cluster.server.schema import (
-    ChatBody,
-    CompletionBody,
-    GenerationBody,
-    KvTransferParams,
-)
+from pd_cluster.server.schema import ChatBody, CompletionBody, GenerationBody, KvTransferParams
 from pd_cluster.server.stream_writer import EventWriter, FrameWriter
 from pd_cluster.server.takeover_policy import Tokenize, choose_kv_source, choose_scored_source
 from pd_cluster.server.template_stability import Decider
@@ -105,6 +95,12 @@ class _Call:
     def continuation(self) -> Continuation | None:
         params = self.body.kv_transfer_params
         return None if params is None else params.continuation
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is of a stream that was cut."""
+        params = self.body.kv_transfer_params
+        return bool(self.known) or (self.is_prefill_leg and params is not None and bool(params.goes_on))
 
     @property
     def is_prefill_leg(self) -> bool:
@@ -325,7 +321,8 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
         if params is not None and len(call.prompts) > 1:
             # a ticket is for one prompt: each prompt asks the offer's nodes for its own
             params = KvTransferParams(do_remote_prefill=params.do_remote_prefill, offer=params.offer)
-        prompt, kv_source = await choose_kv_source(state, params, call.prompts[index], salt)
+        known = call.known[index] if call.known else None
+        prompt, kv_source = await choose_kv_source(state, params, call.prompts[index], salt, known)
     names, steps = call.names, NO_STEPS
     if names is not None:
         given = params.prompt_steps if params is not None else None
@@ -339,7 +336,7 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
         prompt=prompt,
         sampling=_sampling(state, call, len(prompt)),
         text=text_options(body, call.parser, call.parser_options),
-        priority=priority - bool(call.known),  # a cut stream goes on before others of its priority begin
+        priority=priority - call.goes_on,  # a cut stream goes on before others of its priority begin
         salt=salt,
         kv_source=kv_source,
         group=caller.group,

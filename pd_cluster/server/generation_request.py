@@ -46,6 +46,17 @@ class KnownAnswer:
         """The choices that have not ended."""
         return tuple(choice.index for choice in self.choices if not choice.finish_reason)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether any choice goes on behind tokens."""
+        return any(self.choices[index].token_ids for index in self.live)
+
+    @property
+    def only_tokens(self) -> tuple[int, ...]:
+        """The tokens of the choice that goes on, if it is the only one. Their KV can come from another node."""
+        live = self.live
+        return tuple(self.choices[live[0]].token_ids) if len(live) == 1 else ()
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
@@ -86,6 +97,11 @@ class GenerationRequest:
         return tuple(range(self.num_choices)) if self.known is None else self.known.live
 
     @property
+    def loaded_ids(self) -> list[int]:
+        """The token ids of which another node may give the KV, see `AddRequest.known`."""
+        return self.prompt if self.known is None else [*self.prompt, *self.known.only_tokens]
+
+    @property
     def prompt_digest(self) -> bytes:
         """Names the prompt, 16 bytes. The digest of a ticket is chained over units of 16 tokens, which takes longer."""
         return blake2b(array("I", self.prompt).tobytes(), digest_size=16).digest()
@@ -113,13 +129,18 @@ class GenerationRequest:
             group=self.group,
             drawn_seed=self.drawn_seed,
             steps=self.steps,
-            outputs=self._outputs(has_begun=known is not None and any(known)),
+            outputs=self._outputs,
         )
 
-    def _outputs(self, *, has_begun: bool) -> PromptOutputs | None:
-        """What this engine finds out about the prompt. The entries of an answer that has begun came with its beginning,
-        those of a prompt that is computed elsewhere come from there."""
-        if self.ask is None or has_begun or self.kv_source.work is Work.TAKE_OVER:
+    @property
+    def asks_scores(self) -> bool:
+        """Whether log-probabilities of the prompt are missing: those of an answer that has begun came with it."""
+        return self.ask is not None and (self.known is None or not self.known.has_begun)
+
+    @property
+    def _outputs(self) -> PromptOutputs | None:
+        """What this engine finds out about the prompt: nothing if a node computes it that finds it out."""
+        if self.ask is None or not self.asks_scores or self.kv_source.work is Work.TAKE_OVER:
             return None
         return self.ask.outputs
 

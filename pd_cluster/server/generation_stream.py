@@ -112,7 +112,7 @@ class GenerationStream:
         """Whether a prefill node is asked before the engine has the request: if none answers, this engine computes the
         prompt and its log-probabilities at once."""
         source = self.request.kv_source
-        return self.scores is not None and source.work is Work.TAKE_OVER and source.ticket is None
+        return self.request.asks_scores and source.work is Work.TAKE_OVER and source.ticket is None
 
     async def __aenter__(self) -> GenerationStream:
         if not self._asks_first:
@@ -196,7 +196,7 @@ class GenerationStream:
         An engine that computes the prompt for its own tokens tells the scores before them. Raises PdError.
         """
         scores, is_elsewhere = self.scores, self.request.kv_source.work is Work.TAKE_OVER
-        if scores is None or scores.is_complete or not is_elsewhere:
+        if scores is None or scores.is_complete or not self.request.asks_scores or not is_elsewhere:
             return
         await self._search.hear_scores()
         if not scores.is_complete:

@@ -84,6 +84,11 @@ class PromptScores:
         self._echo |= {"token_logprobs": [None], "top_logprobs": [None]}
 
     @property
+    def num_top(self) -> int:
+        """The most alternatives of a token that are shown."""
+        return self._ask.num_top
+
+    @property
     def is_complete(self) -> bool:
         return self._next >= len(self._prompt)
 

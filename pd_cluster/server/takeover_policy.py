@@ -8,10 +8,12 @@ a ticket of another protocol version      this node: during an upgrade the offer
 none, or none that can be trusted         this node
 any, and the answer shows the             the offer's nodes, which compute the log-probabilities too, before this
 prompt's log-probabilities                engine has the request; this node for a short prompt and if none answers
-a continuation of a stream                this node: the known tokens must be computed here in any case
+a stream's continuation and an offer      as for a prompt, which is here the prompt with the known tokens
+a continuation of several choices         this node
 
 after a failed load, `on_load_failure`:   any: the offer's next node, else this one   remote: the next node, else error
                                           local: this node                            fail: error
+A continuation is never an error: this node can compute what no other one gives it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.errors import NodesDied, PrefillUnavailable
 from pd_cluster.protocol.messages import NeedsPrefill, PrefillLocally, UseTicket, Work
-from pd_cluster.server.generation_request import GenerationRequest, KvSource
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.server.generation_request import GenerationRequest, KnownAnswer, KvSource
 from pd_cluster.server.prefill_client import PeerError, PrefillClient
 from pd_cluster.server.prompt_events import PromptListener
 from pd_cluster.server.sampling import encode_sampling
@@ -42,6 +45,7 @@ Tokenize = Callable[[], Awaitable[list[int]]]
 
 logger = logging.getLogger("pd_cluster.server")
 
+_UNUSED = SamplingParams(max_tokens=1, temperature=0.0)  # of a first token that nothing uses
 GROUP_HEADER = "x-pd-group"  # D to P: see `GenerationRequest.group`; the router drops what clients send under this name
 
 
@@ -81,24 +85,26 @@ def _verified(state: NodeState, token: str, kind: type[Paper]) -> Paper:
 
 
 async def choose_kv_source(
-    state: NodeState, params: KvTransferParams | None, tokenize: Tokenize, salt: str
+    state: NodeState,
+    params: KvTransferParams | None,
+    tokenize: Tokenize,
+    salt: str,
+    known: KnownAnswer | None = None,
 ) -> tuple[list[int], KvSource]:
     """The token ids of the prompt, and the source of its KV. The ids in `params` are used when the ticket covers them.
 
     Raises PrefillUnavailable when `params` has nothing that can be trusted and this node may not prefill locally.
     """
-    if params is not None and params.continuation is not None:
-        known = _plausible_ids(state, params.prompt_token_ids)  # compared with the digest of the stream's prompt
-        return await tokenize() if known is None else known, KvSource()
-    if params is None or not params.do_remote_prefill:
+    if params is None or not (params.do_remote_prefill or params.continuation):
         return await tokenize(), KvSource()
-    faults: list[str] = []
-    urls: tuple[str, ...] = ()
-    if params.offer:
-        try:
-            urls = _verified(state, params.offer, Offer).prefill_urls
-        except Untrusted as error:
-            faults.append(f"offer_{error.reason}")
+    urls, faults = _offered(state, params)
+    if known is not None:
+        given = _plausible_ids(state, params.prompt_token_ids)  # compared with the digest of the stream's prompt
+        prompt = await tokenize() if given is None else given
+        for fault in faults:
+            state.metrics.fallbacks.labels(fault).inc()
+        is_asked = bool(urls and known.only_tokens)
+        return prompt, KvSource(Work.TAKE_OVER, None, urls) if is_asked else KvSource()
     if params.ticket:
         given = _plausible_ids(state, params.prompt_token_ids)
         prompt = await tokenize() if given is None else given
@@ -135,6 +141,16 @@ async def choose_scored_source(
     offered = KvTransferParams(do_remote_prefill=True, offer=params.offer)
     prompt, source = await choose_kv_source(state, offered, tokenize, salt)
     return prompt, KvSource() if len(prompt) < max(1, state.config.handoff.min_remote_tokens) else source
+
+
+def _offered(state: NodeState, params: KvTransferParams) -> tuple[tuple[str, ...], list[str]]:
+    """The nodes of the router's offer, best first, and why it is not used."""
+    if not params.offer:
+        return (), []
+    try:
+        return _verified(state, params.offer, Offer).prefill_urls, []
+    except Untrusted as error:
+        return (), [f"offer_{error.reason}"]
 
 
 def _plausible_ids(state: NodeState, ids: list[int] | None) -> list[int] | None:
@@ -188,7 +204,7 @@ class PrefillSearch:
                 continue
             self.prefill_node = ticket.lease.engine_id
             return UseTicket(self._request.request_id, ticket, max(self._ends_s - time.monotonic(), 0.001))
-        if policy in ("any", "local"):
+        if policy in ("any", "local") or self._request.known is not None:
             self.prefill_node = self._state.node_id
             return PrefillLocally(self._request.request_id)
         forbidden = f"--on-load-failure {policy} forbids a local prefill"
@@ -234,17 +250,19 @@ class PrefillSearch:
     async def _ask(self, url: str, left_s: float) -> Ticket:
         assert self._state.peers is not None, "the app's lifespan has not begun"
         request, listener, num_top = self._request, None, None
-        if self._scores is not None and not self._scores.is_complete and request.ask is not None:
-            num_top = request.ask.num_top
+        prompt, goes_on = request.loaded_ids, request.known is not None
+        if self._scores is not None and not self._scores.is_complete and request.asks_scores:
+            num_top = self._scores.num_top
             listener = PromptListener(self._scores, num_top, self._state.tokenizer.vocab_size)
         more = {
-            "sampling": encode_sampling(request.sampling),
+            "sampling": encode_sampling(_UNUSED if goes_on else request.sampling),
             "prompt_steps": request.steps or None,
             "prompt_logprobs": num_top,
+            "goes_on": goes_on or None,
         }
         body = {
-            "prompt": request.prompt,
-            "priority": request.priority,
+            "prompt": prompt,
+            "priority": request.priority + goes_on,  # P takes one off again
             "cache_salt": request.salt or None,
             "kv_transfer_params": ASK_TICKET | more,
         }
@@ -254,7 +272,7 @@ class PrefillSearch:
         leg = await PrefillClient.open(self._state.peers, url, body, headers, left_s, listener)
         self._legs.append(leg)
         try:
-            return trusted_ticket(self._state, leg.ticket, request.prompt, request.salt)
+            return trusted_ticket(self._state, leg.ticket, prompt, request.salt)
         except Untrusted as error:
             await self.close()
             is_mismatch = error.reason in (FailureKind.PROTOCOL_MISMATCH, FailureKind.FINGERPRINT_MISMATCH)

@@ -12,7 +12,7 @@ from pd_router.errors import NoNode
 from pd_router.node_table import Node, NodeTable, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from pd_router.config import RouterConfig
 
@@ -139,10 +139,11 @@ def choose(
     settings: RouterConfig,
     asked: HandoffOrder | None,
     turn: int,
+    heirs: Collection[Node] | None = None,
 ) -> RouteChoice:
     """Choose for one request. `turn`: any counter; it breaks ties, so that nodes of equal cost take turns.
 
-    Raises ModelNotFound, NoNode.
+    `heirs`: of a stream that was cut, the only nodes that may decode. Raises ModelNotFound, NoNode.
     """
     table.require_model(model)
     now_s = table.clock()
@@ -155,6 +156,8 @@ def choose(
         if model is None or node.models is None or model in node.models:
             sides[node.role is reads].append(node)
     decodes, prefills = (rotate(side, turn) for side in sides)
+    if heirs is not None:
+        decodes = tuple(node for node in decodes if node in heirs)
     if not decodes:
         raise NoNode(
             "no healthy node can decode" + (f" for the model {model!r}" if model else "") + "; try again later"

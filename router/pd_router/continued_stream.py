@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pd_connectors.protocol.feed import CHARGE_HEADER
+from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
+from pd_connectors.protocol.text_chain import chain_key
 from pd_http.errors import NodesDied
 from pd_http.node_answers import FailureKind
 from pd_router.continuation import Heirs, may_continue
+from pd_router.continued_route import choose_heir
 from pd_router.headers import REQUEST_ID
 from pd_router.legs import DecodeLeg
 from pd_router.liveness_guard import LivenessGuard
 from pd_router.node_table import Charge, Node, Role
+from pd_router.prompt_facts import prompt_facts
 from pd_router.stream_record import StreamRecord
 from pd_router.upstream import LegFailed, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from pd_http.frames import Continuation
     from pd_router.body import RequestBody
-    from pd_router.candidates import Choose
     from pd_router.casualties import Casualties
+    from pd_router.continued_route import ContinuedRoute
     from pd_router.headers import Headers
     from pd_router.services import Services
 
@@ -46,7 +51,6 @@ class ContinuedStream:
         body: RequestBody,
         headers: Headers,
         casualties: Casualties,
-        choose: Choose,
         note: Callable[[str, LegFailed], None],
         judge: Callable[[str, LegFailed], Awaitable[None]],
     ) -> None:
@@ -57,7 +61,6 @@ class ContinuedStream:
         self._headers = headers
         self._id = headers[REQUEST_ID]
         self._casualties = casualties
-        self._choose = choose
         self._note = note
         self._judge = judge
         self._heirs = Heirs(self.record)
@@ -101,14 +104,17 @@ class ContinuedStream:
         """Ask one node after the other. While there is none, wait: nodes that drained or died are started again."""
         clock = self._s.table.clock
         ends_at = clock() + self._s.config.continue_wait_s
-        body = self._body.with_transfer({"continuation": self.record.continuation()})
+        continuation = self.record.continuation()
+        prompt = prompt_facts(self._body, self._s.table, chain_key(self._s.key))
         refused: set[Node] = set()  # for now: their queue is full, or they drain
         ask_again_at, pause_s = clock(), LOOK_AGAIN_S
         while True:
-            node = self._choose([node for node in self._candidates() if node not in refused], clock())
-            if node is not None:
+            heirs = [node for node in self._candidates() if node not in refused]
+            route = choose_heir(self._s.table, self._body.model, prompt, self.record, self._s.config, heirs)
+            if route is not None:
+                node = route.node
                 try:
-                    return await self._open(node, body)
+                    return await self._open(route, continuation)
                 except LegFailed as failure:
                     await self._judge("continue", failure)
                     if failure.kind is FailureKind.REFUSED:
@@ -126,17 +132,38 @@ class ContinuedStream:
                     refused.clear()
                     ask_again_at, pause_s = clock() + pause_s, 2 * pause_s
 
-    async def _open(self, node: Node, body: bytes) -> DecodeLeg:
+    async def _open(self, route: ContinuedRoute, continuation: Continuation) -> DecodeLeg:
         """Raises LegFailed, Refused."""
-        s = self._s
-        charge = Charge(node, s.table.clock, prefill_bytes=self._body.num_bytes, sequences=self._body.num_samples)
-        self._headers[CHARGE_HEADER] = charge.name
-        leg = DecodeLeg(s.upstream, node, charge, self.record)
-        self._casualties.meet(node)
-        with LivenessGuard(node, lambda: True):
-            await leg.open(self._path, self._headers, body, s.config.first_byte_timeout_s, s.config.idle_timeout_s)
+        s, node = self._s, route.node
+        params: dict[str, Any] = {"continuation": continuation}
+        with contextlib.ExitStack() as until_begun:
+            reading = None
+            if route.prefills:
+                params |= {"do_remote_prefill": True, "offer": s.signed_offer(route.prefills)}
+                reading = until_begun.enter_context(self._charge(route, route.prefills[0], 0))
+                self._headers[PREFILL_CHARGE_HEADER] = reading.name
+                for prefill in route.prefills:
+                    self._casualties.meet(prefill)
+            else:
+                self._headers.pop(PREFILL_CHARGE_HEADER, None)
+            charge = self._charge(route, node, self._body.num_samples, reads=reading is None)
+            self._headers[CHARGE_HEADER] = charge.name
+            leg = DecodeLeg(s.upstream, node, charge, self.record)
+            self._casualties.meet(node)
+            with LivenessGuard(node, lambda: True):
+                body = self._body.with_transfer(params)
+                await leg.open(self._path, self._headers, body, s.config.first_byte_timeout_s, s.config.idle_timeout_s)
+            if reading is not None and leg.prefilled_by == route.prefills[0].node_id:
+                reading.prefill_done()
         s.table.answered(node)
         return leg
+
+    def _charge(self, route: ContinuedRoute, node: Node, sequences: int, *, reads: bool = True) -> Charge:
+        tokens, cached = route.plan.costs.work(node) if reads else (0, 0)
+        return Charge(
+            node, self._s.table.clock, prefill_bytes=self._body.num_bytes if reads else 0, prompt_tokens=tokens,
+            cached_tokens=cached, sequences=sequences,
+        )  # fmt: skip
 
     def _candidates(self) -> list[Node]:
         return self._heirs.among(self._s.table.healthy((Role.DECODE, Role.MIXED), self._body.model))

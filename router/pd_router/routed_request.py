@@ -51,9 +51,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
         record: CallRecord,
     ) -> None:
         super().__init__(services, path, body, headers, plan, reply, record)
-        self._stream = ContinuedStream(
-            services, path, body, headers, self._casualties, plan.best_direct, self._note, self._judge
-        )
+        self._stream = ContinuedStream(services, path, body, headers, self._casualties, self._note, self._judge)
         self._told = self._stream.record
 
     async def _serve(self) -> None:

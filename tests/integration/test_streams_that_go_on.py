@@ -65,8 +65,9 @@ async def test_a_killed_router_breaks_its_own_connections_only(three: StreamClus
 async def test_streams_outlive_a_drain_a_stop_and_a_kill(three: StreamCluster) -> None:
     """Six streams at a time. Two nodes are left for those of the first, and so on: none is started again meanwhile."""
     d0, d1, d2 = three.decodes
+    prefilled = 'pd_requests_total{endpoint="prefill",outcome="ok"}'
     for fault, node in ((drain, d0), (stop, d1), (kill, d2)):
-        before = await three.continued()
+        before, legs = await three.continued(), await three.prefills[0].metric(prefilled)
         calls = [three.call(number) for number in range(NUM_STREAMS)]
         await asyncio.gather(*(call.begun() for call in calls))
         assert not all(call.done for call in calls)
@@ -75,6 +76,7 @@ async def test_streams_outlive_a_drain_a_stop_and_a_kill(three: StreamCluster) -
         cut, gap_s = await three.continued() - before, max(end.longest_gap_s for end in ends)
         logger.info("%s: %d of %d streams cut, longest gap %.2f s", fault.__name__, cut, NUM_STREAMS, gap_s)
         assert cut >= 1
+        assert await three.prefills[0].metric(prefilled) - legs > NUM_STREAMS, "no KV behind a prompt came from P"
         if fault is not kill:
             assert await three.deaths() == 0
         if node is d1:

@@ -9,14 +9,16 @@ import aiohttp
 import orjson
 import pytest
 
+from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_connectors.protocol.stream_codec import encode_message
+from pd_connectors.protocol.ticket import Offer, verify
 from pd_http.frames import ChoiceProgress, Frame
 from pd_router.continued_stream import OUTLIVED_TOKENS
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, Seen, running
 from tests.router.framed_nodes import ERROR_EVENT, End, FramedScript, foreign, framed_nodes
 from tests.router.framed_streams import HEAD, ScriptedStream, make_stream
-from tests.router.router_process import Router, serving, until
+from tests.router.router_process import KEY, Router, serving, until
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -314,4 +316,30 @@ async def test_a_failure_instead_of_a_head_keeps_its_status(end: End, status: in
         async with router.session.post(router.url + "/v1/completions", json=asked) as answer:
             assert (answer.status, (await answer.json())["error"]["code"]) == (status, "as_scripted")
         assert sum(len(node.seen) for node in nodes) == num_asked
+        await router.idle()
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_prefill_nodes_are_offered_to_the_node_that_goes_on(num_choices: int) -> None:
+    """It asks them for KV, if one choice goes on. The charge on the first has a name, for that node's feed."""
+    stream = make_stream(3, num_choices=num_choices)
+    script = FramedScript(stream, [(sum(map(len, stream.messages()[1:3])), End.BREAKS)])
+    p = FakeNode("prefill", fakes.prefill, node_id="p")
+    nodes = framed_nodes(script)
+    url, asked = "/v1/completions", {"model": "demo", "prompt": "x", "stream": True, "n": num_choices}
+    async with running(p, *nodes), serving(prefill=[p], decode=nodes, **LENIENT) as router:
+        async with (
+            asyncio.timeout(fakes.WAIT_S),
+            router.session.post(router.url + url, json=asked) as got,
+        ):
+            assert await got.read() == stream.text
+        [seen] = [one for node in nodes for one in node.seen if "continuation" in one.body["kv_transfer_params"]]
+        params = seen.body["kv_transfer_params"]
+        if num_choices == 1:
+            assert params["do_remote_prefill"]
+            assert verify(KEY, params["offer"], Offer, 0.0).prefill_urls == (p.url,)
+            assert seen.headers[PREFILL_CHARGE_HEADER] != seen.headers[CHARGE_HEADER]
+        else:
+            assert set(params) == {"continuation"}
+            assert PREFILL_CHARGE_HEADER not in seen.headers
         await router.idle()

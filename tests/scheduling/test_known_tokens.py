@@ -35,6 +35,59 @@ def test_an_answer_goes_on_behind_its_known_tokens(n: int, num_known: int) -> No
     world.check_empty()
 
 
+@pytest.mark.parametrize("length", [1, BLOCK_SIZE, 37])
+@pytest.mark.parametrize("num_known", [1, 5, BLOCK_SIZE, 2 * BLOCK_SIZE + 3])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_kv_of_known_tokens_may_come_from_another_node(length: int, num_known: int, depth: int) -> None:
+    """Only the last known token is computed: its logits give the next one."""
+    world = World(depth=depth)
+    asked = begun(message("a", prompt(length), work=Work.TAKE_OVER, max_tokens=num_known + 4), num_known)
+    request = world.submit(asked)
+    load = world.reserve(request)
+    assert load is not None
+    assert load.num_tokens == length + num_known
+    world.finish_load(load)
+    world.give_first_tokens(request)  # a P that sends some is not heard
+    [chunk] = world.start_step().chunks
+    assert (chunk.start, chunk.num_tokens) == (length + num_known - 1, 1)
+    world.run_until_idle()
+    assert world.worker.num_tokens_computed == 4
+    assert request.num_external_tokens == length + num_known - 1
+    world.check_empty()
+
+
+@pytest.mark.parametrize("num_cached", [BLOCK_SIZE, 3 * BLOCK_SIZE])
+def test_a_cached_prefix_may_reach_into_the_known_tokens(num_cached: int) -> None:
+    """It is not loaded. The usage counts tokens of the prompt only."""
+    world = World(num_blocks=64)
+    asked = begun(message("a", prompt(BLOCK_SIZE + 8), work=Work.TAKE_OVER, max_tokens=50), 40)
+    whole = [*asked.prompt_token_ids, *asked.known[0]]
+    world.submit(message("before", whole[:num_cached] + prompt(5, 2), max_tokens=1))
+    world.run_until_idle()
+    request = world.submit(asked)
+    load = world.reserve(request)
+    assert load is not None
+    assert load.runs[0].first_block == num_cached // BLOCK_SIZE
+    world.finish_load(load)
+    world.run_until_idle()
+    assert request.num_cached_tokens == min(num_cached, BLOCK_SIZE + 8)
+    assert request.num_external_tokens == len(whole) - 1 - num_cached
+    world.check_empty()
+
+
+def test_known_tokens_without_kv_from_elsewhere_are_computed_here() -> None:
+    world = World()
+    request = world.submit(begun(message("a", prompt(40), work=Work.TAKE_OVER, max_tokens=12), 6))
+    load = world.reserve(request)
+    assert load is not None
+    world.fail_load(load)
+    world.scheduler.fall_back_to_local(request)
+    world.run_until_idle()
+    assert world.worker.num_tokens_computed == 40 + 11
+    world.drain(load)
+    world.check_empty()
+
+
 def test_sequences_may_know_different_numbers_of_tokens() -> None:
     world = World()
     asked = begun(message("a", prompt(20), max_tokens=12, n=2), 5)
@@ -58,7 +111,8 @@ def test_an_answer_that_knows_its_tokens_may_be_preempted() -> None:
         (((1,),), Work.GENERATE, "known has tokens of 1 sequences; n is 2"),
         (((1,), (1, 2, 3, 4)), Work.GENERATE, "4 known tokens leave nothing to generate: max_tokens is 4"),
         (((1, 2), (1, EOS)), Work.GENERATE, "the known tokens of sequence 1 have ended it"),
-        (((1,), (2,)), Work.TAKE_OVER, "known tokens are for generate requests, not for take_over"),
+        (((1,), (2,)), Work.PREFILL, "known tokens are not for prefill requests"),
+        (((1,), (2,)), Work.TAKE_OVER, "is taken over for one sequence with known tokens"),
     ],
 )
 def test_known_tokens_that_no_answer_can_follow_are_refused(

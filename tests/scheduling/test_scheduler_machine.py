@@ -121,7 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             f"r{self.num_requests}", make_prompt(family, length), work=work, max_tokens=max_tokens, n=n, seed=seed,
             ignore_eos=ignore_eos, priority=priority, salt=salt, min_tokens=min_tokens, group=group,
         )  # fmt: skip
-        if num_known and work is Work.GENERATE:
+        if num_known and (work is Work.GENERATE or (work is Work.TAKE_OVER and n == 1)):
             asked = begun(asked, num_known)
         try:
             self.world.submit(asked)
@@ -178,7 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chosen = choose(list(self.world.loads.values()), pick)
         if chosen is not None:
             load, request = chosen
-            self.world.worker.write_load(load, request.prompt_token_ids, good=False)
+            self.world.write_load(load, request, good=False)
 
     @rule(pick=PICK)
     def fall_back(self, pick: int) -> None:

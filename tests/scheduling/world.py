@@ -289,11 +289,15 @@ class World:
     def finish_load(self, load: LoadSpec) -> None:
         """All bytes are in and confirmed."""
         _, request = self.loads.pop(load.load_id)
-        self.worker.write_load(load, request.prompt_token_ids, good=True)
+        self.write_load(load, request, good=True)
         if request.finished:
             self.scheduler.drain(load.load_id)
         else:
             self.scheduler.admit_loaded(request)
+
+    def write_load(self, load: LoadSpec, request: Request, *, good: bool) -> None:
+        known = request.message.known
+        self.worker.write_load(load, [*request.prompt_token_ids, *(known[0] if known else ())], good=good)
 
     def fail_load(self, load: LoadSpec) -> None:
         """It has failed; what is under way may still land until `drain`."""
@@ -301,7 +305,7 @@ class World:
 
     def drain(self, load: LoadSpec) -> None:
         _, request = self.loads.pop(load.load_id)
-        self.worker.write_load(load, request.prompt_token_ids, good=False)
+        self.write_load(load, request, good=False)
         self.scheduler.drain(load.load_id)
 
     # leases

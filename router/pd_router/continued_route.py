@@ -1,0 +1,59 @@
+"""The nodes for the rest of a stream: one that writes it, and prefill nodes that it may ask for KV.
+
+The rest is planned like a new request, with the known tokens as the end of its prompt. So the prefill nodes, which may
+have the prompt cached, read it, unless the decode node is clearly sooner. Pure: reads nodes, changes none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pd_http.errors import ModelNotFound
+from pd_router.choice import choose
+from pd_router.config import HandoffOrder
+from pd_router.errors import NoNode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_router.choice import RouteChoice
+    from pd_router.config import RouterConfig
+    from pd_router.cost import PromptFacts
+    from pd_router.node_table import Node, NodeTable
+    from pd_router.stream_record import StreamRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuedRoute:
+    """`node` goes on. It may ask `prefills`, best first, for KV; without any it computes all by itself."""
+
+    node: Node
+    prefills: tuple[Node, ...]
+    plan: RouteChoice
+
+
+def choose_heir(
+    table: NodeTable,
+    model: str | None,
+    prompt: PromptFacts,
+    record: StreamRecord,
+    settings: RouterConfig,
+    heirs: Sequence[Node],
+) -> ContinuedRoute | None:
+    """`prompt`: of the request. `heirs`: the nodes that may go on. None: no one of them is healthy."""
+    if record.head is None or not heirs:
+        return None
+    now_s = table.clock()
+    facts = replace(prompt, num_tokens=record.head.num_prompt_tokens + record.num_tokens, is_told=False)
+    try:
+        plan = choose(table, model, facts, settings, asked=None, turn=0, heirs=heirs)
+    except (NoNode, ModelNotFound):  # a stream waits for a node to come back
+        return None
+    is_single = prompt.num_sequences == 1 and not prompt.is_several  # else nodes ask no other one for KV
+    if is_single and plan.order is not HandoffOrder.DIRECT:
+        node, prefills = plan.best_decode(plan.decodes, now_s), plan.offered(now_s)[: settings.offer_size]
+        if node is not None and prefills:
+            return ContinuedRoute(node, tuple(prefills), plan)
+    alone = plan.best_direct(plan.decodes, now_s)
+    return None if alone is None else ContinuedRoute(alone, (), plan)
