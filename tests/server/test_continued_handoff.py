@@ -63,17 +63,21 @@ def engine_of_d(n: int = 1, ids: Sequence[int] = ANSWER) -> FakeEngine:
     return FakeEngine(decodes(ids, n=n), engine_id="engine-of-d")
 
 
-async def test_p_computes_the_prompt_with_the_known_tokens() -> None:
+@pytest.mark.parametrize("more", [{}, {"prompt_logprobs": 2}, {"echo": True, "logprobs": 1}])
+async def test_p_computes_the_prompt_with_the_known_tokens(more: dict[str, Any]) -> None:
+    """Log-probabilities of the prompt came with the beginning: no node finds them out again."""
+    body = BODY | more
     async with (
         running(FakeEngine(token_by_token), node_id="d0") as first,
         running(FakeEngine(says([5]), engine_id="engine-of-p"), node_id="p") as p,
         running(engine_of_d(ids=ANSWER[NUM_KNOWN:]), node_id="d1") as second,
     ):
-        messages = await begin(first, BODY)
-        rest = await go_on(second, BODY, messages[: 1 + NUM_KNOWN], p.url)
+        messages = await begin(first, body)
+        rest = await go_on(second, body, messages[: 1 + NUM_KNOWN], p.url)
         same_content(data_of(messages[: 1 + NUM_KNOWN]) + rest, data_of(messages))
         [asked], [request], use = p.engine.requests, second.engine.requests, second.engine.sent[0]
     assert (asked.work, asked.prompt_token_ids, asked.salt) == (Work.PREFILL, PROMPT + ANSWER[:NUM_KNOWN], "s")
+    assert asked.outputs is request.outputs is None
     assert asked.sampling == SamplingParams(max_tokens=1, temperature=0.0), "nothing uses what P draws"
     assert asked.priority == request.priority == -1, "before what has not begun, on both nodes"
     assert (request.work, request.prompt_token_ids) == (Work.TAKE_OVER, PROMPT)
