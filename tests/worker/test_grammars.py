@@ -378,9 +378,10 @@ class Task:
     is_lone: bool = False
 
 
-def wait_for_all(tasks: Sequence[Task]) -> None:
+def wait_for_all(tasks: Sequence[Task]) -> Sequence[Task]:
     for task in tasks:
         task.may_end.wait(60)
+    return tasks
 
 
 def run_all(threads: MaskThreads, tasks: Sequence[Task]) -> None:
@@ -398,10 +399,10 @@ def test_the_slowest_rows_come_last() -> None:
     slow = [Task(now, Pace.SLOW, cost_s=0.1) for _ in range(60)]
     less = [Task(now, Pace.SLOW, cost_s=cost_s) for cost_s in (0.02, 0.005)]
 
-    def compute(tasks: Sequence[Task]) -> None:
+    def compute(tasks: Sequence[Task]) -> Sequence[Task]:
         order.extend(task.cost_s for task in tasks)
         begun.set()
-        wait_for_all(tasks)
+        return wait_for_all(tasks)
 
     threads.begin([held], compute)
     assert begun.wait(60.0), "the thread has it"
