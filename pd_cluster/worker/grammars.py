@@ -167,7 +167,7 @@ class Grammars:
         if self._refusal:
             raise InvalidRequest(self._refusal, code="unsupported_value")
         with self._lock:
-            compiled = self._compiled.get(grammar) or self._threads.submit(self._compile, grammar)
+            compiled = self._compiled.get(grammar) or self._begin(grammar)
             self._compiled[grammar] = compiled
             self._compiled.move_to_end(grammar)
             if len(self._compiled) > MAX_KEPT:
@@ -188,7 +188,7 @@ class Grammars:
         with self._lock:
             if self._compiled.get(grammar) is failed:
                 del self._compiled[grammar]
-        return self._threads.submit(self._compile, grammar)
+        return self._begin(grammar)
 
     def state(self, compiled: Future[Any]) -> GrammarState:
         """A new state at the beginning of a grammar that is compiled.
@@ -231,6 +231,11 @@ class Grammars:
         else:
             for row, state in states.items():
                 state.fill(masks[row])
+
+    def _begin(self, grammar: str) -> Future[Any]:
+        compiled = self._threads.submit(self._compile, grammar)
+        compiled.add_done_callback(lambda _: self.mask_threads.ring())
+        return compiled
 
     def _make_tools(self, path: Path) -> tuple[Any, Any, Any]:
         """The vocabulary, and llguidance's threads for compilations and for masks: neither waits for the other."""

@@ -260,6 +260,11 @@ class InputBatch:
         places = part.places[kept.places]
         return Part(kept.samples, places, self._move(places))
 
+    def is_unready(self, seq_id: int) -> bool | None:
+        """See `SamplingState.is_unready`. None: the sequence has no row."""
+        row = self._row_of.get(seq_id)
+        return None if row is None else self._sampling.is_unready(row)
+
     def prepare_sampling(self, samples: Samples) -> SamplingInputs:
         """Make the sampler's inputs. All tokens of rows with a late stage must be on the host."""
         rows, lengths = samples.rows, samples.positions

@@ -51,6 +51,7 @@ class MaskThreads:
         threads = {Pace.QUICK: 1, Pace.SUSPECT: NUM_SUSPECTS, Pace.SLOW: 1}
         self._pools = {pace: ThreadPoolExecutor(count, f"{pace.name.lower()}-mask") for pace, count in threads.items()}
         self._ended = Condition()  # masks are ready
+        self._wake: Callable[[], None] | None = None
         # Rows with masks of 0.1 s come behind one with a mask of 5 ms: 60 of them would keep it for 6 s
         self._slow: list[tuple[float, int, Any, Any]] = []  # a heap: cost, number, task, `compute`
         self._numbers = count()
@@ -87,6 +88,16 @@ class MaskThreads:
         with self._ended:
             self._ended.wait_for(are_done, deadline_s)
 
+    def wake_once(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, on any thread, when the next masks are ready or `ring` is called. Replaces the call before."""
+        self._wake = wake
+
+    def ring(self) -> None:
+        """Make the call that `wake_once` has asked for, if it has. May be called from any thread."""
+        wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
+
     def _run(self, tasks: Sequence[Task], compute: Callable[[Sequence[Task]], Sequence[Task]]) -> None:
         """Compute rows in one call. Of several only the time until all have ended is known."""
         if len(tasks) == 1:
@@ -122,3 +133,4 @@ class MaskThreads:
             task.is_ready = True
         with self._ended:
             self._ended.notify_all()
+        self.ring()

@@ -17,7 +17,7 @@ from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.cache_news import block_id as feed_id
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
 from pd_cluster.scheduling.scheduler import Scheduler, Update
-from pd_cluster.scheduling.sequence import Request, Sequence, sequence_seed
+from pd_cluster.scheduling.sequence import Request, Sequence, SequenceStatus, sequence_seed
 from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
 from pd_cluster.scheduling.step_model import StepModel
 from pd_connectors.protocol.messages import SampledToken
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.feed import StoredBlock
 
 MAX_MODEL_LEN = 160
+FINISHED = SequenceStatus.FINISHED
 
 
 def steps_of(message: AddRequest) -> tuple[tuple[int, int], ...]:
@@ -122,6 +123,7 @@ class World:
     depth: int = 1
     longest_run: int = 1
     are_late: Callable[[], bool] = lambda: False  # see FakeWorker
+    is_unready: Callable[[int], bool] = lambda seq_id: False  # the worker's answer before each plan
     forgets: bool = False  # a request's sequences when it has ended, as the core does; tests may want to see them
     clients: dict[str, Client] = field(default_factory=dict)
     loads: dict[str, tuple[LoadSpec, Request]] = field(default_factory=dict)  # in progress, or not drained
@@ -156,6 +158,7 @@ class World:
         self.blocks.news.switch(is_on=True)
         self.named: dict[int, StoredBlock] = {}  # as a router knows them
         self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens, self.longest_run, self.are_late)
+        self.unready: frozenset[int] = frozenset()  # in the newest step
         self._running: deque[tuple[Batch, StepResult]] = deque()
         self._load_ids = count()
 
@@ -211,8 +214,11 @@ class World:
         """Schedule one step and run it; its result is known `depth` - 1 steps later."""
         if self._running:
             self.scheduler.sit_out(self._running[-1][1].absent)
+        self._ask_readiness()
         batch = self.scheduler.schedule()
         self._check_writes(batch)
+        drawn = {chunk.seq_id for chunk in batch.chunks if chunk.num_samples}
+        assert not drawn & self.unready, "a sequence that is not ready is drawn"
         self.now_s += 1
         if batch.loads:
             self.settle()  # transfers are not ordered with steps
@@ -220,6 +226,26 @@ class World:
         while len(self._running) >= self.depth:
             self._retire()
         return batch
+
+    def _ask_readiness(self) -> None:
+        """As the core does. What misses its deadline ends."""
+        wanted = self.scheduler.unready
+        assert not any(self.scheduler._queues.sequences[seq_id].status is FINISHED for seq_id in wanted)
+        self.unready = frozenset(filter(self.is_unready, wanted))
+        for seq_id in self.scheduler.note_ready(frozenset(wanted) - self.unready):
+            request = self.scheduler.request_of(seq_id)
+            if request is not None:
+                self.stop(request)
+
+    def stop(self, request: Request, index: int | None = None) -> None:
+        """Abort a request or one of its sequences. A lease ends first."""
+        lease_id = request.lease_id or ""
+        ends = all(seq.finish_reason is not None or index in (None, seq.index) for seq in request.sequences)
+        if lease_id in self.leases and ends:
+            self.read_lease(lease_id)
+            self.published.pop(lease_id, None)
+            del self.leases[lease_id]
+        self.take(self.scheduler.abort(request, index, FinishReason.ABORT))
 
     def _check_writes(self, batch: Batch) -> None:
         """A block that a step writes has one holder, and neither the prefix cache nor a lease's reader knows it."""
@@ -260,7 +286,8 @@ class World:
             if not self.scheduler.has_work:
                 return
             batch = self.start_step()
-            assert batch.moves_worker or batch.loads or self.depth > 1, "the scheduler is stuck"
+            is_moving = batch.moves_worker or batch.loads or self.depth > 1
+            assert is_moving or self.unready, "the scheduler is stuck"
             self.check()
         raise AssertionError(f"not idle after {limit} steps")
 

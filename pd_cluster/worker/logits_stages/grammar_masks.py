@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pd_cluster.errors import InvalidRequest, Overloaded, PdError
+from pd_cluster.errors import InvalidRequest
 from pd_cluster.worker.draw_places import mask_words
 from pd_cluster.worker.grammars import NO_TOKEN
 from pd_cluster.worker.logits_stages.stage import CapturedStage
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pd_cluster.errors import PdError
     from pd_cluster.scheduling.batch import SequenceStart
     from pd_cluster.worker.draw_places import DrawChanges, Mask
     from pd_cluster.worker.grammars import Grammars, GrammarState
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 MASK_WAIT_S = 0.002
 # And at least so long, because a row that sits out waits a whole step. The plan is due half of its own time early
 LEAST_WAIT_S = 0.0005
-# From the first draw that a row has sat out to the end of its request. Within the bounds of a grammar a mask takes
-# up to 0.1 s and a compilation 0.2 s, and those of other rows may be in front
-ROW_DEADLINE_S = 5.0
+# Draws that a row sits out before steps leave it out. Most masks are late by less than a step, and are there when the
+# row's last token has been computed again; without it the row would wait for two steps
+MOST_MISSED = 2
 FIRST_WORDS = 32  # of a mask: most masks allow one of these tokens, which takes a tenth of the time of all words to see
 
 
@@ -67,12 +68,12 @@ class Constraint:
     error: str = ""  # why the row cannot go on
     has_failed: bool = False  # the error has been told
     begun_s: float = 0.0  # when the next mask was begun
-    missed_s: float | None = None  # when the first draw was that it sat out for this mask
+    num_missed: int = 0  # draws that it sat out for this mask
 
     @property
     def is_awaited(self) -> bool:
         """Whether a step waits for the mask. One that takes 0.1 s must not cost each of ten steps MASK_WAIT_S."""
-        return not (self.pace is Pace.SLOW or self.has_failed) and self.missed_s is None
+        return not (self.pace is Pace.SLOW or self.has_failed) and not self.num_missed
 
     def begin(self, compiled: Future[Any]) -> None:
         """Compute the mask behind the whole output as soon as the grammar is compiled."""
@@ -149,11 +150,12 @@ class GrammarMasks(CapturedStage):
     Where it is not ready when the step is drawn:
 
         the row           sits out the draw; a later step computes its last token again, and draws with the same seed
-                          and position, so the same token
+                          and position, so the same token. Behind MOST_MISSED draws, and while the grammar is compiled,
+                          steps leave the row out
         the other rows    wait until MASK_WAIT_S after its token, at least LEAST_WAIT_S, once for each mask, and never
                           behind a slow mask
         the mask          is finished meanwhile, because it follows from the tokens, which do not change
-        at the latest     ROW_DEADLINE_S after the first draw that it sat out, the row fails
+        at the latest     the scheduler ends its request behind UNREADY_DEADLINE_S (`pd_cluster/scheduling/unready.py`)
     """
 
     is_late = True
@@ -200,8 +202,15 @@ class GrammarMasks(CapturedStage):
                 return not awaited
 
             self._grammars.mask_threads.wait(is_none_left, max(wait_s, LEAST_WAIT_S))
-        now_s = time.monotonic()
-        return {row for row, one in waiting.items() if self._sits_out(one, now_s)}
+        late = {row for row, one in waiting.items() if not (one.is_ready or one.has_failed)}
+        for row in late:
+            waiting[row].num_missed += 1
+        return late
+
+    def is_unready(self, row: int) -> bool:
+        one = self._constraint(row)
+        is_late = one.num_missed >= MOST_MISSED or not one.compiled.done()
+        return is_late and not (one.is_ready or one.has_failed)
 
     def prepare(self, rows: Ints, lengths: Ints) -> TokenMasks | None:
         places = np.array([at for at, row in enumerate(rows.tolist()) if self._rows[row] is not None])
@@ -230,7 +239,7 @@ class GrammarMasks(CapturedStage):
             if constraint is not None and not constraint.has_failed:
                 assert constraint.is_ready, "a row without its mask is not drawn"
                 constraint.output.append(token_id)
-                constraint.is_ready, constraint.begun_s, constraint.missed_s = False, now_s, None
+                constraint.is_ready, constraint.begun_s, constraint.num_missed = False, now_s, 0
                 noted.append(constraint)
         if noted:
             assert self._grammars is not None
@@ -240,32 +249,18 @@ class GrammarMasks(CapturedStage):
         failures, self._failures = self._failures, {}
         return failures
 
-    def _sits_out(self, constraint: Constraint, now_s: float) -> bool:
-        """Whether a row sits out this draw. A row that has missed its deadline does not, and fails."""
-        if constraint.is_ready or constraint.has_failed:
-            return False
-        constraint.missed_s = constraint.missed_s or now_s
-        return now_s - constraint.missed_s < ROW_DEADLINE_S
-
     def _mask(self, row: int, length: int) -> Mask:
         """The mask of a row, without the end before its `min_tokens`. A row that cannot go on fails, and is free."""
         constraint = self._constraint(row)
-        error = self._error_of(constraint)
-        if error and not constraint.has_failed:
+        if constraint.error and not constraint.has_failed:
             constraint.has_failed = True
-            self._failures[row] = error
+            self._failures[row] = InvalidRequest(constraint.error, code="grammar_failed")
         if constraint.has_failed:
             return self._all
         mask = constraint.mask
         if constraint.ends is not None and length < constraint.first_end and (rest := mask & ~constraint.ends).any():
             return rest
         return mask
-
-    def _error_of(self, constraint: Constraint) -> PdError | None:
-        """Why a row that is drawn now cannot go on. A late mask is the machine's fault, so the client may try again."""
-        if not constraint.is_ready:
-            return Overloaded(f"the mask of the grammar was not computed within {ROW_DEADLINE_S:g} s; try again later")
-        return InvalidRequest(constraint.error, code="grammar_failed") if constraint.error else None
 
     def _constraint(self, row: int) -> Constraint:
         constraint = self._rows[row]
