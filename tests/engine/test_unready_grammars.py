@@ -1,4 +1,4 @@
-"""Requests whose grammar is not compiled yet, in the engine: they cost no step, and nothing polls for them."""
+"""Requests with a grammar that is not compiled yet, in the engine: they cost no step, and nothing polls for them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pd_cluster.errors import InvalidRequest, Overloaded
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling import prefill_budget
-from pd_cluster.scheduling.sequence import KvArrival, Request
+from pd_cluster.scheduling.sequence import KvArrival, Request, SequenceStatus
 from tests.scheduling.simulation import begun, message
 from tests.scheduling.world import World
 
@@ -195,6 +195,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def accounts_balance(self) -> None:
         if hasattr(self, "world"):
             self.world.check()
+            sequences = self.world.scheduler._queues.sequences
+            assert all(sequences[one].status is not SequenceStatus.FINISHED for one in self.world.scheduler.unready)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

@@ -17,7 +17,7 @@ from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.cache_news import block_id as feed_id
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
 from pd_cluster.scheduling.scheduler import Scheduler, Update
-from pd_cluster.scheduling.sequence import Request, Sequence, SequenceStatus, sequence_seed
+from pd_cluster.scheduling.sequence import Request, Sequence, sequence_seed
 from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
 from pd_cluster.scheduling.step_model import StepModel
 from pd_connectors.protocol.messages import SampledToken
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.feed import StoredBlock
 
 MAX_MODEL_LEN = 160
-FINISHED = SequenceStatus.FINISHED
 
 
 def steps_of(message: AddRequest) -> tuple[tuple[int, int], ...]:
@@ -158,7 +157,7 @@ class World:
         self.blocks.news.switch(is_on=True)
         self.named: dict[int, StoredBlock] = {}  # as a router knows them
         self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens, self.longest_run, self.are_late)
-        self.unready: frozenset[int] = frozenset()  # in the newest step
+        self.unready = frozenset[int]()  # in the newest step
         self._running: deque[tuple[Batch, StepResult]] = deque()
         self._load_ids = count()
 
@@ -230,11 +229,9 @@ class World:
     def _ask_readiness(self) -> None:
         """As the core does. What misses its deadline ends."""
         wanted = self.scheduler.unready
-        assert not any(self.scheduler._queues.sequences[seq_id].status is FINISHED for seq_id in wanted)
         self.unready = frozenset(filter(self.is_unready, wanted))
         for seq_id in self.scheduler.note_ready(frozenset(wanted) - self.unready):
-            request = self.scheduler.request_of(seq_id)
-            if request is not None:
+            if (request := self.scheduler.request_of(seq_id)) is not None:
                 self.stop(request)
 
     def stop(self, request: Request, index: int | None = None) -> None:
@@ -286,8 +283,7 @@ class World:
             if not self.scheduler.has_work:
                 return
             batch = self.start_step()
-            is_moving = batch.moves_worker or batch.loads or self.depth > 1
-            assert is_moving or self.unready, "the scheduler is stuck"
+            assert batch.moves_worker or batch.loads or self.depth > 1 or self.unready, "the scheduler is stuck"
             self.check()
         raise AssertionError(f"not idle after {limit} steps")
 

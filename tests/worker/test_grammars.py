@@ -380,7 +380,7 @@ def test_steps_leave_a_row_out_while_its_grammar_is_compiled(rows: Rows, monkeyp
     rows.start(0, 'start: "9"')
     assert rows.stage.is_unready(0)
     assert rows.grammars.is_compiling('start: "9"')
-    assert not rows.grammars.is_compiling("of a request whose grammar was dropped: the row compiles it again")
+    assert not rows.grammars.is_compiling("of a request. It was dropped, and the row compiles it again")
     assert not rung.is_set()
     may_end.set()
     assert rung.wait(60), "the step loop hears of the end"
