@@ -358,8 +358,10 @@ def test_steps_leave_a_row_out_that_has_missed_two_draws(
         assert rows.stage.is_unready(0) is has_missed
         assert not rows.stage.is_unready(1)
         assert rows.stage.absent(np.array([0, 1])) == {0}
+    rung = Event()
+    rows.grammars.mask_threads.wake_once(rung.set)
     gate.is_open.set()
-    settle(rows, 0)
+    assert rung.wait(60), "the step loop hears of the mask"
     assert not rows.stage.is_unready(0)
     gate.is_open.clear()
     assert not rows.stage.absent(np.array([0]))
