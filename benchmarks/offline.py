@@ -98,7 +98,9 @@ class OfflineEngine:
         num_open = len(prompts)
         start_s = end_s = time.perf_counter()
         self.mailbox.inbox += map(AddRequest, ids, prompts, samplings)
-        while self.core.turn() or num_open:
+        while (has_turned := self.core.turn()) or num_open:
+            if not has_turned:
+                self.mailbox.wait(0.0001)  # threads compile a grammar
             messages, self.mailbox.outbox = self.mailbox.outbox, []
             for message in messages:
                 if isinstance(message, RequestFailed):

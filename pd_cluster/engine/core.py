@@ -23,7 +23,7 @@ from pd_cluster.engine.news_report import NewsReport
 from pd_cluster.engine.pipeline import Pipeline
 from pd_cluster.engine.replies import reply_of
 from pd_cluster.engine.step_timing import StepForecast
-from pd_cluster.errors import PdError
+from pd_cluster.errors import Overloaded, PdError
 from pd_cluster.protocol.messages import (
     HEARTBEAT_S,
     Abort,
@@ -46,6 +46,7 @@ from pd_cluster.scheduling.queue_order import Fifo, Shortest
 from pd_cluster.scheduling.scheduler import Scheduler, Update
 from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
 from pd_cluster.scheduling.step_model import StepModel
+from pd_cluster.scheduling.unready import UNREADY_DEADLINE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +63,7 @@ logger = logging.getLogger("pd_cluster.engine")
 
 IDLE_WAIT_S = HEARTBEAT_S  # upper bound of one sleep; wake-ups make it shorter
 PAUSE_S = 120.0  # to write a record: ten seconds have some million events
+LATE_MASK = f"the mask of the grammar was not computed within {UNREADY_DEADLINE_S:g} s; try again later"
 STATS_EVERY_S = 0.1  # while busy; always before sleeping
 
 
@@ -200,8 +202,12 @@ class EngineCore:
         return True
 
     def _plan(self) -> Batch:
-        self._scheduler.sit_out(self._pipeline.absent)
-        return self._scheduler.schedule()
+        scheduler = self._scheduler
+        scheduler.sit_out(self._pipeline.absent)
+        if unready := scheduler.unready:
+            for seq_id in scheduler.note_ready(self._executor.ready(unready, self._mailbox.wake)):
+                self._fail(seq_id, Overloaded(LATE_MASK))
+        return scheduler.schedule()
 
     def _allow_silence(self, allowed_s: float) -> None:
         """Announce to the API process and to reading nodes that the step loop may not turn for `allowed_s`."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.batch import Batch, BeamStep, BlockCopies, SequenceChunk, SequenceStart
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
+from pd_cluster.scheduling.unready import Unready
 from pd_connectors.base import LoadSpec, PublishSpec
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class BatchBuilder:
 
     step: int
     budget: int  # tokens left
+    unready: Unready = field(default_factory=Unready)  # their chunks end before the last known token
     prompts: PrefillBudget = field(default_factory=PrefillBudget)  # the share of `budget` for chunks of prompts
     # Rows of logits left for the first tokens of requests with n > 1. In all, a step has as many extra rows as
     # there are slots
@@ -80,10 +82,11 @@ class BatchBuilder:
             if self.portions is not None:
                 self.portions.take_row(seq)
             return 1
+        num_wanted = num_remaining - (seq in self.unready)
         if self.portions is None:
-            return self.prompts.take(seq.num_scheduled_tokens, num_remaining)
+            return self.prompts.take(seq.num_scheduled_tokens, num_wanted)
         most = self.portions.prompt_tokens(seq)
-        num_wanted = num_remaining if most is None else min(num_remaining, most)
+        num_wanted = num_wanted if most is None else min(num_wanted, most)
         num_tokens = self.prompts.take(seq.num_scheduled_tokens, num_wanted)
         self.portions.take_prompt_tokens(seq, num_tokens)
         return num_tokens
@@ -94,7 +97,10 @@ class BatchBuilder:
             self.prompts.tokens_left = min(self.prompts.tokens_left, max(0, FILL - self.num_tokens))
 
     def add_chunk(self, seq: Sequence, blocks: BlockManager) -> None:
-        """Add a chunk: the last token, or as many as prompts may have. Its blocks exist or can be allocated."""
+        """Add a chunk: the last token, or as many as prompts may have. Its blocks exist or can be allocated.
+
+        The last token of an unready sequence is left out. It must not be the only one.
+        """
         table, start, num_remaining = seq.table, seq.num_scheduled_tokens, seq.num_remaining_tokens
         assert table is not None
         num_tokens = self._take(seq)

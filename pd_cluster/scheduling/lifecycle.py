@@ -118,6 +118,7 @@ class Lifecycle:
         """Take the sequence out of its queue, and out of memory if no running step touches it. Idempotent."""
         if seq.status is not SequenceStatus.FINISHED:
             self._queues.remove(seq)
+            self._queues.unready.discard((seq.seq_id,))
             seq.status = SequenceStatus.FINISHED
             self.let_go(seq)
 

@@ -14,6 +14,8 @@ Sequences that have just got their KV and find a slot are counted before prompt 
 their first decode. Where steps with decodes are limited (`StepBudget`), prompts get what the limit leaves, and a
 minimum (`PrefillBudget`).
 
+A chunk of an unready sequence ends before its last known token (`unready`).
+
 Nothing here reads a sampled token, so a step can be planned while the step before it runs.
 """
 
@@ -77,7 +79,12 @@ class Planner:
     def plan(self, loads: list[LoadSpec]) -> Batch:
         """The next step's batch, with these loads. Its sequences count as in flight until its result is known."""
         config = self._config
-        builder = BatchBuilder(step=self._next_step, budget=config.max_num_batched_tokens, rows=config.max_num_seqs)
+        builder = BatchBuilder(
+            step=self._next_step,
+            budget=config.max_num_batched_tokens,
+            rows=config.max_num_seqs,
+            unready=self._queues.unready,
+        )
         self._next_step += 1
         builder.portions = self._yielding.portions()
         self._yielding.even_out(builder)
@@ -121,6 +128,9 @@ class Planner:
         running = tuple(self._queues.running)
         if resting is not None:
             running = tuple(seq for seq in running if seq.request.group is not resting)
+        if builder.unready:
+            now_s = self._clock()
+            running = tuple(seq for seq in running if not builder.unready.holds(seq, now_s))
         for seq in running if portions is None else in_rotation(running):
             if builder.held and seq.seq_id in builder.held:
                 continue
@@ -230,6 +240,8 @@ class Planner:
         for seq in self._queues.in_turn():
             if not builder.budget or builder.preempted or self._queues.num_free_slots <= 0 or seq.rank[0] >= before:
                 return
+            if builder.unready and builder.unready.holds(seq, self._clock()):
+                continue
             may_run = builder.has_rows(seq) and builder.has_portion(seq)  # a lead that redraws samples n tokens
             if seq.table is not None:
                 if may_run:
@@ -250,7 +262,8 @@ class Planner:
             return False
         builder.swap_in += copies
         self._queues.run(seq)
-        builder.add_chunk(seq, self._blocks)
+        if not builder.unready.holds(seq, self._clock()):  # not yet with a prompt that is cached but for its last token
+            builder.add_chunk(seq, self._blocks)
         return True
 
     def _enter_loaded(self, seq: Sequence, builder: BatchBuilder) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pd_cluster.scheduling.batch import BeamStep
 from pd_cluster.scheduling.ranked_queue import RankedQueue
 from pd_cluster.scheduling.sequence import Request, Sequence, SequenceStatus
+from pd_cluster.scheduling.unready import Unready
 from pd_connectors.protocol.feed import NodeLoad
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Queues:
         self.reserving: RankedQueue[Request] = RankedQueue()
         self.sequences: dict[int, Sequence] = {}  # by id, until finished and untouched by any running step
         self.prefills: dict[str, Request] = {}  # PREFILL requests that have not finished, by lease id
+        self.unready = Unready()
         self.num_live = 0  # sequences that have not ended
         self.num_searches = 0  # beam searches
         self.num_queued_keys = 0  # tokens before each of the following, summed

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.config import SchedulerConfig
+    from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.queue_order import QueueOrder
@@ -171,6 +172,9 @@ class Scheduler:
         request.begin(next(self._arrivals), self._clock(), self._seq_ids, self._eos_token_ids, self._max_model_len)
         self._order.place(request)
         self._queues.join(request)
+        if request.sampling.grammar:
+            for seq in request.sequences:
+                self._queues.unready.add(seq)
 
     # parked requests
 
@@ -296,6 +300,16 @@ class Scheduler:
     def sit_out(self, absent: frozenset[int]) -> None:
         """Note the sequences that get no token in the newest step. Call it before the next `schedule`. Idempotent."""
         self._effects.sit_out(absent)
+
+    @property
+    def unready(self) -> dict[int, SamplingParams]:
+        """The parameters, by sequence, of those that no step draws until `note_ready`."""
+        return self._queues.unready.wanted if self._queues.unready else {}
+
+    def note_ready(self, seq_ids: frozenset[int]) -> list[int]:
+        """Let the next step draw these sequences. -> the unready ones that have missed their deadline: end them."""
+        self._queues.unready.discard(seq_ids)
+        return self._queues.unready.overdue(self._clock())
 
     def publishes(self, batch: Batch, result: StepResult) -> tuple[PublishSpec, ...]:
         """What readers may read when the step has retired; call it before `update`."""

@@ -48,6 +48,7 @@ class StepEffects:
         for seq_id in absent:
             if (seq := self._queues.sequences[seq_id]).status is not FINISHED and not seq.is_absent:
                 seq.sit_out()
+                self._queues.unready.add(seq)
 
     def publishes(self, batch: Batch, result: StepResult) -> tuple[PublishSpec, ...]:
         """What readers may read when the step has retired; call it before `take`.

@@ -37,7 +37,7 @@ from pd_kernels.selection import select_kernels
 from pd_kernels.values import FEW_ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from pd_cluster.config import ModelConfig, NodeConfig
     from pd_cluster.models.model import Model
@@ -225,6 +225,14 @@ class DeviceExecutor:
 
     def draw_late(self) -> float:
         return self._runner.draw_late()
+
+    def ready(self, wanted: Mapping[int, SamplingParams], wake: Callable[[], None]) -> frozenset[int]:
+        self._grammars.mask_threads.wake_once(wake)  # first: what becomes ready from here on calls it
+        return frozenset(seq_id for seq_id, sampling in wanted.items() if not self._is_unready(seq_id, sampling))
+
+    def _is_unready(self, seq_id: int, sampling: SamplingParams) -> bool:
+        is_unready = self._runner.rows.is_unready(seq_id)
+        return self._grammars.is_compiling(sampling.grammar) if is_unready is None else is_unready
 
     def follow_late(self, absent: Collection[int]) -> None:
         """On a rank > 0: draw the late rows of the newest step. The steps before it must have been read."""

@@ -11,7 +11,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.worker.kv_cache import blocks_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from pd_cluster.config import CacheConfig
     from pd_cluster.models.spec import ModelSpec
@@ -152,6 +152,12 @@ class Executor(Protocol):
         the tokens of the step before, and the plan needs to know which of them are absent. Until the call the stages
         have time to work beside the forward pass, so a late call is a good one. The next launch and the step's own
         result draw rows that still wait.
+        """
+
+    def ready(self, wanted: Mapping[int, SamplingParams], wake: Callable[[], None]) -> frozenset[int]:
+        """Those of the sequences `wanted` that the next step can draw, as far as is known.
+
+        The others wait for a late logits stage. `wake` is called once, on any thread, when that may have changed.
         """
 
     def start_profile(self) -> None:

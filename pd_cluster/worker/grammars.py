@@ -6,6 +6,7 @@ import importlib.util
 import json
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import InvalidRequest
@@ -32,7 +33,6 @@ LIMITS = {
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
-LEXER_ERROR = "lexer error"  # the beginning of llguidance's message
 NO_TOKEN = "it allows no further token, and the output must not end here"
 NO_PACKAGE = "grammars need the package llguidance on every node: pip install 'pd-cluster[structured]'"
 
@@ -131,6 +131,10 @@ class Grammars:
     """The grammars of one model's requests. Close it to end its threads.
 
     The vocabulary is read in a thread from the start on: 0.5 s and 94 MB for 128,000 tokens.
+
+    States of one grammar are copies of one matcher, which share its lexer with its errors: once the lexer has run out
+    of work for one copy, each other copy fails at its next token. So a state that fails is made again from a matcher
+    of its own (`restart`), and only the failure of such a matcher is the state's own.
     """
 
     def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -139,6 +143,7 @@ class Grammars:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self.mask_threads = MaskThreads()
         self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
+        self._lock = Lock()  # of `_compiled`: the step loop prepares, and threads of masks restart
         path = model_dir / "tokenizer.json"
         self._refusal = ""
         if importlib.util.find_spec("llguidance") is None:
@@ -161,22 +166,29 @@ class Grammars:
         """
         if self._refusal:
             raise InvalidRequest(self._refusal, code="unsupported_value")
-        if grammar not in self._compiled:
-            self._compiled[grammar] = self._threads.submit(self._compile, grammar)
-        self._compiled.move_to_end(grammar)
-        if len(self._compiled) > MAX_KEPT:
-            self._compiled.popitem(last=False)
-        return self._compiled[grammar]
+        with self._lock:
+            compiled = self._compiled.get(grammar) or self._begin(grammar)
+            self._compiled[grammar] = compiled
+            self._compiled.move_to_end(grammar)
+            if len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+        return compiled
 
-    def forget(self, compiled: Future[Any]) -> None:
-        """Compile this grammar again for the next request.
+    def is_compiling(self, grammar: str) -> bool:
+        """Whether `prepare` has begun a compilation that has not ended. False for a grammar that was dropped since."""
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+        return compiled is not None and not compiled.done()
 
-        Copies of a matcher share a lexer. Once it has run out of work or states it is of no use to any of them.
+    def restart(self, grammar: str, failed: Future[Any]) -> Future[Any]:
+        """Begin to compile a grammar for one state alone, because a state of `failed` has an error.
+
+        -> its matcher. The next request has the grammar compiled again, too. May be called from any thread.
         """
-        for grammar, kept in self._compiled.items():
-            if kept is compiled:
+        with self._lock:
+            if self._compiled.get(grammar) is failed:
                 del self._compiled[grammar]
-                return
+        return self._begin(grammar)
 
     def state(self, compiled: Future[Any]) -> GrammarState:
         """A new state at the beginning of a grammar that is compiled.
@@ -219,6 +231,11 @@ class Grammars:
         else:
             for row, state in states.items():
                 state.fill(masks[row])
+
+    def _begin(self, grammar: str) -> Future[Any]:
+        compiled = self._threads.submit(self._compile, grammar)
+        compiled.add_done_callback(lambda _: self.mask_threads.ring())
+        return compiled
 
     def _make_tools(self, path: Path) -> tuple[Any, Any, Any]:
         """The vocabulary, and llguidance's threads for compilations and for masks: neither waits for the other."""

@@ -123,10 +123,8 @@ class InputBatch:
         host_buffer: HostBuffer,
         device: torch.device,
     ) -> None:
-        self._block_size = block_size
-        self._sampling = sampling
-        self._move = host_buffer.move
-        self._host_buffer = host_buffer
+        self._block_size, self._sampling = block_size, sampling
+        self._move, self._host_buffer = host_buffer.move, host_buffer
         self._row_of: dict[int, int] = {}
         self._free = list(range(num_rows - 1, -1, -1))
         self._serials = np.zeros(num_rows, np.int64)
@@ -241,8 +239,7 @@ class InputBatch:
         A row that has another sequence by now is skipped.
         """
         same = np.flatnonzero(self._serials[samples.rows] == samples.serials)
-        rows, positions = samples.rows[same], samples.positions[same]
-        known = token_ids[same]
+        rows, positions, known = samples.rows[same], samples.positions[same], token_ids[same]
         self._tokens[rows, positions] = known
         self._num_on_host[rows] = positions + 1
         self._sampling.note_read(rows, known)
@@ -260,6 +257,11 @@ class InputBatch:
         places = part.places[kept.places]
         return Part(kept.samples, places, self._move(places))
 
+    def is_unready(self, seq_id: int) -> bool | None:
+        """See `SamplingState.is_unready`. None: the sequence has no row."""
+        row = self._row_of.get(seq_id)
+        return None if row is None else self._sampling.is_unready(row)
+
     def prepare_sampling(self, samples: Samples) -> SamplingInputs:
         """Make the sampler's inputs. All tokens of rows with a late stage must be on the host."""
         rows, lengths = samples.rows, samples.positions
@@ -269,8 +271,7 @@ class InputBatch:
 
     def _start(self, start: SequenceStart) -> None:
         assert start.seq_id not in self._row_of, f"sequence {start.seq_id} already has a row"
-        row = self._free.pop()
-        self._row_of[start.seq_id] = row
+        row = self._row_of[start.seq_id] = self._free.pop()
         self._serials[row] += 1
         count = len(start.token_ids)
         self._tokens[row, :count] = start.token_ids
@@ -281,8 +282,7 @@ class InputBatch:
     def _step_beams(self, steps: tuple[BeamStep, ...]) -> None:
         rows = np.array([self._row_of[step.seq_id] for step in steps])
         parents = np.array([self._row_of[step.parent] for step in steps])
-        ends = self._num_tokens[parents]
-        moved = rows != parents
+        ends, moved = self._num_tokens[parents], rows != parents
         to, of, longest = rows[moved], parents[moved], int(ends.max())
         self._tokens[to, :longest] = self._tokens[of, :longest]  # the right side is a copy of all rows
         self._blocks[to] = self._blocks[of]

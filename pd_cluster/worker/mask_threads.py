@@ -51,6 +51,7 @@ class MaskThreads:
         threads = {Pace.QUICK: 1, Pace.SUSPECT: NUM_SUSPECTS, Pace.SLOW: 1}
         self._pools = {pace: ThreadPoolExecutor(count, f"{pace.name.lower()}-mask") for pace, count in threads.items()}
         self._ended = Condition()  # masks are ready
+        self._wake: Callable[[], None] | None = None
         # Rows with masks of 0.1 s come behind one with a mask of 5 ms: 60 of them would keep it for 6 s
         self._slow: list[tuple[float, int, Any, Any]] = []  # a heap: cost, number, task, `compute`
         self._numbers = count()
@@ -60,10 +61,11 @@ class MaskThreads:
         for pool in self._pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def begin(self, tasks: Sequence[Task], compute: Callable[[Sequence[Task]], None]) -> None:
+    def begin(self, tasks: Sequence[Task], compute: Callable[[Sequence[Task]], Sequence[Task]]) -> None:
         """Begin to compute the masks. May be called from any thread.
 
-        `compute` is called with some of the tasks, on another thread. It must not raise.
+        `compute` is called with some of the tasks, on another thread. It returns those with a mask. The others are
+        begun again, perhaps by now. It must not raise.
         """
         paces = [task.pace for task in tasks]  # before a thread has one: it changes the pace, and is done with the task
         quick, suspects, slow = (
@@ -86,18 +88,28 @@ class MaskThreads:
         with self._ended:
             self._ended.wait_for(are_done, deadline_s)
 
-    def _run(self, tasks: Sequence[Task], compute: Callable[[Sequence[Task]], None]) -> None:
+    def wake_once(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, on any thread, when the next masks are ready or `ring` is called. Replaces the call before."""
+        self._wake = wake
+
+    def ring(self) -> None:
+        """Make the call that `wake_once` has asked for, if it has. May be called from any thread."""
+        wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
+
+    def _run(self, tasks: Sequence[Task], compute: Callable[[Sequence[Task]], Sequence[Task]]) -> None:
         """Compute rows in one call. Of several only the time until all have ended is known."""
         if len(tasks) == 1:
             self._run_alone(tasks[0], compute)
             return
         started_s = time.perf_counter()
-        compute(tasks)
+        ended = compute(tasks)
         is_slow = time.perf_counter() - started_s > SLOW_GROUP_S
-        for task in tasks:
+        for task in ended:
             task.is_lone = is_slow and len(tasks) <= SUSPECTS
             task.pace = Pace.SUSPECT if is_slow else Pace.QUICK
-        self._end(tasks)
+        self._end(ended)
 
     def _run_fastest(self) -> None:
         """Compute the mask of the slow row with the shortest last mask. There are as many calls as waiting rows."""
@@ -105,10 +117,11 @@ class MaskThreads:
             *_, task, compute = heappop(self._slow)
         self._run_alone(task, compute)
 
-    def _run_alone(self, task: Task, compute: Callable[[Sequence[Task]], None]) -> None:
+    def _run_alone(self, task: Task, compute: Callable[[Sequence[Task]], Sequence[Task]]) -> None:
         """Compute one row. The CPU time of this thread says how long it took."""
         started_s = time.thread_time()
-        compute((task,))
+        if not compute((task,)):
+            return
         task.cost_s = time.thread_time() - started_s
         task.num_calm = 0 if task.cost_s > SLOW_S else task.num_calm + 1
         stays_slow = task.pace is Pace.SLOW and task.num_calm < CALM
@@ -120,3 +133,4 @@ class MaskThreads:
             task.is_ready = True
         with self._ended:
             self._ended.notify_all()
+        self.ring()

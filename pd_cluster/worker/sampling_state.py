@@ -155,6 +155,10 @@ class SamplingState:
                 found |= stage.absent(own)
         return np.isin(rows, list(found))
 
+    def is_unready(self, row: int) -> bool:
+        """Whether a late stage of a row asks the next step to leave it out."""
+        return any(active[row] and stage.is_unready(row) for stage, active in self._late_stages)
+
     def note_sampled(self, rows: Ints, token_ids: torch.Tensor) -> None:
         """Tell the stages that each of `rows` (distinct) continues with its token.
 

@@ -97,6 +97,7 @@ def message(
     group: str = "",
     known: tuple[tuple[int, ...], ...] = (),
     beams: BeamParams | None = None,
+    grammar: str = "",
 ) -> AddRequest:
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -106,6 +107,7 @@ def message(
         min_tokens=min_tokens,
         stop_token_ids=stop_token_ids,
         beams=beams,
+        grammar=grammar,
     )
     return AddRequest(
         request_id, list(prompt_token_ids), sampling, work, priority=priority, salt=salt, group=group, known=known

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from pd_cluster.errors import InvalidRequest, Overloaded
-from pd_cluster.protocol.messages import FinishReason, Work
+from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling import prefill_budget
-from pd_cluster.scheduling.sequence import KvArrival, Request
+from pd_cluster.scheduling.sequence import KvArrival, Request, SequenceStatus
 from tests.scheduling.simulation import begun, message
 from tests.scheduling.world import World
 
@@ -60,12 +60,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         lateness=st.sampled_from([0.0, 0.0, 0.2, 0.7]),
         tpot_s=st.sampled_from([0.0, 0.0, 0.01, 3.0]),
         shortest_first=st.booleans(),
+        unreadiness=st.sampled_from([0.0, 0.3, 0.8]),
     )
     def boot(
         self, num_blocks: int, num_host_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, depth: int,
         limit: int, keys_per_token: int, rests: bool = False, longest_run: int = 1, lateness: float = 0.0,
-        tpot_s: float = 0.0, shortest_first: bool = False,
+        tpot_s: float = 0.0, shortest_first: bool = False, unreadiness: float = 0.0,
     ) -> None:  # fmt: skip
+        is_unready = self.late_rows(unreadiness)
         self.world = World(
             num_blocks=num_blocks,
             num_host_blocks=num_host_blocks,
@@ -81,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tpot_s=tpot_s,
             shortest_first=shortest_first,
             are_late=self.late_rows(lateness),
+            is_unready=lambda _: is_unready(),
             forgets=True,
         )
         self.num_requests = 0
@@ -111,15 +114,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.sampled_from([0, 0, 2]),
         group=st.sampled_from(["", "", "a", "b"]),
         num_known=st.sampled_from([0, 0, 1, 5, 20]),
+        grammar=st.sampled_from(["", "of the worker"]),
     )
     def arrive(
         self, work: Work, family: int, length: int, max_tokens: int, n: int, seed: int, ignore_eos: bool, priority: int,
-        salt: str, min_tokens: int, group: str = "", num_known: int = 0,
+        salt: str, min_tokens: int, group: str = "", num_known: int = 0, grammar: str = "",
     ) -> None:  # fmt: skip
         self.num_requests += 1
         asked = message(
             f"r{self.num_requests}", make_prompt(family, length), work=work, max_tokens=max_tokens, n=n, seed=seed,
-            ignore_eos=ignore_eos, priority=priority, salt=salt, min_tokens=min_tokens, group=group,
+            ignore_eos=ignore_eos and not grammar, priority=priority, salt=salt, group=group, grammar=grammar,
+            min_tokens=0 if grammar else min_tokens,
         )  # fmt: skip
         if num_known and (work is Work.GENERATE or (work is Work.TAKE_OVER and n == 1)):
             asked = begun(asked, num_known)
@@ -137,14 +142,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=PICK, index=st.sampled_from([None, None, 0, 1, 2]))
     def abort(self, pick: int, index: int | None) -> None:
         request = choose(self.live(*Work), pick)
-        if request is None:
-            return
-        ends = all(seq.finish_reason is not None or index in (None, seq.index) for seq in request.sequences)
-        if request.lease_id is not None and ends:
-            self.world.read_lease(request.lease_id)
-            self.world.published.pop(request.lease_id, None)
-            self.world.leases.pop(request.lease_id, None)
-        self.world.take(self.world.scheduler.abort(request, index, FinishReason.ABORT))
+        if request is not None:
+            self.world.stop(request, index)
 
     @rule(pick=PICK, redraws=st.booleans())
     def reserve(self, pick: int, redraws: bool) -> None:
@@ -196,6 +195,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def accounts_balance(self) -> None:
         if hasattr(self, "world"):
             self.world.check()
+            sequences = self.world.scheduler._queues.sequences
+            assert all(sequences[one].status is not SequenceStatus.FINISHED for one in self.world.scheduler.unready)
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

@@ -122,6 +122,7 @@ class World:
     depth: int = 1
     longest_run: int = 1
     are_late: Callable[[], bool] = lambda: False  # see FakeWorker
+    is_unready: Callable[[int], bool] = lambda seq_id: False  # the worker's answer before each plan
     forgets: bool = False  # a request's sequences when it has ended, as the core does; tests may want to see them
     clients: dict[str, Client] = field(default_factory=dict)
     loads: dict[str, tuple[LoadSpec, Request]] = field(default_factory=dict)  # in progress, or not drained
@@ -156,6 +157,7 @@ class World:
         self.blocks.news.switch(is_on=True)
         self.named: dict[int, StoredBlock] = {}  # as a router knows them
         self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens, self.longest_run, self.are_late)
+        self.unready = frozenset[int]()  # in the newest step
         self._running: deque[tuple[Batch, StepResult]] = deque()
         self._load_ids = count()
 
@@ -211,8 +213,11 @@ class World:
         """Schedule one step and run it; its result is known `depth` - 1 steps later."""
         if self._running:
             self.scheduler.sit_out(self._running[-1][1].absent)
+        self._ask_readiness()
         batch = self.scheduler.schedule()
         self._check_writes(batch)
+        drawn = {chunk.seq_id for chunk in batch.chunks if chunk.num_samples}
+        assert not drawn & self.unready, "a sequence that is not ready is drawn"
         self.now_s += 1
         if batch.loads:
             self.settle()  # transfers are not ordered with steps
@@ -220,6 +225,24 @@ class World:
         while len(self._running) >= self.depth:
             self._retire()
         return batch
+
+    def _ask_readiness(self) -> None:
+        """As the core does. What misses its deadline ends."""
+        wanted = self.scheduler.unready
+        self.unready = frozenset(filter(self.is_unready, wanted))
+        for seq_id in self.scheduler.note_ready(frozenset(wanted) - self.unready):
+            if (request := self.scheduler.request_of(seq_id)) is not None:
+                self.stop(request)
+
+    def stop(self, request: Request, index: int | None = None) -> None:
+        """Abort a request or one of its sequences. A lease ends first."""
+        lease_id = request.lease_id or ""
+        ends = all(seq.finish_reason is not None or index in (None, seq.index) for seq in request.sequences)
+        if lease_id in self.leases and ends:
+            self.read_lease(lease_id)
+            self.published.pop(lease_id, None)
+            del self.leases[lease_id]
+        self.take(self.scheduler.abort(request, index, FinishReason.ABORT))
 
     def _check_writes(self, batch: Batch) -> None:
         """A block that a step writes has one holder, and neither the prefix cache nor a lease's reader knows it."""
@@ -260,7 +283,7 @@ class World:
             if not self.scheduler.has_work:
                 return
             batch = self.start_step()
-            assert batch.moves_worker or batch.loads or self.depth > 1, "the scheduler is stuck"
+            assert batch.moves_worker or batch.loads or self.depth > 1 or self.unready, "the scheduler is stuck"
             self.check()
         raise AssertionError(f"not idle after {limit} steps")
 

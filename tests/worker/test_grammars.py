@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from pd_cluster.errors import InvalidRequest, Overloaded
+from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker import grammars as grammars_module
@@ -344,26 +344,51 @@ def test_a_step_waits_once_for_a_mask_and_never_behind_a_slow_one(
     assert rows.stage.absent(np.array([0, 1])) == {0}
 
 
-def test_a_row_that_misses_its_deadline_fails_alone(
+def test_steps_leave_a_row_out_that_has_missed_two_draws(
     rows: Rows, ids: dict[str, int], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows.start(0, 'start: "7"')
+    """The first late mask is expected with the next draw."""
+    rows.start(0, 'start: "7" "8"')
     rows.start(1, "start: /[12]+/")
     settle(rows, 1)
+    rows.stage._constraint(0).compiled.result(60)
     monkeypatch.setattr(grammar_masks, "MASK_WAIT_S", 0.0)
-    assert rows.stage.absent(np.array([0, 1])) == {0}
-    monkeypatch.setattr(grammar_masks, "ROW_DEADLINE_S", 0.0)
-    assert rows.allowed(0, 1) == [set(range(VOCAB_SIZE)), {ids["1"], ids["2"]}]
-    [(row, error)] = rows.stage.take_failures().items()
-    assert (row, type(error), error.status) == (0, Overloaded, 503), "it may be asked again"
-    assert str(error) == "the mask of the grammar was not computed within 0 s; try again later"
-    rows.note(0, 5)
-    assert rows.allowed(0, 1)[0] == set(range(VOCAB_SIZE))
-    assert rows.stage.take_failures() == {}, "said once"
+    monkeypatch.setattr(grammar_masks, "LEAST_WAIT_S", 0.0)
+    for has_missed in (False, False, True):
+        assert rows.stage.is_unready(0) is has_missed
+        assert not rows.stage.is_unready(1)
+        assert rows.stage.absent(np.array([0, 1])) == {0}
+    rung = Event()
+    rows.grammars.mask_threads.wake_once(rung.set)
     gate.is_open.set()
-    rows.start(0, 'start: "8"')
+    assert rung.wait(60), "the step loop hears of the mask"
+    assert not rows.stage.is_unready(0)
+    gate.is_open.clear()
+    assert not rows.stage.absent(np.array([0]))
+    rows.stage.note(np.array([0]), torch.tensor([ids["7"]]))
+    assert not rows.stage.is_unready(0), "counted for each mask"
+
+
+def test_steps_leave_a_row_out_while_its_grammar_is_compiled(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, compile_it = Event(), Grammars._compile
+
+    def slow(grammars: Grammars, grammar: str) -> Any:
+        assert may_end.wait(60)
+        return compile_it(grammars, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", slow)
+    rung = Event()
+    rows.grammars.mask_threads.wake_once(rung.set)
+    rows.start(0, 'start: "9"')
+    assert rows.stage.is_unready(0)
+    assert rows.grammars.is_compiling('start: "9"')
+    assert not rows.grammars.is_compiling("of a request. It was dropped, and the row compiles it again")
+    assert not rung.is_set()
+    may_end.set()
+    assert rung.wait(60), "the step loop hears of the end"
     settle(rows, 0)
-    assert rows.allowed(0) == [{ids["8"]}], "the next sequence of the row"
+    assert not rows.stage.is_unready(0)
+    assert not rows.grammars.is_compiling('start: "9"')
 
 
 @dataclass(eq=False)
@@ -378,9 +403,10 @@ class Task:
     is_lone: bool = False
 
 
-def wait_for_all(tasks: Sequence[Task]) -> None:
+def wait_for_all(tasks: Sequence[Task]) -> Sequence[Task]:
     for task in tasks:
         task.may_end.wait(60)
+    return tasks
 
 
 def run_all(threads: MaskThreads, tasks: Sequence[Task]) -> None:
@@ -398,10 +424,10 @@ def test_the_slowest_rows_come_last() -> None:
     slow = [Task(now, Pace.SLOW, cost_s=0.1) for _ in range(60)]
     less = [Task(now, Pace.SLOW, cost_s=cost_s) for cost_s in (0.02, 0.005)]
 
-    def compute(tasks: Sequence[Task]) -> None:
+    def compute(tasks: Sequence[Task]) -> Sequence[Task]:
         order.extend(task.cost_s for task in tasks)
         begun.set()
-        wait_for_all(tasks)
+        return wait_for_all(tasks)
 
     threads.begin([held], compute)
     assert begun.wait(60.0), "the thread has it"

@@ -269,7 +269,7 @@ def test_on_a_gpu_late_rows_are_drawn_from_what_a_graph_computed(models: ModelSt
         ("no.such.module:Stage", "No module named"),
         (f"{__name__}:Missing", "has no attribute 'Missing'"),
         (f"{__name__}:Broken", "no licence"),
-        ("builtins:id", "is not a LogitsStage: it lacks is_late, check, start, absent, prepare"),
+        ("builtins:id", "is not a LogitsStage: it lacks is_late, check, start, absent, is_unready, prepare"),
     ],
 )
 def test_a_path_that_names_no_stage_ends_the_start(models: ModelStore, path: str, words: str) -> None:

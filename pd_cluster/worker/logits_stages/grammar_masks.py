@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pd_cluster.errors import InvalidRequest, Overloaded, PdError
+from pd_cluster.errors import InvalidRequest
 from pd_cluster.worker.draw_places import mask_words
-from pd_cluster.worker.grammars import LEXER_ERROR, NO_TOKEN
+from pd_cluster.worker.grammars import NO_TOKEN
 from pd_cluster.worker.logits_stages.stage import CapturedStage
 from pd_cluster.worker.mask_threads import Pace
 from pd_kernels.sampling_limits import allowed
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pd_cluster.errors import PdError
     from pd_cluster.scheduling.batch import SequenceStart
     from pd_cluster.worker.draw_places import DrawChanges, Mask
     from pd_cluster.worker.grammars import Grammars, GrammarState
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 MASK_WAIT_S = 0.002
 # And at least so long, because a row that sits out waits a whole step. The plan is due half of its own time early
 LEAST_WAIT_S = 0.0005
-# From the first draw that a row has sat out to the end of its request. Within the bounds of a grammar a mask takes
-# up to 0.1 s and a compilation 0.2 s, and those of other rows may be in front
-ROW_DEADLINE_S = 5.0
+# Draws that a row sits out before steps leave it out. Most masks are late by less than a step, and are there when the
+# row's last token has been computed again; without it the row would wait for two steps
+MOST_MISSED = 2
 FIRST_WORDS = 32  # of a mask: most masks allow one of these tokens, which takes a tenth of the time of all words to see
 
 
@@ -48,69 +49,94 @@ class Constraint:
     """
 
     grammars: Grammars
-    compiled: Future[Any]  # see `Grammars.prepare`
+    grammar: str
     eos_token_ids: frozenset[int]
     eos: Mask  # the same
     mask: Mask  # of the next token, once it is ready
-    pending: list[int]  # output tokens that the state has not taken
+    output: list[int]
     first_end: int  # length of the sequence before which it must not end while the grammar lets it go on
     ends: Mask | None  # the tokens that end it; None: it may end anywhere
+    compiled: Future[Any] = field(init=False)  # see `Grammars.prepare`
+    is_own: bool = False  # no other row has copies of `compiled`
     state: GrammarState | None = None  # None: no mask was computed yet
+    num_taken: int = 0  # tokens of the output that the state has taken
     is_ready: bool = False
-    pace: Pace = Pace.SUSPECT  # the first mask may take long: many tokens may be behind it
+    pace: Pace = Pace.SUSPECT
     cost_s: float = 0.0
     num_calm: int = 0
     is_lone: bool = True
     error: str = ""  # why the row cannot go on
     has_failed: bool = False  # the error has been told
     begun_s: float = 0.0  # when the next mask was begun
-    missed_s: float | None = None  # when the first draw was that it sat out for this mask
+    num_missed: int = 0  # draws that it sat out for this mask
 
     @property
     def is_awaited(self) -> bool:
         """Whether a step waits for the mask. One that takes 0.1 s must not cost each of ten steps MASK_WAIT_S."""
-        return not (self.pace is Pace.SLOW or self.has_failed) and self.missed_s is None
+        return not (self.pace is Pace.SLOW or self.has_failed) and not self.num_missed
 
-    def take_pending(self) -> tuple[GrammarState, list[int]] | None:
-        """The state, and the tokens that it takes next. None: it could not be made, the error of this row alone."""
-        try:
-            self.state = state = self.state or self.grammars.state(self.compiled)
-        except Exception as error:  # llguidance may raise anything, and the row must not wait for its deadline
-            self.fail(str(error))
-            return None
-        pending, self.pending = self.pending, []
+    def begin(self, compiled: Future[Any]) -> None:
+        """Compute the mask behind the whole output as soon as the grammar is compiled."""
+        self.compiled, self.begun_s = compiled, time.monotonic()
+        self.state, self.num_taken = None, 0
+        self.pace, self.is_lone = Pace.SUSPECT, True  # it may take long: many tokens may be behind it
+        compiled.add_done_callback(lambda _: self.grammars.mask_threads.begin([self], compute_masks))
+
+    def take_pending(self) -> tuple[GrammarState, list[int]]:
+        """The state, and the tokens that it takes next. Raises any exception."""
+        self.state = state = self.state or self.grammars.state(self.compiled)
+        pending = self.output[self.num_taken :]
+        self.num_taken = len(self.output)
         return state, pending
 
-    def judge(self, state: GrammarState, *, allows_more: bool) -> None:
-        """Note why the row cannot go on, if it cannot. `allows_more`: the mask allows a token that ends no output."""
-        error = state.error
-        if not (error or allows_more or state.is_accepting or state.ends_by(self.eos_token_ids)):
-            error = NO_TOKEN  # only the end is allowed, where the output must not end
-        if error:
-            self.fail(error)
+    def error_at(self, state: GrammarState, *, allows_more: bool) -> str:
+        """Why the row cannot go on; "" if it can. `allows_more`: the mask allows a token that ends no output."""
+        if error := state.error:
+            return error
+        goes_on = allows_more or state.is_accepting or state.ends_by(self.eos_token_ids)
+        return "" if goes_on else NO_TOKEN  # only the end is allowed, where the output must not end
 
-    def fail(self, error: str) -> None:
-        """Note why the row cannot go on."""
+    def ends_with(self, error: str) -> bool:
+        """Note why the row cannot go on. -> whether the error is its own.
+
+        It may be another row's while they share a lexer. Then the row begins again with a matcher of its own, once.
+        """
+        if not self.is_own:
+            self.is_own = True
+            try:
+                self.begin(self.grammars.restart(self.grammar, self.compiled))
+                return False
+            except RuntimeError:  # `Grammars` is being closed
+                pass
         self.error = f"the grammar cannot be followed: {error}"
+        return True
 
 
-def compute_masks(constraints: Sequence[Constraint]) -> None:
-    """Compute the masks of a group of rows behind their pending tokens: see `MaskThreads`."""
+def compute_masks(constraints: Sequence[Constraint]) -> list[Constraint]:
+    """Compute the masks of a group of rows behind their pending tokens: see `MaskThreads`. -> those that have ended.
+
+    The others begin again: see `Constraint.ends_with`.
+    """
     grammars, others = constraints[0].grammars, ~constraints[0].eos
     masks = np.empty((len(constraints), len(others)), np.int32)
-    taken = {at: found for at, one in enumerate(constraints) if (found := one.take_pending()) is not None}
-    live = {at: state for at, (state, _) in taken.items()}
+    errors = dict[int, str]()  # llguidance may raise anything, and a row must not wait for its deadline
+    taken: dict[int, tuple[GrammarState, list[int]]] = {}
+    for at, one in enumerate(constraints):
+        try:
+            taken[at] = one.take_pending()
+        except Exception as error:
+            errors[at] = str(error)
     try:
         grammars.advance(list(taken.values()))
-        grammars.fill(live, masks)
-    except Exception as error:  # as above
-        for at in live:
-            constraints[at].fail(str(error))
-        return
+        grammars.fill({at: state for at, (state, _) in taken.items()}, masks)
+    except Exception as error:
+        errors |= dict.fromkeys(taken, str(error))
     allow_more = np.any(masks[:, :FIRST_WORDS] & others[:FIRST_WORDS], axis=1).tolist()
-    for at, state in live.items():
+    for at in taken.keys() - errors.keys():
         constraints[at].mask = masks[at]
-        constraints[at].judge(state, allows_more=allow_more[at] or bool((masks[at] & others).any()))
+        more = allow_more[at] or bool((masks[at] & others).any())
+        errors[at] = constraints[at].error_at(taken[at][0], allows_more=more)
+    return [one for at, one in enumerate(constraints) if not errors[at] or one.ends_with(errors[at])]
 
 
 class GrammarMasks(CapturedStage):
@@ -124,11 +150,12 @@ class GrammarMasks(CapturedStage):
     Where it is not ready when the step is drawn:
 
         the row           sits out the draw; a later step computes its last token again, and draws with the same seed
-                          and position, so the same token
+                          and position, so the same token. Behind MOST_MISSED draws, and while the grammar is compiled,
+                          steps leave the row out
         the other rows    wait until MASK_WAIT_S after its token, at least LEAST_WAIT_S, once for each mask, and never
                           behind a slow mask
         the mask          is finished meanwhile, because it follows from the tokens, which do not change
-        at the latest     ROW_DEADLINE_S after the first draw that it sat out, the row fails
+        at the latest     the scheduler ends its request behind UNREADY_DEADLINE_S (`pd_cluster/scheduling/unready.py`)
     """
 
     is_late = True
@@ -150,7 +177,7 @@ class GrammarMasks(CapturedStage):
             assert self._grammars is not None
             constraint = Constraint(
                 self._grammars,
-                self._grammars.prepare(params.grammar),  # again, if it was dropped since the admission
+                params.grammar,
                 self._eos_token_ids,
                 self._eos,
                 self._all,
@@ -159,9 +186,7 @@ class GrammarMasks(CapturedStage):
                 self._mask_of(params.stop_ids(self._eos_token_ids)) if params.min_tokens else None,
             )
             self._rows[row] = constraint
-            constraint.begun_s = time.monotonic()
-            threads = self._grammars.mask_threads
-            constraint.compiled.add_done_callback(lambda _: threads.begin([constraint], compute_masks))
+            constraint.begin(self._grammars.prepare(params.grammar))  # again, if it was dropped since the admission
         return bool(params.grammar)
 
     def absent(self, rows: Ints) -> set[int]:
@@ -177,8 +202,15 @@ class GrammarMasks(CapturedStage):
                 return not awaited
 
             self._grammars.mask_threads.wait(is_none_left, max(wait_s, LEAST_WAIT_S))
-        now_s = time.monotonic()
-        return {row for row, one in waiting.items() if self._sits_out(one, now_s)}
+        late = {row for row, one in waiting.items() if not (one.is_ready or one.has_failed)}
+        for row in late:
+            waiting[row].num_missed += 1
+        return late
+
+    def is_unready(self, row: int) -> bool:
+        one = self._constraint(row)
+        is_late = one.num_missed >= MOST_MISSED or not one.compiled.done()
+        return is_late and not (one.is_ready or one.has_failed)
 
     def prepare(self, rows: Ints, lengths: Ints) -> TokenMasks | None:
         places = np.array([at for at, row in enumerate(rows.tolist()) if self._rows[row] is not None])
@@ -206,8 +238,8 @@ class GrammarMasks(CapturedStage):
             constraint = self._rows[row]
             if constraint is not None and not constraint.has_failed:
                 assert constraint.is_ready, "a row without its mask is not drawn"
-                constraint.pending.append(token_id)
-                constraint.is_ready, constraint.begun_s, constraint.missed_s = False, now_s, None
+                constraint.output.append(token_id)
+                constraint.is_ready, constraint.begun_s, constraint.num_missed = False, now_s, 0
                 noted.append(constraint)
         if noted:
             assert self._grammars is not None
@@ -217,34 +249,18 @@ class GrammarMasks(CapturedStage):
         failures, self._failures = self._failures, {}
         return failures
 
-    def _sits_out(self, constraint: Constraint, now_s: float) -> bool:
-        """Whether a row sits out this draw. A row that has missed its deadline does not, and fails."""
-        if constraint.is_ready or constraint.has_failed:
-            return False
-        constraint.missed_s = constraint.missed_s or now_s
-        return now_s - constraint.missed_s < ROW_DEADLINE_S
-
     def _mask(self, row: int, length: int) -> Mask:
         """The mask of a row, without the end before its `min_tokens`. A row that cannot go on fails, and is free."""
         constraint = self._constraint(row)
-        error = self._error_of(constraint)
-        if error and not constraint.has_failed:
+        if constraint.error and not constraint.has_failed:
             constraint.has_failed = True
-            self._failures[row] = error
-            if LEXER_ERROR in constraint.error:
-                constraint.grammars.forget(constraint.compiled)
+            self._failures[row] = InvalidRequest(constraint.error, code="grammar_failed")
         if constraint.has_failed:
             return self._all
         mask = constraint.mask
         if constraint.ends is not None and length < constraint.first_end and (rest := mask & ~constraint.ends).any():
             return rest
         return mask
-
-    def _error_of(self, constraint: Constraint) -> PdError | None:
-        """Why a row that is drawn now cannot go on. A late mask is the machine's fault, so the client may try again."""
-        if not constraint.is_ready:
-            return Overloaded(f"the mask of the grammar was not computed within {ROW_DEADLINE_S:g} s; try again later")
-        return InvalidRequest(constraint.error, code="grammar_failed") if constraint.error else None
 
     def _constraint(self, row: int) -> Constraint:
         constraint = self._rows[row]

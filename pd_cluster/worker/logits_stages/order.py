@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Temperature, top k, top p and min p come after all stages, with the draw
 ORDER: tuple[type[LogitsStage], ...] = (Penalties, Bias, MinTokens, BadWords, AllowedTokens)
-_PARTS = ("is_late", "check", "start", "absent", "prepare", "apply", "note", "take_failures")
+_PARTS = ("is_late", "check", "start", "absent", "is_unready", "prepare", "apply", "note", "take_failures")
 
 
 def find_stage(path: str) -> type[LogitsStage]:

@@ -84,6 +84,14 @@ class LogitsStage(Protocol):
         """
         return set()
 
+    def is_unready(self, row: int) -> bool:
+        """Whether an active row will be absent from the next draw, too, as far as is known.
+
+        Asked of late stages, before a step is planned, about rows that were never drawn or have just been absent. The
+        step leaves the row out, and a later one asks again.
+        """
+        return False
+
     def prepare(self, rows: Ints, lengths: Ints) -> Any | None:
         """Prepare the inputs of `apply` for the logits of `rows` (int64 [R]). None: the stage changes none of them.
 

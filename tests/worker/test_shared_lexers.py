@@ -1,0 +1,145 @@
+"""Rows of one grammar share a lexer, and none of them ends another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from pd_cluster.worker.grammars import Grammars
+from pd_cluster.worker.mask_threads import Pace
+from tests.worker.test_grammars import DIGITS, EOS, VOCAB_SIZE, Rows, grammars, ids, never, patience, rows, settle
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from pd_cluster.worker.grammars import GrammarState
+
+__all__ = ["grammars", "ids", "patience", "rows"]
+
+# A mask within the first word behind "1" is more than the lexer may do. Behind "2" it has little to do
+TWO_WAYS = 'start: "1" X | "2" /[34]+/\nX: /(?s:.{1,5000})/ & /(\\S+\\s+){0,99}\\S+/'
+
+
+@pytest.fixture
+def restarts(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The grammars that were compiled for one row alone."""
+    restart, found = rows.grammars.restart, list[str]()
+
+    def noted(grammar: str, failed: Future[Any]) -> Future[Any]:
+        found.append(grammar)
+        return restart(grammar, failed)
+
+    monkeypatch.setattr(rows.grammars, "restart", noted)
+    return found
+
+
+def exhaust(rows: Rows, row: int, ids: dict[str, int]) -> None:
+    """Let a row of TWO_WAYS fail by its own lexer."""
+    rows.start(row, TWO_WAYS)
+    settle(rows, row)
+    for letter in "1b":
+        rows.note(row, ids[letter])
+        settle(rows, row)
+    assert rows.allowed(row) == [set(range(VOCAB_SIZE))], "a row that cannot go on is free"
+    [(failed, said)] = rows.stage.take_failures().items()
+    assert (failed, said.code) == (row, "grammar_failed")
+    assert "lexer error" in str(said)
+
+
+def test_a_lexer_that_a_row_has_exhausted_ends_no_other_row(
+    rows: Rows, ids: dict[str, int], restarts: list[str]
+) -> None:
+    """At each place in its answer: before the first token, and behind some."""
+    more = {ids["3"], ids["4"]}
+    for row, output in enumerate(["", "2", "23", "2343"]):
+        rows.start(row, TWO_WAYS)
+        settle(rows, row)
+        for digit in output:
+            rows.note(row, ids[digit])
+            settle(rows, row)
+    exhaust(rows, 4, ids)
+    assert restarts == [TWO_WAYS], "the others have not asked the lexer since"
+    first, second, *_ = ids["2"], ids["3"]
+    for row, token_id in enumerate([first, second, second, second]):
+        rows.note(row, token_id)
+    settle(rows, 0, 1, 2, 3)
+    assert rows.allowed(0, 1, 2, 3) == [more, *[more | {EOS}] * 3]
+    assert rows.stage.take_failures() == {}
+    assert len(restarts) == 5
+
+
+def test_a_row_begins_again_once_however_often_others_fail(
+    rows: Rows, ids: dict[str, int], restarts: list[str]
+) -> None:
+    rows.start(0, TWO_WAYS)
+    settle(rows, 0)
+    rows.note(0, ids["2"])
+    for num_failed in range(1, 4):
+        exhaust(rows, num_failed, ids)
+        rows.note(0, ids["3"])
+        settle(rows, 0)
+        assert rows.allowed(0) == [{ids["3"], ids["4"], EOS}]
+        assert len(restarts) == num_failed + 1, "one of the row, and one of each that failed"
+
+
+def test_rows_that_begin_again_do_not_hold_the_rows_beside_them(
+    rows: Rows, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They leave the call for all rows, and their grammars are compiled on the threads of compilations."""
+    for row, grammar in enumerate([TWO_WAYS, DIGITS]):
+        rows.start(row, grammar)
+        settle(rows, row)
+    exhaust(rows, 2, ids)
+    monkeypatch.setattr(rows.grammars, "restart", lambda *_: Never())
+    one, other = (rows.stage._constraint(row) for row in (0, 1))
+    one.pace = other.pace = Pace.QUICK
+    at = np.array([0, 1])
+    rows.stage.note(at, torch.tensor([ids["2"], ids["1"]]))
+    settle(rows, 1)
+    assert rows.allowed(1) == [{ids["2"], ids["3"]}]
+    assert not one.is_ready
+
+
+class Never:
+    """A compilation that does not end."""
+
+    def add_done_callback(self, _: object) -> None: ...
+
+
+def test_an_exception_of_one_row_ends_no_row_of_the_same_call(
+    rows: Rows, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for row in range(3):
+        rows.start(row, DIGITS)
+    settle(rows, 0, 1, 2)
+    advance, broken = Grammars.advance, rows.stage._constraint(1)
+
+    def raising(self: Grammars, states: list[tuple[GrammarState, list[int]]]) -> None:
+        if any(state is broken.state for state, _ in states):
+            raise ValueError("the lock of the lexer is poisoned")
+        advance(self, states)
+
+    monkeypatch.setattr(Grammars, "advance", raising)
+    constraints = [rows.stage._constraint(row) for row in range(3)]
+    for one in constraints:
+        one.pace, one.is_lone = Pace.QUICK, False
+    rows.stage.note(np.arange(3), torch.tensor([ids["1"]] * 3))
+    settle(rows, 0, 1, 2)
+    assert rows.allowed(0, 1, 2) == [{ids["2"], ids["3"]}, set(range(VOCAB_SIZE)), {ids["2"], ids["3"]}]
+    assert "poisoned" in str(rows.stage.take_failures()[1])
+
+
+def test_a_grammar_that_cannot_be_compiled_again_ends_its_request(
+    rows: Rows, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows.start(0, TWO_WAYS)
+    settle(rows, 0)
+    exhaust(rows, 1, ids)
+    monkeypatch.setattr(rows.grammars, "_compile", never)
+    rows.note(0, ids["2"])
+    settle(rows, 0)
+    rows.allowed(0)
+    assert "cannot be compiled: never" in str(rows.stage.take_failures()[0])
