@@ -16,8 +16,9 @@ from pd_connectors.protocol.errors import LoadFailure
 from pd_connectors.protocol.messages import LeaseRef, SampledToken, TopLogprob
 from pd_connectors.protocol.ticket import Ticket
 from tests.connectors.layouts import full_layout
+from tests.scheduling.simulated_client import Client
 from tests.scheduling.simulation import BLOCK_SIZE, VOCAB_SIZE, message, prompt
-from tests.scheduling.world import Client, World
+from tests.scheduling.world import World
 
 DEADLINE_S = 30.0
 N = 2

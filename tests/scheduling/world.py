@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -17,20 +16,18 @@ from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.cache_news import block_id as feed_id
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
 from pd_cluster.scheduling.scheduler import Scheduler, Update
-from pd_cluster.scheduling.sequence import Request, Sequence, sequence_seed
+from pd_cluster.scheduling.sequence import Request, Sequence
 from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
 from pd_cluster.scheduling.step_model import StepModel
 from pd_connectors.protocol.messages import SampledToken
-from tests.scheduling.beam_reference import best_answers
+from tests.scheduling.simulated_client import Client
 from tests.scheduling.simulation import (
     BLOCK_SIZE,
     EOS,
     VOCAB_SIZE,
     FakeWorker,
     candidates,
-    continuation,
     history,
-    logprobs,
 )
 
 if TYPE_CHECKING:
@@ -49,55 +46,6 @@ def steps_of(message: AddRequest) -> tuple[tuple[int, int], ...]:
     """Names for every other block of the prompt."""
     ends = range(BLOCK_SIZE, len(message.prompt_token_ids) + 1, 2 * BLOCK_SIZE)
     return tuple((end, hash((message.salt, *message.prompt_token_ids[:end])) % 2**64) for end in ends)
-
-
-@dataclass
-class Client:
-    """What a client has seen of one request."""
-
-    request: Request
-    outputs: list[list[int]]
-    reasons: list[FinishReason | None]
-    terminal: bool = False
-
-    @cached_property
-    def answers(self) -> list[tuple[list[int], FinishReason]]:
-        """Of a beam search."""
-        request, eos = self.request, frozenset({EOS})
-        sampling, last = request.sampling, history(request.prompt_token_ids)[-1]
-        return best_answers(
-            sampling, sampling.stop_ids(eos), lambda tokens: logprobs([last, *history(tokens, last)][-1])
-        )
-
-    def take(self, update: Update) -> None:
-        assert not self.terminal, "an update after the terminal one"
-        for report in update.sequences:
-            assert self.reasons[report.index] is None, "tokens after the end"
-            self.outputs[report.index] += [token.token_id for token in report.tokens]
-            self.reasons[report.index] = report.finish_reason
-            if report.stop_token_id is not None:
-                assert self.outputs[report.index][-1] == report.stop_token_id
-        self.terminal = update.finished
-        assert update.finished == (None not in self.reasons)
-
-    def expected(self, index: int) -> tuple[list[int], FinishReason]:
-        request = self.request
-        if request.sampling.beams is not None and request.work is not Work.PREFILL:
-            return self.answers[index]
-        output, reason = continuation(request.prompt_token_ids, sequence_seed(request.seed, index), request.sampling)
-        if request.work is Work.PREFILL:
-            stopped = reason is FinishReason.STOP and len(output) == 1
-            return output[:1], FinishReason.STOP if stopped else FinishReason.LENGTH
-        return output, reason
-
-    def check(self) -> None:
-        """Every sequence said what it had to, or was stopped on the way there."""
-        for index, (output, reason) in enumerate(zip(self.outputs, self.reasons, strict=True)):
-            expected, expected_reason = self.expected(index)
-            if reason is FinishReason.ABORT or reason is None:
-                assert output == expected[: len(output)], f"sequence {index} went astray"
-            else:
-                assert (output, reason) == (expected, expected_reason), f"sequence {index} of {self.request.request_id}"
 
 
 @dataclass
