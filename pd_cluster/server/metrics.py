@@ -63,7 +63,9 @@ class NodeMetrics:
         self.cached_tokens = counter(
             "cached_tokens", "Prompt tokens of requests that were in this node's prefix cache, by work.", "work"
         )
-        self.external_tokens = counter("external_tokens", "Prompt tokens with KV from another node.")
+        self.external_tokens = counter(
+            "external_tokens", "Prompt tokens, and known ones of cut streams, with KV from another node."
+        )
         self.handoffs = counter("handoffs", "Requests taken over, by the place of their prefill.", "prefill")
         self.fallbacks = counter("handoff_fallbacks", "Handoffs that did not go as requested, by reason.", "reason")
         self.waits = counter("waits_expired", "Waits that reached their deadline, by name.", "wait")

@@ -13,7 +13,8 @@ a continuation of several choices         this node
 
 after a failed load, `on_load_failure`:   any: the offer's next node, else this one   remote: the next node, else error
                                           local: this node                            fail: error
-A continuation is never an error: this node can compute what no other one gives it.
+A continuation is never an error: this node can compute what no other one gives it. It does so, and asks no other
+node, when one has died meanwhile: a stream that kills nodes must not reach all of them.
 """
 
 from __future__ import annotations
@@ -234,7 +235,13 @@ class PrefillSearch:
         return not self._legs or not await self._legs[-1].lives()
 
     def _bury(self, name: str) -> None:
-        """Count a prefill node that died during this request. Raises NodesDied at `max_node_deaths`."""
+        """Count a prefill node that died during this request. Raises NodesDied at `max_node_deaths`.
+
+        A stream that goes on asks no other node then, and does not end: the router counts the nodes that it kills.
+        """
+        if self._request.known is not None:
+            self._urls.clear()
+            return
         self._dead.add(name)
         if len(self._dead) >= self._state.config.handoff.max_node_deaths:
             self._fell_back("nodes_died")

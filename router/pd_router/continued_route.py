@@ -31,6 +31,7 @@ class ContinuedRoute:
     node: Node
     prefills: tuple[Node, ...]
     plan: RouteChoice
+    num_bytes: int  # of the prompt, and of the known tokens at as many bytes each: from these a node's speed is learned
 
 
 def choose_heir(
@@ -44,8 +45,9 @@ def choose_heir(
     """`prompt`: of the request. `heirs`: the nodes that may go on. None: no one of them is healthy."""
     if record.head is None or not heirs:
         return None
-    now_s = table.clock()
-    facts = replace(prompt, num_tokens=record.head.num_prompt_tokens + record.num_tokens, is_told=False)
+    now_s, num_prompt = table.clock(), max(1, record.head.num_prompt_tokens)
+    facts = replace(prompt, num_tokens=num_prompt + record.num_tokens, is_told=False)
+    num_bytes = prompt.num_bytes * facts.num_tokens // num_prompt
     try:
         plan = choose(table, model, facts, settings, asked=None, turn=0, heirs=heirs)
     except (NoNode, ModelNotFound):  # a stream waits for a node to come back
@@ -54,6 +56,6 @@ def choose_heir(
     if is_single and plan.order is not HandoffOrder.DIRECT:
         node, prefills = plan.best_decode(plan.decodes, now_s), plan.offered(now_s)[: settings.offer_size]
         if node is not None and prefills:
-            return ContinuedRoute(node, tuple(prefills), plan)
+            return ContinuedRoute(node, tuple(prefills), plan, num_bytes)
     alone = plan.best_direct(plan.decodes, now_s)
-    return None if alone is None else ContinuedRoute(alone, (), plan)
+    return None if alone is None else ContinuedRoute(alone, (), plan, num_bytes)

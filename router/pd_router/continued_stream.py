@@ -142,16 +142,14 @@ class ContinuedStream:
                 params |= {"do_remote_prefill": True, "offer": s.signed_offer(route.prefills)}
                 reading = until_begun.enter_context(self._charge(route, route.prefills[0], 0))
                 self._headers[PREFILL_CHARGE_HEADER] = reading.name
-                for prefill in route.prefills:
-                    self._casualties.meet(prefill)
             else:
                 self._headers.pop(PREFILL_CHARGE_HEADER, None)
+            body = self._body.with_transfer(params)  # before the charge, which only the leg releases
             charge = self._charge(route, node, self._body.num_samples, reads=reading is None)
             self._headers[CHARGE_HEADER] = charge.name
             leg = DecodeLeg(s.upstream, node, charge, self.record)
             self._casualties.meet(node)
             with LivenessGuard(node, lambda: True):
-                body = self._body.with_transfer(params)
                 await leg.open(self._path, self._headers, body, s.config.first_byte_timeout_s, s.config.idle_timeout_s)
             if reading is not None and leg.prefilled_by == route.prefills[0].node_id:
                 reading.prefill_done()
@@ -161,7 +159,7 @@ class ContinuedStream:
     def _charge(self, route: ContinuedRoute, node: Node, sequences: int, *, reads: bool = True) -> Charge:
         tokens, cached = route.plan.costs.work(node) if reads else (0, 0)
         return Charge(
-            node, self._s.table.clock, prefill_bytes=self._body.num_bytes if reads else 0, prompt_tokens=tokens,
+            node, self._s.table.clock, prefill_bytes=route.num_bytes if reads else 0, prompt_tokens=tokens,
             cached_tokens=cached, sequences=sequences,
         )  # fmt: skip
 

@@ -179,7 +179,9 @@ class NodeRequest(ABC, Generic[Plan]):
             self._casualties.spare(failure.node)
         if failure.kind is FailureKind.DIED:
             self._casualties.add(failure.node)
-            if self.phase != "stream":  # behind the first byte only the node that writes has the request
+            # behind the first byte the node that writes has the request, and a prefill node that it asks: if that one
+            # dies, the writing node goes on alone, so its death does not end a stream
+            if self.phase != "stream":
                 await self._look_for_others()
             self._casualties.check()
 

@@ -53,6 +53,8 @@ def test_prefill_nodes_read_what_is_known() -> None:
     route = heir(nodes, [d1])
     assert (route.node, route.prefills) == (d1, (p1, p0))
     assert route.plan.costs.work(p1) == (NUM_PROMPT + NUM_KNOWN, 0), "counted, not estimated"
+    assert route.num_bytes == 4 * (NUM_PROMPT + NUM_KNOWN), "a node that reads known tokens is no slower for that"
+    assert heir(nodes, [d1], num_known=0).num_bytes == 4 * NUM_PROMPT
     p1.reachable = False
     assert heir(nodes, [d0, d1]).prefills == (p0,)
 

@@ -17,7 +17,7 @@ from pd_connectors.protocol.messages import LeaseRef, SampledToken, TopLogprob
 from pd_connectors.protocol.ticket import Ticket
 from tests.connectors.layouts import full_layout
 from tests.scheduling.simulated_client import Client
-from tests.scheduling.simulation import BLOCK_SIZE, VOCAB_SIZE, message, prompt
+from tests.scheduling.simulation import BLOCK_SIZE, VOCAB_SIZE, begun, message, prompt
 from tests.scheduling.world import World
 
 DEADLINE_S = 30.0
@@ -61,13 +61,14 @@ class ScriptedConnector(NullConnector):
 class DecodeNode:
     """A world behind `KvTransfers`, and one request that takes KV over."""
 
-    def __init__(self, ticket: Ticket, asked: AddRequest = OFFER) -> None:
+    def __init__(self, ticket: Ticket | None, asked: AddRequest = OFFER) -> None:
         self.world = World()
         self.replies: list[FromEngine] = []
         self.connector = ScriptedConnector()
         self.transfers = KvTransfers(self.connector, self.world.scheduler, self.replies.append, self.world.take)
         self.request = self.world.request(msgspec.structs.replace(asked, ticket=ticket))
-        self.client = self.world.clients["r"] = Client(self.request, [[] for _ in range(N)], [None] * N)
+        outputs = [list(known) for known in asked.known] or [[] for _ in range(asked.sampling.n)]
+        self.client = self.world.clients["r"] = Client(self.request, outputs, [None] * asked.sampling.n)
         self.transfers.admit(self.request)
 
     def hear(self, *events: Event) -> None:
@@ -91,7 +92,7 @@ class DecodeNode:
         load_id = self.connector.load_id
         self.hear(LoadFailed(load_id, LoadFailure.READ_FAILED))
         load, _ = self.world.loads.pop(load_id)
-        self.world.worker.write_load(load, self.request.prompt_token_ids, good=False)
+        self.world.write_load(load, self.request, good=False)
         self.hear(LoadDrained(load_id))
         reply = self.replies[-1]
         assert isinstance(reply, NeedsPrefill)
@@ -100,7 +101,7 @@ class DecodeNode:
     def succeed(self) -> None:
         load_id = self.connector.load_id
         load, _ = self.world.loads.pop(load_id)
-        self.world.worker.write_load(load, self.request.prompt_token_ids, good=True)
+        self.world.write_load(load, self.request, good=True)
         self.hear(LoadDone(load_id, (1,), 0.0))
 
     def redraws(self) -> dict[str, float]:
@@ -154,3 +155,57 @@ def test_a_p_that_names_fewer_candidates_than_a_search_needs_is_not_believed() -
     reply = node.replies[-1]
     assert isinstance(reply, NeedsPrefill)
     assert reply.reason == "rejected: wrong number of first tokens"
+
+
+# --- an answer that has begun on another node
+
+NUM_KNOWN = 9
+BEGUN = begun(message("r", OFFER.prompt_token_ids, work=Work.TAKE_OVER, max_tokens=NUM_KNOWN + 5), NUM_KNOWN)
+NUM_LOADED = len(BEGUN.prompt_token_ids) + NUM_KNOWN
+WITH_KNOWN = msgspec.structs.replace(TICKETS[Redraw.MISMATCH], num_tokens=NUM_LOADED, num_samples=1)
+
+
+def check_rest(node: DecodeNode) -> None:
+    """Nothing of what P drew is there; the world's client has compared each token."""
+    node.world.run_until_idle()
+    assert len(node.client.outputs[0]) == NUM_KNOWN + 5
+    assert set(node.redraws().values()) == {0.0}
+    node.world.check_empty()
+
+
+def test_the_second_load_of_a_begun_answer_succeeds_too() -> None:
+    """D asks for the KV of prompt and known tokens. What P draws is not used, under whatever parameters."""
+    node = DecodeNode(None, BEGUN)
+    assert node.replies == [NeedsPrefill("r", 0)]
+    node.transfers.use_ticket("r", WITH_KNOWN, DEADLINE_S)
+    node.load(WITH_KNOWN)
+    assert node.fail().reason
+    node.transfers.use_ticket("r", WITH_KNOWN, DEADLINE_S)
+    node.load(WITH_KNOWN)
+    assert node.client.outputs == [list(BEGUN.known[0])]
+    node.succeed()
+    check_rest(node)
+    assert node.world.worker.num_tokens_computed == 5, "only the last known token and those behind it"
+
+
+def test_a_ticket_for_the_prompt_alone_is_refused_for_a_begun_answer() -> None:
+    node = DecodeNode(None, BEGUN)
+    node.transfers.use_ticket("r", TICKETS[Redraw.MISMATCH], DEADLINE_S)
+    reply = node.replies[-1]
+    assert isinstance(reply, NeedsPrefill)
+    assert reply.reason == f"rejected: the ticket is for {EQUAL.num_tokens} tokens, not for {NUM_LOADED}"
+    node.transfers.prefill_locally("r")
+    check_rest(node)
+
+
+@pytest.mark.parametrize(("least", "is_asked"), [(NUM_KNOWN, True), (NUM_KNOWN + 1, False)])
+def test_known_tokens_count_as_the_end_of_the_prompt_that_may_be_cached(least: int, is_asked: bool) -> None:
+    """D has computed the prompt before: it lacks the known tokens only."""
+    node = DecodeNode(None, BEGUN)
+    node.transfers.forget(node.request)
+    node.world.take(node.world.scheduler.abort(node.request))
+    node.world.submit(message("before", BEGUN.prompt_token_ids, max_tokens=1))
+    node.world.run_until_idle()
+    node.replies.clear()
+    node.transfers.admit(node.world.request(msgspec.structs.replace(BEGUN, min_remote_tokens=least)))
+    assert node.replies == [NeedsPrefill("r", len(BEGUN.prompt_token_ids))] * is_asked

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd_cluster.config import HandoffConfig
-from pd_cluster.protocol.messages import FinishReason, PrefillLocally, UseTicket, Work
+from pd_cluster.protocol.messages import FinishReason, PrefillLocally, RequestFailed, UseTicket, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.server.app import create_app
 from pd_connectors.protocol.ticket import Offer, sign
+from pd_http.errors import ENGINE_DIED
 from pd_http.frames import StreamEnd
 from tests.cut_streams import COMPLETIONS, asking, continuation_of, continuing, data_of, same_content
 from tests.server.fake_engine import FakeEngine, Line, decodes, says
@@ -122,3 +123,41 @@ async def test_no_p_of_an_untrusted_offer_is_asked() -> None:
         same_content(data_of(messages[:2]) + rest, data_of(messages))
         assert (second.engine.requests[0].work, p.engine.requests) == (Work.GENERATE, [])
         assert second.metric('pd_handoff_fallbacks_total{reason="offer_bad_signature"}') == 1
+
+
+async def dies(line: Line) -> None:
+    """P's engine ends before it gives a ticket."""
+    line.push(RequestFailed(line.request.request_id, "EngineUnavailable", "it died", code=ENGINE_DIED))
+
+
+async def test_a_stream_goes_on_alone_when_a_prefill_node_died_of_it() -> None:
+    """One at most dies at each node that goes on. The stream does not end by it, as a request without tokens does."""
+    async with (
+        running(FakeEngine(token_by_token), node_id="d0") as first,
+        running(FakeEngine(dies), node_id="p0") as dead,
+        running(FakeEngine(says([5])), node_id="p1") as spared,
+        running(engine_of_d(ids=ANSWER[1:]), node_id="d1", handoff=HandoffConfig(max_node_deaths=1)) as second,
+    ):
+        messages = await begin(first, BODY)
+        rest = await go_on(second, BODY, messages[:2], dead.url, spared.url)
+        same_content(data_of(messages[:2]) + rest, data_of(messages))
+        assert isinstance(second.engine.sent[0], PrefillLocally)
+        assert second.metric('pd_handoff_fallbacks_total{reason="peer_died"}') == 1
+        assert spared.engine.requests == []
+
+
+@pytest.mark.parametrize("policy", ["any", "local", "remote", "fail"])
+async def test_a_load_that_fails_because_its_prefill_node_died(policy: str) -> None:
+    handoff = HandoffConfig(on_load_failure=policy, max_node_deaths=1)
+    engine = FakeEngine(decodes(ANSWER[1:], failures=["peer_restarted: another epoch"]))
+    async with (
+        running(FakeEngine(token_by_token), node_id="d0") as first,
+        running(FakeEngine(says([5])), node_id="p0") as dead,
+        running(FakeEngine(says([5])), node_id="p1") as spared,
+        running(engine, node_id="d1", handoff=handoff) as second,
+    ):
+        messages = await begin(first, BODY)
+        rest = await go_on(second, BODY, messages[:2], dead.url, spared.url)
+        same_content(data_of(messages[:2]) + rest, data_of(messages))
+        assert [type(one) for one in second.engine.sent] == [UseTicket, PrefillLocally]
+        assert (len(dead.engine.requests), spared.engine.requests) == (1, [])
