@@ -240,7 +240,7 @@ def test_no_command_takes_a_port_that_is_none(command: str, port: int, capsys: p
         status = int(str(stop.code))
     error = capsys.readouterr().err
     assert status == 2
-    assert "--port" in error.splitlines()[-1]
+    assert "--port" in error.splitlines()[0]
 
 
 @pytest.mark.long
