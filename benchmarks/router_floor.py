@@ -19,7 +19,7 @@ import uvloop
 LAST_CHUNK = b"0\r\n\r\n"
 _HEALTH = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 _P_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\nx-pd-ticket: stream\r\ncontent-length: %d\r\n\r\n"
-_D_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: d\r\nx-pd-frames: 1\r\ncontent-length: %d\r\n\r\n"
+_D_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: d\r\ncontent-length: %d\r\n\r\n"
 
 
 class FloorLeg(asyncio.Protocol):
