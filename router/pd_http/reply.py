@@ -73,11 +73,13 @@ class Reply:
         """Answer with `error`: as a status if nothing was sent, else as the last event of a stream.
 
         Any other answer that has begun is left incomplete: the server then closes the connection. A status 503 says
-        when to try again.
+        when to try again, a status 401 how to name a key (RFC 9110, 15.5.2).
         """
         if not self.started:
             if error.status == HTTPStatus.SERVICE_UNAVAILABLE or error.retry_after_s:
                 self.headers["retry-after"] = str(error.retry_after_s or 1)
+            if error.status == HTTPStatus.UNAUTHORIZED:
+                self.headers["www-authenticate"] = "Bearer"
             await self.json(self.dialect.status(error), self.dialect.error_body(error))
         elif self._on_error is not None and not self.ended:
             self.status = error.status

@@ -61,13 +61,14 @@ async def post(
 async def test_a_request_without_a_key_is_refused_in_its_own_dialect(keys: Path) -> None:
     node = FakeNode("mixed", fakes.decode)
     async with running(node), serving(mixed=[node], api_keys=str(keys)) as router:
-        status, body, _ = await post(router, headers={"x-other": "1"})
+        status, body, told = await post(router, headers={"x-other": "1"})
         assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+        assert told["www-authenticate"] == "Bearer"
         status, body, _ = await post(router, path="/v1/messages", headers={"x-api-key": "wrong"})
         assert (status, body["type"], body["error"]["type"]) == (401, "error", "authentication_error")
         for path in ("/v1/models", "/v1/models/demo", "/server_info"):
             async with router.session.get(router.url + path) as response:
-                assert response.status == 401
+                assert (response.status, response.headers["www-authenticate"]) == (401, "Bearer")
         for path in ("/tokenize", "/v1/messages/count_tokens"):
             assert (await post(router, path=path, headers={"authorization": "Bearer "}))[0] == 401
         for path in ("/health", "/metrics", "/nodes", "/version"):
