@@ -26,7 +26,7 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
     for role in ("prefill", "decode"):
         cluster.add_argument(
             f"--{role}-tp",
-            type=count,
+            type=degree,
             metavar="N",
             help=f"Ranks, and GPUs, of each {role} node. Default: that of --tp, which mixed nodes always have.",
         )
@@ -55,4 +55,12 @@ def count(text: str) -> int:
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError("must be 0 or more")
+    return number
+
+
+def degree(text: str) -> int:
+    """argparse type: a number of ranks, 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
     return number

@@ -10,6 +10,7 @@ A prompt that waits holds nothing, and has no such turns.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,5 +41,8 @@ class PassedPrompts:
 
     def note(self, prefills: List[Sequence], best_planned: float, *, is_turn: bool) -> None:
         """A step was planned. `best_planned`: the best priority of its prompts. `is_turn`: a passed one was first."""
-        is_passed = not is_turn and any(seq.rank[0] > best_planned for seq in prefills)
-        self._num_passes = self._num_passes + 1 if is_passed else 0
+        if is_turn:
+            self._num_passes = 0
+        elif best_planned < math.inf:  # else the step had no prompt, so it was none's turn
+            is_passed = any(seq.rank[0] > best_planned for seq in prefills)
+            self._num_passes = self._num_passes + 1 if is_passed else 0

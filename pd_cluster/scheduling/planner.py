@@ -97,7 +97,8 @@ class Planner:
         if not builder.preempted and not builder.held and self._queues.has_waiting:
             self._admit(builder)
             self._yield_beam(builder)
-        self._passed.note(prefills, builder.best_priority, is_turn=has_turn)
+        if resting is None or has_turn:  # a step that leaves a group out says nothing of its prompts
+            self._passed.note(prefills, builder.best_priority, is_turn=has_turn)
         if resting is not None and not builder.chunks:  # no other group has work: the group need not rest
             self._plan_decodes(builder, None)
         return builder.batch(self._queues.take_departures(), self._queues.take_beam_steps(), loads)

@@ -33,7 +33,7 @@ from pd_cluster.scheduling.kv_memory import KvMemory
 from pd_cluster.scheduling.lifecycle import Lifecycle, Update
 from pd_cluster.scheduling.planner import Planner
 from pd_cluster.scheduling.queues import Queues
-from pd_cluster.scheduling.sequence import KvArrival, Request
+from pd_cluster.scheduling.sequence import KvArrival, Request, SequenceStatus
 from pd_cluster.scheduling.step_effects import StepEffects
 from pd_cluster.scheduling.turns import Turns, crowd_limit
 from pd_cluster.scheduling.yielding import Yielding
@@ -346,7 +346,7 @@ class Scheduler:
     def request_of(self, seq_id: int) -> Request | None:
         """The request of a sequence; None if the sequence has ended."""
         seq = self._queues.sequences.get(seq_id)
-        return None if seq is None or seq.finish_reason is not None else seq.request
+        return None if seq is None or seq.status is SequenceStatus.FINISHED else seq.request
 
     def end_lease(self, lease_id: str) -> Update | None:
         """Free the blocks of a lease that has ended. Unknown ids are ignored.

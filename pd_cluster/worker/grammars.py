@@ -141,6 +141,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._restarts = ThreadPoolExecutor(1, thread_name_prefix="grammar-restart")  # delay no new grammar
         self.mask_threads = MaskThreads()
         self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
         self._lock = Lock()  # of `_compiled`: the step loop prepares, and threads of masks restart
@@ -156,7 +157,8 @@ class Grammars:
             self._tools = self._threads.submit(self._make_tools, path)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)  # first: the end of a compilation begins a mask
+        for threads in (self._threads, self._restarts):  # first: the end of a compilation begins a mask
+            threads.shutdown(wait=True, cancel_futures=True)
         self.mask_threads.close()
 
     def prepare(self, grammar: str) -> Future[Any]:
@@ -167,7 +169,7 @@ class Grammars:
         if self._refusal:
             raise InvalidRequest(self._refusal, code="unsupported_value")
         with self._lock:
-            compiled = self._compiled.get(grammar) or self._begin(grammar)
+            compiled = self._compiled.get(grammar) or self._begin(grammar, self._threads)
             self._compiled[grammar] = compiled
             self._compiled.move_to_end(grammar)
             if len(self._compiled) > MAX_KEPT:
@@ -188,7 +190,7 @@ class Grammars:
         with self._lock:
             if self._compiled.get(grammar) is failed:
                 del self._compiled[grammar]
-        return self._begin(grammar)
+        return self._begin(grammar, self._restarts)
 
     def state(self, compiled: Future[Any]) -> GrammarState:
         """A new state at the beginning of a grammar that is compiled.
@@ -232,8 +234,8 @@ class Grammars:
             for row, state in states.items():
                 state.fill(masks[row])
 
-    def _begin(self, grammar: str) -> Future[Any]:
-        compiled = self._threads.submit(self._compile, grammar)
+    def _begin(self, grammar: str, threads: ThreadPoolExecutor) -> Future[Any]:
+        compiled = threads.submit(self._compile, grammar)
         compiled.add_done_callback(lambda _: self.mask_threads.ring())
         return compiled
 

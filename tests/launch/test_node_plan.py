@@ -110,6 +110,13 @@ def test_a_role_has_its_own_degree_or_that_of_all() -> None:
     assert plans_of("--prefill=0", "--decode=0", "--mixed=2") == {"mixed": RolePlan(2)}
 
 
+@pytest.mark.parametrize("degree", ["0", "-1", "two"])
+def test_a_degree_below_one_is_refused(degree: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plans_of(f"--decode-tp={degree}")
+    assert "--decode-tp" in capsys.readouterr().err
+
+
 def test_a_degree_of_no_node_is_refused() -> None:
     with pytest.raises(StartupError, match=r"--prefill-tp 2: there are no prefill nodes \(--prefill 0\)"):
         plans_of("--prefill=0", "--prefill-tp=2")

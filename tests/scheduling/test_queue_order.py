@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling import batch_builder
-from pd_cluster.scheduling.passed_prompts import MOST_PASSES
+from pd_cluster.scheduling.passed_prompts import MOST_PASSES, PassedPrompts
 from pd_cluster.scheduling.queue_order import AGEING
 from pd_cluster.scheduling.step_model import StepModel, StepWork
 from tests.scheduling.simulation import message, prompt
@@ -176,6 +177,20 @@ def test_a_prompt_that_runs_is_not_passed_for_ever(depth: int, monkeypatch: pyte
     one.run_until_idle()
     one.end_lease("lease-slow")
     one.check_empty()
+
+
+def test_a_step_without_prompts_does_not_take_a_turn_away() -> None:
+    """It has no room beside its decodes, or preempts: the prompt was passed before it, and will be behind it."""
+    world = World()
+    passed = world.submit(message("a", prompt(100), priority=1)).sequences
+    passes = PassedPrompts()
+    for _ in range(MOST_PASSES):
+        assert passes.of_turn(passed, best_waiting=0) is None
+        passes.note(passed, 0, is_turn=False)
+        passes.note([], math.inf, is_turn=False)
+    assert passes.of_turn(passed, best_waiting=0) is passed[0]
+    passes.note(passed, 1, is_turn=True)
+    assert passes.of_turn(passed, best_waiting=0) is None
 
 
 def test_of_passed_prompts_the_first_to_arrive_is_done_first(monkeypatch: pytest.MonkeyPatch) -> None:

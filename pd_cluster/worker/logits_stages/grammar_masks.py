@@ -119,24 +119,28 @@ def compute_masks(constraints: Sequence[Constraint]) -> list[Constraint]:
     """
     grammars, others = constraints[0].grammars, ~constraints[0].eos
     masks = np.empty((len(constraints), len(others)), np.int32)
-    errors = dict[int, str]()  # llguidance may raise anything, and a row must not wait for its deadline
+    errors = dict[int, str]()  # llguidance may raise anything, panics too, and a row must not wait for its deadline
     taken: dict[int, tuple[GrammarState, list[int]]] = {}
     for at, one in enumerate(constraints):
         try:
             taken[at] = one.take_pending()
-        except Exception as error:
-            errors[at] = str(error)
+        except BaseException as error:
+            errors[at] = _said(error)
     try:
         grammars.advance(list(taken.values()))
         grammars.fill({at: state for at, (state, _) in taken.items()}, masks)
-    except Exception as error:
-        errors |= dict.fromkeys(taken, str(error))
+    except BaseException as error:
+        errors |= dict.fromkeys(taken, _said(error))
     allow_more = np.any(masks[:, :FIRST_WORDS] & others[:FIRST_WORDS], axis=1).tolist()
     for at in taken.keys() - errors.keys():
         constraints[at].mask = masks[at]
         more = allow_more[at] or bool((masks[at] & others).any())
         errors[at] = constraints[at].error_at(taken[at][0], allows_more=more)
     return [one for at, one in enumerate(constraints) if not errors[at] or one.ends_with(errors[at])]
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__  # "" would say that there is none
 
 
 class GrammarMasks(CapturedStage):

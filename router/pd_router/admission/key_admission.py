@@ -120,9 +120,7 @@ class KeyAdmission:
         key = self._ring.find(headers)
         if key is None:
             self._metrics.refusals.labels("", "key").inc()
-            raise KeyRefused(
-                "the request has no API key of this router: authorization: Bearer KEY, or x-api-key: KEY"
-            )
+            raise KeyRefused("the request has no API key of this router: authorization: Bearer KEY, or x-api-key: KEY")
         return self.limits_of(key)
 
     def limits_of(self, key: ApiKey) -> KeyLimits:
