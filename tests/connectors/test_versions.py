@@ -34,7 +34,7 @@ OURS = full_layout(16, 2, 2, 16)
     ids=["ticket", "offer", "order"],
 )
 def test_a_paper_of_version_one_is_refused_by_name(old: msgspec.Struct, kind: type[Any]) -> None:
-    words = f"the {kind.__name__.lower()} speaks protocol 1, this node 2: run the same release"
+    words = f"the {kind.__name__.lower().removeprefix('node')} speaks protocol 1, this node 2: run the same release"
     with pytest.raises(ProtocolMismatch, match=words):
         verify(KEY, version_one.sign(KEY, old), kind, 0.0)
 

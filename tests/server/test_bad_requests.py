@@ -71,7 +71,7 @@ CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"stop": "a" * 1025}, "stop"),
     ({"stop_token_ids": [3072]}, "stop_token_ids"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 1}, "logprobs"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
