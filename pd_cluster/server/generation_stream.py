@@ -115,11 +115,13 @@ class GenerationStream:
         return self.request.asks_scores and source.work is Work.TAKE_OVER and source.ticket is None
 
     async def __aenter__(self) -> GenerationStream:
-        if not self._asks_first:
+        if self._asks_first:
+            await self._ask_first()
+        else:
             self._admit(self._state.config.handoff.load_deadline_s)
         return self
 
-    def _admit(self, load_deadline_s: float) -> RequestStream:
+    def _admit(self, load_deadline_s: float) -> None:
         min_remote_tokens = self._state.config.handoff.min_remote_tokens
         self._stream = self._state.engine.open(
             self.request.to_engine(
@@ -128,25 +130,30 @@ class GenerationStream:
         )
         if self.request.charge is not None:
             self.request.charge.include()
-        return self._stream
 
-    async def _ask_first(self) -> RequestStream:
-        """Admit the request with the ticket of a prefill node, or else for this node alone. Raises PdError."""
-        found = await self._search.answer(NeedsPrefill(self.request.request_id, 0))
-        source, deadline_s = KvSource(), self._state.config.handoff.load_deadline_s
-        if isinstance(found, UseTicket):
-            source, deadline_s = replace(self.request.kv_source, ticket=found.ticket), found.load_deadline_s
-        self.request = replace(self.request, kv_source=source)
-        return self._admit(deadline_s)
+    async def _ask_first(self) -> None:
+        """Admit the request with the ticket of a prefill node, or else for this node alone. Raises PdError.
+
+        A P sends its ticket at admission. So all prompts of a request are admitted before the first byte of the answer,
+        and a full queue is still a status.
+        """
+        try:
+            found = await self._search.answer(NeedsPrefill(self.request.request_id, 0))
+            source, deadline_s = KvSource(), self._state.config.handoff.load_deadline_s
+            if isinstance(found, UseTicket):
+                source, deadline_s = replace(self.request.kv_source, ticket=found.ticket), found.load_deadline_s
+            self.request = replace(self.request, kv_source=source)
+            self._admit(deadline_s)
+        except BaseException:
+            await self._search.close()  # without `__aexit__`
+            raise
 
     async def __aexit__(self, *exc: object) -> None:
         try:
-            if self._stream is not None:
-                self._count()
+            self._count()
         finally:
             try:
-                if self._stream is not None:
-                    await self._stream.__aexit__(*exc)
+                await self._admitted.__aexit__(*exc)
             finally:
                 await self._search.close()
 
@@ -164,7 +171,7 @@ class GenerationStream:
         A list of a PREFILL may be empty: it means that `ticket` is set, or that `take_told` has something. Raises
         PdError when the engine or the handoff fails.
         """
-        stream = await self._ask_first() if self._stream is None else self._stream
+        stream = self._admitted
         while not self.finished:
             if self._failure is not None:
                 raise self._failure

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.state import NodeState
 
 Result = TypeVar("Result")
+SCORES_TURN_S = 60.0  # until a generated answer's prompt has its turn among those that are only read
 
 
 class Reads(NamedTuple, Generic[Result]):
@@ -124,7 +125,11 @@ async def read_scores(state: NodeState, request: GenerationRequest, scores: Prom
         group=request.group,
         outputs=request.ask.outputs,
     )
-    await window.take(num_tokens)
+    try:
+        async with asyncio.timeout(SCORES_TURN_S):
+            await window.take(num_tokens)
+    except TimeoutError as error:
+        raise Overloaded(f"the prompt's log-probabilities had no turn within {SCORES_TURN_S:g} s") from error
     try:
         await _read(state, read, lambda told: scores.take(told.start, told.entries))
     finally:

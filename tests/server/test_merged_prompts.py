@@ -16,6 +16,7 @@ from pd_cluster.protocol.messages import (
     FinishReason,
     NeedsPrefill,
     PromptLogprobs,
+    RequestFailed,
     TicketOpened,
     Work,
 )
@@ -335,4 +336,47 @@ async def test_a_client_that_leaves_while_d_reads_ends_the_read() -> None:
         async with asyncio.timeout(WAIT_S):
             ended = {(await d.engine.aborts.get()).request_id for _ in range(2)}
         assert ended == {request.request_id for request in d.engine.requests}
+        await rests(d)
+
+
+async def test_all_prompts_are_admitted_before_the_first_byte() -> None:
+    """A prompt that no node takes is a status, also if the first one has tokens already."""
+    has_tokens = asyncio.Event()
+
+    async def refuses_the_last(line: Line) -> None:
+        if line.request.prompt_token_ids != [7, 8]:
+            await computes(line)
+            return
+        await has_tokens.wait()
+        line.push(RequestFailed(line.request.request_id, "Overloaded", "it is full"))
+
+    async def notes(line: Line) -> None:
+        await computes(line)
+        has_tokens.set()
+
+    body = ASKED | {"prompt": [PROMPT, [7, 8]], "stream": True}
+    async with pair(refuses_the_last, notes, on_load_failure="remote") as (p, d):
+        body["kv_transfer_params"] = {"do_remote_prefill": True, "offer": make_offer(p.url)}
+        async with asyncio.timeout(WAIT_S), d.session.post(d.url + COMPLETIONS, json=body) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (502, "prefill_unavailable")
+        await rests(d)
+        await rests(p)
+
+
+async def test_the_turn_of_a_prompt_that_is_read_again_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pd_cluster.server.prompt_reads.SCORES_TURN_S", 0.05)
+
+    async def tells_nothing(line: Line) -> None:
+        line.push(TicketOpened(line.request.request_id, line.ticket()))
+        line.tokens(SAID[:1], finish=FinishReason.LENGTH)
+
+    async with pair(tells_nothing) as (p, d):
+        window = d.state.read_window
+        await window.take(1 << 30)  # another request's prompt
+        body = ASKED | {"kv_transfer_params": {"do_remote_prefill": True, "offer": make_offer(p.url)}}
+        async with asyncio.timeout(WAIT_S), d.session.post(d.url + COMPLETIONS, json=body) as response:
+            answer = await response.json()
+            assert (response.status, answer["error"]["code"]) == (503, "overloaded")
+        assert "had no turn within 0.05 s" in answer["error"]["message"]
+        window.give(1 << 30)
         await rests(d)
