@@ -21,19 +21,12 @@ from pd_cluster.protocol.messages import (
     Work,
 )
 from pd_cluster.protocol.prompt_outputs import PromptOutputs, PromptToken
-from pd_cluster.server import prefill_client, prompt_events
+from pd_cluster.server import prefill_client
 from pd_cluster.server.prompt_scores import PromptScores
 from pd_http import node_answers
 from pd_http.sse import Event, SseParser
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line
 from tests.server.live_server import running
-from tests.server.test_decode_leg import decode_node, fallbacks, make_offer
-from tests.server.test_silent_peers import raw_node, url_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from tests.server.live_server import Node
 from tests.server.merged_nodes import (
     ASKED,
     CHAT,
@@ -51,13 +44,15 @@ from tests.server.merged_nodes import (
     tell,
     works,
 )
+from tests.server.test_decode_leg import decode_node, fallbacks, make_offer
+from tests.server.test_silent_peers import raw_node, url_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tests.server.live_server import Node
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def small_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_events, "EVENT_ENTRIES", 3)
 
 
 MESSAGES = [{"role": "user", "content": "Hello there."}]

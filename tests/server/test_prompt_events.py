@@ -32,11 +32,6 @@ from tests.server.test_prefill_endpoint import FOREIGN, STREAM
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def small_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_events, "EVENT_ENTRIES", 3)
-
-
 # what P tells is checked
 
 RIGHT = entries_of(PROMPT, 2)
