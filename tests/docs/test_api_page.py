@@ -14,9 +14,11 @@ from pd_cluster.server.schema import ChatBody, CompletionBody
 from pd_router.openapi import ROUTER_ONLY
 from tests.deploy import metric_names
 from tests.docs.pages import ROOT
+from tests.server.conftest import patient_grammar_checks
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import running
 
+__all__ = ["patient_grammar_checks"]  # a fixture for every test here
 BODIES = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
 # a node with --priorities, and a chat template that knows of reasoning, read them
 NOT_BY_DEFAULT = {name: name for name in ("priority", "reasoning_effort", "enable_thinking")}
