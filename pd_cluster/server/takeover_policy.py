@@ -212,9 +212,17 @@ class PrefillSearch:
         raise PrefillUnavailable(f"no prefill node could serve the request ({reason}), and {forbidden}")
 
     async def hear_scores(self) -> None:
-        """Wait until the prefill node has told the scores, or will not. Call it when the prompt is computed."""
-        if self._legs:
-            await self._legs[-1].hear_prompt()
+        """Wait until the prefill node has told the scores, or will not. Call it when the prompt is computed.
+
+        A node that died before it had told them counts like one that died before its KV was here. Raises NodesDied.
+        """
+        if not self._legs or self._scores is None:
+            return
+        leg = self._legs[-1]
+        await leg.hear_prompt()
+        if leg.has_died and not self._scores.is_complete:
+            self._fell_back(f"peer_{FailureKind.DIED}", "the prefill node died behind the KV of the prompt")
+            self._bury(self.prefill_node or "")
 
     def has_tokens(self) -> None:
         """Note that the engine has generated. If it never sent NeedsPrefill, this node has prefilled."""
