@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 from aiohttp import web
 
-from pd_cluster.protocol.messages import Work
-from tests.server.fake_engine import WAIT_S, FakeEngine
+from pd_cluster.protocol.messages import NeedsPrefill, PrefillLocally, PromptLogprobs, TicketOpened, Work
+from pd_cluster.protocol.prompt_outputs import PromptOutputs
+from tests.server.fake_engine import WAIT_S, FakeEngine, Line
 from tests.server.live_server import running
 from tests.server.merged_nodes import (
     ASKED,
     COMPLETIONS,
+    PROMPT,
+    SAID,
+    STEP_TOKENS,
     alone,
     asked,
     computes,
+    entries_of,
     pair,
     rests,
+    says_all,
     works,
 )
 from tests.server.test_decode_leg import decode_node, fallbacks, make_offer
@@ -113,3 +120,49 @@ async def test_a_prompt_that_no_node_takes_is_a_local_handoff() -> None:
         assert (handoffs(d, "local"), handoffs(d, "remote")) == (1, 0)
         await asked(d, COMPLETIONS, ASKED, p.url)
         assert (handoffs(d, "local"), handoffs(d, "remote")) == (1, 1)
+
+
+async def opens_only(line: Line) -> None:
+    """P opens a lease, tells the scores of a step, and computes no more."""
+    line.push(TicketOpened(line.request.request_id, line.ticket()))
+    half = entries_of(line.request.prompt_token_ids, 2)[:STEP_TOKENS]
+    line.push(PromptLogprobs(line.request.request_id, 1, half))
+
+
+async def test_a_load_that_fails_late_costs_one_computation() -> None:
+    """The engine is told what is asked about the prompt that it has to compute."""
+    loses = partial(computes, failures=["lease_ended: p says so"])
+    async with pair(opens_only, loses) as (p, d):
+        assert await asked(d, COMPLETIONS, ASKED, p.url) == await alone(COMPLETIONS, ASKED)
+        [answer] = [message for message in d.engine.sent if isinstance(message, PrefillLocally)]
+        assert answer.outputs == PromptOutputs(logprobs=2)
+        assert works(d) == [Work.TAKE_OVER]
+        assert (fallbacks(d, "lease_ended"), fallbacks(d, "no_prompt_logprobs")) == (1, 0)
+        assert (handoffs(d, "local"), handoffs(d, "remote")) == (1, 0)
+
+
+async def test_a_load_that_fails_behind_the_first_token_is_read_again() -> None:
+    """The engine has told the token, and answers no question about the prompt any more."""
+
+    async def loses(line: Line) -> None:
+        if line.request.work is Work.READ:
+            await computes(line)
+            return
+        line.tokens(SAID[:1])
+        line.push(NeedsPrefill(line.request.request_id, 0, "lease_ended: p says so"))
+        assert isinstance(await line.heard(), PrefillLocally)
+        says_all(line, SAID[1:])
+
+    async with pair(opens_only, loses) as (p, d):
+        assert await asked(d, COMPLETIONS, ASKED, p.url) == await alone(COMPLETIONS, ASKED)
+        assert works(d) == [Work.TAKE_OVER, Work.READ]
+        assert len(d.engine.requests[1].prompt_token_ids) == len(PROMPT)
+
+
+async def test_nothing_is_asked_about_a_prompt_without_scores() -> None:
+    loses = partial(computes, failures=["", "lease_ended: p says so"])
+    async with pair(opens_only, loses) as (p, d):
+        body = {"prompt": PROMPT, "max_tokens": 3}
+        assert await asked(d, COMPLETIONS, body, p.url) == await alone(COMPLETIONS, body)
+        [answer] = [message for message in d.engine.sent if isinstance(message, PrefillLocally)]
+        assert answer.outputs is None
