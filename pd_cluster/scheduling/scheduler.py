@@ -336,10 +336,12 @@ class Scheduler:
     ) -> Update | None:
         """End a request, or its sequence `index`, in whatever state. None when that has ended already (or never was).
 
+        A beam search ends with any of its beams: a round waits for a candidate of each, and would wait for ever.
         Blocks that a load writes are quarantined: the caller cancels the load, and calls `drain` when it has drained.
         A lease of a running PREFILL is ended by the caller *before*: its blocks are freed here.
         """
         reports = []
+        index = None if request.beams is not None else index
         for seq in request.sequences:
             if seq.finish_reason is None and index in (None, seq.index):
                 seq.finish_reason = reason
