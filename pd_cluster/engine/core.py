@@ -257,7 +257,7 @@ class EngineCore:
             case UseTicket():
                 self._transfers.use_ticket(message.request_id, message.ticket, message.load_deadline_s)
             case PrefillLocally():
-                self._transfers.prefill_locally(message.request_id)
+                self._transfers.prefill_locally(message.request_id, message.outputs)
             case Abort():
                 self._abort(message)
             case ReleaseLease():

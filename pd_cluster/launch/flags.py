@@ -31,11 +31,14 @@ def config_from(namespace: argparse.Namespace, environ: Mapping[str, str] = os.e
     )
 
 
-def given_flags(namespace: argparse.Namespace, skip: Collection[str] = ()) -> list[str]:
-    """The configuration flags that were given, as arguments again. `up` forwards only these. `skip`: field names."""
+def given_flags(namespace: argparse.Namespace, skip: Collection[str] = (), kinds: Collection[type] = ()) -> list[str]:
+    """The configuration flags that were given, as arguments again. `up` forwards only these.
+
+    `skip`: field names. `kinds`: the dataclasses of the flags; (): NodeConfig's sections.
+    """
     given = vars(namespace)
     arguments: list[str] = []
-    for kind in NodeConfig.sections().values():
+    for kind in kinds or NodeConfig.sections().values():
         for item in fields(kind):
             if item.name not in given or item.name in skip:
                 continue

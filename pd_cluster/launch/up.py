@@ -14,6 +14,7 @@ import os
 import secrets
 import shlex
 import signal
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -30,8 +31,10 @@ from pd_cluster.launch.node_plan import DRAIN_S, NODE_HOST, plan_nodes, role_pla
 from pd_cluster.launch.restarts import Restarts
 from pd_cluster.launch.sockets import listen, port_of, reserve
 from pd_cluster.launch.supervise import Supervisor, describe_death
-from pd_cluster.launch.up_flags import POOL_CONNECTORS, POOL_READY
+from pd_cluster.launch.up_flags import OTHER_ROUTER_SETTINGS, POOL_CONNECTORS, POOL_READY, ROUTER_SETTINGS
 from pd_connectors.protocol.keys import KEY_ENV
+from pd_router.admission.key_file import KeyFile
+from pd_router.config import RouterConfig
 
 if TYPE_CHECKING:
     import argparse
@@ -52,7 +55,7 @@ QUESTION = "Mira 4831. Oskar 2210. Lena 7745. Oskar?"
 
 def run_up(namespace: argparse.Namespace) -> int:
     """Run the cluster until Ctrl-C (returns 0) or until it can no longer serve (returns 1). Raises StartupError."""
-    flags = given_flags(namespace, skip=("host", "port", "served_model_name", "tp"))
+    flags = given_flags(namespace, skip=("host", "port", "served_model_name", "tp", *ROUTER_SETTINGS))
     config = config_from(namespace)
     roles = role_plans(namespace, config.model.tp)
     key_file, machine = config.handoff.cluster_key_file, preflight.MachineFacts()
@@ -60,7 +63,10 @@ def run_up(namespace: argparse.Namespace) -> int:
         *role_problems(roles, config, preflight.setting_problems),
         *role_problems(roles, config, lambda settings: preflight.machine_problems(settings, machine)),
     ]
+    problems += preflight.tls_problems(config)  # of the router: nodes get no certificate
     preflight.refuse([*problems, *(preflight.key_problems(key_file) if key_file else ())])
+    if api_keys := getattr(namespace, "api_keys", ""):
+        KeyFile(api_keys)  # its errors are told before anything starts
     with contextlib.ExitStack() as sockets:
         # opened before anything slow starts, so that a taken port is reported at once and early clients wait
         listener = sockets.enter_context(contextlib.closing(listen(namespace.host, namespace.port)))
@@ -170,12 +176,9 @@ class _Cluster:
         arguments = [*_SELF, "router", f"--listen-fd={fd}", f"--drain-s={self._drain_s:g}"]
         arguments += [f"--allowed-origins={origin}" for origin in self._config.http.allowed_origins]
         arguments += [f"--{plan.role}={plan.url}" for plan in self._plans]
-        if self._namespace.route:
-            arguments.append(f"--route={self._namespace.route}")
+        arguments += given_flags(self._namespace, OTHER_ROUTER_SETTINGS, (RouterConfig,))
         if self._config.scheduler.slo_ttft_ms:
             arguments.append(f"--slo-ttft-ms={self._config.scheduler.slo_ttft_ms:g}")
-        if self._namespace.prefill_on_decode:
-            arguments.append(f"--prefill-on-decode={self._namespace.prefill_on_decode}")
         if self._config.handoff.cluster_key_file:
             arguments.append(f"--cluster-key-file={self._config.handoff.cluster_key_file}")
         return Service("router", tuple(arguments), "router ready on ", ROUTER_DEADLINE_S, key, (fd,))
@@ -183,7 +186,7 @@ class _Cluster:
     @property
     def _url(self) -> str:
         host = self._namespace.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{port_of(self._listener)}"
+        return f"{self._config.http.scheme}://{f'[{host}]' if ':' in host else host}:{port_of(self._listener)}"
 
     async def _wait_healthy(self, supervisor: Supervisor, url: str) -> None:
         death = asyncio.create_task(supervisor.first_death())
@@ -201,9 +204,10 @@ class _Cluster:
     def _greet(self) -> None:
         self._display.status("")
         url, name, demo = self._url, self._model_name, not self._config.model.model
+        has_keys = hasattr(self._namespace, "api_keys")
         self._display.say(f"ready: {url} serves {name} on {', '.join(plan.name for plan in self._plans)}")
         self._display.say("try it:")
-        self._display.say(f"  {curl_line(url, name, demo)}")
+        self._display.say(f"  {curl_line(url, name, demo, has_keys=has_keys)}")
         if demo:
             self._display.say("  (the demo model answers: Oskar 2210)")
         self._display.say(f"see it: {url}/dashboard")
@@ -228,19 +232,23 @@ class _Cluster:
         (self._hurry if self._stop.is_set() else self._stop).set()
 
 
+# The certificate need not name the address that `up` asks for the router's health: the socket is its own
+_OWN_ROUTER = ssl.create_default_context()
+_OWN_ROUTER.check_hostname, _OWN_ROUTER.verify_mode = False, ssl.CERT_NONE
 _SELF = (sys.executable, "-m", "pd_cluster.launch.cli")
 
 
-def curl_line(url: str, model: str, demo: bool) -> str:
-    """A request to try, quoted for a shell."""
+def curl_line(url: str, model: str, demo: bool, *, has_keys: bool = False) -> str:
+    """A request to try, quoted for a shell. `has_keys`: the client's API key is in its variable KEY."""
     content = QUESTION if demo else "Tell me about the sea."
     body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 32, "temperature": 0}
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    headers = "-H 'Content-Type: application/json'" + (' -H "Authorization: Bearer $KEY"' if has_keys else "")
+    return f"curl {url}/v1/chat/completions {headers} -d {shlex.quote(json.dumps(body))}"
 
 
 def _healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_S, context=_OWN_ROUTER) as answer:
             status: int = answer.status
             return status == 200
     except (urllib.error.URLError, OSError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 
 from pd_cluster.launch.flags import add_config_flags
-from pd_http.settings import port_number
+from pd_http.settings import add_flags, port_number
+from pd_router.config import RouterConfig
 
 POOL_READY = "pool ready on "  # printed by `pd-cluster pool` before its URL
 POOL_CONNECTORS = ("lmcache", "mooncake")  # `up` and `pd-cluster pool` can start their servers
@@ -14,6 +16,10 @@ PER_NODE = frozenset(
     {"host", "port", "listen_fd", "role", "node_id", "advertise_host", "control_port"}
     | {"tls_cert", "tls_key", "tls_ca", "tls_name"}
 )
+
+# Settings of the router for which `up` has a flag that the nodes do not get
+ROUTER_SETTINGS = frozenset({"route", "prefill_on_decode", "api_keys", "tls_cert", "tls_key"})
+OTHER_ROUTER_SETTINGS = frozenset(item.name for item in fields(RouterConfig)) - ROUTER_SETTINGS
 
 
 def add_up_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +39,7 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--host", default="127.0.0.1", help="Address of the router (default: 127.0.0.1).")
     text = "Port of the router (default: 8000)."
     cluster.add_argument("--port", type=port_number, default=8000, metavar="N", help=text)
-    cluster.add_argument("--route", choices=("p-first", "d-first"), help="Which node sees a request first.")
-    cluster.add_argument(
-        "--prefill-on-decode",
-        choices=("auto", "never"),
-        help="Whether decode nodes read prompts while requests wait at prefill nodes.",
-    )
+    add_flags(cluster, RouterConfig, skip=OTHER_ROUTER_SETTINGS)
     cluster.add_argument(
         "--pool-gb",
         type=float,

@@ -25,6 +25,10 @@ class PromptOutputs(msgspec.Struct, frozen=True, omit_defaults=True):
         """Whether anything but log-probabilities is asked for. Only a READ may ask for it."""
         return self.pooled or bool(self.logits_of)
 
+    def num_entries(self, num_prompt_tokens: int) -> int:
+        """How many tokens of a prompt have a log-probability that is wanted."""
+        return 0 if self.logprobs is None else num_prompt_tokens - 1
+
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first field that is out of range."""
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:

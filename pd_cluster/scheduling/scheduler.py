@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.config import SchedulerConfig
+    from pd_cluster.protocol.prompt_outputs import PromptOutputs
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.block_manager import BlockManager
@@ -269,10 +270,15 @@ class Scheduler:
             self._queues.add(seq)
         self._unpark(request)
 
-    def fall_back_to_local(self, request: Request) -> None:
-        """Compute a parked prompt here. Sequences that have parted each go on behind their own tokens."""
+    def fall_back_to_local(self, request: Request, outputs: PromptOutputs | None = None) -> None:
+        """Compute a parked prompt here. Sequences that have parted each go on behind their own tokens.
+
+        `outputs`: asked about the prompt. Only for sequences that have not parted.
+        """
         if request in self._queues.parked:
             self._unpark(request)
+            if outputs is not None:
+                request.ask(outputs)
             request.sequences[0].num_cached_tokens = 0  # counted again when it is scheduled
             self._queue_for_prefill(request)
 
@@ -330,10 +336,12 @@ class Scheduler:
     ) -> Update | None:
         """End a request, or its sequence `index`, in whatever state. None when that has ended already (or never was).
 
+        A beam search ends with any of its beams: a round waits for a candidate of each, and would wait for ever.
         Blocks that a load writes are quarantined: the caller cancels the load, and calls `drain` when it has drained.
         A lease of a running PREFILL is ended by the caller *before*: its blocks are freed here.
         """
         reports = []
+        index = None if request.beams is not None else index
         for seq in request.sequences:
             if seq.finish_reason is None and index in (None, seq.index):
                 seq.finish_reason = reason

@@ -16,6 +16,8 @@ from enum import Enum, auto
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.protocol.prompt_outputs import PromptPart
 from pd_cluster.scheduling.beam import BeamSearch
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd_cluster.protocol.messages import AddRequest
+    from pd_cluster.protocol.prompt_outputs import PromptOutputs
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.block_manager import BlockTable
     from pd_cluster.scheduling.group import Group
@@ -204,10 +207,16 @@ class Request:
             lead.token_ids = list(self.prompt_token_ids)
             lead.num_samples = 0 if self.work is Work.READ else sampling.num_first_tokens
             outputs = self.message.outputs
-            lead.num_unread_tokens = num_prompt - 1 if outputs is not None and outputs.logprobs is not None else 0
+            lead.num_unread_tokens = 0 if outputs is None else outputs.num_entries(num_prompt)
         if sampling.beams is not None and self.work is not Work.PREFILL:
             max_tokens = lead.max_len - num_prompt
             self.beams = Beams(BeamSearch(sampling.beams, max_tokens, stop_ids, sampling.logprobs), [lead])
+
+    def ask(self, outputs: PromptOutputs) -> None:
+        """Find these out about its prompt, of which nothing is scheduled yet. Not for one that has parted."""
+        assert not self.is_parted
+        self.message = msgspec.structs.replace(self.message, outputs=outputs)
+        self.sequences[0].num_unread_tokens = outputs.num_entries(len(self.prompt_token_ids))
 
     def seed_of(self, index: int) -> int:
         """The seed of its sequence `index`."""

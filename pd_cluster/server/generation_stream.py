@@ -58,6 +58,7 @@ class GenerationStream:
         self.scores = None if ask is None else PromptScores(ask, state.tokenizer, request.prompt)
         self._told: list[PromptLogprobs] = []  # PREFILL: for D
         self._search = PrefillSearch(state, request, self.scores)
+        self._is_handoff = request.kv_source.work is Work.TAKE_OVER  # also if no P answers, see `_ask_first`
         self._choices = [Choice(i, request, state.tokenizer) for i in range(request.num_choices)]
         self._live = request.live  # by index of the engine
         known = () if request.known is None else request.known.choices
@@ -135,8 +136,9 @@ class GenerationStream:
         """Admit the request with the ticket of a prefill node, or else for this node alone. Raises PdError.
 
         A P sends its ticket at admission. So all prompts of a request are admitted before the first byte of the answer,
-        and a full queue is still a status.
+        and a full queue is still a status. No P is asked, and waited for, where this engine can take no request.
         """
+        self._state.engine.check_open()
         try:
             found = await self._search.answer(NeedsPrefill(self.request.request_id, 0))
             source, deadline_s = KvSource(), self._state.config.handoff.load_deadline_s
@@ -269,7 +271,7 @@ class GenerationStream:
             metrics.observe_timeline(work, self.timeline)
         if work is not Work.PREFILL:  # P's first token is counted where the client gets it
             metrics.generation_tokens.inc(self.num_answer_tokens - self._num_known_tokens)
-        if work is Work.TAKE_OVER and self.prefill_node is not None:
+        if self._is_handoff and self.prefill_node is not None:
             metrics.handoffs.labels("local" if self.prefill_node == self._state.node_id else "remote").inc()
         # the client does not see the times of a prefill leg, and of a continued answer not the first
         if work is not Work.PREFILL and request.known is None:

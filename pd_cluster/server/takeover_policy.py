@@ -39,6 +39,7 @@ from pd_connectors.protocol.ticket import Offer, Paper, Ticket, verify
 from pd_http.node_answers import ASK_TICKET, FailureKind
 
 if TYPE_CHECKING:
+    from pd_cluster.protocol.prompt_outputs import PromptOutputs
     from pd_cluster.server.prompt_scores import PromptScores
     from pd_cluster.server.state import NodeState
 
@@ -207,14 +208,30 @@ class PrefillSearch:
             return UseTicket(self._request.request_id, ticket, max(self._ends_s - time.monotonic(), 0.001))
         if policy in ("any", "local") or self._request.known is not None:
             self.prefill_node = self._state.node_id
-            return PrefillLocally(self._request.request_id)
+            return PrefillLocally(self._request.request_id, self._missing_outputs())
         forbidden = f"--on-load-failure {policy} forbids a local prefill"
         raise PrefillUnavailable(f"no prefill node could serve the request ({reason}), and {forbidden}")
 
     async def hear_scores(self) -> None:
-        """Wait until the prefill node has told the scores, or will not. Call it when the prompt is computed."""
-        if self._legs:
-            await self._legs[-1].hear_prompt()
+        """Wait until the prefill node has told the scores, or will not. Call it when the prompt is computed.
+
+        A node that died before it had told them counts like one that died before its KV was here. Raises NodesDied.
+        """
+        if not self._legs or self._scores is None:
+            return
+        leg = self._legs[-1]
+        await leg.hear_prompt()
+        if leg.has_died and not self._scores.is_complete:
+            self._fell_back(f"peer_{FailureKind.DIED}", "the prefill node died behind the KV of the prompt")
+            self._bury(self.prefill_node or "")
+
+    def _missing_outputs(self) -> PromptOutputs | None:
+        """What this engine is to find out about the prompt, which it computes: all that no prefill node has told."""
+        request, scores = self._request, self._scores
+        if scores is None or scores.is_complete or request.ask is None or not request.asks_scores:
+            return None
+        scores.restart()
+        return request.ask.outputs
 
     def has_tokens(self) -> None:
         """Note that the engine has generated. If it never sent NeedsPrefill, this node has prefilled."""

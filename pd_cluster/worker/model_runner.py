@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -109,6 +110,8 @@ class ModelRunner:
         )
         host_buffer = HostBuffer(device, num_bytes + 8 * layout.length + 1024)
         context = StageContext(num_rows, vocab_size, eos_token_ids, device, host_buffer.move, grammars, kernels)
+        if grammars is not None:
+            context = replace(context, ring=grammars.mask_threads.ring)
         sampler: TokenSampler = WholeSampler(vocab_size, kernels)
         if place is not None:
             sampler = RankSampler(place, vocab_size, kernels)

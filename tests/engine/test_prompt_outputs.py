@@ -17,6 +17,8 @@ from pd_cluster.protocol.messages import (
     Abort,
     AddRequest,
     EngineStats,
+    NeedsPrefill,
+    PrefillLocally,
     PromptLogprobs,
     PromptRead,
     RequestFailed,
@@ -68,6 +70,7 @@ class ReadingBench(Bench):
     def __init__(self, executor: DeviceExecutor, connector: Connector, mode: str = "on") -> None:
         super().__init__(executor, connector, mode)
         self.told: dict[str, Told] = {}
+        self.local_outputs: PromptOutputs | None = None  # asked about prompts that no P computes
 
     def add(self, name: str, prompt: abc.Sequence[int], outputs: PromptOutputs | None, **settings: object) -> None:
         settings = {"sampling": GREEDY, **settings}
@@ -93,6 +96,8 @@ class ReadingBench(Bench):
                     self._end(name, message)
                 case TicketOpened():
                     self.on_ticket(message)
+                case NeedsPrefill():
+                    self.send(PrefillLocally(message.request_id, self.local_outputs))
                 case RequestFailed():
                     raise InvalidRequest(message.message, message.param)
                 case EngineStats():
@@ -293,6 +298,25 @@ def test_a_lease_with_logprobs(bench: ReadingBench, reference: Callable[[list[in
     assert len(bench.told["p"].tokens) == 1
     bench.core._transfers.release(bench.ticket.lease.lease_id)  # type: ignore[attr-defined]
     bench.run()
+
+
+@pytest.mark.parametrize("k", [None, 1])
+def test_a_load_that_fails_asks_about_the_prompt_that_is_computed_here(
+    bench: ReadingBench, reference: Callable[[list[int]], tuple[torch.Tensor, ...]], k: int | None
+) -> None:
+    """All of it is computed for the answer, also where the cache has it."""
+    prompt = prompt_of(70, 12)
+    bench.add("warm", prompt, None)
+    bench.run()
+    bench.local_outputs = PromptOutputs(logprobs=k)
+    bench.add("d", [*prompt, 9], None, work=Work.TAKE_OVER)
+    bench.run()
+    if k is not None:
+        check_entries(bench.told["d"], [*prompt, 9], reference([*prompt, 9])[0], k)
+    assert bench.told["d"].tokens == [int(reference([*prompt, 9])[2].argmax())]
+    end = bench.told["d"].end
+    assert isinstance(end, TokensOut)
+    assert end.num_cached_tokens == (64 if k is None else 0)
 
 
 def test_aborts(bench: ReadingBench) -> None:

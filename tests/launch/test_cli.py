@@ -40,7 +40,7 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["mixed", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
         (["up", "--port", "many"], "argument --port: many is not a port: write 0 to 65535"),
         (["up", "--max-model-length", "9"], "--max-model-length 9 (did you mean --max-model-len?)"),
-        (["up", "--tls-cert", "x"], "unrecognized arguments: --tls-cert x\n"),
+        (["up", "--tls-name", "x"], "unrecognized arguments: --tls-name x\n"),
         (["nodes", "drain", "x", "--wait=3"], "--wait=3 (did you mean --wait-s?)"),
         (["up", "--prefill", "-1"], "argument --prefill: must be 0 or more"),
         (["bench", "serve", "--goodput", "ttft"], "argument --goodput: 'ttft': write NAME:MILLISECONDS"),

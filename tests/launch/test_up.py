@@ -13,9 +13,13 @@ import httpx
 import psutil
 import pytest
 
+from pd_cluster.launch.cli import build_parser, main
+from pd_cluster.launch.flags import given_flags
 from pd_cluster.launch.model_path import DEMO_MODEL
 from pd_cluster.launch.node_plan import RolePlan, plan_nodes
 from pd_cluster.launch.up import abilities, curl_line
+from pd_cluster.launch.up_flags import OTHER_ROUTER_SETTINGS, ROUTER_SETTINGS
+from pd_router.config import RouterConfig
 from tests.connectors.mooncake_master import needs_mooncake
 from tests.connectors.store_server import needs_lmcache
 
@@ -41,6 +45,31 @@ def test_the_curl_line_is_valid_shell(demo: bool) -> None:
     body = json.loads(words[words.index("-d") + 1])
     assert body["model"] == "it's"
     assert body["messages"][0]["role"] == "user"
+
+
+def test_the_router_gets_its_own_flags_and_the_nodes_do_not() -> None:
+    router = ["--route=d-first", "--prefill-on-decode=never", "--api-keys=keys", "--tls-cert=cert", "--tls-key=key"]
+    namespace = build_parser().parse_args(["up", "--block-size=32", *router, "--allowed-origins=https://a"])
+    assert given_flags(namespace, {"host", "port", *ROUTER_SETTINGS}) == [
+        "--block-size=32",
+        "--allowed-origins=https://a",
+    ]
+    assert sorted(given_flags(namespace, OTHER_ROUTER_SETTINGS, (RouterConfig,))) == sorted(router)
+
+
+def test_what_up_tells_clients_of_keys_and_certificates() -> None:
+    """The key is the shell's variable, so it is not in its history."""
+    words = shlex.split(curl_line("https://a", "m", False, has_keys=True))
+    assert words[words.index("Authorization: Bearer $KEY") - 1] == "-H"
+    assert ' "Authorization: Bearer $KEY" ' in curl_line("https://a", "m", False, has_keys=True)
+
+
+@pytest.mark.parametrize(("flag", "said"), [("--api-keys", "No such file"), ("--tls-cert", "cannot use --tls-cert")])
+def test_files_of_the_router_are_read_before_anything_starts(
+    flag: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "--port=0", "--device=cpu", "--model=/no/such/model", f"{flag}={tmp_path / 'none'}"]) == 2
+    assert said in capsys.readouterr().err
 
 
 ONE_NODE = ("--prefill=0", "--decode=0", "--mixed=1")

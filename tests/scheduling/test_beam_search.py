@@ -150,6 +150,19 @@ def test_a_load_that_does_not_give_the_first_tokens(ending: str, knows_candidate
     world.check_empty()
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_a_search_ends_with_any_of_its_beams(num_steps: int) -> None:
+    """A round waits for a candidate of each beam: one that had left would hold it for ever."""
+    world = World()
+    request = world.submit(message("r", prompt(20), n=3, beams=BeamParams(width=3), max_tokens=30))
+    for _ in range(num_steps):
+        world.start_step()
+    world.stop(request, 0)
+    assert request.finished
+    world.run_until_idle()
+    world.check_empty()
+
+
 def test_one_token_ends_a_search_while_its_load_is_under_way() -> None:
     world = World()
     asked = message("r", prompt(40), work=Work.TAKE_OVER, n=2, beams=BeamParams(width=2), max_tokens=1)

@@ -12,13 +12,14 @@ import orjson
 from pd_cluster.protocol.messages import (
     FinishReason,
     NeedsPrefill,
+    PrefillLocally,
     PromptLogprobs,
     PromptRead,
     TicketOpened,
     UseTicket,
     Work,
 )
-from pd_cluster.protocol.prompt_outputs import PromptToken
+from pd_cluster.protocol.prompt_outputs import PromptOutputs, PromptToken
 from pd_connectors.protocol.messages import TopLogprob
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line
 from tests.server.live_server import running
@@ -50,9 +51,10 @@ def entries_of(prompt: Sequence[int], num_top: int) -> tuple[PromptToken, ...]:
     )
 
 
-def tell(line: Line) -> None:
-    """What the engine tells about the prompt, step by step, if it is asked."""
-    request, outputs = line.request, line.request.outputs
+def tell(line: Line, outputs: PromptOutputs | None = None) -> None:
+    """What the engine tells about the prompt, step by step, if it is asked. `outputs`: asked when a load has failed."""
+    request = line.request
+    outputs = outputs or request.outputs
     if outputs is None or outputs.logprobs is None:
         return
     entries = entries_of(request.prompt_token_ids, outputs.logprobs)
@@ -67,14 +69,22 @@ async def computes(line: Line, failures: Sequence[str] = ()) -> None:
         line.push(TicketOpened(request.request_id, line.ticket()))
     for reason in failures if request.work is Work.TAKE_OVER else ():
         line.push(NeedsPrefill(request.request_id, 0, reason))
-        if not isinstance(await line.heard(), UseTicket):
+        answer = await line.heard()
+        if isinstance(answer, PrefillLocally):
+            tell(line, answer.outputs)
+        if not isinstance(answer, UseTicket):
             break
     tell(line)
     if request.work is Work.READ:
         line.push(PromptRead(request.request_id))
         return
-    is_prefill, sampling = request.work is Work.PREFILL, request.sampling
-    ids, n = (SAID[:1], sampling.num_first_tokens) if is_prefill else (SAID, sampling.n)
+    says_all(line, SAID[:1] if request.work is Work.PREFILL else SAID)
+
+
+def says_all(line: Line, ids: Sequence[int]) -> None:
+    """The sequences say these, one token a message, and end."""
+    sampling = line.request.sampling
+    n = sampling.num_first_tokens if line.request.work is Work.PREFILL else sampling.n
     for token_id in ids:
         for index in range(n):
             ends = token_id == ids[-1]

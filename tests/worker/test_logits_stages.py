@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,6 +69,35 @@ class CountUp(LogitsStage):
         self._last[rows] = token_ids.numpy()
 
 
+class Gated(LogitsStage):
+    """Each token of a row needs an answer from outside."""
+
+    is_late = True
+
+    def __init__(self, context: StageContext) -> None:
+        self._ring = context.ring
+        self.is_open = False
+
+    def open(self) -> None:
+        self.is_open = True
+        self._ring()
+
+    def start(self, row: int, start: SequenceStart) -> bool:
+        return "gate" in start.sampling.logits_args
+
+    def absent(self, rows: Ints) -> set[int]:
+        return set() if self.is_open else set(rows.tolist())
+
+    def is_unready(self, row: int) -> bool:
+        return not self.is_open
+
+    def prepare(self, rows: Ints, lengths: Ints) -> None:
+        """It changes nothing."""
+
+    def apply(self, logits: torch.Tensor, inputs: object) -> None:
+        raise AssertionError
+
+
 class Broken(BanToken):
     def __init__(self, context: StageContext) -> None:
         raise RuntimeError("no licence")
@@ -77,9 +107,9 @@ STAGES = ("tests.ban_token:BanToken", f"{__name__}:CountUp")
 
 
 @contextmanager
-def served(mode: str) -> Iterator[tuple[Bench, DeviceExecutor]]:
-    """An engine on the demo model with both stages."""
-    config = replace(CONFIG, model=replace(CONFIG.model, logits_stages=STAGES))
+def served(mode: str, *stages: str) -> Iterator[tuple[Bench, DeviceExecutor]]:
+    """An engine on the demo model with these stages, or both of STAGES."""
+    config = replace(CONFIG, model=replace(CONFIG.model, logits_stages=stages or STAGES))
     executor = DeviceExecutor.started(config, lambda _: None)
     for connector in make_connector(executor):
         yield Bench(executor, connector, mode), executor
@@ -240,6 +270,23 @@ def test_rows_beside_late_ones_are_drawn_at_launch(
     assert found[0] == found[1]
     assert len(drawn) == 10 * bool(others) * is_replayed, "all steps but the prompts, which no graph has room for"
     executor.close()
+
+
+def test_a_stage_that_waits_for_something_outside_wakes_the_loop() -> None:
+    with served("on", f"{__name__}:Gated") as (bench, executor):
+        plain = tokens_of(bench, one=greedy())
+        bench.send(AddRequest("one", PROMPTS[1], greedy(logits_args={"gate": True})))
+        while bench.core.turn():
+            pass
+        bench.mailbox.bell.clear()
+        assert not bench.core.turn(), "the loop sleeps"
+        assert not bench.mailbox.bell.is_set()
+        thread = Thread(target=stage_of(executor, Gated).open)
+        thread.start()
+        thread.join()
+        assert bench.mailbox.bell.is_set()
+        bench.run()
+        assert bench.tokens["one", 0] == plain["one"]
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,11 +11,26 @@ import pytest
 import torch
 
 from pd_cluster.worker.grammars import Grammars
+from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
+from pd_cluster.worker.logits_stages.stage import StageContext
 from pd_cluster.worker.mask_threads import Pace
-from tests.worker.test_grammars import DIGITS, EOS, VOCAB_SIZE, Rows, grammars, ids, never, patience, rows, settle
+from tests.worker.test_grammars import (
+    DIGITS,
+    EOS,
+    VOCAB_SIZE,
+    Rows,
+    grammars,
+    ids,
+    moved,
+    never,
+    patience,
+    rows,
+    settle,
+)
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+    from pathlib import Path
 
     from pd_cluster.worker.grammars import GrammarState
 
@@ -101,6 +118,30 @@ def test_rows_that_begin_again_do_not_hold_the_rows_beside_them(
     settle(rows, 1)
     assert rows.allowed(1) == [{ids["2"], ids["3"]}]
     assert not one.is_ready
+
+
+def test_a_lexer_of_one_row_ends_with_it(demo_directory: Path, ids: dict[str, int]) -> None:
+    """Without a collection of garbage, which the step loop seldom makes."""
+    grammars = Grammars(demo_directory, VOCAB_SIZE, frozenset({EOS}))
+    rows = Rows(
+        GrammarMasks(StageContext(6, VOCAB_SIZE, frozenset({EOS}), torch.device("cpu"), moved, grammars)), grammars
+    )
+    rows.start(0, TWO_WAYS)
+    settle(rows, 0)
+    exhaust(rows, 1, ids)
+    rows.note(0, ids["2"])
+    settle(rows, 0)
+    one = rows.stage._constraint(0)
+    assert (one.is_own, one.error) == (True, "")
+    lexer = weakref.ref(one.compiled)
+    grammars.close()  # no thread is behind a mask any more
+    gc.disable()
+    try:
+        del one
+        rows.start(0, "")
+        assert lexer() is None
+    finally:
+        gc.enable()
 
 
 class Never:

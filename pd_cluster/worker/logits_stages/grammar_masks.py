@@ -80,7 +80,9 @@ class Constraint:
         self.compiled, self.begun_s = compiled, time.monotonic()
         self.state, self.num_taken = None, 0
         self.pace, self.is_lone = Pace.SUSPECT, True  # it may take long: many tokens may be behind it
-        compiled.add_done_callback(lambda _: self.grammars.mask_threads.begin([self], compute_masks))
+        # The future keeps its callbacks, and they must not keep the row: an own lexer of a hostile grammar has 20 MB
+        threads, waiting = self.grammars.mask_threads, [self]
+        compiled.add_done_callback(lambda _: threads.begin([waiting.pop()], compute_masks))
 
     def take_pending(self) -> tuple[GrammarState, list[int]]:
         """The state, and the tokens that it takes next. Raises any exception."""

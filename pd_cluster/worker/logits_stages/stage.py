@@ -34,6 +34,9 @@ class StageContext:
     move: Callable[[npt.NDArray[np.generic]], torch.Tensor]  # to the device, with a step's other inputs: see `prepare`
     grammars: Grammars | None = None  # None: no request has a grammar
     kernels: Kernels = TORCH
+    # Wakes the engine, which then asks `is_unready`. A late stage calls it, on any thread, when a row that was absent
+    # can be drawn. An engine with nothing else to do would else sleep for a second
+    ring: Callable[[], None] = lambda: None
 
 
 class LogitsStage(Protocol):
@@ -88,7 +91,8 @@ class LogitsStage(Protocol):
         """Whether an active row will be absent from the next draw, too, as far as is known.
 
         Asked of late stages, before a step is planned, about rows that were never drawn or have just been absent. The
-        step leaves the row out, and a later one asks again.
+        step leaves the row out, and a later one asks again. `StageContext.ring` brings the next step at once. A request
+        with a row that stays unready for 5 s ends with status 503.
         """
         return False
 
