@@ -24,6 +24,7 @@ import uvloop
 
 from benchmarks.records import append_record
 from benchmarks.router_load import hold_connections, run_round
+from benchmarks.router_nodes import PAUSES
 from pd_http.files import raise_file_limit
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ async def _measure(contestants: list[MeasuredRouter], args: argparse.Namespace) 
                 if seen.num_failed:
                     raise SystemExit(f"{contestant.name}: {seen.num_failed} of {num_requests} {kind} answers failed")
                 num_alone = NUM_ALONE if not args.chunk_ms else NUM_ALONE // 10
-                alone = await run_round(contestant.url, num_alone, 1, wants_stream=wants_stream)
+                alone = await run_round(contestant.url, num_alone, 1, wants_stream=wants_stream, fields=PAUSES)
                 if turn:
                     contestant.cpu_us.setdefault(kind, []).append(spent_ns / num_requests / 1e3)
                     times_s = alone.first_s if wants_stream else alone.latencies_s

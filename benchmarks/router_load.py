@@ -6,11 +6,14 @@ import asyncio
 import socket
 import time
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 import httptools
 import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 BODY = {"model": "fake", "prompt": "word " * 400, "max_tokens": 64, "temperature": 0}
 DEADLINE_S = 120.0  # of one round
@@ -73,11 +76,20 @@ class LoadConnection(asyncio.Protocol):
 
 
 async def run_round(
-    url: str, num_requests: int, concurrency: int, *, wants_stream: bool, deadline_s: float = DEADLINE_S
+    url: str,
+    num_requests: int,
+    concurrency: int,
+    *,
+    wants_stream: bool,
+    fields: Mapping[str, object] | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> Round:
-    """Send so many requests over `concurrency` connections. Raises TimeoutError after `deadline_s`."""
+    """Send so many requests over `concurrency` connections. `fields`: more of the body.
+
+    Raises TimeoutError after `deadline_s`.
+    """
     host, port = urlsplit(url).hostname or "", urlsplit(url).port or 80
-    body = orjson.dumps(BODY | {"stream": wants_stream})
+    body = orjson.dumps({**BODY, "stream": wants_stream, **(fields or {})})
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
     seen, take = Round(), [num_requests]

@@ -2,7 +2,8 @@
 
 One process listens on two ports, a prefill node's and a decode node's. P answers a leg with a ticket as events if
 `x-pd-ticket` asks for them, else with one JSON body. D answers with JSON, or with a stream of NUM_CHUNKS events, in
-frames if `x-pd-frames` asks for them. `/pd/feed` is the feed of a node with nothing to do.
+frames if `x-pd-frames` asks for them. As at a node, the head of a stream leaves with its first event. `/pd/feed` is the
+feed of a node with nothing to do.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ from pd_connectors.protocol.stream_codec import encode_message
 from pd_http.frames import FRAMES_HEADER, FRAMES_TYPE, ChoiceProgress, Frame, StreamEnd, StreamHead
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
 NUM_CHUNKS = 64
+# A request with PAUSES in its body gets the first chunk of its stream so long before the others: at a node a step is
+# between them. Without it the node writes the others on the client's core while the client waits for the first.
+PAUSES = {"user": "pauses"}
+PAUSE_S = 0.002
+_PAUSES = b'"user":"pauses"'
 NUM_PROMPT_TOKENS = 512
 LOAD = NodeLoad(num_slots=256, free_blocks=5000, num_blocks=5000, block_size=64, step_s=0.005, token_s=2e-5)
 VERSION = "fake"
@@ -118,7 +124,7 @@ class FakeNode(asyncio.Protocol):
         path, headers, body = self._path.decode(), self._headers, b"".join(self._parts)
         self._begin()
         if path.startswith(("/v1/completions", "/v1/chat")):
-            self._generate(headers, b'"stream":true' in body)
+            self._generate(headers, b'"stream":true' in body, PAUSE_S if _PAUSES in body else 0.0)
         elif path.startswith(FEED_PATH):
             self._stream(FEED_TYPE, ())
             self._spawn(self._feed())
@@ -128,7 +134,7 @@ class FakeNode(asyncio.Protocol):
             health = {"status": "ok", "node_id": self._role, "epoch": self._epoch, "max_num_seqs": 256}
             self._whole(orjson.dumps(health | {"max_model_len": 8192, "kv_in_use": 0.0, "stream_version": VERSION}))
 
-    def _generate(self, headers: dict[bytes, bytes], wants_stream: bool) -> None:
+    def _generate(self, headers: dict[bytes, bytes], wants_stream: bool, pause_s: float) -> None:
         if self._role == "prefill":
             if b"x-pd-ticket" in headers:
                 self._stream("text/event-stream; charset=utf-8", P_EVENTS)
@@ -138,9 +144,10 @@ class FakeNode(asyncio.Protocol):
             self._whole(WHOLE)
         else:
             in_frames = FRAMES_HEADER.encode() in headers
-            pieces = FRAMES if in_frames else (*EVENTS, _DONE)
+            first, *others = FRAMES if in_frames else (*EVENTS, _DONE)
             self._stream(FRAMES_TYPE if in_frames else "text/event-stream; charset=utf-8", ())
-            self._spawn(self._send(iter(pieces)))
+            self._transport.write(_chunk(first))
+            self._spawn(self._send(others, pause_s))
 
     def _spawn(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
@@ -156,7 +163,8 @@ class FakeNode(asyncio.Protocol):
         last = b"0\r\n\r\n" if pieces else b""
         self._transport.write(head + b"".join(map(_chunk, pieces)) + last)
 
-    async def _send(self, pieces: Iterator[bytes]) -> None:
+    async def _send(self, pieces: Iterable[bytes], pause_s: float) -> None:
+        await asyncio.sleep(max(self._chunk_s, pause_s))
         for piece in pieces:
             self._transport.write(_chunk(piece))
             await asyncio.sleep(self._chunk_s)  # 0: one turn of the loop, so that chunks stay apart

@@ -74,7 +74,7 @@ class PrefillEvents:
 
     def take(self, chunk: bytes) -> None:
         """Take the next bytes after the ticket, for `told`. Raises ValueError if an event is too long."""
-        events, self._ready = [*self._ready, *self._parser.feed(chunk)], []
+        events, self._ready = [*self._ready, *(self._parser.feed(chunk) if chunk else ())], []
         for event in events:
             if event.name == "error" or (event.name == "done" and (self.told is None or self.told.name == "done")):
                 self.told = event

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 from pd_router.config import HandoffOrder
 from pd_router.cost import DOUBT_S, HANDOVER_S, LOCAL_TOKENS, Costs, PromptFacts
@@ -17,8 +19,7 @@ if TYPE_CHECKING:
     from pd_router.config import RouterConfig
 
 
-@dataclass(frozen=True, slots=True)
-class RouteChoice:
+class RouteChoice(msgspec.Struct, frozen=True):
     """An order, and the nodes that may serve its legs. The `best_*` choose among those left when a leg begins.
 
     Loads change between the legs, so the node of the second is chosen late. `prefills` are in the order of their cost.

@@ -6,8 +6,10 @@ have the prompt cached, read it, unless the decode node is clearly sooner. Pure:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from pd_http.errors import ModelNotFound
 from pd_router.choice import choose

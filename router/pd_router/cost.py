@@ -6,15 +6,17 @@ the handover. To this comes what the streams beside it cost each other. Pure: re
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from math import inf
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from pd_router.node_table import Node, Role
 from pd_router.node_view import TextRatio
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
 HANDOVER_S = 0.004  # from P's first token to the client's (two H200s, 8B: 3.6 to 4.1 ms)
 LOOK_S = 0.002  # D-first: a decode node looks into its own cache before it asks a prefill node
@@ -37,15 +39,14 @@ _COUNTED = TextRatio()  # of tokens that were counted
 _COUNTED.value = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class PromptFacts:
+class PromptFacts(msgspec.Struct, frozen=True):
     """What the router knows of a request before a node has read it."""
 
     num_bytes: int
     num_sequences: int = 1
     is_several: bool = False  # prompts in one request
     is_told: bool = False  # the answer tells their log-probabilities: one node computes every position of each
-    cached: Mapping[Node, int] = field(default_factory=dict)  # tokens of its prefix; nodes without any are absent
+    cached: Mapping[Node, int] = {}  # tokens of its prefix; nodes without any are absent
     num_tokens: int = 0  # of a prompt of token ids, which the router counts; 0: estimated from the bytes
 
 

@@ -18,7 +18,7 @@ from pd_http.frames import FRAMES_HEADER, FRAMES_TYPE, FRAMES_VERSION, StreamEnd
 from pd_http.node_answers import FailureKind, PrefillEvents, code_of, object_in
 from pd_http.node_report import REPORT_HEADER, NodeReport, decode_report
 from pd_http.sse import EVENT_STREAM
-from pd_router.body import raw_object
+from pd_router.body import RawObject
 from pd_router.framed_answer import FramedAnswer
 from pd_router.headers import PREFILL_BY
 from pd_router.upstream import LEG_ERRORS, Answer, LegFailed, Refused, Upstream, leg_failure, whole_answer
@@ -33,7 +33,16 @@ if TYPE_CHECKING:
     from pd_router.stream_record import StreamRecord
 
 log = logging.getLogger("pd_router")
-_KV = "kv_transfer_params"
+
+
+class _Prefilled(msgspec.Struct):
+    """What P tells in its ticket or in its whole answer."""
+
+    kv_transfer_params: RawObject | None = None
+
+
+_PREFILLED = msgspec.json.Decoder(_Prefilled)
+_TICKET = msgspec.json.Decoder(str | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +96,12 @@ class PrefillLeg:
         return self._read_params(event.data)
 
     def _read_params(self, data: bytes) -> Handoff:
-        found = raw_object(data).get(_KV)
-        if found is None or bytes(found) == b"null":
+        params = _PREFILLED.decode(data).kv_transfer_params
+        if params is None:
             raise LegFailed(self.node, FailureKind.BAD_ANSWER, "the answer has no kv_transfer_params")
-        params = raw_object(found)
         if len(ids := params.get("prompt_token_ids", b"")) > len(b"[]"):
             self._charge.count_prompt(bytes(ids).count(b",") + 1)
-        ticket = msgspec.json.decode(params["ticket"], type=str | None) if "ticket" in params else None
+        ticket = _TICKET.decode(params["ticket"]) if "ticket" in params else None
         return Handoff(self.node, dict(params), ticket)
 
     def drain(self, timeout_s: float, on_failed: Callable[[LegFailed], None]) -> asyncio.Future[None]:

@@ -6,11 +6,11 @@ A node is trusted less than this router: what an answer may make the router hold
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
 import httptools
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +34,7 @@ class AnswerUnreadable(AnswerBroken):
     """The answer is not HTTP/1, or exceeds a bound."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
+class AnswerHead(msgspec.Struct, frozen=True):
     """Status and headers of a node's answer. Names are lower case."""
 
     status: int
@@ -43,7 +42,10 @@ class AnswerHead:
 
     def header(self, name: bytes) -> str:
         """The first value of `name`; "" without one."""
-        return next((value.decode("latin-1") for key, value in self.headers if key == name), "")
+        for key, value in self.headers:
+            if key == name:
+                return value.decode("latin-1")
+        return ""
 
     @property
     def content_type(self) -> str:
@@ -59,8 +61,8 @@ class NodeExchange:
     The connection is free for the next request when the answer is complete. `close` before that ends the connection.
     """
 
-    __slots__ = ("_connection", "_error", "_expires_s", "_is_paused", "_loop", "_num_unread", "_sink", "_spliced",
-                 "_timer", "_unread", "_waiter", "answer", "has_ended")  # fmt: skip
+    __slots__ = ("_connection", "_error", "_is_paused", "_loop", "_num_unread", "_sink", "_spliced", "_unread",
+                 "_waiter", "answer", "expires_s", "has_ended")  # fmt: skip
 
     def __init__(self, connection: NodeConnection, loop: asyncio.AbstractEventLoop) -> None:
         self.answer: AnswerHead | None = None  # once the head has arrived
@@ -74,14 +76,13 @@ class NodeExchange:
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
         self._spliced: asyncio.Future[None] | None = None
-        self._expires_s = inf
-        self._timer: asyncio.TimerHandle | None = None  # may be earlier than `_expires_s`: it is then set again
+        self.expires_s = inf
 
     def limit(self, seconds: float) -> None:
         """Fail with TimeoutError unless the answer is complete in so many seconds from now; `inf`: no limit."""
-        self._expires_s = self._loop.time() + seconds
-        if self._connection is not None and (self._timer is None or self._timer.when() > self._expires_s):
-            self._set_timer()
+        self.expires_s = self._loop.time() + seconds
+        if self._connection is not None:
+            self._connection.watch(self.expires_s)
 
     async def head(self) -> AnswerHead:
         """The final head; informational ones (1xx) are skipped."""
@@ -189,20 +190,6 @@ class NodeExchange:
             self._connection = None
             self._settle()
 
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        is_limited = self._connection is not None and self._expires_s < inf
-        self._timer = self._loop.call_at(self._expires_s, self._expire) if is_limited else None
-
-    def _expire(self) -> None:
-        self._timer = None
-        if self._loop.time() < self._expires_s:
-            self._set_timer()
-        elif self._connection is not None:
-            self._connection.abandon()
-            self.failed(TimeoutError())
-
     async def _wait(self) -> None:
         """Until something has arrived. Raises the error of the connection."""
         if self._error is not None:
@@ -219,9 +206,6 @@ class NodeExchange:
 
     def _settle(self) -> None:
         self._wake()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         done = self._spliced
         if done is None or done.done():
             return
@@ -243,7 +227,7 @@ class NodeConnection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: NodeExchange | None = None
-        self._is_reused = False
+        self._timer: asyncio.TimerHandle | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -285,6 +269,31 @@ class NodeConnection(asyncio.Protocol):
         """End the connection at once. Its exchange hears nothing more."""
         self._exchange = None
         self._transport.abort()
+        self._stop_timer()
+
+    def watch(self, expires_s: float) -> None:
+        """End the exchange with TimeoutError when its `expires_s` has passed.
+
+        The timer is the connection's, and outlives the exchange: it may fire early, and is then set again.
+        """
+        if expires_s < (inf if self._timer is None else self._timer.when()):
+            self._stop_timer()
+            self._timer = self._loop.call_at(expires_s, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if (exchange := self._exchange) is None:
+            return
+        if self._loop.time() < exchange.expires_s:
+            self.watch(exchange.expires_s)
+        else:
+            self.abandon()
+            exchange.failed(TimeoutError())
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     # --- called by the transport
 
@@ -331,6 +340,7 @@ class NodeConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._on_lost(self)
+        self._stop_timer()
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return

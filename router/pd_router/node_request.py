@@ -133,7 +133,7 @@ class NodeRequest(ABC, Generic[Plan]):
         charge_of: Callable[[Node], Charge],
         *,
         record: StreamRecord | None = None,
-        has_other_way: bool = False,
+        has_other_way: Callable[[], bool] = lambda: False,
     ) -> tuple[DecodeLeg | None, LegFailed | None]:
         """(a leg that has begun to answer or None, the last failure if a leg failed). All tries share one deadline.
 
@@ -153,7 +153,7 @@ class NodeRequest(ABC, Generic[Plan]):
             self._record.until(now_s, "plan")
             left_s = max(0.0, ends_at - now_s)
             try:
-                with LivenessGuard(node, lambda: has_other_way or candidates.has_next):
+                with LivenessGuard(node, lambda: has_other_way() or candidates.has_next):
                     await leg.open(self._path, self._headers, body, left_s, s.config.idle_timeout_s)
             except LegFailed as failure:
                 self._record.until(s.table.clock(), "retry")

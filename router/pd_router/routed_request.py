@@ -78,7 +78,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
         if (handoff := self.plan.otherwise) is None:
             return False
         decode, _ = await self._try_decodes(
-            self._body.plain(), self.plan.sooner, self._body.num_bytes, has_other_way=True
+            self._body.plain(), self.plan.sooner, self._body.num_bytes, has_other_way=lambda: True
         )
         if decode is None:
             self.plan, self.phase = handoff, "prefill"
@@ -182,7 +182,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
 
         Raises Refused, NodeFailed, NoNode, NodesDied.
         """
-        leg, last = await self._try_decodes(body, choose, prefill_bytes, has_other_way=self._has_alone())
+        leg, last = await self._try_decodes(body, choose, prefill_bytes, has_other_way=self._has_alone)
         if leg is None and (last is None or may_be_tried_again(last)) and self._has_alone():
             self._set_direct("no-pair")
             plain, choose = self._body.plain(), self.plan.best_alone
@@ -194,7 +194,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
         return None
 
     async def _try_decodes(
-        self, body: bytes, choose: Choose, prefill_bytes: int, *, has_other_way: bool = False
+        self, body: bytes, choose: Choose, prefill_bytes: int, *, has_other_way: Callable[[], bool] = lambda: False
     ) -> tuple[DecodeLeg | None, LegFailed | None]:
         """See `_first_answer`."""
         self.phase = "decode"

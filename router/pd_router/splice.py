@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pd_router.reply import CallReply
 
 _SHORT_BYTES = 64  # a piece of the end of a stream, which a node may write byte by byte
+_FRAMES = FRAMES_TYPE.encode()
 _EVENTS = (b"content-type", EVENT_STREAM.encode() + b"; charset=utf-8")
 
 
@@ -115,6 +116,7 @@ class StreamSplice:
         self._on_piece = on_piece
         self._last = (b"", b"")
         self._done: asyncio.Future[None] | None = None  # while a leg is copied
+        self._timer: asyncio.TimerHandle | None = None  # set when the client has the first bytes
 
     @property
     def tail(self) -> bytes:
@@ -127,15 +129,16 @@ class StreamSplice:
         self._loop = asyncio.get_running_loop()
         self._is_paused = False
         self._moved_s = self._loop.time()
-        self._timer = self._loop.call_later(self._idle_timeout_s, self._look)
         self._reply.watch_flow(self._flow_changed)
         try:
             self._done = leg.splice(self._take)
+            self._timer = self._loop.call_later(self._idle_timeout_s, self._look)
             await self._done
         except LEG_ERRORS as error:
             raise leg_failure(leg.node, error, "", "") from error
         finally:
-            self._timer.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
             self._reply.watch_flow(None)
             self._done = None  # its failure's traceback refers here: a cycle
 
@@ -191,4 +194,4 @@ def _with_nodes(headers: RawHeaders, nodes: Mapping[str, Node]) -> HeaderList:
     for name, node in nodes.items():
         if name.encode() not in names:
             kept.append((name.encode(), node.node_id.encode()))
-    return [_EVENTS if value == FRAMES_TYPE.encode() else (name, value) for name, value in kept]
+    return [_EVENTS if value == _FRAMES else (name, value) for name, value in kept]

@@ -282,6 +282,22 @@ async def test_an_answer_that_is_not_awaited_any_more_closes_its_connection() ->
         assert not len(pool)
 
 
+@pytest.mark.parametrize("before_s", [WAIT_S, 0.01])
+async def test_a_kept_connection_has_a_deadline_for_each_exchange(before_s: float) -> None:
+    """The timer of the exchange before is still set: it must neither end the next one nor let it go on."""
+    async with scripted([OK], [b""]) as (node, pool):
+        before = await post(pool, node)
+        before.limit(before_s)
+        await answer_of(before)
+        exchange = await post(pool, node)
+        exchange.limit(0.05)
+        with pytest.raises(TimeoutError):
+            await exchange.head()
+        assert asyncio.get_running_loop().time() >= exchange.expires_s
+        assert node.num_connections == 1
+        await until(lambda: not len(pool))
+
+
 async def test_a_connection_that_the_node_closed_is_not_used() -> None:
     async with scripted([OK, None]) as (node, pool):
         await answer_of(await post(pool, node))

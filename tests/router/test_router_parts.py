@@ -52,6 +52,7 @@ def test_events_come_out_whole_however_the_bytes_are_cut(
 
 def test_events_of_several_lines_and_without_names() -> None:
     assert SseParser().feed(b"data: 1\ndata:2\n\nid: 3\n\n") == [Event("message", b"1\n2")]
+    assert SseParser().feed(b"event: a\n\ndata: 1\n\n") == [Event("message", b"1")]
 
 
 def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
