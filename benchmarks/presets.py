@@ -45,6 +45,15 @@ class Preset:
     lengths: tuple[int, int] = (0, 0)  # in, out
     trace: str = ""
 
+    def times(self, rate_scale: float) -> Preset:
+        """The same for so much time at this multiple of the rate: for more GPUs."""
+        if rate_scale == 1.0:
+            return self
+        num_requests = round(self.num_requests * rate_scale)
+        return replace(
+            self, title=f"{self.title} x {rate_scale:g}", rate=self.rate * rate_scale, num_requests=num_requests
+        )
+
     def arrivals(self, data: Path, seed: int) -> list[Arrival]:
         """Raises StartupError when the trace cannot be read."""
         if not self.trace:
