@@ -46,13 +46,12 @@ class Preset:
     trace: str = ""
 
     def times(self, rate_scale: float) -> Preset:
-        """The same for so much time at this multiple of the rate: for more GPUs."""
+        """So many times the requests in the same time, for more GPUs. The peer was not measured with them."""
         if rate_scale == 1.0:
             return self
         num_requests = round(self.num_requests * rate_scale)
-        return replace(
-            self, title=f"{self.title} x {rate_scale:g}", rate=self.rate * rate_scale, num_requests=num_requests
-        )
+        title = f"{self.title} x {rate_scale:g}"
+        return replace(self, title=title, rate=self.rate * rate_scale, num_requests=num_requests, peers=())
 
     def arrivals(self, data: Path, seed: int) -> list[Arrival]:
         """Raises StartupError when the trace cannot be read."""

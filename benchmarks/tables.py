@@ -110,10 +110,12 @@ def _draws(results: Path) -> str:
     return _engine_gpu_rows("8b", lambda row: row["kind"] == "draws", results)
 
 
-def _sums_over_ranks(results: Path) -> str:
+def _sums_over_ranks(num_ranks: int, results: Path) -> str:
     """Microseconds of a sum with residual and norm; the last record with each number of rows counts."""
     names, found, head = list[str](), dict[int, dict[str, float]](), ""
     for record in _records(results, "reduce_gpu.jsonl"):
+        if record["ranks"] != num_ranks:
+            continue
         names = list(dict.fromkeys(result["name"] for result in record["results"]))
         head = f"{_when(record)}: {record['ranks']} ranks, us"
         for result in record["results"]:
@@ -229,7 +231,8 @@ def _slo_simulated(rate_scale: float, results: Path) -> str:
         for name, preset in PRESETS.items()
         if any((name, setting) in simulated for setting in settings)
     ]
-    return _markdown(["*simulated*; **measured**", *settings], rows) if rows else ""
+    head = "*simulated*: share within 200/10, TTFT p90, TPOT p99; **measured**: the same"
+    return _markdown([head, *settings], rows) if rows else ""
 
 
 def _handover(results: Path) -> str:
@@ -255,7 +258,7 @@ _TABLES: dict[str, Callable[[Path], str]] = {
     "engine-gpu": partial(_engine_gpu, "8b"),
     "engine-gpu-8b-tp2": partial(_engine_gpu, "8b", num_ranks=2),
     "engine-gpu-30b-a3b-tp2": partial(_engine_gpu, "30b-a3b", num_ranks=2),
-    "reduce-gpu": _sums_over_ranks,
+    "reduce-gpu": partial(_sums_over_ranks, 2),
     "engine-gpu-30b-a3b": partial(_engine_gpu, "30b-a3b"),
     "engine-gpu-30b-a3b-fp8": partial(_engine_gpu, "30b-a3b-fp8"),
     "engine-gpu-8b-draws": _draws,

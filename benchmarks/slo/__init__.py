@@ -42,7 +42,7 @@ def rules(ttft_ms: float, tpot_ms: float) -> tuple[Rule, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class SimulatedFigures:
     """Of all draws of a workload together: p50, p90 and p99 in ms, and shares of the requests."""
 
     attained: float
@@ -55,7 +55,7 @@ class Figures:
 
 def simulate(
     preset: Preset, setting: Setting, rule: Rule, slo_ms: tuple[float, float], data: Path, seeds: int, limit: int = 0
-) -> Figures:
+) -> SimulatedFigures:
     """`limit`: of the requests of a draw; 0: none. Raises StartupError when the trace cannot be read."""
     shares, served = list[float](), list[Served]()
     for seed in range(seeds):
@@ -63,7 +63,7 @@ def simulate(
         ours = SimulatedCluster(setting, rule, seed).serve(arrivals)
         shares.append(statistics.mean(one.ttft_ms <= slo_ms[0] and one.tpot_ms <= slo_ms[1] for one in ours))
         served += ours
-    return Figures(
+    return SimulatedFigures(
         statistics.mean(shares), tuple(shares), statistics.mean(one.is_spilled for one in served),
         percentiles([one.ttft_ms for one in served]), percentiles([one.tpot_ms for one in served]),
         percentiles([gap for one in served for gap in one.gaps_ms]),
