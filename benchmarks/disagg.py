@@ -53,6 +53,10 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--setting", default="", metavar="TEXT", help="Default: the router's nodes, as in 1P1D.")
     parser.add_argument("--scale", type=positive, default=1.0, metavar="X", help="Multiplies lengths, for rehearsals.")
+    parser.add_argument(
+        "--rate-scale", type=positive, default=1.0, metavar="X",
+        help="Multiplies the rates and the numbers of requests: 2 for twice as many GPUs.",
+    )  # fmt: skip
     parser.add_argument("--num-requests", type=int, default=0, metavar="N", help="Fewer of each, for rehearsals.")
     return run_disagg(parser.parse_args(arguments))
 
@@ -63,7 +67,7 @@ def run_disagg(namespace: argparse.Namespace) -> int:
     setting = namespace.setting or uvloop.run(_setting(target))
     num_failed = 0
     for name in namespace.workloads:
-        preset = PRESETS[name]
+        preset = PRESETS[name].times(namespace.rate_scale)
         arrivals = _scaled(preset.arrivals(namespace.data, namespace.seed), namespace)
         sys.stderr.write(f"{setting}: {preset.title}: {len(arrivals)} requests in {arrivals[-1].at_s:.0f} s\n")
         warmups = _warmups(arrivals, preset.rate, namespace.seed)
@@ -114,7 +118,8 @@ def _write(
     """Raises StartupError."""
     fields = {
         "setting": setting, "workload": preset.name,
-        "model": target.model, "note": namespace.note, "scale": namespace.scale, "seed": namespace.seed,
+        "model": target.model, "note": namespace.note, "scale": namespace.scale,
+        "rate_scale": namespace.rate_scale, "seed": namespace.seed,
         "summary": asdict(summary), "columns": list(_COLUMNS), "requests": [_columns(item) for item in records],
     }  # fmt: skip
     append_record(namespace.json, "disagg", fields)

@@ -92,6 +92,7 @@ _ROWS: dict[str, tuple[GpuRow, ...]] = {
     "30b-a3b": _short_rows({1: 4.19, 32: 15.86, 128: 20.82, 256: 26.39}, (71_965, 63_215), 29.1),
     "30b-a3b-fp8": _short_rows({1: 3.85, 32: 10.60, 128: 15.00, 256: 20.55}, (74_164, 64_564), 50.6),
     "8b-fp8": _short_rows({1: 3.50, 32: 5.31, 128: 8.99, 256: 15.78}, (68_413, 62_722), 21.0),
+    "70b": _short_rows({1: None, 32: None, 128: None}, (None, None), None),  # on two GPUs or more
     "70b-fp8": _short_rows({1: None, 32: None, 128: None}, (None, None), None),
 }  # fmt: skip
 SHAPES = {name: Shape(name, CONFIGS[name], rows) for name, rows in _ROWS.items()}

@@ -45,6 +45,14 @@ class Preset:
     lengths: tuple[int, int] = (0, 0)  # in, out
     trace: str = ""
 
+    def times(self, rate_scale: float) -> Preset:
+        """So many times the requests in the same time, for more GPUs. The peer was not measured with them."""
+        if rate_scale == 1.0:
+            return self
+        num_requests = round(self.num_requests * rate_scale)
+        title = f"{self.title} x {rate_scale:g}"
+        return replace(self, title=title, rate=self.rate * rate_scale, num_requests=num_requests, peers=())
+
     def arrivals(self, data: Path, seed: int) -> list[Arrival]:
         """Raises StartupError when the trace cannot be read."""
         if not self.trace:

@@ -50,6 +50,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "30b-a3b": _30B_A3B,
     "30b-a3b-fp8": {**_30B_A3B, "quantization_config": _FP8_BLOCKS},
+    "70b": _70B,
     "70b-fp8": {**_70B, "quantization_config": _FP8_CHANNELS},
     "tiny": {
         **_LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

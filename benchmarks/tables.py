@@ -110,10 +110,12 @@ def _draws(results: Path) -> str:
     return _engine_gpu_rows("8b", lambda row: row["kind"] == "draws", results)
 
 
-def _sums_over_ranks(results: Path) -> str:
+def _sums_over_ranks(num_ranks: int, results: Path) -> str:
     """Microseconds of a sum with residual and norm; the last record with each number of rows counts."""
     names, found, head = list[str](), dict[int, dict[str, float]](), ""
     for record in _records(results, "reduce_gpu.jsonl"):
+        if record["ranks"] != num_ranks:
+            continue
         names = list(dict.fromkeys(result["name"] for result in record["results"]))
         head = f"{_when(record)}: {record['ranks']} ranks, us"
         for result in record["results"]:
@@ -164,11 +166,15 @@ def _row_name(rows: list[Record]) -> str:
     return f"{rows[0]['count']} mixed sequences, output tok/s"
 
 
-def latest_runs(results: Path, file: str = "disagg_gpu.jsonl") -> dict[tuple[str, str], Record]:
+def latest_runs(
+    results: Path, file: str = "disagg_gpu.jsonl", rate_scale: float = 1.0
+) -> dict[tuple[str, str], Record]:
     """The last whole run of each workload and setting of a disaggregation table."""
     latest: dict[tuple[str, str], Record] = {}
     for record in _records(results, file):
-        if record["scale"] == 1.0 and len(record["requests"]) == PRESETS[record["workload"]].num_requests:
+        num_requests = PRESETS[record["workload"]].times(rate_scale).num_requests
+        found = (record["scale"], record.get("rate_scale", 1.0), len(record["requests"]))
+        if found == (1.0, rate_scale, num_requests):
             latest[record["workload"], record["setting"]] = record
     return latest
 
@@ -199,6 +205,36 @@ def _disagg_without_peer(file: str, results: Path) -> str:
     return _markdown(HEADERS, rows) if rows else ""
 
 
+def _slo_simulated(rate_scale: float, results: Path) -> str:
+    """Simulated shares within 200/10 beside measured ones, by workload and setting. The last record of each counts."""
+    simulated = {
+        (record["workload"], record["setting"]): record["figures"]
+        for record in _records(results, "slo_simulated.jsonl")
+        if (record["slo"], record["rule"], record["rate_scale"]) == ("200/10", "slack", rate_scale)
+        and record["num_requests"] == PRESETS[record["workload"]].times(rate_scale).num_requests
+    }
+    measured = latest_runs(results, "disagg_gpu_slo.jsonl", rate_scale)
+    settings = list(dict.fromkeys(setting for _, setting in simulated))
+
+    def cell(workload: str, setting: str) -> str:
+        figures, run = simulated.get((workload, setting)), measured.get((workload, setting))
+        if figures is None:
+            return ""
+        ours = f"*{figures['attained']:.2f}*, {figures['ttft'][1]:.0f}, {figures['tpot'][2]:.1f}"
+        if run is None:
+            return ours
+        told, spreads = run["summary"]["attained"]["200/10"], run["summary"]["spreads"]
+        return f"{ours}; **{told:.2f}**, {spreads['ttft']['p90_ms']:.0f}, {spreads['tpot']['p99_ms']:.1f}"
+
+    rows = [
+        [preset.times(rate_scale).title, *(cell(name, setting) for setting in settings)]
+        for name, preset in PRESETS.items()
+        if any((name, setting) in simulated for setting in settings)
+    ]
+    head = "*simulated*: share within 200/10, TTFT p90, TPOT p99; **measured**: the same"
+    return _markdown([head, *settings], rows) if rows else ""
+
+
 def _handover(results: Path) -> str:
     latest = {(record["tokens"], record["batch"]): record for record in _records(results, "handover_gpu.jsonl")}
     rows = []
@@ -222,7 +258,7 @@ _TABLES: dict[str, Callable[[Path], str]] = {
     "engine-gpu": partial(_engine_gpu, "8b"),
     "engine-gpu-8b-tp2": partial(_engine_gpu, "8b", num_ranks=2),
     "engine-gpu-30b-a3b-tp2": partial(_engine_gpu, "30b-a3b", num_ranks=2),
-    "reduce-gpu": _sums_over_ranks,
+    "reduce-gpu": partial(_sums_over_ranks, 2),
     "engine-gpu-30b-a3b": partial(_engine_gpu, "30b-a3b"),
     "engine-gpu-30b-a3b-fp8": partial(_engine_gpu, "30b-a3b-fp8"),
     "engine-gpu-8b-draws": _draws,
@@ -231,5 +267,7 @@ _TABLES: dict[str, Callable[[Path], str]] = {
     "disagg": _disagg,
     "disagg-30b-a3b-fp8": partial(_disagg_without_peer, "disagg_gpu_30b_a3b_fp8.jsonl"),
     "disagg-slo": partial(_disagg_without_peer, "disagg_gpu_slo.jsonl"),
+    "slo-simulated": partial(_slo_simulated, 1.0),
+    "slo-simulated-4": partial(_slo_simulated, 2.0),
     "handover": _handover,
 }

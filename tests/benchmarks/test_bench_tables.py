@@ -22,7 +22,7 @@ PLACE = "before\n<!-- table: {} -->\nold\n<!-- end -->\nafter\n"
 def test_the_page_says_what_was_measured() -> None:
     text = (ROOT / DOCUMENT).read_text()
     assert fill(text, ROOT / "benchmarks" / "results") == text, "run `python -m benchmarks tables`"
-    assert text.count("<!-- table: ") == 14
+    assert text.count("<!-- table: ") == 16
 
 
 def disagg_record(setting: str, ttft_ms: float, **changes: Any) -> dict[str, Any]:
@@ -53,6 +53,25 @@ def test_the_last_whole_run_of_a_setting_counts(tmp_path: Path) -> None:
     assert fill(found, tmp_path) == found
 
 
+def test_simulated_shares_stand_beside_measured_ones(tmp_path: Path) -> None:
+    """Of the same rate: a run of two GPUs is none of four."""
+    figures = {"attained": 0.994, "ttft": [1.0, 99.6, 3.0], "tpot": [1.0, 2.0, 7.04]}
+    common = {"workload": "1024x256", "rule": "slack", "rate_scale": 2.0, "figures": figures}
+    told = (("2P2D", "200/10", 800), ("4M", "200/10", 800), ("4M", "400/15", 800), ("1P3D", "200/10", 6))
+    records = [common | {"setting": setting, "slo": slo, "num_requests": num} for setting, slo, num in told]
+    (tmp_path / "slo_simulated.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    spreads = {"ttft": SPREAD | {"p90_ms": 88.0}, "tpot": SPREAD | {"p99_ms": 6.0}}
+    summary = {"summary": {"spreads": spreads, "attained": {"200/10": 0.5}}}
+    runs = [
+        disagg_record("4M", 40.0, **summary, rate_scale=2.0, requests=[[]] * 800),
+        disagg_record("2P2D", 40.0, **summary),
+    ]
+    (tmp_path / "disagg_gpu_slo.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+    found = fill(PLACE.format("slo-simulated-4"), tmp_path).splitlines()
+    assert found[2].endswith("| 2P2D | 4M |")
+    assert found[4] == "| 1024 in, 256 out, 20/s x 2 | *0.99*, 100, 7.0 | *0.99*, 100, 7.0; **0.50**, 88, 6.0 |"
+
+
 def test_handovers_by_batch_size(tmp_path: Path) -> None:
     record = {
         "environment": {"commit": "0123456789", "dirty": True}, "tokens": 1000, "batch": 32,
@@ -64,7 +83,7 @@ def test_handovers_by_batch_size(tmp_path: Path) -> None:
 
 
 def test_without_records_there_is_no_table(tmp_path: Path) -> None:
-    for name in ("engine-cpu", "engine-gpu", "disagg", "handover"):
+    for name in ("engine-cpu", "engine-gpu", "disagg", "handover", "slo-simulated"):
         assert fill(PLACE.format(name), tmp_path) == PLACE.format(name).replace("old\n", "")
 
 

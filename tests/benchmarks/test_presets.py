@@ -30,3 +30,13 @@ def test_presets_are_what_the_table_says(tmp_path: Path) -> None:
         (14_999, 1000, ()),
         (7, 1000, ()),
     ]
+
+
+def test_more_gpus_get_more_requests_in_the_same_time(tmp_path: Path) -> None:
+    once, twice = PRESETS["1024x256"], PRESETS["1024x256"].times(2)
+    assert once.times(1) is once
+    arrivals = twice.arrivals(tmp_path, 0)
+    assert len(arrivals) == 800
+    assert arrivals[-1].at_s == pytest.approx(once.arrivals(tmp_path, 0)[-1].at_s, rel=0.1)
+    assert twice.title.endswith("20/s x 2")
+    assert twice.peers == (), "they were measured on two GPUs"

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from math import inf
+from statistics import mean
+from typing import TYPE_CHECKING
+
 import pytest
 
-from benchmarks.slo import Rule, Served, SimulatedCluster, main, rules
+from benchmarks.slo import main, rules
+from benchmarks.slo.cluster import Served, Setting, SimulatedCluster
 from pd_cluster.bench.workload import Length, poisson
+from pd_cluster.errors import StartupError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from benchmarks.slo.node import Rule
 
 
 def served(rule: Rule, setting: str) -> list[Served]:
     arrivals = poisson(24, 16.0, Length(500, 4000), Length(20, 60), seed=3)
-    return SimulatedCluster(setting, rule, seed=1).serve(arrivals)
+    return SimulatedCluster(Setting.parse(setting), rule, seed=1).serve(arrivals)
 
 
 @pytest.mark.parametrize("setting", ["1M", "1P1D"])
@@ -24,7 +36,45 @@ def test_a_target_holds_where_steps_without_limit_miss_it(setting: str) -> None:
     assert max(max(one.gaps_ms[1:]) for one in within) <= 32, "the first gap is a handover"
 
 
-def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_have_any_number_of_nodes() -> None:
+    assert Setting.parse("3P1D") == Setting("3P1D", 3, 1)
+    assert Setting.parse("12M") == Setting("12M", 0, 12)
+    assert Setting.parse("1P1D-TP2") == Setting("1P1D-TP2", 1, 1, num_ranks=2)
+    assert [Setting.parse(name).num_gpus for name in ("2P2D", "4M", "1P1D-TP2")] == [4, 4, 4]
+    for name in ("", "2P", "0M", "1D", "2P2D4M", "1P1D-TP3"):
+        with pytest.raises(StartupError, match="is not like 2P1D or 3M"):
+            Setting.parse(name)
+
+
+def test_nodes_of_a_role_share_its_prompts_and_streams() -> None:
+    """Of 48 requests at once each decode node gets its half; with half the prefill nodes first tokens come later."""
+    arrivals = poisson(48, inf, Length(1000, 1000), Length(20, 20), seed=3)
+    [slack] = [rule for rule in rules(200, 10) if rule.name == "no limit"]
+
+    def mean_ttft_ms(name: str) -> float:
+        cluster = SimulatedCluster(Setting.parse(name), slack, seed=1)
+        found = mean(one.ttft_ms for one in cluster.serve(arrivals))
+        streams = [len(node.on_token) for node in cluster.decodes]
+        assert max(streams) - min(streams) <= 4, streams
+        assert all(node.num_streams == node.queued_tokens == 0 for node in (*cluster.prefills, *cluster.decodes))
+        return found
+
+    assert mean_ttft_ms("2P2D") < 0.8 * mean_ttft_ms("1P2D")
+    assert mean_ttft_ms("1P1D-TP2") < 0.8 * mean_ttft_ms("1P1D")
+
+
+def test_the_table_is_printed_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.jsonl"
     flags = ["--workloads", "1024x256", "--settings", "1M", "--rules", "192", "--seeds", "1", "--num-requests", "6"]
-    assert main(flags) == 0
-    assert "200/10 192" in capsys.readouterr().out
+    assert main([*flags, "--rate-scale", "2", "--slos", "200/10", "--json", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "1024 in, 256 out, 20/s x 2, 1M" in shown
+    assert "200/10 192" in shown
+    record = json.loads(out.read_text())
+    assert (record["kind"], record["setting"], record["rate_scale"], record["slo"]) == (
+        "slo_simulated",
+        "1M",
+        2,
+        "200/10",
+    )
+    assert record["figures"]["attained"] == record["figures"]["by_draw"][0] == 1.0

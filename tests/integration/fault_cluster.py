@@ -113,6 +113,11 @@ class Member:
         psutil.Process(self._pid(part)).kill()
         await asyncio.to_thread(self._wait_killed, part)
 
+    async def kill_rank(self) -> None:
+        """SIGKILL to a further rank of a node of several. Asserts that all of the node then ends by itself."""
+        psutil.Process(self._pid_of("pd_cluster.worker.rank")).kill()
+        await asyncio.to_thread(self._wait_killed, Part.ENGINE)
+
     def _wait_killed(self, part: Part) -> None:
         status = self.process.wait()
         assert status == (-signal.SIGKILL if part is Part.API else 1), self.process.output
@@ -129,11 +134,12 @@ class Member:
             psutil.Process(self._pid(part)).resume()
 
     def _pid(self, part: Part) -> int:
-        family = self.process.family()  # seen while it lives, or its leftovers could not be found
-        if part is Part.API:
-            return self.process.pid
-        live = [p for p in family if p.is_running()]  # the command line of a dead one cannot be read
-        return next(int(p.pid) for p in live if "pd_cluster.engine.process" in " ".join(p.cmdline()))
+        self.process.family()  # seen while it lives, or its leftovers could not be found
+        return self.process.pid if part is Part.API else self._pid_of("pd_cluster.engine.process")
+
+    def _pid_of(self, module: str) -> int:
+        live = [p for p in self.process.family() if p.is_running()]  # the command line of a dead one cannot be read
+        return next(int(p.pid) for p in live if module in " ".join(p.cmdline()))
 
     # what it says
 

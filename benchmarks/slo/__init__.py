@@ -1,0 +1,125 @@
+"""`python -m benchmarks slo`: what targets of streams and the order of prompts do, simulated without a device.
+
+Schedulers of the engine, two steps deep, on a virtual clock; steps take what the 8B shape takes on an H200
+(benchmarks/LOG.md), padded to captured sizes, with noise. A router hands prompts to P, or to D where that is clearly
+sooner. The steps' model is fitted to other steps of this device and corrected, as in an engine. Not simulated: HTTP,
+links that are busy, memory that is short.
+
+With --json the figures are recorded, for the table of simulated clusters beside what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from benchmarks.presets import PRESETS, Preset
+from benchmarks.records import append_record
+from benchmarks.slo.cluster import Served, Setting, SimulatedCluster
+from benchmarks.slo.node import Rule
+from pd_cluster.bench.cli import positive
+from pd_cluster.bench.report import report_console
+from pd_cluster.scheduling.step_budget import Targets
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SLOS = {"200/10": (200.0, 10.0), "400/15": (400.0, 15.0)}  # ms
+
+
+def rules(ttft_ms: float, tpot_ms: float) -> tuple[Rule, ...]:
+    targets = Targets(ttft_ms / 1e3, tpot_ms / 1e3, 3 * tpot_ms / 1e3)
+    return (
+        Rule("192", 192), Rule("384", 384), Rule("no limit"),
+        Rule("slack, fifo", targets=targets), Rule("slack", targets=targets, shortest=True),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedFigures:
+    """Of all draws of a workload together: p50, p90 and p99 in ms, and shares of the requests."""
+
+    attained: float
+    by_draw: tuple[float, ...]  # the same share, of each draw
+    spilled: float  # that D read although there was a P
+    ttft: tuple[float, ...]
+    tpot: tuple[float, ...]
+    itl: tuple[float, ...]
+
+
+def simulate(
+    preset: Preset, setting: Setting, rule: Rule, slo_ms: tuple[float, float], data: Path, seeds: int, limit: int = 0
+) -> SimulatedFigures:
+    """`limit`: of the requests of a draw; 0: none. Raises StartupError when the trace cannot be read."""
+    shares, served = list[float](), list[Served]()
+    for seed in range(seeds):
+        arrivals = preset.arrivals(data, seed)[: limit or None]
+        ours = SimulatedCluster(setting, rule, seed).serve(arrivals)
+        shares.append(statistics.mean(one.ttft_ms <= slo_ms[0] and one.tpot_ms <= slo_ms[1] for one in ours))
+        served += ours
+    return SimulatedFigures(
+        statistics.mean(shares), tuple(shares), statistics.mean(one.is_spilled for one in served),
+        percentiles([one.ttft_ms for one in served]), percentiles([one.tpot_ms for one in served]),
+        percentiles([gap for one in served for gap in one.gaps_ms]),
+    )  # fmt: skip
+
+
+def percentiles(values: list[float]) -> tuple[float, ...]:
+    """p50, p90, p99."""
+    ordered = sorted(values)
+    return tuple(round(ordered[min(len(ordered) - 1, int(len(ordered) * share))], 3) for share in (0.5, 0.9, 0.99))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0. Raises StartupError."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks slo", allow_abbrev=False)
+    parser.add_argument("--data", type=Path, default=Path("benchmarks/data"), metavar="DIR", help="Where traces are.")
+    parser.add_argument("--workloads", nargs="+", choices=tuple(PRESETS), default=list(PRESETS), metavar="NAME")
+    parser.add_argument(
+        "--settings", nargs="+", default=["1P1D", "2M"], metavar="NAME",
+        help="As in 2P1D or 4M; 1P1D-TP2: nodes of two GPUs each (default: 1P1D 2M).",
+    )  # fmt: skip
+    parser.add_argument(
+        "--slos", nargs="+", choices=tuple(SLOS), default=list(SLOS), metavar="TTFT/TPOT",
+        help="In ms, of 200/10 and 400/15 (default: both).",
+    )  # fmt: skip
+    parser.add_argument("--rules", nargs="+", default=[], metavar="NAME", help="Only these.")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="Draws of each workload.")
+    parser.add_argument(
+        "--rate-scale", type=positive, default=1.0, metavar="X",
+        help="Multiplies the rate of arrivals, and their number.",
+    )  # fmt: skip
+    parser.add_argument("--num-requests", type=int, default=0, metavar="N", help="Fewer of each, for rehearsals.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="File to which lines are appended.")
+    namespace = parser.parse_args(arguments)
+    settings = [Setting.parse(name) for name in namespace.settings]
+    for name in namespace.workloads:
+        for setting in settings:
+            _run(namespace, PRESETS[name].times(namespace.rate_scale), setting)
+    return 0
+
+
+def _run(namespace: argparse.Namespace, preset: Preset, setting: Setting) -> None:
+    table = Table("rule", "attained", "D read", "TTFT", "TPOT", "ITL", title=f"{preset.title}, {setting.name}")
+    for slo in namespace.slos:
+        for rule in rules(*SLOS[slo]):
+            if namespace.rules and rule.name not in namespace.rules:
+                continue
+            found = simulate(preset, setting, rule, SLOS[slo], namespace.data, namespace.seeds, namespace.num_requests)
+            spreads = ("/".join(f"{value:.1f}" for value in one) for one in (found.ttft, found.tpot, found.itl))
+            table.add_row(f"{slo} {rule.name}", f"{found.attained:.3f}", f"{found.spilled:.1%}", *spreads)
+            if namespace.json is not None:
+                fields = {
+                    "setting": setting.name, "workload": preset.name, "rate_scale": namespace.rate_scale,
+                    "num_requests": namespace.num_requests or preset.num_requests, "slo": slo, "rule": rule.name,
+                    "figures": asdict(found),
+                }  # fmt: skip
+                append_record(namespace.json, "slo_simulated", fields)
+    report_console().print(table)
+    sys.stdout.flush()

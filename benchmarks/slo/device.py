@@ -1,0 +1,66 @@
+"""How long a step of the 8B shape takes on one H200, or on two that share the model (benchmarks/LOG.md)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from pd_cluster.scheduling.step_model import StepWork, keys_of
+from pd_cluster.worker.cuda_graphs.graph_sizes import token_buckets
+
+STEP_TOKENS = 2048
+SIZES = token_buckets(STEP_TOKENS)
+# ms of a step with 32 decodes more than of the decodes alone, by the tokens of the step
+PROMPT_MS = (
+    (32, 0.0),
+    (128, 0.8),
+    (192, 1.7),
+    (256, 2.7),
+    (384, 5.7),
+    (512, 8.3),
+    (768, 13.7),
+    (1024, 18.4),
+    (2048, 40),
+)
+NEAR_KEY_S, FAR_KEY_S = 2.2e-9, 0.9e-9  # a key of a prompt's token, in steps up to 512 tokens and above
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Seconds of a step without tokens, of one more decode and of a token of its context; shares of one GPU's time."""
+
+    step_s: float = 4.1e-3
+    decode_s: float = 6e-6
+    context_s: float = 33e-9
+    prompt_share: float = 1.0
+    key_share: float = 1.0
+
+    def seconds(self, work: StepWork) -> float:
+        """A step, padded to a captured size."""
+        decodes_s = self.step_s + (self.decode_s * work.num_decodes + self.context_s * work.context)
+        if not work.num_tokens:
+            return decodes_s
+        total = work.num_decodes + work.num_tokens
+        total = SIZES[bisect_left(SIZES, total)]
+        key_s = NEAR_KEY_S if total <= 512 else FAR_KEY_S
+        prompts_ms = max(0.0, _prompt_ms(total) - _prompt_ms(work.num_decodes))
+        return decodes_s + self.prompt_share * prompts_ms / 1e3 + self.key_share * key_s * work.num_keys
+
+    def steps_at_start(self) -> list[tuple[StepWork, float]]:
+        """What `measure_for_model` measures."""
+        works = [StepWork(num, 1024 * num) for num in (1, 32, 128)] + [StepWork(32, 32 * 4096)]
+        works += [StepWork(32, 32 * 1024, size - 32, keys_of(size - 32, 0)) for size in (128, 256, 512, 1024)]
+        works.append(StepWork(32, 32 * 1024, 96, keys_of(96, 4096)))
+        return [(work, self.seconds(work)) for work in works]
+
+
+# By the number of ranks. Of two (2e7808b, 1k context) were measured: decode 1 / 32 / 128 / 256 in 2.95 / 3.52 / 5.62 /
+# 9.35 ms, here 2.92 / 3.62 / 5.77 / 8.64; prompts of 1,024 / 4,096 at 79.4k / 75.3k tokens/s, here 78.2k / 74.2k; one
+# prompt of 1,024 in 16.2 ms, here 13.6. Steps of prompts beside decodes were not measured.
+DEVICES = {1: Device(), 2: Device(2.9e-3, 5e-6, 17e-9, prompt_share=0.57, key_share=0.5)}
+
+
+def _prompt_ms(num_tokens: int) -> float:
+    index = max(1, bisect_left(PROMPT_MS, (num_tokens, 0.0)))
+    (low, low_ms), (high, high_ms) = PROMPT_MS[index - 1], PROMPT_MS[min(index, len(PROMPT_MS) - 1)]
+    return low_ms + (high_ms - low_ms) * (num_tokens - low) / (high - low) if num_tokens > low else low_ms

@@ -1,0 +1,119 @@
+"""A simulated node: the engine's own scheduler, two steps deep, over a virtual clock and a device that takes time."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+from benchmarks.slo.device import STEP_TOKENS
+from pd_cluster.config import SchedulerConfig
+from pd_cluster.scheduling.batch import StepResult
+from pd_cluster.scheduling.block_manager import BlockManager
+from pd_cluster.scheduling.queue_order import Fifo, Shortest
+from pd_cluster.scheduling.scheduler import Scheduler
+from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
+from pd_cluster.scheduling.step_model import StepModel, StepWork
+from pd_connectors.protocol.messages import SampledToken
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.slo.device import Device
+    from pd_cluster.scheduling.batch import Batch
+
+SEQS, BLOCK, BLOCKS = 256, 64, 14_000
+NOISE, LEAD_S = 0.02, 0.7e-3  # of a step; planning begins so long before the running step ends
+KEYS_PER_TOKEN = 5990
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How D, or a mixed node, shares its steps: a fixed limit, or targets."""
+
+    name: str
+    limit: int = 0
+    targets: Targets | None = None
+    shortest: bool = False
+
+
+class VirtualTime:
+    """Virtual time, and what happens at which."""
+
+    def __init__(self, seed: int) -> None:
+        self.now_s = 0.0
+        self.rng = random.Random(seed)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = count()
+
+    def at(self, when_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (max(when_s, self.now_s), next(self._serial), act))
+
+    def run(self) -> None:
+        while self._events:
+            self.now_s, _, act = heapq.heappop(self._events)
+            act()
+
+
+class SimulatedNode:
+    """A scheduler and its device."""
+
+    def __init__(self, world: VirtualTime, rule: Rule, device: Device) -> None:
+        self.world, self.device = world, device
+        self.blocks = BlockManager(BLOCKS, BLOCK, prefix_caching=False)
+        self.model = StepModel(device.steps_at_start())
+        budget = FixedBudget(rule.limit, KEYS_PER_TOKEN)
+        if rule.targets is not None:
+            budget = SlackBudget(rule.targets, self.model, lambda: world.now_s, self._busy_s)  # type: ignore[assignment]
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=SEQS, max_num_batched_tokens=STEP_TOKENS, max_waiting=10_000),
+            self.blocks, step_budget=budget, order=Shortest(self.model, self.blocks) if rule.shortest else Fifo(),
+            max_model_len=1 << 20, eos_token_ids=frozenset({0}), retract=lambda lease: 0, clock=lambda: world.now_s,
+        )  # fmt: skip
+        self.queued_tokens = 0  # of prompts that have no first token yet
+        self.num_streams = 0  # that were given to it and have not ended
+        self.pace_s = 0.0  # of a prompt's token, as the router has seen it
+        self.on_token: dict[str, Callable[[], None]] = {}
+        self._flights: deque[tuple[Batch, StepWork, float, float]] = deque()  # begin, end
+        self._is_awake = False
+
+    def _busy_s(self) -> float:
+        """As Pipeline.busy_s: predicted, not known."""
+        if not self._flights:
+            return 0.0
+        predicted_s = sum(self.model.seconds(work) for _, work, _, _ in self._flights)
+        return max(0.0, predicted_s - (self.world.now_s - self._flights[0][2]))
+
+    def wake(self) -> None:
+        if not self._is_awake and not self._flights:
+            self._is_awake = True
+            self.world.at(self.world.now_s, self._plan)
+
+    def _plan(self) -> None:
+        self._is_awake = False
+        world = self.world
+        if not self.scheduler.has_work or len(self._flights) > 1:
+            return
+        batch = self.scheduler.schedule()
+        if not batch.moves_worker:
+            return
+        work = StepWork.of(batch.chunks)
+        begin_s = max([world.now_s, *(flight[3] for flight in self._flights)])
+        end_s = begin_s + self.device.seconds(work) * world.rng.gauss(1.0, NOISE)
+        self._flights.append((batch, work, begin_s, end_s))
+        world.at(end_s, self._retire)
+        world.at(max(begin_s, end_s - LEAD_S), self._plan)
+
+    def _retire(self) -> None:
+        batch, work, begin_s, end_s = self._flights.popleft()
+        if batch.chunks:
+            self.model.note(work, end_s - begin_s)
+        token: tuple[SampledToken, ...] = (SampledToken(7),)
+        samples = {chunk.seq_id: token for chunk in batch.chunks if chunk.num_samples}
+        for update in self.scheduler.update(batch, StepResult(batch.step, samples)):
+            self.on_token[update.request.request_id]()
+        if not self._flights:
+            self.wake()
