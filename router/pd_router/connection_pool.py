@@ -7,7 +7,7 @@ import ssl
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
-from pd_router.node_connection import NodeConnection, Unanswered
+from pd_router.node_connection import AnswerBroken, NodeConnection, Unanswered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -88,7 +88,7 @@ class ConnectionPool:
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
         for connection in list(self._open):
-            connection.abandon()
+            connection.fail(AnswerBroken("the router closed the connection"))
 
     def _add(self, url: str) -> _Origin:
         tls = None

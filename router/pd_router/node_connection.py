@@ -228,6 +228,7 @@ class NodeConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: NodeExchange | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._fires_s = inf  # of the timer, which does not tell it under uvloop when it fires within 0.5 ms
         self._begin()
 
     def _begin(self) -> None:
@@ -271,29 +272,35 @@ class NodeConnection(asyncio.Protocol):
         self._transport.abort()
         self._stop_timer()
 
+    def fail(self, error: Exception) -> None:
+        """End the connection at once. Its exchange, if it has one, fails with `error`."""
+        exchange = self._exchange
+        self.abandon()
+        if exchange is not None:
+            exchange.failed(error)
+
     def watch(self, expires_s: float) -> None:
         """End the exchange with TimeoutError when its `expires_s` has passed.
 
         The timer is the connection's, and outlives the exchange: it may fire early, and is then set again.
         """
-        if expires_s < (inf if self._timer is None else self._timer.when()):
+        if expires_s < self._fires_s:
             self._stop_timer()
-            self._timer = self._loop.call_at(expires_s, self._look)
+            self._timer, self._fires_s = self._loop.call_at(expires_s, self._look), expires_s
 
     def _look(self) -> None:
-        self._timer = None
+        self._timer, self._fires_s = None, inf
         if (exchange := self._exchange) is None:
             return
         if self._loop.time() < exchange.expires_s:
             self.watch(exchange.expires_s)
         else:
-            self.abandon()
-            exchange.failed(TimeoutError())
+            self.fail(TimeoutError())
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+            self._timer, self._fires_s = None, inf
 
     # --- called by the transport
 
@@ -326,8 +333,7 @@ class NodeConnection(asyncio.Protocol):
         if self._is_complete:
             self._complete(exchange, can_reuse=not problem)
         elif problem:
-            self.abandon()
-            exchange.failed(AnswerUnreadable(problem))
+            self.fail(AnswerUnreadable(problem))
 
     def _complete(self, exchange: NodeExchange, *, can_reuse: bool) -> None:
         exchange.resume()  # a connection in the pool must see that the node closes it

@@ -9,6 +9,7 @@ import struct
 from typing import TYPE_CHECKING
 
 import pytest
+import uvloop
 
 from pd_router.connection_pool import ConnectionPool, NoConnection
 from pd_router.node_connection import (
@@ -296,6 +297,42 @@ async def test_a_kept_connection_has_a_deadline_for_each_exchange(before_s: floa
         assert asyncio.get_running_loop().time() >= exchange.expires_s
         assert node.num_connections == 1
         await until(lambda: not len(pool))
+
+
+async def test_a_deadline_holds_while_an_answer_is_passed_on() -> None:
+    async with scripted([CHUNKED]) as (node, pool):
+        exchange = await post(pool, node)
+        await exchange.head()
+        done = exchange.splice(lambda data: None)
+        exchange.limit(0.05)
+        with pytest.raises(TimeoutError):
+            await done
+
+
+async def test_a_pool_that_closes_ends_what_waits() -> None:
+    async with scripted([b""], [CHUNKED]) as (node, pool):
+        waiting, passed_on = await post(pool, node), await post(pool, node)
+        await passed_on.head()
+        done = passed_on.splice(lambda data: None)
+        pool.close()
+        for wait in (waiting.head(), done):
+            with pytest.raises(AnswerBroken, match="the router closed the connection"):
+                await wait
+
+
+def test_a_deadline_of_an_instant_under_uvloop() -> None:
+    """Its timers of less than 0.5 ms cannot tell when they fire."""
+
+    async def limit_twice() -> None:
+        async with scripted([b""]) as (node, pool):
+            exchange = await post(pool, node)
+            exchange.limit(1e-4)
+            exchange.limit(1e-4)
+            with pytest.raises(TimeoutError):
+                await exchange.head()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(limit_twice())
 
 
 async def test_a_connection_that_the_node_closed_is_not_used() -> None:
