@@ -78,7 +78,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
         if (handoff := self.plan.otherwise) is None:
             return False
         decode, _ = await self._try_decodes(
-            self._body.plain(), self.plan.sooner, self._body.num_bytes, has_other_way=True
+            self._body.plain(), self.plan.sooner, self._body.num_bytes, has_other_way=lambda: True
         )
         if decode is None:
             self.plan, self.phase = handoff, "prefill"
@@ -114,7 +114,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
                 self._release(handoff)
 
     async def _d_first(self) -> None:
-        offered = self.plan.offered(self._s.table.clock())
+        offered = self.plan.offered(self._s.table.clock(), 1)
         if not offered:  # all went down during `_spill`
             await self._fall_back()
             return
@@ -182,7 +182,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
 
         Raises Refused, NodeFailed, NoNode, NodesDied.
         """
-        leg, last = await self._try_decodes(body, choose, prefill_bytes, has_other_way=self._has_alone())
+        leg, last = await self._try_decodes(body, choose, prefill_bytes, has_other_way=self._has_alone)
         if leg is None and (last is None or may_be_tried_again(last)) and self._has_alone():
             self._set_direct("no-pair")
             plain, choose = self._body.plain(), self.plan.best_alone
@@ -194,7 +194,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
         return None
 
     async def _try_decodes(
-        self, body: bytes, choose: Choose, prefill_bytes: int, *, has_other_way: bool = False
+        self, body: bytes, choose: Choose, prefill_bytes: int, *, has_other_way: Callable[[], bool] | None = None
     ) -> tuple[DecodeLeg | None, LegFailed | None]:
         """See `_first_answer`."""
         self.phase = "decode"
@@ -263,7 +263,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
     def _offer(self, without: Node | None = None) -> str | None:
         """The signed list of prefill nodes that D may ask; None: there are none."""
         s = self._s
-        nodes = self.plan.offered(s.table.clock(), without)[: s.config.offer_size]
+        nodes = self.plan.offered(s.table.clock(), s.config.offer_size, without)
         if not nodes:
             return None
         for node in nodes:
