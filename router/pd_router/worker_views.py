@@ -82,5 +82,5 @@ def labelled(expositions: dict[int, str]) -> bytes:
 
 
 _HELP = re.compile(r"^(?=# HELP )", re.MULTILINE)
-_LABELLED_NAME = re.compile(r"^(\w++)\{", re.MULTILINE)
-_PLAIN_NAME = re.compile(r"^(\w++) ", re.MULTILINE)
+_LABELLED_NAME = re.compile(r"^(\w+)\{", re.MULTILINE)
+_PLAIN_NAME = re.compile(r"^(\w+) ", re.MULTILINE)
