@@ -115,9 +115,11 @@ class RouteChoice:
         would say it too take four times as long."""
         if len(nodes) < FEW_NODES:
             return True
-        taker = min(self._paired(nodes), key=lambda node: node.view.ledger.total[4], default=None)
-        over_s = math.inf if taker is None else self.costs.handing_over_s(taker)
-        return self.costs.least_direct_s(nodes) + DOUBT_S < prefill_s + over_s
+        least_s = self.costs.least_direct_s(nodes) + DOUBT_S
+        if least_s < prefill_s or not (paired := list(self._paired(nodes))):
+            return True
+        streams = [node.view.ledger.total[4] for node in paired]
+        return least_s < prefill_s + self.costs.handing_over_s(paired[streams.index(min(streams))])
 
     @property
     def num_tokens(self) -> float:
