@@ -30,6 +30,7 @@ BENCHMARKS = {
     "structured": "answers under the schemas of JSONSchemaBench, judged, from a running cluster",
     "vectors": "first tokens of chats while texts are embedded, on a running cluster",
     "keys": "first tokens of a quiet API key beside a greedy one, and retries, on a running cluster",
+    "router_scale": "a router process beside a thousand nodes: CPU, memory, times of answers and pages",
     "router_feed": "what the feeds of many nodes cost a router, in CPU time and memory",
     "chart": "draw the README's chart from the records",
     "tables": "write a document's performance tables from the records",

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,13 +20,21 @@ import uvloop
 from benchmarks.records import append_record
 from benchmarks.router_load import hold_connections, run_round
 from benchmarks.router_nodes import PAUSES
+from benchmarks.router_processes import (
+    ROUTER_CORE,
+    MeasuredRouter,
+    await_ready,
+    cpu_ns,
+    free_port,
+    resident_mb,
+    running_nodes,
+    running_router,
+)
 from pd_http.files import raise_file_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-NODES_CORE, ROUTER_CORE = 0, 1
-START_DEADLINE_S = 60.0
 NUM_ALONE = 50  # requests one after the other, for the latency; a tenth of paced ones, which take seconds
 LONG_DEADLINE_S = 3600.0  # of a tenth of --long
 NUM_PARTS = 10  # of --long, between which memory is read
@@ -64,23 +67,11 @@ static_resources:
 """
 
 
-@dataclass(slots=True)
-class MeasuredRouter:
-    """A router under test. `pid` 0: none, the client asks the decode node itself."""
-
-    name: str
-    url: str
-    pid: int = 0
-    cpu_us: dict[str, list[float]] = field(default_factory=dict)  # by kind of request, one figure a round
-    p50_ms: dict[str, list[float]] = field(default_factory=dict)  # at concurrency 1
-    rss_mb: list[float] = field(default_factory=list)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the rounds, print a table, and write a record if asked."""
     args = _parser().parse_args(arguments)
     with contextlib.ExitStack() as running:
-        prefill, decode = running.enter_context(_nodes(args.chunk_ms / 1000))
+        (prefill,), (decode,) = running.enter_context(running_nodes(chunk_s=args.chunk_ms / 1000))
         contestants = [MeasuredRouter("direct", decode)]
         starts = [("pd-cluster", [sys.executable, "-m", "pd_router", *_own_flags(prefill, decode), *args.own])]
         if args.vllm_router:
@@ -91,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name, _, tree = path.partition("=")
             starts.append((name, [sys.executable, "-m", "pd_router", *_own_flags(prefill, decode), f"@{tree}"]))
         for name, command in starts:
-            contestants.append(running.enter_context(_router(name, command)))
+            contestants.append(running.enter_context(running_router(name, command)))
         if args.envoy:
             contestants.append(running.enter_context(_envoy(args.envoy, decode)))
         uvloop.run(_measure(contestants, args))
@@ -150,9 +141,9 @@ async def _measure(contestants: list[MeasuredRouter], args: argparse.Namespace) 
     for turn in range(args.rounds + 1):  # the first warms up
         for kind, (wants_stream, num_requests) in kinds.items():
             for contestant in contestants:
-                before_ns = _cpu_ns(contestant.pid)
+                before_ns = cpu_ns(contestant.pid)
                 seen = await run_round(contestant.url, num_requests, args.concurrency, wants_stream=wants_stream)
-                spent_ns = _cpu_ns(contestant.pid) - before_ns
+                spent_ns = cpu_ns(contestant.pid) - before_ns
                 if seen.num_failed:
                     raise SystemExit(f"{contestant.name}: {seen.num_failed} of {num_requests} {kind} answers failed")
                 num_alone = NUM_ALONE if not args.chunk_ms else NUM_ALONE // 10
@@ -162,7 +153,7 @@ async def _measure(contestants: list[MeasuredRouter], args: argparse.Namespace) 
                     times_s = alone.first_s if wants_stream else alone.latencies_s
                     contestant.p50_ms.setdefault(kind, []).append(statistics.median(times_s) * 1e3)
         for contestant in contestants:
-            contestant.rss_mb.append(_rss_mb(contestant.pid))
+            contestant.rss_mb.append(resident_mb(contestant.pid))
 
 
 async def _long(router: MeasuredRouter, args: argparse.Namespace) -> list[float]:
@@ -174,16 +165,16 @@ async def _long(router: MeasuredRouter, args: argparse.Namespace) -> list[float]
         )
         if seen.num_failed:
             raise SystemExit(f"{seen.num_failed} answers failed")
-        rss_mb.append(round(_rss_mb(router.pid), 1))
+        rss_mb.append(round(resident_mb(router.pid), 1))
     return rss_mb
 
 
 async def _with_idle(router: MeasuredRouter, args: argparse.Namespace) -> dict[str, float]:
     """Open the idle connections, send a round of each kind beside them, and see that all are still open."""
     raise_file_limit()
-    before_mb = _rss_mb(router.pid)
+    before_mb = resident_mb(router.pid)
     idle = await hold_connections(router.url, args.idle)
-    taken_mb = _rss_mb(router.pid) - before_mb
+    taken_mb = resident_mb(router.pid) - before_mb
     rounds = [
         await run_round(router.url, args.requests // 4, args.concurrency, wants_stream=wants_stream)
         for wants_stream in (False, True)
@@ -215,41 +206,8 @@ def _print(contestants: list[MeasuredRouter]) -> None:
 
 
 @contextlib.contextmanager
-def _nodes(chunk_s: float) -> Iterator[tuple[str, str]]:
-    command = ["taskset", "-c", str(NODES_CORE), sys.executable, "-m", "benchmarks.router_nodes", str(chunk_s)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            os.sched_setaffinity(0, {NODES_CORE})
-            prefill, decode = process.stdout.readline().split()
-            yield prefill, decode
-        finally:
-            process.kill()
-
-
-@contextlib.contextmanager
-def _router(name: str, command: list[str]) -> Iterator[MeasuredRouter]:
-    environment = dict(os.environ)
-    port = _free_port()
-    if command[-1].startswith("@"):
-        tree = command.pop()[1:]
-        environment["PYTHONPATH"] = ":".join(str(Path(tree) / part) for part in ("", "router", "connectors", "kernels"))
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            ["taskset", "-c", str(ROUTER_CORE), *command, "--port", str(port)], stdout=log, stderr=log, env=environment
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _await_ready(process, url)
-            yield MeasuredRouter(name, url, process.pid)
-        finally:
-            process.kill()
-            process.wait()
-
-
-@contextlib.contextmanager
 def _envoy(path: str, decode: str) -> Iterator[MeasuredRouter]:
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory) / "envoy.yaml"
         config.write_text(ENVOY.format(port=port, target=decode.rpartition(":")[2]))
@@ -257,7 +215,7 @@ def _envoy(path: str, decode: str) -> Iterator[MeasuredRouter]:
         process = subprocess.Popen(command)
         try:
             url = f"http://127.0.0.1:{port}"
-            _await_ready(process, url)
+            await_ready(process, url)
             yield MeasuredRouter("envoy, 1 leg", url, process.pid)
         finally:
             process.kill()
@@ -270,38 +228,4 @@ def _own_flags(prefill: str, decode: str) -> list[str]:
 
 def _vllm_router(path: str, prefill: str, decode: str) -> list[str]:
     return [path, "--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode, "--log-level", "error",
-            "--prometheus-port", str(_free_port())]  # fmt: skip
-
-
-def _await_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    """Raises SystemExit if the router does not answer /health in time."""
-    ends_at = time.monotonic() + START_DEADLINE_S
-    while time.monotonic() < ends_at and process.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url + "/health", timeout=1.0):
-            return
-        time.sleep(0.1)
-    raise SystemExit(f"{process.args!r} did not start within {START_DEADLINE_S:g} s")
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def _cpu_ns(pid: int) -> int:
-    """CPU of the process and its children, from the scheduler's own count."""
-    if not pid:
-        return 0
-    total = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            total += int((task / "schedstat").read_text().split()[0])
-            total += sum(_cpu_ns(int(child)) for child in (task / "children").read_text().split())
-    return total
-
-
-def _rss_mb(pid: int) -> float:
-    if not pid:
-        return 0.0
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+            "--prometheus-port", str(free_port())]  # fmt: skip

@@ -1,15 +1,20 @@
-"""Fake nodes for `python -m benchmarks router_cost`: they speak the nodes' HTTP and compute nothing.
+"""Fake nodes for measurements of routers: they speak the nodes' HTTP and compute nothing.
 
-One process listens on two ports, a prefill node's and a decode node's. P answers a leg with a ticket as events if
-`x-pd-ticket` asks for them, else with one JSON body. D answers with JSON, or with a stream of NUM_CHUNKS events, in
-frames if `x-pd-frames` asks for them. As at a node, the head of a stream leaves with its first event. `/pd/feed` is the
-feed of a node with nothing to do.
+    python -m benchmarks.router_nodes [CHUNK_S [NUM_EACH [NEWS_S]]]
+
+One process listens on a port for each of NUM_EACH (1) prefill nodes and as many decode nodes. P answers a leg with a
+ticket as events if `x-pd-ticket` asks for them, else with one JSON body. D answers with JSON, or with a stream of
+NUM_CHUNKS events, in frames if `x-pd-frames` asks for them. As at a node, the head of a stream leaves with its first
+event. `/pd/feed` is the feed of a node with nothing to do, or, with NEWS_S, of a busy one with a load that changes so
+often.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
+import random
 import socket
 import sys
 import time
@@ -17,11 +22,13 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import httptools
+import msgspec
 import orjson
 import uvloop
 
 from pd_connectors.protocol.feed import FEED_PATH, FEED_TYPE, HEARTBEAT_S, FeedDelta, FeedSnapshot, NodeLoad
 from pd_connectors.protocol.stream_codec import encode_message
+from pd_http.files import raise_file_limit
 from pd_http.frames import FRAMES_HEADER, FRAMES_TYPE, ChoiceProgress, Frame, StreamEnd, StreamHead
 
 if TYPE_CHECKING:
@@ -85,12 +92,17 @@ FRAMES = (
 
 
 class FakeNode(asyncio.Protocol):
-    """One connection to a fake node of this role. `chunk_s`: time between the chunks of a stream; 0: none."""
+    """One connection to a fake node of this role. `chunk_s`: time between the chunks of a stream; 0: none.
 
-    def __init__(self, role: str, epoch: int, chunk_s: float) -> None:
+    `news_s`: between two messages of its feed; 0: it is idle.
+    """
+
+    def __init__(self, role: str, name: str, epoch: int, chunk_s: float, news_s: float) -> None:
         self._role = role
+        self._name = name
         self._epoch = epoch
         self._chunk_s = chunk_s
+        self._news_s = news_s
         self._parser = httptools.HttpRequestParser(self)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -131,7 +143,7 @@ class FakeNode(asyncio.Protocol):
         elif path.startswith("/v1/models"):
             self._whole(orjson.dumps({"object": "list", "data": [{"id": "fake", "object": "model"}]}))
         else:
-            health = {"status": "ok", "node_id": self._role, "epoch": self._epoch, "max_num_seqs": 256}
+            health = {"status": "ok", "node_id": self._name, "epoch": self._epoch, "max_num_seqs": 256}
             self._whole(orjson.dumps(health | {"max_model_len": 8192, "kv_in_use": 0.0, "stream_version": VERSION}))
 
     def _generate(self, headers: dict[bytes, bytes], wants_stream: bool, pause_s: float) -> None:
@@ -171,26 +183,33 @@ class FakeNode(asyncio.Protocol):
         self._transport.write(b"0\r\n\r\n")
 
     async def _feed(self) -> None:
-        number = 1
-        self._transport.write(_chunk(encode_message(FeedSnapshot(self._epoch, number, LOAD))))
+        number, load = 1, self._load()
+        self._transport.write(_chunk(encode_message(FeedSnapshot(self._epoch, number, load))))
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self._news_s or HEARTBEAT_S)
             number += 1
-            self._transport.write(_chunk(encode_message(FeedDelta(number, LOAD))))
+            self._transport.write(_chunk(encode_message(FeedDelta(number, self._load()))))
+
+    def _load(self) -> NodeLoad:
+        if not self._news_s:
+            return LOAD
+        tokens, running = random.randrange(20_000), random.randrange(40)
+        return msgspec.structs.replace(LOAD, queued_tokens=tokens, num_running=running, step_tokens=192)
 
 
 def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-async def serve(chunk_s: float) -> None:
-    """Serve until cancelled. Prints the two URLs, P's first."""
+async def serve(chunk_s: float, num_each: int, news_s: float) -> None:
+    """Serve until cancelled. Prints the URLs, those of prefill nodes first."""
     loop = asyncio.get_running_loop()
     epoch = time.time_ns() >> 20
-    servers = [
-        await loop.create_server(partial(FakeNode, role, epoch, chunk_s), "127.0.0.1", 0, backlog=2048)
-        for role in ("prefill", "decode")
-    ]
+    servers = []
+    for role in ("prefill", "decode"):
+        for at in range(num_each):
+            make = partial(FakeNode, role, f"{role}-{at}", epoch, chunk_s, news_s)
+            servers.append(await loop.create_server(make, "127.0.0.1", 0, backlog=2048))
     urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
     sys.stdout.write(" ".join(urls) + "\n")
     sys.stdout.flush()
@@ -199,4 +218,8 @@ async def serve(chunk_s: float) -> None:
 
 if __name__ == "__main__":
     gc.freeze()
-    uvloop.run(serve(float(sys.argv[1]) if len(sys.argv) > 1 else 0.0))
+    raise_file_limit()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.router_nodes")
+    for name, kind, usual in (("chunk_s", float, 0.0), ("num_each", int, 1), ("news_s", float, 0.0)):
+        parser.add_argument(name, type=kind, nargs="?", default=usual)
+    uvloop.run(serve(**vars(parser.parse_args())))

@@ -22,23 +22,28 @@ from typing import TYPE_CHECKING
 
 from benchmarks.records import RESULTS, append_record
 from benchmarks.routing_simulation.nodes import prefill_s
-from benchmarks.routing_simulation.report import BOUND, COST, HEADER, LEAST_LOADED, ROUND_ROBIN, PolicyRow, comparisons
-from benchmarks.routing_simulation.trace import SimRequest, read_trace, scaled
-from benchmarks.routing_simulation.world import Cluster, SimWorld
+from benchmarks.routing_simulation.report import COST, HEADER, LEAST_LOADED, PolicyRow, comparisons
+from benchmarks.routing_simulation.trace import SimRequest, copied, read_trace, scaled
+from benchmarks.routing_simulation.world import POLICIES, Cluster, SimWorld
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 def simulate(
-    arrivals: Sequence[SimRequest], cluster: Cluster, load: float, seeds: int, num_routers: Sequence[int] = (1,)
+    arrivals: Sequence[SimRequest],
+    cluster: Cluster,
+    load: float,
+    seeds: int,
+    num_routers: Sequence[int] = (1,),
+    policies: Sequence[str] = POLICIES,
 ) -> dict[tuple[str, int], PolicyRow]:
     """The row of each policy and number of routers. `cluster` says everything else."""
     work_s = sum(prefill_s(one.num_tokens, 0) for one in arrivals)
     speed = load * cluster.num_prefill * arrivals[-1].at_s / work_s
     draws = [scaled(arrivals, speed, Random(seed)) for seed in range(seeds)]
     rows = {}
-    for policy in (COST, LEAST_LOADED, ROUND_ROBIN, BOUND):
+    for policy in policies:
         for count in num_routers if policy in (COST, LEAST_LOADED) else (1,):
             one = Cluster(**asdict(cluster) | {"policy": policy, "num_routers": count})
             outcomes = [SimWorld(one, draw, Random(seed)).run() for seed, draw in enumerate(draws)]
@@ -51,21 +56,22 @@ def main(arguments: Sequence[str]) -> int:
     namespace = _flags().parse_args(arguments)
     lines = [HEADER]
     for path in namespace.trace:
-        arrivals = read_trace(path)
+        arrivals = copied(read_trace(path), namespace.copies)
         for count in namespace.prefill:
             cluster = Cluster(
                 num_prefill=count, num_decode=count, num_blocks=namespace.num_blocks,
                 shortest_first=not namespace.fifo, decode_reads=not namespace.prefill_nodes_only,
             )  # fmt: skip
-            rows = simulate(arrivals, cluster, namespace.load, namespace.seeds, namespace.routers)
+            rows = simulate(arrivals, cluster, namespace.load, namespace.seeds, namespace.routers, namespace.policies)
             ratios = comparisons(rows)
             lines += [row.text(path.stem, f"{count}P + {count}D") for row in rows.values()]
             lines += ["", ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()), ""]
             sys.stdout.write("\n".join(lines) + "\n")
             lines = []
             fields = asdict(cluster) | {
-                "trace": path.stem, "load": namespace.load, "seeds": namespace.seeds, "note": namespace.note,
-                "ratios": ratios, "rows": [[round(v, 4) if isinstance(v, float) else v for v in asdict(row).values()]
+                "trace": path.stem, "copies": namespace.copies, "load": namespace.load, "seeds": namespace.seeds,
+                "note": namespace.note, "ratios": ratios,
+                "rows": [[round(v, 4) if isinstance(v, float) else v for v in asdict(row).values()]
                                            for row in rows.values()],
             }  # fmt: skip
             append_record(namespace.json, "routing_simulation", fields)
@@ -76,6 +82,15 @@ def _flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks routing_simulation", allow_abbrev=False)
     add = parser.add_argument
     add("--trace", type=Path, nargs="+", required=True, metavar="PATH", help="Mooncake's .jsonl or Azure's .csv.")
+    add("--copies", type=int, default=1, metavar="N", help="Of each trace, at once; each has other text (default: 1).")
+    add(
+        "--policies",
+        nargs="+",
+        default=POLICIES,
+        choices=POLICIES,
+        metavar="NAME",
+        help="Those that run (default: all).",
+    )
     add("--prefill", type=int, nargs="+", default=[2, 8], metavar="N", help="Prefill nodes (default: 2 8).")
     add("--routers", type=int, nargs="+", default=[1, 3], metavar="N", help="Routers (default: 1 3).")
     add("--load", type=float, default=0.7, metavar="SHARE", help="Of the prefill nodes, uncached (default: 0.7).")

@@ -46,13 +46,13 @@ class PolicyRow:
 
 def comparisons(rows: Mapping[tuple[str, int], PolicyRow]) -> dict[str, float]:
     """Ratios of the cost's times to those of the baselines, and of several routers to one. By (policy, routers)."""
-    cost, old = rows[COST, 1], rows[LEAST_LOADED, 1]
-    found = {
-        "mean / least-loaded": cost.mean_s / old.mean_s,
-        "p99 / least-loaded": cost.p99_s / old.p99_s,
-        "mean / bound": cost.mean_s / rows[BOUND, 1].mean_s,
-    }
+    found = dict[str, float]()
+    if (cost := rows.get((COST, 1))) is not None:
+        if (old := rows.get((LEAST_LOADED, 1))) is not None:
+            found |= {"mean / least-loaded": cost.mean_s / old.mean_s, "p99 / least-loaded": cost.p99_s / old.p99_s}
+        if (bound := rows.get((BOUND, 1))) is not None:
+            found["mean / bound"] = cost.mean_s / bound.mean_s
     for (policy, num_routers), row in rows.items():
-        if num_routers > 1:
+        if num_routers > 1 and (policy, 1) in rows:
             found[f"{policy}: {num_routers} routers / one"] = row.mean_s / rows[policy, 1].mean_s
     return {name: round(ratio, 3) for name, ratio in found.items()}

@@ -76,6 +76,22 @@ def scaled(arrivals: Sequence[SimRequest], speed: float, random: Random) -> list
     return sorted(spread, key=lambda one: one.at_s)
 
 
+def copied(arrivals: Sequence[SimRequest], count: int) -> list[SimRequest]:
+    """So many copies at once, for clusters that one trace does not fill: each of other text, and begun elsewhere."""
+    span_s = arrivals[-1].at_s * (1 + 1 / len(arrivals))
+    step = 1 + max((block for one in arrivals for block in one.blocks), default=0)
+    copies = [
+        SimRequest(
+            (one.at_s + copy / count * span_s) % span_s, one.num_tokens, one.num_output,
+            tuple(block + copy * step for block in one.blocks),
+        )
+        for copy in range(count)
+        for one in arrivals
+    ]  # fmt: skip
+    copies.sort(key=lambda one: one.at_s)
+    return copies
+
+
 def synthetic(num_requests: int, random: Random) -> list[SimRequest]:
     """Conversations that share a first block and grow by turns: for tests, and for clusters that no trace fills.
 

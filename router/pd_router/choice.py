@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
 from pd_router.config import HandoffOrder
-from pd_router.cost import DOUBT_S, HANDOVER_S, LOCAL_TOKENS, Costs, PromptFacts
+from pd_router.cost import DOUBT_S, FEW_NODES, HANDOVER_S, LOCAL_TOKENS, Costs, PromptFacts
 from pd_router.errors import NoNode
 from pd_router.node_table import Node, NodeTable, Role
 
@@ -45,9 +46,10 @@ class RouteChoice(msgspec.Struct, frozen=True):
         """The same request, if no prefill node reads the prompt."""
         return replace(self, order=HandoffOrder.DIRECT, reason=reason, otherwise=None)
 
-    def offered(self, now_s: float, without: Node | None = None) -> list[Node]:
-        """The prefill nodes that a decode node may ask, best first."""
-        return [node for node in self._paired(self.prefills) if node is not without and node.is_healthy(now_s)]
+    def offered(self, now_s: float, limit: int | None = None, without: Node | None = None) -> list[Node]:
+        """The prefill nodes that a decode node may ask, best first, at most `limit`."""
+        nodes = (node for node in self._paired(self.prefills) if node is not without and node.is_healthy(now_s))
+        return list(islice(nodes, limit))
 
     def best_prefill(self, nodes: Iterable[Node], now_s: float) -> Node | None:
         """The first that is healthy: `prefills` are ranked."""
@@ -55,33 +57,33 @@ class RouteChoice(msgspec.Struct, frozen=True):
 
     def best_decode(self, nodes: Iterable[Node], now_s: float) -> Node | None:
         """For a handoff. D-first, the cache of the decode node may save it."""
+        ready = _healthy(self._paired(nodes), now_s)
         if self.order is not HandoffOrder.D_FIRST:
-            return self._cheapest(self._paired(nodes), now_s, 0)
+            return self._first(self.costs.takers(ready), 0)
         prefill_s = self._prefill_s(now_s)
-        ready = (node for node in self._paired(nodes) if node.is_healthy(now_s))
         return min(ready, key=lambda node: self.costs.asking_s(node, prefill_s), default=None)
 
     def best_alone(self, nodes: Iterable[Node], now_s: float) -> Node | None:
         """For a handoff that no decode node took: one that does not pair with the prefill nodes reads the prompt."""
-        return self._cheapest((node for node in nodes if not node.pairs_with(self.kv_version)), now_s, 1)
+        return self.best_direct((node for node in nodes if not node.pairs_with(self.kv_version)), now_s)
 
     def _paired(self, nodes: Iterable[Node]) -> Iterable[Node]:
-        return (node for node in nodes if node.pairs_with(self.kv_version)) if self.kv_version else nodes
+        """`pairs_with`, written out."""
+        fitting = self.kv_version, ""
+        return (node for node in nodes if node.kv_version in fitting) if self.kv_version else nodes
 
     def best_direct(self, nodes: Iterable[Node], now_s: float) -> Node | None:
         """For a prompt that no prefill node reads."""
-        return self._cheapest(nodes, now_s, 1)
+        return self._first(_healthy(nodes, now_s), 1)
 
-    def _cheapest(self, nodes: Iterable[Node], now_s: float, which: int) -> Node | None:
+    def _first(self, nodes: Sequence[Node], which: int) -> Node | None:
         """The first node with the least of the costs `which` of `Costs.decoding`."""
-        ready = [node for node in nodes if node.is_healthy(now_s)]
-        costs_s = [costs_s[which] for costs_s in self.costs.decoding(ready)]
-        return ready[costs_s.index(min(costs_s))] if ready else None
+        costs_s = [costs_s[which] for costs_s in self.costs.decoding(nodes)]
+        return nodes[costs_s.index(min(costs_s))] if nodes else None
 
     def sooner(self, nodes: Iterable[Node], now_s: float) -> Node | None:
         """A node that may read the prompt although there are prefill nodes; None: they are better, or not known."""
-        ready = [node for node in nodes if node.is_healthy(now_s)]
-        return self._sooner(ready, self._prefill_s(now_s))[0]
+        return self._sooner(_healthy(nodes, now_s), self._prefill_s(now_s))[0]
 
     def _sooner(self, nodes: Sequence[Node], prefill_s: float) -> tuple[Node | None, str]:
         """The node, and the reason: it costs clearly less than a handoff, or meets the target that P misses.
@@ -94,7 +96,7 @@ class RouteChoice(msgspec.Struct, frozen=True):
             return None, ""
         handing_over_s = best_s = math.inf
         best: Node | None = None
-        sums = costs.decoding(nodes)
+        sums = costs.decoding(nodes) if self._may_be_sooner(nodes, prefill_s) else []
         for at, (over_s, direct_s, has_room) in enumerate(sums):
             if over_s < handing_over_s and nodes[at].pairs_with(self.kv_version):
                 handing_over_s = over_s
@@ -104,10 +106,21 @@ class RouteChoice(msgspec.Struct, frozen=True):
             return best, "prefill-busy"
         slo_s = self.slo_ttft_s
         if slo_s and prefill_s + HANDOVER_S > slo_s:
-            ready = [node for node, (_, _, has_room) in zip(nodes, sums, strict=True) if has_room]
+            ready = [node for node, (_, _, has_room) in zip(nodes, costs.decoding(nodes), strict=True) if has_room]
             meeting = [node for node in ready if costs.reading_s(node) <= slo_s]
             return min(meeting, key=costs.direct_s, default=None), "prefill-late"
         return None, ""
+
+    def _may_be_sooner(self, nodes: Sequence[Node], prefill_s: float) -> bool:
+        """False: no node costs clearly less than a handoff, not even an idle one. So it is mostly, and the sums that
+        would say it too take four times as long."""
+        if len(nodes) < FEW_NODES:
+            return True
+        least_s = self.costs.least_direct_s(nodes) + DOUBT_S
+        if least_s < prefill_s or not (paired := list(self._paired(nodes))):
+            return True
+        streams = [node.view.ledger.total[4] for node in paired]
+        return least_s < prefill_s + self.costs.handing_over_s(paired[streams.index(min(streams))])
 
     @property
     def num_tokens(self) -> float:
@@ -130,7 +143,7 @@ class RouteChoice(msgspec.Struct, frozen=True):
 
     def _prefill_s(self, now_s: float) -> float:
         """Until the best prefill node has read the prompt."""
-        return min(self.costs.reading(node for node in self.prefills if node.is_healthy(now_s)), default=0.0)
+        return min(self.costs.reading(_healthy(self.prefills, now_s)), default=0.0)
 
 
 def choose(
@@ -151,7 +164,7 @@ def choose(
     reads = Role.PREFILL  # looking up a member of an enum takes longer than comparing it
     sides: tuple[list[Node], list[Node]] = ([], [])
     for node in table.nodes:
-        # `is_healthy` and `serves`, written out: for 100 nodes the calls take 7 us
+        # `is_healthy` and `serves`, written out: the calls take 7 us for 100 nodes
         if not node.reachable or node.draining or node.gone or now_s < node.ejected_until_s:
             continue
         if model is None or node.models is None or model in node.models:
@@ -172,7 +185,7 @@ def choose(
     if kv_version is None:
         return RouteChoice(HandoffOrder.DIRECT, "no-pair", (), decodes, costs)
     if kv_version:
-        ranked = tuple(node for node in ranked if node.pairs_with(kv_version))
+        ranked = tuple(node for node in ranked if node.kv_version in (kv_version, ""))
     handoff = _handoff(costs, settings, asked, ranked, decodes, kv_version, prompt)
     return handoff if handoff.is_asked or not settings.spills else _better(handoff, reading_s[ranked[0]])
 
@@ -181,10 +194,11 @@ def _best_version(
     costs: Costs, reading_s: Mapping[Node, float], prefills: Sequence[Node], decodes: Sequence[Node]
 ) -> str | None:
     """The KV version of the cheapest pair. "": no node tells one. None: no prefill node pairs with a decode node."""
-    versions = dict.fromkeys(node.kv_version for node in (*prefills, *decodes))
-    versions.pop("", None)
-    if len(versions) < 2:
-        return next(iter(versions), "")
+    nodes = (*prefills, *decodes)
+    known = {node.kv_version for node in nodes} - {""}
+    if len(known) < 2:
+        return next(iter(known), "")
+    versions = [version for version in dict.fromkeys(node.kv_version for node in nodes) if version]
     best: tuple[float, str | None] = math.inf, None
     for version in versions:  # of two equal ones the one of the better prefill node
         reads = (reading_s[node] for node in prefills if node.pairs_with(version))
@@ -230,6 +244,15 @@ def _better(handoff: RouteChoice, prefill_s: float) -> RouteChoice:
     if cached > handoff.costs.num_cached(handoff.prefills[0]):
         reason = "cached"
     return replace(handoff, order=HandoffOrder.DIRECT, reason=reason, otherwise=handoff)
+
+
+def _healthy(nodes: Iterable[Node], now_s: float) -> list[Node]:
+    """`is_healthy`, written out, because each leg asks it of each node."""
+    return [
+        node
+        for node in nodes
+        if node.reachable and not node.draining and not node.gone and now_s >= node.ejected_until_s
+    ]
 
 
 def rotate(nodes: Sequence[Node], turn: int) -> tuple[Node, ...]:

@@ -51,12 +51,12 @@ def choose_heir(
     facts = replace(prompt, num_tokens=num_prompt + record.num_tokens, is_told=False)
     num_bytes = prompt.num_bytes * facts.num_tokens // num_prompt
     try:
-        plan = choose(table, model, facts, settings, asked=None, turn=0, heirs=heirs)
+        plan = choose(table, model, facts, settings, asked=None, turn=0, heirs=frozenset(heirs))
     except (NoNode, ModelNotFound):  # a stream waits for a node to come back
         return None
     is_single = prompt.num_sequences == 1 and not prompt.is_several  # else nodes ask no other one for KV
     if is_single and plan.order is not HandoffOrder.DIRECT:
-        node, prefills = plan.best_decode(plan.decodes, now_s), plan.offered(now_s)[: settings.offer_size]
+        node, prefills = plan.best_decode(plan.decodes, now_s), plan.offered(now_s, settings.offer_size)
         if node is not None and prefills:
             return ContinuedRoute(node, tuple(prefills), plan, num_bytes)
     alone = plan.best_direct(plan.decodes, now_s)

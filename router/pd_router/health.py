@@ -119,7 +119,8 @@ class HealthPoller:
         num_slots = report.get("max_num_seqs")
         node.num_slots = num_slots if isinstance(num_slots, int) else None
         max_model_len = report.get("max_model_len")
-        node.max_model_len = max_model_len if isinstance(max_model_len, int) and max_model_len > 0 else None
+        is_length = isinstance(max_model_len, int) and max_model_len > 0
+        self._table.set_length(node, max_model_len if is_length else None)
         version = report.get("stream_version")
         node.stream_version = version if isinstance(version, str) else ""
         # A node of before `kv_protocol` pairs as if it spoke this router's

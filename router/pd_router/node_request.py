@@ -137,8 +137,8 @@ class NodeRequest(ABC, Generic[Plan]):
     ) -> tuple[DecodeLeg | None, LegFailed | None]:
         """(a leg that has begun to answer or None, the last failure if a leg failed). All tries share one deadline.
 
-        `kind`: the name of the legs. `record`: of a stream that other nodes may continue. `has_other_way`: the request
-        can be served even if no candidate is left. Raises Refused, NodesDied.
+        `kind`: the name of the legs. `record`: of a stream that other nodes may continue. `has_other_way`: whether
+        the request can be served even if no candidate is left. Raises Refused, NodesDied.
         """
         s = self._s
         last: LegFailed | None = None
@@ -153,7 +153,7 @@ class NodeRequest(ABC, Generic[Plan]):
             self._record.until(now_s, "plan")
             left_s = max(0.0, ends_at - now_s)
             try:
-                with LivenessGuard(node, lambda: has_other_way() or candidates.has_next):
+                with LivenessGuard(node, lambda: candidates.has_next or has_other_way()):
                     await leg.open(self._path, self._headers, body, left_s, s.config.idle_timeout_s)
             except LegFailed as failure:
                 self._record.until(s.table.clock(), "retry")

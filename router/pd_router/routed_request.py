@@ -114,7 +114,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
                 self._release(handoff)
 
     async def _d_first(self) -> None:
-        offered = self.plan.offered(self._s.table.clock())
+        offered = self.plan.offered(self._s.table.clock(), 1)
         if not offered:  # all went down during `_spill`
             await self._fall_back()
             return
@@ -263,7 +263,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
     def _offer(self, without: Node | None = None) -> str | None:
         """The signed list of prefill nodes that D may ask; None: there are none."""
         s = self._s
-        nodes = self.plan.offered(s.table.clock(), without)[: s.config.offer_size]
+        nodes = self.plan.offered(s.table.clock(), s.config.offer_size, without)
         if not nodes:
             return None
         for node in nodes:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
-
-from prometheus_client import Metric, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from pd_router.errors import WorkerLate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pd_router.metrics import RouterMetrics
     from pd_router.node_table import Node, NodeTable
     from pd_router.workers import Workers
@@ -52,7 +48,7 @@ class WorkerViews:
         if self._workers.number is None:
             return own
         others = {number: told for number, told in (await self._workers.ask(METRICS)).items() if told is not None}
-        return generate_latest(_Labelled({self._workers.number: own.decode(), **others}))
+        return labelled({self._workers.number: own.decode(), **others})
 
     def _sums(self, report: list[dict[str, Any]], others: dict[int, Any]) -> list[dict[str, Any]]:
         own = {_key(entry): entry["outstanding"] for entry in report}
@@ -69,18 +65,22 @@ def _key(entry: dict[str, Any]) -> tuple[str, str]:
     return entry["url"], entry["role"] if entry["state"] == "leaving" else ""
 
 
-class _Labelled:
-    """A registry, as far as `generate_latest` reads one, of expositions by worker."""
+def labelled(expositions: dict[int, str]) -> bytes:
+    """One exposition of those of the workers, by number: each sample with the label `worker`.
 
-    def __init__(self, texts: dict[int, str]) -> None:
-        self._texts = texts
+    Line by line: to parse the samples of four workers with 1,000 nodes took 1.5 s, in which no stream went on.
+    """
+    families: dict[str, list[str]] = {}
+    for worker, text in sorted(expositions.items()):
+        label = f'worker="{worker}"'
+        for family in _HELP.split(text)[1:]:
+            help_line, type_line, samples = family.split("\n", 2)
+            samples = _PLAIN_NAME.sub(rf"\1{{{label}}} ", _LABELLED_NAME.sub(rf"\1{{{label},", samples))
+            _, _, name, _ = help_line.split(" ", 3)
+            families.setdefault(name, [f"{help_line}\n{type_line}\n"]).append(samples)
+    return "".join(part for parts in families.values() for part in parts).encode()
 
-    def collect(self) -> Iterable[Metric]:
-        families: dict[str, Metric] = {}
-        for worker, text in sorted(self._texts.items()):
-            for family in text_string_to_metric_families(text):
-                known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                known.samples += [
-                    sample._replace(labels={**sample.labels, "worker": str(worker)}) for sample in family.samples
-                ]
-        return families.values()
+
+_HELP = re.compile(r"^(?=# HELP )", re.MULTILINE)
+_LABELLED_NAME = re.compile(r"^(\w+)\{", re.MULTILINE)
+_PLAIN_NAME = re.compile(r"^(\w+) ", re.MULTILINE)

@@ -12,7 +12,7 @@ from benchmarks.routing_simulation import simulate
 from benchmarks.routing_simulation.clock import EventQueue
 from benchmarks.routing_simulation.nodes import LruBlocks, Prompt, SimNode, prefill_s
 from benchmarks.routing_simulation.report import BOUND, COST, LEAST_LOADED, ROUND_ROBIN, comparisons
-from benchmarks.routing_simulation.trace import SimRequest, read_trace, scaled, synthetic
+from benchmarks.routing_simulation.trace import SimRequest, copied, read_trace, scaled, synthetic
 from benchmarks.routing_simulation.world import Cluster, SimWorld
 from pd_cluster.errors import StartupError
 
@@ -87,6 +87,21 @@ def test_a_prefix_cache_forgets_the_end_of_the_oldest_prompt_first() -> None:
     stored, evicted = cache.put((1, 9, 8))
     assert ([block.block for block in stored], evicted) == ([8, 9], [3])
     assert [cache.match(blocks) for blocks in ((1, 2, 3), (1, 9, 8), (2,))] == [1024, 1536, 1024]
+
+
+def test_copies_of_a_trace_share_no_text_and_are_as_dense_as_their_number() -> None:
+    arrivals = synthetic(40, Random(2))
+    assert copied(arrivals, 1) == arrivals
+    copies = copied(arrivals, 3)
+    assert len(copies) == 120
+    assert copies[-1].at_s <= arrivals[-1].at_s + 1
+    assert [one.at_s for one in copies] == sorted(one.at_s for one in copies)
+    assert sum(0 <= one.at_s < 10 for one in copies) == pytest.approx(30, abs=3)
+    assert len({block for one in copies for block in one.blocks}) == 3 * len(
+        {b for one in arrivals for b in one.blocks}
+    )
+    rows = simulate(copies, Cluster(num_prefill=2, num_decode=2), 0.5, 1, policies=(COST,))
+    assert ([*rows], comparisons(rows)) == ([(COST, 1)], {})
 
 
 def test_traces_are_read(tmp_path: Path) -> None:

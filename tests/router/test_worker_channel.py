@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families as read
 
 from pd_router import worker_messages as messages
 from pd_router.app import create_app
@@ -17,7 +19,7 @@ from pd_router.errors import Stopping, WorkerLate
 from pd_router.health import HealthPoller
 from pd_router.node_change import Heritage, NodeChange
 from pd_router.worker_channel import WorkerChannel
-from pd_router.worker_views import WorkerViews
+from pd_router.worker_views import WorkerViews, labelled
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, running
 from tests.router.router_process import KEY, until
@@ -126,6 +128,30 @@ async def test_the_requests_of_other_workers_are_summed_node_by_node() -> None:
     report = [told("decode", "draining", 1), told("decode", "leaving", 2)]
     summed = views._sums(report, {1: [told("prefill", "active", 3), told("decode", "leaving", 40)]})
     assert [entry["outstanding"]["sequences"] for entry in summed] == [4, 42]
+
+
+async def test_expositions_become_one_with_the_worker_of_each_sample() -> None:
+    texts = {}
+    for worker in (0, 1):
+        registry = CollectorRegistry()
+        odd = Gauge("odd", 'A "help"\nof {two} lines.', ["name", "url"], registry=registry)
+        for value in (f'a "b"\n{worker} c', "x{y} 1.0", "# HELP odd"):
+            odd.labels(value, "http://n:1").set(worker + 0.5)
+        Counter("asked", "Plain.", registry=registry).inc(worker)
+        Histogram("took_seconds", "Seconds.", buckets=(0.1, 1.0), registry=registry).observe(worker)
+        if worker:
+            Gauge("only", "Of one worker.", registry=registry).set(3)
+        texts[worker] = generate_latest(registry).decode()
+
+    def samples(text: str, **more: str) -> list[tuple[str, list[tuple[str, str]], float]]:
+        found = [one for family in read(text) for one in family.samples]
+        return sorted((one.name, sorted((one.labels | more).items()), one.value) for one in found)
+
+    merged = labelled(texts).decode()
+    assert samples(merged) == sorted(samples(texts[0], worker="0") + samples(texts[1], worker="1"))
+    names = [family.name for family in read(merged)]
+    assert len(names) == len(set(names)), "a family is not begun twice"
+    assert {family.name: family.type for family in read(merged)}["took_seconds"] == "histogram"
 
 
 async def test_an_order_never_answers_without_the_requests_of_a_late_worker(supervisor: Supervisor) -> None:

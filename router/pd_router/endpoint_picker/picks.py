@@ -102,7 +102,7 @@ class EndpointPicker:
         if reads_only(path, body):
             plan = plan.direct("prompts-only")
         plan, nodes = self._nodes(plan, subset)
-        offered = plan.offered(s.table.clock())[: s.config.offer_size] if plan.order is HandoffOrder.D_FIRST else []
+        offered = plan.offered(s.table.clock(), s.config.offer_size) if plan.order is HandoffOrder.D_FIRST else []
         own_bytes = 0 if offered else body.num_bytes
         decode_charge = self._charge(plan, nodes[0], own_bytes, body, sequences=body.num_samples)
         told = {CHARGE_HEADER: decode_charge.name}
