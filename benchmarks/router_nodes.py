@@ -26,7 +26,15 @@ import msgspec
 import orjson
 import uvloop
 
-from pd_connectors.protocol.feed import FEED_PATH, FEED_TYPE, HEARTBEAT_S, FeedDelta, FeedSnapshot, NodeLoad
+from pd_connectors.protocol.feed import (
+    FEED_PATH,
+    FEED_TYPE,
+    HEARTBEAT_S,
+    WAIT_HEADER,
+    FeedDelta,
+    FeedSnapshot,
+    NodeLoad,
+)
 from pd_connectors.protocol.stream_codec import encode_message
 from pd_http.files import raise_file_limit
 from pd_http.frames import FRAMES_HEADER, FRAMES_TYPE, ChoiceProgress, Frame, StreamEnd, StreamHead
@@ -139,7 +147,7 @@ class FakeNode(asyncio.Protocol):
             self._generate(headers, b'"stream":true' in body, PAUSE_S if _PAUSES in body else 0.0)
         elif path.startswith(FEED_PATH):
             self._stream(FEED_TYPE, ())
-            self._spawn(self._feed())
+            self._spawn(self._feed(int(headers.get(WAIT_HEADER.encode(), b"0")) / 1e3))
         elif path.startswith("/v1/models"):
             self._whole(orjson.dumps({"object": "list", "data": [{"id": "fake", "object": "model"}]}))
         else:
@@ -182,11 +190,11 @@ class FakeNode(asyncio.Protocol):
             await asyncio.sleep(self._chunk_s)  # 0: one turn of the loop, so that chunks stay apart
         self._transport.write(b"0\r\n\r\n")
 
-    async def _feed(self) -> None:
+    async def _feed(self, wait_s: float) -> None:
         number, load = 1, self._load()
         self._transport.write(_chunk(encode_message(FeedSnapshot(self._epoch, number, load))))
         while True:
-            await asyncio.sleep(self._news_s or HEARTBEAT_S)
+            await asyncio.sleep(max(self._news_s, wait_s) if self._news_s else HEARTBEAT_S)
             number += 1
             self._transport.write(_chunk(encode_message(FeedDelta(number, self._load()))))
 

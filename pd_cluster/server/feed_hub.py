@@ -35,8 +35,10 @@ MAX_NAME_CHARS = 64
 class FeedReader:
     """One router that reads: what was written for it and not sent yet."""
 
-    def __init__(self, router: str) -> None:
+    def __init__(self, router: str, wait_s: float = BATCH_S) -> None:
+        """`wait_s`: that the router wants between two messages."""
         self.router = router
+        self.wait_s = wait_s
         self.charges: list[int] = []  # for the next message
         self.is_cut = False
         self._unread = bytearray()
@@ -109,8 +111,11 @@ class FeedHub:
         """Whether prompts should get names."""
         return self._engine.news.is_on
 
-    async def open(self, router: str) -> FeedReader:
-        """A reader, which has a snapshot to send. `leave` ends it. Raises Overloaded, EngineUnavailable."""
+    async def open(self, router: str, wait_s: float = BATCH_S) -> FeedReader:
+        """A reader, which has a snapshot to send. `leave` ends it. Raises Overloaded, EngineUnavailable.
+
+        All readers get the same messages, so the one that wants the longest wait decides for all.
+        """
         self._check_room()
         self._switch_on()
         try:
@@ -118,7 +123,7 @@ class FeedHub:
                 while self._engine.news.load is None:  # `begin_day` may have forgotten it meanwhile
                     await self._has_load.wait()
             self._check_room()
-            return self._admit(FeedReader(router))
+            return self._admit(FeedReader(router, wait_s))
         except TimeoutError as error:
             raise EngineUnavailable(f"the engine has not said its load within {FIRST_NEWS_S:g} s") from error
         finally:
@@ -208,7 +213,8 @@ class FeedHub:
             self._has_load.set()
         if self._batch is None:
             loop = asyncio.get_running_loop()
-            self._batch = loop.call_at(max(loop.time(), self._sent_s + BATCH_S), self._flush)
+            wait_s = max((BATCH_S, *(reader.wait_s for reader in self._readers)))
+            self._batch = loop.call_at(max(loop.time(), self._sent_s + wait_s), self._flush)
 
     def _flush(self) -> None:
         """Send one delta to each reader. One that reads too slowly is cut and reads a snapshot when it is back."""

@@ -8,10 +8,10 @@ from fastapi import APIRouter
 from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotation)
 from starlette.responses import Response
 
-from pd_cluster.errors import PdError
+from pd_cluster.errors import InvalidRequest, PdError
 from pd_cluster.server.feed_hub import MAX_NAME_CHARS
 from pd_cluster.server.order_routes import check_order
-from pd_connectors.protocol.feed import CHARGE_HEADER, FEED_PATH, FEED_TYPE
+from pd_connectors.protocol.feed import CHARGE_HEADER, FEED_PATH, FEED_TYPE, MAX_WAIT_MS, WAIT_HEADER
 from pd_connectors.protocol.ticket import FEED_ACTION, ORDER_HEADER
 from pd_http.body import ClientGone
 from pd_http.reply import DisconnectWatch, Reply
@@ -33,15 +33,24 @@ def feed_route(state: NodeState) -> APIRouter:
     async def feed(request: Request) -> Response:
         check_order(state, request.headers.get(ORDER_HEADER, ""), FEED_ACTION)
         _ = state.ready
-        return _FeedAnswer(state.feed, request.headers.get(CHARGE_HEADER, "")[:MAX_NAME_CHARS])
+        wait_s = _wait_s(request.headers.get(WAIT_HEADER, "0"))
+        return _FeedAnswer(state.feed, request.headers.get(CHARGE_HEADER, "")[:MAX_NAME_CHARS], wait_s)
 
     return routes
 
 
+def _wait_s(told: str) -> float:
+    """Raises InvalidRequest."""
+    if not (told.isascii() and told.isdecimal() and len(told) < 5):
+        raise InvalidRequest(f"{WAIT_HEADER}: a whole number of milliseconds is needed", WAIT_HEADER)
+    return min(int(told), MAX_WAIT_MS) / 1e3
+
+
 class _FeedAnswer(Response):
-    def __init__(self, hub: FeedHub, router: str) -> None:
+    def __init__(self, hub: FeedHub, router: str, wait_s: float) -> None:
         self._hub = hub
         self._router = router
+        self._wait_s = wait_s
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +64,7 @@ class _FeedAnswer(Response):
             await reply.fail(error)
 
     async def _serve(self, reply: Reply) -> None:
-        reader = await self._hub.open(self._router)
+        reader = await self._hub.open(self._router, self._wait_s)
         try:
             await reply.start(200, _HEADERS)
             while not reader.is_cut:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd_connectors.protocol.feed import CHARGE_HEADER, FEED_PATH, FEED_TYPE, HEARTBEAT_S, FeedMessage
+from pd_connectors.protocol.feed import CHARGE_HEADER, FEED_PATH, FEED_TYPE, HEARTBEAT_S, WAIT_HEADER, FeedMessage
 from pd_connectors.protocol.stream_codec import StreamParser
 from pd_connectors.protocol.ticket import ORDER_HEADER, NodeOrder, sign
 from pd_http.node_answers import FailureKind
@@ -38,6 +38,9 @@ LOAD_LIFE_S = SILENCE_S + 1.0  # after the last message of a lost feed
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 1.0  # after a lost feed; doubled each time
 NO_FEED_RETRY_S = 60.0  # a node that has no feed is asked again then, or when it has died
 MAX_PENDING_BYTES = 32 << 20  # of one message: a snapshot of a million blocks
+# Between two messages of a node, for each node of the table. A message costs 40 to 70 us here, so feeds take 0.4 to 0.7
+# of a core at most. 0.1 s between the messages of 1,000 nodes cost three routers nothing in simulation
+WAIT_MS_PER_NODE = 0.1
 _MAY_PASS = frozenset({408, 425, 429})  # refusals that do not say that there is no feed
 
 
@@ -110,7 +113,10 @@ class FeedFollower:
     async def _answer(self, node: Node) -> AsyncIterator[NodeExchange]:
         """The answer to the request for a feed. Raises NoFeed, FeedLost."""
         order = NodeOrder(action="feed", node=node.node_id, expires_at_s=self._wall_clock() + ORDER_LIFETIME_S)
-        headers = {ORDER_HEADER: sign(self._key, order), CHARGE_HEADER: self._table.router_name}
+        wait_ms = round(WAIT_MS_PER_NODE * len(self._table.nodes))
+        headers = {
+            ORDER_HEADER: sign(self._key, order), CHARGE_HEADER: self._table.router_name, WAIT_HEADER: str(wait_ms)
+        }  # fmt: skip
         exchange = await self._upstream.exchange(node, "GET", FEED_PATH, headers)
         try:
             head = await exchange.head()

@@ -90,6 +90,9 @@ class FakeNode:
 
     async def stop(self) -> None:
         if self._runner is not None:
+            await self.vanish()
+            for _ in range(4):  # a connection that was accepted just now must be known to the cleanup, which closes it
+                await asyncio.sleep(0)
             await self._runner.cleanup()
             self._runner = None
 

@@ -36,11 +36,13 @@ class FakeFeed:
         self.opening = opening
         self.orders: list[NodeOrder] = []  # of each connection
         self.routers: list[str] = []
+        self.waits_ms: list[str] = []
         self._open: set[asyncio.Queue[bytes]] = set()
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:
         self.orders.append(verify(KEY, request.headers["x-pd-order"], NodeOrder, time.time()))
         self.routers.append(request.headers["x-pd-charge"])
+        self.waits_ms.append(request.headers["x-pd-feed-wait-ms"])
         response = web.StreamResponse(headers={"content-type": FEED_TYPE})
         await response.prepare(request)
         await response.write(encoded(self.opening))
@@ -118,6 +120,15 @@ async def test_a_router_knows_what_the_node_says_and_what_it_has_sent_since() ->
         await router.idle()
         assert len(feed.orders) == 1
     assert view.load is None, "the router has stopped"
+
+
+async def test_the_more_nodes_the_longer_the_wait_between_their_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_follower, "WAIT_MS_PER_NODE", 20.0)
+    first, second = FakeFeed(), FakeFeed()
+    p, d = a_node(first), a_node(second, "d")
+    async with running(p, d), serving([p], [d]):
+        await until(lambda: bool(first.waits_ms and second.waits_ms))
+    assert first.waits_ms == second.waits_ms == ["40"]
 
 
 async def test_d_first_the_prefill_node_names_the_charge_that_d_passes_on() -> None:

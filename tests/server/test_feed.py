@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pd_cluster.errors import EngineUnavailable
 from pd_cluster.protocol.messages import EngineNews, ReportNews
 from pd_cluster.server import feed_hub
 from pd_connectors.protocol.feed import (
     CHARGE_HEADER,
     FEED_PATH,
     FEED_TYPE,
+    MAX_WAIT_MS,
+    WAIT_HEADER,
     FeedDelta,
     FeedMessage,
     FeedSnapshot,
@@ -170,6 +173,43 @@ async def test_strangers_read_nothing(signed: dict[str, Any] | None, status: int
             assert answer.status == status
             assert answer.content_type == "application/json"
         assert not node.state.feed.is_on
+
+
+async def test_the_reader_that_wants_the_longest_wait_decides_for_all() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        hub = node.state.feed
+
+        def wait_s() -> float:
+            """From the newest message to the next, which a change has just brought about."""
+            hub._flush()
+            node.engine.news.take(EngineNews(0, LOAD))
+            assert hub._batch is not None
+            return hub._batch.when() - hub._sent_s
+
+        quick = asyncio.create_task(hub.open("quick"))
+        await asyncio.sleep(0)
+        node.engine.news.take(EngineNews(0, LOAD))
+        await quick
+        assert wait_s() == pytest.approx(feed_hub.BATCH_S)
+        slow = await hub.open("slow", 0.2)
+        assert wait_s() == pytest.approx(0.2)
+        hub.leave(slow)
+        assert wait_s() == pytest.approx(feed_hub.BATCH_S)
+
+
+async def test_a_wait_is_a_number_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def note(router: str, wait_s: float) -> None:
+        waits.append(wait_s)
+        raise EngineUnavailable("no reader")
+
+    async with running(FakeEngine(says([5]))) as node:
+        monkeypatch.setattr(node.state.feed, "open", note)
+        for told, status in (("100", 503), ("9999", 503), ("-1", 400), ("1.5", 400), ("1" * 99, 400), ("\u0661", 400)):
+            async with node.session.get(node.url + FEED_PATH, headers=order() | {WAIT_HEADER: told}) as answer:
+                assert answer.status == status, told
+    assert waits == [0.1, MAX_WAIT_MS / 1e3]
 
 
 async def test_a_slow_reader_is_cut_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 `GET /pd/feed` is one answer without an end, of messages (`stream_codec`). The first is a `FeedSnapshot`. Each later one
 is a `FeedDelta` with the next number. After a gap, or another epoch, a reader connects again. A node sends a change
-within 10 ms, and a delta without a change every HEARTBEAT_S.
+within 10 ms, or as late as a router of many nodes asks for, and a delta without a change every HEARTBEAT_S.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ HEARTBEAT_S = 1.0
 # Header of a request: "ROUTER.NUMBER" names the charge that the router ROUTER has made for it. Header of GET /pd/feed:
 # "ROUTER", so that the node says which charges of this router its load includes.
 CHARGE_HEADER = "x-pd-charge"
+# Header of GET /pd/feed: milliseconds that a node waits between two messages to its routers, at most MAX_WAIT_MS
+WAIT_HEADER = "x-pd-feed-wait-ms"
+MAX_WAIT_MS = 250
 PREFILL_CHARGE_HEADER = "x-pd-prefill-charge"  # of a request to D: the CHARGE_HEADER of D's request to a P
 
 
