@@ -346,15 +346,13 @@ class NodeTable:
     def set_down(self, node: Node) -> None:
         """Send the node, which does not answer, no requests until /health is good again."""
         if node.reachable:
-            node.reachable = False
-            self._longest_body = _NOT_KNOWN
+            node.reachable, self._longest_body = False, _NOT_KNOWN
         if node.down_since_s is None:
             node.down_since_s = self.clock()
 
     def set_up(self, node: Node) -> None:
         if not node.reachable:
-            node.reachable = True
-            self._longest_body = _NOT_KNOWN
+            node.reachable, self._longest_body = True, _NOT_KNOWN
         node.down_since_s = None
 
     def report(self) -> list[dict[str, object]]:
