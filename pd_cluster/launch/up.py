@@ -232,9 +232,6 @@ class _Cluster:
         (self._hurry if self._stop.is_set() else self._stop).set()
 
 
-# The certificate need not name the address that `up` asks for the router's health: the socket is its own
-_OWN_ROUTER = ssl.create_default_context()
-_OWN_ROUTER.check_hostname, _OWN_ROUTER.verify_mode = False, ssl.CERT_NONE
 _SELF = (sys.executable, "-m", "pd_cluster.launch.cli")
 
 
@@ -247,8 +244,11 @@ def curl_line(url: str, model: str, demo: bool, *, has_keys: bool = False) -> st
 
 
 def _healthy(url: str) -> bool:
+    # The certificate need not name this address: the router listens on a socket that this process has opened
+    own_router = ssl.create_default_context()
+    own_router.check_hostname, own_router.verify_mode = False, ssl.CERT_NONE
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_S, context=_OWN_ROUTER) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_S, context=own_router) as answer:
             status: int = answer.status
             return status == 200
     except (urllib.error.URLError, OSError):
