@@ -32,6 +32,7 @@ STOP_DEADLINE_S = 30.0
 GONE_DEADLINE_S = 10.0
 POLL_S = 0.02
 TEST_KEY = "a key that only tests know"
+DEVICE = os.environ.get("PD_TEST_DEVICE", "cpu")  # of the nodes; "cuda": for tests that fix the size of the KV cache
 
 
 class LaunchFailed(AssertionError):
@@ -168,7 +169,7 @@ class Launcher:
 
     def node(self, role: str, *flags: str, environment: Mapping[str, str] | None = None, wait: bool = True) -> Launched:
         """A node on a free port; ready when this returns, unless `wait` is false."""
-        node = self.command(role, "--port=0", "--num-threads=1", "--device=cpu", *flags, environment=environment)
+        node = self.command(role, "--port=0", "--num-threads=1", f"--device={DEVICE}", *flags, environment=environment)
         if wait:
             node.wait_line("ready: ")
         return node

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +40,6 @@ SAMPLINGS: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8
 NODE_FLAGS = ("--tp=2", "--max-num-seqs=16", "--max-num-batched-tokens=32", "--num-blocks=400")
 # Limits of health that nine processes on two cores keep
 ROUTER_FLAGS = ("--prefill-on-decode=never", "--continue-wait-s=60", "--health-interval-s=0.5", "--health-timeout-s=5")
-DEVICE = os.environ.get("PD_TEST_DEVICE", "cpu")
 
 
 @pytest.fixture
@@ -51,9 +49,10 @@ def anyio_backend() -> str:
 
 def make_members(launcher: Launcher, role: str) -> list[Member]:
     """Two nodes. On GPUs the first one's ranks take 0 and 1, the second one's 2 and 3."""
-    flags = (*NODE_FLAGS, f"--device={DEVICE}")
     return [
-        Member(launcher, f"{role[0]}{i}", role, *flags, environment={"CUDA_VISIBLE_DEVICES": f"{2 * i},{2 * i + 1}"})
+        Member(
+            launcher, f"{role[0]}{i}", role, *NODE_FLAGS, environment={"CUDA_VISIBLE_DEVICES": f"{2 * i},{2 * i + 1}"}
+        )
         for i in range(2)
     ]
 
