@@ -143,7 +143,7 @@ def _attend_pair(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, MEMBERS: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend tiles [first, first + count) of one (sequence, KV head), with `num_stored` of `length` tokens in the cache.
+    """Attend tiles [first, first + count) of one (sequence, KV head). The cache has `num_stored` of `length` tokens.
 
     `top` to `odd`: see `_attend_part`. Programs [first_program, last_program] share the pair.
     """
@@ -276,7 +276,7 @@ def decode_attention(
 ) -> None:
     """Compute reference.decode_attention into contiguous `out`. A sequence of length 0 (padding) gives zeros.
 
-    With `new`, `query` is `heads` of reference.norm_rope_write, and that work is done first. Padding is not stored then.
+    With `new`, `query` is `heads` of reference.norm_rope_write. That work is done first; padding is not stored.
     """
     num_seqs, num_heads, size = out.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
