@@ -27,7 +27,7 @@ import triton.language as tl
 from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_fp8 import beside_fp8, split_pairs
-from pd_kernels.triton_new_token import no_tokens, one_token, take_new_token
+from pd_kernels.triton_new_token import ask_for_tile, no_tokens, one_token, take_new_token
 
 if TYPE_CHECKING:
     from pd_kernels.decode_tiling import DecodeTiling
@@ -137,25 +137,21 @@ def _merge_parts(
 
 @triton.jit
 def _attend_pair(
-    q, top, total, sums, odd, keys, values, table, length, num_stored, first, count, tiles,
+    q, top, total, sums, odd, keys, values, table, start, length, lowest, first, count, tiles,
     first_program, last_program, counter, target, parts, part_logs, block_stride, scale,
     GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, MEMBERS: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend tiles [first, first + count) of one (sequence, KV head). The cache has `num_stored` of `length` tokens.
+    """Attend tiles [first, first + count) of one (sequence, KV head), which begin at token `start`.
 
     `top` to `odd`: see `_attend_part`. Programs [first_program, last_program] share the pair.
     """
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     at = row[:, None] * SIZE + column[None, :]
     inside = (row < GROUP)[:, None] & (column < SIZE)[None, :]
-    lowest = 0
-    if WINDOW > 0:
-        lowest = tl.maximum(length - WINDOW, 0)
-    start = (lowest // TILE + first) * TILE
     mean, log = _attend_part(
-        q, top, total, sums, odd, keys, values, table, start, start + count * TILE, num_stored, lowest, block_stride,
+        q, top, total, sums, odd, keys, values, table, start, start + count * TILE, length, lowest, block_stride,
         scale, SIZE, BLOCK_SIZE, WINDOW, TILE, COLUMNS, PRECISION, STAGES,
     )  # fmt: skip
     if count == tiles:
@@ -203,30 +199,34 @@ def _decode_kernel(
         tiles, first = units - SETUP, unit - start
         count = tl.minimum(tiles - first, stop - unit)
         if count > 0:
-            length = tl.load(seq_lens + seq)
-            num_stored = length
+            num_stored = tl.load(seq_lens + seq)
+            lowest = 0
+            if WINDOW > 0:
+                lowest = tl.maximum(num_stored - WINDOW, 0)
+            begin = (lowest // TILE + first) * TILE
+            table = block_tables + seq * table_stride
+            keys = key_cache + head.to(tl.int64) * head_stride
+            values = value_cache + head.to(tl.int64) * head_stride
+            if HAS_PAIRS:
+                values = value_cache + head.to(tl.int64) * (head_stride // 2)
             if ROTARY > 0:
+                num_stored -= 1
+                ask_for_tile(keys, values, table, begin, num_stored, block_stride, SIZE, BLOCK_SIZE, TILE, EARLY)
                 is_last = first + count == tiles
                 q, key, value = take_new_token(
                     query, query_norm, key_norm, cos, sin, slot_mapping, key_cache, value_cache, seq, head, is_last,
                     query_stride, block_stride, head_stride, eps,
                     NUM_KV_HEADS, GROUP, SIZE, BLOCK_SIZE, ROWS, COLUMNS, ROTARY, NORM, EARLY,
                 )  # fmt: skip
-                num_stored = length - 1
+                top, total, sums, odd = one_token(q, key, value, is_last, scale, ROWS, NUM_SUMS, HAS_PAIRS)
             else:
                 wait_for_others(EARLY)
                 q = tl.load(query + seq * query_stride + head * GROUP * SIZE + at, mask=inside, other=0.0)
-            values = value_cache + head.to(tl.int64) * head_stride
+                top, total, sums, odd = no_tokens(ROWS, NUM_SUMS)
             if HAS_PAIRS:
                 q = beside_fp8(q)
-                values = value_cache + head.to(tl.int64) * (head_stride // 2)
-            if ROTARY > 0:
-                top, total, sums, odd = one_token(q, key, value, is_last, scale, ROWS, NUM_SUMS, HAS_PAIRS)
-            else:
-                top, total, sums, odd = no_tokens(ROWS, NUM_SUMS)
             _attend_pair(
-                q, top, total, sums, odd, key_cache + head.to(tl.int64) * head_stride, values,
-                block_tables + seq * table_stride, length, num_stored, first, count, tiles,
+                q, top, total, sums, odd, keys, values, table, begin, num_stored, lowest, first, count, tiles,
                 start // share, (start + tiles - 1) // share, arrived + seq * NUM_KV_HEADS + head,
                 out + (seq * NUM_KV_HEADS + head) * GROUP * SIZE, parts, part_logs, block_stride, scale,
                 GROUP, SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, MEMBERS, MERGED, PRECISION, STAGES,

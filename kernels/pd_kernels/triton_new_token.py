@@ -38,6 +38,45 @@ def one_token(
 
 
 @triton.jit
+def _ask(address, num_bytes):
+    """Let the L2 cache load bytes at `address`, both multiples of 16; none if `num_bytes` is 0 or less."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred asks, some;
+        .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 asks, thread, 0;
+        setp.gt.s32 some, $2, 0;
+        and.pred asks, asks, some;
+        @asks cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r", [address, num_bytes], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def ask_for_tile(
+    keys, values, table, start, num_stored, block_stride,
+    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Let the L2 cache load the tile of old tokens that begins at `start`, while the program waits for its queries.
+
+    Only where the tile lies within a block, and on GPUs with early launches: they have the instruction.
+    """
+    BYTES: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // 8
+    if EARLY and BLOCK_SIZE % TILE == 0 and SIZE * BYTES % 16 == 0:
+        place = tl.load(table + start // BLOCK_SIZE).to(tl.int64) * block_stride + start % BLOCK_SIZE * SIZE
+        num_bytes = tl.minimum(num_stored - start, TILE) * (SIZE * BYTES)
+        _ask((keys + place).to(tl.int64), num_bytes)
+        if BYTES == 1:
+            place = place // 2  # `values` are pairs
+        _ask((values + place).to(tl.int64), num_bytes)
+
+
+@triton.jit
 def _gains(norm, at, mask, NORM: tl.constexpr):
     gains = tl.full(at.shape, 1.0, tl.float32)
     if NORM:
