@@ -24,15 +24,15 @@ from tests.kernels.test_triton_attention import (
 # Triton's interpreter on numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 GPU = DEVICE.type == "cuda"
-LENS = (1, 2, 16, 17, 32, 67)  # tiles have 16 tokens
+LENS = (1, 2, 16, 17, 48)  # tiles have 16 tokens
 SHAPES = {
-    "mha-64": Shape(2, 2, 64, 16, (1,) * 6, LENS, 6),
-    "gqa-128": Shape(8, 2, 128, 64, (1,) * 6, LENS, 6),
-    "mqa-96": Shape(8, 1, 96, 32, (1,) * 6, LENS, 6),
+    "mha-64": Shape(2, 2, 64, 16, (1,) * 5, LENS, 5),
+    "gqa-128": Shape(8, 2, 128, 64, (1,) * 5, LENS, 5),
+    "mqa-96": Shape(8, 1, 96, 32, (1,) * 5, LENS, 5),
     "gqa-80": Shape(6, 2, 80, 16, (1,) * 4, (1, 17, 32, 129), 4),
     "wide-64": Shape(20, 1, 64, 16, (1,) * 4, (1, 17, 32, 129), 4),
     "one-long": Shape(4, 1, 64, 16, (1,), (257,), 1),
-    "many-short": Shape(4, 2, 64, 16, (1,) * 7, (1, 2, 1, 49, 17, 16, 1), 7),
+    "many": Shape(4, 2, 64, 16, (1,) * 5, (1, 49, 2, 17, 1), 5),
 }
 REAL = {
     "8b": Shape(32, 8, 128, 64, (1,) * 40, tuple(range(1, 3000, 75)), 40),
@@ -118,15 +118,15 @@ def check(problem: Problem, window: int = 0, **tiling: int) -> None:
 @pytest.mark.parametrize(
     ("name", "window", "normed", "rotary"),
     [
-        ("mha-64", 0, True, 64), ("mha-64", 20, False, 64), ("gqa-128", 0, True, 128), ("gqa-128", 1, True, 128),
-        ("mqa-96", 0, False, 94), ("gqa-80", 16, True, 20), ("wide-64", 0, True, 32), ("one-long", 100, True, 64),
+        ("mha-64", 0, True, 64), ("gqa-128", 1, True, 128), ("mqa-96", 0, False, 94), ("gqa-80", 16, True, 20),
+        ("wide-64", 0, True, 32), ("one-long", 100, True, 64),
     ],
 )  # fmt: skip
 def test_one_launch_equals_two(name: str, window: int, normed: bool, rotary: int) -> None:
     check(make(SHAPES[name], rotary=rotary, normed=normed), window)
 
 
-@pytest.mark.parametrize("name", ["mha-64", "gqa-80", "mqa-96"])
+@pytest.mark.parametrize("name", ["mqa-96", "gqa-80"])
 def test_an_fp8_cache_gets_the_same_numbers(name: str) -> None:
     problem = make(SHAPES[name], normed=False, fp8=True)
     problem.heads[1, -1, :2] = torch.tensor([500.0, -6e4], device=DEVICE)  # a value
@@ -136,16 +136,16 @@ def test_an_fp8_cache_gets_the_same_numbers(name: str) -> None:
 @pytest.mark.parametrize(("setup", "least"), [(0, 1), (1, 5), (3, 40)])
 def test_any_shares_equal_two_launches(setup: int, least: int) -> None:
     """Of one tile, of parts of pairs, and of many pairs."""
-    check(make(SHAPES["many-short"]), setup=setup, least=least)
+    check(make(SHAPES["many"]), setup=setup, least=least)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if GPU else [])], ids=str)
 def test_short_dtypes(dtype: torch.dtype) -> None:
-    check(make(SHAPES["gqa-128"], dtype))
+    check(make(SHAPES["gqa-80"], dtype))
 
 
 def test_wider_weights_of_norms_are_rounded_once() -> None:
-    problem = make(SHAPES["mha-64"], torch.float16)
+    problem = make(SHAPES["wide-64"], torch.float16)
     norms = problem.new.norms
     assert norms is not None
     wide = HeadNorms(norms.query.float() * 1.0001, norms.key.float() * 1.0001, norms.eps)
@@ -153,8 +153,8 @@ def test_wider_weights_of_norms_are_rounded_once() -> None:
 
 
 def test_padding_is_not_stored_and_gives_zeros() -> None:
-    problem = make(SHAPES["many-short"])
-    padding = torch.tensor([0, 4, 6])
+    problem = make(SHAPES["many"])
+    padding = torch.tensor([0, 2, 4])
     problem.paged.packed.seq_lens[padding] = 0
     problem.new.slot_mapping[padding] = -1
     check(problem)
