@@ -303,8 +303,8 @@ def decode_attention(
         token = [query_norm, key_norm, new.cos, new.sin, new.slot_mapping]
     _decode_kernel[(programs,)](
         query, *token, key_cache, value_cache, block_tables, seq_lens, plan.ends, plan.arrived, out, parts, part_logs,
-        num_seqs, query.stride(0), block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E,
-        eps,
+        num_seqs, query.stride(0), block_tables.stride(0), key_cache.stride(0), key_cache.stride(1),
+        scale * _LOG2_E, eps,
         num_kv_heads, group, size, block_size, plan.window, tiling.tile, seqs,
         max(members, 16), columns, programs, members, merged,
         "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages,

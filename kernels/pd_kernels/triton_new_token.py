@@ -78,6 +78,7 @@ def ask_for_tile(
 
 @triton.jit
 def _gains(norm, at, mask, NORM: tl.constexpr):
+    """Weights of the columns `at`; without norms a constant that nothing reads."""
     gains = tl.full(at.shape, 1.0, tl.float32)
     if NORM:
         gains = tl.load(norm + at, mask=mask, other=0.0)

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 from pd_kernels import reference
 from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_rotary import norm_rope_write
-from pd_kernels.values import HeadNorms, NewTokens
+from pd_kernels.values import HeadNorms, NewTokens, StepOnDevice, StepSize
 from tests.kernels.paged import Paged, Shape, make_paged
 from tests.kernels.test_triton_attention import (
     DEVICE,
@@ -200,6 +200,19 @@ def test_steps_with_prompts_are_left_to_two_launches() -> None:
     plan = attention_of(paged, 0, SMALL_DECODE).plan(paged.packed)
     problem = make(SHAPES["gqa-80"])
     assert plan.run_rotating(problem.heads, problem.new, paged.key_cache, paged.value_cache, 1.0) is None
+
+
+def test_captured_steps_of_decodes_take_new_tokens_too() -> None:
+    problem = make(SHAPES["gqa-80"])
+    paged, packed = problem.paged, problem.paged.packed
+    replayable = attention_of(paged, 0, SMALL_DECODE).captured(StepSize(4, 4, 0, has_decodes=True))
+    assert replayable is not None
+    no_tiles = torch.empty(2, 0, dtype=torch.int32, device=DEVICE)
+    lens, starts, tables = packed.seq_lens, packed.query_starts, packed.block_tables
+    plan = replayable.plan(StepOnDevice(lens, lens, starts, tables, no_tiles))
+    found = plan.run_rotating(problem.heads, problem.new, paged.key_cache, paged.value_cache, 80**-0.5)
+    assert found is not None
+    torch.testing.assert_close(found.double(), problem.expected()[0], atol=2e-5, rtol=2e-5)
 
 
 def test_other_shapes_are_refused() -> None:
