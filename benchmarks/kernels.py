@@ -11,8 +11,9 @@ product. Reading alone can be faster than the first.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
 from pd_kernels.backends import TORCH, Kernels
 from pd_kernels.selection import select_kernels
-from pd_kernels.values import Draws, HeadNorms, PackedSequences
+from pd_kernels.values import Draws, HeadNorms, NewTokens, PackedSequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB, BLOCK = 32, 8, 128, 4096, 14336, 128256, 64
 DECODES = [[context] * batch for context in (1024, 4096) for batch in (1, 32, 128, 256)]
 MIXED_DECODES = [[1024, 2048, 3072, 5120, 8192, 10240, 12288, 15360], [20 + index * index for index in range(64)]]
+ROTATING, ROTATING_CONTEXT = (1, 2, 8, 16, 32, 64, 128, 256), 1024
 PREFILLS = [  # sequences, their tokens, their tokens in this step
     (1, 1024, 1024), (1, 4096, 4096), (4, 15000, 15000), (1, 8064, 64), (1, 8256, 256), (1, 8512, 512),
 ]  # fmt: skip
@@ -69,7 +71,7 @@ class KernelTime:
     def text(self, ceilings: KernelCeilings) -> str:
         rate = f"{self.flops / self.seconds / 1e12:7.0f} TFLOP/s" if self.flops else " " * 15
         return (
-            f"{self.name:34} {self.seconds * 1e6:10.1f} us {self.num_bytes / self.seconds / 1e12:7.2f} TB/s {rate} "
+            f"{self.name:38} {self.seconds * 1e6:10.1f} us {self.num_bytes / self.seconds / 1e12:7.2f} TB/s {rate} "
             f"{self.ratio(ceilings):6.1%}\n"
         )
 
@@ -120,12 +122,12 @@ class Attention:
     views: list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def make_attention(contexts: Sequence[int], query_len: int, block_size: int = BLOCK) -> Attention:
+def make_attention(contexts: Sequence[int], query_len: int, num_kv_heads: int = KV_HEADS) -> Attention:
     """Sequences with `contexts` tokens, the last `query_len` of them in this step; their blocks are scattered."""
-    num_seqs, per_seq = len(contexts), -(-max(contexts) // block_size)
-    layer_bytes = num_seqs * per_seq * KV_HEADS * 2 * block_size * HEAD_DIM * 2
+    num_seqs, per_seq = len(contexts), -(-max(contexts) // BLOCK)
+    layer_bytes = num_seqs * per_seq * num_kv_heads * 2 * BLOCK * HEAD_DIM * 2
     num_layers = int(np.clip(CACHE_BYTES // layer_bytes, 2, 32))
-    shape = (num_seqs * per_seq, KV_HEADS, num_layers, 2, block_size, HEAD_DIM)
+    shape = (num_seqs * per_seq, num_kv_heads, num_layers, 2, BLOCK, HEAD_DIM)
     cache = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_()
     tables = torch.randperm(num_seqs * per_seq, device="cuda").to(torch.int32).view(num_seqs, per_seq)
     lens, query_lens = np.array(contexts), np.full(num_seqs, query_len)
@@ -138,14 +140,14 @@ def make_attention(contexts: Sequence[int], query_len: int, block_size: int = BL
         lens,
     )
     query = torch.randn(num_seqs * query_len, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    attention_shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, block_size, num_layers, torch.bfloat16)
+    attention_shape = AttentionShape(HEADS, num_kv_heads, HEAD_DIM, BLOCK, num_layers, torch.bfloat16)
     attention = choose_attention(attention_shape, query.device).backend.attention(attention_shape, query.device)
     views = [(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(num_layers)]
     return Attention(attention, packed, query, views)
 
 
-def decode_bytes(contexts: Sequence[int]) -> float:
-    return sum(context * KV_HEADS * 2 + 2 * HEADS for context in contexts) * HEAD_DIM * 2.0
+def decode_bytes(contexts: Sequence[int], num_kv_heads: int = KV_HEADS) -> float:
+    return sum(context * num_kv_heads * 2 + 2 * HEADS for context in contexts) * HEAD_DIM * 2.0
 
 
 def prefill_flops(num_seqs: int, context: int, query_len: int) -> float:
@@ -169,6 +171,55 @@ def _attention_seconds(contexts: Sequence[int], query_len: int) -> float:
     problem = make_attention(contexts, query_len)
     plan = problem.attention.plan(problem.packed)
     return seconds_of([partial(plan.run, problem.query, *view, HEAD_DIM**-0.5) for view in problem.views])
+
+
+def rotating_rows(kernels: Kernels) -> Iterator[KernelTime]:
+    """Time norms, rotation, write and decode attention, in two launches and in one, whatever a plan would choose."""
+    for num_kv_heads, batch in itertools.product((KV_HEADS, KV_HEADS // 2), ROTATING):
+        contexts = [ROTATING_CONTEXT] * batch
+        problem = make_attention(contexts, 1, num_kv_heads)
+        size = decode_bytes(contexts, num_kv_heads)
+        for name, run in (("two", _in_two_launches), ("one", _in_one_launch)):
+            seconds = seconds_of(run(kernels, problem))
+            yield KernelTime(f"rotate + decode {batch}, {num_kv_heads} KV heads, {name}", seconds, size, 0.0)
+
+
+def _new_tokens(problem: Attention) -> tuple[torch.Tensor, NewTokens]:
+    """QKV products of all layers [L, S, H + 2G, D], and what else their new tokens need."""
+    layers, batch, num_kv_heads = len(problem.views), len(problem.query), problem.views[0][0].shape[1]
+    shape = (layers, batch, HEADS + 2 * num_kv_heads, HEAD_DIM)
+    heads = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    cos, sin = torch.randn(2, batch, HEAD_DIM // 2, device="cuda", dtype=torch.bfloat16)
+    gains = torch.ones(2, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    last = ROTATING_CONTEXT - 1
+    slots = problem.packed.block_tables[:, last // BLOCK].long() * BLOCK + last % BLOCK
+    return heads, NewTokens(HeadNorms(gains[0], gains[1], 1e-6), cos, sin, slots)
+
+
+def _in_two_launches(kernels: Kernels, problem: Attention) -> list[Callable[[], object]]:
+    heads, new = _new_tokens(problem)
+    plan = problem.attention.plan(problem.packed)
+
+    def run(layer: int) -> torch.Tensor:
+        views = problem.views[layer]
+        query = kernels.norm_rope_write(heads[layer], new.norms, new.cos, new.sin, *views, new.slot_mapping)
+        return plan.run(query, *views, HEAD_DIM**-0.5)
+
+    return [partial(run, layer) for layer in range(len(heads))]
+
+
+def _in_one_launch(kernels: Kernels, problem: Attention) -> list[Callable[[], object]]:
+    from pd_kernels.triton_plan import TritonAttention
+
+    attention = problem.attention
+    assert isinstance(attention, TritonAttention)
+    always = replace(attention, decode=replace(attention.decode, rotates_up_to=max(ROTATING)))
+    heads, new = _new_tokens(problem)
+    plan = always.plan(problem.packed)
+    return [
+        partial(plan.run_rotating, heads[layer], new, *views, HEAD_DIM**-0.5)
+        for layer, views in enumerate(problem.views)
+    ]
 
 
 def product_rows(kernels: Kernels, num_rows: int) -> Iterator[KernelTime]:
@@ -237,6 +288,7 @@ def copy_rows(kernels: Kernels) -> Iterator[KernelTime]:
 def rows(kernels: Kernels) -> Iterator[KernelTime]:
     """All rows of the table."""
     yield from attention_rows()
+    yield from rotating_rows(kernels)
     for num_rows in (1, 32):
         yield from product_rows(kernels, num_rows)
     for num_tokens in (1, 32, 256, 4096):

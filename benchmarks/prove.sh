@@ -24,19 +24,21 @@ on_gpu=("${PYTHON:-python3}" -c 'import sys, pytest, torch
 sys.exit(pytest.main(sys.argv[1:]) if torch.cuda.is_available() else "no CUDA device here")'
     -q -p no:cacheprovider --timeout=400 -W default) # a library's new warning is no disproof
 kernels=(tests/kernels/test_triton_attention.py tests/kernels/test_triton_elementwise.py
-    tests/kernels/test_triton_sampling.py tests/kernels/test_triton_matmul.py tests/kernels/test_triton_replayable.py)
+    tests/kernels/test_triton_sampling.py tests/kernels/test_triton_matmul.py tests/kernels/test_triton_replayable.py
+    tests/kernels/test_triton_new_token.py)
 gluon=(tests/kernels/test_gluon_gated.py tests/kernels/test_hopper_prefill.py)
 checked=("${kernels[@]}" "${gluon[@]}" -k "not compile and not replays and not 0.125 and not 0.3 and not refuse and not 4096x4096 and not 128256 and not real_s and not captured \
     and not only-decodes and not mha-64 and not gqa-256 and not gqa-80-torch.float16 and not 1-7 and not 5-80 \
     and not 3-256 and not 20-4-80 and not 3-3-96 and (not triton_matmul or bfloat16 and split and (3-104 or 33-96))")
 # Not Gluon's: it says that the byte by which Triton tells idle warps what to run is raced for, between two barriers
 raced=("${kernels[@]}" -k "small_tiles and gqa-80-20 or padded_steps and gqa-80-20 or programs_share_equal and gqa-80 or short_dtypes and gqa-128 or tiles_by and 30-True \
-    or rms_norm_and and 33-96-torch.f or norm_rope and 6-1-128 and True or silu and 1100-torch.f \
+    or one_launch and gqa-128 or rms_norm_and and 33-96-torch.f or norm_rope and 6-1-128 and True or silu and 1100-torch.f \
     or argmax_takes and 3-5000 or the_draw and 3-5000 or triton_matmul and bfloat16 and split and 3-104")
 mixtures=(tests/kernels/test_triton_experts.py tests/kernels/test_triton_quantize.py
-    tests/kernels/test_triton_quantized_product.py tests/kernels/test_triton_attention.py)
+    tests/kernels/test_triton_quantized_product.py tests/kernels/test_triton_attention.py
+    tests/kernels/test_triton_new_token.py)
 mixtures_checked=("${mixtures[@]}" -k "not real and not captured and not tiling and not refused and not without_float8 and not same_tiles \
-    and not 33-1152-4096 and not 64-96-2048 and (not triton_attention or an_fp8_cache)")
+    and not 33-1152-4096 and not 64-96-2048 and (not (triton_attention or triton_new_token) or an_fp8_cache)")
 mixtures_raced=("${mixtures[@]}" -k "test_route and 20-96-3 or sorted and 50-3 or test_experts and 20-5 or in_float8 and 20-256 or order_of_the_others and 20 \
     or test_rows and 4-1280 or test_norms and 4-1280 or test_activations and 4-1280") # nor here Gluon's ring: see above
 worked=(tests/worker/test_worker_cuda.py tests/worker/test_few_rows.py

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_kernels.chunk_tiles import ChunkTiles
-    from pd_kernels.values import PackedSequences, StepOnDevice, StepSize
+    from pd_kernels.values import NewTokens, PackedSequences, StepOnDevice, StepSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,19 @@ class AttentionPlan(Protocol):
 
         The result is in `out`, which must be contiguous, or in a new tensor. Raises ValueError for tensors of another
         shape, dtype or layout.
+        """
+
+    def run_rotating(
+        self,
+        heads: torch.Tensor,
+        new: NewTokens,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor | None:
+        """Do the work of `norm_rope_write` with `heads` [T, H + 2G, D], then that of `run`, in one launch.
+
+        None, and nothing is done, if the plan cannot do so, or if two launches are faster. Otherwise as `run`.
         """
 
 

@@ -46,6 +46,25 @@ def check_query(query: torch.Tensor, key_cache: torch.Tensor, num_tokens: int) -
         raise ValueError(f"query is {query.dtype}, the cache {key_cache.dtype}")
 
 
+def check_heads(
+    heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Check the arguments of `reference.norm_rope_write`, except the norms. Raises ValueError."""
+    _, num_kv_heads, _, size = key_cache.shape
+    if (
+        heads.dim() != 3
+        or heads.shape[1] <= 2 * num_kv_heads
+        or (heads.shape[2], *heads.stride()[1:]) != (size, size, 1)
+    ):
+        raise ValueError(f"heads must be [T, query + 2 * {num_kv_heads}, {size}], rows contiguous, not {heads.shape}")
+    num_tokens = len(heads)
+    if (heads.dtype != key_cache.dtype and key_cache.dtype is not FP8) or len(slot_mapping) != num_tokens:
+        raise ValueError(f"{heads.dtype} of {num_tokens} tokens into {key_cache.dtype} at {len(slot_mapping)} slots")
+    half, most = cos.shape[-1], size // 2
+    if cos.shape != (num_tokens, half) or half > most or not cos.is_contiguous() or not sin.is_contiguous():
+        raise ValueError(f"cos and sin must be contiguous [{num_tokens}, at most {most}], not {tuple(cos.shape)}")
+
+
 def output(out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Returns `out`, or a new tensor of `shape` like `like` if `out` is None.
 

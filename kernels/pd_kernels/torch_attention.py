@@ -18,7 +18,7 @@ from pd_kernels.checks import check_cache_views, check_query, output
 
 if TYPE_CHECKING:
     from pd_kernels.attention import AttentionShape
-    from pd_kernels.values import Ints, PackedSequences, StepSize
+    from pd_kernels.values import Ints, NewTokens, PackedSequences, StepSize
 
 MERGE_BYTES = 1 << 18  # padding that costs less than another bucket's calls (about 20 us)
 QUERY_PIECE = 256  # query rows under one explicit mask: bounds the mask's memory
@@ -77,6 +77,11 @@ class TorchAttentionPlan:
         for group in self.prefills:
             _prefill(group, query, keys, values, key_cache.shape, scale, self.shape.window, out)
         return out
+
+    def run_rotating(
+        self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+    ) -> None:
+        """See AttentionPlan. Always None, because library calls gain nothing."""
 
 
 @dataclass(frozen=True, slots=True)

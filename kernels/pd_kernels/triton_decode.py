@@ -27,25 +27,14 @@ import triton.language as tl
 from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_fp8 import beside_fp8, split_pairs
+from pd_kernels.triton_new_token import ask_for_tile, no_tokens, one_token, take_new_token
 
 if TYPE_CHECKING:
-    from pd_kernels.attention import AttentionShape
+    from pd_kernels.decode_tiling import DecodeTiling
+    from pd_kernels.values import NewTokens
 
 _LOG2_E = 1.4426950408889634
 _MERGED = 8192  # most elements of parts that a merging program holds at a time
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeTiling:
-    """Sizes of the kernel's shares; the defaults of `decode_tiling` were chosen by measurement."""
-
-    tile: int  # tokens
-    num_warps: int
-    num_stages: int
-    programs_per_processor: int
-    setup: int = 3  # units of a (sequence, KV head) in addition to its tiles
-    least: int = 2  # fewest units of a program
-    parts: int = 15  # most parts of a pair, if every multiprocessor still gets a program; merging more costs more time
 
 
 # Numbers that change from step to step are not specialized on: a variant costs a second or two to compile
@@ -69,21 +58,18 @@ def _plan_kernel(
 
 @triton.jit
 def _attend_part(
-    q, keys, values, table, start, stop, length, lowest, block_stride, scale,
-    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    q, top, total, sums, odd, keys, values, table, start, stop, length, lowest, block_stride, scale,
+    SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Softmax-weighted mean of one head's values over tokens [start, stop), and log2 of its sum of exponentials.
 
-    Of an FP8 cache `values` points to pairs of numbers. `sums` then has the even columns, `odd` the others.
+    `top`, `total`, `sums` and `odd` are those of the tokens before: see `no_tokens`. Of an FP8 cache `values` points to
+    pairs of numbers. `sums` then has the even columns, `odd` the others.
     """
     HAS_PAIRS: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     NUM_SUMS: tl.constexpr = COLUMNS // 2 if HAS_PAIRS else COLUMNS
     column = tl.arange(0, COLUMNS)
-    top = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, NUM_SUMS], tl.float32)
-    odd = tl.zeros([ROWS, NUM_SUMS], tl.float32)
     for begin in tl.range(start, stop, TILE, num_stages=STAGES):
         position = begin + tl.arange(0, TILE)
         seen = position < length
@@ -151,26 +137,22 @@ def _merge_parts(
 
 @triton.jit
 def _attend_pair(
-    q, keys, values, table, length, first, count, tiles, first_program, last_program, counter, target, parts, part_logs,
-    block_stride, scale,
+    q, top, total, sums, odd, keys, values, table, start, length, lowest, first, count, tiles,
+    first_program, last_program, counter, target, parts, part_logs, block_stride, scale,
     GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, MEMBERS: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend tiles [first, first + count) of one (sequence, KV head).
+    """Attend tiles [first, first + count) of one (sequence, KV head), which begin at token `start`.
 
-    Programs [first_program, last_program] share the pair.
+    `top` to `odd`: see `_attend_part`. Programs [first_program, last_program] share the pair.
     """
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     at = row[:, None] * SIZE + column[None, :]
     inside = (row < GROUP)[:, None] & (column < SIZE)[None, :]
-    lowest = 0
-    if WINDOW > 0:
-        lowest = tl.maximum(length - WINDOW, 0)
-    start = (lowest // TILE + first) * TILE
     mean, log = _attend_part(
-        q, keys, values, table, start, start + count * TILE, length, lowest, block_stride, scale,
-        SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, PRECISION, STAGES,
+        q, top, total, sums, odd, keys, values, table, start, start + count * TILE, length, lowest, block_stride,
+        scale, SIZE, BLOCK_SIZE, WINDOW, TILE, COLUMNS, PRECISION, STAGES,
     )  # fmt: skip
     if count == tiles:
         tl.store(target + at, mean.to(target.dtype.element_ty), mask=inside)
@@ -188,13 +170,16 @@ def _attend_pair(
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _decode_kernel(
-    query, key_cache, value_cache, block_tables, seq_lens, ends, arrived, out, parts, part_logs,
-    num_seqs, query_stride, table_stride, block_stride, head_stride, scale,
+    query, query_norm, key_norm, cos, sin, slot_mapping, key_cache, value_cache, block_tables, seq_lens, ends, arrived,
+    out, parts, part_logs, num_seqs, query_stride, table_stride, block_stride, head_stride, scale, eps,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PROGRAMS: tl.constexpr, MEMBERS: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    SETUP: tl.constexpr, EARLY: tl.constexpr,
+    SETUP: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """If ROTARY is not 0, `query` has keys and values too, and the cache lacks each sequence's last token."""
+    HAS_PAIRS: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
+    NUM_SUMS: tl.constexpr = COLUMNS // 2 if HAS_PAIRS else COLUMNS
     others_may_start(EARLY)
     program = tl.program_id(0)
     line = tl.load(ends + tl.arange(0, SEQS), mask=tl.arange(0, SEQS) < num_seqs, other=0)
@@ -204,7 +189,6 @@ def _decode_kernel(
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     at = row[:, None] * SIZE + column[None, :]
     inside = (row < GROUP)[:, None] & (column < SIZE)[None, :]
-    wait_for_others(EARLY)
     while unit < stop:
         over = (line <= unit // NUM_KV_HEADS) & (tl.arange(0, SEQS) < num_seqs)  # sequences that end before the unit
         seq = tl.sum(over.to(tl.int32), 0).to(tl.int64)
@@ -215,20 +199,40 @@ def _decode_kernel(
         tiles, first = units - SETUP, unit - start
         count = tl.minimum(tiles - first, stop - unit)
         if count > 0:
-            length = tl.load(seq_lens + seq)
-            q = tl.load(query + seq * query_stride + head * GROUP * SIZE + at, mask=inside, other=0.0)
+            num_stored = tl.load(seq_lens + seq)
+            lowest = 0
+            if WINDOW > 0:
+                lowest = tl.maximum(num_stored - WINDOW, 0)
+            begin = (lowest // TILE + first) * TILE
+            table = block_tables + seq * table_stride
+            keys = key_cache + head.to(tl.int64) * head_stride
             values = value_cache + head.to(tl.int64) * head_stride
-            if key_cache.dtype.element_ty == tl.float8e4nv:
-                q = beside_fp8(q)
+            if HAS_PAIRS:
                 values = value_cache + head.to(tl.int64) * (head_stride // 2)
+            if ROTARY > 0:
+                num_stored -= 1
+                ask_for_tile(keys, values, table, begin, num_stored, block_stride, SIZE, BLOCK_SIZE, TILE, EARLY)
+                is_last = first + count == tiles
+                q, key, value = take_new_token(
+                    query, query_norm, key_norm, cos, sin, slot_mapping, key_cache, value_cache, seq, head, is_last,
+                    query_stride, block_stride, head_stride, eps,
+                    NUM_KV_HEADS, GROUP, SIZE, BLOCK_SIZE, ROWS, COLUMNS, ROTARY, NORM, EARLY,
+                )  # fmt: skip
+                top, total, sums, odd = one_token(q, key, value, is_last, scale, ROWS, NUM_SUMS, HAS_PAIRS)
+            else:
+                wait_for_others(EARLY)
+                q = tl.load(query + seq * query_stride + head * GROUP * SIZE + at, mask=inside, other=0.0)
+                top, total, sums, odd = no_tokens(ROWS, NUM_SUMS)
+            if HAS_PAIRS:
+                q = beside_fp8(q)
             _attend_pair(
-                q, key_cache + head.to(tl.int64) * head_stride, values,
-                block_tables + seq * table_stride, length, first, count, tiles,
+                q, top, total, sums, odd, keys, values, table, begin, num_stored, lowest, first, count, tiles,
                 start // share, (start + tiles - 1) // share, arrived + seq * NUM_KV_HEADS + head,
                 out + (seq * NUM_KV_HEADS + head) * GROUP * SIZE, parts, part_logs, block_stride, scale,
                 GROUP, SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, MEMBERS, MERGED, PRECISION, STAGES,
             )  # fmt: skip
         unit = start + units
+    wait_for_others(EARLY)
     for seq in range(program, num_seqs, PROGRAMS):  # the output of an empty sequence becomes 0
         before = tl.load(ends + seq - 1, mask=seq > 0, other=0)
         if tl.load(ends + seq) == before:
@@ -259,24 +263,6 @@ def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, window: int, tiling: 
     return DecodePlan(tiling, window, ends, arrived)
 
 
-def decode_tiling(shape: AttentionShape) -> DecodeTiling:
-    """Tiling for a GPU with 228 KiB of shared memory per multiprocessor."""
-    if shape.dtype is torch.float32:
-        return DecodeTiling(tile=16, num_warps=4, num_stages=2, programs_per_processor=2)
-    tile = 64 if shape.head_dim <= 128 else 32
-    if shape.has_fp8_cache:
-        # Half the bytes with as many products: instructions are the limit, and small programs hide them better. 256
-        # decodes of 1k, a layer of an 8B model on an H200: 138 us, with the tiling below 205, of bfloat16 249
-        return DecodeTiling(tile, num_warps=2, num_stages=5, programs_per_processor=4, parts=30)
-    if shape.num_kv_heads <= 4 and shape.head_dim <= 128:
-        # Few (sequence, KV head) pairs: small programs share them better. 1 / 32 / 128 / 256 decodes of 1k, layers with
-        # 4 KV heads on an H200: 12 / 27 / 70 / 140 us, with the tiling below 16 / 30 / 74 / 139; 32 with 8 KV heads 43
-        # for 38
-        return DecodeTiling(tile, num_warps=2, num_stages=4, programs_per_processor=4)
-    # 5 stages keep two tiles in flight, because a tile's address waits for the block table
-    return DecodeTiling(tile, num_warps=4, num_stages=5, programs_per_processor=2)
-
-
 def decode_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -286,9 +272,13 @@ def decode_attention(
     plan: DecodePlan,
     out: torch.Tensor,
     scale: float,
+    new: NewTokens | None = None,
 ) -> None:
-    """Compute reference.decode_attention into contiguous `out`. A sequence of length 0 (padding) gives zeros."""
-    num_seqs, num_heads, size = query.shape
+    """Compute reference.decode_attention into contiguous `out`. A sequence of length 0 (padding) gives zeros.
+
+    With `new`, `query` is `heads` of reference.norm_rope_write. That work is done first; padding is not stored.
+    """
+    num_seqs, num_heads, size = out.shape
     num_kv_heads, block_size = key_cache.shape[1:3]
     group, tiling = num_heads // num_kv_heads, plan.tiling
     programs = tiling.programs_per_processor * num_processors(query.device)
@@ -306,13 +296,19 @@ def decode_attention(
     merged = max(min(usual, _MERGED // (members * columns)), 1)
     if value_cache.dtype is FP8:
         value_cache = value_cache.view(torch.int16)  # pairs; strides are still in numbers
+    token, rotary, eps = [query] * 5, 0, 0.0
+    if new is not None:
+        norms, rotary = new.norms, 2 * new.cos.shape[1]
+        query_norm, key_norm, eps = (query, query, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
+        token = [query_norm, key_norm, new.cos, new.sin, new.slot_mapping]
     _decode_kernel[(programs,)](
-        query, key_cache, value_cache, block_tables, seq_lens, plan.ends, plan.arrived, out, parts, part_logs,
-        num_seqs, query.stride(0), block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E,
+        query, *token, key_cache, value_cache, block_tables, seq_lens, plan.ends, plan.arrived, out, parts, part_logs,
+        num_seqs, query.stride(0), block_tables.stride(0), key_cache.stride(0), key_cache.stride(1),
+        scale * _LOG2_E, eps,
         num_kv_heads, group, size, block_size, plan.window, tiling.tile, seqs,
         max(members, 16), columns, programs, members, merged,
         "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages,
-        tiling.setup, early,
+        tiling.setup, rotary, new is not None and new.norms is not None, early,
         num_warps=tiling.num_warps, **early_options(starts_early),
     )  # fmt: skip
 

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""Parts of attention kernels that read a cache of e4m3 numbers (`fp8_cache.FP8`).
+"""Parts of kernels that read and write a cache of e4m3 numbers (`fp8_cache.FP8`).
 
 Products are in float16 if queries have two bytes: float16 has every e4m3 number, and a Hopper GPU converts two of them
 in one instruction. A conversion to bfloat16 goes on from there, number by number, at a quarter of that rate.
@@ -46,3 +46,11 @@ def split_pairs(pairs):
         even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     return even, odd
+
+
+@triton.jit
+def stored(x, cache):
+    """`fp8_cache.stored` for the cache that the pointer `cache` points to. NaN stays NaN."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(cache.dtype.element_ty)

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from pd_kernels.checks import check_cache_views, check_query, output
+from pd_kernels.checks import check_cache_views, check_heads, check_query, output
 from pd_kernels.chunk_tiles import ChunkTiles
+from pd_kernels.decode_tiling import DecodeTiling, decode_tiling
 from pd_kernels.triton_decode import (
     DecodePlan,
-    DecodeTiling,
     decode_attention,
-    decode_tiling,
     num_processors,
     plan_decode,
 )
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_kernels.attention import AttentionShape
-    from pd_kernels.values import StepOnDevice, StepSize
+    from pd_kernels.values import NewTokens, StepOnDevice, StepSize
 
 _FAR_KEYS = 4096  # keys of a sequence for which far steps are tiled
 _VOID = np.zeros(0, np.int64)
@@ -157,4 +156,20 @@ class TritonAttentionPlan:
             )
         if self.prefill is not None:
             prefill_attention(query, key_cache, value_cache, packed, self.prefill, out, scale, self.window)
+        return out
+
+    def run_rotating(
+        self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+    ) -> torch.Tensor | None:
+        """See AttentionPlan. For steps of decodes alone, not too many of them, with no norms over several heads."""
+        lens, plan = self.decode_lens, self.decode
+        if plan is None or self.prefill is not None or len(lens) > plan.tiling.rotates_up_to:
+            return None
+        if new.norms is not None and new.norms.query.dim() > 1:
+            return None
+        check_cache_views(key_cache, value_cache)
+        check_heads(heads, new.cos, new.sin, key_cache, new.slot_mapping)
+        _, num_kv_heads, _, size = key_cache.shape
+        out = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, size)
+        decode_attention(heads, key_cache, value_cache, self.packed.block_tables, lens, plan, out, scale, new)
         return out

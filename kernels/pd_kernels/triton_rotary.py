@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from pd_kernels.checks import check_cache_views
-from pd_kernels.fp8_cache import FP8
+from pd_kernels.checks import check_cache_views, check_heads
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
+from pd_kernels.triton_fp8 import stored
 
 if TYPE_CHECKING:
     import torch
@@ -62,14 +62,6 @@ def _rotated(
         first = ((first * scale).to(gain).to(tl.float32) * low_gains).to(dtype).to(tl.float32)
         second = ((second * scale).to(gain).to(tl.float32) * high_gains).to(dtype).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
-
-
-@triton.jit
-def _stored(x, cache):
-    """`fp8_cache.stored` for the cache that the pointer `cache` points to. NaN stays NaN."""
-    if cache.dtype.element_ty == tl.float8e4nv:
-        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    return x.to(cache.dtype.element_ty)
 
 
 @triton.jit
@@ -124,13 +116,13 @@ def _norm_rope_write_kernel(
         )  # fmt: skip
         place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SIZE
         to = place + head.to(tl.int64)[:, None] * head_stride
-        tl.store(key_cache + to + low[None, :], _stored(first.to(query.dtype.element_ty), key_cache), mask=mask)
-        tl.store(key_cache + to + high[None, :], _stored(second.to(query.dtype.element_ty), key_cache), mask=mask)
+        tl.store(key_cache + to + low[None, :], stored(first.to(query.dtype.element_ty), key_cache), mask=mask)
+        tl.store(key_cache + to + high[None, :], stored(second.to(query.dtype.element_ty), key_cache), mask=mask)
         source += NUM_KV_HEADS * SIZE
         value = tl.load(source + rows + low[None, :], mask=mask)
-        tl.store(value_cache + to + low[None, :], _stored(value, value_cache), mask=mask)
+        tl.store(value_cache + to + low[None, :], stored(value, value_cache), mask=mask)
         value = tl.load(source + rows + high[None, :], mask=mask)
-        tl.store(value_cache + to + high[None, :], _stored(value, value_cache), mask=mask)
+        tl.store(value_cache + to + high[None, :], stored(value, value_cache), mask=mask)
 
 
 def norm_rope_write(
@@ -147,16 +139,9 @@ def norm_rope_write(
     A token with a negative slot (padding of a CUDA graph) is not stored.
     """
     check_cache_views(key_cache, value_cache)
+    check_heads(heads, cos, sin, key_cache, slot_mapping)
     _, num_kv_heads, block_size, size = key_cache.shape
-    num_tokens, num_heads = heads.shape[0], heads.shape[1] - 2 * num_kv_heads
-    if heads.dim() != 3 or heads.shape[2] != size or heads.stride(1) != size or heads.stride(2) != 1 or num_heads < 1:
-        raise ValueError(f"heads must be [T, query + 2 * {num_kv_heads}, {size}], rows contiguous, not {heads.shape}")
-    if (heads.dtype != key_cache.dtype and key_cache.dtype is not FP8) or len(slot_mapping) != num_tokens:
-        raise ValueError(f"{heads.dtype} of {num_tokens} tokens into {key_cache.dtype} at {len(slot_mapping)} slots")
-    rotary = 2 * cos.shape[-1]
-    if cos.shape != (num_tokens, rotary // 2) or rotary > size or not cos.is_contiguous() or not sin.is_contiguous():
-        most = size // 2
-        raise ValueError(f"cos and sin must be contiguous [{num_tokens}, at most {most}], not {tuple(cos.shape)}")
+    num_tokens, num_heads, rotary = heads.shape[0], heads.shape[1] - 2 * num_kv_heads, 2 * cos.shape[1]
     query = heads.new_empty((num_tokens, num_heads, size))
     if num_tokens:
         early = launches_early(heads.device)

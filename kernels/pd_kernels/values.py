@@ -181,3 +181,13 @@ class HeadNorms:
     query: torch.Tensor
     key: torch.Tensor
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """What a step has for one layer besides the QKV product of its tokens: see `reference.norm_rope_write`."""
+
+    norms: HeadNorms | None
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slot_mapping: torch.Tensor

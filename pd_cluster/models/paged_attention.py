@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pd_kernels.values import NewTokens
+
 if TYPE_CHECKING:
     import torch
 
@@ -38,6 +40,11 @@ class PagedAttention:
         head_dim] each. -> [T, H * head_dim]; with `tail`, of its R rows only.
         """
         heads = heads.view(heads.shape[0], -1, self.head_dim)
+        if tail is None:
+            new = NewTokens(self.norms, *angles, inputs.slot_mapping)
+            attended = inputs.plans[self.group].run_rotating(heads, new, *views, self.scale)
+            if attended is not None:
+                return attended.view(attended.shape[0], -1)
         query = self.kernels.norm_rope_write(heads, self.norms, *angles, *views, inputs.slot_mapping)
         if tail is not None and not len(tail.rows):  # chunks in the middle of prompts
             return query.new_empty(0, query.shape[1] * self.head_dim)

@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 from pd_kernels import reference
 from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
+from pd_kernels.decode_tiling import DecodeTiling
 from pd_kernels.fp8_cache import FP8
-from pd_kernels.triton_decode import DecodeTiling
 from pd_kernels.triton_plan import TritonAttention
 from pd_kernels.triton_prefill import prefill_tiling, unshared_if_many
 from pd_kernels.values import PackedSequences, PrefillTiling

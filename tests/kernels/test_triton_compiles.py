@@ -74,6 +74,21 @@ def test_sums_over_ranks_publish_what_is_written_and_read_what_has_come(tmp_path
         assert not re.search(r"(ld|st)\.global\S*\.b16", ptx), name
 
 
+@pytest.mark.slow
+def test_new_tokens_wait_for_the_product_and_old_ones_do_not(tmp_path: Path) -> None:
+    """No barrier but those of conversions that the matrix unit needs stands between the product and its use."""
+    found, _ = compile_by("tests.kernels.hopper_decode", tmp_path)
+    assert len(found) == 1
+    for name, ptx in found.items():
+        ahead, behind = ptx.split("griddepcontrol.wait", 1)
+        ahead = ahead.rpartition("bra ")[2]  # of this pair
+        assert "st.global" not in ahead, name
+        assert ahead.count("cp.async.bulk.prefetch.L2.global") == 2, name
+        rotation = behind.split("cp.async.cg", 1)[0]
+        assert "rsqrt" in rotation, name
+        assert rotation.count("bar.sync") <= 8, name
+
+
 def assert_registers_are_read(ptx: str, name: str) -> None:
     """A loop that loads a matrix unit's left operand into registers ends with nothing left that may still read them.
 

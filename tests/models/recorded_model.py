@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pd_kernels.attention import AttentionPlan
     from pd_kernels.gemm_selection import Product
-    from pd_kernels.values import HalfNormed
+    from pd_kernels.values import HalfNormed, NewTokens
 
 BLOCK = 16
 RECORDED = (
@@ -150,6 +150,11 @@ class RecordedPlan:
     ) -> torch.Tensor:
         result: torch.Tensor = self.recorder.note(self.name, self.plan.run)(query, key_cache, value_cache, scale)
         return result
+
+    def run_rotating(
+        self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+    ) -> None:
+        """Always None."""
 
 
 class RecordedModel:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.draw_places import CapturedDraw, DrawVariant
     from pd_cluster.worker.input_batch import ReplayInputs
     from pd_kernels.attention import AttentionPlan, GroupAttention
-    from pd_kernels.values import PackedSequences, StepOnDevice, StepSize
+    from pd_kernels.values import NewTokens, PackedSequences, StepOnDevice, StepSize
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,11 @@ class DecodesPlan:
         )
         return out
 
+    def run_rotating(
+        self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+    ) -> None:
+        """Always None."""
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -122,6 +127,11 @@ class StepPlan:
             self.window,
         )  # fmt: skip
         return found
+
+    def run_rotating(
+        self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+    ) -> None:
+        """Always None."""
 
 
 class Repeater:

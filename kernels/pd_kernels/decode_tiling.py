@@ -1,0 +1,43 @@
+"""The sizes of decode attention's shares, chosen by the shape of a group of layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from pd_kernels.attention import AttentionShape
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiling:
+    """Sizes of the kernel's shares; the defaults of `decode_tiling` were chosen by measurement."""
+
+    tile: int  # tokens
+    num_warps: int
+    num_stages: int
+    programs_per_processor: int
+    setup: int = 3  # units of a (sequence, KV head) in addition to its tiles
+    least: int = 2  # fewest units of a program
+    parts: int = 15  # most parts of a pair, if every multiprocessor still gets a program; merging more costs more time
+    rotates_up_to: int = 1 << 20  # most sequences of a step that are rotated in the same launch
+
+
+def decode_tiling(shape: AttentionShape) -> DecodeTiling:
+    """Tiling for a GPU with 228 KiB of shared memory per multiprocessor."""
+    if shape.dtype is torch.float32:
+        return DecodeTiling(tile=16, num_warps=4, num_stages=2, programs_per_processor=2)
+    tile = 64 if shape.head_dim <= 128 else 32
+    if shape.has_fp8_cache:
+        # Half the bytes with as many products: instructions are the limit, and small programs hide them better. 256
+        # decodes of 1k, a layer of an 8B model on an H200: 138 us, with the tiling below 205, of bfloat16 249
+        return DecodeTiling(tile, num_warps=2, num_stages=5, programs_per_processor=4, parts=30)
+    if shape.num_kv_heads <= 4 and shape.head_dim <= 128:
+        # Few (sequence, KV head) pairs: small programs share them better. 1 / 32 / 128 / 256 decodes of 1k, layers with
+        # 4 KV heads on an H200: 12 / 27 / 70 / 140 us, with the tiling below 16 / 30 / 74 / 139; 32 with 8 KV heads 43
+        # for 38
+        return DecodeTiling(tile, num_warps=2, num_stages=4, programs_per_processor=4)
+    # 5 stages keep two tiles in flight, because a tile's address waits for the block table
+    return DecodeTiling(tile, num_warps=4, num_stages=5, programs_per_processor=2)
