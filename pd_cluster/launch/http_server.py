@@ -90,16 +90,18 @@ class HttpServer:
         """Cancel the requests that still run, and stop accepting when each has its last words, or after `flush_s`.
 
         In this order: a router that finds the port closed takes the node for dead, and does not wait for last words.
-        Then wait up to twice `flush_s` for `run` to return.
+        Then wait for `run` to return. All of it takes up to twice `flush_s`.
         """
         self.drain()
         if self._uvicorn is not None:
-            if tasks := list(self._uvicorn.server_state.tasks):
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks, timeout=flush_s)
+            waiting = set(self._uvicorn.server_state.tasks)
+            for task in waiting:
+                task.cancel()
+            if waiting:
+                _, waiting = await asyncio.wait(waiting, timeout=flush_s)
             self.stop_accepting()
-            await asyncio.wait({run}, timeout=flush_s)
+            if not waiting:
+                await asyncio.wait({run}, timeout=flush_s)
             self._uvicorn.force_exit = True
         await asyncio.wait({run}, timeout=flush_s)
 
