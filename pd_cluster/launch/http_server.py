@@ -87,12 +87,21 @@ class HttpServer:
             self._uvicorn.should_exit = True
 
     async def cut(self, run: asyncio.Task[None], flush_s: float) -> None:
-        """Stop accepting, cancel the requests that still run, and wait up to `flush_s` for `run` to return."""
-        self.stop_accepting()
+        """Cancel the requests that still run, and stop accepting when each has its last words, or after `flush_s`.
+
+        In this order: a router that finds the port closed takes the node for dead, and does not wait for last words.
+        Then wait for `run` to return. All of it takes up to twice `flush_s`.
+        """
+        self.drain()
         if self._uvicorn is not None:
-            for task in list(self._uvicorn.server_state.tasks):
+            waiting = set(self._uvicorn.server_state.tasks)
+            for task in waiting:
                 task.cancel()
-            await asyncio.wait({run}, timeout=flush_s)
+            if waiting:
+                _, waiting = await asyncio.wait(waiting, timeout=flush_s)
+            self.stop_accepting()
+            if not waiting:
+                await asyncio.wait({run}, timeout=flush_s)
             self._uvicorn.force_exit = True
         await asyncio.wait({run}, timeout=flush_s)
 

@@ -52,13 +52,19 @@ class FeedReader:
         self._has_news.set()
 
     def cut(self) -> None:
-        self.is_cut = True
+        """End the feed without what is unread."""
         self._unread.clear()
+        self.end()
+
+    def end(self) -> None:
+        """End the feed behind what is unread."""
+        self.is_cut = True
         self._has_news.set()
 
     async def next(self) -> bytes:
         """What there is to send; b"" when the feed ends. Returns within HEARTBEAT_S, because of the heartbeats."""
-        await self._has_news.wait()
+        if not self.is_cut:
+            await self._has_news.wait()
         self._has_news.clear()
         data = bytes(self._unread)
         self._unread.clear()
@@ -156,10 +162,16 @@ class FeedHub:
         self._linger_on()
 
     def close(self) -> None:
-        """End all feeds and refuse new ones. Idempotent."""
+        """End all feeds and refuse new ones. Idempotent.
+
+        The last message says that the node ends by order, unless its engine has died. It is on its way before the port
+        closes, so a router has read it when it finds the node gone, however late it looks.
+        """
         self._is_closed = True
+        self._flush(is_last=self._engine.alive)
         for reader in self._readers:
-            reader.cut()
+            reader.end()
+        self._readers.clear()
 
     def begin_day(self, today: date) -> None:
         """Forget the names of another day. For chat templates that write the date."""
@@ -216,7 +228,7 @@ class FeedHub:
             wait_s = max((BATCH_S, *(reader.wait_s for reader in self._readers)))
             self._batch = loop.call_at(max(loop.time(), self._sent_s + wait_s), self._flush)
 
-    def _flush(self) -> None:
+    def _flush(self, *, is_last: bool = False) -> None:
         """Send one delta to each reader. One that reads too slowly is cut and reads a snapshot when it is back."""
         for timer in (self._batch, self._beat):
             if timer is not None:
@@ -227,7 +239,9 @@ class FeedHub:
             return
         self._number += 1
         self._sent_s = asyncio.get_running_loop().time()
-        delta = FeedDelta(self._number, load, evicted, stored, role=self._role.name, role_changes=self._role.changes)
+        delta = FeedDelta(
+            self._number, load, evicted, stored, role=self._role.name, role_changes=self._role.changes, is_last=is_last
+        )  # fmt: skip
         plain = encode_message(delta)
         for reader in tuple(self._readers):
             charges, reader.charges = tuple(reader.charges), []

@@ -67,8 +67,8 @@ class _FeedAnswer(Response):
         reader = await self._hub.open(self._router, self._wait_s)
         try:
             await reply.start(200, _HEADERS)
-            while not reader.is_cut:
-                await reply.write(await reader.next())
+            while data := await reader.next():
+                await reply.write(data)
             await reply.end()
         finally:
             self._hub.leave(reader)

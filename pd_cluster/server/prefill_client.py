@@ -64,6 +64,7 @@ class PrefillClient:
         self._session = session
         self._node_url = node_url
         self.has_died = False  # P, or its engine, before the prompt was computed
+        self.has_given_up = False  # P said that it cannot compute the prompt, as at the end of a drain
         self._response = response
         self._events = events
         self._rest = asyncio.create_task(self._read_rest(), name="prefill-leg")
@@ -134,6 +135,7 @@ class PrefillClient:
             self._news.set()
         event = self._events.told
         self.has_died = event is None or code_of(event.data) == ENGINE_DIED
+        self.has_given_up = event is not None and event.name == "error" and not self.has_died
 
     async def _read(self) -> bytes:
         """The next bytes of P's answer. What came before them has been taken."""

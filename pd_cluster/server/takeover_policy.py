@@ -243,8 +243,11 @@ class PrefillSearch:
 
         A node that answers /health is alive even if its KV cannot be reached: a closed port or a broken network between
         the nodes must not turn every request into a final error. A node that issued the request's ticket counts as
-        dead when it cannot be reached: its HTTP address is not known here.
+        dead when it cannot be reached: its HTTP address is not known here. A node that has given up by its own word has
+        not died, even if it is gone since: it drained.
         """
+        if any(leg.has_given_up for leg in self._legs):
+            return False
         if cause == LoadFailure.PEER_RESTARTED or any(leg.has_died for leg in self._legs):
             return True
         if cause != LoadFailure.UNREACHABLE:

@@ -33,6 +33,7 @@ class FailureKind(StrEnum):
     TIMEOUT = "timeout"  # a named deadline passed
     FROZEN = "frozen"  # the node makes no progress: by its health checks, or it sends nothing
     DIED = "died"  # the node, or its engine, died after the request was sent
+    LEFT = "left"  # the node is gone by order, and had said that it drains
     REFUSED = "refused"  # the node answered 429 or 5xx
     BAD_ANSWER = "bad_answer"  # the answer does not follow the protocol
     PROTOCOL_MISMATCH = "protocol_mismatch"  # the ticket is of another protocol version

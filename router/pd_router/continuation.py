@@ -24,6 +24,11 @@ def may_continue(record: StreamRecord, told: StreamFailed | None) -> bool:
     return told is None or (told.status >= 500 and told.status != 504 and told.code != NodesDied.code)
 
 
+# Of one stream without a token between them: more than a cluster loses at a time. Only deaths have another limit, and a
+# broken node might say again and again that it drains, each time under another boot epoch
+MAX_FAILURES = 100
+
+
 class Heirs:
     """The nodes that may go on with a stream after a failure. A node that failed it is not asked again.
 
@@ -31,22 +36,27 @@ class Heirs:
     have the stream twice.
     """
 
-    __slots__ = ("_failed", "_record", "_size")
+    __slots__ = ("_failed", "_num_failures", "_record", "_size")
 
     def __init__(self, record: StreamRecord) -> None:
         self._record = record
         self._failed: dict[Node, int | None] = {}
         self._size = 0
+        self._num_failures = 0  # since the newest token
 
     def fail(self, node: Node, epoch: int | None) -> None:
         """Note that `node` failed the stream. `epoch`: of its boot when it was asked."""
         if self._record.num_tokens > self._size:
             self._size = self._record.num_tokens
             self._failed.clear()
+            self._num_failures = 0
         self._failed[node] = epoch
+        self._num_failures += 1
 
     def among(self, nodes: Iterable[Node]) -> list[Node]:
-        """Those of `nodes` that write the same stream and have not failed it."""
+        """Those of `nodes` that write the same stream and have not failed it. None after MAX_FAILURES."""
+        if self._num_failures >= MAX_FAILURES:
+            return []
         head = self._record.head
         version = head.stream_version if head is not None else ""
         return [

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd_connectors.protocol.feed import CHARGE_HEADER, FEED_PATH, FEED_TYPE, HEARTBEAT_S, WAIT_HEADER, FeedMessage
+from pd_connectors.protocol.feed import (
+    CHARGE_HEADER,
+    FEED_PATH,
+    FEED_TYPE,
+    HEARTBEAT_S,
+    WAIT_HEADER,
+    FeedDelta,
+    FeedMessage,
+)
 from pd_connectors.protocol.stream_codec import StreamParser
 from pd_connectors.protocol.ticket import ORDER_HEADER, NodeOrder, sign
 from pd_http.node_answers import FailureKind
@@ -106,6 +114,8 @@ class FeedFollower:
                     following.heard()
                     for _ in following.feed.apply(message):
                         await asyncio.sleep(0)
+                    if isinstance(message, FeedDelta) and message.is_last:
+                        self._table.set_down(node)  # it refuses what would be sent before the next look at /health
                     limit.reschedule(loop.time() + SILENCE_S)
         raise FeedLost("the answer ended")
 
@@ -181,7 +191,7 @@ class _Following:
 
     def hear(self, down: Down) -> None:
         """A judgement of the health poller. A feed that is read is of a living process: of the node's next boot."""
-        if down.kind is FailureKind.DIED and self._node.view.feed is not FeedState.LIVE:
+        if down.kind is not FailureKind.FROZEN and self._node.view.feed is not FeedState.LIVE:
             self._forget()
             self._died.set()
 

@@ -61,17 +61,18 @@ class HealthPoller:
             return
         except LegFailed as failure:
             # A broken connection is not conclusive: the next poll decides
-            self._set_down(node, str(failure), FailureKind.DIED if failure.kind is FailureKind.CONNECT else None)
+            self._set_down(node, str(failure), _gone(node, node.epoch) if failure.kind is FailureKind.CONNECT else None)
             return
         if answer.status != 200:
             self._set_ill(node, answer)
             return
+        before = node.epoch
         restarted = self._read_identity(node, answer.body)
         if node.models is None or restarted or not was_reachable:
             await self._read_models(node)
         self._table.set_up(node)
         if restarted:
-            node.liveness.restarted("the node has restarted")
+            node.liveness.restarted(Down(_gone(node, before), "the node has restarted"))
         node.liveness.judge(None)
         node.logged_down = ""
         if not was_reachable:
@@ -80,7 +81,9 @@ class HealthPoller:
     def _set_ill(self, node: Node, answer: Answer) -> None:
         """Handle an answer of the node with a status other than 200."""
         report = object_in(answer.body)
-        status, reason = report.get("status"), report.get("reason")
+        status, reason, epoch = report.get("status"), report.get("reason"), report.get("epoch")
+        if status == "draining" and isinstance(epoch, int):
+            node.liveness.leaving_epoch = epoch
         kind = {"frozen": FailureKind.FROZEN, "dead": FailureKind.DIED}.get(str(status))
         why = f"/health answers {answer.status}: {reason or status or 'no reason'}"
         self._set_down(node, why, kind, f"{answer.status} {status}")  # a reason may count seconds
@@ -140,3 +143,8 @@ class HealthPoller:
         except (LegFailed, orjson.JSONDecodeError, KeyError, TypeError) as error:
             node.models = None
             log.warning("node %s gave no list of its models: %s", node.node_id, error)
+
+
+def _gone(node: Node, epoch: int | None) -> FailureKind:
+    """How the boot `epoch` of a node, which is gone, has ended."""
+    return FailureKind.LEFT if node.liveness.has_left(epoch) else FailureKind.DIED

@@ -6,22 +6,24 @@ does not answer within `health_timeout_s`    frozen     move, if another node ca
 answers that its engine is frozen            frozen     the same
 refuses connections, or answers "dead"       died       the same, counted against the request
 answers with another boot epoch              died       the same; requests sent from now on are not affected
+either, and it had said that it drains       left       move, not counted against the request
 answers that it starts or drains             not judged continue to wait: the node finishes what it has
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from pd_http.node_answers import FailureKind
+if TYPE_CHECKING:
+    from pd_http.node_answers import FailureKind
 
 
 @dataclass(frozen=True, slots=True)
 class Down:
     """A judgement that a node is down."""
 
-    kind: FailureKind  # FROZEN or DIED
+    kind: FailureKind  # FROZEN, DIED or LEFT
     why: str
 
 
@@ -35,10 +37,11 @@ class DownListener(Protocol):
 class NodeLiveness:
     """Judgements of one node. When the health poller judges it to be down, guarded waits for it end."""
 
-    __slots__ = ("_guards", "down")
+    __slots__ = ("_guards", "down", "leaving_epoch")
 
     def __init__(self) -> None:
         self.down: Down | None = None
+        self.leaving_epoch: int | None = None  # of the newest boot that has said that it ends by order
         self._guards: set[DownListener] = set()
 
     def judge(self, down: Down | None) -> None:
@@ -49,10 +52,14 @@ class NodeLiveness:
             for guard in list(self._guards):
                 guard.hear(down)
 
-    def restarted(self, why: str) -> None:
-        """Note that the node is up but has lost the requests that it had."""
-        self.judge(Down(FailureKind.DIED, why))
+    def restarted(self, down: Down) -> None:
+        """Note that the node is up but has lost the requests that it had. `down`: how."""
+        self.judge(down)
         self.judge(None)
+
+    def has_left(self, epoch: int | None) -> bool:
+        """Whether the boot `epoch` has said that it ends by order: that it is gone is then no death."""
+        return epoch is not None and epoch == self.leaving_epoch
 
     def enter(self, guard: DownListener) -> None:
         """Tell `guard` judgements until it leaves, and a standing one at once."""

@@ -58,7 +58,9 @@ class RouterMetrics:
             "leg_failures", "Legs that failed, by node and kind of failure.", "leg", "node", "kind"
         )
         self.waits = counter("waits_expired", "Waits for a node that reached their deadline, by name.", "wait", "node")
-        self.moves = counter("legs_moved", "Legs that left a node judged frozen or dead.", "leg", "node", "kind")
+        self.moves = counter(
+            "legs_moved", "Legs that left a node judged frozen, dead or gone by order.", "leg", "node", "kind"
+        )
         self.continuations = counter(
             "continuations", "Streams that lost their decode node after their first byte, by what became of them.",
             "outcome",

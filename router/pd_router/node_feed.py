@@ -56,6 +56,8 @@ class NodeFeed:
         self._view.hear(message.load, message.charges)
         if self._epoch == self._node.epoch:  # else /health will tell of the restart, and the role
             self._node.hear_role(message.role, message.role_changes)
+        if isinstance(message, FeedDelta) and message.is_last:
+            self._node.liveness.leaving_epoch = self._epoch
         yield from self._sweep()
         if isinstance(message, FeedDelta):
             self._index.evict(self._node, message.evicted)

@@ -39,9 +39,9 @@ _RETRYABLE = frozenset({429, 500, 502, 503, 529})
 # Failures that count against a node. An HTTP answer of any status does not: the request may be its cause, so a client
 # could eject every node. Slowness does not either: it is load, and /health judges it.
 _ILLNESS = frozenset({FailureKind.CONNECT, FailureKind.BROKEN, FailureKind.BAD_ANSWER})
-_JUDGED = frozenset({FailureKind.FROZEN, FailureKind.DIED})
+_JUDGED = frozenset({FailureKind.FROZEN, FailureKind.DIED, FailureKind.LEFT})
 # A node that failed a leg like this is not probed when another node dies while it serves the request.
-_NO_CASUALTY = frozenset({FailureKind.CONNECT, FailureKind.REFUSED, FailureKind.FROZEN})
+_NO_CASUALTY = frozenset({FailureKind.CONNECT, FailureKind.REFUSED, FailureKind.FROZEN, FailureKind.LEFT})
 
 
 class PlannedRoute(Protocol):

@@ -188,7 +188,7 @@ class Upstream:
             exchange.close()
 
     async def has_died(self, node: Node, epoch: int | None, *, is_silence_death: bool = True) -> bool:
-        """Whether the process with this boot epoch is gone. For a node that broke a connection.
+        """Whether the process with this boot epoch is gone, other than by order. For a node that broke a connection.
 
         is_silence_death: count a node that does not answer as dead. A frozen process breaks no connection, but a
         successor that has not started yet may hold its listening socket.
@@ -196,11 +196,13 @@ class Upstream:
         try:
             answer = await patiently(self.get(node, "/health", {}, None), self._probe_timeout_s)
         except TimeoutError:
-            return is_silence_death
+            return is_silence_death and not node.liveness.has_left(epoch)
         except LegFailed:
-            return True
+            return not node.liveness.has_left(epoch)
         health = object_in(answer.body)
-        return has_lost_requests(health) or (epoch is not None and health.get("epoch") != epoch)
+        if epoch is not None and health.get("epoch") != epoch:
+            return not node.liveness.has_left(epoch)
+        return has_lost_requests(health)
 
     async def get(self, node: Node, path: str, headers: Mapping[str, str], timeout_s: float | None) -> Answer:
         """A whole small answer, whatever its status. `timeout_s` None: no limit. Raises LegFailed without one."""

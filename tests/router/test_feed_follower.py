@@ -217,7 +217,7 @@ async def test_a_node_without_a_feed_is_asked_again_when_it_has_restarted(status
             await asyncio.sleep(0)
         assert view_of(router).feed is FeedState.NONE
         assert not feed.orders
-        the_node(router).liveness.restarted("the node has restarted")
+        the_node(router).liveness.restarted(Down(FailureKind.DIED, "the node has restarted"))
         await live(router)
     assert num_asked == 1
 

@@ -235,9 +235,16 @@ async def test_so_many_readers_and_no_more(monkeypatch: pytest.MonkeyPatch) -> N
         assert "1 routers read" in await answer.text()
 
 
-async def test_a_node_that_stops_ends_its_feeds() -> None:
+@pytest.mark.parametrize("is_alive", [True, False])
+async def test_a_node_that_stops_ends_its_feeds(*, is_alive: bool) -> None:
+    """It says that this is by order, unless its engine has died."""
     async with running(FakeEngine(says([5]))) as node, reading(node) as reader:
-        node.state.feed.close()
+        node.engine.is_alive = is_alive
+        for _ in range(2):
+            node.state.feed.close()
+        last = await reader.next()
+        assert isinstance(last, FeedDelta)
+        assert last.is_last == is_alive
         assert await reader.next() is None
         async with node.session.get(node.url + FEED_PATH, headers=order()) as answer:
             assert answer.status == 503

@@ -167,6 +167,33 @@ async def test_prefill_nodes_that_live_and_cannot_be_reached_for_kv_have_not_die
         assert (fallbacks(d, "unreachable"), fallbacks(d, "nodes_died")) == (2, 0)
 
 
+async def test_a_prefill_node_that_has_given_up_by_its_own_word_has_not_died() -> None:
+    """It drains, tells so and is gone: its KV cannot be reached, and its /health is that of its next boot."""
+    runners = []
+
+    async def drains(request: web.Request) -> web.StreamResponse:
+        if request.path == "/health":
+            return web.json_response({"status": "starting"})
+        async with p.session.post(p.url + request.path, data=await request.read(), headers=STREAM) as one:
+            ticket = await one.content.readuntil(b"\n\n")
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(ticket + b'event: error\ndata: {"error": {"code": "engine_unavailable"}}\n\n')
+        return response
+
+    lost = loses_each_load("unreachable: no data connection")
+    async with (
+        running(FakeEngine(opens_only, engine_id="one"), node_id="one") as p,
+        decode_node(lost, max_node_deaths=1) as d,
+    ):
+        runners = [await raw_node(drains) for _ in range(2)]
+        status, _, headers = await complete(d, {"offer": make_offer(*map(url_of, runners))})
+        assert (status, headers["x-pd-prefill"]) == (200, "d")
+        assert (fallbacks(d, "unreachable"), fallbacks(d, "nodes_died")) == (2, 0)
+        for runner in runners:
+            await runner.cleanup()
+
+
 async def test_loads_of_a_prefill_node_that_died_count_too() -> None:
     nodes: list[Node]
     async with (

@@ -68,6 +68,7 @@ class FeedDelta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
     charges: tuple[int, ...] = ()  # numbers of this router's charges that `load` includes from now on
     role: str = ""  # as in FeedSnapshot
     role_changes: int = 0
+    is_last: bool = False  # the node ends by order: what of it is gone then has not died
 
 
 FeedMessage = FeedSnapshot | FeedDelta
