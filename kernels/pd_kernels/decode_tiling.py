@@ -23,6 +23,13 @@ class DecodeTiling:
     least: int = 2  # fewest units of a program
     parts: int = 15  # most parts of a pair, if every multiprocessor still gets a program; merging more costs more time
     rotates_up_to: int = 1 << 20  # most sequences of a step that are rotated in the same launch
+    # Programs of a (sequence, KV head) in steps of at most `few_pairs` of them: see `triton_split_decode`; 2, 4, 8 ...
+    splits: int = 16
+    few_pairs: int = 8
+
+    def splits_pairs(self, num_pairs: int, num_processors: int) -> bool:
+        """Whether a step has so few (sequence, KV head) pairs that all their programs run at once."""
+        return num_pairs <= self.few_pairs and num_pairs * self.splits <= num_processors
 
 
 def decode_tiling(shape: AttentionShape) -> DecodeTiling:

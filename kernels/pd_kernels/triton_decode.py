@@ -26,7 +26,8 @@ import triton.language as tl
 
 from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
-from pd_kernels.triton_fp8 import beside_fp8, split_pairs
+from pd_kernels.triton_fp8 import beside_fp8
+from pd_kernels.triton_kv_tile import add_tile, load_tile, mean_of
 from pd_kernels.triton_new_token import ask_for_tile, no_tokens, one_token, take_new_token
 
 if TYPE_CHECKING:
@@ -64,46 +65,15 @@ def _attend_part(
 ):  # fmt: skip
     """Softmax-weighted mean of one head's values over tokens [start, stop), and log2 of its sum of exponentials.
 
-    `top`, `total`, `sums` and `odd` are those of the tokens before: see `no_tokens`. Of an FP8 cache `values` points to
-    pairs of numbers. `sums` then has the even columns, `odd` the others.
+    `top`, `total`, `sums` and `odd` are those of the tokens before: see `no_tokens`.
     """
     HAS_PAIRS: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
-    NUM_SUMS: tl.constexpr = COLUMNS // 2 if HAS_PAIRS else COLUMNS
-    column = tl.arange(0, COLUMNS)
     for begin in tl.range(start, stop, TILE, num_stages=STAGES):
-        position = begin + tl.arange(0, TILE)
-        seen = position < length
-        if WINDOW > 0:
-            seen = seen & (position >= lowest)
-        if BLOCK_SIZE % TILE == 0:
-            block = tl.load(table + begin // BLOCK_SIZE).to(tl.int64)
-            place = block * block_stride + (begin % BLOCK_SIZE + tl.arange(0, TILE)) * SIZE
-        else:
-            blocks = tl.load(table + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-            place = blocks * block_stride + position % BLOCK_SIZE * SIZE
-        mask = seen[:, None] & (column < SIZE)[None, :]
-        k = tl.load(keys + place[:, None] + column[None, :], mask=mask, other=0.0)
-        if HAS_PAIRS:
-            pair = tl.arange(0, NUM_SUMS)
-            paired = seen[:, None] & (pair < SIZE // 2)[None, :]
-            v = tl.load(values + (place // 2)[:, None] + pair[None, :], mask=paired, other=0)
-        else:
-            v = tl.load(values + place[:, None] + column[None, :], mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
-        scores = tl.where(seen[None, :], scores, -1e30)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(weights, 1)
-        if HAS_PAIRS:
-            v, v_odd = split_pairs(v)
-            weighted = tl.dot(weights.to(q.dtype), v_odd.to(q.dtype), input_precision=PRECISION)
-            odd = odd * shrink[:, None] + weighted
-        sums = sums * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
-        top = higher
-    if HAS_PAIRS:
-        sums = tl.interleave(sums, odd)
-    return sums / total[:, None], top + tl.log2(total)
+        k, v, seen = load_tile(
+            keys, values, table, begin, length, lowest, block_stride, SIZE, BLOCK_SIZE, WINDOW, TILE, COLUMNS
+        )  # fmt: skip
+        top, total, sums, odd = add_tile(q, k, v, seen, top, total, sums, odd, scale, HAS_PAIRS, PRECISION)
+    return mean_of(top, total, sums, odd, HAS_PAIRS)
 
 
 @triton.jit
@@ -249,6 +219,7 @@ class DecodePlan:
     window: int
     ends: torch.Tensor  # int32 [S + 1]: end of each sequence's units of one head; then a program's share
     arrived: torch.Tensor  # int32 [S, num_kv_heads]: parts so far; 0 between launches
+    split_arrived: torch.Tensor | None  # the same for `split_attention`; None: there are too many pairs for it
 
 
 def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, window: int, tiling: DecodeTiling) -> DecodePlan:
@@ -259,8 +230,10 @@ def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, window: int, tiling: 
         seq_lens, ends, num_seqs, num_kv_heads, window, tiling.tile, tiling.setup, tiling.least, tiling.parts,
         tiling.programs_per_processor * processors, processors, triton.next_power_of_2(num_seqs), num_warps=4,
     )  # fmt: skip
-    arrived = torch.zeros((num_seqs, num_kv_heads), dtype=torch.int32, device=seq_lens.device)
-    return DecodePlan(tiling, window, ends, arrived)
+    arrived = torch.zeros((2, num_seqs, num_kv_heads), dtype=torch.int32, device=seq_lens.device)
+    at_once = processors if seq_lens.is_cuda else num_seqs * num_kv_heads * tiling.splits  # the interpreter needs none
+    splits = tiling.splits_pairs(num_seqs * num_kv_heads, at_once)
+    return DecodePlan(tiling, window, ends, arrived[0], arrived[1] if splits else None)
 
 
 def decode_attention(

@@ -15,12 +15,7 @@ import numpy as np
 from pd_kernels.checks import check_cache_views, check_heads, check_query, output
 from pd_kernels.chunk_tiles import ChunkTiles
 from pd_kernels.decode_tiling import DecodeTiling, decode_tiling
-from pd_kernels.triton_decode import (
-    DecodePlan,
-    decode_attention,
-    num_processors,
-    plan_decode,
-)
+from pd_kernels.triton_decode import DecodePlan, decode_attention, num_processors, plan_decode
 from pd_kernels.triton_prefill import (
     LargeTiles,
     PrefillPlan,
@@ -30,6 +25,7 @@ from pd_kernels.triton_prefill import (
     room_for_parts,
     unshared_if_many,
 )
+from pd_kernels.triton_split_decode import split_attention
 from pd_kernels.values import PackedSequences, PrefillTiling
 
 if TYPE_CHECKING:
@@ -171,5 +167,12 @@ class TritonAttentionPlan:
         check_heads(heads, new.cos, new.sin, key_cache, new.slot_mapping)
         _, num_kv_heads, _, size = key_cache.shape
         out = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, size)
-        decode_attention(heads, key_cache, value_cache, self.packed.block_tables, lens, plan, out, scale, new)
+        tables = self.packed.block_tables
+        if plan.split_arrived is not None:
+            split_attention(
+                heads, new, key_cache, value_cache, tables, lens, plan.split_arrived, out, scale, self.window,
+                plan.tiling,
+            )  # fmt: skip
+        else:
+            decode_attention(heads, key_cache, value_cache, tables, lens, plan, out, scale, new)
         return out

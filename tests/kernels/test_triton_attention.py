@@ -24,7 +24,7 @@ from tests.kernels.paged import Paged, Shape, attention_shape, make_paged
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # largest difference; values are O(1)
-SMALL_DECODE = DecodeTiling(tile=16, num_warps=4, num_stages=2, programs_per_processor=2)
+SMALL_DECODE = DecodeTiling(tile=16, num_warps=4, num_stages=2, programs_per_processor=2, few_pairs=0)
 SMALL_PREFILL = PrefillTiling(rows=16, keys=16, num_warps=4, num_stages=2)
 SHAPES = {
     "mha-64": Shape(2, 2, 64, 16, (1, 1, 1, 5, 19), (1, 16, 47, 5, 40), 3),

@@ -25,6 +25,7 @@ from tests.kernels.test_triton_attention import (
 # Triton's interpreter on numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 GPU = DEVICE.type == "cuda"
+MANY = 100  # (sequence, KV head) pairs that programs of their own share
 LENS = (1, 2, 16, 17, 48)  # tiles have 16 tokens
 SHAPES = {
     "mha-64": Shape(2, 2, 64, 16, (1,) * 5, LENS, 5),
@@ -39,6 +40,8 @@ REAL = {
     "8b": Shape(32, 8, 128, 64, (1,) * 40, tuple(range(1, 3000, 75)), 40),
     "30b-a3b": Shape(32, 4, 128, 64, (1,) * 3, (1025, 1, 4000), 3),
     "one": Shape(32, 4, 128, 64, (1,), (1024,), 1),
+    "one-8b": Shape(32, 8, 128, 64, (1,), (15_001,), 1),
+    "two": Shape(32, 4, 128, 64, (1,) * 2, (64, 3000), 2),
     "block-128": Shape(28, 4, 80, 128, (1,) * 3, (1025, 4000, 128), 3),
     "many": Shape(4, 1, 256, 16, (1,) * 300, tuple(range(1, 301)), 300),
 }
@@ -118,6 +121,7 @@ def check(problem: Problem, window: int = 0, **tiling: int) -> None:
     torch.testing.assert_close(problem.cache.double(), cache.double(), atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
+@pytest.mark.parametrize("splits", [0, 2, 8])
 @pytest.mark.parametrize(
     ("name", "window", "normed", "rotary"),
     [
@@ -125,15 +129,17 @@ def check(problem: Problem, window: int = 0, **tiling: int) -> None:
         ("wide-64", 0, True, 32), ("one-long", 100, True, 64),
     ],
 )  # fmt: skip
-def test_one_launch_equals_two(name: str, window: int, normed: bool, rotary: int) -> None:
-    check(make(SHAPES[name], rotary=rotary, normed=normed), window)
+def test_one_launch_equals_two(name: str, window: int, normed: bool, rotary: int, splits: int) -> None:
+    """By equal shares of all, or by so many programs for each (sequence, KV head)."""
+    check(make(SHAPES[name], rotary=rotary, normed=normed), window, splits=splits, few_pairs=MANY * bool(splits))
 
 
+@pytest.mark.parametrize("few_pairs", [0, MANY])
 @pytest.mark.parametrize("name", ["mqa-96", "gqa-80"])
-def test_an_fp8_cache_gets_the_same_numbers(name: str) -> None:
+def test_an_fp8_cache_gets_the_same_numbers(name: str, few_pairs: int) -> None:
     problem = make(SHAPES[name], normed=False, fp8=True)
     problem.heads[1, -1, :2] = torch.tensor([500.0, -6e4], device=DEVICE)  # a value
-    check(problem, window=20 if name == "gqa-80" else 0)
+    check(problem, window=20 if name == "gqa-80" else 0, few_pairs=few_pairs)
 
 
 @pytest.mark.parametrize(("setup", "least"), [(0, 1), (1, 5), (3, 40)])
@@ -161,12 +167,30 @@ def test_rounding_is_that_of_two_launches() -> None:
     assert (found != expected).double().mean() < 0.02
 
 
-def test_padding_is_not_stored_and_gives_zeros() -> None:
+@pytest.mark.parametrize("few_pairs", [0, MANY])
+def test_padding_is_not_stored_and_gives_zeros(few_pairs: int) -> None:
     problem = make(SHAPES["many"])
     padding = torch.tensor([0, 2, 4])
     problem.paged.packed.seq_lens[padding] = 0
     problem.new.slot_mapping[padding] = -1
-    check(problem)
+    check(problem, few_pairs=few_pairs)
+
+
+def test_layers_count_arrivals_on() -> None:
+    """Also beyond the largest number of 32 bits."""
+    problem = make(SHAPES["gqa-80"])
+    plan = attention_of(problem.paged, 0, replace(SMALL_DECODE, splits=4, few_pairs=MANY)).plan(problem.paged.packed)
+    assert plan.decode is not None
+    assert plan.decode.split_arrived is not None
+    plan.decode.split_arrived.fill_(2**31 - 4)
+    result, _ = problem.expected()
+    for layer in range(3):
+        found = plan.run_rotating(
+            problem.heads, problem.new, problem.paged.key_cache, problem.paged.value_cache, 80**-0.5
+        )
+        assert found is not None
+        assert (found.double() - result).abs().max() < TOLERANCE[torch.float32], layer
+    assert plan.decode.split_arrived.unique().tolist() == [-(2**31) + 8]
 
 
 def test_a_negative_slot_is_nowhere() -> None:
@@ -238,13 +262,14 @@ def test_real_shapes_equal_two_launches(name: str, window: int, fp8: bool, dtype
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-def test_a_captured_launch_follows_new_lengths() -> None:
-    problem = make(REAL["8b"], torch.bfloat16)
+@pytest.mark.parametrize("name", ["8b", "two"])
+def test_a_captured_launch_follows_new_lengths(name: str) -> None:
+    problem = make(REAL[name], torch.bfloat16)
     problem.run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = problem.run()
-    other = make(replace(REAL["8b"], seq_lens=tuple(reversed(REAL["8b"].seq_lens))), torch.bfloat16)
+    other = make(replace(REAL[name], seq_lens=tuple(reversed(REAL[name].seq_lens))), torch.bfloat16)
     assert found is not None
     problem.cache.copy_(other.cache)
     problem.paged.packed.seq_lens.copy_(other.paged.packed.seq_lens)
