@@ -185,11 +185,11 @@ class Costs:
 
     def is_late(self, node: Node) -> bool:
         """Whether the node's streams would miss their target of time per token with this answer's sequences."""
-        return node.view.stream_room < self._num_sequences
+        return node.view.ledger.total[7] < self._num_sequences
 
     def has_time(self, node: Node) -> bool:
         """Whether the node tells a target of time per token, and its streams meet it with this answer's sequences."""
-        return self._num_sequences <= node.view.stream_room < inf
+        return self._num_sequences <= node.view.ledger.total[7] < inf
 
     def takers(self, nodes: Sequence[Node]) -> Sequence[Node]:
         """Those of `nodes`, in their order, that can have the least `handing_over_s`.

@@ -82,9 +82,13 @@ class NodeView:
         return None if free == inf else int(free)
 
     @property
-    def stream_room(self) -> float:
-        """Generations more with which all are within the node's target of time per token; inf: it tells no target."""
-        return self.ledger.total[7]
+    def stream_room(self) -> int | None:
+        """Generations more with which all are within the node's target of time per token; below 0 if promised twice.
+
+        None: it tells no target.
+        """
+        room = self.ledger.total[7]
+        return None if room == inf else int(room)
 
     def hear(self, load: NodeLoad, charges: Iterable[int]) -> None:
         """Take a load of the feed, and the numbers of the charges that it includes."""

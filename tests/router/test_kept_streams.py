@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pd_connectors.protocol.feed import FeedSnapshot, NodeLoad
+from pd_router.admission.node_room import NodeRoom
 from pd_router.config import HandoffOrder
 from pd_router.node_table import Charge, Node, NodeTable
 from tests.router import fake_nodes as fakes
@@ -98,6 +99,18 @@ def test_of_several_prefill_nodes_the_one_that_answers_soonest_keeps_it() -> Non
         assert choice.sooner(choice.decodes, NOW_S) is free
         free.reachable = False
         assert choice.sooner(choice.decodes, NOW_S) is busy
+
+
+def test_streams_that_prefill_nodes_keep_take_no_room_of_decode_nodes() -> None:
+    """The router's admission lets others through meanwhile."""
+    nodes = table(1, 1)
+    p, _ = rooms(nodes, 3, 0)
+    room = NodeRoom(nodes)
+    free = room.of(None).sequences
+    room.take(None, 2, 0.0)
+    with Charge(p, lambda: NOW_S, sequences=2):
+        room.look_again()
+        assert room.of(None).sequences == free
 
 
 # --- requests
