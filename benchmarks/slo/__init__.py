@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks slo", allow_abbrev=False)
     parser.add_argument("--data", type=Path, default=Path("benchmarks/data"), metavar="DIR", help="Where traces are.")
     parser.add_argument("--workloads", nargs="+", choices=tuple(PRESETS), default=list(PRESETS), metavar="NAME")
-    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help=f"Whose steps (default: {SHAPES[0]}).")
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help=f"The model's (default: {SHAPES[0]}).")
     parser.add_argument(
         "--settings", nargs="+", default=["1P1D", "2M"], metavar="NAME",
         help="As in 2P1D or 4M; 1P1D-TP2: nodes of two GPUs each (default: 1P1D 2M).",
