@@ -22,7 +22,7 @@ from pd_cluster.bench.statistics import HANDOVER_STEPS
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 DOCUMENT = Path("docs") / "benchmarks.md"
 Record = dict[str, Any]
@@ -206,18 +206,38 @@ def _disagg_without_peer(file: str, results: Path) -> str:
 
 
 def _slo_simulated(rate_scale: float, results: Path) -> str:
-    """Simulated shares within 200/10 beside measured ones, by workload and setting. The last record of each counts."""
-    simulated = {
-        (record["workload"], record["setting"]): record["figures"]
-        for record in _records(results, "slo_simulated.jsonl")
-        if (record["slo"], record["rule"], record["rate_scale"]) == ("200/10", "slack", rate_scale)
-        and record["num_requests"] == PRESETS[record["workload"]].times(rate_scale).num_requests
-    }
-    measured = latest_runs(results, "disagg_gpu_slo.jsonl", rate_scale)
-    settings = list(dict.fromkeys(setting for _, setting in simulated))
+    """8B with targets, in every setting that was simulated, beside what was measured."""
+    settings = dict.fromkeys(setting for _, setting in _simulated(results, "8b", "slack", rate_scale))
+    columns = [(setting, "slack", setting) for setting in settings]
+    return _shares_simulated(
+        results, "8b", columns, latest_runs(results, "disagg_gpu_slo.jsonl", rate_scale), rate_scale
+    )
 
-    def cell(workload: str, setting: str) -> str:
-        figures, run = simulated.get((workload, setting)), measured.get((workload, setting))
+
+def _slo_simulated_mixture(results: Path) -> str:
+    """The runs that were measured had no targets."""
+    columns = [
+        ("1P1D, no targets", "no limit", "1P1D"), ("1P1D, P reads only", "slack, P reads only", "1P1D"),
+        ("1P1D", "slack", "1P1D"), ("2M, no targets", "no limit", "2M"), ("2M", "slack", "2M"),
+    ]  # fmt: skip
+    runs = latest_runs(results, "disagg_gpu_30b_a3b_fp8.jsonl")
+    measured = {(name, f"{setting}, no targets"): record for (name, setting), record in runs.items()}
+    return _shares_simulated(results, "30b-a3b-fp8", columns, measured)
+
+
+def _shares_simulated(
+    results: Path,
+    shape: str,
+    columns: Sequence[tuple[str, str, str]],
+    measured: Mapping[tuple[str, str], Record],
+    rate_scale: float = 1.0,
+) -> str:
+    """Shares within 200/10. `columns`: title, rule and setting of each. `measured`: by workload and title."""
+    simulated = [_simulated(results, shape, rule, rate_scale) for _, rule, _ in columns]
+
+    def cell(workload: str, at: int) -> str:
+        title, _, setting = columns[at]
+        figures, run = simulated[at].get((workload, setting)), measured.get((workload, title))
         if figures is None:
             return ""
         ours = f"*{figures['attained']:.2f}*, {figures['ttft'][1]:.0f}, {figures['tpot'][2]:.1f}"
@@ -227,12 +247,23 @@ def _slo_simulated(rate_scale: float, results: Path) -> str:
         return f"{ours}; **{told:.2f}**, {spreads['ttft']['p90_ms']:.0f}, {spreads['tpot']['p99_ms']:.1f}"
 
     rows = [
-        [preset.times(rate_scale).title, *(cell(name, setting) for setting in settings)]
+        [preset.times(rate_scale).title, *cells]
         for name, preset in PRESETS.items()
-        if any((name, setting) in simulated for setting in settings)
+        if any(cells := [cell(name, at) for at in range(len(columns))])
     ]
     head = "*simulated*: share within 200/10, TTFT p90, TPOT p99; **measured**: the same"
-    return _markdown([head, *settings], rows) if rows else ""
+    return _markdown([head, *(title for title, _, _ in columns)], rows) if rows else ""
+
+
+def _simulated(results: Path, shape: str, rule: str, rate_scale: float) -> dict[tuple[str, str], Record]:
+    """Figures at 200/10, by workload and setting. The last record of each counts."""
+    return {
+        (record["workload"], record["setting"]): record["figures"]
+        for record in _records(results, "slo_simulated.jsonl")
+        if (record["slo"], record["rule"], record["rate_scale"]) == ("200/10", rule, rate_scale)
+        and record.get("shape", "8b") == shape
+        and record["num_requests"] == PRESETS[record["workload"]].times(rate_scale).num_requests
+    }
 
 
 def _handover(results: Path) -> str:
@@ -269,5 +300,6 @@ _TABLES: dict[str, Callable[[Path], str]] = {
     "disagg-slo": partial(_disagg_without_peer, "disagg_gpu_slo.jsonl"),
     "slo-simulated": partial(_slo_simulated, 1.0),
     "slo-simulated-4": partial(_slo_simulated, 2.0),
+    "slo-simulated-30b-a3b-fp8": _slo_simulated_mixture,
     "handover": _handover,
 }

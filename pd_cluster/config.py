@@ -138,7 +138,8 @@ class SchedulerConfig:
     slo_tpot_ms: float = setting(
         0.0,
         "Target of a stream's time per output token in ms. In place of max_tokens_beside_decodes, a step takes the "
-        "prompt tokens with which every stream stays within it. 0: none.",
+        "prompt tokens with which every stream stays within it. Prompts of a prefill node come first: they "
+        "take steps that keep gaps within slo_itl_ms. 0: none.",
     )
     slo_itl_ms: float = setting(
         0.0, "Target of the longest time between two tokens in ms, as slo_tpot_ms. 0: 3 x slo_tpot_ms."

@@ -1,8 +1,8 @@
 """`python -m benchmarks slo`: what targets of streams and the order of prompts do, simulated without a device.
 
-Schedulers of the engine, two steps deep, on a virtual clock; steps take what the 8B shape takes on an H200
-(benchmarks/LOG.md), padded to captured sizes, with noise. A router hands prompts to P, or to D where that is clearly
-sooner. The steps' model is fitted to other steps of this device and corrected, as in an engine. Not simulated: HTTP,
+Schedulers of the engine, two steps deep, on a virtual clock; steps take what the shape's take on an H200
+(benchmarks/LOG.md), padded to captured sizes, with noise. The router's own choice says which nodes read and decode.
+The steps' model is fitted to other steps of this device and corrected, as in an engine. Not simulated: HTTP,
 links that are busy, memory that is short.
 
 With --json the figures are recorded, for the table of simulated clusters beside what was measured.
@@ -22,6 +22,7 @@ from rich.table import Table
 from benchmarks.presets import PRESETS, Preset
 from benchmarks.records import append_record
 from benchmarks.slo.cluster import Served, Setting, SimulatedCluster
+from benchmarks.slo.device import SHAPES
 from benchmarks.slo.node import Rule
 from pd_cluster.bench.cli import positive
 from pd_cluster.bench.report import report_console
@@ -38,6 +39,7 @@ def rules(ttft_ms: float, tpot_ms: float) -> tuple[Rule, ...]:
     return (
         Rule("192", 192), Rule("384", 384), Rule("no limit"),
         Rule("slack, fifo", targets=targets), Rule("slack", targets=targets, shortest=True),
+        Rule("slack, P reads only", targets=targets, shortest=True, keeps=False),
     )  # fmt: skip
 
 
@@ -48,23 +50,27 @@ class SimulatedFigures:
     attained: float
     by_draw: tuple[float, ...]  # the same share, of each draw
     spilled: float  # that D read although there was a P
+    kept: float  # that P read and decoded
     ttft: tuple[float, ...]
     tpot: tuple[float, ...]
     itl: tuple[float, ...]
 
 
 def simulate(
-    preset: Preset, setting: Setting, rule: Rule, slo_ms: tuple[float, float], data: Path, seeds: int, limit: int = 0
-) -> SimulatedFigures:
+    preset: Preset, setting: Setting, rule: Rule, slo_ms: tuple[float, float], data: Path, seeds: int, limit: int = 0,
+    shape: str = SHAPES[0],
+) -> SimulatedFigures:  # fmt: skip
     """`limit`: of the requests of a draw; 0: none. Raises StartupError when the trace cannot be read."""
     shares, served = list[float](), list[Served]()
     for seed in range(seeds):
         arrivals = preset.arrivals(data, seed)[: limit or None]
-        ours = SimulatedCluster(setting, rule, seed).serve(arrivals)
+        ours = SimulatedCluster(setting, rule, seed, shape).serve(arrivals)
         shares.append(statistics.mean(one.ttft_ms <= slo_ms[0] and one.tpot_ms <= slo_ms[1] for one in ours))
         served += ours
     return SimulatedFigures(
-        statistics.mean(shares), tuple(shares), statistics.mean(one.is_spilled for one in served),
+        statistics.mean(shares), tuple(shares),
+        statistics.mean(one.reason.startswith("prefill-") for one in served),
+        statistics.mean(one.reason == "decode-late" for one in served),
         percentiles([one.ttft_ms for one in served]), percentiles([one.tpot_ms for one in served]),
         percentiles([gap for one in served for gap in one.gaps_ms]),
     )  # fmt: skip
@@ -81,6 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks slo", allow_abbrev=False)
     parser.add_argument("--data", type=Path, default=Path("benchmarks/data"), metavar="DIR", help="Where traces are.")
     parser.add_argument("--workloads", nargs="+", choices=tuple(PRESETS), default=list(PRESETS), metavar="NAME")
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help=f"The model's (default: {SHAPES[0]}).")
     parser.add_argument(
         "--settings", nargs="+", default=["1P1D", "2M"], metavar="NAME",
         help="As in 2P1D or 4M; 1P1D-TP2: nodes of two GPUs each (default: 1P1D 2M).",
@@ -106,17 +113,23 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(namespace: argparse.Namespace, preset: Preset, setting: Setting) -> None:
-    table = Table("rule", "attained", "D read", "TTFT", "TPOT", "ITL", title=f"{preset.title}, {setting.name}")
+    title = f"{preset.title}, {setting.name}, {namespace.shape}"
+    table = Table("rule", "attained", "D read", "P kept", "TTFT", "TPOT", "ITL", title=title)
     for slo in namespace.slos:
         for rule in rules(*SLOS[slo]):
             if namespace.rules and rule.name not in namespace.rules:
                 continue
-            found = simulate(preset, setting, rule, SLOS[slo], namespace.data, namespace.seeds, namespace.num_requests)
+            found = simulate(
+                preset, setting, rule, SLOS[slo], namespace.data, namespace.seeds, namespace.num_requests,
+                namespace.shape,
+            )  # fmt: skip
             spreads = ("/".join(f"{value:.1f}" for value in one) for one in (found.ttft, found.tpot, found.itl))
-            table.add_row(f"{slo} {rule.name}", f"{found.attained:.3f}", f"{found.spilled:.1%}", *spreads)
+            shares = (f"{found.attained:.3f}", f"{found.spilled:.1%}", f"{found.kept:.1%}")
+            table.add_row(f"{slo} {rule.name}", *shares, *spreads)
             if namespace.json is not None:
                 fields = {
-                    "setting": setting.name, "workload": preset.name, "rate_scale": namespace.rate_scale,
+                    "shape": namespace.shape, "setting": setting.name, "workload": preset.name,
+                    "rate_scale": namespace.rate_scale,
                     "num_requests": namespace.num_requests or preset.num_requests, "slo": slo, "rule": rule.name,
                     "figures": asdict(found),
                 }  # fmt: skip

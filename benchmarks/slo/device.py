@@ -1,9 +1,10 @@
-"""How long a step of the 8B shape takes on one H200, or on two that share the model (benchmarks/LOG.md)."""
+"""How long a step takes on one H200, or on two that share the model (benchmarks/LOG.md): by shape."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Protocol
 
 from pd_cluster.scheduling.step_model import StepWork, keys_of
 from pd_cluster.worker.cuda_graphs.graph_sizes import token_buckets
@@ -22,12 +23,22 @@ PROMPT_MS = (
     (1024, 18.4),
     (2048, 40),
 )
+NUM_EXPERTS, CHOSEN_SHARE = 128, 8 / 128  # of a layer, and the share that a token chooses
+BESIDE_TOKENS = 1024
 NEAR_KEY_S, FAR_KEY_S = 2.2e-9, 0.9e-9  # a key of a prompt's token, in steps up to 512 tokens and above
 
 
+class Device(Protocol):
+    """Steps of one shape."""
+
+    def seconds(self, work: StepWork) -> float:
+        """A step, padded to a captured size."""
+
+
 @dataclass(frozen=True, slots=True)
-class Device:
-    """Seconds of a step without tokens, of one more decode and of a token of its context; shares of one GPU's time."""
+class DenseDevice(Device):
+    """The 8B shape: seconds of a step without tokens, of one more decode and of a token of its context; shares of one
+    GPU's time."""
 
     step_s: float = 4.1e-3
     decode_s: float = 6e-6
@@ -36,28 +47,64 @@ class Device:
     key_share: float = 1.0
 
     def seconds(self, work: StepWork) -> float:
-        """A step, padded to a captured size."""
         decodes_s = self.step_s + (self.decode_s * work.num_decodes + self.context_s * work.context)
         if not work.num_tokens:
             return decodes_s
-        total = work.num_decodes + work.num_tokens
-        total = SIZES[bisect_left(SIZES, total)]
+        total = _padded(work)
         key_s = NEAR_KEY_S if total <= 512 else FAR_KEY_S
         prompts_ms = max(0.0, _prompt_ms(total) - _prompt_ms(work.num_decodes))
         return decodes_s + self.prompt_share * prompts_ms / 1e3 + self.key_share * key_s * work.num_keys
 
-    def steps_at_start(self) -> list[tuple[StepWork, float]]:
-        """What `measure_for_model` measures."""
-        works = [StepWork(num, 1024 * num) for num in (1, 32, 128)] + [StepWork(32, 32 * 4096)]
-        works += [StepWork(32, 32 * 1024, size - 32, keys_of(size - 32, 0)) for size in (128, 256, 512, 1024)]
-        works.append(StepWork(32, 32 * 1024, 96, keys_of(96, 4096)))
-        return [(work, self.seconds(work)) for work in works]
+
+@dataclass(frozen=True, slots=True)
+class MixtureDevice(Device):
+    """The shape of Qwen3-30B-A3B in float8: a step reads the experts that its tokens choose.
+
+    Measured (1a890a8): decode 1 / 32 / 128 / 256 in 2.53 / 9.22 / 13.2 / 17.4 ms, here 2.53 / 9.22 / 13.3 / 17.6;
+    prompts of 1,024 / 4,096 at 105k / 91k tokens/s, here 105k / 91k; one prompt of 1,024 in 13.9 ms, here 14.3. What
+    prompts take beside decodes is not measured: `beside_s` is such that two mixed nodes have the measured TPOT.
+    """
+
+    step_s: float = 2.06e-3
+    expert_s: float = 54.6e-6  # for each of NUM_EXPERTS that a layer reads
+    decode_s: float = 8e-6
+    context_s: float = 24.6e-9
+    token_s: float = 4.58e-6
+    key_s: float = 1.0e-9
+    beside_s: float = 5e-6  # more for each of the first BESIDE_TOKENS beside decodes
+
+    def seconds(self, work: StepWork) -> float:
+        total = _padded(work) if work.num_tokens else work.num_decodes
+        num_experts = NUM_EXPERTS * (1 - (1 - CHOSEN_SHARE) ** total)
+        decodes_s = self.decode_s * work.num_decodes + self.context_s * work.context
+        prompts_s = self.token_s * (total - work.num_decodes) + self.key_s * work.num_keys
+        if work.num_decodes:
+            prompts_s += self.beside_s * min(work.num_tokens, BESIDE_TOKENS)
+        return self.step_s + self.expert_s * num_experts + decodes_s + prompts_s
 
 
-# By the number of ranks. Of two (2e7808b, 1k context) were measured: decode 1 / 32 / 128 / 256 in 2.95 / 3.52 / 5.62 /
-# 9.35 ms, here 2.92 / 3.62 / 5.77 / 8.64; prompts of 1,024 / 4,096 at 79.4k / 75.3k tokens/s, here 78.2k / 74.2k; one
-# prompt of 1,024 in 16.2 ms, here 13.6. Steps of prompts beside decodes were not measured.
-DEVICES = {1: Device(), 2: Device(2.9e-3, 5e-6, 17e-9, prompt_share=0.57, key_share=0.5)}
+def steps_at_start(device: Device) -> list[tuple[StepWork, float]]:
+    """What `measure_for_model` measures."""
+    works = [StepWork(num, 1024 * num) for num in (1, 32, 128)] + [StepWork(32, 32 * 4096)]
+    works += [StepWork(32, 32 * 1024, size - 32, keys_of(size - 32, 0)) for size in (128, 256, 512, 1024)]
+    works.append(StepWork(32, 32 * 1024, 96, keys_of(96, 4096)))
+    return [(work, device.seconds(work)) for work in works]
+
+
+# By shape and number of ranks. Of two (2e7808b, 1k context) were measured: decode 1 / 32 / 128 / 256 in 2.95 / 3.52 /
+# 5.62 / 9.35 ms, here 2.92 / 3.62 / 5.77 / 8.64; prompts of 1,024 / 4,096 at 79.4k / 75.3k tokens/s, here 78.2k /
+# 74.2k; one prompt of 1,024 in 16.2 ms, here 13.6. Steps of prompts beside decodes were not measured.
+DEVICES: dict[tuple[str, int], Device] = {
+    ("8b", 1): DenseDevice(),
+    ("8b", 2): DenseDevice(2.9e-3, 5e-6, 17e-9, prompt_share=0.57, key_share=0.5),
+    ("30b-a3b-fp8", 1): MixtureDevice(),
+}
+SHAPES = tuple(dict.fromkeys(shape for shape, _ in DEVICES))
+
+
+def _padded(work: StepWork) -> int:
+    """The captured size of a step with prompts."""
+    return SIZES[bisect_left(SIZES, work.num_decodes + work.num_tokens)]
 
 
 def _prompt_ms(num_tokens: int) -> float:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from benchmarks.slo.device import STEP_TOKENS
+from msgspec.structs import replace
+
+from benchmarks.slo.device import STEP_TOKENS, steps_at_start
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.scheduling.batch import StepResult
 from pd_cluster.scheduling.block_manager import BlockManager
@@ -17,6 +19,7 @@ from pd_cluster.scheduling.queue_order import Fifo, Shortest
 from pd_cluster.scheduling.scheduler import Scheduler
 from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
 from pd_cluster.scheduling.step_model import StepModel, StepWork
+from pd_cluster.scheduling.stream_room import StreamRoom
 from pd_connectors.protocol.messages import SampledToken
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
     from benchmarks.slo.device import Device
     from pd_cluster.scheduling.batch import Batch
+    from pd_connectors.protocol.feed import NodeLoad
 
 SEQS, BLOCK, BLOCKS = 256, 64, 14_000
 NOISE, LEAD_S = 0.02, 0.7e-3  # of a step; planning begins so long before the running step ends
@@ -38,6 +42,7 @@ class Rule:
     limit: int = 0
     targets: Targets | None = None
     shortest: bool = False
+    keeps: bool = True  # prefill nodes may keep streams
 
 
 class VirtualTime:
@@ -59,26 +64,40 @@ class VirtualTime:
 
 
 class SimulatedNode:
-    """A scheduler and its device."""
+    """A scheduler and its device. `prompts_first`: it is a prefill node."""
 
-    def __init__(self, world: VirtualTime, rule: Rule, device: Device) -> None:
+    def __init__(self, world: VirtualTime, rule: Rule, device: Device, *, prompts_first: bool = False) -> None:
         self.world, self.device = world, device
         self.blocks = BlockManager(BLOCKS, BLOCK, prefix_caching=False)
-        self.model = StepModel(device.steps_at_start())
+        self.model = StepModel(steps_at_start(device))
         budget = FixedBudget(rule.limit, KEYS_PER_TOKEN)
+        targets = rule.targets or Targets()
+        self.room = StreamRoom(targets.tpot_s, SEQS, self.model, lambda: world.now_s)
+        self.room.prompts_first = prompts_first
         if rule.targets is not None:
-            budget = SlackBudget(rule.targets, self.model, lambda: world.now_s, self._busy_s)  # type: ignore[assignment]
+            targets = targets.of_gaps if prompts_first else targets
+            budget = SlackBudget(targets, self.model, lambda: world.now_s, self._busy_s)  # type: ignore[assignment]
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=SEQS, max_num_batched_tokens=STEP_TOKENS, max_waiting=10_000),
             self.blocks, step_budget=budget, order=Shortest(self.model, self.blocks) if rule.shortest else Fifo(),
             max_model_len=1 << 20, eos_token_ids=frozenset({0}), retract=lambda lease: 0, clock=lambda: world.now_s,
         )  # fmt: skip
-        self.queued_tokens = 0  # of prompts that have no first token yet
-        self.num_streams = 0  # that were given to it and have not ended
-        self.pace_s = 0.0  # of a prompt's token, as the router has seen it
+        self._decode_s = 0.0  # of the last step with decodes only
         self.on_token: dict[str, Callable[[], None]] = {}
         self._flights: deque[tuple[Batch, StepWork, float, float]] = deque()  # begin, end
         self._is_awake = False
+
+    @property
+    def load(self) -> NodeLoad:
+        """As NewsReport tells it."""
+        model, scheduler, room = self.model, self.scheduler, self.room
+        load = replace(
+            scheduler.load, step_s=self._decode_s, token_s=model.token_s, key_s=model.key_s,
+            step_tokens=scheduler.step_tokens,
+        )  # fmt: skip
+        if not room.is_known:
+            return load
+        return replace(load, tpot_s=room.tpot_s, stream_room=room.beside(scheduler.num_streams))
 
     def _busy_s(self) -> float:
         """As Pipeline.busy_s: predicted, not known."""
@@ -111,6 +130,9 @@ class SimulatedNode:
         batch, work, begin_s, end_s = self._flights.popleft()
         if batch.chunks:
             self.model.note(work, end_s - begin_s)
+            self.room.note(work, end_s - begin_s)
+            if not work.num_tokens:
+                self._decode_s = end_s - begin_s
         token: tuple[SampledToken, ...] = (SampledToken(7),)
         samples = {chunk.seq_id: token for chunk in batch.chunks if chunk.num_samples}
         for update in self.scheduler.update(batch, StepResult(batch.step, samples)):

@@ -46,6 +46,7 @@ from pd_cluster.scheduling.queue_order import Fifo, Shortest
 from pd_cluster.scheduling.scheduler import Scheduler, Update
 from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
 from pd_cluster.scheduling.step_model import StepModel
+from pd_cluster.scheduling.stream_room import StreamRoom
 from pd_cluster.scheduling.unready import UNREADY_DEADLINE_S
 
 if TYPE_CHECKING:
@@ -94,7 +95,10 @@ class EngineCore:
             prefix_caching=config.cache.prefix_caching,
         )
         self._step_model = StepModel(executor.model.step_times)
+        self._targets = Targets.of(config.scheduler)
         self._step_budget = self._make_step_budget(config)
+        self._room = StreamRoom(self._targets.tpot_s, config.scheduler.max_num_seqs, self._step_model, clock)
+        self._set_role(config.server.role)
         self._scheduler = self._make_scheduler(config)
         self._admission = Admission(
             self._blocks,
@@ -117,9 +121,12 @@ class EngineCore:
                 is_compiled_lazily=executor.model.device != "cpu",
             ),
             self._step_model,
+            self._room,
             self._allow_silence,
         )
-        self._news = NewsReport(self._scheduler, self._blocks, self._pipeline, self._step_model, mailbox, clock)
+        self._news = NewsReport(
+            self._scheduler, self._blocks, self._pipeline, self._step_model, self._room, mailbox, clock
+        )
         self._requests: dict[str, Request] = {}
         self._stopping = False
         self._stats: EngineStats | None = None
@@ -144,16 +151,18 @@ class EngineCore:
 
     def _make_step_budget(self, config: NodeConfig) -> StepBudget:
         if config.scheduler.has_targets:
-            targets = Targets.of(config.scheduler)
-            return SlackBudget(targets, self._step_model, self._clock, lambda: self._pipeline.busy_s)
+            return SlackBudget(self._targets, self._step_model, self._clock, lambda: self._pipeline.busy_s)
         model = self._executor.model
         return FixedBudget(config.tokens_beside_decodes_on(model.device), model.keys_per_token)
 
     def _set_role(self, role: str) -> None:
-        """Targets of streams hold in every role, so only a fixed limit changes."""
-        if isinstance(self._step_budget, FixedBudget):
+        """A prefill node's prompts come first: its streams wait for a step as long as the target of gaps allows."""
+        budget, self._room.prompts_first = self._step_budget, role == "prefill"
+        if isinstance(budget, FixedBudget):
             device = self._executor.model.device
-            self._step_budget.limit = self._given.tokens_beside_decodes_on(device, role, self._measured_beside)
+            budget.limit = self._given.tokens_beside_decodes_on(device, role, self._measured_beside)
+        elif isinstance(budget, SlackBudget):
+            budget.targets = self._targets.of_gaps if role == "prefill" else self._targets
 
     def stop(self) -> None:
         """End `run` after the current step. May be called from a signal handler or another thread."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.scheduler import Scheduler
     from pd_cluster.scheduling.step_model import StepModel
+    from pd_cluster.scheduling.stream_room import StreamRoom
     from pd_connectors.protocol.feed import NodeLoad
 
 NEWS_S = 0.005  # between two reports
@@ -37,6 +38,7 @@ class NewsReport:
         blocks: BlockManager,
         pipeline: Pipeline,
         model: StepModel,
+        room: StreamRoom,
         mailbox: EngineSockets,
         clock: Callable[[], float],
     ) -> None:
@@ -44,6 +46,7 @@ class NewsReport:
         self._news = blocks.news
         self._pipeline = pipeline
         self._model = model
+        self._room = room
         self._mailbox = mailbox
         self._clock = clock
         self.num_taken = 0  # AddRequests
@@ -86,4 +89,9 @@ class NewsReport:
         model = self._model
         token_s, key_s = (model.token_s, model.key_s) if model.knows_prompts else (0.0, 0.0)
         step_s, share = self._pipeline.decode_s, self._step_tokens
-        return msgspec.structs.replace(load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share)
+        load = msgspec.structs.replace(load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share)
+        room = self._room
+        if not room.is_known:
+            return load
+        stream_room = room.beside(self._scheduler.num_streams)
+        return msgspec.structs.replace(load, tpot_s=room.tpot_s, stream_room=stream_room)

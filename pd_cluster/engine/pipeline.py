@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.step_model import StepModel
+    from pd_cluster.scheduling.stream_room import StreamRoom
     from pd_cluster.worker.executor import Executor, Pending
     from pd_connectors.base import LoadSpec, WorkerHalf
 
@@ -45,9 +46,9 @@ class Flight:
 class Pipeline:
     """Launches steps and retires them, oldest first.
 
-    depth: how many steps may run while the host waits.  model: learns how long steps take.  allow_silence: called
-    before a step that may take longer than the one before it, with the number of seconds in which the step loop may not
-    turn.
+    depth: how many steps may run while the host waits.  model: learns how long steps take.  room: learns what prompts
+    take of the time.  allow_silence: called before a step that may take longer than the one before it, with the number
+    of seconds in which the step loop may not turn.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class Pipeline:
         clock: Callable[[], float],
         forecast: StepForecast,
         model: StepModel,
+        room: StreamRoom,
         allow_silence: Callable[[float], None],
     ) -> None:
         assert depth >= 1
         self.depth = depth
         self._forecast = forecast
         self._model = model
+        self._room = room
         self._allow_silence = allow_silence
         self.allowed_s = FROZEN_S  # silence that was announced last
         self.total_s = 0.0  # with at least one step under way
@@ -152,6 +155,7 @@ class Pipeline:
         self._forecast.note_step(flight.kind, duration_s)
         if not was_over or duration_s < flight.predicted_s:
             self._model.note(flight.work, duration_s)
+        self._room.note(flight.work, duration_s)
         self.total_s += duration_s
         self._retired_s = now_s
         if flight.loads_behind:

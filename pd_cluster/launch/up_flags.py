@@ -18,7 +18,7 @@ PER_NODE = frozenset(
 )
 
 # Settings of the router for which `up` has a flag that the nodes do not get
-ROUTER_SETTINGS = frozenset({"route", "prefill_on_decode", "api_keys", "tls_cert", "tls_key"})
+ROUTER_SETTINGS = frozenset({"route", "prefill_on_decode", "decode_on_prefill", "api_keys", "tls_cert", "tls_key"})
 OTHER_ROUTER_SETTINGS = frozenset(item.name for item in fields(RouterConfig)) - ROUTER_SETTINGS
 
 

@@ -69,6 +69,11 @@ class Queues:
         """Whether the next batch may have content."""
         return bool(self.running or self.waiting or self.loaded or self._departures)
 
+    @property
+    def num_streams(self) -> int:
+        """The live sequences of which this node generates more than the first token."""
+        return self.num_live - sum(request.num_live for request in self.prefills.values())
+
     def load(self, blocks: BlockManager) -> NodeLoad:
         """What routers are told, without the times of steps. Every sequence that has no slot counts as waiting."""
         num_running = len(self.running)

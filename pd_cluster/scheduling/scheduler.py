@@ -111,6 +111,11 @@ class Scheduler:
         return self._queues.load(self._blocks)
 
     @property
+    def num_streams(self) -> int:
+        """See `Queues.num_streams`."""
+        return self._queues.num_streams
+
+    @property
     def step_tokens(self) -> int:
         """See `Planner.tokens_beside_decodes`."""
         return self._planner.tokens_beside_decodes()

@@ -18,7 +18,7 @@ and do not starve. The price of a token rises with the step (8B on an H200: 8 us
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING, Protocol, Self
@@ -84,6 +84,11 @@ class Targets:
         itl_ms = config.slo_itl_ms or 3 * config.slo_tpot_ms
         return cls(*((ms / 1e3 or inf) for ms in (config.slo_ttft_ms, config.slo_tpot_ms, itl_ms)))
 
+    @property
+    def of_gaps(self) -> Targets:
+        """Without that of the time per token: streams take what prompts leave of it."""
+        return replace(self, tpot_s=inf)
+
 
 class SlackBudget:
     """By the streams' slack. `busy_s`: predicted seconds until every step under way has ended."""
@@ -91,7 +96,7 @@ class SlackBudget:
     def __init__(
         self, targets: Targets, model: StepModel, clock: Callable[[], float], busy_s: Callable[[], float]
     ) -> None:
-        self._targets = targets
+        self.targets = targets
         self._model = model
         self._clock = clock
         self._busy_s = busy_s
@@ -105,7 +110,7 @@ class SlackBudget:
         slack_s = self._slack_s(streams, begin_s)
         allowed_s = self._allowed_s(slack_s / SPREAD)
         most = model.tokens_within(num_decodes, allowed_s - alone_s)
-        debt_s = 0.0 if self._targets.tpot_s == inf else DEBT * AIM * self._targets.tpot_s
+        debt_s = 0.0 if self.targets.tpot_s == inf else DEBT * AIM * self.targets.tpot_s
         if slack_s + debt_s > 0 and self._is_late(queues, begin_s, most / allowed_s):
             most = max(most, model.tokens_within(num_decodes, self._allowed_s(slack_s + debt_s) - alone_s))
         return self._share(num_decodes, max_num_tokens, most)
@@ -122,7 +127,7 @@ class SlackBudget:
 
     def _slack_s(self, streams: list[Sequence], begin_s: float) -> float:
         """The least slack at the beginning of the planned step. A stream without a token yet has none."""
-        tpot_s = AIM * self._targets.tpot_s
+        tpot_s = AIM * self.targets.tpot_s
         if tpot_s == inf or not streams:
             return 0.0
         return min(
@@ -132,18 +137,18 @@ class SlackBudget:
 
     def _allowed_s(self, slack_s: float) -> float:
         """The longest step that takes so much of the streams' slack."""
-        tpot_s, itl_s = AIM * self._targets.tpot_s, AIM * self._targets.itl_s
+        tpot_s, itl_s = AIM * self.targets.tpot_s, AIM * self.targets.itl_s
         return itl_s if tpot_s == inf else min(itl_s, max(tpot_s + slack_s, RECOVERY * tpot_s))
 
     def _is_late(self, queues: Queues, begin_s: float, pace: float) -> bool:
         """Whether one of the next prompts misses its target at a pace of so many tokens a second."""
-        if self._targets.ttft_s == inf:
+        if self.targets.ttft_s == inf:
             return False
         num_before = 0
         prompts = (seq for seq in chain(queues.running, queues.waiting) if seq.request.marks.stream_s is None)
         for seq in islice(prompts, LOOKAHEAD):
             num_before += seq.num_remaining_tokens
-            due_s = seq.request.marks.arrived_s + AIM * self._targets.ttft_s
+            due_s = seq.request.marks.arrived_s + AIM * self.targets.ttft_s
             if num_before > pace * (due_s - begin_s):
                 return True
         return False

@@ -82,8 +82,18 @@ class RouteChoice(msgspec.Struct, frozen=True):
         return nodes[costs_s.index(min(costs_s))] if nodes else None
 
     def sooner(self, nodes: Iterable[Node], now_s: float) -> Node | None:
-        """A node that may read the prompt although there are prefill nodes; None: they are better, or not known."""
-        return self._sooner(_healthy(nodes, now_s), self._prefill_s(now_s))[0]
+        """A node that may serve the request alone although a handoff is planned; None: that is better, or not known."""
+        ready = _healthy(nodes, now_s)
+        if (keeper := self._keeper(ready)) is not None:
+            return keeper
+        return self._sooner([node for node in ready if node.role is not Role.PREFILL], self._prefill_s(now_s))[0]
+
+    def _keeper(self, nodes: Iterable[Node]) -> Node | None:
+        """The prefill node that reads the prompt and goes on with it, within its streams' target."""
+        keepers = [node for node in nodes if node.role is Role.PREFILL and self.costs.has_time(node)]
+        sums = [(direct_s, has_room) for _, direct_s, has_room in self.costs.decoding(keepers)]
+        ready = [(direct_s, at) for at, (direct_s, has_room) in enumerate(sums) if has_room]
+        return keepers[min(ready)[1]] if ready else None
 
     def _sooner(self, nodes: Sequence[Node], prefill_s: float) -> tuple[Node | None, str]:
         """The node, and the reason: it costs clearly less than a handoff, or meets the target that P misses.
@@ -187,7 +197,11 @@ def choose(
     if kv_version:
         ranked = tuple(node for node in ranked if node.kv_version in (kv_version, ""))
     handoff = _handoff(costs, settings, asked, ranked, decodes, kv_version, prompt)
-    return handoff if handoff.is_asked or not settings.spills else _better(handoff, reading_s[ranked[0]])
+    if handoff.is_asked:
+        return handoff
+    if settings.decode_on_prefill == "auto" and heirs is None and (kept := _kept(handoff)) is not None:
+        return kept
+    return _better(handoff, reading_s[ranked[0]]) if settings.spills else handoff
 
 
 def _best_version(
@@ -230,6 +244,15 @@ def _handoff(
         order, reason, prefills, decodes, costs, kv_version, is_asked=asked is not None,
         slo_ttft_s=settings.slo_ttft_ms / 1000,
     )  # fmt: skip
+
+
+def _kept(handoff: RouteChoice) -> RouteChoice | None:
+    """That a prefill node keeps the stream, because the decode nodes would miss their target of time per token."""
+    costs = handoff.costs
+    if not all(map(costs.is_late, handoff._paired(handoff.decodes))) or handoff._keeper(handoff.prefills) is None:
+        return None
+    keepers = tuple(node for node in handoff.prefills if costs.has_time(node))
+    return replace(handoff, order=HandoffOrder.DIRECT, reason="decode-late", decodes=keepers, otherwise=handoff)
 
 
 def _better(handoff: RouteChoice, prefill_s: float) -> RouteChoice:

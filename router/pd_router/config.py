@@ -67,6 +67,12 @@ class RouterConfig(HttpLimits):
         "local prefill is not allowed (--on-prefill-failure) or the request asks for an order.",
         choices=("auto", "never"),
     )
+    decode_on_prefill: str = setting(
+        "auto",
+        "auto: while the decode nodes would miss the nodes' --slo-tpot-ms with one more stream, a prefill node that "
+        "has time for it keeps the stream of a prompt, unless the request asks for an order.",
+        choices=("auto", "never"),
+    )
     slo_ttft_ms: float = setting(
         0.0,
         "Target for the first token of a stream. A decode node prefills a prompt that the prefill nodes would answer "

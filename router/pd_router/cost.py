@@ -32,7 +32,9 @@ DOUBT_S = 0.02
 STREAM_SHARE = 1 / 200
 ERROR_FACTOR = 1.1
 FEW_NODES = 16  # so few are summed up sooner than compared
-SEQUENCE_S = 0.0128  # of one more decode: 50 us (1,200 tokens, 8B, H200) in each step of an answer of 256 tokens
+# Of one more decode: 50 us (1,200 tokens, 8B, H200) in each step of an answer of 256 tokens. Where streams would miss
+# their target of time per token, each of them loses it, not the new one alone.
+SEQUENCE_S = 0.0128
 ENDING_S = 2.5  # of a sequence, in place of which another can run: 256 steps of 10 ms
 TOKEN_S = 25e-6  # where no speed is known: then only ratios count
 # Of a node without samples, as a share of the best prefill node's.
@@ -108,7 +110,7 @@ class Costs:
         num_units, own_ratio, last = self._num_units, self._ratio, None
         for node in nodes:
             view = node.view
-            token_s, key_s, queued, keys, _, _, _ = view.ledger.total
+            token_s, key_s, queued, keys, _, _, _, _ = view.ledger.total
             if not token_s:
                 token_s, key_s = self._guessed_pace(node)
             if token_s <= even_s:
@@ -151,7 +153,7 @@ class Costs:
         num_units, num_sequences, own_ratio, last = self._num_units, self._num_sequences, self._ratio, None
         for node in nodes:
             view = node.view
-            token_s, key_s, queued, keys, streams, num_slots, free = view.ledger.total
+            token_s, key_s, queued, keys, streams, num_slots, free, within = view.ledger.total
             if not token_s:
                 token_s, key_s = self._guessed_pace(node)
             if token_s <= even_s:
@@ -167,6 +169,8 @@ class Costs:
                 last = None if cached or token_s is not best_s else ratio
             queue_s = queued * token_s + keys * key_s
             answer_s = SEQUENCE_S * streams
+            if within < num_sequences:
+                answer_s += SEQUENCE_S * (streams + num_sequences)
             if view.load is None:
                 has_room = node.has_room(num_sequences)
             else:
@@ -178,6 +182,14 @@ class Costs:
                 (handing_over_s, queue_s + own_s * (ERROR_FACTOR + STREAM_SHARE * streams) + answer_s, has_room)
             )
         return costs_s
+
+    def is_late(self, node: Node) -> bool:
+        """Whether the node's streams would miss their target of time per token with this answer's sequences."""
+        return node.view.ledger.total[7] < self._num_sequences
+
+    def has_time(self, node: Node) -> bool:
+        """Whether the node tells a target of time per token, and its streams meet it with this answer's sequences."""
+        return self._num_sequences <= node.view.ledger.total[7] < inf
 
     def takers(self, nodes: Sequence[Node]) -> Sequence[Node]:
         """Those of `nodes`, in their order, that can have the least `handing_over_s`.

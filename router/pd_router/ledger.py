@@ -22,6 +22,7 @@ class ToldLoad(NamedTuple):
     sequences: int = 0  # generations that run or wait
     num_slots: float = inf
     free_tokens: float = inf  # room in the KV cache
+    stream_room: float = inf  # generations more within the target of time per token; inf: it has none
 
 
 NOTHING_TOLD = ToldLoad()
@@ -64,7 +65,7 @@ class ChargeLedger:
         self.own_keys = 0
         self.own_sequences = 0
         self.told = NOTHING_TOLD
-        self.total: tuple[float, float, int, int, int, float, float] = (*NOTHING_TOLD,)
+        self.total: tuple[float, float, int, int, int, float, float, float] = (*NOTHING_TOLD,)
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._entries: dict[int, LedgerEntry] = {}
 
@@ -115,8 +116,8 @@ class ChargeLedger:
         self.own_sequences += sign * work.sequences
 
     def _add_up(self) -> None:
-        token_s, key_s, tokens, keys, sequences, num_slots, free_tokens = self.told
+        token_s, key_s, tokens, keys, sequences, num_slots, free_tokens, stream_room = self.told
         self.total = (  # no named one: those are unpacked in twice the time
             token_s, key_s, tokens + self.own_tokens, keys + self.own_keys, sequences + self.own_sequences, num_slots,
-            free_tokens - self.own_tokens,
+            free_tokens - self.own_tokens, stream_room - self.own_sequences,
         )  # fmt: skip

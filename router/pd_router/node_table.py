@@ -391,6 +391,7 @@ class NodeTable:
             "queued_tokens": view.queued_tokens,
             "sequences": view.num_sequences,
             "free_tokens": view.free_tokens,
+            "stream_room": view.stream_room,
             "cached_blocks": self.prefixes.num_blocks(node),
             "engine": None if (load := view.load) is None else {
                 "running": load.num_running, "waiting": load.num_waiting, "slots": load.num_slots,

@@ -81,6 +81,15 @@ class NodeView:
         free = self.ledger.total[6]
         return None if free == inf else int(free)
 
+    @property
+    def stream_room(self) -> int | None:
+        """Generations more with which all are within the node's target of time per token; below 0 if promised twice.
+
+        None: it tells no target.
+        """
+        room = self.ledger.total[7]
+        return None if room == inf else int(room)
+
     def hear(self, load: NodeLoad, charges: Iterable[int]) -> None:
         """Take a load of the feed, and the numbers of the charges that it includes."""
         self.load = load
@@ -88,6 +97,7 @@ class NodeView:
         told = ToldLoad(
             token_s, key_s, load.queued_tokens, load.queued_keys, load.num_running + load.num_waiting,
             load.num_slots or inf, load.free_blocks * load.block_size if load.block_size else inf,
+            load.stream_room if load.tpot_s else inf,
         )  # fmt: skip
         self.ledger.hear(told, charges)
 

@@ -11,8 +11,10 @@ import pytest
 
 from benchmarks.slo import main, rules
 from benchmarks.slo.cluster import Served, Setting, SimulatedCluster
+from benchmarks.slo.device import DEVICES
 from pd_cluster.bench.workload import Length, poisson
 from pd_cluster.errors import StartupError
+from pd_cluster.scheduling.step_model import StepWork
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +38,29 @@ def test_a_target_holds_where_steps_without_limit_miss_it(setting: str) -> None:
     assert max(max(one.gaps_ms[1:]) for one in within) <= 32, "the first gap is a handover"
 
 
+def test_a_prefill_node_keeps_streams_that_its_decode_node_would_be_late_with() -> None:
+    """Of a mixture's answers one decode node has too many for 10 ms."""
+    arrivals = poisson(100, 60.0, Length(300, 300), Length(200, 200), seed=3)
+    by_name = {rule.name: rule for rule in rules(200, 10)}
+
+    def figures(rule: Rule) -> tuple[float, float]:
+        ours = SimulatedCluster(Setting.parse("1P1D"), rule, 1, "30b-a3b-fp8").serve(arrivals)
+        return mean(one.tpot_ms <= 10 for one in ours), mean(one.reason == "decode-late" for one in ours)
+
+    alone, with_p = figures(by_name["slack, P reads only"]), figures(by_name["slack"])
+    assert alone[1] == 0.0
+    assert 0.1 < with_p[1] < 0.5
+    assert with_p[0] > alone[0] + 0.3
+
+
+def test_the_steps_of_a_mixture_are_as_measured() -> None:
+    device = DEVICES["30b-a3b-fp8", 1]
+    for num_decodes, measured_ms in ((1, 2.53), (32, 9.22), (128, 13.2), (256, 17.4)):
+        step_s = device.seconds(StepWork(num_decodes, 1024 * num_decodes))
+        assert 1e3 * step_s == pytest.approx(measured_ms, rel=0.02)
+    assert 1024 / device.seconds(StepWork(num_tokens=1024)) > 0.5 * 105e3
+
+
 def test_settings_have_any_number_of_nodes() -> None:
     assert Setting.parse("3P1D") == Setting("3P1D", 3, 1)
     assert Setting.parse("12M") == Setting("12M", 0, 12)
@@ -56,7 +81,8 @@ def test_nodes_of_a_role_share_its_prompts_and_streams() -> None:
         found = mean(one.ttft_ms for one in cluster.serve(arrivals))
         streams = [len(node.on_token) for node in cluster.decodes]
         assert max(streams) - min(streams) <= 4, streams
-        assert all(node.num_streams == node.queued_tokens == 0 for node in (*cluster.prefills, *cluster.decodes))
+        loads = [node.load for node in (*cluster.prefills, *cluster.decodes)]
+        assert all(load.num_running == load.num_waiting == load.queued_tokens == 0 for load in loads)
         return found
 
     assert mean_ttft_ms("2P2D") < 0.8 * mean_ttft_ms("1P2D")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,14 +20,17 @@ from pd_cluster.protocol.messages import (
     ResetCache,
     ToEngine,
     TokensOut,
+    Work,
 )
 from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.step_model import StepModel, StepWork
 from pd_cluster.worker.device_executor import DeviceExecutor
 from tests.engine.test_core_pipeline import CONFIG, FakeMailbox, make_connector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pd_cluster.config import NodeConfig
     from pd_connectors.base import Connector
     from pd_connectors.protocol.feed import StoredBlock
 
@@ -48,10 +52,10 @@ def connector(executor: DeviceExecutor) -> Iterator[Connector]:
 class Node:
     """An engine and its API process's mirror; a router that reads each change."""
 
-    def __init__(self, executor: DeviceExecutor, connector: Connector) -> None:
+    def __init__(self, executor: DeviceExecutor, connector: Connector, config: NodeConfig = CONFIG) -> None:
         self.now_s = 0.0
         self.mailbox = FakeMailbox()
-        self.core = EngineCore(CONFIG, executor, connector, self.mailbox, self.clock)  # type: ignore[arg-type]
+        self.core = EngineCore(config, executor, connector, self.mailbox, self.clock)  # type: ignore[arg-type]
         self.mirror = NewsMirror()
         self.known: dict[int, StoredBlock] = {}
         self.live: set[str] = set()
@@ -83,6 +87,11 @@ class Node:
             del self.known[block]
         self.known |= {one.block: one for one in stored}
         assert self.known == self.mirror.stored
+
+    def tell(self) -> None:
+        """Turn until a report is due, and report."""
+        self.now_s += NEWS_S
+        self.turn()
 
     def rest(self) -> None:
         for _ in range(300):
@@ -130,6 +139,31 @@ def test_the_reported_load_ends_at_nothing_and_names_are_those_of_the_cache(
     num_news = node.num_news
     node.rest()
     assert node.num_news == num_news, "an idle engine has no news"
+
+
+def test_a_node_with_a_target_tells_how_many_streams_more_it_holds(
+    executor: DeviceExecutor, connector: Connector
+) -> None:
+    """Prompts that another node decodes are no streams."""
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, slo_tpot_ms=1000.0))
+    node, sampling = Node(executor, connector, config), SamplingParams(max_tokens=99, ignore_eos=True)
+    node.send(ReportNews(True))
+    node.core._step_model = node.core._room._model = node.core._news._model = StepModel()
+    node.send(AddRequest("a", [5] * 20, sampling))
+    node.tell()
+    assert node.mirror.load is not None
+    assert node.mirror.load.tpot_s == 0.0, "no step of this node is known yet"
+    node.core._room._model.fit([(StepWork(num, 20 * num), 0.23 * num) for num in (1, 4)])
+    node.send(AddRequest("b", [5] * 20, sampling))
+    node.send(AddRequest("c", [5] * 20, sampling, Work.PREFILL))
+    node.tell()
+    load, held = node.mirror.load, node.core._room.beside(0)
+    assert held > 2
+    assert (load.tpot_s, load.stream_room) == (1.0, held - 2)
+    for name in "abc":
+        node.send(Abort(name))
+    node.rest()
+    assert node.mirror.load.stream_room == held
 
 
 def test_an_idle_engine_waits_as_long_as_ever(executor: DeviceExecutor, connector: Connector) -> None:

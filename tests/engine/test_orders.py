@@ -13,7 +13,7 @@ from pd_cluster.config import TOKENS_BESIDE_DECODES
 from pd_cluster.engine.core import PAUSE_S, EngineCore
 from pd_cluster.protocol.messages import AddRequest, ResetCache, SetRole, SilenceAllowed, StartProfile, StopProfile
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget
+from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
 from pd_cluster.worker.device_executor import DeviceExecutor
 from tests.engine.test_core_pipeline import CONFIG, PROMPTS, Bench, FakeMailbox, make_connector
 
@@ -122,9 +122,14 @@ def test_a_role_sets_the_limit_of_prompts_beside_decodes(
         assert core._step_budget.limit == limit, role
 
 
-def test_a_role_changes_no_targets_of_streams(bench: Bench) -> None:
+def test_prompts_of_a_prefill_node_come_before_its_streams(bench: Bench) -> None:
     executor, connector = bench.core._executor, bench.core._connector
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, slo_tpot_ms=20.0))
     core = EngineCore(config, executor, connector, cast("EngineSockets", FakeMailbox()))
-    core._take(SetRole("prefill"))
-    assert isinstance(core._step_budget, SlackBudget)
+    targets = Targets.of(config.scheduler)
+    for role in ("prefill", "decode", "prefill", "mixed"):
+        core._take(SetRole(role))
+        assert isinstance(core._step_budget, SlackBudget)
+        is_prefill = role == "prefill"
+        assert core._step_budget.targets == (Targets(itl_s=targets.itl_s) if is_prefill else targets), role
+        assert core._room.prompts_first == is_prefill

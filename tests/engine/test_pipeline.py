@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -10,6 +11,7 @@ from pd_cluster.engine.pipeline import Pipeline
 from pd_cluster.engine.step_timing import StepForecast
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, StepResult
 from pd_cluster.scheduling.step_model import StepModel, StepWork
+from pd_cluster.scheduling.stream_room import StreamRoom
 from pd_connectors.base import LoadSpec, PublishSpec
 from tests.connectors.layouts import runs
 
@@ -60,6 +62,10 @@ def device() -> FakeDevice:
     return FakeDevice()
 
 
+def room() -> StreamRoom:
+    return StreamRoom(inf, 1, StepModel(), lambda: 0.0)
+
+
 def pipeline(device: FakeDevice, depth: int) -> Pipeline:
     forecast = StepForecast(is_compiled_lazily=False)
     return Pipeline(
@@ -69,6 +75,7 @@ def pipeline(device: FakeDevice, depth: int) -> Pipeline:
         lambda: 0.0,
         forecast,
         StepModel(),
+        room(),
         allow_silence=lambda _: None,
     )
 
@@ -174,14 +181,16 @@ def test_a_begun_prompt_is_told_before_its_step_and_its_blocks_by_the_caller(
 
 def test_the_model_learns_from_steps_that_the_host_waited_for(device: FakeDevice) -> None:
     """A step that was over before the host looked may have been shorter than it seemed."""
-    now_s, model = 100.0, StepModel()
+    now_s, model, streams = 100.0, StepModel(), room()
     forecast = StepForecast(is_compiled_lazily=False)
     steps = Pipeline(
-        cast("Executor", device), cast("WorkerHalf", device), 2, lambda: now_s, forecast, model,
+        cast("Executor", device), cast("WorkerHalf", device), 2, lambda: now_s, forecast, model, streams,
         allow_silence=lambda _: None,
     )  # fmt: skip
     assert steps.busy_s == 0.0
     noted: list[tuple[StepWork, float]] = []
+    all_noted: list[tuple[StepWork, float]] = []
+    streams.note = lambda work, seconds: all_noted.append((work, seconds))  # type: ignore[method-assign]
     model.note = lambda work, seconds: noted.append((work, seconds))  # type: ignore[method-assign]
     work = StepWork(1, 7)
     step_s = model.seconds(work)
@@ -203,6 +212,7 @@ def test_the_model_learns_from_steps_that_the_host_waited_for(device: FakeDevice
     finally:
         FakePending.is_over = False
     assert len(noted) == 1
+    assert [seconds for _, seconds in all_noted] == pytest.approx([step_s * 5 / 4, step_s * 10]), "all of the time"
 
 
 def test_at_depth_1_every_step_is_timed(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,7 +259,8 @@ async def test_the_report_and_the_metrics_tell_the_load() -> None:
         async with router.session.get(router.url + "/nodes") as answer:
             first, second = (await answer.json())["nodes"]
         assert first["load"] == {
-            "feed": "live", "queued_tokens": 100, "sequences": 0, "free_tokens": 64, "cached_blocks": 1,
+            "feed": "live", "queued_tokens": 100, "sequences": 0, "free_tokens": 64, "stream_room": None,
+            "cached_blocks": 1,
             "engine": {"running": 0, "waiting": 0, "slots": 0, "free_blocks": 4, "num_blocks": 0, "step_ms": 0.0},
         }  # fmt: skip
         assert (second["load"]["feed"], second["load"]["free_tokens"]) == ("none", None)

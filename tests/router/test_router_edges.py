@@ -123,8 +123,8 @@ async def test_what_the_router_tells_about_itself() -> None:
             "outstanding": {"prefill_bytes": 0, "sequences": 0}, "state": "active", "source": "flags", "down": None,
             "down_s": None, "restarts": 0, "kv_version": "",
             "load": {
-                "feed": "none", "queued_tokens": 0, "sequences": 0, "free_tokens": None, "cached_blocks": 0,
-                "engine": None,
+                "feed": "none", "queued_tokens": 0, "sequences": 0, "free_tokens": None, "stream_room": None,
+                "cached_blocks": 0, "engine": None,
             },
         }  # fmt: skip
         async with router.session.post(router.url + CHAT, json=BODY):

@@ -36,6 +36,8 @@ class NodeLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     key_s: float = 0.0  # more for each token before it
     queued_keys: int = 0  # tokens before each queued token, summed: (n - c) * (n + c) // 2 for n tokens with c cached
     step_tokens: int = 0  # prompt tokens that a step takes at present beside the decodes
+    tpot_s: float = 0.0  # target of a stream's time per token; 0: none, or nothing is known of its steps
+    stream_room: int = 0  # streams more with which every stream is within that target
 
 
 class StoredBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -80,15 +80,14 @@ class NodeRoom:
         nodes = [node for node in self._table.nodes if node.is_healthy(now_s) and node.serves(model)]
         decodes = [node for node in nodes if node.role is not Role.PREFILL]
         room = Room(looked_s=now_s)
-        booked, free = 0, 0.0
+        booked, free = sum(node.decode_sequences for node in nodes), 0.0  # a prefill node may keep streams
         for node in decodes:
-            _, _, _, _, streams, slots, free_tokens = node.view.ledger.total
+            _, _, _, _, streams, slots, free_tokens, _ = node.view.ledger.total
             if node.view.load is None:
                 slots = node.num_slots or inf
-            booked += node.decode_sequences
             room.slots += slots
             free += max(0.0, slots * (1 + MORE_SLOTS) - streams) if free_tokens > 0 else 0.0
-        room.sequences = free - max(0, self.running.get(model, 0) - booked)  # admitted, on the way to a decode node
+        room.sequences = free - max(0, self.running.get(model, 0) - booked)  # admitted, on the way to a node
         for node in [node for node in nodes if node.role is Role.PREFILL] or decodes:
             token_s = _token_s(node, now_s)
             room.tokens += max(0.0, AHEAD_S / token_s - node.view.queued_tokens) if token_s else inf

@@ -82,7 +82,7 @@ class EndpointPicker:
 
     def __init__(self, services: Services, fallbacks: int) -> None:
         self._s = services
-        self._settings = replace(services.config, route=HandoffOrder.D_FIRST.value)
+        self._settings = replace(services.config, route=HandoffOrder.D_FIRST.value, decode_on_prefill="never")
         self._most_nodes = 1 + fallbacks
         self._turns = itertools.count()
         self._chain_key = chain_key(services.key)

@@ -1,0 +1,158 @@
+"""Prefill nodes that go on with the prompts that they read, because the decode nodes would be late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pd_connectors.protocol.feed import FeedSnapshot, NodeLoad
+from pd_router.admission.node_room import NodeRoom
+from pd_router.config import HandoffOrder
+from pd_router.node_table import Charge, Node, NodeTable
+from tests.router import fake_nodes as fakes
+from tests.router.fake_nodes import FakeNode, running
+from tests.router.router_process import Router, serving, until
+from tests.router.test_choice import NOW_S, chosen, table, tell
+from tests.router.test_feed_follower import FakeFeed
+from tests.router.test_router_spill import BODY, post
+
+TPOT_S = 0.010
+
+
+def rooms(nodes: NodeTable, *stream_rooms: int, **load: Any) -> tuple[Node, ...]:
+    """Every node tells a target, and room for so many streams more."""
+    for node, stream_room in zip(nodes.nodes, stream_rooms, strict=True):
+        tell(node, tpot_s=TPOT_S, stream_room=stream_room, **load)
+    return nodes.nodes
+
+
+# --- the choice
+
+
+def test_a_prefill_node_keeps_a_stream_that_decode_nodes_would_be_late_with() -> None:
+    nodes = table(1, 2)
+    p, *_ = rooms(nodes, 3, 0, 0)
+    choice = chosen(nodes)
+    assert (choice.text, choice.sooner(choice.decodes, NOW_S)) == ("direct; reason=decode-late", p)
+    assert choice.otherwise is not None
+    assert choice.otherwise.text == "p-first; reason=default"
+    assert chosen(nodes, decode_on_prefill="never").reason == "default"
+    assert chosen(nodes, asked=HandoffOrder.P_FIRST).reason == "header"
+    assert chosen(nodes, on_prefill_failure="fail").reason == "decode-late", "a prefill node reads the prompt"
+    assert chosen(nodes, num_sequences=3).reason == "decode-late"
+    assert chosen(nodes, num_sequences=4).reason == "default", "they would be late there too"
+
+
+@pytest.mark.parametrize("stream_rooms", [(3, 0, 1), (0, 0, 0)])
+def test_a_stream_is_handed_over_if_a_decode_node_has_time_or_no_node(stream_rooms: tuple[int, ...]) -> None:
+    nodes = table(1, 2)
+    _, _, d = rooms(nodes, *stream_rooms)
+    choice = chosen(nodes)
+    assert choice.text == "p-first; reason=default"
+    assert stream_rooms[2] == 0 or choice.best_decode(choice.decodes, NOW_S) is d
+
+
+def test_without_targets_nothing_changes() -> None:
+    nodes = table(1, 1)
+    p, d = nodes.nodes
+    tell(p)
+    tell(d, num_running=60)
+    assert chosen(nodes).reason == "default"
+    tell(d, num_running=60, tpot_s=TPOT_S)
+    assert chosen(nodes).reason == "default", "P tells no target"
+    tell(p, tpot_s=TPOT_S, stream_room=1)
+    assert chosen(nodes).reason == "decode-late"
+    d.view.forget()
+    assert chosen(nodes).reason == "default", "D's feed is lost"
+
+
+def test_what_the_router_has_sent_since_takes_room() -> None:
+    nodes = table(1, 1)
+    p, d = rooms(nodes, 1, 1)
+    with Charge(d, lambda: NOW_S, sequences=1):
+        assert chosen(nodes).reason == "decode-late"
+        with Charge(p, lambda: NOW_S, sequences=1, prompt_tokens=10):
+            assert chosen(nodes).reason == "default"
+    assert chosen(nodes).reason == "default"
+
+
+def test_a_late_decode_node_costs_what_its_streams_lose() -> None:
+    """Of two decode nodes the one with more streams, which are short ones, has time left."""
+    nodes = table(1, 2)
+    p, late, timely = nodes.nodes
+    tell(p)
+    tell(late, tpot_s=TPOT_S, stream_room=0, num_running=20)
+    tell(timely, tpot_s=TPOT_S, stream_room=4, num_running=30)
+    choice = chosen(nodes)
+    assert choice.best_decode(choice.decodes, NOW_S) is timely
+    tell(late, tpot_s=TPOT_S, stream_room=1, num_running=20)
+    assert choice.best_decode(choice.decodes, NOW_S) is late
+
+
+def test_of_several_prefill_nodes_the_one_that_answers_soonest_keeps_it() -> None:
+    nodes = table(3, 1)
+    busy, full, free, _ = rooms(nodes, 5, 5, 5, 0)
+    tell(full, tpot_s=TPOT_S, stream_room=5, num_running=64)
+    with Charge(busy, lambda: NOW_S, prompt_tokens=5000):
+        choice = chosen(nodes)
+        assert choice.sooner(choice.decodes, NOW_S) is free
+        free.reachable = False
+        assert choice.sooner(choice.decodes, NOW_S) is busy
+
+
+def test_streams_that_prefill_nodes_keep_take_no_room_of_decode_nodes() -> None:
+    """The router's admission lets others through meanwhile."""
+    nodes = table(1, 1)
+    p, _ = rooms(nodes, 3, 0)
+    room = NodeRoom(nodes)
+    free = room.of(None).sequences
+    room.take(None, 2, 0.0)
+    with Charge(p, lambda: NOW_S, sequences=2):
+        room.look_again()
+        assert room.of(None).sequences == free
+
+
+# --- requests
+
+
+async def heard(router: Router) -> None:
+    """Until the router has heard it from the nodes' feeds."""
+    views = [node.view for node in router.services.table.nodes]
+    await until(lambda: [view.stream_room for view in views] == [4, 0])
+
+
+def telling(role: str, script: Any, stream_room: int) -> FakeNode:
+    node = FakeNode(role, script)
+    node.feed = FakeFeed(FeedSnapshot(7, 1, NodeLoad(num_slots=64, tpot_s=TPOT_S, stream_room=stream_room)))
+    return node
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_node_that_reads_the_prompt_answers(stream: bool) -> None:
+    p, d = telling("prefill", fakes.decode, 4), telling("decode", fakes.decode, 0)
+    async with running(p, d), serving([p], [d]) as router:
+        await heard(router)
+        status, headers, data = await post(router, BODY | {"stream": stream})
+        assert (status, headers["x-pd-route"]) == (200, "direct; reason=decode-late")
+        assert headers["x-pd-prefill"] == headers["x-pd-decode"] == "fake-prefill"
+        assert not stream or data == fakes.WHOLE_STREAM
+        assert "kv_transfer_params" not in p.seen[0].body
+        assert d.seen == []
+        await router.idle()
+
+
+@pytest.mark.anyio
+async def test_a_stream_that_no_prefill_node_keeps_is_handed_over() -> None:
+    async def refuses_alone(node: FakeNode, request: Any, seen: fakes.Seen) -> Any:
+        script = fakes.prefill if "kv_transfer_params" in seen.body else fakes.refuse(503)
+        return await script(node, request, seen)
+
+    p, d = telling("prefill", refuses_alone, 4), telling("decode", fakes.decode, 0)
+    async with running(p, d), serving([p], [d]) as router:
+        await heard(router)
+        status, headers, data = await post(router, BODY | {"stream": True})
+        assert (status, headers["x-pd-route"], data) == (200, "p-first; reason=default", fakes.WHOLE_STREAM)
+        assert headers["x-pd-decode"] == "fake-decode"
+        await router.idle()

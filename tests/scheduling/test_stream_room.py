@@ -1,0 +1,88 @@
+"""How many streams a node holds within their target, and what its prompts take of the time."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_cluster.scheduling.step_budget import AIM
+from pd_cluster.scheduling.step_model import StepModel, StepWork
+from pd_cluster.scheduling.stream_room import FADE_S, USUAL_CONTEXT, StreamRoom
+
+TPOT_S, SLOTS = 0.010, 256
+MODEL = StepModel([(StepWork(num, USUAL_CONTEXT * num), 4e-3 + num * 50e-6) for num in (1, 32, 128)])
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def room(tpot_s: float = TPOT_S, model: StepModel = MODEL, *, prompts_first: bool = False) -> tuple[StreamRoom, Clock]:
+    clock = Clock()
+    made = StreamRoom(tpot_s, SLOTS, model, clock)
+    made.prompts_first = prompts_first
+    return made, clock
+
+
+def read(made: StreamRoom, clock: Clock, share: float, seconds: float = 20 * FADE_S) -> None:
+    """Steps of prompts alone that take `share` of the next `seconds`."""
+    for _ in range(round(seconds / 0.1)):
+        clock.now_s += 0.1
+        made.note(StepWork(num_tokens=1000), 0.1 * share)
+
+
+@given(num_streams=st.integers(0, SLOTS), tpot_s=st.floats(0.003, 0.03), context=st.integers(1, 8000))
+def test_one_stream_more_than_there_is_room_for_misses_the_target(
+    num_streams: int, tpot_s: float, context: int
+) -> None:
+    made, _ = room(tpot_s)
+    made.note(StepWork(10, 10 * context), 0.005)
+    held = num_streams + made.beside(num_streams)
+    assert num_streams == held or MODEL.decode_s(held, held * context) <= AIM * tpot_s
+    assert held >= SLOTS or MODEL.decode_s(held + 1, (held + 1) * context) > AIM * tpot_s
+
+
+def test_prompts_take_room_where_they_come_first() -> None:
+    idle = room(prompts_first=True)[0].beside(0)
+    found: list[int] = []
+    for prompts_first in (True, False):
+        made, clock = room(prompts_first=prompts_first)
+        read(made, clock, 0.25)
+        assert made.share == pytest.approx(0.25, rel=0.05)
+        found.append(made.beside(0))
+    held, beside = found
+    assert beside == idle, "a decode node's prompts take only what its streams leave"
+    assert MODEL.decode_s(held, held * USUAL_CONTEXT) == pytest.approx(0.75 * AIM * TPOT_S, rel=0.03)
+
+
+def test_a_share_fades_and_is_never_more_than_all() -> None:
+    made, clock = room(prompts_first=True)
+    read(made, clock, 1.2)
+    assert made.share == 1.0
+    assert made.beside(0) == 0
+    clock.now_s += 3 * FADE_S
+    assert made.share < 0.1
+    assert made.beside(0) > 0
+
+
+def test_only_what_prompts_add_to_a_step_counts() -> None:
+    made, clock = room(prompts_first=True)
+    alone_s = MODEL.decode_s(32, 32 * USUAL_CONTEXT)
+    for _ in range(2000):
+        clock.now_s += 2 * alone_s
+        made.note(StepWork(32, 32 * USUAL_CONTEXT, 100), 1.5 * alone_s)
+    assert made.share == pytest.approx(0.25, rel=0.05)
+
+
+def test_nothing_is_known_without_a_target_or_measured_steps() -> None:
+    for made, _ in (room(inf), room(model=StepModel())):
+        assert not made.is_known
+        assert made.beside(0) == 0
+    assert room()[0].is_known
