@@ -3,8 +3,8 @@
 Gemma 3 has sliding windows in five layers of six, Mixtral in all. One model is quantized. No family of ours computes
 OLMo 3, so transformers' modules do. With two ranks a node, the families have the tokens of one rank, transformers'.
 
-With PD_TEST_DEVICE=cuda the same in float32 on GPUs, through the kernels for them; not the quantized model, whose
-activations float8 products round.
+With PD_TEST_DEVICE=cuda the same in float32 on GPUs, through the kernels for them. The quantized model is left out
+there: float8 products round its activations.
 """
 
 from __future__ import annotations
