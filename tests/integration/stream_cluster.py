@@ -42,12 +42,13 @@ class StreamCluster:
         *,
         num_routers: int = 1,
         prefill_flags: Sequence[str] = (),
+        decode_flags: Sequence[str] = DECODE_FLAGS,
         router_flags: Sequence[str] = (),
         deadline_s: float = REQUEST_DEADLINE_S,
     ) -> None:
         """`num_tokens`: of the answers to each prompt of PROMPTS. `deadline_s`: of each request."""
         self.prefills = [Member(launcher, f"p{i}", "prefill", *NODE_FLAGS, *prefill_flags) for i in range(prefills)]
-        self.decodes = [Member(launcher, f"d{i}", "decode", *NODE_FLAGS, *DECODE_FLAGS) for i in range(decodes)]
+        self.decodes = [Member(launcher, f"d{i}", "decode", *NODE_FLAGS, *decode_flags) for i in range(decodes)]
         self._launcher = launcher
         self._router_flags = router_flags
         self._deadline_s = deadline_s
@@ -69,10 +70,13 @@ class StreamCluster:
         self._expected = [await call.outcome() for call in calls]
         assert all(outcome.error is None for outcome in self._expected)
 
-    def call(self, number: int, router: RouterMember | None = None) -> Call:
-        """The stream of this number, at its turn's router. No two share a prefix: each prompt is computed anew."""
+    def call(self, number: int, server: RouterMember | Member | None = None) -> Call:
+        """The stream of this number, at its turn's router, else at `server`.
+
+        No two share a prefix: each prompt is computed anew.
+        """
         body = self._bodies[number % len(self._bodies)] | {"cache_salt": f"stream {number}"}
-        url = (router or self.routers[number % len(self.routers)]).url
+        url = (server or self.routers[number % len(self.routers)]).url
         return Call(url, body, deadline_s=self._deadline_s)
 
     async def check(self, number: int, call: Call) -> Outcome:
