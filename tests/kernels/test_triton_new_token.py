@@ -121,12 +121,13 @@ def check(problem: Problem, window: int = 0, **tiling: int) -> None:
     torch.testing.assert_close(problem.cache.double(), cache.double(), atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
-@pytest.mark.parametrize("splits", [0, 2, 8])
 @pytest.mark.parametrize(
-    ("name", "window", "normed", "rotary"),
+    ("name", "window", "normed", "rotary", "splits"),
     [
-        ("mha-64", 0, True, 64), ("gqa-128", 1, True, 128), ("mqa-96", 0, False, 94), ("gqa-80", 16, True, 20),
-        ("wide-64", 0, True, 32), ("one-long", 100, True, 64),
+        ("mha-64", 0, True, 64, 0), ("gqa-128", 1, True, 128, 0), ("mqa-96", 0, False, 94, 0),
+        ("gqa-80", 16, True, 20, 0), ("wide-64", 0, True, 32, 0), ("one-long", 100, True, 64, 0),
+        ("mha-64", 0, True, 64, 2), ("gqa-128", 1, True, 128, 4), ("mqa-96", 0, False, 94, 16),
+        ("gqa-80", 16, True, 20, 4), ("one-long", 100, True, 64, 8),
     ],
 )  # fmt: skip
 def test_one_launch_equals_two(name: str, window: int, normed: bool, rotary: int, splits: int) -> None:
