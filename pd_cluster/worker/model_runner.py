@@ -120,7 +120,7 @@ class ModelRunner:
         else:
             stages = place.told.stages(num_rows)
         sampling = SamplingState(num_rows, vocab_size, stages, host_buffer)
-        rows = InputBatch(num_rows, max_len, block_size, sampling, host_buffer, device)
+        rows = InputBatch(num_rows, max_len, block_size, sampling, host_buffer, vocab_size, device)
 
         def penalty_tables() -> PenaltyTables:
             return next(stage for stage in stages if isinstance(stage, Penalties)).tables()

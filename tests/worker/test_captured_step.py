@@ -20,7 +20,7 @@ from pd_cluster.worker.cuda_graphs.captured_step import MixedStep
 from pd_cluster.worker.cuda_graphs.graph_sizes import FAR_KEYS, GraphSizes, decode_sizes, step_sizes
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.host_buffer import HostBuffer
-from pd_cluster.worker.input_batch import LATE, InputBatch
+from pd_cluster.worker.input_batch import InputBatch
 from pd_cluster.worker.kv_cache import DTYPES, KVCache
 from pd_cluster.worker.sampler import WholeSampler
 from pd_cluster.worker.sampling_state import SamplingState
@@ -104,7 +104,7 @@ def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceC
     """Rows in which the step may be launched. The result of the step that sampled late tokens was not read yet."""
     host_buffer = HostBuffer(CPU, 64 * problem.limit + 200 * problem.max_seqs + 1024)
     sampling = SamplingState(problem.max_seqs, 99, (), host_buffer)
-    rows = InputBatch(problem.max_seqs, MAX_LEN, BLOCK_SIZE, sampling, host_buffer, CPU)
+    rows = InputBatch(problem.max_seqs, MAX_LEN, BLOCK_SIZE, sampling, host_buffer, 99, CPU)
     random, starts, chunks, before = np.random.default_rng(0), [], [], []
     for seq_id, part in enumerate(problem.parts):
         end = part.start + part.num_tokens
@@ -139,7 +139,7 @@ def check_tokens(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places: St
     """And the rows that sample, against the packing of steps that are not captured."""
     plain = rows.build(chunks)
     count = len(plain.token_ids)
-    token_ids = torch.where(places.token_ids == LATE, rows.last_tokens[places.rows], places.token_ids)
+    token_ids = rows.token_choices[places.tokens]
     rows.fill_late(plain)
     assert torch.equal(token_ids[:count], plain.token_ids)
     assert torch.equal(places.positions[:count], plain.positions)
@@ -221,7 +221,7 @@ def test_a_step_in_any_place_is_the_step(problem: Problem) -> None:
     inputs = steps.build(chunks, size, None)
     step = steps._graphs[size].step
     places = step.places(host_buffer.first(step.length))
-    assert [len(part) for part in places[:8]] == [size.num_tokens] * 4 + [size.num_seqs] * 4
+    assert [len(part) for part in places[:7]] == [size.num_tokens] * 3 + [size.num_seqs] * 4
     padding_slot = BLOCK_SIZE  # behind the only block
     check_tokens(rows, chunks, places, padding_slot)
     check_sequences(rows, chunks, places, inputs.block_tables)

@@ -38,8 +38,7 @@ class StepPlaces(NamedTuple):
     The parts are numpy views on the host, torch views on the device. T, S: the size's num_tokens and num_seqs.
     """
 
-    rows: Any  # [T]: each token's row in InputBatch
-    token_ids: Any  # [T], or LATE
+    tokens: Any  # [T]: places in InputBatch.token_choices
     positions: Any  # [T]
     slots: Any  # [T]
     owners: Any  # [S]: rows in InputBatch of the sequences that sample
@@ -109,11 +108,12 @@ class DecodeStep:
         return 7 * self.size.num_seqs
 
     def places(self, fields: Any) -> StepPlaces:
-        rows, token_ids, positions, slots, lengths, temperatures, seeds = fields.reshape(7, -1)
-        return StepPlaces(rows, token_ids, positions, slots, rows, temperatures, seeds, lengths, None)
+        tokens, positions, slots, owners, temperatures, seeds, lengths = fields.reshape(7, -1)
+        return StepPlaces(tokens, positions, slots, owners, temperatures, seeds, lengths, None)
 
     def pad(self, places: StepPlaces, padding_row: int, padding_slot: int) -> None:
-        places.rows[:] = padding_row
+        places.tokens[:] = padding_row + 1  # token 0 of the vocabulary
+        places.owners[:] = padding_row
         places.slots[:] = padding_slot
 
     def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
@@ -144,7 +144,7 @@ class MixedStep:
         num_decodes = num_seqs if size.has_decodes else 0
         tiles = tuple(dict.fromkeys(attention.tiles for attention in attentions))
         lengths = (
-            *[num_tokens] * 4, *[num_seqs] * 5, num_decodes, num_seqs + 1, num_seqs + 2,
+            *[num_tokens] * 3, *[num_seqs] * 5, num_decodes, num_seqs + 1, num_seqs + 2,
             *(2 * each.count for each in tiles),
         )  # fmt: skip
         shared = ReplayOutputs(outputs.logits[:num_seqs], outputs.token_ids[:num_seqs])
@@ -155,15 +155,16 @@ class MixedStep:
         return self.bounds[-1][1]
 
     def places(self, fields: Any) -> StepPlaces:
-        rows, token_ids, positions, slots, owners, sampled, temperatures, seeds, lengths, *others = (
+        tokens, positions, slots, owners, sampled, temperatures, seeds, lengths, *others = (
             fields[start:end] for start, end in self.bounds
         )
         decode_lens, seq_lens, query_starts, *tiles = others
         placed = {kind: place.reshape(2, -1) for kind, place in zip(self.tiles, tiles, strict=True)}
         attention = MixedPlaces(sampled, decode_lens, seq_lens, query_starts, placed)
-        return StepPlaces(rows, token_ids, positions, slots, owners, temperatures, seeds, lengths, attention)
+        return StepPlaces(tokens, positions, slots, owners, temperatures, seeds, lengths, attention)
 
     def pad(self, places: StepPlaces, padding_row: int, padding_slot: int) -> None:
+        places.tokens[:] = padding_row + 1  # token 0 of the vocabulary
         places.owners[:] = padding_row
         places.slots[:] = padding_slot
         for tiles in places.attention.tiles.values():

@@ -124,16 +124,16 @@ class StepGraphs:
     def _run(self, step: CapturedStep) -> ReplayOutputs:
         """The work that a graph captures.
 
-        Its inputs are the host buffer's fields, `last_tokens`, the block tables and the cache.
+        Its inputs are the host buffer's fields, `token_choices`, the block tables and the cache.
         """
-        last_tokens, places = self._rows.last_tokens, step.places(self._host_buffer.first(step.length))
-        token_ids = torch.where(places.token_ids < 0, last_tokens[places.rows], places.token_ids)
+        rows, places = self._rows, step.places(self._host_buffer.first(step.length))
+        token_ids = rows.token_choices.index_select(0, places.tokens)
         plans, tail = step.plan(places, self._block_tables)
         inputs = ForwardInputs(token_ids, places.positions, places.slots, plans, tail)
         logits = self._model.forward(inputs, self._views)
         temperatures = places.temperatures.view(torch.float32)[: step.size.num_seqs]
         chosen = self._sampler.draw(logits, Draws(temperatures, places.seeds, places.lengths))
-        last_tokens.index_copy_(0, places.owners, chosen)
+        rows.last_tokens.index_copy_(0, places.owners, chosen)
         return step.keep(logits, chosen)
 
 
