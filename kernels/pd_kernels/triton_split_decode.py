@@ -55,7 +55,8 @@ def _merge_slice(
     tl.store(target + output, merged.to(target.dtype.element_ty), mask=output < NUM_OUTPUTS)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+# `arrived` lies behind other counters: a multiple of 16 bytes in steps of some numbers of sequences only
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["arrived"])
 def _split_kernel(
     heads, query_norm, key_norm, cos, sin, slot_mapping, key_cache, value_cache, block_tables, seq_lens, arrived, out,
     parts, part_logs, heads_stride, table_stride, block_stride, head_stride, scale, eps,

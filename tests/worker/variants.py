@@ -69,7 +69,7 @@ CASES = {
     "windows": Case({**CONFIGS["8b"], **WINDOWS}, 21, 2048, 2048),
     "small": Case(CONFIGS["0.6b"], 64, 2048, 8192),
     "gemma3": Case({**CONFIGS["0.6b"], **GEMMA3}, 8, 1024, 2048),
-    "float8 blocks": Case({**CONFIGS["0.6b"], **FLOAT8}, 8, 256, 1024),
+    "float8 blocks": Case({**CONFIGS["0.6b"], **FLOAT8}, 16, 256, 1024),
     "experts": Case({**CONFIGS["30b-a3b"], **EXPERTS}, 21, 2048, 2048),
     "small, float16": Case(CONFIGS["0.6b"], 8, 4096, 2048, "float16"),
     "large, fp8 cache": Case(CONFIGS["8b"], 7, 1024, 8192, kv_cache_dtype="fp8"),
@@ -153,6 +153,7 @@ def compiled_later(worker: DeviceExecutor, case: Case, variants: Variants) -> li
     """What steps of all sorts ask for that nothing before them did."""
     known, most = set(variants.seen), case.num_seqs
     for count in (count for count in (*range(19), 31, 32, 33, 48) if count < most):
+        serve(worker, count + 1)
         serve(worker, count, (0, 65, 0))
         serve(worker, count, (10, 100, 3))
         serve(worker, max(count - 2, 0), (0, 70, 0), (64, 130, 0), (10, 100, 3))
