@@ -4,7 +4,7 @@
 An early kernel first calls `others_may_start`. Every program calls `wait_for_others` before it reads data that another
 early kernel may have written, and before it writes anything. So when a kernel has ended, all kernels before it have
 ended. Data that a program reads before this call must be older than the last ordinary launch: weights, and data that is
-set up once a step, because every step looks up its embeddings with an ordinary launch.
+set up once a step, because every step then looks up its embeddings with an ordinary launch.
 
 Source: NVIDIA CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """

@@ -64,8 +64,9 @@ class Gemma3(Decoder[Gemma3Layer]):
     def hidden(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Normed:
         """See Decoder."""
         eps, last = self.spec.norm_eps, self._layers[-1]
-        residual = F.embedding(inputs.token_ids, self._embedding) * self._embedding_scale
+        # before an ordinary launch: see triton_dependent_launch
         angles = [rope.at(inputs.positions) for rope in self._ropes]
+        residual = F.embedding(inputs.token_ids, self._embedding) * self._embedding_scale
         x: Normed = self._kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         for layer, next_norm, views in zip(self._layers, self._next_norms, layer_views, strict=True):
             tail = inputs.tail if layer is last else None

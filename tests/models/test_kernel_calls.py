@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.recorded_model import KERNELS, SHAPES, RecordedModel
 
@@ -44,3 +46,27 @@ def test_kernels_are_called_as_written_down(monkeypatch: pytest.MonkeyPatch, sha
     if os.environ.get("PD_RENEW_GOLDENS"):
         golden.write_text(found)
     assert found == golden.read_text()
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the names of torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("shape", "num_tables"), [("llama", 1), ("gemma3", 2)])
+def test_angles_are_looked_up_before_the_embeddings(shape: str, num_tables: int) -> None:
+    """Attention reads them before it waits, so they must be older than the last ordinary launch before it."""
+    recorded = RecordedModel(shape, KERNELS["usual"])
+    with Operations() as operations:
+        recorded.step(3, None)
+    before = operations.names[: operations.names.index("aten.embedding.default")]
+    assert before.count("aten.index_select.default") == 2 * num_tables
