@@ -157,14 +157,16 @@ class TritonAttentionPlan:
     def run_rotating(
         self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
     ) -> torch.Tensor | None:
-        """See AttentionPlan. For steps of decodes alone, not too many of them, with no norms over several heads."""
+        """See AttentionPlan. For decodes alone, not too many, that rotate, with no norms over several heads."""
         lens, plan = self.decode_lens, self.decode
         if plan is None or self.prefill is not None or len(lens) > plan.tiling.rotates_up_to:
             return None
-        if new.norms is not None and new.norms.query.dim() > 1:
+        if not new.cos.shape[1] or (new.norms is not None and new.norms.query.dim() > 1):
             return None
         check_cache_views(key_cache, value_cache)
         check_heads(heads, new.cos, new.sin, key_cache, new.slot_mapping)
+        if len(heads) != len(lens):
+            raise ValueError(f"heads of {len(heads)} tokens in a step of {len(lens)}")
         _, num_kv_heads, _, size = key_cache.shape
         out = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, size)
         tables = self.packed.block_tables

@@ -247,9 +247,23 @@ def test_other_shapes_are_refused() -> None:
         (replace(problem, heads=problem.heads.half()), "into torch.float32"),
         (replace(problem, new=replace(problem.new, cos=problem.new.cos[:, ::2])), "cos and sin"),
         (replace(problem, new=replace(problem.new, slot_mapping=problem.new.slot_mapping[:2])), "at 2 slots"),
+        (first_tokens(problem, 3), "3 tokens in a step of 4"),
     ):
         with pytest.raises(ValueError, match=message):
             wrong.run()
+
+
+def first_tokens(problem: Problem, count: int) -> Problem:
+    """The problem with the plan of all sequences, and new tokens of the first ones."""
+    new = problem.new
+    new = NewTokens(new.norms, new.cos[:count], new.sin[:count], new.slot_mapping[:count])
+    return replace(problem, heads=problem.heads[:count], new=new)
+
+
+def test_heads_that_do_not_rotate_are_left_to_two_launches() -> None:
+    problem = make(SHAPES["gqa-80"])
+    still = replace(problem.new, cos=problem.new.cos[:, :0].contiguous(), sin=problem.new.sin[:, :0].contiguous())
+    assert replace(problem, new=still).run() is None
 
 
 @pytest.mark.gpu
