@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton import knobs
@@ -18,50 +18,63 @@ from triton.compiler import compile as compile_source
 from pd_kernels.attention import AttentionShape
 from pd_kernels.decode_tiling import decode_tiling
 from pd_kernels.triton_decode import _decode_kernel
+from pd_kernels.triton_split_decode import _NUM_WARPS, _split_kernel
 
 if TYPE_CHECKING:
+    from triton.runtime.jit import JITFunction
+
     from pd_kernels.decode_tiling import DecodeTiling
 
-SHAPES = {"4 KV heads": AttentionShape(32, 4, 128, 64, 1, torch.bfloat16)}
+SHAPE = AttentionShape(32, 4, 128, 64, 1, torch.bfloat16)
 
 
 def compile_decode(shape: AttentionShape, tiling: DecodeTiling) -> str:
     """PTX. What ptxas says (registers, spills) is printed."""
-    group = shape.heads_per_kv_head
+    types = {"ends": "*i32", "num_seqs": "i32", "query": "*bf16", "query_stride": "i32"}
+    constants = {"SEQS": 1, "PROGRAMS": 528, "MEMBERS": shape.heads_per_kv_head, "MERGED": 8, "SETUP": tiling.setup}
+    return _compile(_decode_kernel, shape, tiling, types, constants, tiling.num_warps)
+
+
+def compile_split(shape: AttentionShape, tiling: DecodeTiling) -> str:
+    """PTX of the kernel for few sequences, as `compile_decode`."""
+    types = {"heads": "*bf16", "heads_stride": "i32"}
+    constants = {"SPLITS": tiling.splits, "SLICE": shape.heads_per_kv_head * shape.head_dim // tiling.splits}
+    return _compile(_split_kernel, shape, tiling, types, constants, _NUM_WARPS)
+
+
+def _compile(
+    kernel: JITFunction[Any], shape: AttentionShape, tiling: DecodeTiling, own_types: dict[str, str],
+    own_constants: dict[str, int], num_warps: int,
+) -> str:  # fmt: skip
     types = {
-        **dict.fromkeys(("query", "query_norm", "key_norm", "cos", "sin"), "*bf16"),
+        **own_types,
+        **dict.fromkeys(("query_norm", "key_norm", "cos", "sin", "key_cache", "value_cache", "out"), "*bf16"),
         "slot_mapping": "*i64",
-        **dict.fromkeys(("key_cache", "value_cache"), "*bf16"),
-        **dict.fromkeys(("block_tables", "seq_lens", "ends", "arrived"), "*i32"),
-        "out": "*bf16",
+        **dict.fromkeys(("block_tables", "seq_lens", "arrived"), "*i32"),
         **dict.fromkeys(("parts", "part_logs"), "*fp32"),
-        **dict.fromkeys(("num_seqs", "query_stride", "table_stride", "block_stride", "head_stride"), "i32"),
+        **dict.fromkeys(("table_stride", "block_stride", "head_stride"), "i32"),
         **dict.fromkeys(("scale", "eps"), "fp32"),
     }
     constants = {
-        "NUM_KV_HEADS": shape.num_kv_heads, "GROUP": group, "SIZE": shape.head_dim, "BLOCK_SIZE": shape.block_size,
-        "WINDOW": 0, "TILE": tiling.tile, "SEQS": 1, "ROWS": 16, "COLUMNS": shape.head_dim, "PROGRAMS": 528,
-        "MEMBERS": group, "MERGED": 8, "PRECISION": "tf32", "STAGES": tiling.num_stages, "SETUP": tiling.setup,
-        "ROTARY": shape.head_dim, "NORM": True, "EARLY": True,
+        **own_constants, "NUM_KV_HEADS": shape.num_kv_heads, "GROUP": shape.heads_per_kv_head, "SIZE": shape.head_dim,
+        "BLOCK_SIZE": shape.block_size, "WINDOW": 0, "TILE": tiling.tile, "ROWS": 16, "COLUMNS": shape.head_dim,
+        "PRECISION": "tf32", "STAGES": tiling.num_stages, "ROTARY": shape.head_dim, "NORM": True, "EARLY": True,
     }  # fmt: skip
-    names = _decode_kernel.arg_names
-    aligned = [
-        name for name in types
-        if types[name].startswith("*") or name in ("query_stride", "block_stride", "head_stride")
-    ]  # fmt: skip
+    names, unaligned = kernel.arg_names, ("arrived", "num_seqs", "table_stride", "scale", "eps")
     source = ASTSource(
-        _decode_kernel,
+        kernel,
         {**types, **dict.fromkeys(constants, "constexpr")},
         constants,
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in types if name not in unaligned},
     )
-    options = {"num_warps": tiling.num_warps, "launch_pdl": True}
+    options = {"num_warps": num_warps, "launch_pdl": True}
     return str(compile_source(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 
 def main() -> None:
     knobs.nvidia.dump_ptxas_log = True
-    json.dump({name: compile_decode(shape, decode_tiling(shape)) for name, shape in SHAPES.items()}, sys.stdout)
+    tiling = decode_tiling(SHAPE)
+    json.dump({"shares": compile_decode(SHAPE, tiling), "splits": compile_split(SHAPE, tiling)}, sys.stdout)
 
 
 if __name__ == "__main__":

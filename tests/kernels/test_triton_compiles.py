@@ -78,15 +78,27 @@ def test_sums_over_ranks_publish_what_is_written_and_read_what_has_come(tmp_path
 def test_new_tokens_wait_for_the_product_and_old_ones_do_not(tmp_path: Path) -> None:
     """No barrier but those of conversions that the matrix unit needs stands between the product and its use."""
     found, _ = compile_by("tests.kernels.hopper_decode", tmp_path)
-    assert len(found) == 1
-    for name, ptx in found.items():
-        ahead, behind = ptx.split("griddepcontrol.wait", 1)
-        ahead = ahead.rpartition("bra ")[2]  # of this pair
-        assert "st.global" not in ahead, name
-        assert ahead.count("cp.async.bulk.prefetch.L2.global") == 2, name
-        rotation = behind.split("cp.async.cg", 1)[0]
-        assert "rsqrt" in rotation, name
-        assert rotation.count("bar.sync") <= 8, name
+    ahead, behind = found["shares"].split("griddepcontrol.wait", 1)
+    ahead = ahead.rpartition("bra ")[2]  # of this pair
+    assert "st.global" not in ahead
+    assert ahead.count("cp.async.bulk.prefetch.L2.global") == 2
+    rotation = behind.split("cp.async.cg", 1)[0]
+    assert "rsqrt" in rotation
+    assert rotation.count("bar.sync") <= 8
+    assert_parts_are_published(found["splits"])
+
+
+def assert_parts_are_published(ptx: str) -> None:
+    """Parts are written, then counted behind a barrier; they are read past the L1 cache once the count is acquired."""
+    ahead, behind = ptx.split("griddepcontrol.wait", 1)
+    assert not re.search(r"st\.global|atom\.|griddepcontrol\.wait", ahead)
+    assert len(re.findall(r"ld\.global\.v4\.b32", ahead)) >= 16  # keys and values of the first tile
+    written, counted = behind.split("atom.global.gpu.acq_rel.add", 1)
+    assert "bar.sync" in written.rpartition("st.global")[2]
+    spin, merged = counted.split("gpu.acquire", 1)
+    assert "ld.global.cg" not in spin
+    assert "bar.sync" in merged.split("ld.global", 1)[0]
+    assert set(re.findall(r"ld\.global\.\w+", merged)) == {"ld.global.cg"}
 
 
 def assert_registers_are_read(ptx: str, name: str) -> None:
