@@ -79,7 +79,7 @@ class CapturedStep(Protocol):
         """Divide `fields` [length] into views, one for each input of the step."""
 
     def pad(self, places: StepPlaces, padding_row: int, padding_slot: int) -> None:
-        """Turn zeroed places into a step of padding alone. Padding reads no cache, and writes to `padding_slot` at most."""
+        """Turn zeroed places into a step of padding alone. It reads no cache, and writes to `padding_slot` at most."""
 
     def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
         """Write the inputs of attention except `lengths`.
