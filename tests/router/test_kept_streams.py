@@ -53,6 +53,23 @@ def test_a_stream_is_handed_over_if_a_decode_node_has_time_or_no_node(stream_roo
     assert stream_rooms[2] == 0 or choice.best_decode(choice.decodes, NOW_S) is d
 
 
+def test_several_prompts_are_handed_over() -> None:
+    """A body has any number of them, which the router does not count."""
+    nodes = table(1, 1)
+    rooms(nodes, 1, 0)
+    assert chosen(nodes, is_several=True).text == "d-first; reason=several-prompts"
+
+
+@pytest.mark.parametrize("settings", [{"prefill_on_decode": "never"}, {"on_prefill_failure": "fail"}, {}])
+def test_no_decode_node_reads_the_prompt_when_the_keeper_fails(settings: dict[str, str]) -> None:
+    nodes = table(2, 1)
+    keeper, busy, d = rooms(nodes, 3, 0, 0)
+    with Charge(keeper, lambda: NOW_S, prompt_tokens=50_000), Charge(busy, lambda: NOW_S, prompt_tokens=50_000):
+        choice = chosen(nodes, **settings)
+        assert (choice.reason, choice.decodes) == ("decode-late", (keeper,))
+        assert choice.sooner([d], NOW_S) is None, "it has been asked; what is left are the nodes that decode"
+
+
 def test_without_targets_nothing_changes() -> None:
     nodes = table(1, 1)
     p, d = nodes.nodes
