@@ -149,6 +149,22 @@ async def test_a_p_that_drained_behind_its_ticket_is_no_second_death() -> None:
         assert (len(d0.seen), len(d1.seen)) == (1, 1)
 
 
+async def test_late_last_words_of_a_boot_close_no_later_one() -> None:
+    """As when a lost packet held them back: /health has told of the next boot already."""
+    [node] = with_feeds([FakeNode("decode", fakes.decode)])
+    feed = node.feed
+    assert isinstance(feed, FakeFeed)
+    async with running(node), serving(decode=[node]) as router:
+        [known] = router.services.table.nodes
+        await until(lambda: feed.num_open)
+        known.epoch = node.epoch + 1
+        feed.say(FeedDelta(2, NodeLoad(), is_last=True))
+        feed.say(b"")
+        await until(lambda: len(feed.orders) == 2)  # no feed of a node that is down is asked for
+        assert known.liveness.has_left(node.epoch)
+        assert known.reachable
+
+
 def test_a_node_that_fails_under_ever_new_epochs_is_not_asked_for_ever() -> None:
     node, record = Node(url="a", role=Role.DECODE, node_id="a", stream_version=VERSION), StreamRecord()
     record.begin(HEAD)
