@@ -121,6 +121,21 @@ async def test_a_stream_leaves_a_node_that_is_gone_by_order() -> None:
         assert router.count("pd_router_legs_moved_total", leg="stream", node=first, kind="left") == 1
 
 
+async def test_streams_that_a_drain_breaks_eject_no_node() -> None:
+    """The node may be there again before the last of them is noted."""
+    script = FramedScript(STREAM, [(MIDDLE, End.BREAKS)])
+    leaving = Leaving(script, say_by_feed, started_again)
+    nodes = with_feeds(framed_nodes(script))
+    for node in nodes:
+        node.script = leaving
+    async with running(*nodes), serving(decode=nodes, **QUICK | {"health_interval_s": 3600.0}, eject_after=1) as router:
+        leaving.router = router
+        assert await post(router, stream=True) == (200, STREAM.text)
+        assert [node.ejected_until_s for node in router.services.table.nodes] == [0.0, 0.0]
+        first = leaving.left[0].node_id
+        assert router.count("pd_router_leg_failures_total", leg="stream", node=first, kind="left") == 1
+
+
 async def test_an_engine_that_dies_in_a_drain_counts() -> None:
     async def engine_died(node: FakeNode, request: web.Request, seen: fakes.Seen) -> web.StreamResponse:
         await say_by_health(router, node)
