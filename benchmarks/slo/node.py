@@ -97,7 +97,8 @@ class SimulatedNode:
         )  # fmt: skip
         if not room.is_known:
             return load
-        return replace(load, tpot_s=room.tpot_s, stream_room=room.beside(scheduler.num_streams))
+        stream_room = room.beside(scheduler.num_streams, load.free_blocks / load.num_blocks)
+        return replace(load, tpot_s=room.tpot_s, stream_room=stream_room)
 
     def _busy_s(self) -> float:
         """As Pipeline.busy_s: predicted, not known."""

@@ -93,5 +93,5 @@ class NewsReport:
         room = self._room
         if not room.is_known:
             return load
-        stream_room = room.beside(self._scheduler.num_streams)
+        stream_room = room.beside(self._scheduler.num_streams, load.free_blocks / load.num_blocks)
         return msgspec.structs.replace(load, tpot_s=room.tpot_s, stream_room=stream_room)

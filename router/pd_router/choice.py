@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from pd_router.config import RouterConfig
 
+KEPT = "decode-late"
+
 
 class RouteChoice(msgspec.Struct, frozen=True):
     """An order, and the nodes that may serve its legs. The `best_*` choose among those left when a leg begins.
@@ -84,8 +86,8 @@ class RouteChoice(msgspec.Struct, frozen=True):
     def sooner(self, nodes: Iterable[Node], now_s: float) -> Node | None:
         """A node that may serve the request alone although a handoff is planned; None: that is better, or not known."""
         ready = _healthy(nodes, now_s)
-        if (keeper := self._keeper(ready)) is not None:
-            return keeper
+        if self.reason == KEPT:  # no decode node instead of it: those are late, and may not be allowed to read prompts
+            return self._keeper(ready)
         return self._sooner([node for node in ready if node.role is not Role.PREFILL], self._prefill_s(now_s))[0]
 
     def _keeper(self, nodes: Iterable[Node]) -> Node | None:
@@ -199,7 +201,8 @@ def choose(
     handoff = _handoff(costs, settings, asked, ranked, decodes, kv_version, prompt)
     if handoff.is_asked:
         return handoff
-    if settings.decode_on_prefill == "auto" and heirs is None and (kept := _kept(handoff)) is not None:
+    may_keep = settings.decode_on_prefill == "auto" and heirs is None
+    if may_keep and not prompt.is_several and (kept := _kept(handoff)) is not None:  # how many is not counted here
         return kept
     return _better(handoff, reading_s[ranked[0]]) if settings.spills else handoff
 
@@ -252,7 +255,7 @@ def _kept(handoff: RouteChoice) -> RouteChoice | None:
     if not all(map(costs.is_late, handoff._paired(handoff.decodes))) or handoff._keeper(handoff.prefills) is None:
         return None
     keepers = tuple(node for node in handoff.prefills if costs.has_time(node))
-    return replace(handoff, order=HandoffOrder.DIRECT, reason="decode-late", decodes=keepers, otherwise=handoff)
+    return replace(handoff, order=HandoffOrder.DIRECT, reason=KEPT, decodes=keepers, otherwise=handoff)
 
 
 def _better(handoff: RouteChoice, prefill_s: float) -> RouteChoice:

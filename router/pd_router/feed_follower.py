@@ -114,7 +114,7 @@ class FeedFollower:
                     following.heard()
                     for _ in following.feed.apply(message):
                         await asyncio.sleep(0)
-                    if isinstance(message, FeedDelta) and message.is_last:
+                    if isinstance(message, FeedDelta) and message.is_last and node.liveness.has_left(node.epoch):
                         self._table.set_down(node)  # it refuses what would be sent before the next look at /health
                     limit.reschedule(loop.time() + SILENCE_S)
         raise FeedLost("the answer ended")

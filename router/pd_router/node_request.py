@@ -174,6 +174,8 @@ class NodeRequest(ABC, Generic[Plan]):
             epoch = self._casualties.epoch_of(failure.node)
             if await self._s.upstream.has_died(failure.node, epoch):
                 failure.kind = FailureKind.DIED
+            elif failure.node.liveness.has_left(epoch):  # no illness: it would eject the boot that follows
+                failure.kind = FailureKind.LEFT
         self._note(leg, failure)
         if failure.kind in _NO_CASUALTY:
             self._casualties.spare(failure.node)

@@ -12,10 +12,12 @@ from pd_router.config import HandoffOrder
 from pd_router.node_table import Charge, Node, NodeTable
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
+from tests.router.framed_nodes import End, FramedScript, framed_nodes
+from tests.router.framed_streams import make_stream
 from tests.router.router_process import Router, serving, until
 from tests.router.test_choice import NOW_S, chosen, table, tell
 from tests.router.test_feed_follower import FakeFeed
-from tests.router.test_router_spill import BODY, post
+from tests.router.test_router_spill import BODY, COMPLETIONS, post
 
 TPOT_S = 0.010
 
@@ -51,6 +53,23 @@ def test_a_stream_is_handed_over_if_a_decode_node_has_time_or_no_node(stream_roo
     choice = chosen(nodes)
     assert choice.text == "p-first; reason=default"
     assert stream_rooms[2] == 0 or choice.best_decode(choice.decodes, NOW_S) is d
+
+
+def test_several_prompts_are_handed_over() -> None:
+    """A body has any number of them, which the router does not count."""
+    nodes = table(1, 1)
+    rooms(nodes, 1, 0)
+    assert chosen(nodes, is_several=True).text == "d-first; reason=several-prompts"
+
+
+@pytest.mark.parametrize("settings", [{"prefill_on_decode": "never"}, {"on_prefill_failure": "fail"}, {}])
+def test_no_decode_node_reads_the_prompt_when_the_keeper_fails(settings: dict[str, str]) -> None:
+    nodes = table(2, 1)
+    keeper, busy, d = rooms(nodes, 3, 0, 0)
+    with Charge(keeper, lambda: NOW_S, prompt_tokens=50_000), Charge(busy, lambda: NOW_S, prompt_tokens=50_000):
+        choice = chosen(nodes, **settings)
+        assert (choice.reason, choice.decodes) == ("decode-late", (keeper,))
+        assert choice.sooner([d], NOW_S) is None, "it has been asked; what is left are the nodes that decode"
 
 
 def test_without_targets_nothing_changes() -> None:
@@ -124,8 +143,12 @@ async def heard(router: Router) -> None:
 
 def telling(role: str, script: Any, stream_room: int) -> FakeNode:
     node = FakeNode(role, script)
-    node.feed = FakeFeed(FeedSnapshot(7, 1, NodeLoad(num_slots=64, tpot_s=TPOT_S, stream_room=stream_room)))
+    node.feed = feed(stream_room)
     return node
+
+
+def feed(stream_room: int) -> FakeFeed:
+    return FakeFeed(FeedSnapshot(7, 1, NodeLoad(num_slots=64, tpot_s=TPOT_S, stream_room=stream_room)))
 
 
 @pytest.mark.anyio
@@ -155,4 +178,19 @@ async def test_a_stream_that_no_prefill_node_keeps_is_handed_over() -> None:
         status, headers, data = await post(router, BODY | {"stream": True})
         assert (status, headers["x-pd-route"], data) == (200, "p-first; reason=default", fakes.WHOLE_STREAM)
         assert headers["x-pd-decode"] == "fake-decode"
+        await router.idle()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("end", [End.BREAKS, End.GIVES_UP])
+async def test_a_decode_node_goes_on_with_a_kept_stream(end: End) -> None:
+    stream = make_stream(3)
+    script = FramedScript(stream, [(sum(map(len, stream.messages()[1:3])), end)])
+    p, d = framed_nodes(script)
+    p.role, p.feed, d.feed = "prefill", feed(4), feed(0)
+    async with running(p, d), serving([p], [d], continue_wait_s=0.0) as router:
+        await heard(router)
+        status, headers, data = await post(router, {"model": "demo", "prompt": "x", "stream": True}, COMPLETIONS)
+        assert (status, headers["x-pd-route"], data) == (200, "direct; reason=decode-late", stream.text)
+        assert (len(p.seen), len(d.seen), script.counts) == (1, 1, [2])
         await router.idle()

@@ -121,6 +121,21 @@ async def test_a_stream_leaves_a_node_that_is_gone_by_order() -> None:
         assert router.count("pd_router_legs_moved_total", leg="stream", node=first, kind="left") == 1
 
 
+async def test_streams_that_a_drain_breaks_eject_no_node() -> None:
+    """The node may be there again before the last of them is noted."""
+    script = FramedScript(STREAM, [(MIDDLE, End.BREAKS)])
+    leaving = Leaving(script, say_by_feed, started_again)
+    nodes = with_feeds(framed_nodes(script))
+    for node in nodes:
+        node.script = leaving
+    async with running(*nodes), serving(decode=nodes, **QUICK | {"health_interval_s": 3600.0}, eject_after=1) as router:
+        leaving.router = router
+        assert await post(router, stream=True) == (200, STREAM.text)
+        assert [node.ejected_until_s for node in router.services.table.nodes] == [0.0, 0.0]
+        first = leaving.left[0].node_id
+        assert router.count("pd_router_leg_failures_total", leg="stream", node=first, kind="left") == 1
+
+
 async def test_an_engine_that_dies_in_a_drain_counts() -> None:
     async def engine_died(node: FakeNode, request: web.Request, seen: fakes.Seen) -> web.StreamResponse:
         await say_by_health(router, node)
@@ -147,6 +162,22 @@ async def test_a_p_that_drained_behind_its_ticket_is_no_second_death() -> None:
     async with running(p, d0, d1), serving([p], [d0, d1], **QUICK) as router:
         assert (await post(router))[0] == 200
         assert (len(d0.seen), len(d1.seen)) == (1, 1)
+
+
+async def test_late_last_words_of_a_boot_close_no_later_one() -> None:
+    """As when a lost packet held them back: /health has told of the next boot already."""
+    [node] = with_feeds([FakeNode("decode", fakes.decode)])
+    feed = node.feed
+    assert isinstance(feed, FakeFeed)
+    async with running(node), serving(decode=[node]) as router:
+        [known] = router.services.table.nodes
+        await until(lambda: feed.num_open)
+        known.epoch = node.epoch + 1
+        feed.say(FeedDelta(2, NodeLoad(), is_last=True))
+        feed.say(b"")
+        await until(lambda: len(feed.orders) == 2)  # no feed of a node that is down is asked for
+        assert known.liveness.has_left(node.epoch)
+        assert known.reachable
 
 
 def test_a_node_that_fails_under_ever_new_epochs_is_not_asked_for_ever() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pd_cluster.scheduling.step_budget import AIM
 from pd_cluster.scheduling.step_model import StepModel, StepWork
-from pd_cluster.scheduling.stream_room import FADE_S, USUAL_CONTEXT, StreamRoom
+from pd_cluster.scheduling.stream_room import FADE_S, SPARE_MEMORY, SPARE_SLOTS, USUAL_CONTEXT, StreamRoom
 
 TPOT_S, SLOTS = 0.010, 256
 MODEL = StepModel([(StepWork(num, USUAL_CONTEXT * num), 4e-3 + num * 50e-6) for num in (1, 32, 128)])
@@ -79,6 +79,23 @@ def test_only_what_prompts_add_to_a_step_counts() -> None:
         clock.now_s += 2 * alone_s
         made.note(StepWork(32, 32 * USUAL_CONTEXT, 100), 1.5 * alone_s)
     assert made.share == pytest.approx(0.25, rel=0.05)
+
+
+def test_one_long_stream_that_has_ended_shuts_no_node() -> None:
+    made, clock = room(prompts_first=True)
+    idle = made.beside(0)
+    made.note(StepWork(1, 1_000_000), 0.02)
+    assert made.beside(0) == 0
+    clock.now_s += 20 * FADE_S
+    assert made.beside(0) == idle
+
+
+def test_prompts_find_slots_and_memory_where_they_come_first() -> None:
+    for prompts_first in (True, False):
+        made, _ = room(10.0, prompts_first=prompts_first)
+        assert made.beside(0) == SLOTS * (1 - SPARE_SLOTS * prompts_first)
+        assert made.beside(0, free=SPARE_MEMORY) == made.beside(0)
+        assert (made.beside(0, free=SPARE_MEMORY - 0.01) == 0) == prompts_first
 
 
 def test_nothing_is_known_without_a_target_or_measured_steps() -> None:
