@@ -63,7 +63,7 @@ def test_several_prompts_are_handed_over() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"prefill_on_decode": "never"}, {"on_prefill_failure": "fail"}, {}])
-def test_no_decode_node_reads_the_prompt_when_the_keeper_fails(settings: dict[str, str]) -> None:
+def test_no_decode_node_reads_the_prompt_when_the_keeper_fails(settings: dict[str, Any]) -> None:
     nodes = table(2, 1)
     keeper, busy, d = rooms(nodes, 3, 0, 0)
     with Charge(keeper, lambda: NOW_S, prompt_tokens=50_000), Charge(busy, lambda: NOW_S, prompt_tokens=50_000):
