@@ -108,8 +108,7 @@ class Planner:
         num_decodes = sum(map(is_stream, self._queues.running))
         if not num_decodes:
             return 0
-        self._step_budget.beside(num_decodes, 0, self._config.max_num_batched_tokens, self._queues)
-        return self._step_budget.step_tokens
+        return self._step_budget.lasting(num_decodes, self._config.max_num_batched_tokens, self._queues)
 
     def _prefill_budget(self, builder: BatchBuilder) -> PrefillBudget:
         """The share of this step for prompts: what its decodes, and loaded sequences that may enter, leave."""

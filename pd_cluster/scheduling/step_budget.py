@@ -7,13 +7,24 @@ the steps under way will have ended. With `tpot` = AIM x tpot_s, and the least s
     slack >= 0    tpot + slack / SPREAD
     slack < 0     tpot + slack / SPREAD, but not under RECOVERY x tpot: a late stream catches up over some tens of
                   tokens, and prompts go on meanwhile
-    a late prompt tpot + slack + DEBT x tpot while that is longer: a prompt would miss its TTFT target
+    a late prompt tpot + slack + debt while that is longer: a prompt would miss its TTFT target. The debt of a stream is
+                  DEBT x tpot, or what the target leaves beyond AIM for all of its tokens, if that is more
     always        AIM x itl_s at most
 
 as the StepModel predicts. Prompts get the tokens that fit between the decodes alone and that, in captured sizes. They
 get LEAST_PROMPT_TOKENS whatever that takes, as under a fixed limit: where decodes alone miss the target, prompts crawl
-and do not starve. The price of a token rises with the step (8B on an H200: 8 us up to 128 tokens in all, 22 beyond
-256), so slack is spent evenly unless time is short.
+and do not starve.
+
+**Saving.** The price of a dense model's token rises with the step (8B on an H200: 8 us up to 128 tokens in all, 22
+beyond 256), so slack is spent evenly unless time is short. A mixture reads nearly all experts for the first tokens:
+5 decodes of Qwen3-30B-A3B take 4.2 ms, with 64 tokens of a prompt 10.1, with 2,043 25.8. There small shares spend all
+slack on experts, and prompts starve. So where a token costs over NEARLY_CHEAPEST times its price in the longest useful
+step (all that wait, or AIM x itl_s), prompts get nothing until one step may take
+
+    tpot + slack, all at once; for a late prompt as above; LEAST_PROMPT_TOKENS for each step since their last
+
+and a token costs no more in it than in the longest useful one. The last line bounds the wait, by the longest step /
+LEAST_PROMPT_TOKENS steps. A step without decodes does not wait.
 """
 
 from __future__ import annotations
@@ -23,8 +34,9 @@ from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING, Protocol, Self
 
-from pd_cluster.scheduling.prefill_budget import STEP_MULTIPLE, PrefillBudget
+from pd_cluster.scheduling.prefill_budget import LEAST_PROMPT_TOKENS, STEP_MULTIPLE, PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
+from pd_cluster.scheduling.step_cost import NEARLY_CHEAPEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,9 +57,7 @@ COARSE = 512  # tokens from which captured sizes are two STEP_MULTIPLEs apart
 
 
 class StepBudget(Protocol):
-    """Decides the share of prompts in steps beside decodes. `step_tokens`: of the last such step; 0: not limited."""
-
-    step_tokens: int
+    """Decides the share of prompts in steps beside decodes."""
 
     def beside(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> PrefillBudget:
         """The share of a step of at most `max_num_tokens` with `num_decodes` decodes, which are planned.
@@ -56,6 +66,9 @@ class StepBudget(Protocol):
         parked request will decode soon.
         """
 
+    def lasting(self, num_decodes: int, max_num_tokens: int, queues: Queues) -> int:
+        """The prompt tokens that a step takes at present beside the decodes, on average. 0: not limited."""
+
 
 @dataclass(slots=True)
 class FixedBudget:
@@ -63,12 +76,13 @@ class FixedBudget:
 
     limit: int = 0
     keys_per_token: int = 0
-    step_tokens: int = 0
 
     def beside(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> PrefillBudget:
-        share = PrefillBudget.beside(num_decodes, max_num_tokens, self.limit, self.keys_per_token)
-        self.step_tokens = share.cost_left if share.is_limited else 0
-        return share
+        return PrefillBudget.beside(num_decodes, max_num_tokens, self.limit, self.keys_per_token)
+
+    def lasting(self, num_decodes: int, max_num_tokens: int, queues: Queues) -> int:
+        share = self.beside(num_decodes, 0, max_num_tokens, queues)
+        return share.cost_left if share.is_limited else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +104,20 @@ class Targets:
         return replace(self, tpot_s=inf)
 
 
+@dataclass(slots=True)
+class _Step:
+    """What is known of the step to be planned, before prompts have their share."""
+
+    num_decodes: int
+    max_num_tokens: int
+    begin_s: float
+    alone_s: float  # of the decodes alone
+    slack_s: float  # the least of all streams
+    credit_s: float  # the least with what streams may owe to a late prompt
+    most: int  # tokens of prompts within the bound of gaps
+    most_useful: int = 0  # of those that wait, as many as one step takes
+
+
 class SlackBudget:
     """By the streams' slack. `busy_s`: predicted seconds until every step under way has ended."""
 
@@ -100,40 +128,97 @@ class SlackBudget:
         self._model = model
         self._clock = clock
         self._busy_s = busy_s
-        self.step_tokens = 0
+        self._share = PrefillBudget(num_given=1)  # of the last step
+        self._num_without = 0  # steps in a row, up to the last, without a prompt's token
 
     def beside(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> PrefillBudget:
+        self._num_without = 0 if self._share.num_given else self._num_without + 1
+        step = self._look(num_decodes, num_entering, max_num_tokens, queues)
+        most, is_cheap = self._most(step, queues)
+        if self._num_without:
+            most = max(most, min(step.most, (1 + self._num_without) * LEAST_PROMPT_TOKENS))
+        self._share = self._share_of(step, most)
+        may_wait = num_decodes > num_entering  # else the step might be empty, and no other would follow
+        if may_wait and not is_cheap and not self._pays(step, self._share.tokens_left):
+            self._share = PrefillBudget(is_limited=True)
+        return self._share
+
+    def lasting(self, num_decodes: int, max_num_tokens: int, queues: Queues) -> int:
+        step = self._look(num_decodes, 0, max_num_tokens, queues)
+        most, is_cheap = self._most(step, queues)
+        if is_cheap:
+            return self._share_of(step, most).tokens_left
+        return max(LEAST_PROMPT_TOKENS, round(self._saved_pace(step) * step.alone_s))
+
+    def _look(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> _Step:
         model, begin_s = self._model, self._clock() + self._busy_s()
         streams = [seq for seq in queues.running if is_stream(seq)]
         streams += islice(queues.loaded, num_entering)
         alone_s = model.decode_s(num_decodes, sum(len(seq.token_ids) for seq in streams))
-        slack_s = self._slack_s(streams, begin_s)
-        allowed_s = self._allowed_s(slack_s / SPREAD)
-        most = model.tokens_within(num_decodes, allowed_s - alone_s)
-        debt_s = 0.0 if self.targets.tpot_s == inf else DEBT * AIM * self.targets.tpot_s
-        if slack_s + debt_s > 0 and self._is_late(queues, begin_s, most / allowed_s):
-            most = max(most, model.tokens_within(num_decodes, self._allowed_s(slack_s + debt_s) - alone_s))
-        return self._share(num_decodes, max_num_tokens, most)
+        most = model.tokens_within(num_decodes, AIM * self.targets.itl_s - alone_s)
+        step = _Step(num_decodes, max_num_tokens, begin_s, alone_s, *self._slack_s(streams, begin_s), most)
+        prompts = (seq for seq in chain(queues.running, queues.waiting) if seq.num_remaining_tokens > 1)
+        num_waiting = sum(seq.num_remaining_tokens for seq in islice(prompts, LOOKAHEAD))
+        step.most_useful = self._share_of(step, most).tokens_left
+        if num_waiting:
+            step.most_useful = min(step.most_useful, num_waiting)
+        return step
 
-    def _share(self, num_decodes: int, max_num_tokens: int, most: int) -> PrefillBudget:
+    def _most(self, step: _Step, queues: Queues) -> tuple[int, bool]:
+        """Tokens of prompts that the streams allow; whether these are cheap, so that no slack is saved."""
+        most, allowed_s = self._tokens_of(step, step.slack_s / SPREAD)
+        pace = most / allowed_s
+        is_cheap = self._pays(step, max(most, LEAST_PROMPT_TOKENS), NEARLY_CHEAPEST)
+        if not is_cheap:
+            most, pace = max(most, self._tokens_of(step, step.slack_s)[0]), self._saved_pace(step)
+        if step.credit_s > 0 and self._is_late(queues, step.begin_s, pace):
+            most = max(most, self._tokens_of(step, step.credit_s)[0])
+        return most, is_cheap
+
+    def _tokens_of(self, step: _Step, slack_s: float) -> tuple[int, float]:
+        """Tokens of prompts in the longest step that takes so much slack, and its seconds."""
+        allowed_s = self._allowed_s(slack_s)
+        return self._model.tokens_within(step.num_decodes, allowed_s - step.alone_s), allowed_s
+
+    def _pays(self, step: _Step, num_tokens: int, most: float = 1.0) -> bool:
+        """Whether each of so many tokens costs at most `most` times its price in the longest useful step."""
+        longest = step.most_useful
+        return num_tokens >= longest or self._price_s(step, num_tokens) <= most * self._price_s(step, longest)
+
+    def _price_s(self, step: _Step, num_tokens: int) -> float:
+        """Seconds of each of so many tokens of prompts, on average."""
+        return self._model.prolonged_s(step.num_decodes, num_tokens) / num_tokens
+
+    def _saved_pace(self, step: _Step) -> float:
+        """Tokens of prompts a second, if slack is saved for the longest useful steps."""
+        free = max(0.0, 1 - step.alone_s / (AIM * self.targets.tpot_s))
+        return free / self._price_s(step, step.most_useful)
+
+    def _share_of(self, step: _Step, most: int) -> PrefillBudget:
         """The share of prompts: `most` tokens if they have none before them, and what fits a captured size."""
-        model, limit = self._model, num_decodes + most
+        model, num_decodes = self._model, step.num_decodes
+        limit = num_decodes + most
         keys_per_token = max(1, round(model.token_s_at(limit) / model.key_s))
         limit -= limit % (STEP_MULTIPLE if limit < COARSE else 2 * STEP_MULTIPLE)
-        share = PrefillBudget.beside(num_decodes, max_num_tokens, max(1, limit), keys_per_token, is_lowered=False)
-        self.step_tokens = share.tokens_left = min(share.tokens_left, share.cost_left)
+        share = PrefillBudget.beside(num_decodes, step.max_num_tokens, max(1, limit), keys_per_token, is_lowered=False)
+        share.tokens_left = min(share.tokens_left, share.cost_left)
         share.cost_left = max(share.cost_left, most)
         return share
 
-    def _slack_s(self, streams: list[Sequence], begin_s: float) -> float:
-        """The least slack at the beginning of the planned step. A stream without a token yet has none."""
-        tpot_s = AIM * self.targets.tpot_s
-        if tpot_s == inf or not streams:
-            return 0.0
-        return min(
-            0.0 if (since_s := seq.request.marks.stream_s) is None else since_s + tpot_s * num_due(seq) - begin_s
-            for seq in streams
-        )
+    def _slack_s(self, streams: list[Sequence], begin_s: float) -> tuple[float, float]:
+        """The least slack when the planned step begins, and the least with what a stream may owe.
+
+        A stream without a token yet has none.
+        """
+        tpot_s = self.targets.tpot_s
+        if tpot_s == inf:
+            return 0.0, 0.0
+        slack_s, credit_s = [], []
+        for seq in streams:
+            since_s, num = seq.request.marks.stream_s, num_due(seq)
+            slack_s.append(0.0 if since_s is None else since_s + AIM * tpot_s * num - begin_s)
+            credit_s.append(slack_s[-1] + max(DEBT * AIM, (1 - AIM) * num) * tpot_s)
+        return min(slack_s, default=0.0), min(credit_s, default=DEBT * AIM * tpot_s)
 
     def _allowed_s(self, slack_s: float) -> float:
         """The longest step that takes so much of the streams' slack."""

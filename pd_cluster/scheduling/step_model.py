@@ -134,6 +134,11 @@ class StepModel:
             seconds -= length * self._seconds[index]
         return num_tokens
 
+    def prolonged_s(self, num_decodes: int, num_tokens: int) -> float:
+        """Seconds by which so many prompt tokens without tokens before them prolong a step of decodes."""
+        segments = _segments(TOKEN_KNOTS, num_decodes, num_decodes + num_tokens, _TOKENS)
+        return sum(self._seconds[index] * length for index, length in segments)
+
     def token_s_at(self, num_tokens: int) -> float:
         """Seconds of one more prompt token in a step of so many tokens."""
         return self._seconds[_TOKENS + sum(num_tokens >= knot for knot in TOKEN_KNOTS[1:])]

@@ -14,7 +14,7 @@ from pd_cluster.config import NodeConfig, SchedulerConfig, ServerConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.scheduling.prefill_budget import LEAST_PROMPT_TOKENS, STEP_MULTIPLE, PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
-from pd_cluster.scheduling.step_budget import AIM, DEBT, RECOVERY, SPREAD, FixedBudget, SlackBudget, Targets
+from pd_cluster.scheduling.step_budget import AIM, COARSE, DEBT, RECOVERY, SPREAD, FixedBudget, SlackBudget, Targets
 from pd_cluster.scheduling.step_model import StepModel, StepWork
 from tests.scheduling.simulation import message, prompt
 from tests.scheduling.world import World
@@ -92,6 +92,145 @@ def test_slack_is_spread_unless_a_prompt_would_be_late() -> None:
     owed_s = DEBT * AIM * 0.010 + 1e-6
     assert taken(-owed_s, prompts=late) == taken(-owed_s), "and by no more"
     assert taken(0.05, prompts=(waiting(300, 0.19),), targets=replace(TARGETS, ttft_s=float("inf"))) == ahead
+
+
+def spread_evenly(ahead_s: list[float], prompts: tuple[Any, ...], targets: Targets) -> PrefillBudget:
+    """What prompts get where small shares are no dearer than large ones."""
+    num_decodes = len(ahead_s)
+    alone_s, tpot_s = MODEL.decode_s(num_decodes, num_decodes * CONTEXT), AIM * targets.tpot_s
+    least_s = min(ahead_s) + AIM * (targets.tpot_s - TARGETS.tpot_s) * 18
+
+    def tokens(slack_s: float) -> tuple[int, float]:
+        allowed_s = min(AIM * targets.itl_s, max(tpot_s + slack_s, RECOVERY * tpot_s))
+        return MODEL.tokens_within(num_decodes, allowed_s - alone_s), allowed_s
+
+    most, allowed_s = tokens(least_s / SPREAD)
+    left_s = [0.95 * targets.ttft_s - (NOW_S - one.request.marks.arrived_s) for one in prompts]
+    num_before = [sum(one.num_remaining_tokens for one in prompts[: end + 1]) for end in range(len(prompts))]
+    is_late = any(num > most / allowed_s * left for num, left in zip(num_before, left_s, strict=True))
+    owed_s = max(DEBT * tpot_s, (1 - AIM) * targets.tpot_s * 18)
+    if least_s + owed_s > 0 and is_late:
+        most = max(most, tokens(least_s + owed_s)[0])
+    limit = num_decodes + most
+    keys_per_token = max(1, round(MODEL.token_s_at(limit) / MODEL.key_s))
+    limit -= limit % (STEP_MULTIPLE if limit < COARSE else 2 * STEP_MULTIPLE)
+    share = PrefillBudget.beside(num_decodes, 4096, max(1, limit), keys_per_token, is_lowered=False)
+    share.tokens_left = min(share.tokens_left, share.cost_left)
+    share.cost_left = max(share.cost_left, most)
+    return share
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    ahead_s=st.lists(st.floats(-0.1, 0.1), min_size=1, max_size=150),
+    prompts=st.lists(st.tuples(st.integers(2, 6000), st.floats(0, 0.4)), max_size=4),
+    tpot_s=st.floats(0.004, 0.05),
+)
+def test_a_dense_model_saves_no_slack(ahead_s: list[float], prompts: list[tuple[int, float]], tpot_s: float) -> None:
+    queued, targets = tuple(waiting(*one) for one in prompts), Targets(0.2, tpot_s, 3 * tpot_s)
+    assert share(ahead_s, queued, targets) == spread_evenly(ahead_s, queued, targets)
+
+
+def mixture_s(work: StepWork) -> float:
+    """The first 120 tokens of a prompt beside 8 decodes cost 42 us each, the others 10."""
+    tokens_s = 10e-6 * work.num_tokens + 32e-6 * min(work.num_tokens, 120)
+    return 4e-3 + 0.1e-3 * work.num_decodes + tokens_s
+
+
+MIXTURE = StepModel(
+    [(work, mixture_s(work)) for num in (1, 8, 32) for work in [StepWork(num)]]
+    + [(work, mixture_s(work)) for size in (64, 128, 256, 512, 1024) for work in [StepWork(8, 0, size - 8)]]
+)
+
+
+class Node:
+    """A node of 8 streams with a clock: `steps` are the tokens of prompts of each."""
+
+    def __init__(self, targets: Targets, *prompts: Any) -> None:
+        self.now_s, self.steps = NOW_S, list[int]()
+        ahead_s = AIM * (targets.tpot_s - TARGETS.tpot_s) * 18  # `stream` is ahead of TARGETS
+        self.streams = [stream(-ahead_s) for _ in range(8)]
+        self.prompts = list(prompts)
+        self.queues = cast("Any", SimpleNamespace(running=self.streams, loaded=[], waiting=self.prompts))
+        self.budget = SlackBudget(targets, MIXTURE, lambda: self.now_s, lambda: 0.0)
+
+    def step(self) -> None:
+        share, num_tokens = self.budget.beside(8, 0, 2048, self.queues), 0
+        while self.prompts and share.admits(0):
+            first = self.prompts[0]
+            taken = share.take(0, first.num_remaining_tokens)
+            first.num_remaining_tokens -= taken
+            num_tokens += taken
+            if not first.num_remaining_tokens:
+                self.prompts.pop(0)
+        for one in self.streams:
+            one.num_output_tokens += 1
+        self.steps.append(num_tokens)
+        self.now_s += mixture_s(StepWork(8, 0, num_tokens))
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.now_s - NOW_S) / len(self.steps)
+
+
+def test_where_small_shares_are_dear_a_prompt_has_few_long_steps() -> None:
+    """With its share of each step the prompt of 4,000 tokens would take 66 steps."""
+    node = Node(replace(TARGETS, ttft_s=float("inf"), tpot_s=0.0075), waiting(4000, 0.0))
+    while node.prompts:
+        node.step()
+    long = [num for num in node.steps if num]
+    assert len(long) <= 4
+    assert min(long[:-1]) > 1000
+    assert len(node.steps) < 35
+    assert node.tpot_s <= 0.0075
+
+
+def test_a_late_prompt_does_not_wait_for_slack() -> None:
+    for age_s, num_steps in ((0.0, 5), (0.18, 1)):
+        node = Node(replace(TARGETS, tpot_s=0.0075), waiting(600, age_s))
+        while node.prompts:
+            node.step()
+        assert (len(node.steps) == 1) == (num_steps == 1), node.steps
+        assert len(node.steps) <= num_steps
+
+
+@pytest.mark.parametrize("tpot_s", [0.003, 0.005])
+def test_the_wait_for_slack_has_an_end(tpot_s: float) -> None:
+    """Decodes alone miss the target, so no slack is ever there. The least of each step is given at once."""
+    node = Node(Targets(ttft_s=0.2, tpot_s=tpot_s, itl_s=0.020), waiting(5000, 1.0))
+    while node.prompts:
+        node.step()
+    most = max(node.steps)
+    assert most > 10 * LEAST_PROMPT_TOKENS
+    assert len(node.steps) <= 1.1 * 5000 / LEAST_PROMPT_TOKENS, "captured sizes are less than it might take"
+    assert mixture_s(StepWork(8, 0, most)) <= 0.020
+
+
+def test_slack_is_saved_for_no_more_tokens_than_wait() -> None:
+    short, long = (Node(replace(TARGETS, tpot_s=0.0075), waiting(num, 0.0)) for num in (200, 2000))
+    for node in (short, long):
+        while not node.steps or not node.steps[-1]:
+            node.step()
+    assert short.steps[-1] == 200
+    assert 1 < len(short.steps) < len(long.steps)
+
+
+def test_a_step_without_decodes_does_not_wait() -> None:
+    """Sequences that are loaded may find no room: without a prompt's token the step would be empty."""
+    node = Node(replace(TARGETS, tpot_s=0.0075), waiting(2000, 0.0))
+    assert not node.budget.beside(8, 0, 2048, node.queues).admits(0)
+    node.queues.running, node.queues.loaded = [], node.streams
+    assert node.budget.beside(8, 8, 2048, node.queues).admits(0)
+
+
+def test_the_lasting_share_is_that_of_slack_saved_and_changes_nothing() -> None:
+    node = Node(replace(TARGETS, ttft_s=float("inf"), tpot_s=0.0075), waiting(100_000, 0.0))
+    told = [node.budget.lasting(8, 2048, node.queues) for _ in range(100)]
+    assert len(set(told)) == 1, "it is asked for many times a step"
+    assert not node.budget.beside(8, 0, 2048, node.queues).admits(0)
+    for _ in range(300):
+        node.step()
+    assert told[0] == pytest.approx(sum(node.steps) / len(node.steps), rel=0.5)
 
 
 def test_the_stream_with_the_least_slack_decides() -> None:
