@@ -213,7 +213,7 @@ def _in_one_launch(kernels: Kernels, problem: Attention) -> list[Callable[[], ob
 
     attention = problem.attention
     assert isinstance(attention, TritonAttention)
-    always = replace(attention, decode=replace(attention.decode, rotates_up_to=max(ROTATING)))
+    always = replace(attention, decode=replace(attention.decode, rotates_from=1))
     heads, new = _new_tokens(problem)
     plan = always.plan(problem.packed)
     return [

@@ -159,7 +159,9 @@ class TritonAttentionPlan:
     ) -> torch.Tensor | None:
         """See AttentionPlan. For decodes alone, not too many, that rotate, with no norms over several heads."""
         lens, plan = self.decode_lens, self.decode
-        if plan is None or self.prefill is not None or len(lens) > plan.tiling.rotates_up_to:
+        if plan is None or self.prefill is not None:
+            return None
+        if plan.split_arrived is None and len(lens) < plan.tiling.rotates_from:
             return None
         if not new.cos.shape[1] or (new.norms is not None and new.norms.query.dim() > 1):
             return None

@@ -57,8 +57,9 @@ class Problem:
     cache: torch.Tensor  # all layers; `paged` has the views of one
 
     def run(self, window: int = 0, **tiling: int) -> torch.Tensor | None:
-        decode = None if GPU and not tiling else replace(SMALL_DECODE, **tiling)
-        plan = attention_of(self.paged, window, decode).plan(self.paged.packed)
+        attention = attention_of(self.paged, window, None if GPU and not tiling else SMALL_DECODE)
+        attention = replace(attention, decode=replace(attention.decode, **{"rotates_from": 1} | tiling))
+        plan = attention.plan(self.paged.packed)
         paged, scale = self.paged, self.heads.shape[2] ** -0.5
         return plan.run_rotating(self.heads, self.new, paged.key_cache, paged.value_cache, scale)
 
@@ -209,14 +210,15 @@ def test_a_negative_slot_is_nowhere() -> None:
 
 
 def test_the_rule_leaves_steps_to_two_launches() -> None:
-    """Those of more sequences, and those with heads that are normed together; then nothing is written."""
+    """Those of few sequences, but for the fewest, and those with heads that are normed together: nothing is written."""
     problem = make(SHAPES["gqa-80"])
     before = problem.cache.clone()
-    assert problem.run(rotates_up_to=3) is None
+    assert problem.run(rotates_from=5) is None
     together = HeadNorms(torch.ones(6, 80, device=DEVICE), torch.ones(2, 80, device=DEVICE), 1e-6)
     assert replace(problem, new=replace(problem.new, norms=together)).run() is None
     assert torch.equal(problem.cache.nan_to_num(7.0), before.nan_to_num(7.0))
-    assert problem.run(rotates_up_to=4) is not None
+    assert problem.run(rotates_from=4) is not None
+    assert problem.run(rotates_from=5, few_pairs=8, splits=2) is not None
 
 
 def test_steps_with_prompts_are_left_to_two_launches() -> None:
@@ -230,7 +232,9 @@ def test_steps_with_prompts_are_left_to_two_launches() -> None:
 def test_captured_steps_of_decodes_take_new_tokens_too() -> None:
     problem = make(SHAPES["gqa-80"])
     paged, packed = problem.paged, problem.paged.packed
-    replayable = attention_of(paged, 0, SMALL_DECODE).captured(StepSize(4, 4, 0, has_decodes=True))
+    replayable = attention_of(paged, 0, replace(SMALL_DECODE, rotates_from=1)).captured(
+        StepSize(4, 4, 0, has_decodes=True)
+    )
     assert replayable is not None
     no_tiles = torch.empty(2, 0, dtype=torch.int32, device=DEVICE)
     lens, starts, tables = packed.seq_lens, packed.query_starts, packed.block_tables
