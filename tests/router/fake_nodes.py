@@ -33,6 +33,12 @@ class Seen:
 Script = Callable[["FakeNode", web.Request, Seen], Awaitable[web.StreamResponse]]
 
 
+async def _turns() -> None:
+    """Let the event loop run what is due, and what that makes due."""
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
 class FakeNode:
     """A node that answers by `script`; `seen` grows by one per generating request."""
 
@@ -91,9 +97,13 @@ class FakeNode:
     async def stop(self) -> None:
         if self._runner is not None:
             await self.vanish()
-            for _ in range(4):  # a connection that was accepted just now must be known to the cleanup, which closes it
-                await asyncio.sleep(0)
+            await _turns()  # a connection that was accepted just now must be known to the cleanup, which closes it
+            server = self._runner.server
+            transports = [] if server is None else [one.transport for one in server.connections]
             await self._runner.cleanup()
+            for transport in filter(None, transports):  # closed ones wait until their peer has read what was written
+                transport.abort()
+            await _turns()
             self._runner = None
 
     async def wait_seen(self, count: int) -> Seen:
