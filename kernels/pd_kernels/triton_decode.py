@@ -27,7 +27,7 @@ import triton.language as tl
 from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_fp8 import beside_fp8
-from pd_kernels.triton_kv_tile import add_tile, load_tile, mean_of
+from pd_kernels.triton_kv_tile import add_tile, load_tile, lowest_seen, mean_of, pair_in_cache
 from pd_kernels.triton_new_token import ask_for_tile, no_tokens, one_token, take_new_token
 
 if TYPE_CHECKING:
@@ -138,6 +138,23 @@ def _attend_pair(
             tl.store(counter, 0)  # for the next layer
 
 
+@triton.jit
+def _clear_empty(
+    out, ends, num_seqs, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Set the outputs of sequences of length 0 to 0. The programs share the sequences."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    at = row[:, None] * SIZE + column[None, :]
+    inside = (row < GROUP)[:, None] & (column < SIZE)[None, :]
+    for seq in range(tl.program_id(0), num_seqs, PROGRAMS):
+        before = tl.load(ends + seq - 1, mask=seq > 0, other=0)
+        if tl.load(ends + seq) == before:
+            rows = out + seq * (NUM_KV_HEADS * GROUP * SIZE)
+            for head in range(NUM_KV_HEADS):
+                tl.store(rows + head * GROUP * SIZE + at, tl.zeros([ROWS, COLUMNS], out.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _decode_kernel(
     query, query_norm, key_norm, cos, sin, slot_mapping, key_cache, value_cache, block_tables, seq_lens, ends, arrived,
@@ -170,15 +187,11 @@ def _decode_kernel(
         count = tl.minimum(tiles - first, stop - unit)
         if count > 0:
             num_stored = tl.load(seq_lens + seq)
-            lowest = 0
-            if WINDOW > 0:
-                lowest = tl.maximum(num_stored - WINDOW, 0)
+            lowest = lowest_seen(num_stored, WINDOW)
             begin = (lowest // TILE + first) * TILE
-            table = block_tables + seq * table_stride
-            keys = key_cache + head.to(tl.int64) * head_stride
-            values = value_cache + head.to(tl.int64) * head_stride
-            if HAS_PAIRS:
-                values = value_cache + head.to(tl.int64) * (head_stride // 2)
+            keys, values, table = pair_in_cache(
+                key_cache, value_cache, block_tables, seq, head, table_stride, head_stride
+            )  # fmt: skip
             if ROTARY > 0:
                 num_stored -= 1
                 ask_for_tile(keys, values, table, begin, num_stored, block_stride, SIZE, BLOCK_SIZE, TILE, EARLY)
@@ -203,12 +216,7 @@ def _decode_kernel(
             )  # fmt: skip
         unit = start + units
     wait_for_others(EARLY)
-    for seq in range(program, num_seqs, PROGRAMS):  # the output of an empty sequence becomes 0
-        before = tl.load(ends + seq - 1, mask=seq > 0, other=0)
-        if tl.load(ends + seq) == before:
-            rows = out + seq * (NUM_KV_HEADS * GROUP * SIZE)
-            for head in range(NUM_KV_HEADS):
-                tl.store(rows + head * GROUP * SIZE + at, tl.zeros([ROWS, COLUMNS], out.dtype.element_ty), mask=inside)
+    _clear_empty(out, ends, num_seqs, NUM_KV_HEADS, GROUP, SIZE, ROWS, COLUMNS, PROGRAMS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,28 @@ from pd_kernels.triton_fp8 import split_pairs
 
 
 @triton.jit
+def pair_in_cache(key_cache, value_cache, block_tables, seq, head, table_stride, head_stride):
+    """Where the keys and the values of a head begin, and the sequence's row of the block table.
+
+    Of an FP8 cache `value_cache` points to pairs of numbers; strides are in numbers.
+    """
+    keys = key_cache + head.to(tl.int64) * head_stride
+    values = value_cache + head.to(tl.int64) * head_stride
+    if key_cache.dtype.element_ty == tl.float8e4nv:
+        values = value_cache + head.to(tl.int64) * (head_stride // 2)
+    return keys, values, block_tables + seq * table_stride
+
+
+@triton.jit
+def lowest_seen(length, WINDOW: tl.constexpr):
+    """The first token that the last one of `length` attends to."""
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(length - WINDOW, 0)
+    return lowest
+
+
+@triton.jit
 def load_tile(
     keys, values, table, begin, length, lowest, block_stride,
     SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,

@@ -25,7 +25,7 @@ import triton.language as tl
 from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start
 from pd_kernels.triton_fp8 import beside_fp8
-from pd_kernels.triton_kv_tile import add_tile, load_tile, mean_of
+from pd_kernels.triton_kv_tile import add_tile, load_tile, lowest_seen, mean_of, pair_in_cache
 from pd_kernels.triton_new_token import one_token, take_new_token
 
 if TYPE_CHECKING:
@@ -73,14 +73,8 @@ def _split_kernel(
     seq, head = (pair // NUM_KV_HEADS).to(tl.int64), pair % NUM_KV_HEADS
     length = tl.load(seq_lens + seq)
     num_stored = length - 1
-    lowest = 0
-    if WINDOW > 0:
-        lowest = tl.maximum(length - WINDOW, 0)
-    table = block_tables + seq * table_stride
-    keys = key_cache + head.to(tl.int64) * head_stride
-    values = value_cache + head.to(tl.int64) * head_stride
-    if HAS_PAIRS:
-        values = value_cache + head.to(tl.int64) * (head_stride // 2)
+    lowest = lowest_seen(length, WINDOW)
+    keys, values, table = pair_in_cache(key_cache, value_cache, block_tables, seq, head, table_stride, head_stride)
     begin = (lowest // TILE + split) * TILE
     first = tl.maximum(tl.minimum(begin, num_stored), 0)  # a program without a tile sees no token of this one
     k, v, seen = load_tile(

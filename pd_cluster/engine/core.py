@@ -111,19 +111,7 @@ class EngineCore:
         self._transfers = KvTransfers(
             connector, self._scheduler, mailbox.send, self._report, connector.pool, config.model.logits_stages
         )
-        self._pipeline = Pipeline(
-            executor,
-            connector,
-            config.scheduler.depth_on(executor.model.device),
-            clock,
-            StepForecast(
-                keys_per_token=executor.model.keys_per_token,
-                is_compiled_lazily=executor.model.device != "cpu",
-            ),
-            self._step_model,
-            self._room,
-            self._allow_silence,
-        )
+        self._pipeline = self._make_pipeline(config)
         self._news = NewsReport(
             self._scheduler, self._blocks, self._pipeline, self._step_model, self._room, mailbox, clock
         )
@@ -134,6 +122,15 @@ class EngineCore:
         self._num_steps = 0
         self._num_tokens = 0
         connector.set_waker(mailbox.wake)
+
+    def _make_pipeline(self, config: NodeConfig) -> Pipeline:
+        model = self._executor.model
+        forecast = StepForecast(keys_per_token=model.keys_per_token, is_compiled_lazily=model.device != "cpu")
+        depth = config.scheduler.depth_on(model.device)
+        return Pipeline(
+            self._executor, self._connector, depth, self._clock, forecast, self._step_model, self._room,
+            self._allow_silence,
+        )  # fmt: skip
 
     def _make_scheduler(self, config: NodeConfig) -> Scheduler:
         model = self._executor.model

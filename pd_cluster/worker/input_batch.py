@@ -130,12 +130,9 @@ class InputBatch:
         self._serials = np.zeros(num_rows, np.int64)
         self._tokens = np.zeros((num_rows, max_len + 1), np.int32)
         self._blocks = np.zeros((num_rows, table_width(max_len, block_size)), np.int32)
-        self._num_tokens = np.zeros(num_rows, np.int64)
-        self._num_on_host = np.zeros(num_rows, np.int64)  # tokens that have their value in `_tokens`
-        # What a token of a captured step may be: the last one of a row, or any of the vocabulary. So one launch finds
-        # all of them; choosing between two tensors takes four, 9 us
-        last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64)
-        self.token_choices = torch.cat((last_tokens, torch.arange(vocab_size))).to(device)
+        self._num_tokens, self._num_on_host = np.zeros((2, num_rows), np.int64)  # tokens; those that `_tokens` has
+        # A captured step's token: the last one of a row (0 at first), or any. One launch finds it; `where` takes four
+        self.token_choices = torch.arange(-num_rows - 1, vocab_size, device=device).clamp_(min=0)
         self.last_tokens = self.token_choices[: num_rows + 1]  # the last one for padding
 
     @property
@@ -207,9 +204,8 @@ class InputBatch:
         rows, lens, ends, row_of_token, positions = self._spread(chunks)
         places, num_tokens = step.places(self._host_buffer.take_first(step.length)), len(positions)
         step.pad(places, self.padding_row, padding_slot)
-        is_known = positions < self._num_on_host[row_of_token]
-        token_ids = self._tokens[row_of_token, positions]
-        places.tokens[:num_tokens] = np.where(is_known, len(self.last_tokens) + token_ids, row_of_token)
+        known = len(self.last_tokens) + self._tokens[row_of_token, positions]
+        places.tokens[:num_tokens] = np.where(positions < self._num_on_host[row_of_token], known, row_of_token)
         places.positions[:num_tokens] = positions
         places.slots[:num_tokens] = self._slots(row_of_token, positions)
         samples = self._plan_samples(chunks, rows, ends)
