@@ -27,6 +27,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 LENGTHS = (5, 24, 25, 70, 200)  # around the window of 24 tokens, and over it by several blocks
 NUM_TOKENS = 40  # over the window, whatever the prompt
+# With seed 3 a token of MiniMax-M2 had two experts 1e-7 apart, so rounding chose. With this one no choice is closer than
+# 3e-5 in any model of experts here
+SEED = 7
 
 
 SLOW = ("mixtral", "glm4-experts", "minimax-m2", "mixtral-channels", "olmo3")
@@ -76,7 +79,7 @@ def system(case: tuple[str, int], saved: SavedModel) -> Iterator[System]:
 
 @pytest.mark.parametrize("path", Path)
 def test_tokens_equal_transformers(path: Path, saved: SavedModel, system: System) -> None:
-    prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=3)
+    prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=SEED)
     bodies = [
         {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "cache_salt": path.value}
         for prompt in prompts
