@@ -12,8 +12,12 @@ the steps under way will have ended. With `tpot` = AIM x tpot_s, and the least s
     always        AIM x itl_s at most
 
 as the StepModel predicts. Prompts get the tokens that fit between the decodes alone and that, in captured sizes. They
-get LEAST_PROMPT_TOKENS whatever that takes, as under a fixed limit: where decodes alone miss the target, prompts crawl
-and do not starve.
+get LEAST_PROMPT_TOKENS whatever that takes, as under a fixed limit.
+
+**Overload.** Where nodes have more to do than fits the targets, slack would leave prompts hardly any time: two replicas
+with half more streams than they could decode in 10 ms a token had a median TTFT of 13 s, and TPOT 10.0. So once a
+prompt has waited PATIENCE x ttft_s, prompts get all that the last line above allows, until none waits so long. Then
+first tokens come after about that time, and streams become as slow as they must.
 
 **Saving.** The price of a dense model's token rises with the step (8B on an H200: 8 us up to 128 tokens in all, 22
 beyond 256), so slack is spent evenly unless time is short. A mixture reads nearly all experts for the first tokens:
@@ -39,7 +43,7 @@ from pd_cluster.scheduling.sequence import SequenceStatus
 from pd_cluster.scheduling.step_cost import NEARLY_CHEAPEST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.scheduling.queues import Queues
@@ -52,6 +56,7 @@ SPREAD = 4  # steps over which slack is spent, or won back
 # missed a TPOT of 10 ms (simulated: 14 of 24 requests met both targets; with 2 it is 19, with 0 it is 18)
 DEBT = 2
 RECOVERY = 0.8  # of the target: the shortest step for the sake of a late stream
+PATIENCE = 4  # TTFT targets that a prompt waits for the sake of streams
 LOOKAHEAD = 8  # prompts, in their order, that are compared with their TTFT target
 COARSE = 512  # tokens from which captured sizes are two STEP_MULTIPLEs apart
 
@@ -166,6 +171,8 @@ class SlackBudget:
 
     def _most(self, step: _Step, queues: Queues) -> tuple[int, bool]:
         """Tokens of prompts that the streams allow; whether these are cheap, so that no slack is saved."""
+        if self._is_overloaded(queues, step.begin_s):
+            return step.most, True
         most, allowed_s = self._tokens_of(step, step.slack_s / SPREAD)
         pace = most / allowed_s
         is_cheap = self._pays(step, max(most, LEAST_PROMPT_TOKENS), NEARLY_CHEAPEST)
@@ -230,13 +237,23 @@ class SlackBudget:
         if self.targets.ttft_s == inf:
             return False
         num_before = 0
-        prompts = (seq for seq in chain(queues.running, queues.waiting) if seq.request.marks.stream_s is None)
-        for seq in islice(prompts, LOOKAHEAD):
+        for seq in _next_prompts(queues):
             num_before += seq.num_remaining_tokens
             due_s = seq.request.marks.arrived_s + AIM * self.targets.ttft_s
             if num_before > pace * (due_s - begin_s):
                 return True
         return False
+
+    def _is_overloaded(self, queues: Queues, begin_s: float) -> bool:
+        """Whether one of the next prompts has waited longer than streams may make it wait."""
+        longest_s = PATIENCE * self.targets.ttft_s
+        return any(begin_s - seq.request.marks.arrived_s > longest_s for seq in _next_prompts(queues))
+
+
+def _next_prompts(queues: Queues) -> Iterator[Sequence]:
+    """The next of those that have not shown a token yet."""
+    prompts = (seq for seq in chain(queues.running, queues.waiting) if seq.request.marks.stream_s is None)
+    return islice(prompts, LOOKAHEAD)
 
 
 def is_stream(seq: Sequence) -> bool:

@@ -85,17 +85,19 @@ def test_states() -> None:
 def test_an_engine_of_several_ranks_is_dead_soon_if_its_process_does_not_run() -> None:
     """While its thread gives signs of life it is frozen as early as others, and dead as late."""
     mute, lives = (EngineLiveness(0.0, mute_s=RANKED_STALL_S) for _ in range(2))
-    for now in (3.0, 3.4):
+    last_s = FROZEN_S + RANKED_STALL_S - 0.1
+    for now in (FROZEN_S, last_s):
         lives.runs(now)
         assert (mute.state(now), lives.state(now)) == (EngineState.FROZEN, EngineState.FROZEN)
-    assert (mute.state(3.5), lives.state(3.5)) == (EngineState.DEAD, EngineState.FROZEN)
-    assert lives.state(3.3 + FROZEN_S) is EngineState.FROZEN
-    assert lives.state(3.4 + FROZEN_S) is EngineState.DEAD
+    over_s = FROZEN_S + RANKED_STALL_S
+    assert (mute.state(over_s), lives.state(over_s)) == (EngineState.DEAD, EngineState.FROZEN)
+    assert lives.state(last_s + FROZEN_S - 0.1) is EngineState.FROZEN
+    assert lives.state(last_s + FROZEN_S) is EngineState.DEAD
     lives.runs(60.0)
-    assert lives.state(62.9) is EngineState.FROZEN
+    assert lives.state(60.0 + FROZEN_S - 0.1) is EngineState.FROZEN
     assert lives.state(FROZEN_S + STALL_S) is EngineState.DEAD
-    lives.heard(62.9)
-    assert lives.state(63.0) is EngineState.ALIVE
+    lives.heard(60.0 + FROZEN_S - 0.1)
+    assert lives.state(60.0 + FROZEN_S) is EngineState.ALIVE
 
 
 def test_a_step_that_may_take_long_may_hold_the_thread_of_the_signs_too() -> None:

@@ -14,7 +14,9 @@ from pd_cluster.config import NodeConfig, SchedulerConfig, ServerConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.scheduling.prefill_budget import LEAST_PROMPT_TOKENS, STEP_MULTIPLE, PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
-from pd_cluster.scheduling.step_budget import AIM, COARSE, DEBT, RECOVERY, SPREAD, FixedBudget, SlackBudget, Targets
+from pd_cluster.scheduling.step_budget import (
+    AIM, COARSE, DEBT, PATIENCE, RECOVERY, SPREAD, FixedBudget, SlackBudget, Targets,
+)  # fmt: skip
 from pd_cluster.scheduling.step_model import StepModel, StepWork
 from tests.scheduling.simulation import message, prompt
 from tests.scheduling.world import World
@@ -55,7 +57,7 @@ def step_s(num_decodes: int, num_tokens: int) -> float:
 @settings(max_examples=80, deadline=None)
 @given(
     ahead_s=st.lists(st.floats(-0.1, 0.1), min_size=1, max_size=150),
-    age_s=st.floats(0, 1),
+    age_s=st.floats(0, PATIENCE * 0.2),
     length=st.integers(2, 10_000),
     tpot_s=st.floats(0.004, 0.05),
 )
@@ -197,13 +199,30 @@ def test_a_late_prompt_does_not_wait_for_slack() -> None:
 @pytest.mark.parametrize("tpot_s", [0.003, 0.005])
 def test_the_wait_for_slack_has_an_end(tpot_s: float) -> None:
     """Decodes alone miss the target, so no slack is ever there. The least of each step is given at once."""
-    node = Node(Targets(ttft_s=0.2, tpot_s=tpot_s, itl_s=0.020), waiting(5000, 1.0))
+    node = Node(Targets(tpot_s=tpot_s, itl_s=0.020), waiting(5000, 1.0))
     while node.prompts:
         node.step()
     most = max(node.steps)
     assert most > 10 * LEAST_PROMPT_TOKENS
     assert len(node.steps) <= 1.1 * 5000 / LEAST_PROMPT_TOKENS, "captured sizes are less than it might take"
     assert mixture_s(StepWork(8, 0, most)) <= 0.020
+
+
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_a_prompt_that_has_waited_for_several_targets_waits_no_longer(is_dense: bool) -> None:
+    """Streams that are late already become slower, but no gap is longer than its target."""
+    patient, tired = (waiting(9000, PATIENCE * TARGETS.ttft_s + late_s) for late_s in (-0.001, 0.001))
+    if is_dense:
+        least, most = (taken(-5.0, prompts=(one,)) for one in (patient, tired))
+        assert step_s(1, least) <= AIM * TARGETS.tpot_s
+        assert step_s(1, most) <= AIM * TARGETS.itl_s < step_s(1, most + 3 * STEP_MULTIPLE)
+        return
+    for one in (patient, tired):
+        node = Node(replace(TARGETS, tpot_s=0.005), waiting(100, 0.0), one)
+        node.step()
+        num_tokens = node.steps[0]
+        assert (num_tokens > 1000) == (one is tired), "whatever its place among the next ones"
+        assert mixture_s(StepWork(8, 0, num_tokens)) <= AIM * TARGETS.itl_s
 
 
 def test_slack_is_saved_for_no_more_tokens_than_wait() -> None:
