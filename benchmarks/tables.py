@@ -300,6 +300,7 @@ _TABLES: dict[str, Callable[[Path], str]] = {
     "engine-gpu-8b-fp8": partial(_engine_gpu, "8b-fp8"),
     "engine-gpu-70b-fp8": partial(_engine_gpu, "70b-fp8"),
     "disagg": _disagg,
+    "disagg-30b-a3b": partial(_disagg_without_peer, "disagg_gpu_30b_a3b.jsonl"),
     "disagg-30b-a3b-fp8": partial(_disagg_without_peer, "disagg_gpu_30b_a3b_fp8.jsonl"),
     "disagg-slo": partial(_disagg_without_peer, "disagg_gpu_slo.jsonl"),
     "slo-simulated": partial(_slo_simulated, 1.0),

@@ -60,9 +60,9 @@ class StreamCluster:
         ]
         self._expected: list[Outcome] = []
 
-    def new_router(self, prefills: Sequence[Member] = ()) -> RouterMember:
+    def new_router(self, *flags: str, prefills: Sequence[Member] = ()) -> RouterMember:
         """One more router before all decode nodes and these prefill nodes; before all if none is named."""
-        return RouterMember(self._launcher, prefills or self.prefills, self.decodes, *self._router_flags)
+        return RouterMember(self._launcher, prefills or self.prefills, self.decodes, *self._router_flags, *flags)
 
     async def learn(self) -> None:
         """Ask one node alone, before anything fails."""

@@ -15,8 +15,16 @@ from pd_cluster.errors import StartupError
 from pd_cluster.scheduling.prefill_budget import LEAST_PROMPT_TOKENS, STEP_MULTIPLE, PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
 from pd_cluster.scheduling.step_budget import (
-    AIM, COARSE, DEBT, PATIENCE, RECOVERY, SPREAD, FixedBudget, SlackBudget, Targets,
-)  # fmt: skip
+    AIM,
+    COARSE,
+    DEBT,
+    PATIENCE,
+    RECOVERY,
+    SPREAD,
+    FixedBudget,
+    SlackBudget,
+    Targets,
+)
 from pd_cluster.scheduling.step_model import StepModel, StepWork
 from tests.scheduling.simulation import message, prompt
 from tests.scheduling.world import World
