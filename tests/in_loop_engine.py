@@ -13,6 +13,8 @@ from pd_cluster.protocol.messages import AddRequest, EngineReady, EngineStats
 from tests.engine.test_core_pipeline import FakeMailbox
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd_cluster.config import NodeConfig
     from pd_cluster.engine.ipc import EngineSockets
     from pd_cluster.protocol.messages import ToEngine
@@ -35,6 +37,7 @@ class InLoopEngine:
         self.requests: list[AddRequest] = []
         self.news = NewsMirror()
         self.alive, self.frozen, self.num_freezes = True, "", 0
+        self.on_freeze: Callable[[], None] = lambda: None
         self.stats: EngineStats | None = None
         self.ready: EngineReady | None = EngineReady(
             engine_id="in-loop",

@@ -55,7 +55,12 @@ def is_terminal(message: RequestMessage) -> bool:
 
 
 class EngineClient(Protocol):
-    """The interface of an engine for the HTTP side. `ZmqEngineClient` implements it."""
+    """The interface of an engine for the HTTP side. `ZmqEngineClient` implements it.
+
+    `on_freeze`: called when `frozen` has changed.
+    """
+
+    on_freeze: Callable[[], None]
 
     @property
     def ready(self) -> EngineReady | None: ...
@@ -172,6 +177,7 @@ class ZmqEngineClient:
         self._clock = PatientClock(clock, patience_s=LISTEN_S)
         self._liveness: EngineLiveness | None = None  # None until the ready message
         self._frozen = ""
+        self.on_freeze: Callable[[], None] = lambda: None
         self.num_freezes = 0
         self._is_ready = asyncio.Event()
         self.ready: EngineReady | None = None
@@ -267,11 +273,13 @@ class ZmqEngineClient:
             if stream.awaits_ticket:
                 self.send(Abort(stream.request_id))
                 stream.push(RequestFailed(stream.request_id, EngineFrozen.__name__, why))
+        self.on_freeze()
 
     def _thaw(self) -> None:
         if self._frozen:
             logger.warning("the engine makes progress again")
             self._frozen = ""
+            self.on_freeze()
 
     def _deliver(self, message: FromEngine) -> None:
         match message:

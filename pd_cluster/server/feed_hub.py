@@ -101,6 +101,7 @@ class FeedHub:
         self._engine = engine
         self._role = role
         role.on_change = self._changed
+        engine.on_freeze = self._flush
         self._readers: set[FeedReader] = set()
         self._live: dict[str, set[int]] = {}  # router -> charges of requests that are admitted and have not ended
         self._number = 0  # of the last message
@@ -240,7 +241,8 @@ class FeedHub:
         self._number += 1
         self._sent_s = asyncio.get_running_loop().time()
         delta = FeedDelta(
-            self._number, load, evicted, stored, role=self._role.name, role_changes=self._role.changes, is_last=is_last
+            self._number, load, evicted, stored, role=self._role.name, role_changes=self._role.changes, is_last=is_last,
+            is_frozen=bool(self._engine.frozen),
         )  # fmt: skip
         plain = encode_message(delta)
         for reader in tuple(self._readers):

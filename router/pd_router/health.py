@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,8 @@ log = logging.getLogger("pd_router")
 class HealthPoller:
     """Writes `reachable`, `liveness`, `models` and what /health tells of the nodes: identity, role, versions, size.
 
-    A node without progress (process or engine) is judged frozen within `health_interval_s` + `health_timeout_s`.
+    A process without progress is judged frozen within `health_interval_s` + `health_timeout_s`. A frozen engine is known
+    as soon as its node's feed says so, or `health_interval_s` later.
     """
 
     def __init__(self, config: RouterConfig, table: NodeTable, upstream: Upstream) -> None:
@@ -40,10 +42,13 @@ class HealthPoller:
         await asyncio.gather(*(self.poll(node) for node in self._table.nodes))
 
     async def follow(self, node: Node) -> None:
-        """Poll a node until cancelled: a new node at once."""
+        """Poll a node until cancelled: a new node at once, also one that says that its engine is frozen."""
         while True:
             if node.polled:
-                await asyncio.sleep(self._interval_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._interval_s):
+                        await node.doubted.wait()
+            node.doubted.clear()
             try:
                 await self.poll(node)
             except Exception:  # a bug that one node triggers must not stop the polls of the others

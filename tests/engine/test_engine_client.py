@@ -132,7 +132,8 @@ async def _engine_that_stands_still(directory: Path) -> None:
     """Its API process fails what waits for a ticket, refuses what is new, and takes it back with the next message."""
     context = zmq.asyncio.Context()
     address = f"ipc://{directory}/engine"
-    client = ZmqEngineClient(context, address, lambda text: None, frozen_s=0.5)
+    client, told = ZmqEngineClient(context, address, lambda text: None, frozen_s=0.5), list[bool]()
+    client.on_freeze = lambda: told.append(bool(client.frozen))
     engine, inbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     try:
         engine.connect(f"{address}.out")
@@ -159,7 +160,7 @@ async def _engine_that_stands_still(directory: Path) -> None:
         while client.frozen:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await asyncio.sleep(1.0)  # twice what is allowed without that word
-        assert not client.frozen
+        assert told == [True, False]
         watch.cancel()
     finally:
         client.close()

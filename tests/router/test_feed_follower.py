@@ -239,6 +239,25 @@ async def test_a_death_is_the_end_of_what_a_lost_feed_said_and_not_of_a_living_o
         await live(router)
 
 
+async def test_health_is_polled_at_once_where_an_engine_makes_no_progress() -> None:
+    """And not again for each message while the node is down."""
+    feed = FakeFeed()
+    node = a_node(feed)
+    async with running(node), serving(mixed=[node]) as router:
+        await live(router)
+        num_checks = node.num_checks
+        node.is_frozen = True
+        feed.say(FeedDelta(2, NodeLoad(), is_frozen=True))
+        await until(lambda: not the_node(router).reachable)
+        down = the_node(router).liveness.down
+        assert down is not None
+        assert down.kind is FailureKind.FROZEN
+        feed.say(FeedDelta(3, NodeLoad(queued_tokens=7), is_frozen=True))
+        await until(lambda: view_of(router).queued_tokens == 7)
+        assert node.num_checks == num_checks + 1
+        assert not the_node(router).doubted.is_set()
+
+
 async def test_a_node_that_is_removed_is_forgotten() -> None:
     feed = FakeFeed()
     node = a_node(feed)

@@ -96,6 +96,7 @@ class FakeEngine:
         self.script = script
         self.is_alive = True
         self.frozen = ""
+        self.on_freeze: Callable[[], None] = lambda: None
         self.num_freezes = 0
         self.ready: EngineReady | None = EngineReady(
             engine_id=engine_id,

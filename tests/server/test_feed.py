@@ -250,6 +250,17 @@ async def test_a_node_that_stops_ends_its_feeds(*, is_alive: bool) -> None:
             assert answer.status == 503
 
 
+async def test_it_is_said_at_once_that_the_engine_makes_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_hub, "HEARTBEAT_S", 3600.0)
+    async with running(FakeEngine(says([5]))) as node, reading(node) as reader:
+        for why in ("it has said nothing", ""):
+            node.engine.frozen = why
+            node.engine.on_freeze()
+            message = await reader.next()
+            assert isinstance(message, FeedDelta)
+            assert message.is_frozen == bool(why)
+
+
 async def test_the_engine_rests_when_no_router_has_read_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_hub, "LINGER_S", 0.05)
     async with running(FakeEngine(says([5]))) as node:

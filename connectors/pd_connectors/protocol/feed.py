@@ -2,7 +2,8 @@
 
 `GET /pd/feed` is one answer without an end, of messages (`stream_codec`). The first is a `FeedSnapshot`. Each later one
 is a `FeedDelta` with the next number. After a gap, or another epoch, a reader connects again. A node sends a change
-within 10 ms, or as late as a router of many nodes asks for, and a delta without a change every HEARTBEAT_S.
+within 10 ms, or as late as a router of many nodes asks for, and a delta without a change every HEARTBEAT_S. That its
+engine makes no progress any more, or makes it again, is sent at once.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class FeedDelta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
     role: str = ""  # as in FeedSnapshot
     role_changes: int = 0
     is_last: bool = False  # the node ends by order: what of it is gone then has not died
+    is_frozen: bool = False  # its engine makes no progress; /health says why
 
 
 FeedMessage = FeedSnapshot | FeedDelta
