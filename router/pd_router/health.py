@@ -26,8 +26,8 @@ log = logging.getLogger("pd_router")
 class HealthPoller:
     """Writes `reachable`, `liveness`, `models` and what /health tells of the nodes: identity, role, versions, size.
 
-    A process without progress is judged frozen within `health_interval_s` + `health_timeout_s`. A frozen engine is known
-    as soon as its node's feed says so, or `health_interval_s` later.
+    A process without progress is judged frozen within `health_interval_s` + `health_timeout_s`. A frozen engine is
+    known as soon as its node's feed says so, or `health_interval_s` later.
     """
 
     def __init__(self, config: RouterConfig, table: NodeTable, upstream: Upstream) -> None:
