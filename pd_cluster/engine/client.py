@@ -57,7 +57,7 @@ def is_terminal(message: RequestMessage) -> bool:
 class EngineClient(Protocol):
     """The interface of an engine for the HTTP side. `ZmqEngineClient` implements it.
 
-    `on_freeze`: called when `frozen` has changed.
+    `on_freeze`: called when `frozen` has changed, but for its death.
     """
 
     on_freeze: Callable[[], None]
@@ -276,7 +276,7 @@ class ZmqEngineClient:
         self.on_freeze()
 
     def _thaw(self) -> None:
-        if self._frozen:
+        if self._frozen and not self.death:
             logger.warning("the engine makes progress again")
             self._frozen = ""
             self.on_freeze()

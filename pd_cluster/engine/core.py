@@ -174,7 +174,8 @@ class EngineCore:
                 is_settled = False  # even if the next wait times out: this turn may have left something to check
                 continue
             self._send_stats()
-            if self._mailbox.wait(self._news.until(IDLE_WAIT_S)):
+            due_s = self._stats_sent_at + HEARTBEAT_S - self._clock()  # of the next heartbeat
+            if self._mailbox.wait(self._news.until(min(IDLE_WAIT_S, max(0.0, due_s)))):
                 is_settled = False
             elif not is_settled:
                 self.settle()  # after a wait only: it takes milliseconds, and a client often asks again at once

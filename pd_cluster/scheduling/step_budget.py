@@ -15,9 +15,10 @@ as the StepModel predicts. Prompts get the tokens that fit between the decodes a
 get LEAST_PROMPT_TOKENS whatever that takes, as under a fixed limit.
 
 **Overload.** Where nodes have more to do than fits the targets, slack would leave prompts hardly any time: two replicas
-with half more streams than they could decode in 10 ms a token had a median TTFT of 13 s, and TPOT 10.0. So once a
-prompt has waited PATIENCE x ttft_s, prompts get all that the last line above allows, until none waits so long. Then
-first tokens come after about that time, and streams become as slow as they must.
+with half more streams than they could decode in 10 ms a token had a median TTFT of 13 s, and TPOT 10.0. So while one of
+the next prompts has waited PATIENCE x ttft_s, prompts get all that the last line above allows, and streams become as
+slow as they must. Only waits for this budget count: each step in which all slots are taken, or which leaves a share of
+prompts, begins them anew. So do prompts of a priority that is not worse than the best stream's: others never count.
 
 **Saving.** The price of a dense model's token rises with the step (8B on an H200: 8 us up to 128 tokens in all, 22
 beyond 256), so slack is spent evenly unless time is short. A mixture reads nearly all experts for the first tokens:
@@ -135,11 +136,16 @@ class SlackBudget:
         self._busy_s = busy_s
         self._share = PrefillBudget(num_given=1)  # of the last step
         self._num_without = 0  # steps in a row, up to the last, without a prompt's token
+        self._bound_s = -inf  # since when prompts have waited for nothing else
 
     def beside(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> PrefillBudget:
         self._num_without = 0 if self._share.num_given else self._num_without + 1
+        if queues.num_free_slots <= 0 or self._share.tokens_left:
+            self._bound_s = self._clock()
         step = self._look(num_decodes, num_entering, max_num_tokens, queues)
         most, is_cheap = self._most(step, queues)
+        if self._is_overloaded(queues, step.begin_s):
+            most, is_cheap = step.most, True
         if self._num_without:
             most = max(most, min(step.most, (1 + self._num_without) * LEAST_PROMPT_TOKENS))
         self._share = self._share_of(step, most)
@@ -171,8 +177,6 @@ class SlackBudget:
 
     def _most(self, step: _Step, queues: Queues) -> tuple[int, bool]:
         """Tokens of prompts that the streams allow; whether these are cheap, so that no slack is saved."""
-        if self._is_overloaded(queues, step.begin_s):
-            return step.most, True
         most, allowed_s = self._tokens_of(step, step.slack_s / SPREAD)
         pace = most / allowed_s
         is_cheap = self._pays(step, max(most, LEAST_PROMPT_TOKENS), NEARLY_CHEAPEST)
@@ -245,15 +249,29 @@ class SlackBudget:
         return False
 
     def _is_overloaded(self, queues: Queues, begin_s: float) -> bool:
-        """Whether one of the next prompts has waited longer than streams may make it wait."""
-        longest_s = PATIENCE * self.targets.ttft_s
-        return any(begin_s - seq.request.marks.arrived_s > longest_s for seq in _next_prompts(queues))
+        """Whether one of the next prompts has waited longer for streams than they may make it wait."""
+        if self.targets.ttft_s == inf:
+            return False
+        # A stream that goes on after a node's failure has a priority better by one
+        best = 1 + min((seq.rank[0] for seq in queues.running if is_stream(seq)), default=0)
+        since_s = begin_s - PATIENCE * self.targets.ttft_s
+        return self._bound_s < since_s and any(
+            _waits_since_s(seq) < since_s and seq.rank[0] <= best
+            for seq in _next_prompts(queues)
+            if seq.num_remaining_tokens > 1
+        )
 
 
 def _next_prompts(queues: Queues) -> Iterator[Sequence]:
     """The next of those that have not shown a token yet."""
     prompts = (seq for seq in chain(queues.running, queues.waiting) if seq.request.marks.stream_s is None)
     return islice(prompts, LOOKAHEAD)
+
+
+def _waits_since_s(seq: Sequence) -> float:
+    """Since when a prompt has waited for steps: one that runs, since its first."""
+    marks = seq.request.marks
+    return marks.arrived_s if marks.scheduled_s is None else marks.scheduled_s
 
 
 def is_stream(seq: Sequence) -> bool:

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from pd_router.upstream import Answer
 
 log = logging.getLogger("pd_router")
+LEAST_INTERVAL_S = 0.05  # between two polls of a node, whatever its feed says
 
 
 class HealthPoller:
     """Writes `reachable`, `liveness`, `models` and what /health tells of the nodes: identity, role, versions, size.
 
     A process without progress is judged frozen within `health_interval_s` + `health_timeout_s`. A frozen engine is
-    known as soon as its node's feed says so, or `health_interval_s` later.
+    known as soon as its node's feed says so, or with the next poll.
     """
 
     def __init__(self, config: RouterConfig, table: NodeTable, upstream: Upstream) -> None:
@@ -45,8 +46,9 @@ class HealthPoller:
         """Poll a node until cancelled: a new node at once, also one that says that its engine is frozen."""
         while True:
             if node.polled:
+                await asyncio.sleep(min(LEAST_INTERVAL_S, self._interval_s))
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._interval_s):
+                    async with asyncio.timeout(max(0.0, self._interval_s - LEAST_INTERVAL_S)):
                         await node.doubted.wait()
             node.doubted.clear()
             try:

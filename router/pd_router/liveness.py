@@ -13,10 +13,9 @@ answers that it starts or drains             not judged continue to wait: the no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from pd_http.node_answers import FailureKind
+from pd_http.node_answers import FailureKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,10 @@ class NodeLiveness:
         self.down: Down | None = None
         self.leaving_epoch: int | None = None  # of the newest boot that has said that it ends by order
         self._guards: set[DownListener] = set()
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.down is not None and self.down.kind is FailureKind.FROZEN
 
     def judge(self, down: Down | None) -> None:
         """Store the newest judgement. A node that stays down is judged at each poll: a wait that could not move before

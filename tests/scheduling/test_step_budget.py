@@ -40,20 +40,26 @@ def stream(ahead_s: float, num_tokens: int = 20) -> Any:
     since_s = NOW_S + ahead_s - AIM * TARGETS.tpot_s * (num_tokens - 2)
     return SimpleNamespace(
         request=SimpleNamespace(marks=SimpleNamespace(stream_s=since_s, arrived_s=0.0)), num_remaining_tokens=1,
-        num_output_tokens=num_tokens - 1, num_pending=1, num_given_tokens=0, token_ids=range(CONTEXT),
+        rank=(0,), num_output_tokens=num_tokens - 1, num_pending=1, num_given_tokens=0, token_ids=range(CONTEXT),
         status=SequenceStatus.RUNNING,
     )  # fmt: skip
 
 
-def waiting(num_tokens: int, age_s: float) -> Any:
-    marks = SimpleNamespace(stream_s=None, arrived_s=NOW_S - age_s)
-    return SimpleNamespace(request=SimpleNamespace(marks=marks), num_remaining_tokens=num_tokens)
+def waiting(num_tokens: int, age_s: float, priority: int = 0, scheduled_s: float | None = None) -> Any:
+    marks = SimpleNamespace(stream_s=None, arrived_s=NOW_S - age_s, scheduled_s=scheduled_s)
+    return SimpleNamespace(request=SimpleNamespace(marks=marks), num_remaining_tokens=num_tokens, rank=(priority,))
 
 
 def share(
-    ahead_s: list[float], prompts: tuple[Any, ...] = (), targets: Targets = TARGETS, busy_s: float = 0.0
+    ahead_s: list[float],
+    prompts: tuple[Any, ...] = (),
+    targets: Targets = TARGETS,
+    busy_s: float = 0.0,
+    num_free_slots: int = 1,
 ) -> PrefillBudget:
-    queues = SimpleNamespace(running=[stream(one) for one in ahead_s], loaded=[], waiting=list(prompts))
+    queues = SimpleNamespace(
+        running=[stream(one) for one in ahead_s], loaded=[], waiting=list(prompts), num_free_slots=num_free_slots
+    )
     budget = SlackBudget(targets, MODEL, lambda: NOW_S - busy_s, lambda: busy_s)
     return budget.beside(len(ahead_s), 0, 4096, cast("Any", queues))
 
@@ -161,7 +167,8 @@ class Node:
         ahead_s = AIM * (targets.tpot_s - TARGETS.tpot_s) * 18  # `stream` is ahead of TARGETS
         self.streams = [stream(-ahead_s) for _ in range(8)]
         self.prompts = list(prompts)
-        self.queues = cast("Any", SimpleNamespace(running=self.streams, loaded=[], waiting=self.prompts))
+        queues = SimpleNamespace(running=self.streams, loaded=[], waiting=self.prompts, num_free_slots=1)
+        self.queues = cast("Any", queues)
         self.budget = SlackBudget(targets, MIXTURE, lambda: self.now_s, lambda: 0.0)
 
     def step(self) -> None:
@@ -231,6 +238,34 @@ def test_a_prompt_that_has_waited_for_several_targets_waits_no_longer(is_dense: 
         num_tokens = node.steps[0]
         assert (num_tokens > 1000) == (one is tired), "whatever its place among the next ones"
         assert mixture_s(StepWork(8, 0, num_tokens)) <= AIM * TARGETS.itl_s
+
+
+def test_waits_for_something_else_are_none_for_streams() -> None:
+    """For a slot, for better priorities; and a sequence without a prompt's token to compute waits for none."""
+    age_s = 2 * PATIENCE * TARGETS.ttft_s
+    least, most = taken(-5.0), taken(-5.0, prompts=(waiting(9000, age_s),))
+    assert most > 2 * least
+    for one in (
+        waiting(9000, age_s, scheduled_s=NOW_S - 0.1),
+        waiting(9000, age_s, priority=2),
+        waiting(1, age_s),
+    ):
+        assert taken(-5.0, prompts=(one,)) == least
+    assert taken(-5.0, prompts=(waiting(9000, age_s, scheduled_s=NOW_S - age_s),)) == most
+    assert share([-5.0], (waiting(9000, age_s),), num_free_slots=0).take(0, 100_000) == least
+
+
+def test_a_share_that_is_left_over_says_that_prompts_wait_for_something_else() -> None:
+    """For memory, say. An overload begins when no share has sufficed for PATIENCE targets since."""
+    now_s, late = NOW_S, stream(-5.0)
+    queues = SimpleNamespace(running=[late], loaded=[], waiting=[waiting(10**6, 10.0)], num_free_slots=1)
+    budget = SlackBudget(TARGETS, MODEL, lambda: now_s, lambda: 0.0)
+    budget.beside(1, 0, 4096, cast("Any", queues))  # none of it is taken
+    while now_s < NOW_S + PATIENCE * TARGETS.ttft_s:
+        num_tokens = budget.beside(1, 0, 4096, cast("Any", queues)).take(0, 100_000)
+        assert step_s(1, num_tokens) <= AIM * TARGETS.tpot_s
+        now_s += 0.01
+    assert budget.beside(1, 0, 4096, cast("Any", queues)).take(0, 100_000) > 2 * num_tokens
 
 
 def test_slack_is_saved_for_no_more_tokens_than_wait() -> None:
