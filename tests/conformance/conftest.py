@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 needs_nixl = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="NIXL is not installed: [nixl]")
 OURS: dict[type[Harness], list[pytest.MarkDecorator]] = {
     LoopbackHandoff: [],
-    RankedLoopbackHandoff: [],
+    RankedLoopbackHandoff: [pytest.mark.slow],  # as NIXL's ranks; simulations have four ranks and their faults, too
     RemoteHandoff: [needs_nixl, pytest.mark.integration],
     RankedRemoteHandoff: [needs_nixl, pytest.mark.integration],
     LMCacheHarness: [needs_lmcache, pytest.mark.integration],

@@ -6,7 +6,6 @@ Every test sends all its prompts at once. Figures are logged: `pytest -o log_cli
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,8 +27,6 @@ LOGPROB_TOLERANCE = 1e-4
 MOST_TIES = 0.02  # of the prompts of one run may leave the reference at a tie
 CHUNK_TOKENS = 48
 SUBSET_LENGTH = 300  # longest prompt of the runs in a small cache
-SUBSET_SIZE = 80
-PART_OF_EACH_LENGTH = 4  # cold and warm take 50 s on two cores with all prompts, and a third of that with a quarter
 CONVERSATIONS = (
     "Mira 4831. Oskar 2210. Lena 7745. Oskar?", "Hello!", "Who are you?", "Tell me a short story about a fox.",
     "Mira is 4831. Oskar is 2210. What is the number of Mira?", "What is the capital of France?",
@@ -51,25 +48,19 @@ def system(system_with_mixed: System) -> System:
     return system_with_mixed
 
 
-@pytest.mark.parametrize(
-    "path", [Path.P_FIRST, *(pytest.param(path, marks=pytest.mark.slow) for path in (Path.MIXED, Path.D_FIRST))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", Path)
 def test_cold_then_warm(path: Path, system: System, references: list[Reference], demo_model: DemoModel) -> None:
     assert len(references) >= 200
     check_cold_then_warm(path, system, references, demo_model)
 
 
-@pytest.mark.parametrize("path", [Path.MIXED, Path.D_FIRST])
+@pytest.mark.parametrize("path", Path)
 def test_cold_then_warm_at_every_length(
-    path: Path, system: System, references: list[Reference], demo_model: DemoModel
+    path: Path, system: System, some_references: list[Reference], demo_model: DemoModel
 ) -> None:
-    """A part of the prompts of each length, so that blocks' edges, chunks and the longest prompt are among them."""
-    by_length = defaultdict[int, list[Reference]](list)
-    for one in references:
-        by_length[len(one.prompt)].append(one)
-    assert by_length.keys() == {length for length, _ in LENGTHS}
-    some = [one for those in by_length.values() for one in those[: -(-len(those) // PART_OF_EACH_LENGTH)]]
-    check_cold_then_warm(path, system, some, demo_model)
+    assert {len(one.prompt) for one in some_references} == {length for length, _ in LENGTHS}
+    check_cold_then_warm(path, system, some_references, demo_model)
 
 
 def check_cold_then_warm(path: Path, system: System, references: Sequence[Reference], demo_model: DemoModel) -> None:
@@ -124,11 +115,18 @@ def test_chat(path: Path, system: System, demo_model: DemoModel) -> None:
     assert tally.num_ties <= 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", [Path.P_FIRST, Path.D_FIRST])
-def test_log_probabilities_of_prompts(path: Path, stream: bool, system: System, references: list[Reference]) -> None:
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [
+        (Path.P_FIRST, True), (Path.D_FIRST, False),
+        *(pytest.param(path, path is Path.D_FIRST, marks=pytest.mark.slow) for path in (Path.P_FIRST, Path.D_FIRST)),
+    ],
+)  # fmt: skip
+def test_log_probabilities_of_prompts(
+    path: Path, stream: bool, system: System, some_references: list[Reference]
+) -> None:
     """P computes them and D shows them: the answers of one node, cold and warm, and D computes no prompt."""
-    prompts = {len(reference.prompt): reference.prompt for reference in references}.values()
+    prompts = {len(reference.prompt): reference.prompt for reference in some_references}.values()
     more = {"prompt_logprobs": 2, "echo": True, "logprobs": 1, "max_tokens": 4, "temperature": 0, "ignore_eos": True,
             "stream": stream, "stream_options": {"include_usage": True} if stream else None}  # fmt: skip
     requests = [(COMPLETIONS, more | {"prompt": list(prompt), "cache_salt": f"{path} {stream}"}) for prompt in prompts]
@@ -169,10 +167,9 @@ def check_same_scores(found: Answer, expected: Answer) -> None:
 
 
 @pytest.fixture(scope="module")
-def subset(references: list[Reference]) -> list[Reference]:
+def subset(some_references: list[Reference]) -> list[Reference]:
     """Prompts for the runs in a small cache."""
-    short = [reference for reference in references if len(reference.prompt) <= SUBSET_LENGTH]
-    return short[:SUBSET_SIZE]
+    return [reference for reference in some_references if len(reference.prompt) <= SUBSET_LENGTH]
 
 
 CHUNKING = ("--max-num-seqs=16", f"--max-num-batched-tokens={CHUNK_TOKENS}", "--load-deadline-s=200")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from tests.integration.system import Answer, Path, System
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.integration.reference import DemoModel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -66,9 +69,14 @@ def mixed_answers() -> dict[str, Answer]:
     return {}
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("path", HANDOFFS)
-@pytest.mark.parametrize("name", SETTINGS)
+def settings_by_order() -> Iterator[object]:
+    """Each setting in both orders, streamed in one of them; what is streamed in the other one is slow."""
+    for (index, name), (by_d, path), stream in product(enumerate(SETTINGS), enumerate(HANDOFFS), (False, True)):
+        marks = [pytest.mark.slow] if (index + by_d + stream) % 2 else []
+        yield pytest.param(name, path, stream, id=f"{name}-{path}-{'stream' if stream else 'whole'}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "path", "stream"), list(settings_by_order()))
 def test_settings(name: str, path: Path, stream: bool, system: System, mixed_answers: dict[str, Answer]) -> None:
     body = {"prompt": STORY, "max_tokens": 12} | SETTINGS[name]
     if name not in mixed_answers:

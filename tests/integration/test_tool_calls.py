@@ -6,6 +6,7 @@ What the decode node answers alone is what P and D answer together.
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import openai
@@ -44,6 +45,12 @@ WEATHER, ADD = openai.pydantic_function_tool(get_weather), openai.pydantic_funct
 assert WEATHER["function"]["strict"]
 FREE = [tool | {"function": tool["function"] | {"strict": False}} for tool in (WEATHER, ADD)]
 
+# Streamed by one path and whole by the others; the rest is slow
+WAYS = [
+    pytest.param(path, stream, marks=[] if stream == (path is Path.P_FIRST) else [pytest.mark.slow])
+    for path, stream in product(Path, (False, True))
+]
+
 
 @pytest.fixture(params=list(Path))
 def client(request: pytest.FixtureRequest, tool_system: System) -> Iterator[Any]:
@@ -75,7 +82,7 @@ def calls_of(completion: Any) -> list[tuple[str, dict[str, Any]]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("client", "stream"), WAYS, indirect=["client"])
 def test_a_call_its_result_and_the_answer(client: Any, stream: bool) -> None:
     for city in CITIES:
         messages: list[Any] = [{"role": "user", "content": f"What is the weather in {city}?"}]
@@ -113,7 +120,7 @@ def test_parse(client: Any) -> None:
     assert said.choices[0].message.parsed.text in ("yes", "no")
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("client", "stream"), WAYS, indirect=["client"])
 def test_calls_that_must_be_made(client: Any, stream: bool) -> None:
     named = {"type": "function", "function": {"name": "add"}}
     for seed in range(3):
@@ -131,7 +138,7 @@ def test_calls_that_must_be_made(client: Any, stream: bool) -> None:
     assert len(calls_of(one)) == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("client", "stream"), WAYS, indirect=["client"])
 def test_reasoning(client: Any, stream: bool) -> None:
     """The template opens the reasoning; a call that must be made comes behind it."""
     for more in (

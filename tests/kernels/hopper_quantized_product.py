@@ -1,7 +1,8 @@
 """Compile products from a ring of weights for a Hopper GPU, which needs no GPU; print the PTX,
 and what ptxas says of it.
 
-A process of its own: where the tests run in Triton's interpreter, its kernels cannot be compiled.
+A process of its own: where the tests run in Triton's interpreter, its kernels cannot be compiled. Its arguments: rows
+and scales of each product, as in "64 blocks" or "16 channels".
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from pd_kernels.gluon_quantized_product import OUTPUTS, REGISTERS, STAGES, _ring_kernel
 from pd_kernels.quantized import BLOCK
+
+SPLITS = {16: 4, 64: 2}  # programs that share a tile's inputs, by rows
 
 
 def compile_product(rows: int, split: int, *, is_blocks: bool) -> str:
@@ -46,6 +49,7 @@ def compile_product(rows: int, split: int, *, is_blocks: bool) -> str:
 
 if __name__ == "__main__":
     knobs.nvidia.dump_ptxas_log = True
-    for number_of_rows, programs in ((16, 4), (64, 2)):
-        for blocks in (False, True):
-            sys.stdout.write(compile_product(number_of_rows, programs, is_blocks=blocks))
+    for wanted in sys.argv[1:]:
+        number_of_rows, kind = wanted.split()
+        programs = SPLITS[int(number_of_rows)]
+        sys.stdout.write(compile_product(int(number_of_rows), programs, is_blocks=kind == "blocks"))

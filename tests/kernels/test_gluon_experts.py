@@ -161,20 +161,21 @@ def test_the_products_equal_their_definitions() -> None:
     assert error(product, down_by_torch(found, down, placed.experts)[used]) < 5e-3
 
 
-def test_it_compiles_for_a_hopper_gpu_and_keeps_its_sums_in_registers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("product", ["gated", pytest.param("down", marks=pytest.mark.slow)])
+def test_it_compiles_for_a_hopper_gpu_and_keeps_its_sums_in_registers(product: str, tmp_path: Path) -> None:
     """Each group waits for its product before it adds and multiplies on, and gives a stage back after both products."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.kernels.hopper_gluon_experts"]
+    command = [sys.executable, "-m", "tests.kernels.hopper_gluon_experts", product]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMPILE_S, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 2
-    assert done.stdout.count("wgmma.mma_async.sync.aligned.m64n128k32") == 2 * 2 * 8  # kernels, groups, 256 outputs
+    assert done.stdout.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 1
+    assert done.stdout.count("wgmma.mma_async.sync.aligned.m64n128k32") == 2 * 8  # groups, 256 outputs
     events = re.findall(
         r"(wgmma\.mma_async|wgmma\.wait_group|fma\.rn|bar\.sync|mbarrier\.arrive\.shared::cta|mbarrier\.try_wait)",
         done.stdout,
     )
     turns = " ".join(event for event, before in zip(events, ["", *events], strict=False) if event != before)
-    product = "wgmma.mma_async wgmma.wait_group"
-    turn = f"{product} fma.rn wgmma.wait_group {product} bar.sync mbarrier.arrive.shared::cta fma.rn"
-    assert turns.count(turn) == 4, turns
+    waited = "wgmma.mma_async wgmma.wait_group"
+    turn = f"{waited} fma.rn wgmma.wait_group {waited} bar.sync mbarrier.arrive.shared::cta fma.rn"
+    assert turns.count(turn) == 2, turns

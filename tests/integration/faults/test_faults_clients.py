@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 from enum import StrEnum
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +15,7 @@ from tests.integration.calls import BROKEN, Call
 from tests.integration.fault_cluster import FaultCluster, RouterMember, fetch, parse_metrics, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
 pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
 logger = logging.getLogger(__name__)
@@ -61,9 +62,14 @@ async def in_phase(cluster: FaultCluster, phase: Phase, call: Call) -> None:
     assert not call.done
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("phase", Phase)
+def leaving() -> Iterator[object]:
+    """Each phase in both orders, streamed in one of them; what is streamed in the other one is slow."""
+    for (index, phase), (by_d, route), stream in product(enumerate(Phase), enumerate(ROUTES), (False, True)):
+        marks = [pytest.mark.slow] if (index + by_d + stream) % 2 else []
+        yield pytest.param(phase, route, stream, id=f"{phase}-{route}-{'stream' if stream else 'whole'}", marks=marks)
+
+
+@pytest.mark.parametrize(("phase", "route", "stream"), list(leaving()))
 async def test_client_leaves(phase: Phase, route: str, stream: bool, cluster: FaultCluster) -> None:
     calls = []
     if phase is Phase.QUEUE:

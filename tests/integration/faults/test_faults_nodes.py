@@ -258,7 +258,7 @@ async def test_p_stopped_while_d_reads(route: str, parts: tuple[Part, ...], clus
     await cluster.check_transfer(SHORT, route)
 
 
-@pytest.mark.parametrize("route", [P_FIRST, D_FIRST])
+@pytest.mark.parametrize("route", [P_FIRST, pytest.param(D_FIRST, marks=pytest.mark.slow)])
 async def test_d_stopped_while_it_reads(route: str, cluster: FaultCluster) -> None:
     """P's lease runs out, and its blocks go to others; D, going on, believes nothing that it has read."""
     long = await cluster.expected(LONG)
@@ -313,7 +313,7 @@ async def test_d_killed_another_d_lives(part: Part, route: str, cluster: FaultCl
 
 async def test_d_killed_in_the_middle_of_a_stream(cluster: FaultCluster) -> None:
     """Another one goes on behind what the client has."""
-    bodies = [cluster.body(SHORT, num_tokens=600, stream=True) for _ in range(2)]  # the router sends cached ones there
+    bodies = [cluster.body(SHORT, num_tokens=400, stream=True) for _ in range(2)]  # the router sends cached ones there
     expected = await Call(cluster.nodes["strict"].url, bodies[0]).outcome()
     call = Call(cluster.new_router(["p0"], ["d0", "strict"]).url, bodies[1])
     await call.begun()
