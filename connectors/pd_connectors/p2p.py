@@ -45,9 +45,8 @@ if TYPE_CHECKING:
 
 READ_BYTES = 64 << 20  # of one rank; large enough for full bandwidth (32 MiB is), small enough to share the link fairly
 MAX_SLEEP_S = 60.0
-SILENCE_S = (
-    2.5  # as for the API process: a step loop that does not turn for so long is frozen, unless it allowed itself more
-)
+# A step loop that does not turn for so long is frozen, unless it allowed itself more: as its API process judges it
+SILENCE_S = 2.5
 MAX_ROUNDS = 64  # of reading all sockets, before timers get their turn
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ get LEAST_PROMPT_TOKENS whatever that takes, as under a fixed limit.
 **Overload.** Where nodes have more to do than fits the targets, slack would leave prompts hardly any time: two replicas
 with half more streams than they could decode in 10 ms a token had a median TTFT of 13 s, and TPOT 10.0. So while one of
 the next prompts has waited PATIENCE x ttft_s, prompts get all that the last line above allows, and streams become as
-slow as they must. Only waits for this budget count: each step in which all slots are taken, or which leaves a share of
-prompts, begins them anew. So do prompts of a priority that is not worse than the best stream's: others never count.
+slow as they must. Only waits for this budget count: a step in which all slots are taken, or which leaves some of the
+prompts' share, begins them anew. A prompt of a worse priority than the best stream's does not count.
 
 **Saving.** The price of a dense model's token rises with the step (8B on an H200: 8 us up to 128 tokens in all, 22
 beyond 256), so slack is spent evenly unless time is short. A mixture reads nearly all experts for the first tokens:

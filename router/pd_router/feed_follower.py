@@ -116,8 +116,8 @@ class FeedFollower:
                         await asyncio.sleep(0)
                     if isinstance(message, FeedDelta) and message.is_last and node.liveness.has_left(node.epoch):
                         self._table.set_down(node)  # it refuses what would be sent before the next look at /health
-                    if isinstance(message, FeedDelta) and message.is_frozen and not node.liveness.is_frozen:
-                        node.doubted.set()
+                    if isinstance(message, FeedDelta) and message.is_frozen:
+                        node.liveness.doubt()
                     limit.reschedule(loop.time() + SILENCE_S)
         raise FeedLost("the answer ended")
 

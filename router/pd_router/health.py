@@ -49,8 +49,8 @@ class HealthPoller:
                 await asyncio.sleep(min(LEAST_INTERVAL_S, self._interval_s))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(0.0, self._interval_s - LEAST_INTERVAL_S)):
-                        await node.doubted.wait()
-            node.doubted.clear()
+                        await node.liveness.doubted.wait()
+            node.liveness.doubted.clear()
             try:
                 await self.poll(node)
             except Exception:  # a bug that one node triggers must not stop the polls of the others

@@ -12,6 +12,7 @@ answers that it starts or drains             not judged continue to wait: the no
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,16 +37,18 @@ class DownListener(Protocol):
 class NodeLiveness:
     """Judgements of one node. When the health poller judges it to be down, guarded waits for it end."""
 
-    __slots__ = ("_guards", "down", "leaving_epoch")
+    __slots__ = ("_guards", "doubted", "down", "leaving_epoch")
 
     def __init__(self) -> None:
         self.down: Down | None = None
         self.leaving_epoch: int | None = None  # of the newest boot that has said that it ends by order
+        self.doubted = asyncio.Event()  # set: /health is to be polled now
         self._guards: set[DownListener] = set()
 
-    @property
-    def is_frozen(self) -> bool:
-        return self.down is not None and self.down.kind is FailureKind.FROZEN
+    def doubt(self) -> None:
+        """Have the node judged now, if it is not judged frozen already."""
+        if self.down is None or self.down.kind is not FailureKind.FROZEN:
+            self.doubted.set()
 
     def judge(self, down: Down | None) -> None:
         """Store the newest judgement. A node that stays down is judged at each poll: a wait that could not move before

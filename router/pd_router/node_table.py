@@ -56,7 +56,6 @@ class Node:
     node_id: str  # from /health; until then host:port
     reachable: bool = False  # the last /health was good, and no connection failed since
     polled: bool = False  # /health has been polled
-    doubted: asyncio.Event = field(default_factory=asyncio.Event)  # set: /health is to be polled now
     draining: bool = False  # gets no new requests until it is resumed or restarts
     drained_epoch: int | None = None  # that an order drained; another worker may have seen that boot first
     gone: bool = False  # no source names it any more; its running requests are finished

@@ -13,7 +13,7 @@ from pd_connectors.protocol.feed import FEED_TYPE, FeedDelta, FeedMessage, FeedS
 from pd_connectors.protocol.stream_codec import encode_message
 from pd_connectors.protocol.ticket import NodeOrder, verify
 from pd_http.node_answers import FailureKind
-from pd_router import feed_follower
+from pd_router import feed_follower, health
 from pd_router.liveness import Down
 from pd_router.node_view import FeedState
 from tests.router import fake_nodes as fakes
@@ -255,7 +255,22 @@ async def test_health_is_polled_at_once_where_an_engine_makes_no_progress() -> N
         feed.say(FeedDelta(3, NodeLoad(queued_tokens=7), is_frozen=True))
         await until(lambda: view_of(router).queued_tokens == 7)
         assert node.num_checks == num_checks + 1
-        assert not the_node(router).doubted.is_set()
+        assert not the_node(router).liveness.doubted.is_set()
+
+
+async def test_a_feed_causes_no_more_polls_than_one_each_least_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The feed says that the engine is frozen, /health that it is not."""
+    monkeypatch.setattr(health, "LEAST_INTERVAL_S", 3600.0)
+    feed = FakeFeed()
+    node = a_node(feed)
+    async with running(node), serving(mixed=[node]) as router:
+        await live(router)
+        num_checks = node.num_checks
+        for number in range(2, 12):
+            feed.say(FeedDelta(number, NodeLoad(queued_tokens=number), is_frozen=True))
+            await until(lambda: view_of(router).queued_tokens == number)  # noqa: B023 (awaited here)
+        assert the_node(router).liveness.doubted.is_set()
+        assert node.num_checks == num_checks
 
 
 async def test_a_node_that_is_removed_is_forgotten() -> None:
