@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pd_cluster.scheduling.step_model import StepWork, keys_of
-from pd_cluster.worker.cuda_graphs.graph_sizes import token_buckets
+from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes, token_buckets
 
 STEP_TOKENS = 2048
 SIZES = token_buckets(STEP_TOKENS)
+DECODE_SIZES = bucket_sizes(256)
 # ms of a step with 32 decodes more than of the decodes alone, by the tokens of the step
 PROMPT_MS = (
     (32, 0.0),
@@ -60,24 +61,26 @@ class DenseDevice(Device):
 class MixtureDevice(Device):
     """The shape of Qwen3-30B-A3B in float8: a step reads the experts that its tokens choose.
 
-    Measured (1a890a8): decode 1 / 32 / 128 / 256 in 2.53 / 9.22 / 13.2 / 17.4 ms, here 2.53 / 9.22 / 13.3 / 17.6;
-    prompts of 1,024 / 4,096 at 105k / 91k tokens/s, here 105k / 91k; one prompt of 1,024 in 13.9 ms, here 14.3. What
-    prompts take beside decodes is not measured: `beside_s` is such that two mixed nodes have the measured TPOT.
+    Measured while two mixed nodes, and a prefill and a decode node, served Azure's requests and 1024 in, 256 out: 5, 13,
+    25, 33, 41 and 64 decodes behind 1,150 tokens in 4.8, 7.1, 8.8, 9.7, 10.4 and 11.7 ms, here 5.0, 6.9, 9.0, 9.6, 10.1
+    and 11.0. Alone (`python -m benchmarks gpu`) 32, 128 and 256 take 9.0, 12.8 and 16.7, here 9.1, 13.1 and 17.2.
+    A prompt of 1,024 tokens takes 14 to 16 ms, here 14.1; beside 26 decodes 23.0, here 23.0: with random weights the
+    tokens of one prompt choose few experts, and decodes read the others.
     """
 
-    step_s: float = 2.06e-3
-    expert_s: float = 54.6e-6  # for each of NUM_EXPERTS that a layer reads
-    decode_s: float = 8e-6
-    context_s: float = 24.6e-9
+    step_s: float = 1.95e-3
+    expert_s: float = 55.2e-6  # for each of NUM_EXPERTS that a layer reads
+    decode_s: float = 9.6e-6
+    context_s: float = 20.5e-9
     token_s: float = 4.58e-6
     key_s: float = 1.0e-9
-    beside_s: float = 5e-6  # more for each of the first BESIDE_TOKENS beside decodes
+    beside_s: float = 7.2e-6  # more for each of the first BESIDE_TOKENS beside decodes
 
     def seconds(self, work: StepWork) -> float:
-        total = _padded(work) if work.num_tokens else work.num_decodes
+        total = _padded(work)
         num_experts = NUM_EXPERTS * (1 - (1 - CHOSEN_SHARE) ** total)
         decodes_s = self.decode_s * work.num_decodes + self.context_s * work.context
-        prompts_s = self.token_s * (total - work.num_decodes) + self.key_s * work.num_keys
+        prompts_s = self.token_s * (total - work.num_decodes if work.num_tokens else 0) + self.key_s * work.num_keys
         if work.num_decodes:
             prompts_s += self.beside_s * min(work.num_tokens, BESIDE_TOKENS)
         return self.step_s + self.expert_s * num_experts + decodes_s + prompts_s
@@ -85,7 +88,7 @@ class MixtureDevice(Device):
 
 def steps_at_start(device: Device) -> list[tuple[StepWork, float]]:
     """What `measure_for_model` measures."""
-    works = [StepWork(num, 1024 * num) for num in (1, 32, 128)] + [StepWork(32, 32 * 4096)]
+    works = [StepWork(num, 1024 * num) for num in (1, 4, 12, 32, 64, 128)] + [StepWork(32, 32 * 4096)]
     works += [StepWork(32, 32 * 1024, size - 32, keys_of(size - 32, 0)) for size in (128, 256, 512, 1024)]
     works.append(StepWork(32, 32 * 1024, 96, keys_of(96, 4096)))
     return [(work, device.seconds(work)) for work in works]
@@ -103,8 +106,9 @@ SHAPES = tuple(dict.fromkeys(shape for shape, _ in DEVICES))
 
 
 def _padded(work: StepWork) -> int:
-    """The captured size of a step with prompts."""
-    return SIZES[bisect_left(SIZES, work.num_decodes + work.num_tokens)]
+    """The captured size of a step."""
+    sizes = SIZES if work.num_tokens else DECODE_SIZES
+    return sizes[bisect_left(sizes, work.num_decodes + work.num_tokens)]
 
 
 def _prompt_ms(num_tokens: int) -> float:

@@ -90,15 +90,12 @@ class SimulatedNode:
     @property
     def load(self) -> NodeLoad:
         """As NewsReport tells it."""
-        model, scheduler, room = self.model, self.scheduler, self.room
+        model, scheduler = self.model, self.scheduler
         load = replace(
             scheduler.load, step_s=self._decode_s, token_s=model.token_s, key_s=model.key_s,
             step_tokens=scheduler.step_tokens,
         )  # fmt: skip
-        if not room.is_known:
-            return load
-        stream_room = room.beside(scheduler.num_streams, load.free_blocks / load.num_blocks)
-        return replace(load, tpot_s=room.tpot_s, stream_room=stream_room)
+        return self.room.told(load, scheduler.num_streams)
 
     def _busy_s(self) -> float:
         """As Pipeline.busy_s: predicted, not known."""

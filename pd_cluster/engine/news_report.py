@@ -90,8 +90,4 @@ class NewsReport:
         token_s, key_s = (model.token_s, model.key_s) if model.knows_prompts else (0.0, 0.0)
         step_s, share = self._pipeline.decode_s, self._step_tokens
         load = msgspec.structs.replace(load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share)
-        room = self._room
-        if not room.is_known:
-            return load
-        stream_room = room.beside(self._scheduler.num_streams, load.free_blocks / load.num_blocks)
-        return msgspec.structs.replace(load, tpot_s=room.tpot_s, stream_room=stream_room)
+        return self._room.told(load, self._scheduler.num_streams)

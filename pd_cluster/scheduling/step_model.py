@@ -3,10 +3,11 @@
 The time is a sum of terms. Each term has a coefficient in seconds, always above 0:
 
     base        reading the weights, once a step
-    decode      for each decode, by segments of their number, because the first decodes of a mixture read most experts
+    decode      for each decode
+    first       for each of the first FIRST tokens of a step, by segments: those of a mixture read most experts
     context     for each token that the decodes read KV of
-    token       for each token, decodes included, less what `decode` counts: by segments of the step's number of tokens,
-                because a GPU computes the first hundred or two while it reads the weights. Only prompts pay
+    token       for each token of a prompt, by segments of the step's number of tokens, decodes included, because a GPU
+                computes the first hundred or two while it reads the weights
     key         for each product of a prompt's token and a token before it
 
 The first coefficients are those of the 8B shape on an H200. `fit` replaces them by measurements at start, else by the
@@ -17,6 +18,7 @@ counts as at most OUTLIER times its prediction: a process that was stopped for a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from math import inf
 from operator import mul
@@ -24,15 +26,22 @@ from statistics import median
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pd_cluster.scheduling.batch import SequenceChunk
 
 # 8B, bf16, one H200 ("Steps with prompts" and "Disaggregation" in benchmarks/LOG.md): 30, 60 and 90 decodes of 1,200
 # tokens take 5.5, 7.2 and 8.3 ms; 32 decodes in steps of 128, 256, 512 and 1,024 tokens 6.2, 8.1, 13.7 and 23.8
 BASE_S, CONTEXT_S, KEY_S = 4.1e-3, 33e-9, 1.5e-9
-DECODE_KNOTS, DECODE_S = (0, 32), (6e-6, 6e-6)  # decodes where the price of one changes; between and beyond
-TOKEN_KNOTS, TOKEN_S = (0, 128, 256, 512), (8e-6, 15e-6, 22e-6, 20e-6)  # tokens of a step, alike
+DECODE_S = 6e-6
+TOKEN_KNOTS, TOKEN_S = (
+    (0, 128, 256, 512),
+    (8e-6, 15e-6, 22e-6, 20e-6),
+)  # tokens of a step where it changes
+# A mixture of 128 experts reads 29, 69, 107 and 125 of them at 4, 12, 28 and 60 tokens. With one knot at 32, and for
+# decodes only, steps of 4 decodes took 1.2 to 1.4 times as long as predicted, of 28 0.85 to 0.97 times (30B-A3B, H200)
+FIRST_KNOTS, FIRST = (0, 4, 12, 28), 60
+FIRST_S = 0.1e-6  # a dense model reads all its weights for one token
 
 MOST_TOKENS = 1 << 20  # of a step that can be asked for
 FULL_STEP = 2048  # tokens of a step that reads prompts only, for the mean price of a token
@@ -42,7 +51,10 @@ OUTLIER = 1.5  # a step counts as at most so many times its prediction, or as on
 EARLY_OUTLIER = 4.0  # of a step before the model is fitted
 CORRECT_EVERY = 16  # steps; 0.1 ms each
 MEMORY = 0.97  # of what was noted, at each correction: about 500 steps count
-PULL, EARLY_PULL = 1.0, 1e-4  # to the coefficients before, in steps
+PULL = 1.0  # to the coefficients before, in steps
+# Of the first fit. Weak where measurements and defaults differ most: a mixture's first tokens cost 4,000 times the
+# default. Weaker for decodes than for their contexts, which grow with their number in steps of short ones
+EARLY_PULL, DECODE_PULL, FIRST_PULL = 1e-4, 1e-8, 1e-10
 LEAST = 0.01  # of the coefficients of `fit`, so that predictions stay above 0
 SWEEPS, EARLY_SWEEPS = 8, 3000  # of a solution at most; the latter take 0.1 s
 EXACT = 1e-5  # it is found when a sweep changes no coefficient by a larger share
@@ -88,7 +100,7 @@ class StepModel:
         self._early: list[tuple[StepWork, float]] = []
         self._num_noted = 0
         self._num_with_prompts = 0  # of them
-        self._restart([BASE_S, CONTEXT_S, KEY_S, *DECODE_S, *TOKEN_S])
+        self._restart([BASE_S, CONTEXT_S, KEY_S, DECODE_S, *TOKEN_S, *(FIRST_S for _ in FIRST_KNOTS)])
         if measured:
             self.fit(measured)
 
@@ -127,21 +139,30 @@ class StepModel:
     def tokens_within(self, num_decodes: int, seconds: float) -> int:
         """The most prompt tokens without tokens before them that prolong a step of decodes by at most `seconds`."""
         num_tokens = 0
-        for index, length in _segments(TOKEN_KNOTS, num_decodes, num_decodes + MOST_TOKENS, _TOKENS):
-            if seconds < length * self._seconds[index]:
-                return num_tokens + int(max(0.0, seconds) / self._seconds[index])
+        for token_s, length in self._prices(num_decodes, MOST_TOKENS):
+            if seconds < length * token_s:
+                return num_tokens + int(max(0.0, seconds) / token_s)
             num_tokens += length
-            seconds -= length * self._seconds[index]
+            seconds -= length * token_s
         return num_tokens
 
     def prolonged_s(self, num_decodes: int, num_tokens: int) -> float:
         """Seconds by which so many prompt tokens without tokens before them prolong a step of decodes."""
-        segments = _segments(TOKEN_KNOTS, num_decodes, num_decodes + num_tokens, _TOKENS)
-        return sum(self._seconds[index] * length for index, length in segments)
+        return sum(token_s * length for token_s, length in self._prices(num_decodes, num_tokens))
 
     def token_s_at(self, num_tokens: int) -> float:
         """Seconds of one more prompt token in a step of so many tokens."""
-        return self._seconds[_TOKENS + sum(num_tokens >= knot for knot in TOKEN_KNOTS[1:])]
+        token_s = self._seconds[_TOKENS + bisect_right(TOKEN_KNOTS, num_tokens) - 1]
+        if num_tokens < FIRST:
+            token_s += self._seconds[_FIRST + bisect_right(FIRST_KNOTS, num_tokens) - 1]
+        return token_s
+
+    def _prices(self, num_decodes: int, num_tokens: int) -> Iterator[tuple[float, int]]:
+        """Seconds of one more of so many prompt tokens beside decodes, in order, and for how many of them."""
+        start, end = num_decodes, num_decodes + num_tokens
+        for bound in (*(knot for knot in _KNOTS if start < knot < end), end):
+            yield self.token_s_at(start), bound - start
+            start = bound
 
     def note(self, work: StepWork, seconds: float) -> None:
         """Correct the model by a step of this work that took so long."""
@@ -150,7 +171,7 @@ class StepModel:
         if self.is_fitted:
             self._add(work, seconds, OUTLIER)
             if not self._num_noted % CORRECT_EVERY:
-                self._solve(PULL, SWEEPS)
+                self._solve([PULL] * len(self._base), SWEEPS)
                 self._products = [[MEMORY * product for product in row] for row in self._products]
                 self._sums = [MEMORY * total for total in self._sums]
             return
@@ -167,7 +188,7 @@ class StepModel:
         self._restart([scale * own for own in self._seconds])
         for work, seconds in samples:
             self._add(work, seconds, most)
-        self._solve(EARLY_PULL, EARLY_SWEEPS)
+        self._solve(_EARLY_PULLS, EARLY_SWEEPS)
         self._restart(self._seconds)
         self._early = []
 
@@ -193,12 +214,12 @@ class StepModel:
             for other, others in shares:
                 row[other] += share * others
 
-    def _solve(self, pull: float, sweeps: int) -> None:
+    def _solve(self, pulls: Sequence[float], sweeps: int) -> None:
         """Find the factors with the least squared error: sum(share * factor) is to be 1 in each step."""
         factors = self._factors
         for _ in range(sweeps):
             before = factors[:]
-            for index, row in enumerate(self._products):
+            for index, (row, pull) in enumerate(zip(self._products, pulls, strict=True)):
                 own = row[index]
                 rest = self._sums[index] + pull - sum(map(mul, row, factors)) + own * factors[index]
                 factors[index] = max(LEAST, rest / (own + pull))
@@ -210,15 +231,19 @@ class StepModel:
         """The terms that the work has: (index of the coefficient, seconds)."""
         num_decodes, num_tokens = work.num_decodes, work.num_tokens
         amounts = [(0, 1)]
+        total = num_decodes + num_tokens
         if num_decodes:
-            amounts += [(1, work.context), *_segments(DECODE_KNOTS, 0, num_decodes, _DECODES)]
+            amounts += [(1, work.context), (3, num_decodes)]
         if num_tokens:
-            amounts += [(2, work.num_keys), *_segments(TOKEN_KNOTS, num_decodes, num_decodes + num_tokens, _TOKENS)]
+            amounts += [(2, work.num_keys), *_segments(TOKEN_KNOTS, num_decodes, total, _TOKENS)]
+        amounts += _segments(FIRST_KNOTS, 0, min(total, FIRST), _FIRST)
         return [(index, self._seconds[index] * amount) for index, amount in amounts]
 
 
-_DECODES = 3  # index of the first coefficient of decodes, and of tokens
-_TOKENS = _DECODES + len(DECODE_S)
+_TOKENS = 4  # index of the first coefficient of tokens, and of first tokens
+_FIRST = _TOKENS + len(TOKEN_S)
+_EARLY_PULLS = [EARLY_PULL] * 3 + [DECODE_PULL] + [EARLY_PULL] * len(TOKEN_S) + [FIRST_PULL] * len(FIRST_KNOTS)
+_KNOTS = sorted({*TOKEN_KNOTS, *FIRST_KNOTS, FIRST})
 
 
 def _segments(knots: tuple[int, ...], start: int, end: int, first: int) -> list[tuple[int, int]]:

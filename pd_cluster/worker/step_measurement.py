@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DECODES = 32
 CONTEXT = 1024  # tokens of a decoding sequence, and of a prompt in steps of prompts only
-MOST_DECODES = 128  # of the steps that a StepModel is fitted to
+MOST_DECODES = (4, 12, 64, 128)  # of steps that a StepModel is fitted to, beside 1 and DECODES
 SIZES_OF_MODEL = (128, 256, 512, 1024)  # tokens of its steps with DECODES decodes
 SIZES_OF_PROMPTS = (STEP_TOKENS, 2 * STEP_TOKENS, MOST_STEP_TOKENS)
 STEPS = 6  # of a measurement; the first two do not count: the device waits for their inputs
@@ -117,7 +117,7 @@ def limit_beside_decodes(
 def measure_for_model(limits: SchedulerConfig, timer: StepTimer) -> None:
     """Measure the steps that tell a StepModel's terms apart, as far as sequences are many and long enough."""
     decodes = min(DECODES, limits.max_num_seqs - 1)
-    for num_decodes in {1, decodes, min(MOST_DECODES, limits.max_num_seqs)} - {0}:
+    for num_decodes in sorted({1, decodes, *(min(most, limits.max_num_seqs) for most in MOST_DECODES)} - {0}):
         timer.seconds(num_decodes, [])
     if not decodes:
         return

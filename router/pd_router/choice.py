@@ -87,12 +87,25 @@ class RouteChoice(msgspec.Struct, frozen=True):
         """A node that may serve the request alone although a handoff is planned; None: that is better, or not known."""
         ready = _healthy(nodes, now_s)
         if self.reason == KEPT:  # no decode node instead of it: those are late, and may not be allowed to read prompts
-            return self._keeper(ready)
+            return self.otherwise and self.otherwise._keeper(ready)
         return self._sooner([node for node in ready if node.role is not Role.PREFILL], self._prefill_s(now_s))[0]
 
+    def _keepers(self, nodes: Iterable[Node]) -> list[Node]:
+        """The prefill nodes that may go on with the prompt, while all decode nodes are late.
+
+        Those within their streams' target. Else one where fewer streams are late than on a decode node: of several the
+        one with most streams, so that those of the others stay within it.
+        """
+        costs, prefills = self.costs, [node for node in nodes if node.role is Role.PREFILL]
+        if keepers := [node for node in prefills if costs.has_time(node)]:
+            return keepers
+        decodes = list(self._paired(self.decodes))
+        late = [node for node in prefills if costs.may_be_late(node, decodes)]
+        return [max(late, key=lambda node: node.view.num_sequences)] if late else []
+
     def _keeper(self, nodes: Iterable[Node]) -> Node | None:
-        """The prefill node that reads the prompt and goes on with it, within its streams' target."""
-        keepers = [node for node in nodes if node.role is Role.PREFILL and self.costs.has_time(node)]
+        """The one of `_keepers` that answers soonest, if it has room."""
+        keepers = self._keepers(nodes)
         sums = [(direct_s, has_room) for _, direct_s, has_room in self.costs.decoding(keepers)]
         ready = [(direct_s, at) for at, (direct_s, has_room) in enumerate(sums) if has_room]
         return keepers[min(ready)[1]] if ready else None
@@ -254,7 +267,7 @@ def _kept(handoff: RouteChoice) -> RouteChoice | None:
     costs = handoff.costs
     if not all(map(costs.is_late, handoff._paired(handoff.decodes))) or handoff._keeper(handoff.prefills) is None:
         return None
-    keepers = tuple(node for node in handoff.prefills if costs.has_time(node))
+    keepers = tuple(handoff._keepers(handoff.prefills))
     return replace(handoff, order=HandoffOrder.DIRECT, reason=KEPT, decodes=keepers, otherwise=handoff)
 
 

@@ -90,6 +90,11 @@ class NodeView:
         room = self.ledger.total[7]
         return None if room == inf else int(room)
 
+    @property
+    def late_room(self) -> int:
+        """Generations more with which all are within `NodeLoad.late_room`'s targets; 0: not known."""
+        return 0 if self.load is None else self.load.late_room - self.ledger.own_sequences
+
     def hear(self, load: NodeLoad, charges: Iterable[int]) -> None:
         """Take a load of the feed, and the numbers of the charges that it includes."""
         self.load = load

@@ -55,6 +55,43 @@ def test_a_stream_is_handed_over_if_a_decode_node_has_time_or_no_node(stream_roo
     assert stream_rooms[2] == 0 or choice.best_decode(choice.decodes, NOW_S) is d
 
 
+def late(node: Node, num_streams: int, late_room: int = 9) -> None:
+    tell(node, tpot_s=TPOT_S, stream_room=0, late_room=late_room, num_running=num_streams)
+
+
+def test_where_all_are_late_fewer_streams_are() -> None:
+    nodes = table(1, 2)
+    p, full, fuller = nodes.nodes
+    late(full, 20)
+    late(fuller, 30)
+    for num_streams, late_room, is_kept in ((19, 1, True), (20, 1, False), (5, 0, False), (0, 9, True)):
+        late(p, num_streams, late_room)
+        assert (chosen(nodes).reason == "decode-late") == is_kept
+    late(p, 18, 2)
+    assert chosen(nodes, num_sequences=2).reason == "decode-late"
+    assert chosen(nodes, num_sequences=3).reason == "default"
+    with Charge(p, lambda: NOW_S, sequences=1, prompt_tokens=10):
+        assert chosen(nodes, num_sequences=2).reason == "default", "one of the two places is promised"
+    tell(full, tpot_s=TPOT_S, stream_room=1, num_running=20)
+    assert chosen(nodes).reason == "default", "a decode node has time"
+    tell(p, num_running=5)
+    late(full, 20)
+    assert chosen(nodes).reason == "default", "P tells no target"
+
+
+def test_late_streams_gather_on_one_prefill_node() -> None:
+    nodes = table(3, 1)
+    few, many, too_many, d = nodes.nodes
+    late(d, 20)
+    for node, num_streams in ((few, 10), (many, 15), (too_many, 20)):
+        late(node, num_streams)
+    choice = chosen(nodes)
+    assert (choice.decodes, choice.sooner(choice.decodes, NOW_S)) == ((many,), many)
+    tell(few, tpot_s=TPOT_S, stream_room=1, num_running=10)
+    choice = chosen(nodes)
+    assert (choice.decodes, choice.sooner(choice.decodes, NOW_S)) == ((few,), few)
+
+
 def test_several_prompts_are_handed_over() -> None:
     """A body has any number of them, which the router does not count."""
     nodes = table(1, 1)

@@ -42,6 +42,32 @@ def test_a_fitted_model_predicts_what_was_measured(name: str, scale: float) -> N
         assert model.seconds(work) == pytest.approx(seconds, rel=0.1 if name == "experts" else 0.06)
 
 
+def mixture_s(work: StepWork) -> float:
+    """The first tokens of a step choose 128 experts, 8 each, whether they are decodes or of prompts."""
+    num_experts = 128 * (1 - (15 / 16) ** (work.num_decodes + work.num_tokens))
+    tokens_s = 8e-6 * work.num_decodes + 25e-9 * work.context + 5e-6 * work.num_tokens + 1e-9 * work.num_keys
+    return 2e-3 + 55e-6 * num_experts + tokens_s
+
+
+def test_a_mixture_reads_experts_for_the_first_tokens_of_a_step() -> None:
+    beside = [(32, size - 32) for size in (128, 256, 512, 1024)]
+    works = [StepWork(num, num * CONTEXT) for num in (1, 4, 12, 32, 64, 128)] + [StepWork(32, 32 * 4096)]
+    works += [StepWork(num, num * CONTEXT, size, keys_of(size, 0)) for num, size in beside]
+    model = StepModel([(work, mixture_s(work)) for work in (*works, StepWork(32, 32 * CONTEXT, 96, keys_of(96, 4096)))])
+    for num in (1, 2, 6, 8, 16, 20, 24, 40, 48, 96, 256):
+        work = StepWork(num, num * CONTEXT)
+        assert model.seconds(work) == pytest.approx(mixture_s(work), rel=0.03)
+    for num, size in ((0, 64), (0, 2048), (4, 100), (16, 500), (64, 1000)):
+        work = StepWork(num, num * CONTEXT, size, keys_of(size, 0))
+        assert model.seconds(work) == pytest.approx(mixture_s(work), rel=0.05)
+    for num in (0, 3, 30, 100):
+        alone_s = model.decode_s(num, 0)
+        for size in (1, 5, 40, 300, 5000):
+            longer_s = model.seconds(StepWork(num, 0, size)) - alone_s
+            assert model.prolonged_s(num, size) == pytest.approx(longer_s)
+            assert model.tokens_within(num, longer_s * (1 + 1e-9)) == size
+
+
 def test_the_defaults_are_those_of_8b() -> None:
     model = StepModel()
     assert not model.is_fitted

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.scheduling.step_budget import AIM
 from pd_cluster.scheduling.step_model import StepModel, StepWork
-from pd_cluster.scheduling.stream_room import FADE_S, SPARE_MEMORY, SPARE_SLOTS, USUAL_CONTEXT, StreamRoom
+from pd_cluster.scheduling.stream_room import FADE_S, HELD, LATE, SPARE_MEMORY, SPARE_SLOTS, USUAL_CONTEXT, StreamRoom
+from pd_connectors.protocol.feed import NodeLoad
 
 TPOT_S, SLOTS = 0.010, 256
 MODEL = StepModel([(StepWork(num, USUAL_CONTEXT * num), 4e-3 + num * 50e-6) for num in (1, 32, 128)])
@@ -45,8 +45,8 @@ def test_one_stream_more_than_there_is_room_for_misses_the_target(
     made, _ = room(tpot_s)
     made.note(StepWork(10, 10 * context), 0.005)
     held = num_streams + made.beside(num_streams)
-    assert num_streams == held or MODEL.decode_s(held, held * context) <= AIM * tpot_s
-    assert held >= SLOTS or MODEL.decode_s(held + 1, (held + 1) * context) > AIM * tpot_s
+    assert num_streams == held or MODEL.decode_s(held, held * context) <= HELD * tpot_s
+    assert held >= SLOTS or MODEL.decode_s(held + 1, (held + 1) * context) > HELD * tpot_s
 
 
 def test_prompts_take_room_where_they_come_first() -> None:
@@ -59,7 +59,7 @@ def test_prompts_take_room_where_they_come_first() -> None:
         found.append(made.beside(0))
     held, beside = found
     assert beside == idle, "a decode node's prompts take only what its streams leave"
-    assert MODEL.decode_s(held, held * USUAL_CONTEXT) == pytest.approx(0.75 * AIM * TPOT_S, rel=0.03)
+    assert MODEL.decode_s(held, held * USUAL_CONTEXT) == pytest.approx(0.75 * HELD * TPOT_S, rel=0.03)
 
 
 def test_a_share_fades_and_is_never_more_than_all() -> None:
@@ -103,3 +103,17 @@ def test_nothing_is_known_without_a_target_or_measured_steps() -> None:
         assert not made.is_known
         assert made.beside(0) == 0
     assert room()[0].is_known
+
+
+def test_late_streams_have_more_room_where_slots_and_memory_are_left() -> None:
+    """The same sums with a longer target."""
+    made, clock = room(prompts_first=True)
+    read(made, clock, 0.4)
+    load = made.told(NodeLoad(free_blocks=9, num_blocks=10), 5)
+    longer, its_clock = room(LATE * TPOT_S, prompts_first=True)
+    read(longer, its_clock, 0.4)
+    assert (load.tpot_s, load.stream_room, load.late_room) == (TPOT_S, made.beside(5), longer.beside(5))
+    assert 0 < load.stream_room < load.late_room
+    assert made.told(NodeLoad(free_blocks=4, num_blocks=10), 5).late_room == 0
+    nothing = NodeLoad(free_blocks=9, num_blocks=10)
+    assert room(inf)[0].told(nothing, 5) == nothing

@@ -125,11 +125,14 @@ def test_keys_cost_as_much_as_was_measured() -> None:
         assert limit_beside_decodes(LIMITS, bent(150, max_len), by_flops, lambda line: None)[1] == expected
 
 
+DECODES_ALONE = [(num, 0) for num in (1, 4, 12, 32, 64)]
+
+
 @pytest.mark.parametrize(
     ("limits", "max_len", "expected"),
     [
-        (LIMITS, 8192, [(1, 0), (32, 0), (64, 0), (32, 0), (32, 96), (32, 224), (32, 480), (32, 992), (32, 96)]),
-        (LIMITS, 300, [(1, 0), (32, 0), (64, 0), (32, 0), (32, 96), (32, 224)]),  # no prompt is longer
+        (LIMITS, 8192, [*DECODES_ALONE, (32, 0), (32, 96), (32, 224), (32, 480), (32, 992), (32, 96)]),
+        (LIMITS, 300, [*DECODES_ALONE, (32, 0), (32, 96), (32, 224)]),  # no prompt is longer
         (replace(LIMITS, max_num_seqs=1), 8192, [(1, 0)]),
     ],
 )

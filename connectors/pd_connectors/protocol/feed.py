@@ -39,6 +39,7 @@ class NodeLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     step_tokens: int = 0  # prompt tokens that a step takes at present beside the decodes
     tpot_s: float = 0.0  # target of a stream's time per token; 0: none, or nothing is known of its steps
     stream_room: int = 0  # streams more with which every stream is within that target
+    late_room: int = 0  # the same for 1.5 times the target
 
 
 class StoredBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
