@@ -87,7 +87,7 @@ class RouteChoice(msgspec.Struct, frozen=True):
         """A node that may serve the request alone although a handoff is planned; None: that is better, or not known."""
         ready = _healthy(nodes, now_s)
         if self.reason == KEPT:  # no decode node instead of it: those are late, and may not be allowed to read prompts
-            return self.otherwise and self.otherwise._keeper(ready)
+            return None if self.otherwise is None else self.otherwise._keeper(ready)
         return self._sooner([node for node in ready if node.role is not Role.PREFILL], self._prefill_s(now_s))[0]
 
     def _keepers(self, nodes: Iterable[Node]) -> list[Node]:
