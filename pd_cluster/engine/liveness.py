@@ -2,7 +2,7 @@
 
     state     means                                                   becomes
     alive     it sent a message within the allowed silence            frozen after the allowed silence
-    frozen    no step has ended within max(2.5 s, 4 x the prediction) alive by a message, dead after stall_s more
+    frozen    no step has ended within max(2.25 s, 4 x the prediction) alive by a message, dead after stall_s more
     dead      its requests fail and the node ends                   -
 
 Of several ranks, each of which holds a GPU, a frozen engine is dead RANKED_STALL_S later, unless the thread that

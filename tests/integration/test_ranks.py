@@ -53,7 +53,7 @@ BODIES: list[dict[str, Any]] = [
     for number in range(6)
 ]
 MARGIN_S = {signal.SIGKILL: 2.0, signal.SIGSTOP: 5.0}
-PAUSE_S = 4.2  # an engine that is silent is frozen after 2.5 s; a process that does not run is ended after 3 s
+PAUSE_S = 4.2  # an engine that is silent is frozen after 2.25 s; a process that does not run is ended after 3 s
 STATUS = 1  # of a node that has lost its engine
 
 
