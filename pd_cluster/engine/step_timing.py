@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 RANK_S = 5.0  # for a step's end on every rank, at least
 RANK_FACTOR = 10.0  # of the predicted step; a host that is busy with other processes delays one rank more than all
-# Silence that every engine is allowed: two heartbeats and a quarter. Streams that a stopped engine had begun stood still
-# for 5.4 s with three heartbeats, 5.0 with two and a half (2 cores, 16 streams at once)
+# Silence that every engine is allowed: two heartbeats and a quarter. Streams that a stopped engine had begun stood
+# still for 5.4 s with three heartbeats, 5.0 with two and a half (2 cores, 16 streams at once)
 FROZEN_S = 2.25
 STEP_FACTOR = 4.0  # of the predicted step
 WARM_UP_S = 60.0  # a first step with the compilation of its kernels is shorter

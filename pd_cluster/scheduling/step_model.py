@@ -52,9 +52,11 @@ EARLY_OUTLIER = 4.0  # of a step before the model is fitted
 CORRECT_EVERY = 16  # steps; 0.1 ms each
 MEMORY = 0.97  # of what was noted, at each correction: about 500 steps count
 PULL = 1.0  # to the coefficients before, in steps
-# Of the first fit. Weak where measurements and defaults differ most: a mixture's first tokens cost 4,000 times the
-# default. Weaker for decodes than for their contexts, which grow with their number in steps of short ones
-EARLY_PULL, DECODE_PULL, FIRST_PULL = 1e-4, 1e-8, 1e-10
+EARLY_PULL = 1e-4  # of the first fit, but for decodes and first tokens
+# Of decodes and of first tokens, in a fit to measurements and to the first steps. Weak: a mixture's first tokens cost
+# 4,000 times the default; weaker than of contexts, which grow with the decodes of short ones. The first steps are few
+# and noisy: as weak a pull made 6 of 100 fits predict 3 to 7 times too much
+MEASURED_PULLS, FIRST_STEPS_PULLS = (1e-8, 1e-10), (1e-6, 1e-7)
 LEAST = 0.01  # of the coefficients of `fit`, so that predictions stay above 0
 SWEEPS, EARLY_SWEEPS = 8, 3000  # of a solution at most; the latter take 0.1 s
 EXACT = 1e-5  # it is found when a sweep changes no coefficient by a larger share
@@ -188,7 +190,7 @@ class StepModel:
         self._restart([scale * own for own in self._seconds])
         for work, seconds in samples:
             self._add(work, seconds, most)
-        self._solve(_EARLY_PULLS, EARLY_SWEEPS)
+        self._solve(_MEASURED_PULLS if most == inf else _EARLY_PULLS, EARLY_SWEEPS)
         self._restart(self._seconds)
         self._early = []
 
@@ -242,7 +244,10 @@ class StepModel:
 
 _TOKENS = 4  # index of the first coefficient of tokens, and of first tokens
 _FIRST = _TOKENS + len(TOKEN_S)
-_EARLY_PULLS = [EARLY_PULL] * 3 + [DECODE_PULL] + [EARLY_PULL] * len(TOKEN_S) + [FIRST_PULL] * len(FIRST_KNOTS)
+_MEASURED_PULLS, _EARLY_PULLS = (
+    [EARLY_PULL] * 3 + [decode] + [EARLY_PULL] * len(TOKEN_S) + [first] * len(FIRST_KNOTS)
+    for decode, first in (MEASURED_PULLS, FIRST_STEPS_PULLS)
+)
 _KNOTS = sorted({*TOKEN_KNOTS, *FIRST_KNOTS, FIRST})
 
 

@@ -93,15 +93,19 @@ class RouteChoice(msgspec.Struct, frozen=True):
     def _keepers(self, nodes: Iterable[Node]) -> list[Node]:
         """The prefill nodes that may go on with the prompt, while all decode nodes are late.
 
-        Those within their streams' target. Else one where fewer streams are late than on a decode node: of several the
-        one with most streams, so that those of the others stay within it.
+        Those within their streams' target. Else one with fewer sequences than any decode node has: of those that answer
+        about as soon as the first of them the one with most, so that the streams of the others stay within it.
         """
         costs, prefills = self.costs, [node for node in nodes if node.role is Role.PREFILL]
         if keepers := [node for node in prefills if costs.has_time(node)]:
             return keepers
-        decodes = list(self._paired(self.decodes))
-        late = [node for node in prefills if costs.may_be_late(node, decodes)]
-        return [max(late, key=lambda node: node.view.num_sequences)] if late else []
+        fewest = min((node.view.num_sequences for node in self._paired(self.decodes)), default=0)
+        late = [node for node in prefills if costs.may_be_late(node, fewest)]
+        ready = [node for node, (_, _, has_room) in zip(late, costs.decoding(late), strict=True) if has_room]
+        reading_s = costs.reading(ready)
+        latest_s = min(reading_s, default=0.0) + DOUBT_S
+        soon = [node for node, s in zip(ready, reading_s, strict=True) if s <= latest_s]
+        return [max(soon, key=lambda node: node.view.num_sequences)] if soon else []
 
     def _keeper(self, nodes: Iterable[Node]) -> Node | None:
         """The one of `_keepers` that answers soonest, if it has room."""

@@ -191,11 +191,11 @@ class Costs:
         """Whether the node tells a target of time per token, and its streams meet it with this answer's sequences."""
         return self._num_sequences <= node.view.ledger.total[7] < inf
 
-    def may_be_late(self, node: Node, others: Iterable[Node]) -> bool:
-        """Whether fewer streams are late if this late node takes the answer, and not one of the late `others`."""
-        held = min(other.view.num_sequences for other in others)
-        num_sequences = self._num_sequences
-        return node.view.late_room >= num_sequences and node.view.num_sequences + num_sequences <= held
+    def may_be_late(self, node: Node, fewest: int) -> bool:
+        """Whether a late node may take the answer: its streams stay within the targets of `NodeLoad.late_room`, and it
+        has at most `fewest` sequences then."""
+        view, num_sequences = node.view, self._num_sequences
+        return view.late_room >= num_sequences and view.num_sequences + num_sequences <= fewest
 
     def takers(self, nodes: Sequence[Node]) -> Sequence[Node]:
         """Those of `nodes`, in their order, that can have the least `handing_over_s`.

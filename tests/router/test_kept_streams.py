@@ -87,9 +87,16 @@ def test_late_streams_gather_on_one_prefill_node() -> None:
         late(node, num_streams)
     choice = chosen(nodes)
     assert (choice.decodes, choice.sooner(choice.decodes, NOW_S)) == ((many,), many)
+    with Charge(many, lambda: NOW_S, prompt_tokens=50_000):
+        assert chosen(nodes).decodes == (few,), "it would answer much later"
+    tell(many, tpot_s=TPOT_S, late_room=9, num_running=15, num_slots=15)
+    assert chosen(nodes).decodes == (few,), "it has no slot"
     tell(few, tpot_s=TPOT_S, stream_room=1, num_running=10)
     choice = chosen(nodes)
     assert (choice.decodes, choice.sooner(choice.decodes, NOW_S)) == ((few,), few)
+    tell(few, tpot_s=TPOT_S, num_running=10)
+    few.kv_version, d.kv_version = "a/1", "b/1"
+    assert choice.sooner([few], NOW_S) is None, "the decode node is another since then"
 
 
 def test_several_prompts_are_handed_over() -> None:

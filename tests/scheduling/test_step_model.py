@@ -134,6 +134,23 @@ def test_terms_that_no_step_has_keep_what_was_measured() -> None:
     assert (model.token_s_at(100), model.key_s) == pytest.approx((token_s, key_s), rel=0.01)
 
 
+def test_few_noisy_steps_of_one_decode_do_not_make_many_absurdly_dear() -> None:
+    """A CPU: 20 ms, 1 ms for a decode and for a prompt's token, 10% of noise. As weak a pull as to measured steps made
+    one of these predictions 7 times too long."""
+
+    def truth(work: StepWork) -> float:
+        return 20e-3 + 1e-3 * (work.num_decodes + work.num_tokens) + 0.5e-6 * work.context
+
+    probe = StepWork(16, 16 * 500)
+    for seed in range(60):
+        model, rng = StepModel(), random.Random(seed)
+        for number in range(NUM_EARLY):
+            size = rng.randint(10, 40)
+            work = StepWork(1, 100 + number) if number % 5 else StepWork(0, 0, size, keys_of(size, 0))
+            model.note(work, truth(work) * rng.lognormvariate(0, 0.1))
+        assert 0.3 < model.seconds(probe) / truth(probe) < 1.5
+
+
 def test_a_model_without_measurements_learns_another_device() -> None:
     """A CPU: 4.5 ms for a decode and 0.25 more for each, 0.12 ms for a prompt's token. Steps vary by 5%; one stalls."""
 
