@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 # tokens take 5.5, 7.2 and 8.3 ms; 32 decodes in steps of 128, 256, 512 and 1,024 tokens 6.2, 8.1, 13.7 and 23.8
 BASE_S, CONTEXT_S, KEY_S = 4.1e-3, 33e-9, 1.5e-9
 DECODE_S = 6e-6
-TOKEN_KNOTS, TOKEN_S = (
-    (0, 128, 256, 512),
-    (8e-6, 15e-6, 22e-6, 20e-6),
-)  # tokens of a step where it changes
+TOKEN_KNOTS = (0, 128, 256, 512)  # tokens of a step where the price of one more changes
+TOKEN_S = (8e-6, 15e-6, 22e-6, 20e-6)  # between and beyond
 # A mixture of 128 experts reads 29, 69, 107 and 125 of them at 4, 12, 28 and 60 tokens. With one knot at 32, and for
 # decodes only, steps of 4 decodes took 1.2 to 1.4 times as long as predicted, of 28 0.85 to 0.97 times (30B-A3B, H200)
 FIRST_KNOTS, FIRST = (0, 4, 12, 28), 60

@@ -109,7 +109,10 @@ class RouteChoice(msgspec.Struct, frozen=True):
 
     def _keeper(self, nodes: Iterable[Node]) -> Node | None:
         """The one of `_keepers` that answers soonest, if it has room."""
-        keepers = self._keepers(nodes)
+        return self._soonest(self._keepers(nodes))
+
+    def _soonest(self, keepers: Sequence[Node]) -> Node | None:
+        """The one with room that answers soonest."""
         sums = [(direct_s, has_room) for _, direct_s, has_room in self.costs.decoding(keepers)]
         ready = [(direct_s, at) for at, (direct_s, has_room) in enumerate(sums) if has_room]
         return keepers[min(ready)[1]] if ready else None
@@ -269,9 +272,11 @@ def _handoff(
 def _kept(handoff: RouteChoice) -> RouteChoice | None:
     """That a prefill node keeps the stream, because the decode nodes would miss their target of time per token."""
     costs = handoff.costs
-    if not all(map(costs.is_late, handoff._paired(handoff.decodes))) or handoff._keeper(handoff.prefills) is None:
+    if not all(map(costs.is_late, handoff._paired(handoff.decodes))):
         return None
     keepers = tuple(handoff._keepers(handoff.prefills))
+    if handoff._soonest(keepers) is None:
+        return None
     return replace(handoff, order=HandoffOrder.DIRECT, reason=KEPT, decodes=keepers, otherwise=handoff)
 
 
