@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_quantize import empty_rows, group_place, group_tiling, store_quantized
 
@@ -58,9 +59,9 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     num_rows, size = _check(x)
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     if num_rows:
-        block = min(triton.next_power_of_2(size), 1024)  # 8 elements a thread: 16-byte accesses
+        block = min(next_power_of_2(size), 1024)  # 8 elements a thread: 16-byte accesses
         early = launches_early(x.device)
-        _silu_and_mul_kernel[(num_rows, triton.cdiv(size, block))](
+        _silu_and_mul_kernel[(num_rows, cdiv(size, block))](
             x, out, size, x.stride(0), block, early, num_warps=4, **early_options(early)
         )
     return out
@@ -73,7 +74,7 @@ def silu_and_mul_quantized(x: torch.Tensor, group: int) -> QuantizedRows:
     if num_rows:
         width, groups = group_tiling(size, group)
         early = launches_early(x.device)
-        _quantized_kernel[(num_rows, triton.cdiv(size, width * groups))](
+        _quantized_kernel[(num_rows, cdiv(size, width * groups))](
             x, rows.values, rows.scales, num_rows, size, x.stride(0), *rows.scales.stride(), width, groups, early,
             num_warps=min(max(width * groups // 256, 1), 32), **early_options(early),
         )  # fmt: skip

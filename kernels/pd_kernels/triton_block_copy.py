@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.launch_sizes import cdiv
+
 _PIECE = 4096  # 8-byte words of a block that one program moves
 
 
@@ -58,5 +60,5 @@ def _words(blocks: torch.Tensor) -> torch.Tensor:
 
 def _launch(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
     num_words = source.shape[1]
-    grid = (len(pairs), triton.cdiv(num_words, _PIECE))
+    grid = (len(pairs), cdiv(num_words, _PIECE))
     _copy_kernel[grid](source, target, pairs, source.stride(0), target.stride(0), num_words, _PIECE, num_warps=8)

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from pd_kernels.fp8_cache import FP8
+from pd_kernels.launch_sizes import next_power_of_2, num_processors
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_fp8 import beside_fp8
 from pd_kernels.triton_kv_tile import add_tile, load_tile, lowest_seen, mean_of, pair_in_cache
@@ -236,7 +237,7 @@ def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, window: int, tiling: 
     ends = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
     _plan_kernel[(1,)](
         seq_lens, ends, num_seqs, num_kv_heads, window, tiling.tile, tiling.setup, tiling.least, tiling.parts,
-        tiling.programs_per_processor * processors, processors, triton.next_power_of_2(num_seqs), num_warps=4,
+        tiling.programs_per_processor * processors, processors, next_power_of_2(num_seqs), num_warps=4,
     )  # fmt: skip
     arrived = torch.zeros((2, num_seqs, num_kv_heads), dtype=torch.int32, device=seq_lens.device)
     at_once = processors if seq_lens.is_cuda else num_seqs * num_kv_heads * tiling.splits  # the interpreter needs none
@@ -271,9 +272,9 @@ def decode_attention(
     starts_early = early and (num_seqs == 1 or num_seqs > 64 or (num_seqs > 16 and num_heads <= 16))
     parts = torch.empty((2 * programs * group, size), dtype=torch.float32, device=query.device)
     part_logs = torch.empty(2 * programs * group, dtype=torch.float32, device=query.device)
-    columns, members = max(triton.next_power_of_2(size), 16), triton.next_power_of_2(group)
-    seqs = triton.next_power_of_2(num_seqs)
-    usual = triton.next_power_of_2(programs // (seqs * num_kv_heads) + 1)  # parts of a pair if lengths are equal
+    columns, members = max(next_power_of_2(size), 16), next_power_of_2(group)
+    seqs = next_power_of_2(num_seqs)
+    usual = next_power_of_2(programs // (seqs * num_kv_heads) + 1)  # parts of a pair if lengths are equal
     merged = max(min(usual, _MERGED // (members * columns)), 1)
     if value_cache.dtype is FP8:
         value_cache = value_cache.view(torch.int16)  # pairs; strides are still in numbers
@@ -292,10 +293,3 @@ def decode_attention(
         tiling.setup, rotary, new is not None and new.norms is not None, early,
         num_warps=tiling.num_warps, **early_options(starts_early),
     )  # fmt: skip
-
-
-def num_processors(device: torch.device) -> int:
-    """Number of a GPU's multiprocessors; a small number in Triton's interpreter."""
-    if device.type != "cuda":
-        return 3
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.quantized import BLOCK, QuantizedRows, QuantizedWeight, RowsTwice
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_norm import pieces_of_squares, root_mean_square
@@ -270,21 +271,21 @@ def experts(
         pairs = sort_pairs(chosen, num_experts, first.rows, own=own)
         order, tiles, num_tiles = pairs.order, pairs.tiles, pairs.tiles.shape[1]
     places = chosen, order, tiles, num_tokens, num_tiles, *((0, 0) if own is None else (own.first, own.num_own))
-    padded = triton.next_power_of_2(num_chosen)
+    padded = next_power_of_2(num_chosen)
     squares, eps = (scores[:0], 0.0) if normed is None else (normed.squares, normed.eps)
     activated = x.new_empty((num_tokens * num_chosen, size))
-    _gate_up_kernel[(triton.cdiv(size, first.outputs), num_tiles)](
+    _gate_up_kernel[(cdiv(size, first.outputs), num_tiles)](
         TensorDescriptor.from_tensor(values.view(-1, hidden), [first.outputs, first.inputs]), scales, rows, row_scales,
         squares, activated, *places, size, hidden, rows.stride(0), *strides, len(squares), eps, kind, num_chosen,
         padded, first.rows, first.outputs, first.inputs, is_sorted, part is not None,
-        triton.next_power_of_2(len(squares)) if len(squares) else 0, first.num_stages, early,
+        next_power_of_2(len(squares)) if len(squares) else 0, first.num_stages, early,
         num_warps=first.num_warps, **early_options(early),
     )  # fmt: skip
     is_parts = num_tokens <= _MOST_IN_PARTS and part is None  # the ranks' sum needs one part of each rank
     shape = (num_chosen, num_tokens, hidden) if is_parts else (num_tokens, num_chosen, hidden)
     results = torch.empty(shape, dtype=scores.dtype if is_parts else x.dtype, device=x.device)
     values, scales, rows, row_scales, strides, kind = _operands(activated, None, down, hidden, second.outputs)
-    _down_kernel[(triton.cdiv(hidden, second.outputs), num_tiles)](
+    _down_kernel[(cdiv(hidden, second.outputs), num_tiles)](
         TensorDescriptor.from_tensor(values.view(-1, size), [second.outputs, second.inputs]), scales, rows,
         row_scales, scores, results, *places, hidden, size, *strides, kind, num_chosen, padded, second.rows,
         second.outputs, second.inputs, is_sorted, part is not None, is_parts, _DTYPES[x.dtype],

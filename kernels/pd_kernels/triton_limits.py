@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.sampling_limits import LOG2_E
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_masks import load_logits, mask_arguments
@@ -323,7 +324,7 @@ def floors(logits: torch.Tensor, draws: Draws) -> torch.Tensor | None:
     if limits is None:
         return None
     num_rows, vocab_size = logits.shape
-    pieces, device = triton.cdiv(vocab_size, _PIECE), logits.device
+    pieces, device = cdiv(vocab_size, _PIECE), logits.device
     num_groups = pieces * (_PIECE // _GROUP)
     tops = torch.empty((num_rows, num_groups), dtype=torch.float32, device=device)
     gathered = torch.empty((num_rows, _GATHERED), dtype=torch.float32, device=device)
@@ -341,7 +342,7 @@ def floors(logits: torch.Tensor, draws: Draws) -> torch.Tensor | None:
     )
     _lower_limits_kernel[(num_rows,)](
         *bounds, tops, best, lows, counts, totals, taken, vocab_size, num_groups, pieces, _GROUP,
-        triton.next_power_of_2(num_groups), early, num_warps=8, **options,
+        next_power_of_2(num_groups), early, num_warps=8, **options,
     )  # fmt: skip
     _gather_kernel[(num_rows, pieces)](
         logits, *bounds, best, lows, counts, totals, taken, gathered, *shape, *masks, _PIECE, _GATHERED, early,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 _PIECE = 4096  # tokens of a program
@@ -80,7 +81,7 @@ def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple[tor
     num_rows, vocab_size = logits.shape
     if k > vocab_size:
         raise ValueError(f"the {k} best of {vocab_size} tokens")
-    pieces, early, device = triton.cdiv(vocab_size, _PIECE), launches_early(logits.device), logits.device
+    pieces, early, device = cdiv(vocab_size, _PIECE), launches_early(logits.device), logits.device
     # One by one: kernels are compiled for tensors that begin at multiples of 16 bytes
     tops, sums = (torch.empty((num_rows, pieces), dtype=torch.float32, device=device) for _ in range(2))
     best = torch.empty((num_rows, pieces, k), dtype=torch.float32, device=device)
@@ -94,6 +95,6 @@ def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple[tor
     )
     _best_of_row_kernel[(num_rows,)](
         logits, tops, sums, best, ids, token_ids, chosen, best_out, ids_out, stride, pieces, k,
-        triton.next_power_of_2(max(pieces * k, 1)), triton.next_power_of_2(pieces), early, num_warps=4, **options,
+        next_power_of_2(max(pieces * k, 1)), next_power_of_2(pieces), early, num_warps=4, **options,
     )  # fmt: skip
     return chosen, ids_out, best_out

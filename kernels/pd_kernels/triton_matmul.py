@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pd_kernels.triton_decode import num_processors
+from pd_kernels.launch_sizes import cdiv, next_power_of_2, num_processors
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.values import HalfNormed
 
@@ -183,7 +183,7 @@ def matmul_tiling(num_outputs: int, num_inputs: int, num_rows: int, num_processo
     Two programs fit a multiprocessor, so that the next kernel's programs start before this kernel's have ended.
     """
     outputs, inputs, split = 64, 128, 1
-    num_tiles, num_steps = triton.cdiv(num_outputs, outputs), triton.cdiv(num_inputs, inputs)
+    num_tiles, num_steps = cdiv(num_outputs, outputs), cdiv(num_inputs, inputs)
     while num_tiles * split * 2 <= num_processors and num_steps >= 8 * split:
         split *= 2
     # Most programs of the LM head start when others end: reading ahead gains nothing there, room for more does, except
@@ -236,7 +236,7 @@ class FewRowsLinear:
         """See FewRows. Raises ValueError as a call does, and for a gated weight or a residual of another shape."""
         if residual.shape != (len(x), len(self.weight)) or not residual.is_contiguous() or self.gated:
             raise ValueError(f"a product of {len(self.weight)} outputs cannot be added to {tuple(residual.shape)}")
-        num_tiles = triton.cdiv(len(self.weight), self._tiling_of(len(x)).outputs)
+        num_tiles = cdiv(len(self.weight), self._tiling_of(len(x)).outputs)
         squares = torch.empty((num_tiles, len(x)), dtype=torch.float32, device=x.device)
         out = torch.empty_like(residual)
         self._launch(x, out, addition=(residual, norm, squares))
@@ -264,7 +264,7 @@ class FewRowsLinear:
         self._check(x)
         (num_rows, num_inputs), halves, tiling = x.shape, 2 if self.gated else 1, self._tiling_of(len(x))
         num_outputs, width = out.shape[1], tiling.outputs // halves
-        rows, num_tiles = max(16, triton.next_power_of_2(num_rows)), triton.cdiv(num_outputs, width)
+        rows, num_tiles = max(16, next_power_of_2(num_rows)), cdiv(num_outputs, width)
         num_parts = num_tiles * tiling.split if tiling.split > 1 else 0
         parts = torch.empty(num_parts * tiling.outputs * rows, dtype=torch.float32, device=x.device)
         weight, bias = self.weight, self.weight if self.bias is None else self.bias
@@ -278,6 +278,6 @@ class FewRowsLinear:
             x, weight, bias, out, parts, self.arrived, residual, gain, left_squares, squares,
             num_rows, num_outputs, num_inputs, x.stride(0), tiling.split, len(squares), eps,
             tiling.split > 1, rows, tiling.outputs, tiling.inputs, tiling.head, self.gated, addition is not None,
-            normed is not None, triton.next_power_of_2(max(len(squares), 1)), self.bias is not None, tiling.num_stages,
+            normed is not None, next_power_of_2(max(len(squares), 1)), self.bias is not None, tiling.num_stages,
             early, num_warps=tiling.num_warps, **early_options(early),
         )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.quantized import BLOCK
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_pairs import own_expert
@@ -72,7 +73,7 @@ def spread(
     rows, early = empty_rows(num_rows, size, BLOCK, x.device), launches_early(x.device)
     width, groups = group_tiling(size, BLOCK)
     chosen, *experts = (rows_of_pairs, 0, 0) if own is None else (own.chosen, own.first, own.num_own)
-    _spread_kernel[(num_tokens, triton.cdiv(size, width * groups))](
+    _spread_kernel[(num_tokens, cdiv(size, width * groups))](
         x, rows_of_pairs, rows.values, rows.scales, chosen, num_rows, size, x.stride(0), *rows.scales.stride(),
         *experts, num_chosen, width, groups, own is not None, early,
         num_warps=max(width * groups // 512, 1), **early_options(early),
@@ -92,9 +93,9 @@ def sum_pairs(
     """
     (num_tokens, num_chosen), size = scores.shape, results.shape[1]
     out, early = results.new_empty((num_tokens, size)), launches_early(results.device)
-    columns = min(triton.next_power_of_2(size), 2048)
+    columns = min(next_power_of_2(size), 2048)
     chosen, *experts = (scores, 0, 0) if own is None else (own.chosen, own.first, own.num_own)
-    _sum_kernel[(num_tokens, triton.cdiv(size, columns))](
+    _sum_kernel[(num_tokens, cdiv(size, columns))](
         results, scores if rows_of_pairs is None else rows_of_pairs, scores, out, chosen, num_tokens, size,
         *experts, num_chosen, columns, rows_of_pairs is not None, own is not None, early,
         num_warps=4, **early_options(early),

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 _BLOCK = 256  # pairs of a program: 1,024 take 4 us longer to sort. With many pairs, 512: fewer counts to add
@@ -141,8 +142,8 @@ def _place(
     order = torch.empty(num_pairs, dtype=torch.int32, device=device)
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=device)
     most = most or (_BLOCK if num_pairs <= 32768 else 2 * _BLOCK)
-    block = max(16, min(most, triton.next_power_of_2(num_pairs)))
-    num_blocks, experts = triton.cdiv(num_pairs, block), triton.next_power_of_2(num_experts)
+    block = max(16, min(most, next_power_of_2(num_pairs)))
+    num_blocks, experts = cdiv(num_pairs, block), next_power_of_2(num_experts)
     counts, experts_here = order, (0, 0) if own is None else (own.first, own.num_own)
     if num_blocks > 1:
         counts = torch.empty((num_blocks, experts), dtype=torch.int32, device=device)

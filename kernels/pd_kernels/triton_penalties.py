@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from pd_kernels.launch_sizes import cdiv
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def penalize(
     if not (seen.is_contiguous() and counts.is_contiguous() and seen.shape == counts.shape == (len(seen), vocab_size)):
         raise ValueError(f"tables {tuple(seen.shape)} and {tuple(counts.shape)} for logits {tuple(logits.shape)}")
     early = launches_early(logits.device)
-    _penalize_kernel[(num_rows, triton.cdiv(vocab_size, _PIECE))](
+    _penalize_kernel[(num_rows, cdiv(vocab_size, _PIECE))](
         logits, seen, counts, settings, rows, vocab_size, logits.stride(0), vocab_size, _PIECE, early,
         num_warps=4, **early_options(early), enable_fp_fusion=False,
     )  # fmt: skip

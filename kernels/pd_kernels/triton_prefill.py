@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pd_kernels.chunk_tiles import cut_chunks
+from pd_kernels.launch_sizes import next_power_of_2
 from pd_kernels.values import PrefillTiling
 
 if TYPE_CHECKING:
@@ -366,7 +367,7 @@ def _launch(
 
 
 def _columns(size: int) -> int:
-    return max(int(triton.next_power_of_2(size)), 16)
+    return max(int(next_power_of_2(size)), 16)
 
 
 def _descriptor(cache: torch.Tensor, keys: int, columns: int) -> TensorDescriptor:

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedRows
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
@@ -78,15 +79,15 @@ def empty_rows(num_rows: int, size: int, group: int, device: torch.device) -> Qu
     if group != BLOCK and group < size:
         raise ValueError(f"{group} inputs of {size} share a scale; supported are {BLOCK}, and all")
     values = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.empty((triton.cdiv(size, group), num_rows), dtype=torch.float32, device=device)
+    scales = torch.empty((cdiv(size, group), num_rows), dtype=torch.float32, device=device)
     return QuantizedRows(values, scales.t(), group)
 
 
 def group_tiling(size: int, group: int) -> tuple[int, int]:
     """The columns of a group, and the groups of a program."""
     if group >= size:
-        return triton.next_power_of_2(size), 1
-    return BLOCK, min(triton.next_power_of_2(triton.cdiv(size, BLOCK)), _GROUPS)
+        return next_power_of_2(size), 1
+    return BLOCK, min(next_power_of_2(cdiv(size, BLOCK)), _GROUPS)
 
 
 def quantize(x: torch.Tensor, group: int) -> QuantizedRows:
@@ -98,7 +99,7 @@ def quantize(x: torch.Tensor, group: int) -> QuantizedRows:
     if num_rows:
         width, groups = group_tiling(size, group)
         early = launches_early(x.device)
-        _quantize_kernel[(num_rows, triton.cdiv(size, width * groups))](
+        _quantize_kernel[(num_rows, cdiv(size, width * groups))](
             x, rows.values, rows.scales, num_rows, size, x.stride(0), *rows.scales.stride(), width, groups, early,
             num_warps=min(max(width * groups // 512, 1), 16), **early_options(early),
         )  # fmt: skip

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pd_kernels.launch_sizes import cdiv, next_power_of_2, num_processors
 from pd_kernels.quantized import BLOCK, QuantizedRows
-from pd_kernels.triton_decode import num_processors
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
@@ -106,11 +106,11 @@ def _product_kernel(
 
 def quantized_tiling(num_rows: int, num_outputs: int, num_inputs: int, num_processors: int) -> QuantizedTiling:
     """Tiling for 228 KiB of shared memory per multiprocessor."""
-    rows, num_groups, split = min(max(16, triton.next_power_of_2(num_rows)), 64), triton.cdiv(num_inputs, BLOCK), 1
-    num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, _OUTPUTS)
+    rows, num_groups, split = min(max(16, next_power_of_2(num_rows)), 64), cdiv(num_inputs, BLOCK), 1
+    num_tiles = cdiv(num_rows, rows) * cdiv(num_outputs, _OUTPUTS)
     while num_tiles * split <= num_processors and num_groups >= 4 * split:
         split *= 2
-    while triton.cdiv(num_groups, split) * (split - 1) >= num_groups:  # a program would have no inputs
+    while cdiv(num_groups, split) * (split - 1) >= num_groups:  # a program would have no inputs
         split //= 2
     return QuantizedTiling(rows, split)
 
@@ -128,7 +128,7 @@ def quantized_product(rows: QuantizedRows, weight: QuantizedWeight, dtype: torch
     if num_rows <= _MOST_IN_RING and (in_ring := _ring(device)) is not None:
         return in_ring(rows, weight, dtype, _counters(device))
     # cuBLASLt does not split the inputs of few tiles: 128 rows by [4096, 14336] take it 38 us, the kernel 25
-    num_tiles = triton.cdiv(num_rows, _TILE) * triton.cdiv(num_outputs, _TILE)
+    num_tiles = cdiv(num_rows, _TILE) * cdiv(num_outputs, _TILE)
     is_many = num_rows > _MOST_ROWS or 2 * num_tiles > num_processors(device)
     if is_many and dtype is torch.bfloat16 and _library_takes(weight):
         return _by_library(rows, weight, dtype)
@@ -198,7 +198,7 @@ def multiply(
     x, early = rows.values, launches_early(rows.values.device)
     (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0]
     tiling = tiling or quantized_tiling(num_rows, num_outputs, num_inputs, num_processors(x.device))
-    num_tiles = triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_outputs, _OUTPUTS)
+    num_tiles = cdiv(num_rows, tiling.rows) * cdiv(num_outputs, _OUTPUTS)
     out = x.new_empty((num_rows, num_outputs), dtype=dtype)
     num_parts = num_tiles * tiling.split if tiling.split > 1 else 0
     parts = x.new_empty(num_parts * _OUTPUTS * tiling.rows, dtype=torch.float32)

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.values import HalfNormed
 
@@ -179,7 +180,7 @@ def reduce_add_half_norm(
 
 
 def _num_pieces(peers: PeerBuffers, num_rows: int) -> int:
-    pieces = triton.cdiv(peers.width, _PIECE)
+    pieces = cdiv(peers.width, _PIECE)
     return pieces if pieces * num_rows <= peers.num_blocks else 1
 
 
@@ -201,7 +202,7 @@ def _launch(
     if not num_rows:
         return
     pieces = 1 if mode == _NORM else _num_pieces(peers, num_rows)
-    columns = min(triton.next_power_of_2(peers.width), _PIECE) if pieces > 1 else triton.next_power_of_2(peers.width)
+    columns = min(next_power_of_2(peers.width), _PIECE) if pieces > 1 else next_power_of_2(peers.width)
     early = launches_early(partial.device)
     _reduce_kernel[(num_rows * pieces,)](
         partial, residual, weight, squares, peers.addresses, peers.turns, num_rows, residual.stride(0), eps,

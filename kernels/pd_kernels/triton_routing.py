@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from pd_kernels import torch_experts
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_norm import pieces_of_squares, root_mean_square
 from pd_kernels.values import HalfNormed
@@ -143,23 +144,23 @@ def route(
     chosen = torch.empty_like(scores, dtype=torch.int64)
     if not num_tokens:
         return scores, chosen
-    sums, experts = triton.cdiv(num_inputs, 4 * _PIECE), triton.next_power_of_2(num_experts)
+    sums, experts = cdiv(num_inputs, 4 * _PIECE), next_power_of_2(num_experts)
     pieces, share = (4, 1) if num_tokens <= few else (1, 4)
     # A program has 64 experts, as many as Hopper's matrix unit multiplies at once
-    rows, height, num_warps = max(16, min(64, triton.next_power_of_2(num_tokens))), 64, 4
+    rows, height, num_warps = max(16, min(64, next_power_of_2(num_tokens))), 64, 4
     if num_tokens > _MANY:
         rows, height, num_warps = 128, max(64, min(128, experts)), 8
     products = x.new_empty((sums * pieces, num_tokens, num_experts), dtype=torch.float32)
-    _products_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(num_experts, height), sums * pieces)](
+    _products_kernel[(cdiv(num_tokens, rows), cdiv(num_experts, height), sums * pieces)](
         x, router, products, num_tokens, x.stride(0), num_inputs, num_experts, share, rows, height, _PIECE, early,
         num_warps=num_warps, **early_options(early),
     )  # fmt: skip
-    rows = max(1, min(512 // experts, triton.next_power_of_2(triton.cdiv(num_tokens, 512))))
+    rows = max(1, min(512 // experts, next_power_of_2(cdiv(num_tokens, 512))))
     squares, eps = (products[0, :0], 0.0) if normed is None else (normed.squares, normed.eps)
-    _choose_kernel[(triton.cdiv(num_tokens, rows),)](
+    _choose_kernel[(cdiv(num_tokens, rows),)](
         products, router if bias is None else bias, squares, scores, chosen, num_tokens, num_inputs, num_experts,
-        len(squares), eps, routing.factor, sums, pieces, routing.num_chosen, triton.next_power_of_2(routing.num_chosen),
+        len(squares), eps, routing.factor, sums, pieces, routing.num_chosen, next_power_of_2(routing.num_chosen),
         experts, rows, routing.is_sigmoid, routing.normalized, bias is not None,
-        triton.next_power_of_2(len(squares)) if len(squares) else 0, _TINY, early, num_warps=1, **early_options(early),
+        next_power_of_2(len(squares)) if len(squares) else 0, _TINY, early, num_warps=1, **early_options(early),
     )  # fmt: skip
     return scores, chosen

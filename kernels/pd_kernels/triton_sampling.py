@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda.libdevice import fast_log2f
 
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.sampling import check_slice
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_limits import floors as lowest_drawn
@@ -155,7 +156,7 @@ def _best(logits: torch.Tensor, draws: Draws | None, first_id: int) -> tuple[tor
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return scores, out
-    num_pieces = triton.cdiv(vocab_size, _PIECE)
+    num_pieces = cdiv(vocab_size, _PIECE)
     tops = torch.empty((num_rows, num_pieces), dtype=torch.float32, device=logits.device)
     tokens = torch.empty((num_rows, num_pieces), dtype=torch.int32, device=logits.device)
     temperature, seeds, positions, floors = scores, out, out, None  # placeholders; the kernel does not read them
@@ -168,7 +169,7 @@ def _best(logits: torch.Tensor, draws: Draws | None, first_id: int) -> tuple[tor
         vocab_size, first_id, logits.stride(0), num_pieces, *mask_arguments(draws, out),
         draws is not None, _PIECE, _TILE, logits.is_cuda, early, num_warps=4, **early_options(early),
     )  # fmt: skip
-    pieces = triton.next_power_of_2(num_pieces)
+    pieces = next_power_of_2(num_pieces)
     _best_of_row_kernel[(num_rows,)](
         tops, tokens, scores, out, num_pieces, pieces, early, num_warps=1, **early_options(early)
     )

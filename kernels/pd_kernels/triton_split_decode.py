@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from pd_kernels.fp8_cache import FP8
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start
 from pd_kernels.triton_fp8 import beside_fp8
 from pd_kernels.triton_kv_tile import add_tile, load_tile, lowest_seen, mean_of, pair_in_cache
@@ -145,8 +146,8 @@ def split_attention(
         seq_lens, arrived, out, parts, part_logs,
         heads.stride(0), block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E, eps,
         num_kv_heads, group, size, block_size, window, tiling.tile,
-        max(triton.next_power_of_2(group), 16), max(triton.next_power_of_2(size), 16), splits,
-        triton.next_power_of_2(triton.cdiv(group * size, splits)),
+        max(next_power_of_2(group), 16), max(next_power_of_2(size), 16), splits,
+        next_power_of_2(cdiv(group * size, splits)),
         "ieee" if heads.dtype is torch.float32 else "tf32", tiling.num_stages, 2 * new.cos.shape[1],
         norms is not None, early,
         num_warps=_NUM_WARPS, **early_options(early),

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from typing import TYPE_CHECKING
 
-from pd_kernels.triton_decode import num_processors
+from pd_kernels.launch_sizes import num_processors
 from pd_kernels.values import StepOnDevice, StepSize
 from tests.kernels.paged import Paged, make_paged
 from tests.kernels.test_triton_attention import DEVICE, REAL, SHAPES, TOLERANCE, attention_of, expected, on_device

@@ -30,7 +30,7 @@ from pd_cluster.worker import model_loading
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.logits_stages.penalties import PenaltyTables
 from pd_cluster.worker.warm_up import run_steps_of_all_kinds
-from pd_kernels import triton_dependent_launch
+from pd_kernels import launch_sizes, triton_dependent_launch
 from pd_kernels.selection import BACKENDS
 from pd_kernels.triton_attention import TritonBackend
 
@@ -98,9 +98,8 @@ class Variants:
 def hopper_kernels() -> Kernels:
     """As a Hopper GPU has them."""
     triton_dependent_launch.launches_early = lambda device: True  # type: ignore[assignment]
-    from pd_kernels import triton_decode  # which takes the name as it is now, as all others do
-
-    triton_decode.num_processors = lambda device: 132
+    # Before any module takes the name
+    launch_sizes.num_processors = lambda device: 132  # type: ignore[assignment]
     from pd_kernels.triton_backend import TRITON
 
     return TRITON
