@@ -55,6 +55,10 @@ class AttentionPlan(Protocol):
         shape, dtype or layout.
         """
 
+    @property
+    def may_rotate(self) -> bool:
+        """Whether `run_rotating` may do its work for this step; False: it returns None for all layers."""
+
     def run_rotating(
         self,
         heads: torch.Tensor,

@@ -19,7 +19,6 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,8 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from pd_kernels.launch_sizes import cdiv, num_processors
 from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedRows, QuantizedWeight
-from pd_kernels.triton_decode import num_processors
 from pd_kernels.triton_pair_rows import spread, sum_pairs
 from pd_kernels.triton_pairs import OwnPairs, place_pairs
 from pd_kernels.triton_quantize import empty_rows
@@ -48,6 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 ROWS = 128  # of a tile, which has 2 * BLOCK outputs
 STAGES = 4  # of the ring: 192 KiB in all
+# By the bytes of a number; Gluon takes 20 us to make one
+_LAYOUTS = {size: gl.NVMMASharedLayout(128, 8 * size, rank=2) for size in (1, 2)}
 _BLOCK: gl.constexpr = gl.constexpr(BLOCK)
 _LEAST: gl.constexpr = gl.constexpr(LEAST)
 _MOST: gl.constexpr = gl.constexpr(MOST)
@@ -232,12 +233,11 @@ def _launch(
     is_gated: bool,
 ) -> None:
     (num_rows, num_inputs), num_outputs = rows.values.shape, out.shape[1]
-    plain, out_layout = (gl.NVMMASharedLayout(128, 8 * tensor.element_size(), rank=2) for tensor in (rows.values, out))
-    num_tiles = len(experts) * triton.cdiv(num_outputs, BLOCK if is_gated else 2 * BLOCK)
+    num_tiles = len(experts) * cdiv(num_outputs, BLOCK if is_gated else 2 * BLOCK)
     _experts_kernel[(min(num_tiles, num_processors(out.device)),)](
-        TensorDescriptor.from_tensor(rows.values, [ROWS, BLOCK], plain),
-        TensorDescriptor.from_tensor(weight.values.view(-1, num_inputs), [BLOCK, BLOCK], plain),
-        TensorDescriptor.from_tensor(out, [ROWS // 2, BLOCK], out_layout),
+        TensorDescriptor.from_tensor(rows.values, [ROWS, BLOCK], _LAYOUTS[1]),
+        TensorDescriptor.from_tensor(weight.values.view(-1, num_inputs), [BLOCK, BLOCK], _LAYOUTS[1]),
+        TensorDescriptor.from_tensor(out, [ROWS // 2, BLOCK], _LAYOUTS[out.element_size()]),
         experts, rows.scales, weight.scales, out_scales, len(experts), num_rows, num_outputs, num_inputs,
         is_gated, STAGES, ROWS, num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,13 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from pd_kernels.triton_decode import num_processors
+from pd_kernels.launch_sizes import cdiv, num_processors
 
 logger = logging.getLogger(__name__)
 ROWS, OUTPUTS, INPUTS = 128, 128, 64  # of a tile: rows; gates, and as many ups; inputs (128 bytes of a row)
 STAGES = 4  # stages of the ring: 192 KiB in all
 DOWN = 16  # tiles of a column before the next column, so that their weights are still in the L2 cache
 _MULTIPLIERS = 2  # groups of warps
+_LAYOUT = gl.NVMMASharedLayout(128, 16, rank=2)  # of all operands; Gluon takes 20 us to make one
 
 
 @gluon.jit
@@ -150,13 +150,12 @@ class GatedProduct:
         """
         (num_rows, num_inputs), num_outputs = x.shape, len(weight) // 2
         out = x.new_empty((num_rows, num_outputs))
-        num_tiles = triton.cdiv(num_rows, ROWS) * triton.cdiv(num_outputs, OUTPUTS)
-        plain = gl.NVMMASharedLayout(128, 16, rank=2)
+        num_tiles = cdiv(num_rows, ROWS) * cdiv(num_outputs, OUTPUTS)
         try:
             _gated_kernel[(min(num_tiles, num_processors(x.device)),)](
-                TensorDescriptor.from_tensor(x, [ROWS, INPUTS], plain),
-                TensorDescriptor.from_tensor(weight, [OUTPUTS, INPUTS], plain),
-                TensorDescriptor.from_tensor(out, [ROWS // _MULTIPLIERS, OUTPUTS], plain),
+                TensorDescriptor.from_tensor(x, [ROWS, INPUTS], _LAYOUT),
+                TensorDescriptor.from_tensor(weight, [OUTPUTS, INPUTS], _LAYOUT),
+                TensorDescriptor.from_tensor(out, [ROWS // _MULTIPLIERS, OUTPUTS], _LAYOUT),
                 num_rows, num_outputs, num_inputs, DOWN, STAGES, ROWS, OUTPUTS, INPUTS, num_warps=4, maxnreg=168,
             )  # fmt: skip
         except Exception as error:  # Gluon is experimental: another version's compiler may raise anything

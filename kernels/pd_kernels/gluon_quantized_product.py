@@ -17,7 +17,6 @@ import logging
 from functools import cache
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,11 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pd_kernels.launch_sizes import cdiv, next_power_of_2, num_processors
 from pd_kernels.quantized import BLOCK, QuantizedRows, QuantizedWeight
-from pd_kernels.triton_decode import num_processors
 
 logger = logging.getLogger(__name__)
 MOST_ROWS = 64
+_LAYOUT = gl.NVMMASharedLayout(128, 8, rank=2)  # of all operands; Gluon takes 20 us to make one
 OUTPUTS = 64  # of a tile
 STAGES = {16: 10, 32: 8, 64: 5}  # of the ring, by the rows of a tile: 100 KiB, so that two programs fit
 _BLOCK: gl.constexpr = gl.constexpr(BLOCK)
@@ -171,11 +171,11 @@ def _ring_kernel(
 
 def ring_split(num_rows: int, num_outputs: int, num_inputs: int, num_processors: int) -> int:
     """The programs that share the inputs of a tile; chosen by measurement."""
-    num_tiles, num_groups, split = triton.cdiv(num_outputs, OUTPUTS), triton.cdiv(num_inputs, BLOCK), 1
+    num_tiles, num_groups, split = cdiv(num_outputs, OUTPUTS), cdiv(num_inputs, BLOCK), 1
     most = num_processors * (2 if num_rows <= 16 else 1)
     while num_tiles * split * 2 <= most and num_groups >= 4 * split:
         split *= 2
-    while triton.cdiv(num_groups, split) * (split - 1) >= num_groups:  # a program would have no inputs
+    while cdiv(num_groups, split) * (split - 1) >= num_groups:  # a program would have no inputs
         split //= 2
     return split
 
@@ -185,16 +185,15 @@ def multiply_in_ring(
 ) -> torch.Tensor:
     """See triton_quantized_product.multiply; for 1 to 64 rows. Use it on one stream at a time."""
     x, num_outputs = rows.values, weight.shape[0]
-    (num_rows, num_inputs), padded = x.shape, max(16, triton.next_power_of_2(len(x)))
+    (num_rows, num_inputs), padded = x.shape, max(16, next_power_of_2(len(x)))
     split = split or ring_split(num_rows, num_outputs, num_inputs, num_processors(x.device))
-    num_tiles = triton.cdiv(num_outputs, OUTPUTS)
+    num_tiles = cdiv(num_outputs, OUTPUTS)
     out = x.new_empty((num_rows, num_outputs), dtype=dtype)
     parts = x.new_empty(num_tiles * split * OUTPUTS * padded if split > 1 else 0, dtype=torch.float32)
-    share = triton.next_power_of_2(triton.cdiv(triton.cdiv(num_inputs, BLOCK), split))
-    plain = gl.NVMMASharedLayout(128, 8, rank=2)
+    share = next_power_of_2(cdiv(cdiv(num_inputs, BLOCK), split))
     _ring_kernel[(num_tiles, split)](
-        TensorDescriptor.from_tensor(x, [padded, BLOCK], plain),
-        TensorDescriptor.from_tensor(weight.values, [OUTPUTS, BLOCK], plain),
+        TensorDescriptor.from_tensor(x, [padded, BLOCK], _LAYOUT),
+        TensorDescriptor.from_tensor(weight.values, [OUTPUTS, BLOCK], _LAYOUT),
         rows.scales, weight.scales, out, parts, arrived, num_rows, num_outputs, num_inputs, *rows.scales.stride(),
         STAGES[padded], split, share, padded, OUTPUTS, weight.is_blocks,
         num_warps=4, maxnreg=REGISTERS, launch_pdl=True,

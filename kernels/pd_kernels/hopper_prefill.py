@@ -11,7 +11,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compile_source
 
-from pd_kernels.triton_decode import num_processors
+from pd_kernels.launch_sizes import num_processors
 
 if TYPE_CHECKING:
     from pd_kernels.attention import AttentionShape
@@ -61,15 +61,12 @@ class HopperPrefill:
 
         Raises any exception of Triton's compiler, because Gluon differs between versions.
         """
-        from triton.experimental.gluon import language as gl
         from triton.experimental.gluon._runtime import GluonASTSource
 
         from pd_kernels.gluon_prefill import gluon_prefill_kernel as kernel
 
-        element, layout = _TYPES[self.dtype], gl.NVMMASharedLayout(128, 16, rank=3)
-        cached, pieces = (
-            ("fp8e4nv", gl.NVMMASharedLayout(_PIECE, 8, rank=3)) if self.has_fp8_cache else (element, layout)
-        )
+        element, (layout, pieces) = _TYPES[self.dtype], _layouts(self.has_fp8_cache)
+        cached = "fp8e4nv" if self.has_fp8_cache else element
         types = {
             "query_tiles": f"tensordesc<{element}{self._query_block},{layout!r}>",
             **dict.fromkeys(("key_tiles", "value_tiles"), f"tensordesc<{cached}{[1, _PIECE, _PIECE]},{pieces!r}>"),
@@ -96,11 +93,9 @@ class HopperPrefill:
         scale: float,
     ) -> None:
         """See triton_prefill.prefill_attention. Raises AssertionError for unaligned caches."""
-        from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        layout = gl.NVMMASharedLayout(128, 16, rank=3)
-        pieces = gl.NVMMASharedLayout(_PIECE, 8, rank=3) if self.has_fp8_cache else layout
+        layout, pieces = _layouts(self.has_fp8_cache)
         keys, values = (
             TensorDescriptor(
                 cache, [cache.shape[0] * self.num_kv_heads, self.block_size, self.head_dim],
@@ -125,6 +120,15 @@ class HopperPrefill:
     @property
     def _constants(self) -> tuple[int, int, int, int]:
         return self.num_kv_heads, self.group, self.head_dim, self.block_size
+
+
+@cache
+def _layouts(has_fp8_cache: bool) -> tuple[Any, Any]:
+    """Layouts of queries, and of keys and values, in shared memory. Cached: Gluon takes 20 us to make one."""
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout(128, 16, rank=3)
+    return layout, gl.NVMMASharedLayout(_PIECE, 8, rank=3) if has_fp8_cache else layout
 
 
 @cache

@@ -78,10 +78,15 @@ class TorchAttentionPlan:
             _prefill(group, query, keys, values, key_cache.shape, scale, self.shape.window, out)
         return out
 
+    @property
+    def may_rotate(self) -> bool:
+        """See AttentionPlan. Always False, because library calls gain nothing."""
+        return False
+
     def run_rotating(
         self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
     ) -> None:
-        """See AttentionPlan. Always None, because library calls gain nothing."""
+        """See AttentionPlan. Always None."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.quantized import RowsTwice
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_quantize import empty_rows, store_quantized
@@ -54,16 +55,12 @@ def _rms_norm_kernel(
     tl.store(out + row[:, None] * SIZE + column[None, :], normed.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _add_rms_norm_kernel(
-    x, residual, weight, out, values, scales, num_rows, part_stride, x_stride, residual_stride, out_stride, row_stride,
-    group_stride, eps,
-    PARTS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    PLAIN: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit
+def _added_and_normed(
+    x, residual, weight, row, column, num_rows, part_stride, x_stride, residual_stride, eps,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    others_may_start(EARLY)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
+    """Add the parts of `x` to `residual`, in place. -> the norm, float32 [rows, columns]."""
     inside = (row < num_rows)[:, None] & (column < SIZE)[None, :]
     x_at = x + row[:, None] * x_stride + column[None, :]
     residual_at = residual + row[:, None] * residual_stride + column[None, :]
@@ -78,16 +75,47 @@ def _add_rms_norm_kernel(
     tl.store(residual_at, total, mask=inside)
     value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
-    normed = (value * scale[:, None]).to(weight.dtype.element_ty).to(tl.float32) * gain[None, :]
-    if GROUPS > 0:
-        WIDTH: tl.constexpr = COLUMNS // GROUPS
-        groups = tl.reshape(normed.to(dtype).to(tl.float32), [ROWS * GROUPS, WIDTH])
-        first, line = tl.program_id(0).to(tl.int64) * ROWS, tl.arange(0, ROWS * GROUPS)
-        store_quantized(
-            groups, values, scales, first, 0, line, num_rows, SIZE, row_stride, group_stride, WIDTH, GROUPS
-        )  # fmt: skip
+    return (value * scale[:, None]).to(weight.dtype.element_ty).to(tl.float32) * gain[None, :]
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_rms_norm_kernel(
+    x, residual, weight, out, num_rows, part_stride, x_stride, residual_stride, out_stride, eps,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    others_may_start(EARLY)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    normed = _added_and_normed(
+        x, residual, weight, row, column, num_rows, part_stride, x_stride, residual_stride, eps, PARTS, SIZE, EARLY
+    )  # fmt: skip
+    inside = (row < num_rows)[:, None] & (column < SIZE)[None, :]
+    tl.store(out + row[:, None] * out_stride + column[None, :], normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_rms_norm_quantized_kernel(
+    x, residual, weight, out, values, scales, num_rows, part_stride, x_stride, residual_stride, row_stride,
+    group_stride, eps,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    PLAIN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Also writes the norm as it is to contiguous `out`, if PLAIN."""
+    others_may_start(EARLY)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row, column = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    normed = _added_and_normed(
+        x, residual, weight, row, column, num_rows, part_stride, x_stride, residual_stride, eps, PARTS, SIZE, EARLY
+    )  # fmt: skip
+    normed = normed.to(residual.dtype.element_ty)
+    WIDTH: tl.constexpr = COLUMNS // GROUPS
+    groups, line = tl.reshape(normed.to(tl.float32), [ROWS * GROUPS, WIDTH]), tl.arange(0, ROWS * GROUPS)
+    store_quantized(
+        groups, values, scales, first, 0, line, num_rows, SIZE, row_stride, group_stride, WIDTH, GROUPS
+    )  # fmt: skip
     if PLAIN:
-        tl.store(out + row[:, None] * out_stride + column[None, :], normed.to(dtype), mask=inside)
+        inside = (row < num_rows)[:, None] & (column < SIZE)[None, :]
+        tl.store(out + row[:, None] * SIZE + column[None, :], normed, mask=inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -101,7 +129,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         columns, rows, num_warps = _shape(size, num_rows)
         early = launches_early(x.device)
         head_stride = x.stride(1) if x.dim() == 3 else 0
-        _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        _rms_norm_kernel[(cdiv(num_rows, rows),)](
             x, weight, out, num_rows, num_heads, x.stride(0), head_stride, eps, size, columns, rows,
             early, num_warps=num_warps, **early_options(early),
         )  # fmt: skip
@@ -117,7 +145,14 @@ def add_rms_norm(
     """
     _check(x, residual)
     out = x if x.dim() == 2 else torch.empty_like(residual)
-    _add(x, residual, weight, eps, out, None)
+    num_rows, size = residual.shape
+    if num_rows:
+        parts, part_stride, columns, rows, num_warps = _shape_of_sum(x, num_rows, size)
+        early = launches_early(x.device)
+        _add_rms_norm_kernel[(cdiv(num_rows, rows),)](
+            x, residual, weight, out, num_rows, part_stride, x.stride(-2), residual.stride(0), out.stride(0), eps,
+            parts, size, columns, rows, early, num_warps=num_warps, **early_options(early),
+        )  # fmt: skip
     return out, residual
 
 
@@ -127,7 +162,7 @@ def add_rms_norm_quantized(
     """See reference.add_rms_norm_quantized. Last strides must be 1. Overwrites `residual`. Raises ValueError."""
     _check(x, residual)
     rows = empty_rows(residual.shape[0], residual.shape[1], group, residual.device)
-    _add(x, residual, weight, eps, None, rows)
+    _add_quantized(x, residual, weight, eps, None, rows)
     return rows, residual
 
 
@@ -138,7 +173,7 @@ def add_rms_norm_twice(
     _check(x, residual)
     rows = empty_rows(residual.shape[0], residual.shape[1], group, residual.device)
     out = torch.empty_like(residual)
-    _add(x, residual, weight, eps, out, rows)
+    _add_quantized(x, residual, weight, eps, out, rows)
     return RowsTwice(out, rows), residual
 
 
@@ -149,35 +184,40 @@ def _check(x: torch.Tensor, residual: torch.Tensor) -> None:
         raise ValueError(f"x is {x.dtype}, the residual {residual.dtype}")
 
 
-def _add(
+def _add_quantized(
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
     out: torch.Tensor | None,
-    rows: QuantizedRows | None,
+    rows: QuantizedRows,
 ) -> None:
-    """Write the sum to `residual` and its norm to `out`, to `rows`, or both."""
+    """Write the sum to `residual`, and its norm to `rows` and to `out`, if that is not None."""
     num_rows, size = residual.shape
     if not num_rows:
         return
-    parts, part_stride = (1, 0) if x.dim() == 2 else (x.shape[0], x.stride(0))
-    columns, rows_of_program, num_warps = _shape(size, num_rows)
-    if parts > 4:  # as many parts as a token has experts: each thread would load 128 numbers
-        num_warps = min(4 * num_warps, 16)
-    groups = 0 if rows is None else 1 if rows.group >= size else columns // rows.group
-    values, scales = (residual, residual) if rows is None else (rows.values, rows.scales)
-    is_plain, out = out is not None, residual if out is None else out
+    parts, part_stride, columns, rows_of_program, num_warps = _shape_of_sum(x, num_rows, size)
+    groups = 1 if rows.group >= size else columns // rows.group
     early = launches_early(x.device)
-    _add_rms_norm_kernel[(triton.cdiv(num_rows, rows_of_program),)](
-        x, residual, weight, out, values, scales, num_rows, part_stride, x.stride(-2), residual.stride(0),
-        out.stride(0), *scales.stride(), eps, parts, size, columns, rows_of_program, groups, is_plain, early,
-        num_warps=num_warps, **early_options(early),
+    _add_rms_norm_quantized_kernel[(cdiv(num_rows, rows_of_program),)](
+        x, residual, weight, residual if out is None else out, rows.values, rows.scales, num_rows, part_stride,
+        x.stride(-2), residual.stride(0), *rows.scales.stride(), eps, parts, size, columns, rows_of_program, groups,
+        out is not None, early, num_warps=num_warps, **early_options(early),
     )  # fmt: skip
+
+
+def _shape_of_sum(x: torch.Tensor, num_rows: int, size: int) -> tuple[int, int, int, int, int]:
+    """Parts of `x` and their stride, then `_shape`."""
+    columns, rows, num_warps = _shape(size, num_rows)
+    if x.dim() == 2:
+        return 1, 0, columns, rows, num_warps
+    if len(x) > 4:  # as many parts as a token has experts: each thread would load 128 numbers
+        num_warps = min(4 * num_warps, 16)
+    return len(x), x.stride(0), columns, rows, num_warps
 
 
 def _shape(size: int, num_rows: int) -> tuple[int, int, int]:
     """Columns, rows and warps of a program: 16 elements a thread, fewer rows while the device is not full."""
-    columns = triton.next_power_of_2(size)
-    rows = max(min(_TILE // columns, triton.next_power_of_2(triton.cdiv(num_rows, 512))), 1)
+    columns = next_power_of_2(size)
+    rows = max(min(_TILE // columns, next_power_of_2(cdiv(num_rows, 512))), 1)
     return columns, rows, min(max(rows * columns // 512, 1), 16)

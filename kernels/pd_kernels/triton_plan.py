@@ -15,7 +15,8 @@ import numpy as np
 from pd_kernels.checks import check_cache_views, check_heads, check_query, output
 from pd_kernels.chunk_tiles import ChunkTiles
 from pd_kernels.decode_tiling import DecodeTiling, decode_tiling
-from pd_kernels.triton_decode import DecodePlan, decode_attention, num_processors, plan_decode
+from pd_kernels.launch_sizes import num_processors
+from pd_kernels.triton_decode import DecodePlan, decode_attention, plan_decode
 from pd_kernels.triton_prefill import (
     LargeTiles,
     PrefillPlan,
@@ -154,14 +155,20 @@ class TritonAttentionPlan:
             prefill_attention(query, key_cache, value_cache, packed, self.prefill, out, scale, self.window)
         return out
 
+    @property
+    def may_rotate(self) -> bool:
+        """See AttentionPlan. For decodes alone, either few or many."""
+        plan = self.decode
+        if plan is None or self.prefill is not None:
+            return False
+        return plan.split_arrived is not None or len(self.decode_lens) >= plan.tiling.rotates_from
+
     def run_rotating(
         self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
     ) -> torch.Tensor | None:
-        """See AttentionPlan. For decodes alone, not too many, that rotate, with no norms over several heads."""
+        """See AttentionPlan. For heads that rotate, with no norms over several heads."""
         lens, plan = self.decode_lens, self.decode
-        if plan is None or self.prefill is not None:
-            return None
-        if plan.split_arrived is None and len(lens) < plan.tiling.rotates_from:
+        if plan is None or not self.may_rotate:
             return None
         if not new.cos.shape[1] or (new.norms is not None and new.norms.query.dim() > 1):
             return None

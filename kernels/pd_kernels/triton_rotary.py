@@ -7,13 +7,13 @@ cache block.
 
 from __future__ import annotations
 
-from math import gcd
 from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
 from pd_kernels.checks import check_cache_views, check_heads
+from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_fp8 import stored
 
@@ -39,18 +39,18 @@ def _square_sum(row, COUNT: tl.constexpr):
 @triton.jit
 def _rotated(
     first, second, cos, sin, norm, out, source, rows, low, high, mask, inside, eps,
-    SIZE: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr, TOGETHER: tl.constexpr,
+    SIZE: tl.constexpr, COUNT: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Both halves [heads, half] of a tile of heads, rotated, and normed before that if wanted. Float32 in and out.
 
     `low`, `high`: the columns of the halves. `rows`: the heads' places at `source`, where COUNT numbers are normed
-    TOGETHER, or each head alone. Rounding is that of `reference.rms_norm`, to the dtypes of the pointers `norm` and
-    `out`.
+    together (NORM = 2), or each head alone. Rounding is that of `reference.rms_norm`, to the dtypes of the pointers
+    `norm` and `out`.
     """
-    if NORM:
+    if NORM > 0:
         gain = norm.dtype.element_ty
         dtype = out.dtype.element_ty
-        if TOGETHER:
+        if NORM == 2:
             scale = tl.rsqrt(_square_sum(source, COUNT) / COUNT + eps)
             low_gains = tl.load(norm + rows + low[None, :], mask=mask, other=0.0).to(tl.float32)
             high_gains = tl.load(norm + rows + high[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -69,10 +69,11 @@ def _norm_rope_write_kernel(
     heads, query_norm, key_norm, cos, sin, query, key_cache, value_cache, slot_mapping,
     heads_stride, block_stride, head_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
-    NORM: tl.constexpr, TOGETHER: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """NORM: 0 for none, 1 for each head alone, 2 for all together. Each argument costs the host 0.5 us a launch."""
     others_may_start(EARLY)
+    ALIGNED: tl.constexpr = 8 if ROTARY % 16 == 0 and SIZE % 16 == 0 else 1
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     column = tl.arange(0, HALF)
@@ -98,7 +99,7 @@ def _norm_rope_write_kernel(
         second = tl.load(source + rows + high[None, :], mask=mask, other=0.0).to(tl.float32)
         first, second = _rotated(
             first, second, cosine, sine, query_norm, query, source, rows, low, high, mask, inside, eps,
-            SIZE, NUM_HEADS * SIZE, NORM, TOGETHER,
+            SIZE, NUM_HEADS * SIZE, NORM,
         )  # fmt: skip
         target = query + token * NUM_HEADS * SIZE + rows
         tl.store(target + low[None, :], first.to(query.dtype.element_ty), mask=mask)
@@ -112,7 +113,7 @@ def _norm_rope_write_kernel(
         second = tl.load(source + rows + high[None, :], mask=mask, other=0.0).to(tl.float32)
         first, second = _rotated(
             first, second, cosine, sine, key_norm, query, source, rows, low, high, mask, inside, eps,
-            SIZE, NUM_KV_HEADS * SIZE, NORM, TOGETHER,
+            SIZE, NUM_KV_HEADS * SIZE, NORM,
         )  # fmt: skip
         place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * SIZE
         to = place + head.to(tl.int64)[:, None] * head_stride
@@ -145,15 +146,14 @@ def norm_rope_write(
     query = heads.new_empty((num_tokens, num_heads, size))
     if num_tokens:
         early = launches_early(heads.device)
-        tile = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), _HEADS)
-        grid = (num_tokens, triton.cdiv(num_heads, tile) + triton.cdiv(num_kv_heads, tile))
+        tile = min(next_power_of_2(max(num_heads, num_kv_heads)), _HEADS)
+        grid = (num_tokens, cdiv(num_heads, tile) + cdiv(num_kv_heads, tile))
         query_norm, key_norm = (heads, heads) if norms is None else (norms.query, norms.key)
         eps = 0.0 if norms is None else norms.eps
         _norm_rope_write_kernel[grid](
             heads, query_norm, key_norm, cos, sin, query, key_cache, value_cache, slot_mapping,
             heads.stride(0), key_cache.stride(0), key_cache.stride(1), eps,
-            num_heads, num_kv_heads, size, rotary, block_size, triton.next_power_of_2(size // 2),
-            gcd(rotary // 2, size // 2, 8), tile, norms is not None, norms is not None and norms.query.dim() == 2,
-            early, num_warps=4, **early_options(early),
+            num_heads, num_kv_heads, size, rotary, block_size, next_power_of_2(size // 2),
+            tile, 0 if norms is None else norms.query.dim(), early, num_warps=4, **early_options(early),
         )  # fmt: skip
     return query

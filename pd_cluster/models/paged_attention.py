@@ -40,9 +40,10 @@ class PagedAttention:
         head_dim] each. -> [T, H * head_dim]; with `tail`, of its R rows only.
         """
         heads = heads.view(heads.shape[0], -1, self.head_dim)
-        if tail is None:
+        plan = inputs.plans[self.group]
+        if tail is None and plan.may_rotate:
             new = NewTokens(self.norms, *angles, inputs.slot_mapping)
-            attended = inputs.plans[self.group].run_rotating(heads, new, *views, self.scale)
+            attended = plan.run_rotating(heads, new, *views, self.scale)
             if attended is not None:
                 return attended.view(attended.shape[0], -1)
         query = self.kernels.norm_rope_write(heads, self.norms, *angles, *views, inputs.slot_mapping)
@@ -51,7 +52,7 @@ class PagedAttention:
         if tail is not None and tail.plan is not None:
             attended = tail.plan.run(query[tail.rows], *views, self.scale)
         else:
-            attended = inputs.plans[self.group].run(query, *views, self.scale)
+            attended = plan.run(query, *views, self.scale)
             if tail is not None:
                 attended = attended[tail.rows]
         return attended.view(attended.shape[0], -1)

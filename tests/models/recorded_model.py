@@ -151,6 +151,10 @@ class RecordedPlan:
         result: torch.Tensor = self.recorder.note(self.name, self.plan.run)(query, key_cache, value_cache, scale)
         return result
 
+    @property
+    def may_rotate(self) -> bool:
+        return False
+
     def run_rotating(
         self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
     ) -> None:

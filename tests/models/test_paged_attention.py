@@ -38,6 +38,10 @@ class RotatingPlan:
     ) -> torch.Tensor:
         return self.plan.run(query, key_cache, value_cache, scale, out)
 
+    @property
+    def may_rotate(self) -> bool:
+        return True
+
     def run_rotating(
         self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
     ) -> torch.Tensor:

@@ -94,6 +94,10 @@ class DecodesPlan:
         )
         return out
 
+    @property
+    def may_rotate(self) -> bool:
+        return False
+
     def run_rotating(
         self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
     ) -> None:
@@ -127,6 +131,10 @@ class StepPlan:
             self.window,
         )  # fmt: skip
         return found
+
+    @property
+    def may_rotate(self) -> bool:
+        return False
 
     def run_rotating(
         self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
