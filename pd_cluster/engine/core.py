@@ -197,15 +197,18 @@ class EngineCore:
         self._mailbox.flush()
         if spare_s := pipeline.spare_s(prompts_wait=scheduler.prompts_wait):
             self._mailbox.wait(self._news.until(spare_s))  # a request that arrives meanwhile is in the next step
-        elif pipeline.is_full or not scheduler.has_work or not pipeline.launch(self._plan):
-            if not len(pipeline):
-                pipeline.rest()
-                return False
+        elif not pipeline.is_full and scheduler.has_work and (batch := pipeline.launch(self._plan)):
+            scheduler.hash_ahead(batch)
+        elif len(pipeline):
             self._await_step()
+        else:
+            pipeline.rest()
+            return False
         if self._clock() - self._stats_sent_at >= STATS_EVERY_S:
             self._send_stats()
         self._news.send()
         self._mailbox.flush()
+        pipeline.learn()
         return True
 
     def _plan(self) -> Batch:

@@ -14,12 +14,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.messages import KvStats
 from pd_cluster.scheduling.cache_news import CacheNews
 from pd_cluster.scheduling.prefix_cache import PrefixCache
 from pd_connectors.base import CachedBlock
 from pd_connectors.protocol.layout import BlockRun
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 @dataclass(slots=True, eq=False)
@@ -191,18 +196,18 @@ class BlockManager:
 
     # prefix cache
 
-    def num_cached(self, hashes: list[bytes]) -> int:
+    def num_cached(self, hashes: Iterable[bytes]) -> int:
         """The number of tokens in the longest cached run of `hashes`."""
         return len(self._cache.match(hashes)) * self.block_size
 
-    def match(self, table: BlockTable, hashes: list[bytes]) -> int:
-        """Extend a table that holds nothing but cached blocks by the longest cached run of `hashes[len(table.ids):]`.
+    def match(self, table: BlockTable, hashes: Iterable[bytes]) -> int:
+        """Extend a table that holds nothing but cached blocks by the longest cached run of `hashes` behind them.
 
         The blocks are pinned when they are found, so none of them can be evicted. Returns the number of blocks held.
         """
         assert len(table.ids) == len(table.path), "only a table of nothing but cached blocks can be matched further"
         if self.prefix_caching:
-            for block_id in self._cache.match(hashes[len(table.ids) :]):
+            for block_id in self._cache.match(islice(hashes, len(table.ids), None)):
                 self._acquire(block_id)
                 table.ids.append(block_id)
                 table.path.append(block_id)

@@ -144,8 +144,7 @@ class KvMemory:
         blocks, num_tokens, is_swapped = self._blocks, len(seq.token_ids), seq.status is SequenceStatus.SWAPPED
         table = blocks.open_table()
         reusable = seq.num_computed_tokens if is_swapped else seq.num_reusable_tokens
-        hashes = seq.hash_blocks(reusable // blocks.block_size, blocks.block_size)
-        num_cached = blocks.match(table, hashes)
+        num_cached = blocks.match(table, seq.iter_hashes(reusable // blocks.block_size, blocks.block_size))
         if not self._make_room(blocks.blocks_for(num_tokens) - num_cached, seq.request):
             blocks.close(table)
             return None
@@ -167,7 +166,7 @@ class KvMemory:
         blocks = self._blocks
         if not blocks.news.is_on:
             return 0
-        return blocks.num_cached(seq.hash_blocks(seq.num_reusable_tokens // blocks.block_size, blocks.block_size))
+        return blocks.num_cached(seq.iter_hashes(seq.num_reusable_tokens // blocks.block_size, blocks.block_size))
 
     def publish(self, seq: Sequence, table: BlockTable, num_tokens: int) -> list[CachedBlock]:
         """Cache the whole blocks of the first `num_tokens`, which are computed. Returns those that were not known."""
@@ -175,6 +174,11 @@ class KvMemory:
         news = self._blocks.publish(table, seq.hash_blocks(num_tokens // size, size))
         self._name(seq, len(table.path))
         return news
+
+    def hash_computed(self, seq: Sequence, num_tokens: int) -> None:
+        """Hash the whole blocks of the first `num_tokens`, so that their publishing takes less time."""
+        size = self._blocks.block_size
+        seq.hash_blocks(min(num_tokens, len(seq.token_ids)) // size, size)
 
     def publish_computed(self, seq: Sequence) -> None:
         """Cache the whole blocks that a running sequence has computed. Those that were not known are news."""
@@ -222,7 +226,7 @@ class KvMemory:
         size = self._blocks.block_size
         num_whole = request.num_kept_tokens // size
         self._blocks.truncate(request.table, num_whole)
-        return self._blocks.match(request.table, request.sequences[0].hash_blocks(num_whole, size))
+        return self._blocks.match(request.table, request.sequences[0].iter_hashes(num_whole, size))
 
     def missing(self, request: Request) -> tuple[list[bytes], int]:
         """The hashes of a parked prompt's whole blocks, to search a pool for, and how many of them are cached here.

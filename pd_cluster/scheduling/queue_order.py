@@ -50,5 +50,5 @@ class Shortest:
     def _prefill_s(self, request: Request) -> float:
         lead, size = request.sequences[0], self._blocks.block_size
         num_tokens = len(lead.token_ids)
-        num_cached = self._blocks.num_cached(lead.hash_blocks(lead.num_reusable_tokens // size, size))
+        num_cached = self._blocks.num_cached(lead.iter_hashes(lead.num_reusable_tokens // size, size))
         return self._model.prefill_s(num_tokens - num_cached, num_cached)

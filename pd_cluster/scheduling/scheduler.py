@@ -308,6 +308,12 @@ class Scheduler:
         loads, self._loads = self._loads, []
         return self._planner.plan(loads)
 
+    def hash_ahead(self, batch: Batch) -> None:
+        """Hash the blocks that a step computes. Call it when the step is launched, for `update` needs the hashes."""
+        for chunk in batch.chunks:
+            if chunk.num_tokens > 1:
+                self._memory.hash_computed(self._queues.sequences[chunk.seq_id], chunk.start + chunk.num_tokens)
+
     def sit_out(self, absent: frozenset[int]) -> None:
         """Note the sequences that get no token in the newest step. Call it before the next `schedule`. Idempotent."""
         self._effects.sit_out(absent)

@@ -42,9 +42,12 @@ class DrawnPart:
 
     def read(self) -> tuple[Ints, list[SampledToken]]:
         """Each sequence's first token (int64 [len(samples)]), and the tokens of all logits rows."""
-        counts = np.array(self.samples.counts)
+        samples = self.samples
         sampled = self.sampled if self.places is None else self.sampled.at(self.places)
-        tokens = sampled.read(np.repeat(self.samples.num_logprobs, counts).tolist())
+        if samples.firsts is None:  # each has one
+            return sampled.token_ids.numpy(), sampled.read(samples.num_logprobs.tolist())
+        counts = np.array(samples.counts)
+        tokens = sampled.read(np.repeat(samples.num_logprobs, counts).tolist())
         return sampled.token_ids.numpy()[np.cumsum(counts) - counts], tokens
 
 

@@ -201,6 +201,8 @@ def test_the_model_learns_from_steps_that_the_host_waited_for(device: FakeDevice
     assert steps.busy_s == pytest.approx(step_s * 7 / 4)
     now_s += step_s
     steps.retire()
+    assert not noted  # only when its tokens are sent
+    steps.learn()
     [(noted_work, seconds)] = noted
     assert noted_work == work
     assert seconds == pytest.approx(step_s * 5 / 4)
@@ -211,6 +213,7 @@ def test_the_model_learns_from_steps_that_the_host_waited_for(device: FakeDevice
         steps.retire()
     finally:
         FakePending.is_over = False
+    steps.learn()
     assert len(noted) == 1
     assert [seconds for _, seconds in all_noted] == pytest.approx([step_s * 5 / 4, step_s * 10]), "all of the time"
 
@@ -224,4 +227,5 @@ def test_at_depth_1_every_step_is_timed(device: FakeDevice, monkeypatch: pytest.
     for number in range(3):
         assert steps.launch(lambda: step(number))  # noqa: B023 - it is called at once
         steps.retire()
+    steps.learn()
     assert noted == [StepWork(1, number) for number in range(3)]

@@ -338,7 +338,7 @@ class World:
         for seq in self.scheduler._queues.running:
             for num_tokens, _ in seq.request.message.steps:
                 if seq.table is not None and num_tokens <= len(seq.table.path) * BLOCK_SIZE:
-                    block = feed_id(seq.block_hashes[num_tokens // BLOCK_SIZE - 1])
+                    block = feed_id(seq.hash_blocks(num_tokens // BLOCK_SIZE, BLOCK_SIZE)[-1])
                     assert self.named[block].num_tokens == num_tokens
 
     def check_empty(self) -> None:
