@@ -15,6 +15,7 @@ from tests.cut_streams import CHAT, COMPLETIONS, Case, asking, check_cuts, same_
 from tests.engine.test_core_pipeline import CONFIG, make_connector
 from tests.in_loop_engine import InLoopEngine
 from tests.server.cut_nodes import ASKED, PACKAGE, TOOL, USAGE, tool_state
+from tests.shallow_model import shallow_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -67,9 +68,10 @@ CASES = [
 
 
 def config_of(model: str) -> NodeConfig:
+    directory = shallow_model() if model == "demo_model" else str(PACKAGE / model)
     return replace(
         CONFIG,
-        model=replace(CONFIG.model, model=str(PACKAGE / model)),
+        model=replace(CONFIG.model, model=directory),
         cache=replace(CONFIG.cache, num_blocks=20, prefix_caching=False),
         scheduler=replace(CONFIG.scheduler, max_num_seqs=32, max_num_batched_tokens=512),
     )
