@@ -104,13 +104,14 @@ def node_of(engine: InLoopEngine, node_id: str, model: str, stack: contextlib.As
     return create_app(state)
 
 
-async def test_a_cut_generation_goes_on(model: tuple[str, DeviceExecutor, Connector]) -> None:
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 2])
+async def test_a_cut_generation_goes_on(model: tuple[str, DeviceExecutor, Connector], step: int) -> None:
     """All cases at once, in a cache that is too small for them: some are preempted with their known tokens."""
     name, executor, connector = model
     async with engine_of(executor, connector, name) as engine, contextlib.AsyncExitStack() as stack:
         first, second = (asking(node_of(engine, node, name, stack)) for node in ("first", "second"))
         mine = [case for of, case in CASES if of == name]
-        await asyncio.gather(*(check_cuts(case, first, second, same=same_content) for case in mine))
+        await asyncio.gather(*(check_cuts(case, first, second, same=same_content, step=step) for case in mine))
         known = [request for request in engine.requests if request.known]
         assert len(known) > 5 * len(mine)
     assert engine.stats is not None
