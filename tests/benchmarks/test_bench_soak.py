@@ -21,7 +21,7 @@ def test_a_short_soak_holds() -> None:
     """Steps overlap, as they do on a GPU."""
     lines: list[str] = []
     options = Options(
-        seconds=3, round_s=1.5, seed=1, device="cpu", num_blocks=48, max_num_seqs=8, swap_gb=0.001,
+        seconds=1, round_s=0.5, seed=1, device="cpu", num_blocks=24, max_num_seqs=8, swap_gb=0.001,
         async_scheduling="on",
     )  # fmt: skip
     soak(options, lines.append)

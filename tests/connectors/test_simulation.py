@@ -68,7 +68,7 @@ def check_ranked(faults: Faults, seed: int, num_operations: int, degrees: list[i
 
 
 @given(**RANKED)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_every_schedule_of_engines_with_ranks_that_die_or_lag(
     faults: Faults, seed: int, num_operations: int, degrees: list[int]
 ) -> None:

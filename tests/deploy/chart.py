@@ -40,7 +40,7 @@ def render(values: dict[str, Any] | None = None, *, name: str = RELEASE) -> list
 def objects_of(manifests: dict[str, str]) -> list[Object]:
     """The objects in rendered templates, notes left out."""
     texts = (text for path, text in sorted(manifests.items()) if not path.endswith("NOTES.txt"))
-    return [found for text in texts for found in yaml.safe_load_all(text) if found is not None]
+    return [found for text in texts for found in yaml.load_all(text, Loader=yaml.CSafeLoader) if found is not None]
 
 
 def of_kind(objects: Iterable[Object], *kinds: str) -> list[Object]:

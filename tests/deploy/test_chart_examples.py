@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import helm_python
 import kubernetes_validate
@@ -20,11 +20,22 @@ from tests.deploy import invariants
 from tests.deploy.chart import CHART, EXAMPLES, Object, example_values, load_chart, of_kind, pods, render, title
 from tests.deploy.custom_resources import check_custom_resource, check_with_crds
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 GOLDENS = Path(__file__).parent / "goldens"
 VERSIONS = ("1.29", "1.32", kubernetes_validate.latest_version())
 NEEDS_LATEST = ("pair",)  # a claim of devices by the name of its template
 CUSTOM = ("monitoring.coreos.com", "gateway.networking.k8s.io", "inference.networking.k8s.io", "keda.sh")
 OUTSIDE = frozenset({"Secret/pd-cluster-key", "PersistentVolumeClaim/weights"})  # what users bring
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas_that_are_read_once() -> Iterator[None]:
+    """kubernetes_validate reads all definitions of a version anew for each object."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kubernetes_validate.utils, "schema_contents", cache(kubernetes_validate.utils.schema_contents))
+        yield
 
 
 @cache

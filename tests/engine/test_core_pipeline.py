@@ -8,13 +8,11 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 import pytest
 
-import pd_cluster
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.protocol.messages import (
@@ -36,6 +34,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_connectors.base import Connector, ConnectorContext
 from pd_connectors.registry import create_connector
+from tests.shallow_model import shallow_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,9 +48,7 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 60.0
 CONFIG = NodeConfig(
-    model=ModelConfig(
-        model=str(Path(pd_cluster.__file__).parent / "demo_model"), device="cpu", dtype="float32", num_threads=1
-    ),
+    model=ModelConfig(model=shallow_model(), device="cpu", dtype="float32", num_threads=1),
     cache=CacheConfig(num_blocks=14, block_size=16, swap_gb=0.002),
     scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48),
     handoff=HandoffConfig(connector="loopback"),

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import pd_cluster
 from benchmarks.offline import OfflineEngine
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.engine.process import YOUNG_OBJECTS, rare_garbage_collection
 from pd_cluster.protocol.sampling_params import SamplingParams
+from tests.shallow_model import shallow_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NUM_PROMPTS, NUM_BLOCKS_EACH, BLOCK_SIZE = 80, 3, 16
 CONFIG = NodeConfig(
-    model=ModelConfig(
-        model=str(Path(pd_cluster.__file__).parent / "demo_model"), device="cpu", dtype="float32", num_threads=1
-    ),
+    model=ModelConfig(model=shallow_model(), device="cpu", dtype="float32", num_threads=1),
     cache=CacheConfig(num_blocks=600, block_size=BLOCK_SIZE),
     scheduler=SchedulerConfig(max_num_seqs=128),
     handoff=HandoffConfig(connector="none"),
@@ -67,6 +64,7 @@ def test_requests_leave_no_garbage_and_cached_blocks_nothing_to_search() -> None
 
 def test_searches_are_as_before_afterwards() -> None:
     before = gc.get_threshold()
+    gc.unfreeze()  # what the tests have frozen
     with rare_garbage_collection():
         assert gc.get_threshold() == (YOUNG_OBJECTS, *before[1:])
         assert gc.get_freeze_count() > 0

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, cast
 from pd_cluster.config import CacheConfig, HandoffConfig, SchedulerConfig
 from pd_cluster.engine.process import _build
 from tests.engine.test_core_pipeline import CONFIG, FakeMailbox
+from tests.shallow_model import NUM_LAYERS
 
 if TYPE_CHECKING:
     from pd_cluster.engine.ipc import EngineSockets
 
-BLOCK_BYTES = 4 * 6 * 2 * 16 * 64 * 4  # KV heads, layers, K and V, tokens, head size, float32
+BLOCK_BYTES = 4 * NUM_LAYERS * 2 * 16 * 64 * 4  # KV heads, layers, K and V, tokens, head size, float32
 
 
 def test_an_engine_tells_what_it_has_decided() -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import torch
 
+from tests.kernels.interpreter import hasten
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton"):
+        hasten()

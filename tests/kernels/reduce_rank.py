@@ -14,6 +14,7 @@ import torch
 
 from pd_kernels.triton_reduce import PeerBuffers, reduce_add_half_norm, reduce_add_norm, reduce_sum
 from pd_kernels.values import HalfNormed
+from tests.kernels.interpreter import hasten
 
 EPS = 1e-5
 RUNS = ((2, 40), (3, 12))  # ranks, calls: of two ranks, every mode occurs in every layout
@@ -93,6 +94,7 @@ def buffers(folder: Path, rank: int, num_ranks: int, layout: Layout) -> PeerBuff
 
 
 def main() -> None:
+    hasten()
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     results = []
     for num_ranks, count in RUNS:

@@ -113,8 +113,17 @@ def check(paged: Paged, window: int, decode: DecodeTiling | None, prefill: Prefi
     assert difference < TOLERANCE[paged.query.dtype]
 
 
-@pytest.mark.parametrize("window", [0, 20])
-@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        # The others are those of the float8 cache
+        pytest.param(
+            name, window, marks=[pytest.mark.slow] if DEVICE.type == "cpu" and window == index % 2 * 20 else []
+        )
+        for index, name in enumerate(SHAPES)
+        for window in (0, 20)
+    ],
+)
 def test_small_tiles_equal_the_oracle(name: str, window: int) -> None:
     """Tiles far smaller than the sequences: every loop runs, shares end within heads, parts are merged."""
     check(on_device(make_paged(SHAPES[name], torch.float32)), window, SMALL_DECODE, SMALL_PREFILL)
@@ -131,6 +140,9 @@ def test_an_fp8_cache_is_widened_exactly(name: str, window: int) -> None:
 def test_an_fp8_cache_beside_queries_of_two_bytes(descriptors: bool, parts: int) -> None:
     paged = on_device(make_paged(SHAPES["only-prefill"], torch.float16, cache_dtype=FP8))
     check(paged, 0, None, replace(SMALL_PREFILL, keys=32, descriptors=descriptors, parts=parts))
+
+
+def test_decodes_of_an_fp8_cache_beside_queries_of_two_bytes() -> None:
     check(on_device(make_paged(SHAPES["gqa-128"], torch.float16, cache_dtype=FP8)), 0, None, None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -53,11 +54,15 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("is_sigmoid", [False, True])
-@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(
-    ("count", "num_experts", "num_chosen", "hidden"),
-    [(1, 7, 7, 32), (3, 128, 8, 200), (20, 96, 3, 136)],
+    ("count", "num_experts", "num_chosen", "hidden", "has_bias", "is_sigmoid"),
+    [
+        pytest.param(
+            *sizes, *kind, marks=[pytest.mark.slow] if not GPU and sizes[0] > 16 and any(kind) != all(kind) else []
+        )
+        for sizes in ((1, 7, 7, 32), (3, 128, 8, 200), (20, 96, 3, 136))
+        for kind in itertools.product((False, True), repeat=2)
+    ],
 )
 def test_route(count: int, num_experts: int, num_chosen: int, hidden: int, has_bias: bool, is_sigmoid: bool) -> None:
     router, _, _ = mixture(num_experts, hidden, 8, torch.float32)
@@ -89,7 +94,7 @@ def test_groups_of_experts_are_chosen_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("num_experts", [3, 128])
-@pytest.mark.parametrize(("num_tokens", "num_chosen", "tile"), [(1, 1, 16), (5, 3, 16), (50, 3, 4)])
+@pytest.mark.parametrize(("num_tokens", "num_chosen", "tile"), [(1, 1, 16), (5, 3, 16), (30, 3, 4)])
 def test_pairs_are_sorted_and_cut_into_tiles_of_one_expert(
     num_tokens: int, num_chosen: int, tile: int, num_experts: int
 ) -> None:
@@ -123,7 +128,7 @@ def test_experts(count: int, num_experts: int, num_chosen: int, hidden: int, siz
         assert error(found, torch_experts.experts(x, scores, choice, gate_up, down)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("count", [1, 3, 17, 70])
+@pytest.mark.parametrize("count", [1, 3, 17, pytest.param(70, marks=[] if GPU else [pytest.mark.slow])])
 def test_each_rank_adds_what_its_experts_compute(count: int) -> None:
     """Beside the definition, and together the whole sum: of few and of sorted pairs, and where a rank has none."""
     router, gate_up, down = mixture(6, 64, 48, torch.float32)

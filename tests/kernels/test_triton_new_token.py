@@ -127,8 +127,8 @@ def check(problem: Problem, window: int = 0, **tiling: int) -> None:
     [
         ("mha-64", 0, True, 64, 0), ("gqa-128", 1, True, 128, 0), ("mqa-96", 0, False, 94, 0),
         ("gqa-80", 16, True, 20, 0), ("wide-64", 0, True, 32, 0), ("one-long", 100, True, 64, 0),
-        ("mha-64", 0, True, 64, 2), ("gqa-128", 1, True, 128, 4), ("mqa-96", 0, False, 94, 16),
-        ("gqa-80", 16, True, 20, 4), ("one-long", 100, True, 64, 8),
+        ("mha-64", 0, True, 64, 2), ("gqa-128", 1, True, 128, 4), ("mqa-96", 0, False, 94, 8),
+        ("gqa-80", 16, True, 20, 4), ("one-long", 100, True, 64, 16),
     ],
 )  # fmt: skip
 def test_one_launch_equals_two(name: str, window: int, normed: bool, rotary: int, splits: int) -> None:
@@ -180,7 +180,7 @@ def test_padding_is_not_stored_and_gives_zeros(few_pairs: int) -> None:
 
 def test_layers_count_arrivals_on() -> None:
     """Also beyond the largest number of 32 bits."""
-    problem = make(SHAPES["gqa-80"])
+    problem = make(replace(SHAPES["gqa-80"], query_lens=(1, 1), seq_lens=(17, 70), num_decodes=2))
     plan = attention_of(problem.paged, 0, replace(SMALL_DECODE, splits=4, few_pairs=MANY)).plan(problem.paged.packed)
     assert plan.decode is not None
     assert plan.decode.split_arrived is not None

@@ -76,7 +76,9 @@ def test_padded_steps_equal_the_oracle(name: str, window: int) -> None:
     check(paged, sized(paged, 80, 10, is_far=False), window)
 
 
-@pytest.mark.parametrize("name", ["mha-64", "gqa-80"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("mha-64", marks=[pytest.mark.slow] if DEVICE.type == "cpu" else []), "gqa-80"]
+)
 def test_chunks_that_programs_share_equal_the_oracle(name: str) -> None:
     """Padding tiles leave no parts, and no memory is read for them."""
     paged = on_device(make_paged(SHAPES[name], torch.float16))

@@ -152,8 +152,13 @@ async def test_a_node_that_is_gone_gets_nothing_new_within_a_second(
         assert traffic.statuses == {200}  # no client noticed
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("illness", ["says 503", "says nothing"])
+@pytest.mark.parametrize(
+    ("illness", "source"),
+    [
+        *(("says 503", source) for source in SOURCES),
+        *(pytest.param("says nothing", source, marks=[pytest.mark.slow] * (source != "flags")) for source in SOURCES),
+    ],
+)
 async def test_an_ill_node_is_out_in_time_and_back_after_one_good_answer(
     source: str, illness: str, nodes: list[FakeNode], tmp_path: Path
 ) -> None:

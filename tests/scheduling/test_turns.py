@@ -24,6 +24,7 @@ NUM_VICTIMS = 20
 BETWEEN = 6  # steps from one victim to the next
 RATIO = 3  # of a victim's time to its first token beside a hog, to its time alone
 RATIO_OF_MEMORY = 4  # the same where the hog's own growth takes what it yields
+SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 12))]
 
 
 def first_token_steps(world: World, victims: Iterable[Request]) -> Iterator[int]:
@@ -57,7 +58,8 @@ ABUSES: dict[str, dict[str, int]] = {
     ("abuse", "num_blocks", "rests", "depth"),
     [
         *((abuse, *world) for abuse in ABUSES for world in ((400, True, 2), (40, False, 1))),
-        *(("many prompts with many samples", 400, False, depth) for depth in (1, 2)),
+        ("many prompts with many samples", 400, False, 2),
+        pytest.param("many prompts with many samples", 400, False, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_client_beside_an_abusive_one_has_its_first_tokens(
@@ -198,7 +200,7 @@ def batches_of(seed: int, *, plain: bool, rests: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.long
 @pytest.mark.parametrize("rests", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_ordinary_traffic_is_scheduled_as_by_a_plain_queue(
     seed: int, monkeypatch: pytest.MonkeyPatch, *, rests: bool
 ) -> None:
@@ -224,7 +226,7 @@ class Checked(Turns):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_groups_are_served_by_their_claims(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And in the end, where nothing but slots is short, no group holds two slots more than one that waits."""
     monkeypatch.setattr("pd_cluster.scheduling.scheduler.Turns", Checked)

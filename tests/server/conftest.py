@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import TYPE_CHECKING
+
 import pytest
 
-from pd_cluster.server import grammar_checks, prompt_events
+from pd_cluster.server import grammar_checks, prompt_events, tokenizer
+from pd_cluster.server.openapi import openapi_document
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def what_all_nodes_share() -> Iterator[None]:
+    """Is made once: the OpenAPI document of all apps, and the bytes of each tokenizer's vocabulary.
+
+    Otherwise most of the time of making a node goes into them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pd_cluster.server.meta_routes.openapi_document", cache(openapi_document))
+        patch.setattr(tokenizer, "_token_bytes", cache(tokenizer._token_bytes))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from tests.cut_streams import CHAT, COMPLETIONS, Case, asking, check_cuts, same_
 from tests.engine.test_core_pipeline import CONFIG, make_connector
 from tests.in_loop_engine import InLoopEngine
 from tests.server.cut_nodes import ASKED, PACKAGE, TOOL, USAGE, tool_state
+from tests.shallow_model import shallow_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -67,9 +68,10 @@ CASES = [
 
 
 def config_of(model: str) -> NodeConfig:
+    directory = shallow_model() if model == "demo_model" else str(PACKAGE / model)
     return replace(
         CONFIG,
-        model=replace(CONFIG.model, model=str(PACKAGE / model)),
+        model=replace(CONFIG.model, model=directory),
         cache=replace(CONFIG.cache, num_blocks=20, prefix_caching=False),
         scheduler=replace(CONFIG.scheduler, max_num_seqs=32, max_num_batched_tokens=512),
     )
@@ -102,13 +104,14 @@ def node_of(engine: InLoopEngine, node_id: str, model: str, stack: contextlib.As
     return create_app(state)
 
 
-async def test_a_cut_generation_goes_on(model: tuple[str, DeviceExecutor, Connector]) -> None:
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 2])
+async def test_a_cut_generation_goes_on(model: tuple[str, DeviceExecutor, Connector], step: int) -> None:
     """All cases at once, in a cache that is too small for them: some are preempted with their known tokens."""
     name, executor, connector = model
     async with engine_of(executor, connector, name) as engine, contextlib.AsyncExitStack() as stack:
         first, second = (asking(node_of(engine, node, name, stack)) for node in ("first", "second"))
         mine = [case for of, case in CASES if of == name]
-        await asyncio.gather(*(check_cuts(case, first, second, same=same_content) for case in mine))
+        await asyncio.gather(*(check_cuts(case, first, second, same=same_content, step=step) for case in mine))
         known = [request for request in engine.requests if request.known]
         assert len(known) > 5 * len(mine)
     assert engine.stats is not None

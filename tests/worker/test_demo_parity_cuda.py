@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_TOKENS = 16
 LENGTHS = (1, 15, 64, 65, 300) if DEVICE == "cpu" else (1, 15, 64, 65, 300, 1000, 3900)
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+pytestmark = [pytest.mark.gpu if DEVICE == "cuda" else pytest.mark.slow]  # on a CPU test_model_parity has the model
 
 
 @pytest.fixture(scope="module")

@@ -77,9 +77,16 @@ def last_layer_rows(executor: DeviceExecutor) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "budget"), [(TORCH, 9), (FEW_ROWS, 33), (TORCH, 512)], ids=["usual-9", "few-rows-33", "usual-512"]
-)
-@pytest.mark.parametrize("name", [*WINDOWED, "qwen3-experts"])
+    ("name", "kernels", "budget"),
+    [
+        pytest.param(name, kernels, budget, id=f"{name}-{title}-{budget}", marks=[pytest.mark.slow] * is_slow)
+        for name in [*WINDOWED, "qwen3-experts"]
+        for kernels, title, budget, is_slow in (
+            (TORCH, "usual", 9, False), (FEW_ROWS, "few-rows", 33, False),
+            (TORCH, "usual", 512, name not in ("qwen3", "gemma3")),
+        )
+    ],
+)  # fmt: skip
 def test_logits_equal_those_of_all_rows(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, kernels: Kernels, budget: int
 ) -> None:

@@ -26,6 +26,7 @@ from pd_cluster.worker.rank_frames import RankLost
 from pd_cluster.worker.rank_link import StepOnRanks
 from pd_cluster.worker.ranked_executor import RankedExecutor
 from pd_cluster.worker.warm_up import ASKING, DRAWN, GREEDY
+from tests.shallow_model import shallow_model
 from tests.worker.driver import random_prompts
 from tests.worker.reads import read_prompt
 
@@ -138,7 +139,13 @@ def random_order(count: int) -> list[int]:
 def make_config(tp: int, **model: Any) -> NodeConfig:
     return NodeConfig(
         model=ModelConfig(
-            device="cpu", dtype="float32", tp=tp, num_threads=1, logits_stages=("tests.ban_token:BanToken",), **model
+            model=shallow_model(),
+            device="cpu",
+            dtype="float32",
+            tp=tp,
+            num_threads=1,
+            logits_stages=("tests.ban_token:BanToken",),
+            **model,
         ),
         cache=CacheConfig(kv_cache_gb=0.04, block_size=BLOCK_SIZE, swap_gb=0.002),
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),

@@ -103,8 +103,16 @@ def serve(executor: DeviceExecutor, budget: int) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("kernels", [TORCH, FEW_ROWS], ids=["usual", "few-rows"])
-@pytest.mark.parametrize("name", ["qwen3", "mistral-window", "qwen2", "qwen3-some-windows"])
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("qwen3", TORCH), ("mistral-window", TORCH), ("qwen2", TORCH), ("qwen3-some-windows", TORCH),
+        ("qwen3", FEW_ROWS), ("qwen3-some-windows", FEW_ROWS),
+        pytest.param("mistral-window", FEW_ROWS, marks=pytest.mark.slow),
+        pytest.param("qwen2", FEW_ROWS, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "few-rows" if value is FEW_ROWS else "usual",
+)  # fmt: skip
 def test_replayed_steps_sample_the_same(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, kernels: Kernels
 ) -> None:
