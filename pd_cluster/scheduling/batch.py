@@ -61,7 +61,7 @@ class BlockCopies:
 
     swap_out: tuple[tuple[int, int], ...] = ()  # device -> host
     swap_in: tuple[tuple[int, int], ...] = ()  # host -> device
-    copy_on_write: tuple[tuple[int, int], ...] = ()  # device -> device
+    copy_on_write: tuple[tuple[int, int], ...] = ()  # device -> device; one may write what those before it read
 
 
 @dataclass(frozen=True, slots=True)

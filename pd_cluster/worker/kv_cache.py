@@ -15,6 +15,8 @@ from pd_connectors.base import CacheDescription
 from pd_kernels.fp8_cache import FP8, indexable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pd_cluster.scheduling.batch import BlockCopies
     from pd_connectors.protocol.layout import BlockLayout
     from pd_kernels.backends import Kernels
@@ -83,7 +85,7 @@ class KVCache:
         for pairs, sources, targets in (
             (copies.swap_out, self.tensors, self.hosts),
             (copies.swap_in, self.hosts, self.tensors),
-            (copies.copy_on_write, self.tensors, self.tensors),
+            *((pairs, self.tensors, self.tensors) for pairs in independent(copies.copy_on_write)),
         ):
             if pairs:
                 ids = torch.tensor(pairs, dtype=torch.int64)
@@ -94,6 +96,25 @@ class KVCache:
         """Zero blocks (int64 [n]) before they are filled in part, so that no read depends on their old content."""
         for tensor in self.tensors:
             indexable(tensor).index_fill_(0, blocks, 0)
+
+
+def independent(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Cut copies (from, to) within one memory, which are in order, so that none touches what its part writes.
+
+    A launch copies its pairs in any order. A block that was copied on write and whose last holder is then preempted may
+    be the target of the step's next copy.
+    """
+    parts: list[list[tuple[int, int]]] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for source, target in pairs:
+        if not parts or target in read or target in written or source in written:
+            parts.append([])
+            read, written = set(), set()
+        parts[-1].append((source, target))
+        read.add(source)
+        written.add(target)
+    return parts
 
 
 def blocks_in(num_bytes: float, layout: BlockLayout) -> int:

@@ -180,7 +180,8 @@ class FakeWorker:
         copies = batch.copies
         targets = [to for _, to in copies.swap_in + copies.copy_on_write]
         assert len(set(targets)) == len(targets), "two copies into one block"
-        assert not {source for source, _ in copies.copy_on_write} & set(targets), "copies depend on each other"
+        swapped_in = {to for _, to in copies.swap_in}
+        assert not {source for source, _ in copies.copy_on_write} & swapped_in, "copies depend on each other"
         for source, to in copies.swap_out:
             self._copy_block(self.device, source, self.host, to)
         for source, to in copies.swap_in:

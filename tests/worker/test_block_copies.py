@@ -1,0 +1,41 @@
+"""Copies on write that depend on each other run one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_cluster.scheduling.batch import BlockCopies
+from pd_cluster.worker.kv_cache import KVCache, independent
+from pd_connectors.protocol.layout import BlockLayout, KVGroup, KVKind
+from pd_kernels.backends import TORCH
+
+NUM_BLOCKS = 8
+LAYOUT = BlockLayout((KVGroup(KVKind.FULL, (0,), (1, 1, 2, 16, 4), "float32", 16),))
+
+
+def last_first(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+    """A launch may copy its pairs in any order, and this does so in the worst one."""
+    for pair in reversed(pairs.tolist()):
+        TORCH.copy_blocks(source, target, torch.tensor([pair]))
+
+
+@given(st.lists(st.tuples(st.integers(0, NUM_BLOCKS - 1), st.integers(0, NUM_BLOCKS - 1)), max_size=12))
+def test_copies_on_write_are_as_in_order(pairs: list[tuple[int, int]]) -> None:
+    cache = KVCache.allocate(LAYOUT, NUM_BLOCKS, 0, torch.device("cpu"))
+    [tensor] = cache.tensors
+    tensor[:] = torch.arange(NUM_BLOCKS + 1.0).view(-1, *[1] * (tensor.dim() - 1))
+    expected = list(range(NUM_BLOCKS + 1))
+    for source, target in pairs:
+        expected[target] = expected[source]
+    cache.run_copies(BlockCopies(copy_on_write=tuple(pairs)), replace(TORCH, copy_blocks=last_first))
+    assert tensor.flatten(1).unique(dim=1).flatten().tolist() == expected
+
+
+def test_a_block_that_a_preemption_freed_takes_a_launch_of_its_own() -> None:
+    assert independent([(6, 19), (22, 6), (3, 4)]) == [[(6, 19)], [(22, 6), (3, 4)]]
+    assert independent([(1, 2), (3, 4), (1, 5)]) == [[(1, 2), (3, 4), (1, 5)]]
+    assert independent([]) == []
