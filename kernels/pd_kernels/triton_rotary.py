@@ -73,7 +73,8 @@ def _norm_rope_write_kernel(
 ):  # fmt: skip
     """NORM: 0 for none, 1 for each head alone, 2 for all together. Each argument costs the host 0.5 us a launch."""
     others_may_start(EARLY)
-    ALIGNED: tl.constexpr = 8 if ROTARY % 16 == 0 and SIZE % 16 == 0 else 1
+    BITS: tl.constexpr = ROTARY | SIZE  # its lowest one is that of the multiple of 2 that divides both
+    ALIGNED: tl.constexpr = 8 if BITS % 16 == 0 else 4 if BITS % 8 == 0 else 2 if BITS % 4 == 0 else 1
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     column = tl.arange(0, HALF)

@@ -4,6 +4,7 @@ One turn does the following, in this order, so that each decision uses the lates
 
     messages from the API process  ->  connector events  ->  reserve blocks for loads
     ->  schedule and launch a step, or retire the oldest  ->  update  ->  tokens, finished leases, statistics out
+    ->  learn from the step how long steps take
 
 On a GPU the step that is launched is the one after the step that is retired (`pipeline`), so that all of the above runs
 while the device computes. A sequence that ends is then in one more step, and its token there is dropped. The loop plans
@@ -196,19 +197,19 @@ class EngineCore:
         self._news.send()
         self._mailbox.flush()
         if spare_s := pipeline.spare_s(prompts_wait=scheduler.prompts_wait):
-            self._mailbox.wait(self._news.until(spare_s))  # a request that arrives meanwhile is in the next step
-        elif not pipeline.is_full and scheduler.has_work and (batch := pipeline.launch(self._plan)):
-            scheduler.hash_ahead(batch)
-        elif len(pipeline):
+            self._wait(spare_s)  # a request that arrives meanwhile is in the next step
+        elif pipeline.is_full or not scheduler.has_work or not pipeline.launch(self._plan):
+            if not len(pipeline):
+                pipeline.rest()
+                scheduler.hash_ahead()
+                return False
             self._await_step()
-        else:
-            pipeline.rest()
-            return False
         if self._clock() - self._stats_sent_at >= STATS_EVERY_S:
             self._send_stats()
-        self._news.send()
         self._mailbox.flush()
         pipeline.learn()
+        self._news.send()
+        self._mailbox.flush()
         return True
 
     def _plan(self) -> Batch:
@@ -229,6 +230,7 @@ class EngineCore:
         """Do something that may keep the step loop from turning for PAUSE_S, without being taken for frozen."""
         while len(self._pipeline):
             self._retire()  # a step that waits for this loop to draw its late rows would miss its deadline
+        self._pipeline.learn()  # now: prompts that ended two minutes ago would count as new
         self._allow_silence(PAUSE_S)
         work()
         self._allow_silence(self._pipeline.allowed_s)
@@ -236,9 +238,15 @@ class EngineCore:
     def _await_step(self) -> None:
         """Wait for messages and events until the oldest step may have ended, then wait for its end and retire it."""
         if rest_s := self._pipeline.rest_s:
-            self._mailbox.wait(self._news.until(rest_s))
+            self._wait(rest_s)
         else:
             self._retire()
+
+    def _wait(self, seconds: float) -> None:
+        """Hash what will be needed, then wait for messages and events, for so long in all."""
+        until_s = self._clock() + seconds
+        self._scheduler.hash_ahead(until_s)
+        self._mailbox.wait(self._news.until(max(0.0, until_s - self._clock())))
 
     def _retire(self) -> None:
         """Take the oldest step's result; announce it to readers, report it, and store new blocks in the pool."""

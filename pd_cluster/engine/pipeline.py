@@ -121,8 +121,8 @@ class Pipeline:
         flight = self._flights[0]
         return flight.batch, self._clock() - max(flight.launched_s, self._retired_s)
 
-    def launch(self, plan: Callable[[], Batch]) -> Batch | None:
-        """Plan a step and start it. Returns None if the step has no work for the worker."""
+    def launch(self, plan: Callable[[], Batch]) -> bool:
+        """Plan a step and start it. Returns False if the step has no work for the worker."""
         started_s = self._clock()
         waited_s = self._executor.draw_late()
         batch = plan()
@@ -131,7 +131,7 @@ class Pipeline:
         else:
             self._connector.recv_before(batch.loads)
         if not batch.moves_worker:
-            return None
+            return False
         launched_s = self._clock()
         self._connector.send_after(batch.begun)  # first: a launch takes milliseconds, on a CPU the whole step
         kind = self._forecast.kind_of(batch)
@@ -142,7 +142,7 @@ class Pipeline:
         predicted_s = self._model.seconds(work)
         self._flights.append(Flight(batch, pending, launched_s, kind, allowed_s, work, predicted_s))
         self._timing.note_launch(batch, self._clock() - started_s - waited_s)
-        return batch
+        return True
 
     def retire(self) -> tuple[Batch, StepResult]:
         """Wait for the oldest step, and start the loads behind it. The caller announces what it computed."""

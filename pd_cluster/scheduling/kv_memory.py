@@ -175,11 +175,6 @@ class KvMemory:
         self._name(seq, len(table.path))
         return news
 
-    def hash_computed(self, seq: Sequence, num_tokens: int) -> None:
-        """Hash the whole blocks of the first `num_tokens`, so that their publishing takes less time."""
-        size = self._blocks.block_size
-        seq.hash_blocks(min(num_tokens, len(seq.token_ids)) // size, size)
-
     def publish_computed(self, seq: Sequence) -> None:
         """Cache the whole blocks that a running sequence has computed. Those that were not known are news."""
         assert seq.table is not None

@@ -24,11 +24,13 @@ from __future__ import annotations
 
 import time
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import Overloaded
 from pd_cluster.protocol.messages import FinishReason, SequenceTokens
 from pd_cluster.scheduling.beam_sequences import BeamSequences
+from pd_cluster.scheduling.hash_ahead import HashAhead
 from pd_cluster.scheduling.kv_memory import KvMemory
 from pd_cluster.scheduling.lifecycle import Lifecycle, Update
 from pd_cluster.scheduling.planner import Planner
@@ -90,6 +92,7 @@ class Scheduler:
         self._life = Lifecycle(self._queues, blocks, clock)
         self._beams = BeamSequences(self._queues, blocks, self._life)
         self._effects = StepEffects(self._queues, blocks, self._memory, self._life, self._beams, clock)
+        self._hashes = HashAhead(blocks.block_size, clock)
         self._loads: list[LoadSpec] = []  # for the next batch
         self._arrivals = count()
         self._seq_ids = count()
@@ -167,6 +170,7 @@ class Scheduler:
         request.table = self._blocks.open_table()
         self._queues.park(request)
         self._memory.pin(request)
+        self._hashes.expect(request.sequences[0], request.num_loaded_tokens)
 
     def _begin(self, request: Request) -> None:
         # a stream that was cut must not fail where new requests wait: it may queue up to twice the limit
@@ -306,13 +310,16 @@ class Scheduler:
         A batch's `loads` are started only when every step before it has retired: transfers are not ordered with them.
         """
         loads, self._loads = self._loads, []
-        return self._planner.plan(loads)
+        batch = self._planner.plan(loads)
+        for chunk in reversed(batch.chunks):
+            if chunk.num_tokens == 1:
+                break  # decodes come first
+            self._hashes.expect(self._queues.sequences[chunk.seq_id], chunk.start + chunk.num_tokens)
+        return batch
 
-    def hash_ahead(self, batch: Batch) -> None:
-        """Hash the blocks that a step computes. Call it when the step is launched, for `update` needs the hashes."""
-        for chunk in batch.chunks:
-            if chunk.num_tokens > 1:
-                self._memory.hash_computed(self._queues.sequences[chunk.seq_id], chunk.start + chunk.num_tokens)
+    def hash_ahead(self, until_s: float = inf) -> None:
+        """Use time that is left, until the clock says `until_s`, for hashes that will be needed. See `HashAhead`."""
+        self._hashes.run(until_s)
 
     def sit_out(self, absent: frozenset[int]) -> None:
         """Note the sequences that get no token in the newest step. Call it before the next `schedule`. Idempotent."""

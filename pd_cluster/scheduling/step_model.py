@@ -105,7 +105,10 @@ class _Ladder:
 
 
 class StepModel:
-    """Predicts the seconds of steps. Invariant: predictions are above 0 and do not fall when a step computes more."""
+    """Predicts the seconds of steps. Predictions are above 0, and do not fall with more tokens, keys or context.
+
+    With more decodes beside prompts they may: the prompts' tokens move to segments where a token may cost less.
+    """
 
     _products: list[list[float]]
     _sums: list[float]

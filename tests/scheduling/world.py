@@ -19,6 +19,7 @@ from pd_cluster.scheduling.scheduler import Scheduler, Update
 from pd_cluster.scheduling.sequence import Request, Sequence
 from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
 from pd_cluster.scheduling.step_model import StepModel
+from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from pd_connectors.protocol.messages import SampledToken
 from tests.scheduling.simulated_client import Client
 from tests.scheduling.simulation import (
@@ -71,6 +72,7 @@ class World:
     longest_run: int = 1
     are_late: Callable[[], bool] = lambda: False  # see FakeWorker
     is_unready: Callable[[int], bool] = lambda seq_id: False  # the worker's answer before each plan
+    hashes: bool = True  # whether every second step leaves time for it
     forgets: bool = False  # a request's sequences when it has ended, as the core does; tests may want to see them
     clients: dict[str, Client] = field(default_factory=dict)
     loads: dict[str, tuple[LoadSpec, Request]] = field(default_factory=dict)  # in progress, or not drained
@@ -163,6 +165,8 @@ class World:
             self.scheduler.sit_out(self._running[-1][1].absent)
         self._ask_readiness()
         batch = self.scheduler.schedule()
+        if self.hashes and batch.step % 2:
+            self.scheduler.hash_ahead()
         self._check_writes(batch)
         drawn = {chunk.seq_id for chunk in batch.chunks if chunk.num_samples}
         assert not drawn & self.unready, "a sequence that is not ready is drawn"
@@ -303,6 +307,7 @@ class World:
             self.read_lease(lease_id)
         self.check_load()
         self.check_names()
+        self.check_hashes()
 
     def check_load(self) -> None:
         """What routers are told is what can be counted."""
@@ -324,6 +329,13 @@ class World:
         assert queues.num_live == len(live)
         assert load.num_running == len(queues.running)
         assert load.free_blocks == self.blocks.stats().free + self.blocks.stats().cached
+
+    def check_hashes(self) -> None:
+        """Every hash is that of tokens that the sequence has."""
+        for seq in self.scheduler._queues.sequences.values():
+            known = extend_hashes(root_hash(seq.request.salt), seq.token_ids, BLOCK_SIZE)
+            assert seq.block_hashes == known[: len(seq.block_hashes)]
+            assert len(seq.block_hashes) <= len(known)
 
     def check_names(self) -> None:
         """A router knows the named blocks that are cached, and no other."""
