@@ -33,6 +33,7 @@ NUM_BEFORE, NUM_AFTER = 2, 4  # requests that the node has when it freezes, and 
 ROUTES = ("p-first", "d-first")
 CAPACITY_S, OVERLOAD_S, NUM_CLIENTS = 10.0, 60.0, 16
 LOOK_EVERY_S = 0.1
+BACKLOG = 8 * NUM_CLIENTS  # requests that wait after OVERLOAD_S; NUM_CLIENTS keep the cluster busy
 DEFAULTS = ("--health-interval-s=0.5", "--health-timeout-s=2.5", "--prefill-on-decode=never")
 
 
@@ -64,13 +65,22 @@ async def cluster(nodes: FaultCluster, router: RouterMember) -> AsyncIterator[Fa
     await nodes.check_clean()
 
 
-async def moved(router: RouterMember, cluster: FaultCluster) -> float:
+async def moves(router: RouterMember, cluster: FaultCluster) -> dict[str, float]:
     """Waits that left a node that was judged frozen: the router's, and those of decode nodes for a prefill node."""
     told = [parse_metrics((await fetch(f"{router.url}/metrics")).text)]
     told += [await node.metrics() for name, node in cluster.nodes.items() if name.startswith("d")]
     names = ("pd_router_legs_moved_total", 'pd_handoff_fallbacks_total{reason="peer_frozen"}',
              'pd_handoff_fallbacks_total{reason="peer_refused"}', "pd_router_leg_failures_total")  # fmt: skip
-    return sum(value for one in told for name, value in one.items() if name.startswith(names))
+    return {
+        f"{place} {name}": value
+        for place, one in enumerate(told)
+        for name, value in one.items()
+        if name.startswith(names) and value
+    }
+
+
+async def moved(router: RouterMember, cluster: FaultCluster) -> float:
+    return sum((await moves(router, cluster)).values())
 
 
 @pytest.mark.parametrize(
@@ -137,7 +147,7 @@ async def test_at_three_times_the_capacity_nothing_moves(cluster: FaultCluster, 
     """Queues grow for a minute, and no node is taken for a frozen one."""
     freezes = [await node.metric("pd_engine_freezes_total") for node in cluster.nodes.values()]
     rate = 3 * await measured_rate(cluster, router)
-    before, unhealthy = await moved(router, cluster), 0
+    before, unhealthy = await moves(router, cluster), 0
     calls: list[Call] = []
     started_s = time.monotonic()
 
@@ -157,10 +167,13 @@ async def test_at_three_times_the_capacity_nothing_moves(cluster: FaultCluster, 
     await sending
     num_done = sum(call.done for call in calls)
     logger.info("%.1f requests/s for %g s: %d sent, %d done", rate, OVERLOAD_S, len(calls), num_done)
+    after = await moves(router, cluster)  # before the clients leave: their prefills fail then, and are counted
     for call in calls:
         if not call.done:
             await call.leave()
     assert unhealthy == 0
-    assert await moved(router, cluster) == before
+    assert after == before
     assert [await node.metric("pd_engine_freezes_total") for node in cluster.nodes.values()] == freezes
-    assert num_done < len(calls) / 2, "the cluster was not overloaded"  # one sender reached 2.4 x on 16 cores
+    # A share of what was sent says less: where the test shares two cores with the nodes, it sends 1.4 to 2.4 times what
+    # they do
+    assert len(calls) - num_done > BACKLOG, "the cluster was not overloaded"
