@@ -99,10 +99,10 @@ class KVCache:
 
 
 def independent(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Cut copies (from, to) within one memory, which are in order, so that none touches what its part writes.
+    """Cut copies (from, to) within one memory into parts. A part's copies may run in any order, the parts run in order.
 
-    A launch copies its pairs in any order. A block that was copied on write and whose last holder is then preempted may
-    be the target of the step's next copy.
+    A launch copies its pairs in any order. If a block was copied on write, and its last holder is preempted in the same
+    step, it may be the target of the step's next copy.
     """
     parts: list[list[tuple[int, int]]] = []
     read: set[int] = set()

@@ -31,7 +31,7 @@ def test_a_prompt_is_hashed_as_far_as_it_may_be_cached(num_cached: int, num_hash
     world.check_empty()
 
 
-def test_a_prompt_whose_kv_is_on_its_way_is_hashed_before_it_comes() -> None:
+def test_a_prompt_is_hashed_while_its_kv_is_on_the_way() -> None:
     world = World(num_blocks=64)
     request = world.submit(message("a", prompt(BLOCKS * BLOCK_SIZE), max_tokens=2, work=Work.TAKE_OVER))
     [lead] = request.sequences
