@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_cluster.engine")
 
 IDLE_WAIT_S = HEARTBEAT_S  # upper bound of one sleep; wake-ups make it shorter
+HASHING_S = 0.001  # at a time while no step runs, so that messages and events do not wait for many long prompts
 PAUSE_S = 120.0  # to write a record: ten seconds have some million events
 LATE_MASK = f"the mask of the grammar was not computed within {UNREADY_DEADLINE_S:g} s; try again later"
 STATS_EVERY_S = 0.1  # while busy; always before sleeping
@@ -201,8 +202,7 @@ class EngineCore:
         elif pipeline.is_full or not scheduler.has_work or not pipeline.launch(self._plan):
             if not len(pipeline):
                 pipeline.rest()
-                scheduler.hash_ahead()
-                return False
+                return scheduler.hash_ahead(self._clock() + HASHING_S)
             self._await_step()
         if self._clock() - self._stats_sent_at >= STATS_EVERY_S:
             self._send_stats()

@@ -36,14 +36,18 @@ class HashAhead:
         self._expected.append((seq, num_tokens))
         self._drop_done()
 
-    def run(self, until_s: float = inf) -> None:
-        """Hash until the clock says `until_s`, or nothing is left. What is left is hashed when it is needed."""
+    def run(self, until_s: float = inf) -> bool:
+        """Hash until the clock says `until_s`, or nothing is left. Returns whether something is left.
+
+        What is left is hashed when it is needed.
+        """
         size, piece = self._block_size, max(PIECE, self._block_size)
         while self._expected and self._clock() < until_s:
             seq, num_tokens = self._expected[0]
             num_tokens = min(num_tokens, len(seq.token_ids), len(seq.block_hashes) * size + piece)
             seq.hash_blocks(num_tokens // size, size)
             self._drop_done()
+        return bool(self._expected)
 
     def _drop_done(self) -> None:
         """Drop the first ones of which nothing more is to be hashed."""

@@ -317,9 +317,9 @@ class Scheduler:
             self._hashes.expect(self._queues.sequences[chunk.seq_id], chunk.start + chunk.num_tokens)
         return batch
 
-    def hash_ahead(self, until_s: float = inf) -> None:
-        """Use time that is left, until the clock says `until_s`, for hashes that will be needed. See `HashAhead`."""
-        self._hashes.run(until_s)
+    def hash_ahead(self, until_s: float = inf) -> bool:
+        """See `HashAhead.run`."""
+        return self._hashes.run(until_s)
 
     def sit_out(self, absent: frozenset[int]) -> None:
         """Note the sequences that get no token in the newest step. Call it before the next `schedule`. Idempotent."""

@@ -70,13 +70,13 @@ def test_hashing_ends_in_time_and_keeps_nothing_that_is_done(monkeypatch: pytest
     )
     for seq in (one, ended, other):
         ahead.expect(seq, 8 * BLOCK_SIZE + 3)
-    ahead.run(3.0)  # two looks at the clock are before it
+    assert ahead.run(3.0)  # two looks at the clock are before it
     assert [len(seq.block_hashes) for seq in (one, ended, other)] == [5, 1, 1]
     world.take(world.scheduler.abort(ended.request))
     one.hash_blocks(BLOCKS, BLOCK_SIZE)  # there was no time, and its step has retired
     ahead.expect(one, BLOCKS * BLOCK_SIZE)
     assert [seq for seq, _ in ahead._expected] == [other, one]
-    ahead.run()
+    assert not ahead.run()
     assert [len(seq.block_hashes) for seq in (one, ended, other)] == [9, 1, 8]
     assert not ahead._expected
     world.run_until_idle()
