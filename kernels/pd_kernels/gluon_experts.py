@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 ROWS = 128  # of a tile, which has 2 * BLOCK outputs
 STAGES = 4  # of the ring: 192 KiB in all
-# By the bytes of a number; Gluon takes 20 us to make one
+# By the bytes of a number; Gluon takes 5 us to make one
 _LAYOUTS = {size: gl.NVMMASharedLayout(128, 8 * size, rank=2) for size in (1, 2)}
 _BLOCK: gl.constexpr = gl.constexpr(BLOCK)
 _LEAST: gl.constexpr = gl.constexpr(LEAST)

@@ -1,7 +1,7 @@
 """Sizes of launches, computed on the host.
 
-Triton has these functions for kernels, too, where they take constants. On the host each call of Triton's takes 4 us,
-and a layer's launches made 15: 1.5 ms of a prompt of 4,096 tokens that takes a 0.6B model 11.7.
+Triton has these functions for kernels, too, where they take constants. On the host each call of Triton's takes 3 us (an
+EPYC core), these 0.1. A prompt of 4,096 tokens of a 0.6B model, which takes 12 ms, made 420 calls of such functions.
 """
 
 from __future__ import annotations

@@ -367,7 +367,7 @@ def _launch(
 
 
 def _columns(size: int) -> int:
-    return max(int(next_power_of_2(size)), 16)
+    return max(next_power_of_2(size), 16)
 
 
 def _descriptor(cache: torch.Tensor, keys: int, columns: int) -> TensorDescriptor:

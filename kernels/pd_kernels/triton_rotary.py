@@ -71,7 +71,7 @@ def _norm_rope_write_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """NORM: 0 for none, 1 for each head alone, 2 for all together. Each argument costs the host 0.5 us a launch."""
+    """NORM: 0 for none, 1 for each head alone, 2 for all together. An argument costs the host some 0.7 us a launch."""
     others_may_start(EARLY)
     BITS: tl.constexpr = ROTARY | SIZE  # its lowest one is that of the multiple of 2 that divides both
     ALIGNED: tl.constexpr = 8 if BITS % 16 == 0 else 4 if BITS % 8 == 0 else 2 if BITS % 4 == 0 else 1
