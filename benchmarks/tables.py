@@ -206,6 +206,39 @@ def _disagg_without_peer(file: str, results: Path) -> str:
     return _markdown(HEADERS, rows) if rows else ""
 
 
+def _runs(results: Path) -> str:
+    """The share of each run within its own targets, two settings beside each other."""
+    runs = dict[tuple[str, str], dict[str, list[Record]]]()
+    for record in _records(results, "disagg_gpu_runs.jsonl"):
+        row = (_load_title(record), record["slo"])
+        runs.setdefault(row, {}).setdefault(record["setting"], []).append(record)
+    settings = dict.fromkeys(setting for found in runs.values() for setting in found)
+    rows = [
+        [title, slo, *(cell for setting in settings for cell in _run_cells(slo, found.get(setting, [])))]
+        for (title, slo), found in runs.items()
+    ]
+    heads = (head for setting in settings for head in (setting, "TTFT p90, TPOT p99"))
+    return _markdown(["share within the targets, runs in turn", "targets", *heads], rows) if rows else ""
+
+
+def _load_title(record: Record) -> str:
+    preset = PRESETS[record["workload"]]
+    if not record["trace"]:
+        return preset.title
+    return f"*{record['trace']}*, {preset.rate * record['rate_scale']:g}/s"
+
+
+def _run_cells(slo: str, records: Sequence[Record]) -> tuple[str, str]:
+    """The shares of the runs, and the medians of their TTFT p90 and TPOT p99."""
+    if not records:
+        return "", ""
+    spreads = [record["summary"]["spreads"] for record in records]
+    ttft = statistics.median(found["ttft"]["p90_ms"] for found in spreads)
+    tpot = statistics.median(found["tpot"]["p99_ms"] for found in spreads)
+    shares = ", ".join(f"{record['summary']['attained'][slo]:.2f}" for record in records)
+    return shares, f"{ttft:.0f}, {tpot:.1f}"
+
+
 def _slo_simulated(rate_scale: float, results: Path) -> str:
     """8B with targets, in every setting that was simulated, beside what was measured."""
     settings = dict.fromkeys(setting for _, setting in _simulated(results, "8b", "slack", rate_scale))
@@ -303,6 +336,7 @@ _TABLES: dict[str, Callable[[Path], str]] = {
     "disagg-30b-a3b": partial(_disagg_without_peer, "disagg_gpu_30b_a3b.jsonl"),
     "disagg-30b-a3b-fp8": partial(_disagg_without_peer, "disagg_gpu_30b_a3b_fp8.jsonl"),
     "disagg-slo": partial(_disagg_without_peer, "disagg_gpu_slo.jsonl"),
+    "disagg-runs": _runs,
     "slo-simulated": partial(_slo_simulated, 1.0),
     "slo-simulated-4": partial(_slo_simulated, 2.0),
     "slo-simulated-30b-a3b-fp8": _slo_simulated_mixture,

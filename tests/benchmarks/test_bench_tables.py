@@ -22,7 +22,7 @@ PLACE = "before\n<!-- table: {} -->\nold\n<!-- end -->\nafter\n"
 def test_the_page_says_what_was_measured() -> None:
     text = (ROOT / DOCUMENT).read_text()
     assert fill(text, ROOT / "benchmarks" / "results") == text, "run `python -m benchmarks tables`"
-    assert text.count("<!-- table: ") == 18
+    assert text.count("<!-- table: ") == 19
 
 
 def disagg_record(setting: str, ttft_ms: float, **changes: Any) -> dict[str, Any]:
@@ -70,6 +70,22 @@ def test_simulated_shares_stand_beside_measured_ones(tmp_path: Path) -> None:
     found = fill(PLACE.format("slo-simulated-4"), tmp_path).splitlines()
     assert found[2].endswith("| 2P2D | 4M |")
     assert found[4] == "| 1024 in, 256 out, 20/s x 2 | *0.99*, 100, 7.0 | *0.99*, 100, 7.0; **0.50**, 88, 6.0 |"
+
+
+def test_runs_of_two_settings_stand_in_one_row(tmp_path: Path) -> None:
+    """A trace of its own is another row, and so are other targets."""
+    runs = [("1P1D", "200/10", "", 0.631), ("2M", "200/10", "", 0.5), ("1P1D", "200/10", "", 0.626),
+            ("1P1D", "400/15", "", 0.9), ("2M", "200/10", "Other", 0.4)]  # fmt: skip
+    records = [
+        {"setting": setting, "slo": slo, "trace": trace, "workload": "azure28", "rate_scale": 0.5,
+         "summary": {"attained": {slo: share}, "spreads": {"ttft": {"p90_ms": share * 100}, "tpot": {"p99_ms": 7.0}}}}
+        for setting, slo, trace, share in runs
+    ]  # fmt: skip
+    (tmp_path / "disagg_gpu_runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = fill(PLACE.format("disagg-runs"), tmp_path).splitlines()
+    assert found[4] == "| Azure conversation, 28/s | 200/10 | 0.63, 0.63 | 63, 7.0 | 0.50 | 50, 7.0 |"
+    assert found[5] == "| Azure conversation, 28/s | 400/15 | 0.90 | 90, 7.0 | | |"
+    assert found[6] == "| *Other*, 14/s | 200/10 | | | 0.40 | 40, 7.0 |"
 
 
 def test_handovers_by_batch_size(tmp_path: Path) -> None:
