@@ -334,6 +334,19 @@ async def wait_clean(member: Member) -> float:
     return await until(is_clean, f"{member.name} holds nothing", CLEAN_DEADLINE_S, lambda: str(found))
 
 
+async def wait_clean_but_for_reads(member: Member) -> None:
+    """Until `member` holds at most the blocks that a read from a stopped peer may still write."""
+    found: dict[str, float] = {}
+
+    async def is_clean() -> bool:
+        found.clear()
+        found.update(await member.held())
+        others = found.keys() - {"orphaned_loads", "loads_open", "in_use", "quarantined"}
+        return not others and found.get("in_use") == found.get("quarantined")
+
+    await until(is_clean, f"{member.name} holds only what is read", CLEAN_DEADLINE_S, lambda: str(found))
+
+
 async def until(
     probe: Callable[[], Awaitable[bool]],
     what: str,
