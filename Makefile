@@ -27,8 +27,10 @@ PINNED_BUILD := $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONS
 PIP := $(PINNED_BUILD) $(BIN)/python -m pip install --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 INPUTS := pyproject.toml $(wildcard $(CONSTRAINTS))
 # The tests run small tensors in several processes at once: one thread each is fastest and repeatable.
-PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-PYTEST_TWICE := env OMP_NUM_THREADS=1 $(BIN)/python -m tests.second_try
+# They start some 200 processes, so these keep what they have compiled, where the environment forbids it too.
+TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
+PYTEST_TWICE := $(TEST_ENV) $(BIN)/python -m tests.second_try
 
 .PHONY: up test test-clusters test-others test-fast fast-rules fast-http test-slow mutants lint format docs docs-serve clean
 .DELETE_ON_ERROR:
