@@ -36,6 +36,12 @@ def test_that_is_wrong():
 """
 
 
+@pytest.fixture(autouse=True)
+def no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pytest that runs here has no use for those that are installed, and imports them for a second each time."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "is_busy", "is_wrong", "status"),
