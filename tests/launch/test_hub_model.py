@@ -28,7 +28,10 @@ NUM_TOKENS = 8
 
 @pytest.mark.integration
 def test_a_model_of_the_hub_is_downloaded_once_and_served(launcher: Launcher, tmp_path: Path) -> None:
-    """The first process downloads it for all. The answer is what transformers generates."""
+    """The first process downloads it for all. The answer is what transformers generates.
+
+    Then `up` is killed, and no process outlives it.
+    """
     directory = tmp_path / "model"
     saved = save_model("Qwen3", directory, SHAPE)
     for name in TOKENIZER:
@@ -42,7 +45,10 @@ def test_a_model_of_the_hub_is_downloaded_once_and_served(launcher: Launcher, tm
         url = cluster.wait_line("ready: http://").split()[1]
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0, trust_env=False)
-        assert cluster.stop(signal.SIGINT) == 0
+        cluster.send(signal.SIGKILL)
+        assert cluster.wait() == -signal.SIGKILL
+        assert len(cluster.family()) >= 3, "a node, its engine, the router"
+        assert cluster.leftovers(20) == []
     assert answer.status_code == 200, answer.text
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
     expected = tokenizer.decode(saved.generate(PROMPT, NUM_TOKENS), skip_special_tokens=True)

@@ -180,15 +180,6 @@ def test_what_cannot_start_the_first_time_ends_up_at_once(launcher: Launcher) ->
     assert cluster.leftovers() == []
 
 
-@pytest.mark.integration
-def test_no_process_outlives_a_killed_up(launcher: Launcher) -> None:
-    cluster = up(launcher, *ONE_NODE)
-    cluster.send(signal.SIGKILL)
-    assert cluster.wait() == -signal.SIGKILL
-    assert len(cluster.family()) >= 3, "a node, its engine, the router"
-    assert cluster.leftovers(20) == []
-
-
 @needs_mooncake
 @pytest.mark.integration
 def test_a_master_does_not_outlive_a_killed_pool(launcher: Launcher) -> None:
