@@ -19,6 +19,7 @@ from tests.cluster import Launcher
 from tests.integration.calls import Call
 from tests.integration.fault_cluster import SLACK_S, fetch, make_prompt, parse_metrics, until
 from tests.integration.system import ask_url
+from tests.integration.test_unequal import check_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 
     from tests.cluster import Launched
     from tests.integration.calls import Outcome
+    from tests.integration.reference import DemoModel
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.anyio, pytest.mark.timeout(300)]
 logger = logging.getLogger(__name__)
 
 COMMON = (
-    "--async-scheduling=on", "--max-num-seqs=8", "--max-num-batched-tokens=256", "--kv-cache-gb=0.1",
+    "--async-scheduling=on", "--max-num-seqs=8", "--kv-cache-gb=0.1",
+    "--max-num-batched-tokens=64",  # prompts are computed in chunks
     "--max-model-len=700",  # streams go on at nodes of equal limits only
 )  # fmt: skip
 RANKED = ("--tp=2", "--num-blocks=48", "--swap-gb=0.01")  # too few blocks for what runs at once
@@ -99,7 +102,7 @@ def rank_process(node: Launched, rank: int) -> psutil.Process:
 def test_answers_equal_those_of_one_rank(plain: Launched, ranked: Launched) -> None:
     """All at once, so that the sequences do not fit: some are preempted to host memory and come back."""
     requests = [
-        ("/v1/completions", {"prompt": make_prompt(90 + 17 * number), "max_tokens": 48, "ignore_eos": True} | asked)
+        ("/v1/completions", {"prompt": make_prompt(90 + 17 * number), "max_tokens": 32, "ignore_eos": True} | asked)
         for number, asked in enumerate((*ASKED, *ASKED[:2]))
     ]
     expected, found = ask_url(plain.url, requests), ask_url(ranked.url, requests)
@@ -111,6 +114,14 @@ def test_answers_equal_those_of_one_rank(plain: Launched, ranked: Launched) -> N
             if "logprobs" in body:
                 assert our["logprobs"]["tokens"] == their["logprobs"]["tokens"]
                 assert our["logprobs"]["token_logprobs"] == pytest.approx(their["logprobs"]["token_logprobs"], abs=1e-3)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("plain", "ranked"), ("ranked", "plain")])
+def test_a_node_prefills_for_one_of_another_degree(
+    launcher: Launcher, nodes: list[Launched], demo_model: DemoModel, prefill: str, decode: str
+) -> None:
+    """A pair with other degrees: `test_unequal.py`."""
+    check_pair(launcher, nodes[0], dict(zip(("plain", "ranked"), nodes, strict=True)), prefill, decode, demo_model)
 
 
 @pytest.mark.slow
@@ -128,7 +139,8 @@ async def test_a_step_that_stands_still_for_a_while_ends_no_node(launcher: Launc
 
 @pytest.fixture(scope="module")
 async def expected(plain: Launched) -> list[Outcome]:
-    outcomes = [await Call(plain.url, body).outcome() for body in BODIES]
+    calls = [Call(plain.url, body) for body in BODIES]
+    outcomes = [await call.outcome() for call in calls]
     assert all(outcome.error is None for outcome in outcomes)
     return outcomes
 

@@ -1,8 +1,12 @@
-"""Nodes of one, two and four ranks: each prefills for another, in both orders, and the answers are equal."""
+"""Nodes of one, two and four ranks: each prefills for another, in both orders, and the answers are equal.
+
+Slow: the pairs with four ranks. `test_ranks.py` has those of one and two, on the nodes of its other tests.
+"""
 
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
     from tests.cluster import Launched
     from tests.integration.reference import DemoModel
 
-pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 
 LENGTHS = (97, 160, 300)  # a node that may decode computes shorter ones by itself
 SAMPLING: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 3})
@@ -58,7 +62,7 @@ def nodes(launcher: Launcher) -> Nodes:
 
 def ask(server: Launched, prompts: Sequence[list[int]], route: str = "", salt: str = "") -> list[Answer]:
     """Salted: nothing is found that another test has cached. Each prompt is asked for greedily, and drawn."""
-    body = {"max_tokens": 16, "ignore_eos": True, "cache_salt": salt or None, "logprobs": 0}
+    body = {"max_tokens": 8, "ignore_eos": True, "cache_salt": salt or None, "logprobs": 0}
     requests = [("/v1/completions", {"prompt": prompt, **body, **how}) for prompt in prompts for how in SAMPLING]
     return ask_url(server.url, requests) if not route else _ask_by(server.url, route, requests)
 
@@ -80,39 +84,49 @@ def metric(node: Launched, name: str) -> float:
     return parse_metrics(httpx.get(f"{node.url}/metrics", trust_env=False).text)[name]
 
 
-PAIRS = ((1, 2), (2, 1))
-SLOW_PAIRS = ((2, 4), (4, 2), (4, 1), (1, 4))
+@contextmanager
+def paired(router: Launched, prefill: str, decode: str) -> Iterator[None]:
+    """The nodes of these ids have these roles meanwhile, and are mixed again afterwards."""
+    with httpx.Client(base_url=router.url, trust_env=False, timeout=30.0) as client:
+        orders = RouterOrders(client, derive_key(TEST_KEY))
+        orders.give("role", decode, "decode")
+        orders.give("role", prefill, "prefill")
+        try:
+            yield
+        finally:
+            for node in (prefill, decode):
+                orders.give("role", node, "mixed")
 
 
-@pytest.mark.parametrize(
-    "degrees",
-    [*PAIRS, *(pytest.param(pair, marks=pytest.mark.slow) for pair in SLOW_PAIRS)],
-    ids=lambda pair: "{}-to-{}".format(*pair),
-)
+def check_pair(
+    launcher: Launcher, alone: Launched, nodes: dict[str, Launched], prefill: str, decode: str, model: DemoModel
+) -> None:
+    """What `prefill` reads for `decode`, both ids of `nodes`, is answered as `alone` and each of them answers."""
+    prompts = [random_prompt(model, random.Random(length), length) for length in LENGTHS]
+    router = launcher.router(prefill=[nodes[prefill]], decode=[nodes[decode]])
+    expected = tokens(ask(alone, prompts, salt=f"alone {prefill}"))
+    for name in (prefill, decode):
+        if nodes[name] is not alone:
+            assert tokens(ask(nodes[name], prompts, salt=f"alone {prefill}")) == expected
+    with paired(router, prefill, decode):
+        for route in ("p-first", "d-first"):
+            before = metric(nodes[decode], "pd_kv_transfer_bytes_total")
+            answers = ask(router, prompts, route, f"{route} {prefill} {decode}")
+            assert tokens(answers) == expected
+            assert {answer.headers["x-pd-prefill"] for answer in answers[:: len(SAMPLING)]} == {prefill}
+            read = metric(nodes[decode], "pd_kv_transfer_bytes_total") - before
+            cold = sum(-(-length // BLOCK_SIZE) for length in LENGTHS) * BLOCK_BYTES
+            assert cold <= read <= 2 * cold, "each prompt moved when it was asked for first"
+    for node in (nodes[prefill], nodes[decode]):
+        wait_until(lambda node=node: metric(node, "pd_leases_open") == 0, lambda: "a lease is left")  # type: ignore[misc]
+        assert metric(node, "pd_quarantined_blocks") == 0
+
+
+@pytest.mark.parametrize("degrees", [(2, 4), (4, 2), (4, 1), (1, 4)], ids=lambda pair: "{}-to-{}".format(*pair))
 def test_a_node_prefills_for_one_of_another_degree(
     launcher: Launcher, nodes: Nodes, demo_model: DemoModel, degrees: tuple[int, int]
 ) -> None:
-    prompts = [random_prompt(demo_model, random.Random(length), length) for length in LENGTHS]
     alone, prefill, decode = nodes.of(1, *degrees)
     prefill_name, decode_name = (f"tp{degree}" for degree in degrees)
-    pair = "-".join(map(str, degrees))
-    router = launcher.router(prefill=[prefill], decode=[decode])
-    with httpx.Client(base_url=router.url, trust_env=False, timeout=30.0) as client:
-        orders = RouterOrders(client, derive_key(TEST_KEY))
-        orders.give("role", decode_name, "decode")
-        orders.give("role", prefill_name, "prefill")
-    expected = tokens(ask(alone, prompts, salt=f"alone {pair}"))
-    for node in {prefill, decode} - {alone}:
-        assert tokens(ask(node, prompts, salt=f"alone {pair}")) == expected
-    for route in ("p-first", "d-first"):
-        before = metric(decode, "pd_kv_transfer_bytes_total")
-        salt = f"{route} {pair}"
-        answers = ask(router, prompts, route, salt)
-        assert tokens(answers) == expected
-        assert {answer.headers["x-pd-prefill"] for answer in answers[:: len(SAMPLING)]} == {prefill_name}
-        read = metric(decode, "pd_kv_transfer_bytes_total") - before
-        cold = sum(-(-length // BLOCK_SIZE) for length in LENGTHS) * BLOCK_BYTES
-        assert cold <= read <= 2 * cold, "each prompt moved when it was asked for first"
-    for node in (prefill, decode):
-        wait_until(lambda node=node: metric(node, "pd_leases_open") == 0, lambda: "a lease is left")  # type: ignore[misc]
-        assert metric(node, "pd_quarantined_blocks") == 0
+    found = {prefill_name: prefill, decode_name: decode}
+    check_pair(launcher, alone, found, prefill_name, decode_name, demo_model)
