@@ -36,7 +36,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="module")
 def three() -> Iterator[StreamCluster]:
     with Launcher() as launcher:
-        cluster = StreamCluster(launcher, 1, 3, [200] * len(PROMPTS), router_flags=ROUTER_FLAGS)
+        cluster = StreamCluster(launcher, 1, 3, [120] * len(PROMPTS), router_flags=ROUTER_FLAGS)
         asyncio.run(cluster.learn())
         yield cluster
 
