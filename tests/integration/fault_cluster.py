@@ -35,12 +35,13 @@ PHASE_DEADLINE_S = 15.0  # until a request is where a test wants it
 CLEAN_DEADLINE_S = LEASE_TTL_S + 4.0  # until nothing of a request is left on any node
 FETCH_DEADLINE_S = 15.0  # of one look at a process that runs, on a machine where others wait for the cores too
 START_DEADLINE_S = 180.0  # four nodes at once
-POLL_S = 0.02
+POLL_S = 0.05  # a look takes a node some milliseconds
 VOCABULARY = range(3, 3072)  # the demo model's, without special tokens
+SHORT, LONG = 200, 2008  # prompt tokens; p0 computes the long one for seconds
 NUM_TOKENS = 12
-P0_BLOCKS = 200  # one prompt of 3,000 tokens, and the next one overwrites it
+P0_BLOCKS = 134  # one long prompt, and the next one overwrites it
 BLOCK_SIZE = 16
-D0_BLOCKS = 400  # two long prompts do not fit
+D0_BLOCKS = 338  # a long prompt does not fit beside one of 3,400 tokens
 DECODE_FLAGS = ("--max-num-seqs=32", "--max-num-batched-tokens=512", "--min-remote-tokens=1")
 ROLES = {"p": "prefill", "d": "decode", "s": "decode"}
 COMMON_FLAGS = ("--kv-cache-gb=0.15", f"--lease-ttl-s={LEASE_TTL_S:g}", f"--load-deadline-s={LOAD_DEADLINE_S:g}")

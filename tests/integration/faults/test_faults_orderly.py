@@ -15,37 +15,32 @@ import httpx
 import pytest
 
 from pd_cluster.launch.cli import main
-from tests.cluster import TEST_KEY, Launcher
+from tests.cluster import TEST_KEY
 from tests.integration.calls import COMPLETIONS
-from tests.integration.fault_cluster import LEASE_TTL_S, SLACK_S, FaultCluster, Member, until
+from tests.integration.fault_cluster import LEASE_TTL_S, LONG, SHORT, SLACK_S, FaultCluster, Member, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
 pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
 
-SHORT, LONG = 200, 3000  # prompt tokens; p0 computes the long one for seconds
 DRAIN_S = 30.0  # the nodes' own default, as their grace before they are cut short
 STOP_S = 6.0  # what a node needs to stop its engine once it is drained
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[FaultCluster]:
-    with Launcher() as launcher:
-        # No load is to fail here: on two cores with other work the long prompt takes more than LOAD_DEADLINE_S
-        flags = [f"--load-deadline-s={DRAIN_S:g}"]
-        cluster = FaultCluster(launcher, "p0", "d0", flags=flags, environment={"UCX_TLS": "tcp"})
-        yield cluster
-        cluster.stop()
+def patient_nodes(nodes: FaultCluster) -> FaultCluster:
+    """No load is to fail here: on two cores with other work the long prompt takes more than LOAD_DEADLINE_S."""
+    if nodes.d0.is_running:
+        nodes.d0.process.stop()
+    nodes.d0.begin(f"--load-deadline-s={DRAIN_S:g}")
+    nodes.d0.wait_ready()
+    return nodes
 
 
 @pytest.fixture
-async def cluster(nodes: FaultCluster) -> AsyncIterator[FaultCluster]:
+async def cluster(patient_nodes: FaultCluster) -> AsyncIterator[FaultCluster]:
+    nodes = patient_nodes
     await nodes.restore()
     await nodes.expected(LONG)
     await nodes.expected(SHORT)
