@@ -32,7 +32,13 @@ def system() -> Iterator[System]:
         yield system
 
 
-def expected(model: DemoModel, prompt: str, settings: dict[str, Any]) -> list[list[int]]:
+@pytest.fixture(scope="module")
+def expected(demo_model: DemoModel) -> list[list[list[int]]]:
+    """Of each prompt with each of the settings."""
+    return [by_transformers(demo_model, prompt, settings) for prompt in PROMPTS for settings in SETTINGS]
+
+
+def by_transformers(model: DemoModel, prompt: str, settings: dict[str, Any]) -> list[list[int]]:
     ids = torch.tensor([model.encode(prompt)])
     stop_ids = [model.eos_token_id, *settings.get("stop_token_ids", ())]
     out = model._model.generate(
@@ -46,7 +52,9 @@ def expected(model: DemoModel, prompt: str, settings: dict[str, Any]) -> list[li
 
 
 @pytest.mark.parametrize("path", Path)
-def test_answers_equal_transformers(path: Path, system: System, demo_model: DemoModel) -> None:
+def test_answers_equal_transformers(
+    path: Path, system: System, demo_model: DemoModel, expected: list[list[list[int]]]
+) -> None:
     """Four searches at once beside greedy answers, two of them streamed."""
     asked = [(prompt, settings) for prompt in PROMPTS for settings in SETTINGS]
     bodies = [
@@ -55,9 +63,9 @@ def test_answers_equal_transformers(path: Path, system: System, demo_model: Demo
     ]
     others = [{"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0, "cache_salt": f"{path}"}] * 3
     answers = system.ask_all(path, [("/v1/completions", body) for body in [*bodies, *others]])
-    for (prompt, settings), answer in zip(asked, answers, strict=False):
+    for wanted, answer in zip(expected, answers, strict=False):
         found = [demo_model.token_ids(choice["logprobs"]["tokens"]) for choice in answer.choices]
-        assert found == expected(demo_model, prompt, settings)
+        assert found == wanted
         assert answer.headers["x-pd-prefill"] == system.prefiller_of(path)
     system.settle()
     redraws = 'pd_first_token_redraws_total{reason="sampling_mismatch"}'

@@ -77,9 +77,20 @@ def system(case: tuple[str, int], saved: SavedModel) -> Iterator[System]:
         yield system
 
 
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return random_prompts(LENGTHS, VOCAB_SIZE, seed=SEED)
+
+
+@pytest.fixture(scope="module")
+def expected(saved: SavedModel, prompts: list[list[int]]) -> list[list[int]]:
+    return [saved.generate(prompt, NUM_TOKENS) for prompt in prompts]
+
+
 @pytest.mark.parametrize("path", Path)
-def test_tokens_equal_transformers(path: Path, saved: SavedModel, system: System) -> None:
-    prompts = random_prompts(LENGTHS, VOCAB_SIZE, seed=SEED)
+def test_tokens_equal_transformers(
+    path: Path, system: System, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     bodies = [
         {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "cache_salt": path.value}
         for prompt in prompts
@@ -87,6 +98,6 @@ def test_tokens_equal_transformers(path: Path, saved: SavedModel, system: System
     for cached in (False, True):
         answers = system.ask_all(path, [("/v1/completions", body) for body in bodies])
         found = [[int(word) for word in answer.choices[0]["text"].split()] for answer in answers]
-        assert found == [saved.generate(prompt, NUM_TOKENS) for prompt in prompts]
+        assert found == expected
         assert {answer.headers["x-pd-decode"] for answer in answers} == {"decode"}
         assert (answers[-1].num_cached_tokens > 0) == cached
