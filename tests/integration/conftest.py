@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SEED = 20
-PART_OF_EACH_LENGTH = 3
+PART_OF_EACH_LENGTH = 4
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -56,7 +56,7 @@ def references(demo_model: DemoModel) -> list[Reference]:
 
 @pytest.fixture(scope="session")
 def some_references(demo_model: DemoModel) -> list[Reference]:
-    """A third of those of each length: with all, transformers alone takes 30 s, a run on a cluster three times as long.
+    """A part of those of each length: with all, transformers alone takes 30 s, a run on a cluster three times as long.
 
     Blocks' edges, chunks and the longest prompt are among them.
     """
