@@ -27,7 +27,7 @@ PINNED_BUILD := $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONS
 PIP := $(PINNED_BUILD) $(BIN)/python -m pip install --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 INPUTS := pyproject.toml $(wildcard $(CONSTRAINTS))
 # The tests run small tensors in several processes at once: one thread each is fastest and repeatable.
-# They start some 200 processes, so these keep what they have compiled, where the environment forbids it too.
+# The tests start some 200 processes. These keep their compiled files even if PYTHONDONTWRITEBYTECODE is set.
 TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 PYTEST_TWICE := $(TEST_ENV) $(BIN)/python -m tests.second_try
@@ -68,7 +68,7 @@ test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 mutants: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation $(MUTANTS_ARGS)
+	$(TEST_ENV) $(BIN)/python -m tests.mutation $(MUTANTS_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

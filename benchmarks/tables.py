@@ -210,6 +210,8 @@ def _runs(results: Path) -> str:
     """The share of each run within its own targets, two settings beside each other."""
     runs = dict[tuple[str, str], dict[str, list[Record]]]()
     for record in _records(results, "disagg_gpu_runs.jsonl"):
+        if record["scale"] != 1.0:
+            continue
         row = (_load_title(record), record["slo"])
         runs.setdefault(row, {}).setdefault(record["setting"], []).append(record)
     settings = dict.fromkeys(setting for found in runs.values() for setting in found)

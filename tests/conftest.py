@@ -41,7 +41,8 @@ def _ssl_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -
     return httpx.create_ssl_context(verify, cert, trust_env)
 
 
-httpx_transport.create_ssl_context = _ssl_context  # type: ignore[attr-defined]  # it imports the name
+assert hasattr(httpx_transport, "create_ssl_context")
+httpx_transport.create_ssl_context = _ssl_context  # it imports the name
 
 
 @pytest.hookimpl(wrapper=True)

@@ -77,10 +77,11 @@ def test_runs_of_two_settings_stand_in_one_row(tmp_path: Path) -> None:
     runs = [("1P1D", "200/10", "", 0.631), ("2M", "200/10", "", 0.5), ("1P1D", "200/10", "", 0.626),
             ("1P1D", "400/15", "", 0.9), ("2M", "200/10", "Other", 0.4)]  # fmt: skip
     records = [
-        {"setting": setting, "slo": slo, "trace": trace, "workload": "azure28", "rate_scale": 0.5,
+        {"setting": setting, "slo": slo, "trace": trace, "workload": "azure28", "rate_scale": 0.5, "scale": 1.0,
          "summary": {"attained": {slo: share}, "spreads": {"ttft": {"p90_ms": share * 100}, "tpot": {"p99_ms": 7.0}}}}
         for setting, slo, trace, share in runs
     ]  # fmt: skip
+    records.append(records[0] | {"scale": 0.1})  # a rehearsal
     (tmp_path / "disagg_gpu_runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     found = fill(PLACE.format("disagg-runs"), tmp_path).splitlines()
     assert found[4] == "| Azure conversation, 28/s | 200/10 | 0.63, 0.63 | 63, 7.0 | 0.50 | 50, 7.0 |"

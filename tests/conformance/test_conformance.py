@@ -161,7 +161,7 @@ def test_a_source_that_falls_silent_costs_a_deadline(harness: Harness, reader: R
         prompt, load_id, blocks = harness.prompt(4 * SIZE), harness.load_id(f"silent-{part}"), (40, 41, 42, 43)
         reader.wipe()
         harness.offer(prompt, 2)
-        harness.ask(reader, prompt, load_id, deadline_s=1.0)
+        harness.ask(reader, prompt, load_id, deadline_s=2.0)
         assert when == "asking" or reader.wait_found(load_id)
         harness.stop(part)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tests.conformance.harness import Reader
 
 KIND = "handoff"
+AT_ONCE_S = 5.0  # on a busy machine; a read may take 10, and a load has a deadline of its own
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -104,11 +106,13 @@ def test_a_peer_that_closes_ends_its_loads_at_once(harness: HandoffHarness, read
     assert reader.wait_found(load_id)
     reader.read(load_id, (1, 2, 3, 4))
     try:
+        began_s = time.monotonic()
         harness.source.call("close")
         end = reader.wait_end(load_id)
+        assert time.monotonic() - began_s < AT_ONCE_S
         # The transport may report the closed connection before P's message about the lease is read
         assert end.reason in (LoadFailure.LEASE_ENDED, LoadFailure.READ_FAILED)
-        assert (end.num_tokens, "no read" in reader.node.wait_for(LoadFailed, load_id).detail) == (0, False)
+        assert end.num_tokens == 0
     finally:
         harness.kill("peer")
         harness.restart("peer")

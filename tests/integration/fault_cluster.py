@@ -85,10 +85,14 @@ class Member:
     def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
+    def add_flags(self, *more: str) -> None:
+        """Add flags from its next start on. The last one of a name counts."""
+        self._flags += more
+
     def begin(self, *more: str) -> None:
         """Start it, under its old address when it had one. `more`: flags from now on. `wait_ready` follows."""
         assert not self.is_running, f"{self.name} runs already"
-        self._flags += more
+        self.add_flags(*more)
         self._process = self._launcher.node(
             self._role, *self._flags, *self._ports, environment=self._environment, wait=False
         )
@@ -336,14 +340,16 @@ async def wait_clean(member: Member) -> float:
 
 
 async def wait_clean_but_for_reads(member: Member) -> None:
-    """Until `member` holds at most the blocks that a read from a stopped peer may still write."""
+    """Until `member` holds at most the blocks of one long prompt, which a read from a stopped peer may still write."""
     found: dict[str, float] = {}
 
     async def is_clean() -> bool:
         found.clear()
         found.update(await member.held())
         others = found.keys() - {"orphaned_loads", "loads_open", "in_use", "quarantined"}
-        return not others and found.get("in_use") == found.get("quarantined")
+        num_loads = max(found.get("orphaned_loads", 0), found.get("loads_open", 0))
+        in_use, quarantined = found.get("in_use", 0), found.get("quarantined", 0)
+        return not others and num_loads <= 1 and in_use == quarantined <= num_loads * -(-LONG // BLOCK_SIZE)
 
     await until(is_clean, f"{member.name} holds only what is read", CLEAN_DEADLINE_S, lambda: str(found))
 

@@ -120,7 +120,7 @@ def test_answers_equal_those_of_one_rank(plain: Launched, ranked: Launched) -> N
 def test_a_node_prefills_for_one_of_another_degree(
     launcher: Launcher, nodes: list[Launched], demo_model: DemoModel, prefill: str, decode: str
 ) -> None:
-    """A pair with other degrees: `test_unequal.py`."""
+    """Pairs with four ranks are in `test_unequal.py`."""
     check_pair(launcher, nodes[0], dict(zip(("plain", "ranked"), nodes, strict=True)), prefill, decode, demo_model)
 
 

@@ -1,6 +1,6 @@
 """Nodes of one, two and four ranks: each prefills for another, in both orders, and the answers are equal.
 
-Slow: the pairs with four ranks. `test_ranks.py` has those of one and two, on the nodes of its other tests.
+Slow: the pairs with four ranks. `test_ranks.py` tests those of one and two ranks, on the nodes of its other tests.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def paired(router: Launched, prefill: str, decode: str) -> Iterator[None]:
     """The nodes of these ids have these roles meanwhile, and are mixed again afterwards."""
     with httpx.Client(base_url=router.url, trust_env=False, timeout=30.0) as client:
         orders = RouterOrders(client, derive_key(TEST_KEY))
-        orders.give("role", decode, "decode")
-        orders.give("role", prefill, "prefill")
         try:
+            orders.give("role", decode, "decode")
+            orders.give("role", prefill, "prefill")
             yield
         finally:
             for node in (prefill, decode):
@@ -101,13 +101,13 @@ def paired(router: Launched, prefill: str, decode: str) -> Iterator[None]:
 def check_pair(
     launcher: Launcher, alone: Launched, nodes: dict[str, Launched], prefill: str, decode: str, model: DemoModel
 ) -> None:
-    """What `prefill` reads for `decode`, both ids of `nodes`, is answered as `alone` and each of them answers."""
+    """Through the pair of these ids of `nodes`, the answers equal those of `alone` and of each node by itself."""
     prompts = [random_prompt(model, random.Random(length), length) for length in LENGTHS]
     router = launcher.router(prefill=[nodes[prefill]], decode=[nodes[decode]])
-    expected = tokens(ask(alone, prompts, salt=f"alone {prefill}"))
+    expected = tokens(ask(alone, prompts, salt=f"alone {prefill} {decode}"))
     for name in (prefill, decode):
         if nodes[name] is not alone:
-            assert tokens(ask(nodes[name], prompts, salt=f"alone {prefill}")) == expected
+            assert tokens(ask(nodes[name], prompts, salt=f"alone {prefill} {decode}")) == expected
     with paired(router, prefill, decode):
         for route in ("p-first", "d-first"):
             before = metric(nodes[decode], "pd_kv_transfer_bytes_total")
@@ -117,6 +117,7 @@ def check_pair(
             read = metric(nodes[decode], "pd_kv_transfer_bytes_total") - before
             cold = sum(-(-length // BLOCK_SIZE) for length in LENGTHS) * BLOCK_BYTES
             assert cold <= read <= 2 * cold, "each prompt moved when it was asked for first"
+    router.stop()
     for node in (nodes[prefill], nodes[decode]):
         wait_until(lambda node=node: metric(node, "pd_leases_open") == 0, lambda: "a lease is left")  # type: ignore[misc]
         assert metric(node, "pd_quarantined_blocks") == 0

@@ -338,7 +338,7 @@ async def test_d_killed_in_the_middle_of_a_stream(cluster: FaultCluster) -> None
 
 
 async def generates(cluster: FaultCluster, stream: Call) -> None:
-    """Until d0 generates, the only request. P's first token may be told while d0 still reads."""
+    """Until d0 generates; `stream` must be the only request. P's first token may be told while d0 still reads."""
     await stream.begun()
     await until(cluster.d0.is_busy, "d0 generates")
 

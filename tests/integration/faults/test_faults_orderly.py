@@ -17,10 +17,19 @@ import pytest
 from pd_cluster.launch.cli import main
 from tests.cluster import TEST_KEY
 from tests.integration.calls import COMPLETIONS
-from tests.integration.fault_cluster import LEASE_TTL_S, LONG, SHORT, SLACK_S, FaultCluster, Member, until
+from tests.integration.fault_cluster import (
+    LEASE_TTL_S,
+    LOAD_DEADLINE_S,
+    LONG,
+    SHORT,
+    SLACK_S,
+    FaultCluster,
+    Member,
+    until,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
 pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
 
@@ -29,13 +38,17 @@ STOP_S = 6.0  # what a node needs to stop its engine once it is drained
 
 
 @pytest.fixture(scope="module")
-def patient_nodes(nodes: FaultCluster) -> FaultCluster:
+def patient_nodes(nodes: FaultCluster) -> Iterator[FaultCluster]:
     """No load is to fail here: on two cores with other work the long prompt takes more than LOAD_DEADLINE_S."""
-    if nodes.d0.is_running:
-        nodes.d0.process.stop()
-    nodes.d0.begin(f"--load-deadline-s={DRAIN_S:g}")
-    nodes.d0.wait_ready()
-    return nodes
+    d0 = nodes.d0
+    if d0.is_running:
+        assert d0.process.stop() == 0
+    d0.begin(f"--load-deadline-s={DRAIN_S:g}")
+    d0.wait_ready()
+    yield nodes
+    if d0.is_running:
+        assert d0.process.stop() == 0
+    d0.add_flags(f"--load-deadline-s={LOAD_DEADLINE_S:g}")  # `restore` starts it for the tests of another module
 
 
 @pytest.fixture
