@@ -123,8 +123,7 @@ def _prefill_kernel(
     position = length - num_queries + token
     table = block_tables + seq * table_stride
     keys, values = key_cache + head.to(tl.int64) * head_stride, value_cache + head.to(tl.int64) * head_stride
-    top = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    top, total = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     start, diagonal = 0, (low + 1) // KEYS * KEYS
     if SPLIT:
