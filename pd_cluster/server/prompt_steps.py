@@ -138,7 +138,7 @@ def names_for(state: NodeState, body: GenerationBody, raw: bytes) -> PromptSteps
     """None: no router reads the feed."""
     if not state.feed.is_on:
         return None
-    if state.tokenizer.writes_date:
+    if state.tokenizer.chat_template.writes_date:
         state.feed.begin_day(date.today())
     return PromptSteps(raw, chain_key(state.key), body.cache_salt or "", state.ready.block_size)
 

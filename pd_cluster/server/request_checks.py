@@ -57,7 +57,11 @@ def disabled_fields(state: NodeState, body: PromptFields) -> set[str]:
     names = {"priority"} if body.priority and not state.config.scheduler.priorities else set()
     if isinstance(body, GenerationBody):
         names |= unread_beam_fields(body)
-    return names | unread_reasoning_fields(body, state.tokenizer.chat_template) if isinstance(body, ChatBody) else names
+    return (
+        names | unread_reasoning_fields(body, state.tokenizer.chat_template.text)
+        if isinstance(body, ChatBody)
+        else names
+    )
 
 
 def check_common(body: GenerationBody) -> None:

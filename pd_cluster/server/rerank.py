@@ -121,7 +121,7 @@ def _probability(index: int, read: PromptRead) -> float:
 
 async def _question(state: NodeState, pair: Pair, instruction: str | None) -> list[int]:
     tokenizer, limit, (query, document) = state.tokenizer, state.ready.max_model_len, pair
-    if tokenizer.asks_about_documents:
+    if tokenizer.chat_template.asks_about_documents:
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         if instruction:
             messages.insert(0, {"role": "system", "content": instruction})

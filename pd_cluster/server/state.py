@@ -83,7 +83,7 @@ class NodeState:
         task = read_task(config.model.task, model_dir)
         if task.name == SCORE and task.yes_id is None:
             task = replace(task, yes_id=tokenizer.id_of("yes"), no_id=tokenizer.id_of("no"))
-        tool_format = find_format(_model_type(model_dir), tokenizer.chat_template, choice)
+        tool_format = find_format(_model_type(model_dir), tokenizer.chat_template.text, choice)
         if output_parser is None:
             file = config.server.response_template
             output_parser = template_parser(tokenizer, tool_format, file, enabled=choice != "none")

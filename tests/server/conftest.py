@@ -27,7 +27,7 @@ def what_all_nodes_share() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pd_cluster.server.meta_routes.openapi_document", cache(openapi_document))
-        patch.setattr(tokenizer, "_token_bytes", cache(tokenizer._token_bytes))
+        patch.setattr(tokenizer, "token_bytes", cache(tokenizer.token_bytes))
         yield
 
 
