@@ -10,10 +10,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError, UnservedModel
-from pd_cluster.models.directory import read_json
+from pd_cluster.models.end_tokens import read_end_tokens
 from pd_cluster.models.quantization import read_quantization
 from pd_cluster.models.spec import ExpertsSpec, ModelSpec, RopeSpec
-from pd_cluster.models.wrapper import text_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -125,16 +124,8 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
 
 
 def read_eos_token_ids(directory: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """EOS ids of `config.json` and `generation_config.json` together."""
-    sources = [text_config(directory, config)]
-    if (directory / "generation_config.json").exists():
-        sources.append(read_json(directory / "generation_config.json"))
-    found: set[int] = set()
-    for source in sources:
-        value = source.get("eos_token_id")
-        if value is not None:
-            found.update(value if isinstance(value, list) else [value])
-    return frozenset(found)
+    """The ids of `read_end_tokens`."""
+    return read_end_tokens(directory, config).ids
 
 
 class _Reader:

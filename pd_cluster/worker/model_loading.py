@@ -9,8 +9,8 @@ import torch
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory, read_json
+from pd_cluster.models.end_tokens import read_end_tokens
 from pd_cluster.models.fingerprint import fingerprint
-from pd_cluster.models.hf_config import read_eos_token_ids
 from pd_cluster.models.model_share import ModelShare
 from pd_cluster.models.model_task import EMBED, read_task
 from pd_cluster.models.registry import build_model, choose_implementation
@@ -34,8 +34,8 @@ _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3 numbers; Triton 
 def describe_model(config: ModelConfig, device: torch.device, progress: Callable[[str], None]) -> ModelDescription:
     """Describe the model from its files and the settings. Raises StartupError.
 
-    Of the weights it reads only the samples that the fingerprint needs. `progress` hears when no family of ours
-    computes the model, and why.
+    Of the weights it reads only the samples that the fingerprint needs. `progress` hears at which tokens
+    answers end, and when no family of ours computes the model, and why.
     """
     directory = model_directory(config.model)
     raw = read_json(directory / "config.json")
@@ -47,9 +47,11 @@ def describe_model(config: ModelConfig, device: torch.device, progress: Callable
     dtype = resolve_dtype(config.dtype, spec.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, spec, device)
     dummy_name = f"dummy seed={config.seed} {device.type} {dtype}"
+    ends = read_end_tokens(directory, raw)
+    progress(ends.line)
     return ModelDescription(
         spec=spec,
-        eos_token_ids=read_eos_token_ids(directory, raw),
+        eos_token_ids=ends.ids,
         max_model_len=_resolve_max_len(config.max_model_len, spec.max_len),
         dtype=dtype,
         kv_dtype=kv_dtype,
