@@ -32,6 +32,7 @@ from pd_cluster.launch.preflight import (
 )
 from pd_cluster.launch.sockets import listen
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
+from pd_cluster.models.checkpoint_files import weight_files
 from pd_cluster.models.directory import read_json
 from pd_cluster.models.registry import choose_implementation
 from pd_connectors.link_speed import SLOW_BYTES_PER_S
@@ -210,18 +211,16 @@ def check_key(key_file: str, environ: Mapping[str, str]) -> Finding:
 
 
 def check_model(settings: NodeConfig) -> Finding:
+    is_dummy = settings.model.load_format == "dummy"
     try:
         path = resolve_model(settings.model.model)
-        config = json.loads((path / "config.json").read_text())
-    except (StartupError, OSError, ValueError) as error:
+        if problems := "; ".join(model_problems(settings, path)):
+            return Finding("model", Verdict.FAIL, problems)
+        size_gb = 0 if is_dummy else sum(file.stat().st_size for file in weight_files(path)) / 1e9
+        config = read_json(path / "config.json")
+    except (StartupError, OSError) as error:
         return Finding("model", Verdict.FAIL, str(error))
-    weights = list(path.glob("*.safetensors"))
-    kind = ", ".join(config.get("architectures") or ["no architecture named"])
-    if problems := "; ".join(model_problems(settings, path)):
-        return Finding("model", Verdict.FAIL, problems)
-    if unreadable := [file.name for file in weights if not os.access(file, os.R_OK)]:
-        return Finding("model", Verdict.FAIL, f"{path}: cannot read {', '.join(unreadable)}")
-    size_gb = sum(file.stat().st_size for file in weights) / 1e9
+    kind = ", ".join(config["architectures"])
     return Finding("model", Verdict.OK, f"{path} ({kind}, {size_gb:.3g} GB of weights)")
 
 

@@ -7,15 +7,18 @@ from pathlib import Path
 import pd_cluster
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory
+from pd_cluster.models.model_files import directory_problem, file_problem
 
 DEMO_MODEL = Path(pd_cluster.__file__).parent / "demo_model"
 
 
 def resolve_model(model: str) -> Path:
     """The absolute directory of `model` ("": the demo model). Raises StartupError."""
+    if model and (file := Path(model).expanduser()).is_file():
+        raise StartupError(file_problem(file))
     path = model_directory(model)
-    if not (path / "config.json").is_file():
-        raise StartupError(f"{path} is not a model directory: it has no config.json")
+    if problem := directory_problem(path):
+        raise StartupError(problem)
     return path.resolve()
 
 

@@ -17,8 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
+from pd_cluster.models.end_tokens import read_end_tokens
+from pd_cluster.models.model_files import check_texts, content_problems
+from pd_cluster.models.model_task import read_task
 from pd_cluster.models.registry import choose_implementation
 from pd_cluster.models.shard import Shard
+from pd_cluster.server.sampling import SamplingDefaults
 from pd_connectors.pool_url import DEFAULT_URLS, read_pool_url
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.keys import load_cluster_key
@@ -28,7 +32,7 @@ from pd_http.settings import MAX_PORT, flag_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pd_cluster.config import NodeConfig
+    from pd_cluster.config import ModelConfig, NodeConfig
     from pd_cluster.models.spec import ModelSpec
 
 HASH_UNIT = 16  # tokens; a block size is a multiple of it
@@ -167,17 +171,26 @@ def key_problems(key_file: str) -> Iterator[str]:
 def model_problems(config: NodeConfig, directory: Path) -> Iterator[str]:
     """What cannot be served in the model's directory with these settings."""
     try:
-        raw = read_json(directory / "config.json")
-        spec, _ = choose_implementation(directory, raw, config.model.model_impl)
+        yield from _problems_of(config.model, directory)
     except StartupError as error:
         yield f"--model: {error}"
-        return
-    if config.model.max_model_len > spec.max_len:
-        yield f"--max-model-len {config.model.max_model_len} exceeds the model's own limit of {spec.max_len} tokens"
-    if config.model.load_format != "dummy" and not any(directory.glob("*.safetensors")):
-        yield f"--model: {directory} has no .safetensors file"
-    if config.model.tp > 1:
-        yield from _cut_problems(spec, config.model.tp)
+
+
+def _problems_of(settings: ModelConfig, directory: Path) -> Iterator[str]:
+    """Raises StartupError, too."""
+    check_texts(directory)
+    raw = read_json(directory / "config.json")
+    spec, _ = choose_implementation(directory, raw, settings.model_impl)
+    if settings.max_model_len > spec.max_len:
+        yield f"--max-model-len {settings.max_model_len} exceeds the model's own limit of {spec.max_len} tokens"
+    if settings.tp > 1:
+        yield from _cut_problems(spec, settings.tp)
+    read_end_tokens(directory, raw)
+    SamplingDefaults.choose(settings.generation_config, directory)
+    read_task(settings.task, directory)
+    if settings.load_format != "dummy":
+        found = content_problems(directory, MachineFacts().has_module, needs_index=spec.modules is not None)
+        yield from (f"--model: {problem}" for problem in found)
 
 
 def _cut_problems(spec: ModelSpec, tp: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.models.weights import read_header, weight_files
+from pd_cluster.models.checkpoint_files import read_header, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

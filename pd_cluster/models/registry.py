@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import UnservedModel
 from pd_cluster.models.hf_config import ConfigRules, ExpertsRules, Windows, read_spec
+from pd_cluster.models.model_kinds import check_kind
 from pd_cluster.models.model_share import ModelShare
 from pd_cluster.models.wrapper import WRAPPERS, text_config
 
@@ -153,6 +154,7 @@ def choose_implementation(directory: Path, config: Mapping[str, Any], wanted: st
 
     `wanted`: see ModelConfig.model_impl. Raises StartupError when what is wanted cannot serve the model.
     """
+    check_kind(directory, config)
     reason = "--model-impl transformers"
     if wanted != "transformers":
         try:

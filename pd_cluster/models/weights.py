@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from pd_cluster.errors import StartupError
-from pd_cluster.models.directory import read_json
+from pd_cluster.models.checkpoint_files import read_header, some, weight_files
 from pd_cluster.models.quantization import SCALE_NAMES
 from pd_cluster.models.tensor_names import HEAD, match_slots, slot_name
 from pd_kernels.quantized import MOST
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 _DUMMY_STD = 0.02
 _DUMMY_SCALE = 0.0002  # of quantized weights: their values are N(0, 100), so that hardly any becomes 0 or is cut at 448
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes that a weight may have
 _QUANTIZED_DTYPES = ("F8_E4M3",)
 
@@ -37,7 +35,7 @@ def load_weights(model: Model, directory: Path, tied_embeddings: bool, progress:
     stored = {file: list(read_header(file)[1]) for file in weight_files(directory)}
     slots, problems = match_slots([name for names in stored.values() for name in names], model.slots, tied_embeddings)
     if any(problems.values()):
-        named = "; ".join(f"{kind}: {_some(names)}" for kind, names in problems.items() if names)
+        named = "; ".join(f"{kind}: {some(names)}" for kind, names in problems.items() if names)
         raise StartupError(f"the weights in {directory} do not fit its config.json; {named}")
     for number, (file, names) in enumerate(stored.items(), 1):
         try:
@@ -77,55 +75,9 @@ def fill_at_random(model: Model, seed: int) -> None:
             tensor.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The checkpoint's safetensors files, sorted. Raises StartupError when there are none or one is missing."""
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise StartupError(f"{index} has no weight_map")
-        files = [directory / name for name in sorted(set(weight_map.values()))]
-    else:
-        files = [directory / "model.safetensors"]
-    absent = [file.name for file in files if not file.exists()]
-    if absent:
-        raise StartupError(f"{directory} has no {_some(absent)} (weights are read from safetensors files only)")
-    return files
-
-
 def stores_head(directory: Path) -> bool:
     """Whether the checkpoint has an output head of its own. Raises StartupError."""
     return any(slot_name(name) == HEAD for file in weight_files(directory) for name in read_header(file)[1])
-
-
-def read_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """The length of a safetensors file's header, and name -> {dtype, shape, data_offsets (from the header's end on)}.
-
-    Raises StartupError for a file that is not whole, and for a header of another form.
-    """
-    try:
-        with file.open("rb") as stream:
-            size, num_bytes = int.from_bytes(stream.read(8), "little"), file.stat().st_size
-            if size > min(_MAX_HEADER_BYTES, num_bytes):
-                raise StartupError(f"{file} is not a safetensors file, or only a part of one (a git-lfs pointer?)")
-            header: dict[str, Any] = json.loads(stream.read(size))
-    except OSError as error:
-        raise StartupError(f"cannot read {file}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise StartupError(f"{file} is not a safetensors file: {error}") from error
-    if isinstance(header, dict):
-        header.pop("__metadata__", None)
-    if not isinstance(header, dict) or not all(map(_is_entry, header.values())):
-        raise StartupError(f"{file} is not a safetensors file: its header does not describe tensors")
-    return 8 + size, header
-
-
-def _is_entry(entry: object) -> bool:
-    """Whether an entry of a header has a dtype, a shape and a range of bytes."""
-    match entry:
-        case {"dtype": str(), "shape": list(), "data_offsets": [int(start), int(end)]}:
-            return 0 <= start <= end
-    return False
 
 
 def _fill(file: Path, name: str, slot: Slot, tensors: Any) -> None:
@@ -143,10 +95,3 @@ def _fill(file: Path, name: str, slot: Slot, tensors: Any) -> None:
         return tensor
 
     slot.fill(read)
-
-
-def _some(names: set[str] | list[str], limit: int = 5) -> str:
-    """The first names, and the number of the others."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + more

@@ -23,7 +23,8 @@ class HubServer(ThreadingHTTPServer):
     def __init__(self, model: str, directory: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.model = model
-        self.files = {path.name: path.read_bytes() for path in directory.iterdir()}
+        paths = [path for path in directory.rglob("*") if path.is_file()]
+        self.files = {str(path.relative_to(directory)): path.read_bytes() for path in paths}
         self.asked: list[str] = []
 
     @property
@@ -56,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
                 {"type": "file", "path": k, "size": len(v), "oid": _digest(v)} for k, v in self.server.files.items()
             ]
             self._send(json.dumps(tree).encode())
-        elif path.startswith(file) and (name := path.rsplit("/", 1)[1]) in self.server.files:
+        elif path.startswith(file) and (name := path.removeprefix(file).partition("/")[2]) in self.server.files:
             content = self.server.files[name]
             self._send(content, etag=_digest(content))
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -120,6 +121,9 @@ def test_models(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((DEMO_MODEL / "config.json").read_text())
     assert "has no .safetensors file" in check_model(config).detail
     (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
+    assert "is not a safetensors file, or only a part of one" in check_model(config).detail
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, tmp_path)
     finding = check_model(config)
     assert finding.verdict is Verdict.OK
     architecture = json.loads((DEMO_MODEL / "config.json").read_text())["architectures"][0]

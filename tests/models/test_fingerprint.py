@@ -13,10 +13,10 @@ import pytest
 import pd_cluster
 from benchmarks.shapes import CONFIGS
 from pd_cluster.errors import StartupError
+from pd_cluster.models.checkpoint_files import read_header
 from pd_cluster.models.directory import read_json
 from pd_cluster.models.fingerprint import PIECE_BYTES, TENSOR_BYTES, TOTAL_BYTES, bytes_per_tensor, fingerprint, pieces
 from pd_cluster.models.registry import resolve_spec
-from pd_cluster.models.weights import read_header
 
 QWEN3_EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,

@@ -22,7 +22,7 @@ from pd_cluster.launch.on_ray.cluster import RayCluster, reason
 from pd_cluster.launch.on_ray.connect import connected, find_controller, start_controller
 from pd_cluster.launch.on_ray.flags import SCALED
 from pd_cluster.launch.on_ray.policy import SILENT_S
-from pd_cluster.launch.on_ray.spec import ROUTER, read_spec
+from pd_cluster.launch.on_ray.spec import ROUTER, check_models, read_spec
 from pd_cluster.launch.on_ray.unit import STOP_MARGIN_S, Secret, UnitPhase
 from pd_cluster.launch.up import curl_line, stop_signals
 from pd_connectors.protocol.keys import KEY_ENV
@@ -54,6 +54,8 @@ def _up(namespace: argparse.Namespace) -> int:
     spec = read_spec(Path(namespace.file))
     address = namespace.address or spec.address or os.environ.get("RAY_ADDRESS", "")
     spec = msgspec.structs.replace(spec, address=address)
+    if not address:
+        check_models(spec)  # the machines of another Ray have files of their own
     secret = Secret(os.environ.get(KEY_ENV, "").strip() or secrets.token_hex(32))
     with connected(spec.name, address, spec.cpus), _interrupts() as stop:
         controller = start_controller(spec.name, spec, secret, secrets.token_hex(8))

@@ -12,7 +12,8 @@ import yaml
 from pd_cluster.config import NodeConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.flags import config_from, given_flags
-from pd_cluster.launch.preflight import refuse, setting_problems
+from pd_cluster.launch.model_path import resolve_model
+from pd_cluster.launch.preflight import model_problems, refuse, setting_problems
 from pd_cluster.launch.up_flags import PER_NODE
 from pd_http.settings import flag_of
 from pd_router.config import RouterConfig
@@ -150,6 +151,14 @@ def check(spec: ClusterSpec) -> ClusterSpec:
         values[name] = _typed(value, types[name], known[name].get("choices"), f"flags of router: {flag}")
     RouterConfig(start_empty=True, **values)
     return spec
+
+
+def check_models(spec: ClusterSpec) -> None:
+    """Raise StartupError for a model that the nodes of this machine would refuse, each after its start."""
+    for role in NODE_ROLES:
+        if spec.role(role).count:
+            config = config_from(Namespace(**_node_values({**spec.flags, **spec.role(role).flags}, role)))
+            refuse(model_problems(config, resolve_model(config.model.model)))
 
 
 def check_counts(counts: Mapping[str, int]) -> None:
