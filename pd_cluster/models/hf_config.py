@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "dynamic")
+_LONGER = ("linear", "yarn")  # types with a context of `factor` times the original one; of llama3 the config has it
 FLOAT32_MAX = 3.4e38
 _NOT_SERVED = {
     "attn_logit_softcapping": "a soft cap on scores is",
@@ -91,6 +92,8 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     max_len = reader.integer("max_position_embeddings", rules.max_len)
     query_scalar = rules.query_scalar and reader.integer("query_pre_attn_scalar", rules.query_scalar)
     rope, window_rope = _read_ropes(reader, rules, max_len)
+    if rules.window_rope_theta is None:  # Gemma 3's configs have the scaled context
+        max_len = scaled_length(max_len, reader.object("rope_scaling") | reader.object("rope_parameters"))
     head_dim = reader.integer("head_dim", rules.head_dim or hidden_size // num_heads)
     quantization = read_quantization(directory, config)
     # MiniMax-M2's config names no dtype; what a float8 checkpoint does not quantize is bfloat16
@@ -126,6 +129,20 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
 def read_eos_token_ids(directory: Path, config: Mapping[str, Any]) -> frozenset[int]:
     """The ids of `read_end_tokens`."""
     return read_end_tokens(directory, config).ids
+
+
+def scaled_length(max_len: int, rope: Mapping[str, Any]) -> int:
+    """The context that a config with `max_position_embeddings` = `max_len` means by its RoPE settings.
+
+    With linear and YaRN, `max_len` is the original context, or the scaled one where the settings have the original.
+    """
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or max_len
+    known = isinstance(factor, int | float) and isinstance(original, int) and 1 <= factor < FLOAT32_MAX
+    return max(max_len, int(original * factor)) if known and _rope_type(rope) in _LONGER else max_len
+
+
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 class _Reader:
@@ -264,11 +281,11 @@ def _read_ropes(reader: _Reader, rules: ConfigRules, max_len: int) -> tuple[Rope
 
 def _read_rope(reader: _Reader, field: str, settings: Mapping[str, Any], theta: float, max_len: int) -> RopeSpec:
     """`settings`: those in the config's `field`. `theta`: used if they have no `rope_theta`."""
-    kind = settings.get("rope_type", settings.get("type", "default"))
+    kind = _rope_type(settings)
     reader.refuse(field, kind not in ROPE_TYPES, f"RoPE of type {kind}; served: {', '.join(ROPE_TYPES)}")
     inner = reader.within(field, settings)
     theta = inner.number("rope_theta", theta)
-    if kind == "default":
+    if kind in ("default", "dynamic"):  # up to `max_position_embeddings` dynamic changes nothing; no longer is served
         return RopeSpec(theta)
     if kind == "linear":
         return RopeSpec(theta, kind, inner.number("factor"))

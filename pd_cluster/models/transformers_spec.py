@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pd_cluster.errors import StartupError, UnservedModel
+from pd_cluster.models.hf_config import scaled_length
 from pd_cluster.models.quantization import quantization_settings
 from pd_cluster.models.spec import ModelSpec, ModulesSpec, RopeSpec
 from pd_cluster.models.transformers_modules import make_modules, run_modules
@@ -105,9 +106,10 @@ def _describe(module: Any, config: Mapping[str, Any]) -> ModelSpec:
     num_weights = sum(weight.numel() for weight in module.parameters())
     meaning = {name: value for name, value in config.items() if name not in _NAMES}
     # Beyond its first length, longrope has other frequencies for all keys of a step: see `make_modules`
-    lengths = [
-        rope["original_max_position_embeddings"] for rope in _ropes(parsed) if rope.get("rope_type") == "longrope"
-    ]
+    ropes = _ropes(parsed)
+    lengths = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
+    longest = parsed.max_position_embeddings  # where layers have several RoPEs, the scaled one: see `read_spec`
+    lengths.append(scaled_length(longest, ropes[0]) if len(ropes) == 1 else longest)
     return ModelSpec(
         architecture=type(module).__name__,
         vocab_size=vocab_size,
@@ -117,7 +119,7 @@ def _describe(module: Any, config: Mapping[str, Any]) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_len=min([parsed.max_position_embeddings, *lengths]),
+        max_len=min(lengths),
         norm_eps=0.0,
         rope=RopeSpec(0.0),
         windows=windows,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import msgspec
 import orjson
 
 from pd_cluster.errors import InvalidRequest, StartupError
+from pd_cluster.models.json_files import read_json
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.server.output_parser import DEFAULT_OPTIONS, ParserOptions
 from pd_cluster.server.schema import (
@@ -58,16 +58,41 @@ class SamplingDefaults:
 
     @classmethod
     def load(cls, model_dir: Path) -> SamplingDefaults:
-        """Raises StartupError when generation_config.json exists and cannot be read."""
+        """Raises StartupError naming file and field for a value that no request could have, or a file without JSON.
+
+        What means something in transformers is taken so: a temperature without `do_sample` is greedy, and `top_p` 0
+        leaves the likeliest token.
+        """
         path = model_dir / "generation_config.json"
         if not path.is_file():
             return cls()
+        given = read_json(path)
+        values = {f.name: given[f.name] for f in fields(cls) if given.get(f.name) is not None}
+        for name, value in values.items():
+            is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+            if isinstance(value, bool) or not (is_whole or (isinstance(value, float) and name != "top_k")):
+                kind = "an integer" if name == "top_k" else "a number"
+                raise StartupError(f"{path}: {name} must be {kind}, not {value!r}")
+        if given.get("do_sample") is False and "temperature" in values:
+            values["temperature"] = 0.0
+        if values.get("top_p") == 0:
+            values |= {"top_p": 1.0, "top_k": 1}
+        if values.get("top_k") == -1:
+            values["top_k"] = 0
         try:
-            given = json.loads(path.read_text())
-            known = {f.name: given[f.name] for f in fields(cls) if given.get(f.name) is not None}
-            return replace(cls(), **{name: type(getattr(cls(), name))(value) for name, value in known.items()})
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise StartupError(f"{path} cannot be read: {error}") from error
+            defaults = cls(**{name: int(value) if name == "top_k" else float(value) for name, value in values.items()})
+            SamplingParams(max_tokens=1, **asdict(defaults)).validate(vocab_size=1)
+        except (InvalidRequest, OverflowError) as error:
+            raise StartupError(
+                f"{path}: {error}; requests that do not set it would fail: mend it, or give --generation-config none"
+            ) from error
+        return defaults
+
+    @property
+    def line(self) -> str:
+        """The line of the start."""
+        values = ", ".join(f"{name} {value:g}" for name, value in asdict(self).items())
+        return f"sampling of requests that do not say otherwise: {values}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.output_parser import ParserFactory
     from pd_cluster.server.tool_format import ToolFormat
 
+logger = logging.getLogger("pd_cluster.server")
 MAX_BODY_BYTES = 64 << 20
 
 
@@ -87,12 +89,14 @@ class NodeState:
         if output_parser is None:
             file = config.server.response_template
             output_parser = template_parser(tokenizer, tool_format, file, enabled=choice != "none")
+        defaults = SamplingDefaults.choose(config.model.generation_config, model_dir)
+        logger.info("%s", defaults.line)
         return cls(
             config=config,
             engine=engine,
             tokenizer=tokenizer,
             key=key,
-            defaults=SamplingDefaults.choose(config.model.generation_config, model_dir),
+            defaults=defaults,
             output_parser=output_parser,
             tool_format=tool_format,
             task=task,
