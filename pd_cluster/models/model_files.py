@@ -30,39 +30,26 @@ _ADAPTER = (
     "is an adapter (LoRA), not a model: merge it into its base model (peft: merge_and_unload, then save_pretrained), "
     "and give the result"
 )
-_CONVERT = (
-    "convert it where you trust its origin, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), and copy "
-    "the tokenizer's files"
+_PYTORCH = (
+    "has weights in PyTorch's own form, which is not read because loading it may run code: convert it where you trust "
+    "its origin, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), and copy the tokenizer's files"
 )
-_PYTORCH = f"has weights in PyTorch's own form, which is not read because loading it may run code: {_CONVERT}"
-# Pattern of a name -> what a directory with such a file is. The first that fits is told.
-_WITHOUT_CONFIG = {
+_MAKERS = f"has weights in their maker's own form (params.json, consolidated.*), with other names: {_TAKE}"
+_FORMS = {
+    "*.gguf": "GGUF", "*.onnx": "ONNX", "*.nemo": "NeMo", "*.h5": "TensorFlow", "*.msgpack": "Flax", "*.npz": "MLX",
+    "openvino_model.*": "OpenVINO",
+}  # fmt: skip
+# Pattern of a name -> what files with such a name are, if they are no model to serve. The first that fits is told.
+_WHAT = {
     "model_index.json": "is a pipeline of diffusers (images): only models that write text are served",
     "adapter_config.json": _ADAPTER,
     "adapter_model.*": _ADAPTER,
-    "*.gguf": f"is a model in GGUF form, which is not read: {_TAKE}",
-    "params.json": f"has weights in their maker's own form (params.json, consolidated.*): {_TAKE}",
-    "consolidated.*": f"has weights in their maker's own form (consolidated.*): {_TAKE}",
-    "*.onnx": f"is a model in ONNX form, which is not read: {_TAKE}",
-    "*.nemo": f"is a model in NeMo's form, which is not read: {_TAKE}",
-}
-_WITHOUT_WEIGHTS = {
-    "adapter_config.json": _ADAPTER,
     "model-*-of-*.safetensors": f"lacks shards of its weights, and {INDEX}: download it again",
-    "consolidated*": f"has weights in their maker's own form only (consolidated.*), with other names: {_TAKE}",
+    "params.json": _MAKERS,
+    "consolidated*": _MAKERS,
+    **{form: f"has weights in the form of {name}, which is not read: {_TAKE}" for form, name in _FORMS.items()},
     "*.safetensors": f"has safetensors of another name: weights are read from {SINGLE} or what {INDEX} names",
-    "pytorch_model*.bin": _PYTORCH,
-    "openvino_model*": f"has weights in OpenVINO's form, which is not read: {_TAKE}",
-    "*.bin": _PYTORCH,
-    "*.pt": _PYTORCH,
-    "*.pth": _PYTORCH,
-    "*.ckpt": _PYTORCH,
-    "*.gguf": f"has weights in GGUF form, which is not read: {_TAKE}",
-    "*.onnx": f"has weights in ONNX form, which is not read: {_TAKE}",
-    "onnx/*.onnx": f"has weights in ONNX form, which is not read: {_TAKE}",
-    "*.h5": f"has weights in TensorFlow's form, which is not read: {_TAKE}",
-    "*.msgpack": f"has weights in Flax's form, which is not read: {_TAKE}",
-    "*.npz": f"has weights in NumPy's form (MLX), which is not read: {_TAKE}",
+    **dict.fromkeys(("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt"), _PYTORCH),
 }
 _PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _PIECES_NEED = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # package -> module
@@ -78,7 +65,7 @@ _COPY = "copy tokenizer.json and tokenizer_config.json of the model to it"
 def file_problem(path: Path) -> str:
     """What a file is that was given in place of a directory."""
     if path.suffix == ".gguf":
-        return f"{path} is a file in GGUF form, which is not read: {_TAKE}"
+        return f"{path} is a file in the form of GGUF, which is not read: {_TAKE}"
     what = "of weights: give the directory" if path.suffix == ".safetensors" else "and no model directory: give one"
     return f"{path} is a file {what} with config.json, weights and tokenizer"
 
@@ -94,26 +81,17 @@ def names_in(directory: Path) -> list[str]:
 
 
 def layout_problem(names: Collection[str]) -> str:
-    """What these names are, if not a model to serve: words to write behind the place. "": they may be one.
-
-    The weights are looked at too: see `weights_problem`.
-    """
-    if "config.json" in names:
-        return weights_problem(names)
-    if not names:
-        return "is empty: it is no model directory"
-    if what := _first(_WITHOUT_CONFIG, names):
-        return what
-    below = [name.rpartition("/")[0] for name in names if name.endswith("/config.json")]
-    hint = f"; it has one in {some(below)}: give that directory" if below else ""
-    return f"is not a model directory: it has no config.json{hint}"
-
-
-def weights_problem(names: Collection[str]) -> str:
-    """As `layout_problem`, of a model with a config."""
-    if INDEX in names or SINGLE in names or complete_shards(names):
+    """What these names are, if not a model to serve: words to write behind the place. "": they may be one."""
+    has_config, is_whole = "config.json" in names, INDEX in names or SINGLE in names or bool(complete_shards(names))
+    if has_config and is_whole:
         return ""
-    return _first(_WITHOUT_WEIGHTS, names) or "has no .safetensors file"
+    if not is_whole and (what := next((_WHAT[form] for form in _WHAT if any(fnmatch(n, form) for n in names)), "")):
+        return what
+    if has_config:
+        return "has no .safetensors file"
+    below = [name.rpartition("/")[0] for name in names if name.endswith("/config.json")]
+    hint = f"; it has one in {some(below)}: give that directory" if below else "" if names else "; it is empty"
+    return f"is not a model directory: it has no config.json{hint}"
 
 
 def tokenizer_problem(names: Collection[str], has_module: Callable[[str], bool]) -> str:
@@ -152,7 +130,7 @@ def content_problems(directory: Path, has_module: Callable[[str], bool], *, need
     StartupError for a file that is not what its name says.
     """
     names = names_in(directory)
-    if what := weights_problem(names):
+    if what := layout_problem(names):
         yield f"{directory} {what}{_base_of(directory)}"
         return
     if needs_index and not {INDEX, SINGLE} & set(names):
@@ -174,7 +152,3 @@ def _base_of(directory: Path) -> str:
     file = directory / "adapter_config.json"
     base = read_json(file).get("base_model_name_or_path") if file.is_file() else ""
     return f" (its base model: {base})" if base else ""
-
-
-def _first(forms: dict[str, str], names: Collection[str]) -> str:
-    return next((what for form, what in forms.items() if any(fnmatch(name, form) for name in names)), "")

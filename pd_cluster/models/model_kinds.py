@@ -47,7 +47,8 @@ def _kind(config: Mapping[str, Any]) -> str:
     named = f"{names[0]} (model_type {model_type or 'none'})"
     if config.get("is_encoder_decoder"):
         return f"{named} is an encoder-decoder: {_ONLY_DECODERS}"
-    if _ENCODER.search(model_type) and "decoder" not in model_type and not config.get("is_decoder"):
+    decodes = config.get("is_decoder") or names[0].endswith(("ForCausalLM", "LMHeadModel"))
+    if _ENCODER.search(model_type) and not decodes:
         return f"{named} is an encoder: {_ONLY_DECODERS}"
     for end, what in _HEADS.items():
         if all(name.endswith(end) for name in names):

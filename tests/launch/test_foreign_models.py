@@ -51,9 +51,9 @@ def make(directory: Path, files: Files) -> Path:
 
 # What is given, what is said of it: all of these words
 ROWS: dict[str, tuple[Files, tuple[str, ...]]] = {
-    "empty": ({}, ("is empty",)),
-    "gguf": ({"model-Q4_K_M.gguf": b"GGUF"}, ("GGUF form", NOT_READ, "safetensors")),
-    "gguf with config": ({**CONFIG, "ggml-model-q8_0.gguf": b"GGUF"}, ("GGUF form", NOT_READ)),
+    "empty": ({}, ("no config.json; it is empty",)),
+    "gguf": ({"model-Q4_K_M.gguf": b"GGUF"}, ("form of GGUF", NOT_READ, "safetensors")),
+    "gguf with config": ({**CONFIG, "ggml-model-q8_0.gguf": b"GGUF"}, ("form of GGUF", NOT_READ)),
     "mistral": ({"params.json": {}, "consolidated.safetensors": b"", "tekken.json": {}}, ("params.json",)),
     "meta": ({"params.json": {}, "consolidated.00.pth": b"", "tokenizer.model": b""}, ("params.json", "config.json")),
     "adapter": (
@@ -62,8 +62,8 @@ ROWS: dict[str, tuple[Files, tuple[str, ...]]] = {
     ),
     "adapter with config": ({**CONFIG, "adapter_config.json": {}, "adapter_model.bin": b""}, ("adapter", "merge")),
     "diffusers": ({"model_index.json": {}, "unet/config.json": {}}, ("diffusers", "images")),
-    "onnx": ({"model.onnx": b""}, ("ONNX", NOT_READ)),
-    "onnx with config": ({**TEXTS, "onnx/model_q4.onnx": b""}, ("ONNX", NOT_READ)),
+    "onnx": ({"model.onnx": b""}, ("form of ONNX", NOT_READ)),
+    "onnx with config": ({**TEXTS, "onnx/model_q4.onnx": b""}, ("form of ONNX", NOT_READ)),
     "no config": ({"model.safetensors": None, **dict.fromkeys(TOKENIZER)}, ("it has no config.json",)),
     "one level too high": ({"v1/config.json": {}, "v2/config.json": {}}, ("v1, v2: give that directory",)),
     "a hub's cache": ({"refs/main": b"a", "snapshots/abc/config.json": {}}, ("snapshots/abc: give that directory",)),
@@ -77,9 +77,9 @@ ROWS: dict[str, tuple[Files, tuple[str, ...]]] = {
         ("PyTorch's own form", NOT_READ, "save_pretrained"),
     ),
     "pth": ({**TEXTS, "model.pth": b""}, ("PyTorch's own form", NOT_READ)),
-    "tensorflow": ({**TEXTS, "tf_model.h5": b""}, ("TensorFlow's form", NOT_READ)),
-    "flax": ({**TEXTS, "flax_model.msgpack": b""}, ("Flax's form", NOT_READ)),
-    "npz": ({**TEXTS, "weights.npz": b""}, ("MLX", NOT_READ)),
+    "tensorflow": ({**TEXTS, "tf_model.h5": b""}, ("form of TensorFlow", NOT_READ)),
+    "flax": ({**TEXTS, "flax_model.msgpack": b""}, ("form of Flax", NOT_READ)),
+    "npz": ({**TEXTS, "weights.npz": b""}, ("form of MLX", NOT_READ)),
     "no weights": (TEXTS, ("has no .safetensors file",)),
     "consolidated beside a config": ({**TEXTS, "consolidated.safetensors": b""}, ("consolidated", "other names")),
     "another name": ({**TEXTS, "weights.safetensors": b""}, ("another name", "model.safetensors")),
@@ -169,7 +169,7 @@ def test_what_it_is_and_what_to_do(row: str, tmp_path: Path, refusals: Callable[
     [
         ("no/such/directory", ("neither a directory nor a hub id",)),
         ("/nowhere", ("there is no such path",)),
-        ("file.gguf", ("is a file in GGUF form",)),
+        ("file.gguf", ("is a file in the form of GGUF",)),
         ("model.safetensors", ("is a file of weights: give the directory",)),
         ("notes.txt", ("is a file and no model directory",)),
     ],

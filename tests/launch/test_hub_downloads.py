@@ -88,7 +88,7 @@ def test_only_files_that_are_read_are_downloaded(
     ("files", "says"),
     [
         ({**TEXTS, "pytorch_model.bin": b"w"}, "owner/model on the hub has weights in PyTorch's own form"),
-        ({"model-Q4_K_M.gguf": b"w", "README.md": b""}, "owner/model on the hub is a model in GGUF form"),
+        ({"model-Q4_K_M.gguf": b"w", "README.md": b""}, "owner/model on the hub has weights in the form of GGUF"),
         ({"params.json": {}, "consolidated.safetensors": b"w", "tekken.json": {}}, "on the hub has weights in"),
         ({"adapter_config.json": {}, "adapter_model.safetensors": b"w"}, "owner/model on the hub is an adapter"),
         ({"model_index.json": {}, "unet/config.json": {}, "unet/diffusion.safetensors": b"w"}, "is a pipeline of diff"),
