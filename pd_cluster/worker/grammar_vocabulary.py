@@ -28,7 +28,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.js
 _MODEL_CHOOSES = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: "x"'}
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SAMPLED = 128  # tokens
-_BYTES_OF_TEXTS = {bytes([byte]) for byte in range(0xF5) if byte not in (0xC0, 0xC1)}
 
 
 class GrammarVocabulary(NamedTuple):
@@ -104,11 +103,8 @@ class GrammarTokens(NamedTuple):
 
         ids = [token_id for token_id in self.known(range(len(self.texts))) if token_id not in self.marks]
         encoder = {self.texts[token_id]: token_id for token_id in ids}
-        # tiktoken panics at a byte without a token. A special token in its place ends in the grammar's error instead
-        lacks = sorted(_BYTES_OF_TEXTS - encoder.keys())
-        if not self.pattern or len(encoder) < len(ids) or len(lacks) > len(self.marks):
-            return None
-        encoder |= dict(zip(lacks, sorted(self.marks), strict=False))
+        if not self.pattern or len(encoder) < len(ids):
+            return None  # a byte without a token, which tiktoken panics at, is no reason: no answer can have it
         marks = {content: token_id for content, token_id in self.added.items() if token_id in self.marks}
         try:
             return llguidance.LLTokenizer.from_tiktoken(
