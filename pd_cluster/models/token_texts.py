@@ -3,7 +3,7 @@
 The tokenizer's own decoder says it, for special and added tokens too. It is asked for each token in the middle of a
 text: decoders drop a blank at the beginning of a whole text (Llama 2's Strip, Metaspace, WordPiece), and an answer goes
 on behind a prompt. So the texts of the tokens joined are what `tokenizers` decodes, but for such a blank of the first
-token, which `first_bytes` leaves out. Tokens that are parts of a character have its exact bytes.
+token, which `whole_bytes` leaves out. Tokens that are parts of a character have its exact bytes.
 
 Three numbers, which differ in most published models: the rows of the model's embedding (`vocab_size` of its config, of
 the logits and of masks), the tokens (the greatest id and one, `len` of this table), and how many of the ids have a
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,16 +45,22 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
     return [b"" if piece is None else raw for piece, raw in zip(pieces, table, strict=True)]
 
 
-def first_bytes(tokenizer: Any, token_id: int, inside: bytes) -> bytes:
-    """The bytes of a token that begins a whole text. `inside`: those that it has in the middle of one."""
+def whole_bytes(tokenizer: Any, token_ids: Sequence[int], texts: list[bytes]) -> bytes:
+    """The whole text of these tokens. `texts`: those that they have in the middle of one."""
     backend = _backend(tokenizer)
-    if backend is None:
-        return inside
-    piece = backend.id_to_token(token_id)
-    if piece is None or backend.decoder is None:
-        return (piece or "").encode()
-    mark = _mark_for(piece)
-    text = _Separated(backend.decoder, mark).first(piece)
+    begin = 0
+    while backend is not None and begin < len(token_ids):
+        piece = backend.id_to_token(token_ids[begin])
+        if piece is not None:
+            return b"".join([_first_bytes(backend.decoder, piece, texts[begin]), *texts[begin + 1 :]])
+        begin += 1
+    return b"".join(texts)
+
+
+def _first_bytes(decoder: Any, piece: str, inside: bytes) -> bytes:
+    if decoder is None:
+        return piece.encode()
+    text = _Separated(decoder, _mark_for(piece)).first(piece)
     return inside if "\ufffd" in text else text.encode()
 
 
@@ -191,11 +198,10 @@ def _slow_bytes(tokenizer: Any) -> list[bytes]:
 
     A part of a character then stays U+FFFD.
     """
-    inner = getattr(getattr(getattr(tokenizer, "tokenizer", None), "instruct_tokenizer", None), "tokenizer", None)
+    inner: Any = getattr(getattr(getattr(tokenizer, "tokenizer", None), "instruct_tokenizer", None), "tokenizer", None)
     if hasattr(inner, "id_to_byte_piece"):
-        from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
-
-        return [inner.id_to_byte_piece(token_id, SpecialTokenPolicy.KEEP) for token_id in range(inner.n_words)]
+        policy = import_module("mistral_common.tokens.tokenizers.base").SpecialTokenPolicy.KEEP
+        return [inner.id_to_byte_piece(token_id, policy) for token_id in range(inner.n_words)]
     ids = set(tokenizer.get_vocab().values())
     return [_by_difference(tokenizer, one) if one in ids else b"" for one in range(max(ids, default=-1) + 1)]
 

@@ -122,7 +122,7 @@ class CompletionShape:
 
     def _logprobs(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
         """An echoed prompt comes before the first output of a choice."""
-        extras, before = self._extras, {}
+        extras, before = self._extras, dict[str, list[Any]]()
         if index not in self._offsets:
             before, start = extras.echo_logprobs(index)
             self._offsets[index] = TextOffsets(self._vocabulary, start, skip_special=extras.skip_special)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgspec
 
 from pd_cluster.errors import InvalidRequest, StartupError
-from pd_cluster.models.token_texts import first_bytes, max_bytes_per_token, token_bytes
+from pd_cluster.models.token_texts import max_bytes_per_token, token_bytes, whole_bytes
 from pd_cluster.models.wrapper import text_config
 from pd_cluster.server.chat_template import ChatTemplate, template_in
 
@@ -183,7 +183,14 @@ class Tokenizer:
 
         As the tokenizer decodes it: see `token_texts` about a blank at its beginning, which `text_of` keeps.
         """
-        return await self._run(lambda: self._whole_text(self._shown(token_ids, skip_special)))
+        shown = self._shown(token_ids, skip_special)
+
+        def text() -> str:
+            return whole_bytes(self._tokenizer, shown, [self.token_bytes(one) for one in shown]).decode(
+                errors="replace"
+            )
+
+        return await self._run(text)
 
     def text_of(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of these ids within a text, as answers, echoes and offsets have it."""
@@ -192,13 +199,6 @@ class Tokenizer:
 
     def _shown(self, token_ids: Sequence[int], skip_special: bool) -> Sequence[int]:
         return [one for one in token_ids if not self.is_special(one)] if skip_special else token_ids
-
-    def _whole_text(self, token_ids: Sequence[int]) -> str:
-        texts = list(map(self.token_bytes, token_ids))
-        begin = next((at for at, raw in enumerate(texts) if raw), 0)
-        if texts:
-            texts[begin] = first_bytes(self._tokenizer, token_ids[begin], texts[begin])
-        return b"".join(texts).decode(errors="replace")
 
     def _check_length(self, text: str, max_tokens: int, param: str) -> None:
         """Raises InvalidRequest for a text that is too long: encoding megabytes blocks other requests for seconds."""

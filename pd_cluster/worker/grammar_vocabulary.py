@@ -167,8 +167,8 @@ def _ranks_are_ids(tokenizer: Any, texts: list[bytes]) -> bool:
     """Whether each text that is a token encodes to this token, as tiktoken would have it: true of real vocabularies."""
     places = range(0, len(texts), max(len(texts) // _SAMPLED, 1))
     sampled = {at: text for at in places if (text := texts[at].decode(errors="ignore")) and text.encode() == texts[at]}
-    alike = sum(tokenizer.encode(text, add_special_tokens=False).ids == [at] for at, text in sampled.items())
-    return alike > 0.9 * len(sampled)
+    alike: list[bool] = [tokenizer.encode(text, add_special_tokens=False).ids == [at] for at, text in sampled.items()]
+    return sum(alike) > 0.9 * len(alike)
 
 
 def _patterns(step: dict[str, Any]) -> list[str]:
