@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json")
 # A grammar that nothing refers to: llguidance lets its options hold for all grammars of the list
 _MODEL_CHOOSES = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: "x"'}
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -53,6 +53,8 @@ class GrammarTokens(NamedTuple):
 
             tokenizer = Tokenizer.from_file(str(tokenizer_json))
             added, pattern = tokenizer.get_added_tokens_decoder(), _pattern(tokenizer)
+        elif not has_tokenizer(tokenizer_json.parent):
+            raise FileNotFoundError(f"{tokenizer_json.parent.name} has no {tokenizer_json.name}")
         else:  # the API's own way, which takes 2 s of imports
             from transformers import AutoTokenizer
 
@@ -158,9 +160,10 @@ def _pattern(tokenizer: Any) -> str:
         return ""
     before = tokenizer.pre_tokenizer
     try:
-        return "|".join(_patterns(json.loads(before.__getstate__()) if before is not None else {}))
+        patterns = _patterns(json.loads(before.__getstate__()) if before is not None else {})
     except KeyError:  # a step or a pattern of another form
         return ""
+    return "|".join([*patterns, "(?s:.)"])  # tiktoken drops what no pattern matches, as DeepSeek's no joiners of emoji
 
 
 def _ranks_are_ids(tokenizer: Any, texts: list[bytes]) -> bool:
@@ -183,6 +186,10 @@ def _patterns(step: dict[str, Any]) -> list[str]:
         case "ByteLevel":
             return [_GPT2_PATTERN] if step["use_regex"] else []
     raise KeyError(step.get("type"))
+
+
+def has_tokenizer(model_dir: Path) -> bool:
+    return any((model_dir / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def load_vocabulary(tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:

@@ -9,7 +9,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd_cluster.errors import InvalidRequest
-from pd_cluster.worker.grammar_vocabulary import TOKENIZER_FILES, GrammarTokens, GrammarVocabulary, Holes, model_chooses
+from pd_cluster.worker.grammar_vocabulary import GrammarTokens, GrammarVocabulary, Holes, has_tokenizer, model_chooses
 from pd_cluster.worker.grammar_vocabulary import load_vocabulary as load_vocabulary
 from pd_cluster.worker.mask_threads import MaskThreads
 
@@ -152,7 +152,7 @@ class Grammars:
         self._refusal = ""
         if importlib.util.find_spec("llguidance") is None:
             self._refusal = NO_PACKAGE
-        elif not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
+        elif not has_tokenizer(model_dir):
             self._refusal = f"grammars need the model's tokenizer.json, which {model_dir.name} lacks"
         elif not self._eos_token_ids:
             self._refusal = f"grammars need an EOS token, and the configs of {model_dir.name} name none"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 BLANK = "▁"
@@ -24,14 +24,21 @@ def byte_fallback(decoder: Any) -> Tokenizer:
     return tokenizer
 
 
-def byte_level(decoder: Any = None, normalizer: Any = None) -> Tokenizer:
-    """As GPT-2: bytes and a few merges. Added tokens of blanks and accents, which are not of its alphabet."""
+def byte_level(decoder: Any = None, normalizer: Any = None, pattern: str = "") -> Tokenizer:
+    """As GPT-2: bytes and a few merges. Added tokens of blanks and accents, which are not of its alphabet.
+
+    `pattern`: splits words in place of GPT-2's.
+    """
     vocab = {piece: at for at, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = [("h", "e"), ("he", "l"), ("Ġ", "he"), ("i", "m"), ("Ã", "©"), ("x", "y")]
     for left, right in merges:
         vocab[left + right] = len(vocab)
     tokenizer = Tokenizer(models.BPE(vocab, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)
+    if pattern:
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, split, tokenizer.pre_tokenizer])
     tokenizer.decoder = decoder or decoders.ByteLevel()
     if normalizer is not None:
         tokenizer.normalizer = normalizer
