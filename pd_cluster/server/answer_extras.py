@@ -21,6 +21,7 @@ class AnswerExtras:
     n: int = 1
     names_are_ids: bool = False  # `return_tokens_as_token_ids`: logprobs name token 5 "token_id:5"
     token_ids: bool = False  # `return_token_ids`
+    skip_special: bool = True  # special tokens are not shown
     prompts: Sequence[Sequence[int]] = ()  # token ids, with `token_ids`
     echoes: Sequence[str] = ()  # with `echo`: the text before each choice of a prompt
     scores: Sequence[PromptScores] = ()  # by prompt, when log-probabilities of prompts are asked for
@@ -36,7 +37,7 @@ class AnswerExtras:
 
     def echo_logprobs(self, index: int) -> tuple[dict[str, list[Any]], int]:
         """See `PromptScores.echo`."""
-        return self.scores[index // self.n].echo if self.scores else ({}, 0)
+        return self.scores[index // self.n].echo(self.echo(index)) if self.scores else ({}, 0)
 
     def output_ids(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         """The field with the ids of these tokens, if it was asked for."""

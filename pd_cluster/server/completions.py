@@ -12,6 +12,7 @@ from pd_cluster.server.answer_extras import NO_EXTRAS, AnswerExtras, more_fields
 from pd_cluster.server.logprobs import completion_logprobs
 from pd_cluster.server.prompt_list import Prompt, prompt_list
 from pd_cluster.server.schema import MAX_PROMPTS, CompletionBody
+from pd_cluster.server.text_offsets import TextOffsets
 from pd_http.sse import SSE_DONE
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class CompletionShape:
         self._with_logprobs = with_logprobs
         self._extras = extras
         self._begun: set[int] = set()  # choices of which a chunk was sent
-        self._offsets: dict[int, int] = {}  # choice -> number of characters before the next token
+        self._offsets: dict[int, TextOffsets] = {}  # by choice
         self._before = (
             b"data: " + orjson.dumps(self._head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,"text":'
         )
@@ -89,8 +90,7 @@ class CompletionShape:
         logprobs, extras = b"null", self._extras
         is_first = index not in self._begun
         if self._with_logprobs and (output.tokens or (is_first and extras.scores)):
-            shaped, self._offsets[index] = self._logprobs(index, output, self._offsets.get(index))
-            logprobs = orjson.dumps(shaped)
+            logprobs = orjson.dumps(self._logprobs(index, output))
         elif not output.parts and output.finish_reason is None and not (extras.token_ids and output.tokens):
             return b""
         text, ids = _text(output), extras.output_ids(output.tokens)
@@ -113,19 +113,23 @@ class CompletionShape:
             return ids | {
                 "index": index,
                 "text": self._extras.echo(index) + _text(choice),
-                "logprobs": self._logprobs(index, choice)[0] if self._with_logprobs else None,
+                "logprobs": self._logprobs(index, choice) if self._with_logprobs else None,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
 
         return self._head | {"choices": [shaped(i, choice) for i, choice in enumerate(choices)], "usage": usage}
 
-    def _logprobs(self, index: int, output: ChoiceOutput, offset: int | None = None) -> tuple[dict[str, Any], int]:
-        """`offset`: characters before the output; None: it is the first, and an echoed prompt comes before it."""
-        extras = self._extras
-        before, start = extras.echo_logprobs(index) if offset is None else ({}, offset)
-        shaped, end = completion_logprobs(self._vocabulary, output.tokens, start, names_are_ids=extras.names_are_ids)
-        return {name: before.get(name, []) + values for name, values in shaped.items()}, end
+    def _logprobs(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
+        """An echoed prompt comes before the first output of a choice."""
+        extras, before = self._extras, dict[str, list[Any]]()
+        if index not in self._offsets:
+            before, start = extras.echo_logprobs(index)
+            self._offsets[index] = TextOffsets(self._vocabulary, start, skip_special=extras.skip_special)
+        shaped = completion_logprobs(self._vocabulary, output.tokens, names_are_ids=extras.names_are_ids)
+        token_ids = [token.token_id for token in output.tokens]
+        shaped["text_offset"] = self._offsets[index].of(token_ids, hides_end=output.hides_end)
+        return {name: before.get(name, []) + values for name, values in shaped.items()}
 
 
 def _text(output: ChoiceOutput) -> str:

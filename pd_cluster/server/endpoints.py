@@ -288,6 +288,7 @@ def _shape(
         n=body.n or 1,
         names_are_ids=bool(body.return_tokens_as_token_ids),
         token_ids=bool(body.return_token_ids),
+        skip_special=body.skip_special_tokens is not False,
         prompts=[request.prompt for request in requests] if body.return_token_ids else (),
         echoes=[
             text if isinstance(text, str) and not is_cut else state.tokenizer.text_of(request.prompt, skip_special=True)

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from pd_cluster.server.message_grammar import MessageForm, write_message
-from pd_cluster.worker.grammars import NO_TOKEN, GrammarState, compile_grammar, load_vocabulary, one_line
+from pd_cluster.worker.grammar_vocabulary import GrammarTokens, GrammarVocabulary
+from pd_cluster.worker.grammars import NO_TOKEN, GrammarState, compile_grammar, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,10 +80,13 @@ def _write(kind: str, value: str, choices: list[str], *, coerces_one_of: bool) -
     return value  # of another node: written already
 
 
+_Known = GrammarVocabulary | None  # None: it cannot be read
+
+
 class _Worker:
     """A fork of this process. It has the vocabulary from the start on, and answers line by line until one ends it."""
 
-    def __init__(self, vocabulary: Any, token_ids: dict[str, int], unreadable: str) -> None:
+    def __init__(self, vocabulary: _Known, token_ids: dict[str, int], unreadable: str) -> None:
         ours, theirs = socket.socketpair()
         self._pid = os.fork()
         if self._pid == 0:
@@ -111,7 +115,7 @@ class _Worker:
         return answer
 
 
-def _run(lines: socket.socket, vocabulary: Any, token_ids: dict[str, int], unreadable: str) -> None:
+def _run(lines: socket.socket, vocabulary: _Known, token_ids: dict[str, int], unreadable: str) -> None:
     """Answer in a thread, because only a thread's stack can be limited, until the other end is closed."""
     threading.stack_size(_stack_bytes())
     thread = threading.Thread(target=_answer, args=(lines.makefile("rwb"), vocabulary, token_ids, unreadable))
@@ -119,7 +123,7 @@ def _run(lines: socket.socket, vocabulary: Any, token_ids: dict[str, int], unrea
     thread.join()
 
 
-def _answer(lines: BinaryIO, vocabulary: Any, token_ids: dict[str, int], unreadable: str) -> None:
+def _answer(lines: BinaryIO, vocabulary: _Known, token_ids: dict[str, int], unreadable: str) -> None:
     import llguidance
 
     executor = llguidance.LLExecutor(1)
@@ -128,7 +132,8 @@ def _answer(lines: BinaryIO, vocabulary: Any, token_ids: dict[str, int], unreada
         said, text = unreadable, ""
         try:
             text = write(**json.loads(line), token_ids=token_ids)
-            said = said or _error_of(compile_grammar(vocabulary, executor, text), vocabulary.vocab_size)
+            if vocabulary is not None:
+                said = _error_of(text, vocabulary, executor)
         except Exception as error:  # the converter of GBNF raises plain Exceptions
             said = str(error) or type(error).__name__
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -137,12 +142,13 @@ def _answer(lines: BinaryIO, vocabulary: Any, token_ids: dict[str, int], unreada
         lines.flush()
 
 
-def _error_of(matcher: Any, num_tokens: int) -> str:
+def _error_of(grammar: str, vocabulary: GrammarVocabulary, executor: Any) -> str:
     """Why the grammar cannot be followed; "" if it can, as far as it is known."""
-    state = GrammarState(matcher)
+    tokenizer = vocabulary.tokenizer
+    state = GrammarState(compile_grammar(tokenizer, executor, grammar, encodes=vocabulary.encodes))
     if state.error:
         return state.error
-    error = _error_behind(state, np.zeros(-(-num_tokens // 32), np.int32))
+    error = _error_behind(state, np.zeros(-(-tokenizer.vocab_size // 32), np.int32))
     return f"an answer exceeds the limits of the grammar: {error}" if error not in ("", NO_TOKEN) else ""
 
 
@@ -162,11 +168,6 @@ def _error_behind(state: GrammarState, mask: npt.NDArray[np.int32]) -> str:
     return state.error
 
 
-def _added_tokens(tokenizer_json: Path, vocab_size: int) -> dict[str, int]:
-    added = json.loads(tokenizer_json.read_text()).get("added_tokens", [])
-    return {token["content"]: token["id"] for token in added if token["id"] < vocab_size}
-
-
 def _stack_bytes() -> int:
     """Half of what the engine's threads have, which compile under the same limit: what passes here passes there."""
     limit = resource.getrlimit(resource.RLIMIT_STACK)[0]
@@ -177,12 +178,14 @@ def _serve(tokenizer_json: Path, vocab_size: int) -> None:
     """Give each line to a worker. One that has ended, by its grammar or otherwise, is replaced by the next fork."""
     import llguidance.numpy  # noqa: F401 - here, so that no fork spends 50 ms on the import
 
-    vocabulary, unreadable = None, ""
+    vocabulary: _Known = None
+    unreadable = ""
     token_ids: dict[str, int] = {}
     try:
-        token_ids = _added_tokens(tokenizer_json, vocab_size)
-        vocabulary = load_vocabulary(tokenizer_json, vocab_size, [vocab_size - 1])
-    except Exception as error:  # a missing file, or a format that llguidance lacks
+        tokens = GrammarTokens.read(tokenizer_json, vocab_size)
+        token_ids = tokens.added
+        vocabulary = tokens.vocabulary([tokens.stand_in_eos])
+    except Exception as error:  # a missing file, or a format that its library lacks
         unreadable = f"this model's tokenizer.json cannot be used for grammars: {error}"
     os.nice(NICENESS)
     worker = _Worker(vocabulary, token_ids, unreadable)

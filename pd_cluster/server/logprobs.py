@@ -36,12 +36,11 @@ def chat_logprobs(
 def completion_logprobs(
     vocabulary: Vocabulary,
     tokens: Iterable[SampledToken | PromptToken],
-    offset: int,
     *,
     num_top: int | None = None,
     names_are_ids: bool = False,
-) -> tuple[dict[str, list[Any]], int]:
-    """`choices[].logprobs` of legacy completions, and the text offset after it. `offset`: characters before it.
+) -> dict[str, list[Any]]:
+    """`choices[].logprobs` of legacy completions, but for the text offsets.
 
     `num_top`: alternatives of each token; None: all that it has.
     """
@@ -50,18 +49,15 @@ def completion_logprobs(
         return f"token_id:{token_id}" if names_are_ids else _name(vocabulary, token_id)
 
     names: list[str] = []
-    offsets: list[int] = []
     tops: list[dict[str, float]] = []
     values: list[float] = []
     for token in tokens:
         name = name_of(token.token_id)
         names.append(name)
         values.append(finite(token.logprob))
-        offsets.append(offset)
-        offset += len(vocabulary.token_bytes(token.token_id).decode(errors="replace"))
         top = {name_of(one.token_id): finite(one.logprob) for one in token.top[:num_top]}
         tops.append({name: values[-1]} | top)
-    return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}, offset
+    return {"tokens": names, "token_logprobs": values, "top_logprobs": tops}
 
 
 def _name(vocabulary: Vocabulary, token_id: int) -> str:

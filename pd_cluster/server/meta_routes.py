@@ -188,7 +188,7 @@ async def _detokenize(state: NodeState, raw: bytes) -> Response:
     body, ignored = decode_body(raw, DetokenizeBody)
     state.check_model(body.model)
     check_num_tokens(len(body.tokens), state.ready.max_model_len, "tokens")
-    limit = state.tokenizer.vocab_size
+    limit = max(state.tokenizer.vocab_size, state.tokenizer.num_tokens)
     if any(not 0 <= token_id < limit for token_id in body.tokens):
         raise InvalidRequest(f"tokens must be in the vocabulary 0..{limit - 1}", "tokens")
     text = await state.tokenizer.decode(body.tokens, skip_special=bool(body.skip_special_tokens))

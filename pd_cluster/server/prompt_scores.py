@@ -11,6 +11,7 @@ from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.prompt_outputs import PromptOutputs
 from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS
 from pd_cluster.server.logprobs import completion_logprobs, finite
+from pd_cluster.server.text_offsets import echo_offsets
 from pd_connectors.protocol.messages import SampledToken
 
 if TYPE_CHECKING:
@@ -70,8 +71,6 @@ class PromptScores:
         self._ask = ask
         self._vocabulary = vocabulary
         self._prompt = prompt
-        # The entries of an answer that another node has begun are not here, and its output stands behind the prompt too
-        self._num_chars = 0 if ask.echo is None else sum(len(_text(vocabulary, token_id)) for token_id in prompt)
         self.restart()
 
     def restart(self) -> None:
@@ -79,8 +78,7 @@ class PromptScores:
         self._next = 1  # the position of the next entry
         self._field = [b"[null"]  # JSON, in parts: as objects the entries take four times the memory
         first = [SampledToken(token_id) for token_id in self._prompt[:1]]
-        names_are_ids = self._ask.names_are_ids
-        self._echo, self._end = completion_logprobs(self._vocabulary, first, 0, names_are_ids=names_are_ids)
+        self._echo = completion_logprobs(self._vocabulary, first, names_are_ids=self._ask.names_are_ids)
         self._echo |= {"token_logprobs": [None], "top_logprobs": [None]}
 
     @property
@@ -103,9 +101,7 @@ class PromptScores:
         if ask.field is not None:
             self._field += [orjson.dumps(self._entry(entry, ask.field)) for entry in entries]
         if ask.echo is not None:
-            shaped, self._end = completion_logprobs(
-                self._vocabulary, entries, self._end, num_top=ask.echo, names_are_ids=ask.names_are_ids
-            )
+            shaped = completion_logprobs(self._vocabulary, entries, num_top=ask.echo, names_are_ids=ask.names_are_ids)
             for name, values in shaped.items():
                 self._echo[name] += values
 
@@ -116,10 +112,16 @@ class PromptScores:
             return {}
         return {"prompt_logprobs": orjson.Fragment(b",".join(self._field) + b"]")}
 
-    @property
-    def echo(self) -> tuple[dict[str, list[Any]], int]:
-        """The first part of an echoed completion's `logprobs`, and the text offset after it. Empty if not asked for."""
-        return ({}, 0) if self._ask.echo is None else (self._echo, self._num_chars)
+    def echo(self, text: str) -> tuple[dict[str, list[Any]], int]:
+        """The first part of an echoed completion's `logprobs`, and the characters of `text`, the prompt's.
+
+        Empty if not asked for. The entries of an answer that another node has begun are not here, and its output
+        stands behind the prompt too.
+        """
+        if self._ask.echo is None:
+            return {}, 0
+        offsets = echo_offsets(self._vocabulary, self._prompt[: len(self._echo["tokens"])], text)
+        return self._echo | {"text_offset": offsets}, len(text)
 
     def _entry(self, entry: PromptToken, num_top: int) -> dict[str, dict[str, Any]]:
         """The token itself, then the most likely ones."""

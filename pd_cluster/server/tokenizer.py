@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgspec
 
 from pd_cluster.errors import InvalidRequest, StartupError
+from pd_cluster.models.token_texts import max_bytes_per_token, token_bytes, whole_bytes
 from pd_cluster.models.wrapper import text_config
 from pd_cluster.server.chat_template import ChatTemplate, template_in
-from pd_cluster.server.token_texts import max_bytes_per_token, token_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,14 +46,17 @@ class Encoded(NamedTuple):
 class Tokenizer:
     """A model's Hugging Face tokenizer. Close it to end its thread.
 
-    `vocab_size` is that of the model: its embedding may have more rows than the tokenizer has entries.
+    `vocab_size` is that of the model: the rows of its embedding. Most have more rows than the tokenizer has tokens
+    (`num_tokens`), some fewer: ids behind the rows are in no prompt, and the model draws none of them.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int = 0) -> None:
+        """`vocab_size` 0: as many rows as tokens."""
         self._tokenizer = tokenizer
-        self.vocab_size = max(vocab_size, len(tokenizer))
         self._special = frozenset(tokenizer.all_special_ids)
         self._bytes = token_bytes(tokenizer)
+        self.num_tokens = len(self._bytes)
+        self.vocab_size = vocab_size or self.num_tokens
         self.chat_template = ChatTemplate(tokenizer)
         self._max_bytes_per_token = max_bytes_per_token(tokenizer, self._bytes)
         # one thread: fast tokenizers hold padding and truncation settings, and fail when two threads use them
@@ -132,7 +135,7 @@ class Tokenizer:
         names the field `param`.
         """
         self._check_length(text, max_tokens, param)
-        return await self._run(lambda: self._encode(text, add_special_tokens, note))
+        return await self._run(lambda: self._encode(text, add_special_tokens, note, param))
 
     async def encode_chat(
         self,
@@ -168,21 +171,34 @@ class Tokenizer:
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token ids of each word, at the beginning of a text and behind a blank, without special tokens."""
         texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
-        encoded = await self._run(lambda: [tuple(self._encode(text, False)) for text in texts])
+        encoded = await self._run(lambda: [tuple(self._encode(text, False, param="bad_words")) for text in texts])
         return tuple(dict.fromkeys(encoded))
 
     async def pieces(self, token_ids: list[int]) -> list[str]:
-        """The tokens as the tokenizer's vocabulary writes them."""
-        return await self._run(lambda: list(self._tokenizer.convert_ids_to_tokens(token_ids)))
+        """The tokens as the tokenizer's vocabulary writes them; "" for an id without a token."""
+        return await self._run(lambda: [one or "" for one in self._tokenizer.convert_ids_to_tokens(token_ids)])
 
     async def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """The text of these ids, special tokens included unless `skip_special`."""
-        return await self._run(lambda: self.text_of(token_ids, skip_special=skip_special))
+        """The whole text of these ids, special tokens included unless `skip_special`.
+
+        As the tokenizer decodes it: see `token_texts` about a blank at its beginning, which `text_of` keeps.
+        """
+        shown = self._shown(token_ids, skip_special)
+
+        def text() -> str:
+            return whole_bytes(self._tokenizer, shown, [self.token_bytes(one) for one in shown]).decode(
+                errors="replace"
+            )
+
+        return await self._run(text)
 
     def text_of(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """As `decode`, on the calling thread."""
-        shown = (one for one in token_ids if not (skip_special and self.is_special(one)))
+        """The text of these ids within a text, as answers, echoes and offsets have it."""
+        shown = self._shown(token_ids, skip_special)
         return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
+
+    def _shown(self, token_ids: Sequence[int], skip_special: bool) -> Sequence[int]:
+        return [one for one in token_ids if not self.is_special(one)] if skip_special else token_ids
 
     def _check_length(self, text: str, max_tokens: int, param: str) -> None:
         """Raises InvalidRequest for a text that is too long: encoding megabytes blocks other requests for seconds."""
@@ -196,12 +212,25 @@ class Tokenizer:
                 "context_length_exceeded",
             )
 
-    def _encode(self, text: str, add_special_tokens: bool, note: Callable[[Encoded], None] | None = None) -> list[int]:
+    def _encode(
+        self,
+        text: str,
+        add_special_tokens: bool,
+        note: Callable[[Encoded], None] | None = None,
+        param: str = "prompt",
+    ) -> list[int]:
         if note is None:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            return self._checked(list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)), param)
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens)
-        ids = list(encoded["input_ids"])
+        ids = self._checked(list(encoded["input_ids"]), param)
         note(Encoded(text, ids, encoded.encodings[0] if encoded.encodings else None))
+        return ids
+
+    def _checked(self, ids: list[int], param: str) -> list[int]:
+        """Raises InvalidRequest for a token that the embedding has no row for: Gemma 3 1B lacks its image token's."""
+        if self.num_tokens > self.vocab_size and ids and max(ids) >= self.vocab_size:
+            piece = self._tokenizer.convert_ids_to_tokens([max(ids)])[0]
+            raise InvalidRequest(f"{param} has the token {piece!r}, which this model's embedding lacks", param)
         return ids
 
     def _encode_chat(
@@ -222,9 +251,9 @@ class Tokenizer:
             ) from error
         self._check_length(text, max_tokens, "messages")
         if note is None:
-            return self._encode(text, add_special_tokens)
+            return self._encode(text, add_special_tokens, param="messages")
         deciders = self.chat_template.deciders(messages, has_tools=bool(tools), options=options)
-        return self._encode(text, add_special_tokens, lambda encoded: note(encoded, deciders))
+        return self._encode(text, add_special_tokens, lambda encoded: note(encoded, deciders), "messages")
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

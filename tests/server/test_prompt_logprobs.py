@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from tests.server.live_server import make_state
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
+    from pd_cluster.server.tokenizer import Tokenizer
     from pd_connectors.base import Connector
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
@@ -61,10 +63,11 @@ def expected() -> Callable[[list[int]], torch.Tensor]:
 class Node:
     """A node's app over an engine in the loop."""
 
-    def __init__(self, client: httpx.AsyncClient, engine: InLoopEngine, text_of: Callable[[list[int]], str]) -> None:
+    def __init__(self, client: httpx.AsyncClient, engine: InLoopEngine, tokenizer: Tokenizer) -> None:
         self._client = client
         self.engine = engine
-        self.text_of = text_of
+        self.text_of = tokenizer.text_of
+        self.encode = partial(tokenizer.encode, max_tokens=4096)
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """The status, and the answer: of a stream its chunks."""
@@ -87,7 +90,7 @@ async def node(engine_parts: tuple[DeviceExecutor, Connector]) -> AsyncIterator[
         running = asyncio.create_task(engine.run())
         stack.callback(running.cancel)
         client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://node"))
-        yield Node(client, engine, state.tokenizer.text_of)
+        yield Node(client, engine, state.tokenizer)
         await engine.rest()
 
 
@@ -155,6 +158,33 @@ async def test_nothing_is_generated_for_max_tokens_0(
     assert node.engine.requests[0].work is Work.READ
     status, answer = await node.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 0, "echo": True})
     assert (status, answer["choices"][0]["text"]) == (200, node.text_of(prompt))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_text_offsets_are_positions_in_the_text(node: Node, as_ids: bool, stream: bool) -> None:
+    """Behind characters of several tokens, of an echoed text or of ids with a special token, which is not shown."""
+    text = "Hi 😀 é end"
+    given = await node.encode(text)
+    prompt: Any = [0, *given, 0, *given] if as_ids else text
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "echo": True, "logprobs": 0, "stream": stream}
+    status, answer = await node.post(COMPLETIONS, body | {"ignore_eos": True, "return_token_ids": True})
+    assert status == 200, answer
+    choices = [choice for chunk in (answer if stream else [answer]) for choice in chunk["choices"]]
+    said = "".join(choice["text"] for choice in choices)
+    assert said.startswith(text + text if as_ids else text)
+    told = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    offsets = [offset for one in told for offset in one["text_offset"]]
+    names = [name for one in told for name in one["tokens"]]
+    shown = list(zip(names, offsets, strict=True))[: len(prompt) if as_ids else len(given)]
+    assert offsets == sorted(offsets)
+    for name, offset in shown:
+        assert name.startswith(("bytes:", "<|")) or said[offset:].startswith(name), (name, offset)
+    parts = [offset for name, offset in shown if name.startswith("bytes:")]
+    assert set(parts) == {at for at, char in enumerate(said[: len(text) * (1 + as_ids)]) if char in "😀é"} - {
+        at for at, char in enumerate(said) if char == "é" and "é" in names
+    }
+    assert offsets[len(shown)] == len(text) * (1 + as_ids), "the first token of the output"
 
 
 @pytest.mark.parametrize("stream", [False, True])

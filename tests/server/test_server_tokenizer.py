@@ -64,6 +64,44 @@ def test_rows_beyond_the_tokenizer_stand_for_nothing() -> None:
     assert tokenizer.token_bytes(63) == b""
 
 
+async def test_a_row_without_a_token_has_no_text_anywhere() -> None:
+    tokenizer = Tokenizer(sentencepiece_like(), vocab_size=64)
+    try:
+        assert (tokenizer.num_tokens, tokenizer.vocab_size) == (10, 64)
+        assert await tokenizer.pieces([1, 63]) == ["▁he", ""]
+        assert await tokenizer.decode([63, 1, 40, 2]) == " hello"
+        assert tokenizer.text_of([1, 63, 2]) == " hello"
+    finally:
+        tokenizer.close()
+
+
+async def test_a_whole_text_loses_the_blank_that_its_decoder_drops() -> None:
+    """Where it stands alone: an answer goes on behind a prompt, and keeps it."""
+    backend = sentencepiece_like()
+    backend.backend_tokenizer.decoder = decoders.Metaspace()
+    tokenizer = Tokenizer(backend)
+    try:
+        assert await tokenizer.decode([1, 2, 3, 4]) == backend.decode([1, 2, 3, 4]) == "hello world"
+        assert tokenizer.text_of([1, 2, 3, 4]) == " hello world"
+    finally:
+        tokenizer.close()
+
+
+async def test_a_token_that_the_embedding_lacks_is_the_clients() -> None:
+    """Gemma 3 1B has a token more than its embedding has rows."""
+    backend = sentencepiece_like()
+    backend.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer = Tokenizer(backend, vocab_size=10)
+    try:
+        assert (tokenizer.num_tokens, tokenizer.vocab_size) == (11, 10)
+        with pytest.raises(InvalidRequest, match="has the token '<image>'") as refused:
+            await tokenizer.encode("<image>", max_tokens=64, param="input")
+        assert refused.value.param == "input"
+        assert await tokenizer.encode("▁he", max_tokens=64, add_special_tokens=False)
+    finally:
+        tokenizer.close()
+
+
 async def test_chat_template_failures_are_the_clients() -> None:
     backend = sentencepiece_like()
     message = [{"role": "user", "content": "hi"}]

@@ -24,6 +24,7 @@ from pd_cluster.server.grammar_process import CPU_LIMIT_S
 from pd_cluster.server.grammar_source import GrammarSource
 from pd_cluster.server.sampling import SAMPLING_PARAM, decode_sampling, encode_sampling
 from pd_cluster.worker.grammars import NO_PACKAGE, NO_TOKEN
+from tests.models.small_tokenizers import TOKENIZERS
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import MODEL_DIR, Node, running
 
@@ -248,6 +249,19 @@ async def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match=r"^regex: this model's tokenizer\.json cannot be used for grammars"):
             await checks.grammar(GrammarSource("regex", "regex", "a"), 1)
         checks.close()
+
+
+@pytest.mark.parametrize("kind", ["byte level", "gemma", "gaps"])
+async def test_a_model_with_more_or_fewer_rows_than_tokens_has_grammars(tmp_path: Path, kind: str) -> None:
+    """The check needs an end, and must not take a row without a token for it."""
+    TOKENIZERS[kind].save(str(tmp_path / "tokenizer.json"))
+    num_tokens = max(TOKENIZERS[kind].get_vocab().values()) + 1
+    for rows in (num_tokens + 267, num_tokens - 1):
+        checks = GrammarChecks(tmp_path, rows)
+        try:
+            assert await checks.grammar(GrammarSource("choice", "choice", ["a,  b,    c"]), 1)
+        finally:
+            checks.close()
 
 
 async def test_a_check_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
