@@ -6,6 +6,7 @@ By JSON Schema 2020-12 an unknown format (7.2.1 of Validation) and an unknown ke
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 from urllib.parse import unquote
@@ -159,6 +160,8 @@ class _Pruner:
             return True
         if key == "format" and isinstance(value, str):
             return value in FORMATS
+        if key == "required" and isinstance(value, bool):  # of draft 3, about the object around it
+            return False
         return value is not None or key == "const"
 
     def _names(self, key: str, value: Any, schema: dict[str, Any]) -> bool:
@@ -219,17 +222,39 @@ def _is_idle(key: str, schema: dict[str, Any]) -> bool:
             return value is False
         case "uniqueItems":
             return value is False or schema.get("maxItems") in (0, 1)
-        case "unevaluatedProperties" | "unevaluatedItems":
-            return _is_free(value)
+        case "unevaluatedProperties":  # `additionalProperties` evaluates all that there are
+            return _is_free(value) or "additionalProperties" in schema
+        case "unevaluatedItems":
+            return _is_free(value) or isinstance(schema.get("items"), dict | bool)
         case "propertyNames":
             return _is_free(value) or (isinstance(value, dict) and all(_fits_names(*one) for one in value.items()))
         case "dependentRequired" | "dependentSchemas" | "dependencies":
-            return isinstance(value, dict) and all(one == [] or _is_free(one) for one in value.values())
-        case "minLength":
+            needed = _list(schema.get("required"))
+            return isinstance(value, dict) and all(
+                all(name in needed for name in one) if isinstance(one, list) else _is_free(one)
+                for one in value.values()
+            )
+        case "minLength" | "minItems":
             return value == 0 and value is not False
+        case "minProperties":
+            return isinstance(value, int) and value <= len({str(one) for one in _list(schema.get("required"))})
+        case "maxProperties":
+            return isinstance(value, int) and _most_members(schema) <= value
         case "pattern":
-            return isinstance(value, str) and not value
+            return value in ("", ".*", "^.*")
     return False
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _most_members(schema: dict[str, Any]) -> float:
+    """The most members that an object of the schema can have, as far as its own keywords say."""
+    if schema.get("additionalProperties") is not False or "patternProperties" in schema:
+        return math.inf
+    properties = schema.get("properties")
+    return len(properties) if isinstance(properties, dict) else 0
 
 
 def _is_free(schema: Any) -> bool:

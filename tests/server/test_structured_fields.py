@@ -163,6 +163,23 @@ async def test_every_form_becomes_a_grammar(path: str) -> None:
             assert node.engine.requests[-1].sampling.grammar == ""
 
 
+async def test_other_apis_take_a_schema_as_not_strict_unless_they_say_so() -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object", "properties": {"a": ODD}}}
+    output = {"format": {"type": "json_schema", "schema": form["schema"]}}
+    asked: tuple[tuple[str, dict[str, Any], int], ...] = (
+        ("messages", {"messages": HI, "max_tokens": 9, "output_config": output}, 200),
+        ("responses", {"input": "hi", "text": {"format": form}}, 200),
+        ("responses", {"input": "hi", "text": {"format": form | {"strict": True}}}, 400),
+    )
+    async with running(FakeEngine(says([5]))) as node:
+        for path, body, expected in asked:
+            async with node.session.post(f"{node.url}/v1/{path}", json=body) as answer:
+                said = await answer.text()
+            assert answer.status == expected, said
+            assert ("Unknown format: uuid4" in said) is (expected == 400)
+        assert [allows(one.sampling.grammar, '{"a": "x"}') for one in node.engine.requests] == [True, True]
+
+
 async def test_what_cannot_be_held_to_is_a_400_that_names_it() -> None:
     async with running(FakeEngine(says([5]))) as node:
         for wanted, param, words in REFUSED:
