@@ -136,7 +136,7 @@ class _Writer:
         schema = guided(pruned(given, strict=strict), given.get("x-guidance"), coerces_one_of=not strict)
         begun, tail = self._literal(one.head + name + one.middle), self._literal(one.tail)
         if one.arguments == "xml":
-            arguments = self._parameters(index, schema)
+            arguments = self._parameters(index, schema, strict=strict)
         else:
             arguments = self._json(f"arguments{index}", schema)
         return self._rule(f"call{index}", f"{begun} {arguments} {tail}")
@@ -144,7 +144,7 @@ class _Writer:
     def _json(self, name: str, schema: dict[str, Any]) -> str:
         return self._rule(name, f"%json {json.dumps(schema)}")
 
-    def _parameters(self, index: int, schema: dict[str, Any]) -> str:
+    def _parameters(self, index: int, schema: dict[str, Any], *, strict: bool) -> str:
         """The arguments as `<parameter=KEY>` elements in the schema's order; any, if it names none and allows them."""
         names_none = not (schema.get("properties") or schema.get("required"))
         others = schema.get("additionalProperties", True)
@@ -163,12 +163,15 @@ class _Writer:
             if re.search(r"[<>\n]", key):
                 raise ValueError(f"the format {self._format.name} cannot write the parameter {key!r}")
             tag = _quoted(f"<parameter={key}>\n")
-            element = f"{tag} {self._value(f'value{index}_{number}', value, shared)}"
+            element = f"{tag} {self._value(f'value{index}_{number}', value, shared, strict=strict)}"
             written.append(element if key in required else f"({element})?")
         return " ".join(written)
 
-    def _value(self, name: str, schema: Any, shared: dict[str, Any]) -> str:
-        """A value and the end of its element. Text is written as it is, other values as JSON."""
+    def _value(self, name: str, schema: Any, shared: dict[str, Any], *, strict: bool) -> str:
+        """A value and the end of its element. Text is written as it is, other values as JSON.
+
+        The format of a text is a note unless the function is strict.
+        """
         end, forms = _VALUE_END, _branches(inlined(schema, shared))
         if not any(form.get("type", "string") == "string" for form in forms):
             return f"{self._json(name, (schema if isinstance(schema, dict) else {}) | shared)} {_quoted(end)}"
@@ -176,7 +179,7 @@ class _Writer:
             choices = dict.fromkeys(text for some in texts for text in some)
             return f"{self._rule(name, ' | '.join(map(_quoted, choices)))} {_quoted(end)}"
         for form in forms:
-            if odd := form.keys() - STRUCTURE - {"type"}:
+            if odd := form.keys() - STRUCTURE - ({"type"} if strict else {"type", "format"}):
                 raise ValueError(f"the format {self._format.name} cannot follow {sorted(odd)[0]} beside text")
         return self._text_until(name, end)
 
