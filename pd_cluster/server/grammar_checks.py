@@ -64,27 +64,21 @@ class GrammarChecks:
         value = source.value if isinstance(source.value, str) else msgspec.json.encode(source.value).decode()
         message = None if source.message is None else asdict(source.message)
         _check_size(value + (msgspec.json.encode(message).decode() if message else ""), num_prompts, source.param)
-        return await self._written(source.param, source.kind, value, choices, source.coerces_one_of, message)
+        options = {name: getattr(source, name) for name in ("coerces_one_of", "strict", "blanks")}
+        return await self._written(
+            source.param, {"kind": source.kind, "value": value, "choices": choices, "message": message} | options
+        )
 
     async def check(self, grammar: str, param: str) -> None:
         """Check a grammar that another node has written. Raises InvalidRequest that names `param`, Overloaded."""
         if len(grammar) > MAX_WRITTEN_CHARS:
             raise InvalidRequest(f"{param}: the grammar has more than {MAX_WRITTEN_CHARS} characters", param)
-        await self._written(param, "", grammar)
+        await self._written(param, {"kind": "", "value": grammar, "choices": [], "coerces_one_of": False})
 
-    async def _written(
-        self,
-        param: str,
-        kind: str,
-        value: str,
-        choices: list[str] | None = None,
-        coerces_one_of: bool = False,
-        message: dict[str, Any] | None = None,
-    ) -> str:
+    async def _written(self, param: str, asked: dict[str, Any]) -> str:
+        """The answer to the arguments of `grammar_process.write`."""
         if importlib.util.find_spec("llguidance") is None:
             raise InvalidRequest(NO_PACKAGE, param, "unsupported_value")
-        asked = {"kind": kind, "value": value, "choices": choices or [], "coerces_one_of": coerces_one_of}
-        asked |= {"message": message} if message else {}
         request = msgspec.json.encode(asked)
         answer = self._answers.get(request) or await self._checked(request)
         if request in self._answers:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from pd_cluster.server.json_schema import TOO_DEEP, guided, pruned
 from pd_cluster.server.message_grammar import MessageForm, write_message
 from pd_cluster.worker.grammar_vocabulary import GrammarTokens, GrammarVocabulary
 from pd_cluster.worker.grammars import NO_TOKEN, GrammarState, compile_grammar, one_line
@@ -47,28 +48,45 @@ def write(
     choices: list[str],
     *,
     coerces_one_of: bool,
+    strict: bool = False,
+    blanks: bool = True,
     message: dict[str, Any] | None = None,
     token_ids: Mapping[str, int] | None = None,
 ) -> str:
     """The grammar in llguidance's language. Raises Exception for a value that cannot be read.
 
+    `strict`: refuse formats that the grammar cannot hold to. `blanks`: JSON may have a blank after `,` and `:`.
     `message`: the fields of the MessageForm that has the grammar as its content.
     """
-    content = _write(kind, value, choices, coerces_one_of=coerces_one_of)
+    if kind in ("json", "json_object"):
+        text = value if kind == "json" else '{"type":"object"}'
+        content = _write_json(text, coerces_one_of=coerces_one_of, strict=strict, blanks=blanks)
+    else:
+        content = _write(kind, value, choices)
     return write_message(MessageForm(**message), content, token_ids or {}) if message else content
 
 
-def _write(kind: str, value: str, choices: list[str], *, coerces_one_of: bool) -> str:
+def _write_json(text: str, *, coerces_one_of: bool, strict: bool, blanks: bool) -> str:
+    from llguidance import LLMatcher
+
+    try:
+        schema = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
+    except ValueError:
+        schema = None  # llguidance says why
+    if isinstance(schema, dict):
+        known = pruned(schema, strict=strict)
+        known = guided(known, schema.get("x-guidance"), coerces_one_of=coerces_one_of, blanks=blanks)
+        text = json.dumps(known)
+    return str(LLMatcher.grammar_from_json_schema(text, overrides={}))
+
+
+def _write(kind: str, value: str, choices: list[str]) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
-    # Without blanks between tokens: weak models repeat blanks where a grammar allows them
-    options: Any = {"whitespace_flexible": False, "coerce_one_of": coerces_one_of}
     match kind:
-        case "json":
-            return str(LLMatcher.grammar_from_json_schema(value, overrides=options))
-        case "json_object":
-            return str(LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=options))
         case "regex":
             return str(LLMatcher.grammar_from_regex(value))
         case "choice":

@@ -33,6 +33,8 @@ class GrammarSource:
     kind: str  # json, json_object, regex, choice or grammar; "" for any text
     value: Any
     coerces_one_of: bool = False  # read `oneOf` of a JSON schema as `anyOf`
+    strict: bool = False  # refuse formats of a JSON schema that cannot be held to
+    blanks: bool = True  # JSON may have a blank after each comma and colon
     message: MessageForm | None = None  # of a chat answer: the source is then the form of its content
 
 
@@ -72,7 +74,8 @@ def _of_response_format(wanted: ResponseFormat) -> GrammarSource:
         raise InvalidRequest("response_format of the type json_schema needs json_schema", param)
     if wanted.json_schema.schema is None:
         return GrammarSource(param, "json_object", True)
-    return GrammarSource(param, "json", wanted.json_schema.schema, coerces_one_of=not wanted.json_schema.strict)
+    strict = bool(wanted.json_schema.strict)
+    return GrammarSource(param, "json", wanted.json_schema.schema, coerces_one_of=not strict, strict=strict)
 
 
 def _of_structured_outputs(wanted: StructuredOutputs) -> GrammarSource:
@@ -83,4 +86,4 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> GrammarSource:
     found = [(kind, value) for kind in _KINDS if (value := getattr(wanted, kind)) not in (None, False)]
     if len(found) != 1:
         raise InvalidRequest(f"structured_outputs needs one of {', '.join(_KINDS)}, not {len(found)}", param)
-    return GrammarSource(param, *found[0])
+    return GrammarSource(param, *found[0], blanks=not wanted.disable_any_whitespace)

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pd_cluster.server.json_schema import BINDING, STRUCTURE, guided, pruned
 from pd_cluster.server.tool_format import FORMATS
 from pd_cluster.server.tool_use import inlined
 
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
 
     from pd_cluster.server.tool_format import ToolFormat
 
-# At most one blank, where models write it: a weak model repeats blanks if it may
-_ONE_BLANK = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
 _ANY_TEXT = "/(?s:.+)/"
 _BREAK = r"/\n{1,2}/"  # between reasoning and what follows
 _VALUE_END = "\n</parameter>\n"  # of an XML argument
-_NOTES = {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly"}
+_TEXT = {"type": "string"}
+_FOLLOWED = {"type", "properties", "required", "additionalProperties"}  # keywords about XML arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class MessageForm:
     functions: tuple[tuple[str, dict[str, Any]], ...] = ()
     required: bool = False  # calls, and no content
     parallel: bool = True  # several calls
-    strict: tuple[str, ...] = ()  # names of functions of which no `oneOf` is read as `anyOf`
+    # names of functions of which no `oneOf` is read as `anyOf`, and no unknown format is left out
+    strict: tuple[str, ...] = ()
     thinking: str = "no"  # "no", "may" begin, or "open": the prompt has begun it
 
 
@@ -131,49 +132,54 @@ class _Writer:
         return calls
 
     def _call(self, index: int, name: str, form: MessageForm) -> str:
-        one, schema, strict = self._format, form.functions[index][1], name in form.strict
+        one, given, strict = self._format, form.functions[index][1], name in form.strict
+        schema = guided(pruned(given, strict=strict), given.get("x-guidance"), coerces_one_of=not strict)
         begun, tail = self._literal(one.head + name + one.middle), self._literal(one.tail)
         if one.arguments == "xml":
             arguments = self._parameters(index, schema, strict=strict)
         else:
-            arguments = self._json(f"arguments{index}", schema, strict=strict)
+            arguments = self._json(f"arguments{index}", schema)
         return self._rule(f"call{index}", f"{begun} {arguments} {tail}")
 
-    def _json(self, name: str, schema: Any, *, strict: bool) -> str:
-        options = {"x-guidance": _ONE_BLANK | {"coerce_one_of": not strict}}
-        return self._rule(name, f"%json {json.dumps((schema if isinstance(schema, dict) else {}) | options)}")
+    def _json(self, name: str, schema: dict[str, Any]) -> str:
+        return self._rule(name, f"%json {json.dumps(schema)}")
 
     def _parameters(self, index: int, schema: dict[str, Any], *, strict: bool) -> str:
         """The arguments as `<parameter=KEY>` elements in the schema's order; any, if it names none and allows them."""
-        if odd := schema.keys() & {"anyOf", "oneOf", "allOf", "$ref", "patternProperties", "if", "not"}:
+        names_none = not (schema.get("properties") or schema.get("required"))
+        others = schema.get("additionalProperties", True)
+        odd = schema.keys() & BINDING.keys() - _FOLLOWED
+        if names_none and others not in (True, False, {}, _TEXT):  # without a name a value is read as text
+            odd |= {"additionalProperties"}
+        if odd:
             raise ValueError(f"the format {self._format.name} cannot follow {sorted(odd)[0]} of a tool's parameters")
-        definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        required = schema.get("required", ())
-        if not schema.get("properties") and not required and schema.get("additionalProperties") is not False:
+        shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
+        if names_none and others is not False:
             key = self._rule(f"KEY{index}", r"/[^<>\n]{1,64}/")
             return f'("<parameter=" {key} ">\\n" {self._text_until(f"value{index}", _VALUE_END)})*'
-        written = []
-        properties = schema.get("properties", {})
+        written, properties, required = [], schema.get("properties", {}), schema.get("required", ())
         properties = properties | {key: {} for key in required if key not in properties}
         for number, (key, value) in enumerate(properties.items()):
             if re.search(r"[<>\n]", key):
                 raise ValueError(f"the format {self._format.name} cannot write the parameter {key!r}")
-            tag, name = _quoted(f"<parameter={key}>\n"), f"value{index}_{number}"
-            element = f"{tag} {self._value(name, value, definitions, strict=strict)}"
+            tag = _quoted(f"<parameter={key}>\n")
+            element = f"{tag} {self._value(f'value{index}_{number}', value, shared, strict=strict)}"
             written.append(element if key in required else f"({element})?")
         return " ".join(written)
 
-    def _value(self, name: str, schema: Any, definitions: dict[str, Any], *, strict: bool) -> str:
-        """A value and the end of its element. Text is written as it is, other values as JSON."""
-        end, forms = _VALUE_END, _branches(inlined(schema, definitions))
+    def _value(self, name: str, schema: Any, shared: dict[str, Any], *, strict: bool) -> str:
+        """A value and the end of its element. Text is written as it is, other values as JSON.
+
+        The format of a text is a note unless the function is strict.
+        """
+        end, forms = _VALUE_END, _branches(inlined(schema, shared))
         if not any(form.get("type", "string") == "string" for form in forms):
-            schema = (schema if isinstance(schema, dict) else {}) | definitions
-            return f"{self._json(name, schema, strict=strict)} {_quoted(end)}"
+            return f"{self._json(name, (schema if isinstance(schema, dict) else {}) | shared)} {_quoted(end)}"
+        if all(texts := [_texts(form) for form in forms]):
+            choices = dict.fromkeys(text for some in texts for text in some)
+            return f"{self._rule(name, ' | '.join(map(_quoted, choices)))} {_quoted(end)}"
         for form in forms:
-            choices = form.get("enum", [form["const"]] if "const" in form else None)
-            if choices and len(forms) == 1 and all(isinstance(one, str) for one in choices):
-                return f"{self._rule(name, ' | '.join(map(_quoted, choices)))} {_quoted(end)}"
-            if odd := form.keys() - _NOTES - {"type"}:
+            if odd := form.keys() - STRUCTURE - ({"type"} if strict else {"type", "format"}):
                 raise ValueError(f"the format {self._format.name} cannot follow {sorted(odd)[0]} beside text")
         return self._text_until(name, end)
 
@@ -187,6 +193,16 @@ def _branches(schema: Any) -> list[dict[str, Any]]:
         if key in schema:
             return [form for one in schema[key] for form in _branches(one)]
     return [schema]
+
+
+def _texts(form: dict[str, Any]) -> list[str]:
+    """The texts of a form of few values; none of a form of many, or of one that text cannot tell apart."""
+    values = form.get("enum", [form["const"]] if "const" in form else [])
+    if form.get("type") == "null":
+        return ["null"]
+    if form.get("type") == "string":
+        return [one for one in values if isinstance(one, str)]
+    return values if isinstance(values, list) and all(isinstance(one, str) for one in values) else []
 
 
 def _nested(grammar: str) -> str:

@@ -58,7 +58,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`: one form of the answer. JSON is written without blanks between tokens."""
+    """vLLM's `structured_outputs`: one form of the answer. JSON may have one blank behind each comma and colon."""
 
     json: str | dict[str, Any] | None = None  # a JSON schema, or its text
     json_object: bool | None = None
@@ -68,7 +68,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     structural_tag: str | dict[str, Any] | None = None  # refused
     whitespace_pattern: str | None = None  # refused
     disable_additional_properties: bool | None = None  # true is refused
-    disable_any_whitespace: bool | None = None  # true in any case
+    disable_any_whitespace: bool | None = None  # JSON without that blank
     disable_fallback: bool | None = None  # there is one library
 
 

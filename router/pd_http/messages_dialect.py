@@ -248,7 +248,7 @@ def _output(config: OutputConfig | None) -> dict[str, Any]:
         return {}
     form = None
     if config.format is not None:
-        form = {"type": "json_schema", "json_schema": {"schema": config.format.schema, "strict": True}}
+        form = {"type": "json_schema", "json_schema": {"schema": config.format.schema}}
     return {"reasoning_effort": "xhigh" if config.effort == "max" else config.effort, "response_format": form}
 
 

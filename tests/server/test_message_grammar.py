@@ -193,6 +193,9 @@ def test_content_of_a_form_or_calls(model: Model) -> None:
         return
     for content, right, wrong in (
         (("json_object", "true"), '{"x":1}', "text"),
+        (("json_object", "true"), '{"x": [1, 2]}', '{"x":  1}'),
+        (("json", '{"type": "object", "format": "x"}'), '{"x": [1, {"y": 2}]}', '{ "x":1}'),
+        (("json", '{"type": "object", "x-guidance": {"whitespace_flexible": true}}'), '{ "x" : 1 }', "[]"),
         (("regex", "ab+"), "abb", "a"),
         (("grammar", 'start: "yes" | "no"'), "yes", "maybe"),
     ):
@@ -202,6 +205,58 @@ def test_content_of_a_form_or_calls(model: Model) -> None:
         if model.format.reasoning_start:
             thought = f"{model.format.reasoning_start}hm{model.format.reasoning_end}"
             assert model.allows(grammar, thought + start + right), content
+
+
+def a_call(one: ToolFormat, name: str, arguments: str) -> str:
+    """The text of a call; of XML: with the arguments as one parameter."""
+    if one.arguments == "xml":
+        arguments = f"<parameter=a>\n{arguments}\n</parameter>\n"
+    return f"{one.begin}{one.head}{name}{one.middle}{arguments}{one.tail}{one.end}"
+
+
+def test_one_blank_or_none_in_arguments(model: Model) -> None:
+    """In what a schema leaves free, too. The client's own `x-guidance` comes before this."""
+    wrong = ('{"b":  1}', '{ "b": 1}', '{"b" : 1}', '{"b": 1 }', '{"b": [1 , 2]}', '{"b": {"c":  1}}', '{"b":\n1}')
+    free = {"type": "object", "properties": {"b": {}}}
+    for strict in ([], ["f"]):
+        for schema in (free, {"type": "object"}):
+            if model.format.arguments == "xml":
+                schema = {"type": "object", "properties": {"a": schema}}
+            grammar = model.write(functions=[("f", schema)], required=True, strict=strict)
+            for arguments in ('{"b": [1, 2], "c": {"d": []}}', '{"b":[1,2],"c":{"d":[]}}'):
+                assert model.allows(grammar, a_call(model.format, "f", arguments))
+            assert [one for one in wrong if model.allows(grammar, a_call(model.format, "f", one))] == []
+            theirs = schema | {"x-guidance": {"whitespace_flexible": True}}
+            grammar = model.write(functions=[("f", theirs)], required=True, strict=strict)
+            assert [one for one in wrong if not model.allows(grammar, a_call(model.format, "f", one))] == []
+
+
+NOTED = {
+    "$schema": "http://json-schema.org/schema#", "title": "F", "type": "object", "x-mcp": True, "uniqueItems": True,
+    "properties": {
+        "a": {"type": "string", "format": "uuid4", "minLength": 0, "pattern": "", "maximum": 3, "deprecated": True},
+        "b": {"anyOf": [{"$ref": "#/$defs/text"}, {"type": "null", "title": "none"}], "nullable": True},
+        "c": {"type": "integer", "format": "int32", "maximum": 9, "x-order": 1},
+    },
+    "required": ["a", "b", "c"], "additionalProperties": False, "propertyNames": {"type": "string"},
+    "$defs": {"text": {"type": "string", "contentEncoding": "base64", "example": "x", "maxLength": None}},
+}  # fmt: skip
+
+
+def test_notes_of_a_tool_s_schema_are_no_reason_to_refuse_it(model: Model) -> None:
+    arguments, wrong = '{"a": "", "b": null, "c": 9}', '{"a": "", "b": null, "c": 10}'
+    if model.format.arguments == "xml":
+        arguments = "1\n</parameter>\n<parameter=b>\nx\n</parameter>\n<parameter=c>\n9"
+        wrong = arguments.replace("9", "10")
+    grammar = model.write(functions=[("f", NOTED)], required=True)
+    assert model.allows(grammar, a_call(model.format, "f", arguments))
+    assert not model.allows(grammar, a_call(model.format, "f", wrong))
+    kept = json.loads(json.dumps(NOTED).replace("uuid4", "uuid"))
+    kept["properties"]["a"].pop("pattern")
+    del kept["$defs"]["text"]["maxLength"]
+    for schema, why in ((NOTED, "uuid4|format"), (kept | {"dependentRequired": {"a": ["d"]}}, "dependentRequired")):
+        with pytest.raises((ValueError, AssertionError), match=why):
+            model.state(model.write(functions=[("f", schema)], required=True, strict=["f"]))
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral", "deepseek_v3", "llama3_json"])
@@ -223,6 +278,9 @@ def test_markers_of_a_tokenizer_that_lacks_them(name: str, tmp_path: Path) -> No
     [
         ({"properties": {"a": {"type": "string", "pattern": "x+"}}}, "cannot follow pattern beside text"),
         ({"anyOf": [{"required": ["a"]}]}, "cannot follow anyOf of a tool's parameters"),
+        ({"minProperties": 1}, "cannot follow minProperties of a tool's parameters"),
+        ({"additionalProperties": {"type": "integer"}}, "cannot follow additionalProperties of a tool's parameters"),
+        ({"properties": {"a": {"enum": ["x", 1]}}}, "cannot follow enum beside text"),
         ({"properties": {"a>": {"type": "string"}}}, "cannot write the parameter 'a>'"),
     ],
 )
@@ -230,6 +288,22 @@ def test_xml_refuses_what_it_cannot_hold_to(schema: dict[str, Any], why: str, tm
     model = Model(FORMATS["qwen3_coder"], tmp_path)
     with pytest.raises(ValueError, match=why):
         model.write(functions=[("f", schema)], required=True)
+
+
+def test_xml_of_few_values(tmp_path: Path) -> None:
+    """As Pydantic writes an optional enumeration."""
+    model = Model(FORMATS["qwen3_coder"], tmp_path)
+    some = {"enum": ["x", "y"], "type": "string", "title": "E"}
+    for schema in (
+        {"anyOf": [{"$ref": "#/$defs/e"}, {"type": "null"}], "default": None},
+        {"type": ["string", "null"], "enum": ["x", "y", None]},
+    ):
+        parameters = {"properties": {"a": schema}, "required": ["a"], "$defs": {"e": some}}
+        grammar = model.write(functions=[("f", parameters)], required=True)
+        for text, allowed in (("x", True), ("null", True), ("z", False), ("", False)):
+            assert model.allows(grammar, a_call(model.format, "f", text)) is allowed
+    (parsed,) = model.parse(model.encode(a_call(model.format, "f", "null")), {"f": parameters})[2]
+    assert json.loads(parsed.arguments) == {"a": None}
 
 
 def test_xml_of_a_tool_that_names_no_parameters_takes_any(tmp_path: Path) -> None:

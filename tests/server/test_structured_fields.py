@@ -44,6 +44,9 @@ MANY_WORDS = {
     "pattern": "^(\\S+\\s+){0,99}\\S+$",
 }  # takes 1.2 s a mask
 OBJECT = '{"b":1,"a":"x"}'
+SPACED = '{"b": 1, "a": "x"}'
+SPREAD = ['{"b":  1,"a":"x"}', '{ "b":1,"a":"x"}', '{"b" :1,"a":"x"}', '{"b":1 ,"a":"x"}', '{"b":1,"a":"x" }']
+ODD = {"type": "string", "format": "uuid4", "deprecated": True, "minimum": 3}  # it binds nothing but the type
 
 
 def chat_format(**members: Any) -> dict[str, Any]:
@@ -52,14 +55,20 @@ def chat_format(**members: Any) -> dict[str, Any]:
 
 # a field of a request, answers that it allows, answers that it does not
 FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
-    ({"response_format": {"type": "json_object"}}, ["{}", '{"x":[1,"y"]}'], ["[]", "1", "{", "{ }"]),
-    (chat_format(schema=SCHEMA), [OBJECT], ["{}", '{"a":"x","b":1}', '{"b": 1,"a":"x"}']),
+    ({"response_format": {"type": "json_object"}}, ["{}", '{"x":[1,"y"]}', '{"x": [1, "y"]}'], ["[]", "1", "{", "{ }"]),
+    (chat_format(schema=SCHEMA), [OBJECT, SPACED, '{"b": 1,"a":"x"}'], ["{}", '{"a":"x","b":1}', *SPREAD]),
     (chat_format(schema=SCHEMA, strict=True), [OBJECT], ["{}"]),
     (chat_format(schema=ONE_OF, strict=False), ['"abcd"', "1"], ['"']),
     (chat_format(), ["{}"], ["1"]),
     ({"structured_outputs": {"json": SCHEMA}}, [OBJECT], ["{}"]),
     ({"structured_outputs": {"json": json.dumps(SCHEMA), "disable_fallback": False}}, [OBJECT], ["{}"]),
-    ({"structured_outputs": {"json_object": True}}, ["{}"], ["1"]),
+    ({"structured_outputs": {"json_object": True}}, ["{}", '{"a": [1, {}]}'], ["1", '{"a":  1}']),
+    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, [OBJECT], [SPACED]),
+    ({"structured_outputs": {"json_object": True, "disable_any_whitespace": True}}, ['{"a":1}'], ['{"a": 1}']),
+    (chat_format(schema=ODD), ['"x"'], ["1"]),
+    ({"structured_outputs": {"json": ODD}}, ['"x"'], ["1"]),
+    ({"guided_json": ODD}, ['"x"'], ["1"]),
+    ({"json_schema": json.dumps(ODD)}, ['"x"'], ["1"]),
     ({"structured_outputs": {"regex": "a+b?"}}, ["a", "aab"], ["b", "ac"]),
     ({"structured_outputs": {"choice": ["yes", 'n"\\o\n', "日本"]}}, ["yes", 'n"\\o\n', "日本"], ["no", "yesyes"]),
     ({"guided_choice": ["\x00\x1f\x7f\x80\u2028"]}, ["\x00\x1f\x7f\x80\u2028"], ["\x7f"]),
@@ -92,6 +101,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (chat_format(schema=5), "response_format", "Expected"),
     (chat_format(schema={"type": "no such type"}), "response_format", "no such type"),
     (chat_format(schema=ONE_OF, strict=True), "response_format", "oneOf"),
+    (chat_format(schema={"type": "string", "format": "uuid4"}, strict=True), "response_format", "uuid4"),
+    (chat_format(schema={"x-guidance": {"misspelt": 1}}), "response_format", "unknown field `misspelt`"),
+    (chat_format(schema={"x-guidance": "no object"}), "response_format", "x-guidance must be an object"),
+    ({"guided_json": {"x-guidance": {"whitespace_flexible": 1}}}, "guided_json", "invalid type"),
+    ({"guided_json": {"x-guidance": {"item_separator": "("}}}, "guided_json", "regex parse error"),
     (chat_format(schema={"type": "array", "uniqueItems": True}), "response_format", "uniqueItems"),
     (chat_format(schema={"type": "string", "pattern": "^a$", "minLength": 3}), "response_format", "Unsatisfiable"),
     (chat_format(schema={"$ref": "http://localhost/schema"}), "response_format", "not present in a registry"),
@@ -102,6 +116,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a", "misspelt": 1}}, "structured_outputs", "misspelt"),
     ({"structural_tag": "x"}, "structural_tag", "use structured_outputs"),
     ({"guided_json": "{"}, "guided_json", "EOF while parsing"),
+    ({"guided_json": '{"items":' * 5000}, "guided_json", "nested more than 128 levels deep"),
+    ({"guided_json": '{"items":' * 140 + "{}" + "}" * 140}, "guided_json", "nested more than 128 levels deep"),
     ({"guided_json": "5"}, "guided_json", "object"),
     ({"guided_json": 5}, "guided_json", "Expected"),
     ({"guided_regex": "("}, "guided_regex", "invalid regex"),
@@ -146,6 +162,23 @@ async def test_every_form_becomes_a_grammar(path: str) -> None:
         for wanted in FREE:
             assert (await ask(node, wanted, path))[0] == 200
             assert node.engine.requests[-1].sampling.grammar == ""
+
+
+async def test_other_apis_take_a_schema_as_not_strict_unless_they_say_so() -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "object", "properties": {"a": ODD}}}
+    output = {"format": {"type": "json_schema", "schema": form["schema"]}}
+    asked: tuple[tuple[str, dict[str, Any], int], ...] = (
+        ("messages", {"messages": HI, "max_tokens": 9, "output_config": output}, 200),
+        ("responses", {"input": "hi", "text": {"format": form}}, 200),
+        ("responses", {"input": "hi", "text": {"format": form | {"strict": True}}}, 400),
+    )
+    async with running(FakeEngine(says([5]))) as node:
+        for path, body, expected in asked:
+            async with node.session.post(f"{node.url}/v1/{path}", json=body) as answer:
+                said = await answer.text()
+            assert answer.status == expected, said
+            assert ("Unknown format: uuid4" in said) is (expected == 400)
+        assert [allows(one.sampling.grammar, '{"a": "x"}') for one in node.engine.requests] == [True, True]
 
 
 async def test_what_cannot_be_held_to_is_a_400_that_names_it() -> None:
