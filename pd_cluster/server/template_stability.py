@@ -62,7 +62,7 @@ _AFTER = (
     (_RESULT, _ANSWER),
     (_USER, _CALL, _RESULT, _ANSWER, _USER),
 )
-_TOOL = {
+PROBE_TOOL = {
     "type": "function",
     "function": {"name": "tq", "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
@@ -102,7 +102,7 @@ class TemplateStability:
         if self._has_time or len(said) > MAX_OPTION_BYTES:
             return []
         deciders: list[Decider] = []
-        tools = [_TOOL] if has_tools else None
+        tools = [PROBE_TOOL] if has_tools else None
         for index, message in enumerate(messages):
             match self._decision(message, tools, options, said):
                 case DecidedBy.ITSELF:
