@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
     Message = dict[str, Any]
 
-PROBE_S = 1.0  # for all that is found out about the templates of a model; the rest counts as taken as it is
+# Seconds of the CPU for all that is found out about a model's templates, 0.03 to 0.15 for those of trl and of Mistral.
+# What is not found out by then counts as taken as it is
+PROBE_S = 1.0
 TOOL_USE = "tool_use"  # the name of the template that transformers takes for requests with tools
 _QUERY, _DOCUMENT = (re.compile(f"""['"]{role}['"]""") for role in ("query", "document"))
 _NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
@@ -34,7 +36,7 @@ _Variant = tuple[bool, bool | None]  # with tools; thinking as `_SWITCHES` say
 class ChatTemplate:
     """The chat templates of a Hugging Face tokenizer. They are programs. Use it from one thread."""
 
-    def __init__(self, tokenizer: Any, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tokenizer: Any, clock: Callable[[], float] = time.thread_time) -> None:
         self._tokenizer = tokenizer
         self._clock = clock
         self._probe_s = PROBE_S  # left

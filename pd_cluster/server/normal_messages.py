@@ -63,9 +63,9 @@ def _part_text(part: Any, place: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise InvalidRequest(
-            f"{place}: a part of type {kind!r:.40}: this model takes text only, in parts of type text",
+            f"{place}: a part of type {str(kind):.40} cannot be read: this model takes text only",
             "messages",
             "unsupported_value",
         )

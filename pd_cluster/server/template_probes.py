@@ -63,6 +63,7 @@ def find_traits(
     probes.find_developer()
     probes.find_calls()
     probes.find_joints()
+    probes.find_answers()
     return probes.traits
 
 
@@ -86,7 +87,7 @@ class _Probes:
     def find_developer(self) -> None:
         """A template that writes developers as it writes a role that does not exist knows none."""
         known, unknown = (
-            self._written(adapt(_conversation([role, "user"]), self.traits)) for role in ("developer", "Zqrole")
+            self._written(_conversation([role, "user"])) for role in ("developer", "Zqrole")
         )
         is_known = "Zq0m" in (known or "")
         if known and unknown:
@@ -101,13 +102,35 @@ class _Probes:
                 break
             quality = self._quality(form, talk)
             best, traits = (quality, form) if quality > best else (best, traits)
+        if not best and not self._has_time():
+            return
         if not best:
             forms = _with_results(replace(self.traits, calls_as_text=True))
             self.traits = next((form for form in forms if self._marks_kept(form, talk)), self.traits)
             return
         self.traits = traits
+
+    def find_joints(self) -> None:
+        kinds = [kind for kind in _TAILS if kind != "developer" or self.traits.has_developer]
+        if self.traits.calls_as_text:
+            kinds.remove("call")
+        if self.traits.results is ResultForm.TEXT:
+            kinds.remove("tool")
+        is_free = self.keeps([*_walk(kinds), "user"], in_order=True)
+        befores = [START] if is_free else [START, *kinds]
+        # What becomes a user message needs to know what stands before one
+        afters = sorted(kinds, key=("user", "assistant", "call", "tool", *_SYSTEMS).index)
+        pairs = [*_USUAL, *((before, after) for after in afters for before in befores), *((one, END) for one in kinds)]
+        for before, after in dict.fromkeys(pairs):
+            if self._has_time() and before in (START, *kinds) and after in (*kinds, END):
+                self._find_joint(before, after)
+
+    def find_answers(self) -> None:
+        """What an answer with calls may have: arguments that are no JSON, text, reasoning, several calls."""
+        if self.traits.calls_as_text:
+            return
         cut = _conversation(["user", "call", "tool", *_USER_TURN], arguments=_CUT)
-        written = self._written(adapt(cut, self.traits))
+        written = self._written(cut)
         self.traits = replace(self.traits, takes_text=written is not None and _CUT in written)
         turn = ["user", "call", "tool", "assistant"]
         beside = _conversation([*turn, *turn, "user"], text="text")
@@ -118,25 +141,12 @@ class _Probes:
                 other = replace(self.traits, **{name: False})
                 self.traits = other if self._marks_kept(other, conversation) else self.traits
 
-    def find_joints(self) -> None:
-        kinds = [kind for kind in _TAILS if kind != "developer" or self.traits.has_developer]
-        if self.traits.calls_as_text:
-            kinds.remove("call")
-        if self.traits.results is ResultForm.TEXT:
-            kinds.remove("tool")
-        is_free = self.keeps([*_walk(kinds), "user"], in_order=True)
-        befores = [START] if is_free else [START, *kinds]
-        pairs = [*_USUAL, *itertools.product(befores, kinds), *((kind, END) for kind in kinds)]
-        for before, after in dict.fromkeys(pairs):
-            if self._has_time() and before in (START, *kinds) and after in (*kinds, END):
-                self._find_joint(before, after)
-
     def keeps(self, roles: Sequence[str], *, in_order: bool = False) -> bool:
         """Whether all marks of a conversation of these kinds are in the prompt."""
         return self._marks_kept(self.traits, _conversation(roles), in_order=in_order)
 
     def _find_joint(self, before: str, after: str) -> None:
-        # Where a template has the first system message is its affair. One further on stays where it is
+        # Where a template writes the first system message is its affair. One further on stays where it is
         in_order = after in _SYSTEMS and before not in (START, *_SYSTEMS)
         talks = [_conversation(roles) for roles in self._talks(before, after, in_order=in_order)]
 
@@ -153,7 +163,9 @@ class _Probes:
             if keeps(traits):
                 self.traits = traits
                 return
-        if after != END and all(self._written(adapt(talk, taken)) is not None for talk in talks):
+        written = None if after == END else self._written(talks[0])
+        own = f"Zq{len(talks[0]) - len(_TAILS.get(after, ())) - 1}"
+        if written is not None and own not in written:
             self.traits = replace(taken, joints={**taken.joints, (before, after): Joint.REFUSED})
 
     def _talks(self, before: str, after: str, *, in_order: bool) -> Iterator[list[str]]:
@@ -179,21 +191,22 @@ class _Probes:
 
     def _quality(self, form: TemplateTraits, conversation: Sequence[Message]) -> int:
         """1: arguments are quoted once more, or Python's; 0: something is missing."""
-        written = self._written(adapt(conversation, form))
+        written = self._written(conversation, form)
         if written is None or not all(mark in written for mark in _marks(conversation)):
             return 0
         return 1 if f'\\"{_KEY}' in written or f"'{_KEY}'" in written else _AS_MODELS_WRITE
 
     def _marks_kept(self, traits: TemplateTraits, messages: Sequence[Message], *, in_order: bool = False) -> bool:
-        written = self._written(adapt(messages, traits))
+        written = self._written(messages, traits)
         if written is None:
             return False
         places = [written.find(mark) for mark in _marks(messages)]
-        return -1 not in places and (not in_order or places == sorted(places))
+        followers = places[1:] if messages[0]["role"] in _SYSTEMS else places  # the first may stand anywhere
+        return -1 not in places and (not in_order or followers == sorted(followers))
 
-    def _written(self, messages: Sequence[Message]) -> str | None:
+    def _written(self, messages: Sequence[Message], traits: TemplateTraits | None = None) -> str | None:
         try:
-            return self._render(messages)
+            return self._render(adapt(messages, traits or self.traits))
         except Exception:  # templates are programs: a refusal is an answer
             return None
 
