@@ -65,7 +65,7 @@ def _part_text(part: Any, place: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise InvalidRequest(
-            f"{place}: a part of type {str(kind):.40} cannot be read: this model takes text only",
+            f"{place}: a part of type {kind!s:.40} cannot be read: this model takes text only",
             "messages",
             "unsupported_value",
         )

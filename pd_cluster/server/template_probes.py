@@ -86,9 +86,7 @@ class _Probes:
 
     def find_developer(self) -> None:
         """A template that writes developers as it writes a role that does not exist knows none."""
-        known, unknown = (
-            self._written(_conversation([role, "user"])) for role in ("developer", "Zqrole")
-        )
+        known, unknown = (self._written(_conversation([role, "user"])) for role in ("developer", "Zqrole"))
         is_known = "Zq0m" in (known or "")
         if known and unknown:
             is_known = is_known and unknown.lower().replace("zqrole", "developer") != known.lower()
@@ -122,12 +120,14 @@ class _Probes:
         afters = sorted(kinds, key=("user", "assistant", "call", "tool", *_SYSTEMS).index)
         pairs = [*_USUAL, *((before, after) for after in afters for before in befores), *((one, END) for one in kinds)]
         for before, after in dict.fromkeys(pairs):
-            if self._has_time() and before in (START, *kinds) and after in (*kinds, END):
+            if not self._has_time():
+                return
+            if before in (START, *kinds) and after in (*kinds, END):
                 self._find_joint(before, after)
 
     def find_answers(self) -> None:
         """What an answer with calls may have: arguments that are no JSON, text, reasoning, several calls."""
-        if self.traits.calls_as_text:
+        if self.traits.calls_as_text or not self._has_time():
             return
         cut = _conversation(["user", "call", "tool", *_USER_TURN], arguments=_CUT)
         written = self._written(cut)
@@ -136,10 +136,13 @@ class _Probes:
         beside = _conversation([*turn, *turn, "user"], text="text")
         beside[1]["reasoning_content"] = "a"
         several = _conversation(["user", "call", "tool", "tool", *_USER_TURN], num_calls=2)
-        for name, conversation in (("text_beside_calls", beside), ("parallel_calls", several)):
-            if not self._marks_kept(self.traits, conversation):
-                other = replace(self.traits, **{name: False})
-                self.traits = other if self._marks_kept(other, conversation) else self.traits
+        self._prefer(replace(self.traits, text_beside_calls=False), beside)
+        self._prefer(replace(self.traits, parallel_calls=False), several)
+
+    def _prefer(self, other: TemplateTraits, conversation: Sequence[Message]) -> None:
+        """Take other traits if they alone keep what is said."""
+        if not self._marks_kept(self.traits, conversation) and self._marks_kept(other, conversation):
+            self.traits = other
 
     def keeps(self, roles: Sequence[str], *, in_order: bool = False) -> bool:
         """Whether all marks of a conversation of these kinds are in the prompt."""
@@ -244,9 +247,7 @@ def _with_results(form: TemplateTraits) -> Iterator[TemplateTraits]:
         yield replace(form, results=results)
 
 
-def _conversation(
-    roles: Sequence[str], *, arguments: Any = None, text: str = "", num_calls: int = 1
-) -> list[Message]:
+def _conversation(roles: Sequence[str], *, arguments: Any = None, text: str = "", num_calls: int = 1) -> list[Message]:
     """Messages of these kinds, each with a mark. `text`: beside calls."""
     messages: list[Message] = []
     results = itertools.cycle(_IDS[:num_calls])

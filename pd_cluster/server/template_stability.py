@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Render = Callable[[Sequence[Message], "list[Message] | None", "dict[str, Any]"], str]
 
 MAX_KINDS = 256  # remembered; clients choose keys and options
-# Kinds tried at once, and seconds until one more may be: each takes 90 renderings, 20 to 60 ms of the one thread
+# Kinds tried at once, and seconds until one more may be: each takes 108 renderings, 20 to 80 ms of the one thread
 # that tokenizes. A client may send ever new kinds; those that are not tried are decided by nothing until they are.
 MAX_TRIES, TRY_EVERY_S = 48, 2.0
 MAX_OPTION_BYTES = 256
@@ -58,6 +58,7 @@ _BEFORE = (
     (_USER, _CALL, _RESULT),
 )
 _SYSTEM = {"role": "system", "content": "sq"}
+_DEVELOPER = {"role": "developer", "content": "dq"}
 _AFTER = (
     (),
     (_USER,),
@@ -66,13 +67,17 @@ _AFTER = (
     (_USER, _ANSWER, _USER),
     (_RESULT, _ANSWER),
     (_RESULT, _OTHER_RESULT, _ANSWER, _USER),
+    (_SYSTEM,),
     (_SYSTEM, _USER),
     (_SYSTEM, _ANSWER, _USER),
-    (_SYSTEM | {"role": "developer"}, _USER),
-    (_SYSTEM | {"role": "developer"}, _ANSWER, _USER),
+    (_DEVELOPER,),
+    (_DEVELOPER, _USER),
     (_CALL, _RESULT),
     (_CALL, _RESULT, _ANSWER, _USER),
     (_USER, _CALL, _RESULT, _ANSWER, _USER),
+    (_USER, _SYSTEM, _USER),
+    (_ANSWER, _SYSTEM, _USER),
+    (_RESULT, _SYSTEM, _USER),
 )
 _ROLES_OF_ANSWERS = ("assistant", "tool")
 PROBE_TOOL = {
@@ -148,8 +153,8 @@ class TemplateStability:
             return {}
         keys = frozenset(key for key, value in message.items() if value is not None)
         num_calls = min(2, len(message.get("tool_calls") or ()))
-        has_text = bool((message.get("content") or "").strip())
-        kind = (message.get("role"), keys, has_text, num_calls, bool(tools), said)
+        text = message.get("content") or ""
+        kind = (message.get("role"), keys, bool(text.strip()), text != text.strip(), num_calls, bool(tools), said)
         if kind not in self._kinds:
             if not self._may_try():
                 return {}
@@ -176,7 +181,7 @@ class TemplateStability:
         for before in _BEFORE:
             texts = [(self._written((*before, marked[0], *after), tools, options), after) for after in _AFTER]
             tried.append([(text, after) for text, after in texts if text])
-        roles = {after[0]["role"] if after else None for after in _AFTER}
+        roles = {str(after[0]["role"]) if after else None for after in _AFTER}
         return {role: _least(tried, role, *marked[1:]) for role in roles}
 
     def _written(self, messages: Sequence[Message], tools: list[Message] | None, options: dict[str, Any]) -> str:
@@ -222,9 +227,10 @@ def _alike(decision: DecidedBy, role: str | None, written: Sequence[_Written]) -
 def _marked(message: Message) -> tuple[Message, str, list[str]]:
     """A message of this kind, the mark in place of its content ("": it has none), and those of its other texts."""
     marked, others = dict(message), []
-    content = _MARK % 0 if (message.get("content") or "").strip() else ""
-    if content:
-        marked["content"] = content
+    text = message.get("content") or ""
+    content = _MARK % 0 if text.strip() else ""
+    if content:  # some templates trim it when another message follows
+        marked["content"] = content if text == text.strip() else f" \n{content}\n "
     for key, value in message.items():
         if key == "tool_calls" and value:
             marked[key] = [
