@@ -1,11 +1,10 @@
-"""/v1/chat/completions: checks and normal form of messages, and the shape of answers."""
+"""/v1/chat/completions: checks, and the shape of answers."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import orjson
 
 from pd_cluster.errors import InvalidRequest
@@ -14,7 +13,6 @@ from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS
 from pd_cluster.server.answer_extras import NO_EXTRAS, AnswerExtras, more_fields
 from pd_cluster.server.logprobs import chat_logprobs
 from pd_cluster.server.output_parser import Reasoning, ToolCall
-from pd_cluster.server.schema import NOT_JSON
 from pd_http.sse import SSE_DONE
 
 if TYPE_CHECKING:
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
     from pd_cluster.server.detokenizer import Vocabulary
     from pd_cluster.server.output_parser import Part
     from pd_cluster.server.schema import ChatBody, TokenizeBody
-
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def chat_num_logprobs(body: ChatBody) -> int | None:
@@ -49,85 +45,6 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     if body.continue_final_message:
         return options | {"add_generation_prompt": False, "continue_final_message": True}
     return options | {"add_generation_prompt": add}
-
-
-def normal_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages in the form that chat templates expect: text as one string, tool arguments as objects.
-
-    Raises InvalidRequest that names the wrong place.
-    """
-    if not messages:
-        raise InvalidRequest("messages must not be empty: at least one message is required", "messages")
-    return [_normal_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _normal_message(message: dict[str, Any], place: str) -> dict[str, Any]:
-    role = message.get("role")
-    if role not in _ROLES:
-        raise InvalidRequest(f"{place}.role must be one of {', '.join(_ROLES)}", "messages")
-    message = _without_functions(message, place)
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(_part_text(part, f"{place}.content[{i}]") for i, part in enumerate(content))
-    elif content is not None and not isinstance(content, str):
-        raise InvalidRequest(f"{place}.content must be a string or a list of parts", "messages")
-    calls = message.get("tool_calls")
-    if content is None and not calls:
-        if role != "assistant":
-            raise InvalidRequest(f"{place}.content is required", "messages")
-        content = ""
-    normal = message | {"content": content}
-    if calls:
-        normal["tool_calls"] = _normal_calls(calls, f"{place}.tool_calls")
-    return normal
-
-
-def _without_functions(message: dict[str, Any], place: str) -> dict[str, Any]:
-    """OpenAI's older form of a call and of its result in the newer form, the only one that chat templates read."""
-    if message["role"] == "function":
-        if not isinstance(message.get("name"), str):
-            raise InvalidRequest(f"{place}.name must be the name of the function", "messages")
-        return message | {"role": "tool"}
-    if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
-        raise InvalidRequest(f"{place}.tool_call_id must be the id of a call", "messages")
-    if message.get("function_call") is not None and not message.get("tool_calls"):
-        message = message | {"tool_calls": [{"function": message["function_call"]}]}
-    return message
-
-
-def _part_text(part: Any, place: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "refusal"):
-        raise InvalidRequest(f"{place}: only parts of type text are supported", "messages", "unsupported_value")
-    text = part.get(kind)
-    if not isinstance(text, str):
-        raise InvalidRequest(f"{place}.{kind} must be a string", "messages")
-    return text
-
-
-def _normal_calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    """The tool calls with their arguments, which clients send as JSON text, as objects, which templates expect."""
-    if not isinstance(calls, list):
-        raise InvalidRequest(f"{place} must be a list of function calls", "messages")
-    return [_normal_call(call, f"{place}[{i}]") for i, call in enumerate(calls)]
-
-
-def _normal_call(call: Any, place: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        raise InvalidRequest(f"{place} must be a function call", "messages")
-    if not isinstance(function.get("name"), str):
-        raise InvalidRequest(f"{place}.function.name must be a string", "messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
-        except NOT_JSON as error:
-            raise InvalidRequest(f"{place}.function.arguments is not valid JSON", "messages") from error
-    if not isinstance(arguments, dict | None):
-        raise InvalidRequest(f"{place}.function.arguments must be a JSON object", "messages")
-    normal: dict[str, Any] = function | {"arguments": arguments or {}}
-    return {"type": "function", **call, "function": normal}
 
 
 class ChatShape:

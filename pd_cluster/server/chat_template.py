@@ -1,31 +1,47 @@
-"""A model's chat template: conversations as the text of a prompt."""
+"""A model's chat templates: conversations as the text of a prompt."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
-from pd_cluster.server.template_stability import TemplateStability
+from pd_cluster.server.message_adapter import adapt
+from pd_cluster.server.template_probes import find_traits
+from pd_cluster.server.template_stability import PROBE_TOOL, TemplateStability
+from pd_cluster.server.template_traits import TemplateTraits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from pd_cluster.server.template_stability import Decider
 
+    Message = dict[str, Any]
+
+# Seconds of the CPU for all that is found out about a model's templates, 0.03 to 0.15 for those of trl and of Mistral.
+# What is not found out by then counts as taken as it is
+PROBE_S = 1.0
+TOOL_USE = "tool_use"  # the name of the template that transformers takes for requests with tools
 _QUERY, _DOCUMENT = (re.compile(f"""['"]{role}['"]""") for role in ("query", "document"))
 _NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_SWITCHES = ("enable_thinking", "thinking")  # arguments that change what templates take, as far as any is known to
+_Variant = tuple[bool, bool | None]  # with tools; thinking as `_SWITCHES` say
 
 
 class ChatTemplate:
-    """The chat template of a Hugging Face tokenizer. It is a program. Use it from one thread."""
+    """The chat templates of a Hugging Face tokenizer. They are programs. Use it from one thread."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, clock: Callable[[], float] = time.thread_time) -> None:
         self._tokenizer = tokenizer
-        self._stability = TemplateStability(str(tokenizer.chat_template or ""), self.render)
+        self._clock = clock
+        self._probe_s = PROBE_S  # left
+        self._traits: dict[_Variant, TemplateTraits] = {}
+        self._stability = TemplateStability("\n".join(self.texts), self.render)
 
     @property
     def exists(self) -> bool:
@@ -33,9 +49,15 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """The default one; "" for none."""
-        template = self._tokenizer.chat_template or ""
-        return template if isinstance(template, str) else str(template.get("default", ""))
+        """The one for requests without tools; "" for none."""
+        return self._chosen(None)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All of the model's, first the one for requests with tools."""
+        given = self._tokenizer.chat_template or {}
+        named = {} if isinstance(given, str) else given
+        return tuple(dict.fromkeys(filter(None, (self._chosen([PROBE_TOOL]), self.text, *named.values()))))
 
     @property
     def asks_about_documents(self) -> bool:
@@ -44,24 +66,37 @@ class ChatTemplate:
 
     @property
     def writes_date(self) -> bool:
-        """Whether the chat template may write the day's date, so that a prompt has other tokens on another day."""
-        return "strftime_now" in str(self._tokenizer.chat_template or "")
+        """Whether a chat template may write the day's date, so that a prompt has other tokens on another day."""
+        return any("strftime_now" in text for text in self.texts)
 
     def render(
         self,
-        messages: Sequence[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
+        messages: Sequence[Message],
+        tools: list[Message] | None,
         options: dict[str, Any],
         at_s: float | None = None,
     ) -> str:
         """The prompt's text. `at_s`: Unix seconds for a template that writes the date; None: now. May raise."""
-        if at_s is not None and self.writes_date and isinstance(self._tokenizer.chat_template, str):
-            options = options | {"chat_template": _template_at(self.text, at_s)}
-        return str(self._tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, **options))
+        asks = self.asks_about_documents and any(one["role"] in ("query", "document") for one in messages)
+        fitting = messages if asks else adapt(messages, self.traits(options, has_tools=bool(tools)))
+        return self._written(fitting, tools, options, at_s)
 
-    def deciders(
-        self, messages: Sequence[dict[str, Any]], *, has_tools: bool, options: dict[str, Any]
-    ) -> list[Decider]:
+    def find_all_traits(self) -> TemplateTraits:
+        """Find out what all templates take before the first request. Returns what is found for requests with tools."""
+        if self.exists:
+            for thinks, has_tools in itertools.product((None, True, False), (False, True)):
+                self.traits({} if thinks is None else {_SWITCHES[0]: thinks}, has_tools=has_tools)
+        return self._traits.get((True, None), TemplateTraits())
+
+    def traits(self, options: dict[str, Any], *, has_tools: bool) -> TemplateTraits:
+        """What the template for these requests takes. Arguments other than the switches of thinking count as absent."""
+        thinks = next((bool(options[name]) for name in _SWITCHES if options.get(name) is not None), None)
+        variant = (has_tools, thinks if any(name in text for name in _SWITCHES for text in self.texts) else None)
+        if variant not in self._traits:
+            self._traits[variant] = self._found(*variant)
+        return self._traits[variant]
+
+    def deciders(self, messages: Sequence[Message], *, has_tools: bool, options: dict[str, Any]) -> list[Decider]:
         """See `TemplateStability.deciders`."""
         return self._stability.deciders(messages, has_tools=has_tools, options=options)
 
@@ -70,13 +105,53 @@ class ChatTemplate:
         messages = [{"role": "user", "content": "a"}]
         plain = options | {"add_generation_prompt": False, "continue_final_message": False}
         try:
-            before = self._tokenizer.apply_chat_template(messages, tokenize=False, **plain)
-            whole = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, **plain | {"add_generation_prompt": True}
-            )
+            before = self._written(messages, None, plain)
+            whole = self._written(messages, None, plain | {"add_generation_prompt": True})
         except Exception:  # templates are programs, which may raise anything
             return ""
-        return str(whole).removeprefix(str(before))
+        return whole.removeprefix(before)
+
+    def _found(self, has_tools: bool, thinks: bool | None) -> TemplateTraits:
+        begun_s = self._clock()
+        tools = [PROBE_TOOL] if has_tools else None
+        options = {"add_generation_prompt": True} | ({} if thinks is None else dict.fromkeys(_SWITCHES, thinks))
+        traits = find_traits(
+            lambda messages: self._written(messages, tools, options),
+            lambda: self._clock() - begun_s < self._probe_s,
+            None if thinks is None else self.traits({}, has_tools=has_tools),
+        )
+        self._probe_s -= self._clock() - begun_s
+        return traits
+
+    def _chosen(self, tools: list[Message] | None) -> str:
+        """As transformers chooses among named templates; the first where none is named `default`."""
+        given = self._tokenizer.chat_template or ""
+        if isinstance(given, str):
+            return given
+        name = TOOL_USE if tools and TOOL_USE in given else "default"
+        return str(given.get(name) or next(iter(given.values())))
+
+    def _written(
+        self,
+        messages: Sequence[Message],
+        tools: list[Message] | None,
+        options: dict[str, Any],
+        at_s: float | None = None,
+    ) -> str:
+        template = self._chosen(tools)
+        if at_s is not None:
+            template = _template_at(template, at_s)
+        if all(message.get("content", "") is not None for message in messages):
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tools=tools, tokenize=False, chat_template=template, **options
+                )
+            )
+        # `apply_chat_template` leaves out members that are null, and some templates ask for them
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = self._tokenizer.special_tokens_map | options
+        return str(render_jinja_template([list(messages)], tools=tools, chat_template=template, **options)[0][0])
 
 
 def _template_at(template: str, at_s: float) -> str:

@@ -15,7 +15,7 @@ from pd_cluster.models.model_task import GENERATE
 from pd_cluster.protocol.messages import Work
 from pd_cluster.server.answer_extras import AnswerExtras
 from pd_cluster.server.beam_fields import check_beam_choice, with_beams
-from pd_cluster.server.chat import ChatShape, chat_num_logprobs, normal_messages, template_options
+from pd_cluster.server.chat import ChatShape, chat_num_logprobs, template_options
 from pd_cluster.server.chat_grammar import chat_grammar_source, check_format, parser_options
 from pd_cluster.server.completions import DEFAULT_MAX_TOKENS, CompletionShape, prompts_of, reads_only
 from pd_cluster.server.continuation import check_prompts, known_answers, resume
@@ -23,6 +23,7 @@ from pd_cluster.server.generation_request import GenerationRequest, KnownAnswer,
 from pd_cluster.server.generation_stream import GenerationStream
 from pd_cluster.server.grammar_source import grammar_source
 from pd_cluster.server.messages_shape import MessagesShape
+from pd_cluster.server.normal_messages import normal_messages
 from pd_cluster.server.output_parser import DEFAULT_OPTIONS, ParserOptions
 from pd_cluster.server.prefill_endpoint import (
     answer_prefill_stream,

@@ -12,8 +12,9 @@ from starlette.responses import Response
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import ReleaseLease
-from pd_cluster.server.chat import normal_messages, template_options
+from pd_cluster.server.chat import template_options
 from pd_cluster.server.fields import ignored_header
+from pd_cluster.server.normal_messages import normal_messages
 from pd_cluster.server.openapi import openapi_document
 from pd_cluster.server.reasoning_options import reasoning_options
 from pd_cluster.server.sampling import check_num_tokens, check_prompt_and_tokens, last_tokens

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from pd_cluster.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pd_cluster.server.schema import ChatBody
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -31,7 +33,7 @@ def reasoning_options(body: ChatBody) -> dict[str, Any]:
     return options if effort is None else options | {"reasoning_effort": effort}
 
 
-def unread_reasoning_fields(body: ChatBody, chat_template: str) -> set[str]:
-    """The fields of the body that this chat template does not read."""
+def unread_reasoning_fields(body: ChatBody, chat_templates: Iterable[str]) -> set[str]:
+    """The fields of the body that none of these chat templates reads."""
     given = {name for name in ("reasoning_effort", "enable_thinking") if getattr(body, name) is not None}
-    return set() if _ARGUMENTS.search(chat_template) else given
+    return set() if any(_ARGUMENTS.search(text) for text in chat_templates) else given

@@ -58,7 +58,7 @@ def disabled_fields(state: NodeState, body: PromptFields) -> set[str]:
     if isinstance(body, GenerationBody):
         names |= unread_beam_fields(body)
     return (
-        names | unread_reasoning_fields(body, state.tokenizer.chat_template.text)
+        names | unread_reasoning_fields(body, state.tokenizer.chat_template.texts)
         if isinstance(body, ChatBody)
         else names
     )

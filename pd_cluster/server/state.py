@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_cluster.server")
 MAX_BODY_BYTES = 64 << 20
+logger = logging.getLogger("pd_cluster.server")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,11 +82,13 @@ class NodeState:
         except (OSError, ValueError) as error:
             raise StartupError(f"the cluster key cannot be read: {error}") from error
         tokenizer = Tokenizer.load(model_dir, config.model.chat_template)
+        if tokenizer.chat_template.exists:
+            logger.info("chat template: %s", tokenizer.chat_template.find_all_traits())
         choice = config.server.tool_format
         task = read_task(config.model.task, model_dir)
         if task.name == SCORE and task.yes_id is None:
             task = replace(task, yes_id=tokenizer.id_of("yes"), no_id=tokenizer.id_of("no"))
-        tool_format = find_format(_model_type(model_dir), tokenizer.chat_template.text, choice)
+        tool_format = find_format(_model_type(model_dir), tokenizer.chat_template.texts, choice)
         if output_parser is None:
             file = config.server.response_template
             output_parser = template_parser(tokenizer, tool_format, file, enabled=choice != "none")

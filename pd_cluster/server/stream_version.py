@@ -38,7 +38,7 @@ def settings_digest(
         (__version__, FRAMES_VERSION, model_name),
         (config.server.output_parser, Path(template).read_bytes() if template else None, tokenizer.response_template),
         (config.server.tool_format, None if tool_format is None else tool_format.name),
-        (tokenizer.chat_template.text, tokenizer.vocabulary_digest()),
+        (tokenizer.chat_template.texts, tokenizer.vocabulary_digest()),
         defaults,
         config.model.logits_stages,
         [

@@ -7,8 +7,9 @@ tried once: in small conversations, with marks for its texts, before different c
 in place, and the text up to them alike, the message is decided
 
     ITSELF      always
-    NEXT        when a message follows, of whatever role
-    QUESTION    when a whole user message follows
+    NEXT        when a message follows: whatever it is, or one of an answer. Templates look into the text of others, to
+                see whether these are questions
+    QUESTION    when a whole user message follows: alike for all conversations that are the same up to its end
     NOTHING     by nothing that was tried
 
 NOTHING decides a message with a literal of the template in its text, such as a tag of reasoning: the template may look
@@ -27,17 +28,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     Message = dict[str, Any]
+    _Written = tuple[str, Sequence[Message]]  # a text, and what stands in it behind the message
     Render = Callable[[Sequence[Message], "list[Message] | None", "dict[str, Any]"], str]
 
 MAX_KINDS = 256  # remembered; clients choose keys and options
-# Kinds tried at once, and seconds until one more may be: each takes up to 108 renderings, 10 to 50 ms of the one thread
+# Kinds tried at once, and seconds until one more may be: each takes 108 renderings, 20 to 80 ms of the one thread
 # that tokenizes. A client may send ever new kinds; those that are not tried are decided by nothing until they are.
 MAX_TRIES, TRY_EVERY_S = 48, 2.0
 MAX_OPTION_BYTES = 256
-_CALL_ID = "abcdefghi"  # some templates demand nine characters
+_CALL_ID, _OTHER_ID = "abcdefghi", "abcdefghj"  # some templates demand nine characters
 _LITERALS = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"")
 _TIME_OF_DAY = re.compile(r"%-?[HIMSpcXfTRrs]")
 _MARK = "Zq%d é  <&'\"\\\n z"  # what templates may trim, escape or split
@@ -46,6 +48,7 @@ _ANSWER = {"role": "assistant", "content": "aq"}
 _CALLS = [{"id": _CALL_ID, "type": "function", "function": {"name": "fq", "arguments": {"kq": "vq"}}}]
 _CALL = {"role": "assistant", "content": "", "tool_calls": _CALLS}
 _RESULT = {"role": "tool", "content": "rq", "tool_call_id": _CALL_ID}
+_OTHER_RESULT = _RESULT | {"tool_call_id": _OTHER_ID}
 _BEFORE = (
     (),
     ({"role": "system", "content": "sq"},),
@@ -54,15 +57,30 @@ _BEFORE = (
     (_USER, _CALL),
     (_USER, _CALL, _RESULT),
 )
+_SYSTEM = {"role": "system", "content": "sq"}
+_DEVELOPER = {"role": "developer", "content": "dq"}
 _AFTER = (
     (),
     (_USER,),
+    (_ANSWER,),
     (_ANSWER, _USER),
     (_USER, _ANSWER, _USER),
     (_RESULT, _ANSWER),
+    (_RESULT, _OTHER_RESULT, _ANSWER, _USER),
+    (_SYSTEM,),
+    (_SYSTEM, _USER),
+    (_SYSTEM, _ANSWER, _USER),
+    (_DEVELOPER,),
+    (_DEVELOPER, _USER),
+    (_CALL, _RESULT),
+    (_CALL, _RESULT, _ANSWER, _USER),
     (_USER, _CALL, _RESULT, _ANSWER, _USER),
+    (_USER, _SYSTEM, _USER),
+    (_ANSWER, _SYSTEM, _USER),
+    (_RESULT, _SYSTEM, _USER),
 )
-_TOOL = {
+_ROLES_OF_ANSWERS = ("assistant", "tool")
+PROBE_TOOL = {
     "type": "function",
     "function": {"name": "tq", "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
@@ -93,7 +111,7 @@ class TemplateStability:
         self._tries_end_s = -inf  # when MAX_TRIES may be made again
         literals = {(one or other).strip() for one, other in _LITERALS.findall(template)}
         self._literals = [one for one in literals if len(one) > 2 and not one.replace("_", "").isalnum()]
-        self._kinds: OrderedDict[tuple[Any, ...], DecidedBy] = OrderedDict()
+        self._kinds: OrderedDict[tuple[Any, ...], Mapping[str | None, DecidedBy]] = OrderedDict()
         self._has_time = "strftime_now" in template and bool(_TIME_OF_DAY.search(template))
 
     def deciders(self, messages: Sequence[Message], *, has_tools: bool, options: dict[str, Any]) -> list[Decider]:
@@ -102,9 +120,10 @@ class TemplateStability:
         if self._has_time or len(said) > MAX_OPTION_BYTES:
             return []
         deciders: list[Decider] = []
-        tools = [_TOOL] if has_tools else None
+        tools = [PROBE_TOOL] if has_tools else None
         for index, message in enumerate(messages):
-            match self._decision(message, tools, options, said):
+            follows = messages[index + 1].get("role") if index + 1 < len(messages) else None
+            match self._decision(message, tools, options, said).get(follows, DecidedBy.NOTHING):
                 case DecidedBy.ITSELF:
                     deciders.append(Decider(index))
                 case DecidedBy.NEXT if index + 1 < len(messages):
@@ -128,14 +147,17 @@ class TemplateStability:
 
     def _decision(
         self, message: Message, tools: list[Message] | None, options: dict[str, Any], said: bytes
-    ) -> DecidedBy:
+    ) -> Mapping[str | None, DecidedBy]:
+        """By the role of the message that follows; None: none follows."""
         if self._has_literal(message):
-            return DecidedBy.NOTHING
+            return {}
         keys = frozenset(key for key, value in message.items() if value is not None)
-        kind = (message.get("role"), keys, bool((message.get("content") or "").strip()), bool(tools), said)
+        num_calls = min(2, len(message.get("tool_calls") or ()))
+        text = message.get("content") or ""
+        kind = (message.get("role"), keys, bool(text.strip()), text != text.strip(), num_calls, bool(tools), said)
         if kind not in self._kinds:
             if not self._may_try():
-                return DecidedBy.NOTHING
+                return {}
             self._kinds[kind] = self._try(message, tools, options)
             if len(self._kinds) > MAX_KINDS:
                 self._kinds.popitem(last=False)
@@ -151,21 +173,16 @@ class TemplateStability:
         self._tries_end_s = end_s
         return True
 
-    def _try(self, message: Message, tools: list[Message] | None, options: dict[str, Any]) -> DecidedBy:
-        marked, content, others = _marked(message)
-        decision, num_tried = DecidedBy.ITSELF, 0
+    def _try(
+        self, message: Message, tools: list[Message] | None, options: dict[str, Any]
+    ) -> Mapping[str | None, DecidedBy]:
+        marked = _marked(message)
+        tried = []
         for before in _BEFORE:
-            written = [(self._written((*before, marked, *after), tools, options), after) for after in _AFTER]
-            least = decision
-            while decision < DecidedBy.NOTHING:
-                texts = [text for text, after in written if text and _decides(decision, after)]
-                if len(texts) > 1 and _agree(texts, content, others):
-                    num_tried += 1
-                    break
-                if len(texts) < 2 and decision is least:  # not refuted here
-                    break
-                decision = DecidedBy(decision + 1)
-        return decision if num_tried else DecidedBy.NOTHING
+            texts = [(self._written((*before, marked[0], *after), tools, options), after) for after in _AFTER]
+            tried.append([(text, after) for text, after in texts if text])
+        roles = {str(after[0]["role"]) if after else None for after in _AFTER}
+        return {role: _least(tried, role, *marked[1:]) for role in roles}
 
     def _written(self, messages: Sequence[Message], tools: list[Message] | None, options: dict[str, Any]) -> str:
         try:
@@ -174,21 +191,53 @@ class TemplateStability:
             return ""
 
 
-def _decides(decision: DecidedBy, after: Sequence[Message]) -> bool:
-    """Whether a message before these is decided, if it is decided so."""
-    return decision is DecidedBy.ITSELF or bool(after if decision is DecidedBy.NEXT else _USER in after)
+def _least(tried: Sequence[Sequence[_Written]], role: str | None, content: str, others: list[str]) -> DecidedBy:
+    """What decides a message before one of this role, in whatever was written before it."""
+    decision, num_tried = DecidedBy.ITSELF, 0
+    for written in tried:
+        least = decision
+        while decision < DecidedBy.NOTHING:
+            groups = _alike(decision, role, written)
+            if any(len(texts) > 1 for texts in groups) and all(_agree(texts, content, others) for texts in groups):
+                num_tried += 1
+                break
+            if all(len(texts) < 2 for texts in groups) and decision is least:  # not refuted here
+                break
+            decision = DecidedBy(decision + 1)
+    return decision if num_tried else DecidedBy.NOTHING
+
+
+def _alike(decision: DecidedBy, role: str | None, written: Sequence[_Written]) -> list[list[str]]:
+    """The texts that must agree for this decision, by what the canonical text tells when it is made."""
+    groups: dict[str, list[str]] = {}
+    for text, after in written:
+        told: Sequence[Message] = ()
+        if decision is DecidedBy.NEXT:
+            if not after or (role in _ROLES_OF_ANSWERS and after[0]["role"] != role):
+                continue
+            told = [after[0] | {"content": ""}] if role in _ROLES_OF_ANSWERS else ()
+        elif decision is DecidedBy.QUESTION:
+            if _USER not in after or after[0]["role"] != role:
+                continue
+            told = after[: after.index(_USER) + 1]
+        groups.setdefault(repr(told), []).append(text)
+    return list(groups.values())
 
 
 def _marked(message: Message) -> tuple[Message, str, list[str]]:
     """A message of this kind, the mark in place of its content ("": it has none), and those of its other texts."""
     marked, others = dict(message), []
-    content = _MARK % 0 if (message.get("content") or "").strip() else ""
-    if content:
-        marked["content"] = content
+    text = message.get("content") or ""
+    content = _MARK % 0 if text.strip() else ""
+    if content:  # some templates trim it when another message follows
+        marked["content"] = content if text == text.strip() else f" \n{content}\n "
     for key, value in message.items():
         if key == "tool_calls" and value:
-            marked[key] = [{**_CALLS[0], "function": {"name": "Zfq", "arguments": {"kq": "Zaq"}}}]
-            others += ["Zfq", "Zaq"]
+            marked[key] = [
+                _CALLS[0] | {"id": call_id, "function": {"name": f"Zf{number}q", "arguments": {"kq": f"Za{number}q"}}}
+                for number, call_id in enumerate((_CALL_ID, _OTHER_ID)[: len(value)])
+            ]
+            others += [f"Z{part}{number}q" for number in range(len(marked[key])) for part in "fa"]
         elif key == "tool_call_id":
             marked[key] = _CALL_ID
         elif isinstance(value, str) and key not in ("role", "content"):
@@ -198,12 +247,14 @@ def _marked(message: Message) -> tuple[Message, str, list[str]]:
 
 
 def _agree(texts: list[str], content: str, others: list[str]) -> bool:
-    """Whether all texts have the same marks in the same places, and are alike up to a character behind them."""
+    """Whether all texts have the same marks in the same places, and are alike up to their end.
+
+    Behind a content stands what the next message decides. Names of blocks keep MARGIN_TOKENS away from it.
+    """
     marks = [content, *others] if content else others
     places = {tuple(text.find(mark) for mark in marks) for text in texts}
     if len(places) != 1:
         return False
     ends = [at + len(mark) for at, mark in zip(places.pop(), marks, strict=True) if at >= 0]
-    head = texts[0][: max(ends, default=0) + 1]
-    are_alike = all(text.startswith(head) for text in texts)
-    return are_alike and bool(ends) and len(head) > max(ends) and content in head
+    head = texts[0][: max(ends, default=0)]
+    return bool(ends) and all(text.startswith(head) for text in texts) and content in head

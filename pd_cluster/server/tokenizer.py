@@ -161,8 +161,8 @@ class Tokenizer:
         )
 
     def knows(self, marker: str) -> bool:
-        """Whether the marker is a token, or stands in the chat template."""
-        return marker in self.chat_template.text or marker in self.added_tokens
+        """Whether the marker is a token, or stands in a chat template."""
+        return any(marker in text for text in self.chat_template.texts) or marker in self.added_tokens
 
     async def generation_prompt(self, options: dict[str, Any]) -> str:
         """What the chat template writes behind the last message for these options; "" when it cannot tell."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 _NAME = r"(?P<name>[\w.-]{1,256})"  # patterns are bounded, because text that may match one is held back
 _THINK = {"open": "<think>", "close": "</think>"}
@@ -233,14 +233,16 @@ FORMATS: Mapping[str, ToolFormat] = {
 }
 
 
-def find_format(model_type: str, chat_template: str, choice: str = "auto") -> ToolFormat | None:
+def find_format(model_type: str, chat_templates: Sequence[str], choice: str = "auto") -> ToolFormat | None:
     """The format that `--tool-format` (`choice`) names; None for "none".
 
-    auto: the first format of which the chat template has the signs, else None, because such a template shows the model
-    no tools. Without a chat template: the format of the model type, or None.
+    auto: the first format of which a chat template has the signs, else None, because such a template shows the model
+    no tools. Of several templates the first one that has any counts. Without a chat template: the format of the model
+    type, or None.
     """
     if choice != "auto":
         return FORMATS.get(choice)
-    if chat_template:
-        return next((one for one in FORMATS.values() if all(sign in chat_template for sign in one.signs)), None)
+    if chat_templates:
+        shown = (one for text in chat_templates for one in FORMATS.values() if all(sign in text for sign in one.signs))
+        return next(shown, None)
     return next((one for one in FORMATS.values() if model_type in one.model_types), None)

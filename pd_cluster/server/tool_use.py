@@ -117,12 +117,12 @@ def _schema(schema: Any, place: str) -> dict[str, Any]:
     for key in ("$defs", "definitions"):
         if not isinstance(schema.get(key, {}), dict):
             raise InvalidRequest(f"{place}.{key} must map names to schemas", "tools")
-    if not _is_flat(schema):
+    if not is_flat(schema):
         raise InvalidRequest(f"{place} is nested more than {MAX_DEPTH} levels deep", "tools")
     return {"type": "object"} | schema
 
 
-def _is_flat(schema: dict[str, Any]) -> bool:
+def is_flat(schema: dict[str, Any]) -> bool:
     """Whether the schema has at most `MAX_DEPTH` levels of objects and lists."""
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):

@@ -55,7 +55,7 @@ def test_a_longer_conversation_extends_the_text_and_no_other_does(first: list[An
 
 def flat(message: dict[str, Any]) -> dict[str, Any]:
     """The message with parts as one string, which the node gives to the template."""
-    content = message["content"]
+    content = message["content"] or ""
     return message | {"content": "\n".join(part["text"] for part in content) if isinstance(content, list) else content}
 
 
@@ -108,6 +108,19 @@ def test_tools_that_are_not_shown_count_as_absent() -> None:
     messages = [{"role": "user", "content": "a"}]
     assert text_of(messages=messages, tools=[TOOL], tool_choice="none") == text_of(messages=messages)
     assert text_of(messages=messages, tools=[]) == text_of(messages=messages, tools=None)
+
+
+def test_what_reaches_no_template_changes_nothing() -> None:
+    """Null members and empty lists of calls, as many clients send them."""
+    plain = {"role": "assistant", "content": "a"}
+    for members in ({"tool_calls": None}, {"tool_calls": []}, {"refusal": None, "audio": None, "name": None}):
+        assert text_of(messages=[plain | members]) == text_of(messages=[plain])
+    called = {"role": "assistant", "tool_calls": [TOOL]}
+    for content in (None, "", []):
+        assert text_of(messages=[called | {"content": content}]) == text_of(messages=[called])
+    for kind in ("text", "input_text", "output_text"):
+        assert text_of(messages=[plain | {"content": [{"type": kind, "text": "a"}]}]) == text_of(messages=[plain])
+    assert text_of(messages=[plain | {"content": ["a"]}]) == text_of(messages=[plain])
 
 
 def test_prompts_as_text_and_as_ids() -> None:

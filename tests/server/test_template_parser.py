@@ -376,11 +376,13 @@ def test_a_template_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
 def test_the_format_is_that_of_the_chat_template() -> None:
     assert tuple(FORMATS) == TOOL_FORMATS
     for form in FORMATS.values():
-        assert find_format("", "x".join(form.signs)) is form
-        assert find_format("gpt2", "", form.name) is form
-        assert all(find_format(model_type, "") is form for model_type in form.model_types)
-        assert find_format(form.model_types[0], "", "none") is None
-        assert find_format(form.model_types[0], "{{ messages }}") is None
+        assert find_format("", ["x".join(form.signs)]) is form
+        assert find_format("gpt2", (), form.name) is form
+        assert all(find_format(model_type, ()) is form for model_type in form.model_types)
+        assert find_format(form.model_types[0], (), "none") is None
+        assert find_format(form.model_types[0], ["{{ messages }}"]) is None
+        assert find_format("", ["x".join(form.signs), "{{ messages }}"]) is form
+        assert find_format("", ["{{ messages }}", "x".join(form.signs)]) is form
         assert all(token in "".join(_texts(form)) for token in form.tokens)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import InvalidRequest
-from pd_cluster.server.chat import normal_messages
 from pd_cluster.server.chat_grammar import chat_grammar_source, check_format
+from pd_cluster.server.normal_messages import normal_messages
 from pd_cluster.server.reasoning_options import reasoning_options, unread_reasoning_fields
 from pd_cluster.server.schema import ChatBody, JsonSchemaFormat, ResponseFormat
 from pd_cluster.server.tokenizer import Tokenizer
@@ -183,10 +183,10 @@ def test_reasoning_fields() -> None:
         with pytest.raises(InvalidRequest):
             reasoning_options(body(**fields))
     asked = body(reasoning_effort="low", enable_thinking=True)
-    assert unread_reasoning_fields(asked, "{{ messages }} rethinking") == {"reasoning_effort", "enable_thinking"}
+    assert unread_reasoning_fields(asked, ["{{ messages }} rethinking"]) == {"reasoning_effort", "enable_thinking"}
     for known in ("{% if enable_thinking %}", "{{ reasoning_effort }}", "{% if thinking is defined %}"):
-        assert unread_reasoning_fields(asked, known) == set()
-    assert unread_reasoning_fields(body(), "") == set()
+        assert unread_reasoning_fields(asked, ["{{ messages }}", known]) == set()
+    assert unread_reasoning_fields(body(), ()) == set()
 
 
 @pytest.mark.parametrize(
@@ -198,17 +198,21 @@ def test_reasoning_fields() -> None:
         ({"role": "assistant", "tool_calls": [1]}, "messages[0].tool_calls[0] must"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages[0].tool_calls[0].function.name"),
         ({"role": "assistant", "function_call": {"name": 1}}, "messages[0].tool_calls[0].function.name"),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            "messages[0].tool_calls[0].function.arguments",
+        *(
+            ({"role": role, "tool_call_id": "a", "content": [part]}, f"messages[0].content[0]: a part of type {kind} ")
+            for role in ("system", "user", "assistant", "tool")
+            for kind in ("image_url", "input_image", "input_audio", "file", "video_url")
+            for part in ({"type": kind, kind: {"url": "data:"}},)
         ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
-            "messages[0].tool_calls[0].function.arguments",
-        ),
+        ({"role": "user", "content": [{"text": "x"}]}, "messages[0].content[0]: a part of type None "),
+        ({"role": "user", "content": [{"type": ["text"]}]}, "messages[0].content[0]: a part of type ['text'] "),
+        ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content[0].text must"),
+        ({"role": "user", "content": None}, "messages[0].content is required"),
+        ({"role": "system"}, "messages[0].content is required"),
+        ({"role": "user", "content": {"a": 1}}, "messages[0].content must"),
     ],
 )
-def test_malformed_messages_of_tools(message: dict[str, Any], place: str) -> None:
+def test_malformed_messages(message: dict[str, Any], place: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         normal_messages([message])
     assert str(raised.value).startswith(place)
@@ -221,7 +225,7 @@ def test_the_older_form_of_a_call_and_its_result() -> None:
             {"role": "function", "name": "f", "content": "2"},
         ]
     )
-    assert called["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    assert called["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
     assert (result["role"], result["content"]) == ("tool", "2")
 
 

@@ -1,0 +1,267 @@
+"""Conversations in the form that a chat template takes, so that it drops no message.
+
+What becomes of a message depends on the messages before it and on the next one alone: a longer conversation begins as
+the shorter one does, and its prefix stays cached. So a system message where a template has none stays in its place, as
+a user message: moved to the front, it would change all tokens behind.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pd_cluster.errors import InvalidRequest
+from pd_cluster.server.schema import NOT_JSON
+from pd_cluster.server.template_traits import END, START, Joint, NoContent, ResultForm
+from pd_cluster.server.tool_use import is_flat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pd_cluster.server.template_traits import TemplateTraits
+
+    Message = dict[str, Any]
+
+NEIGHBOURS = "\n"  # between joined texts, as the dialects join them
+_AROUND_SYSTEM = "\n\n"  # between the text of the system and a user's, as Gemma's templates write it
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_RAW = "arguments"  # the member that holds arguments which are no object, for a template that takes objects only
+
+
+def adapt(messages: Sequence[Message], traits: TemplateTraits) -> list[Message]:
+    """The messages, in normal form (`normal_messages`), as the template takes them. Raises InvalidRequest.
+
+    It takes time in proportion to their number and length.
+    """
+    sequence, calls = _Sequence(traits), _Calls(traits)
+    for message in messages:
+        role = message["role"]
+        if role != "tool":
+            sequence.add_all(calls.rest())
+        if role == "assistant" and message.get("tool_calls"):
+            sequence.add_all(calls.called(message))
+        elif role == "tool":
+            sequence.add_all(calls.result(message))
+        elif role == "developer" and not traits.has_developer:
+            sequence.add(message | {"role": "system"})
+        else:
+            sequence.add(message)
+    sequence.add_all(calls.rest())
+    return sequence.end()
+
+
+def arguments_text(arguments: Any) -> str:
+    """Arguments as JSON text, as the model wrote them if they are text."""
+    if isinstance(arguments, str):
+        return arguments if arguments.strip() else "{}"
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _arguments_object(arguments: Any) -> dict[str, Any] | None:
+    """None: they are no JSON object, or one that is nested too deeply for templates, which recurse."""
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
+        except NOT_JSON:
+            return None
+        arguments = {} if arguments is None else arguments
+    return arguments if isinstance(arguments, dict) and is_flat(arguments) else None
+
+
+class _Calls:
+    """Calls and their results, one after another. Where messages have one call, a call waits for its result."""
+
+    def __init__(self, traits: TemplateTraits) -> None:
+        self._traits = traits
+        self._num_calls = 0
+        self._names: dict[str, str] = {}  # of the called functions, by the ids of the calls
+        self._open: deque[str] = deque()  # ids without a result
+        self._held: dict[str, Message] = {}  # calls of the last message that are not yet written, by id
+        self._head: Message = {}  # what their message has beside them
+
+    def called(self, message: Message) -> Iterator[Message]:
+        traits = self._traits
+        calls = [self._numbered(call) for call in message["tool_calls"]]
+        self._open = deque(call["id"] for call in calls)
+        self._names |= {call["id"]: call["function"]["name"] for call in calls}
+        head = {key: value for key, value in message.items() if key != "tool_calls"}
+        if traits.calls_as_text:
+            yield head | {"content": NEIGHBOURS.join(filter(None, [head["content"], *map(_call_text, calls)]))}
+            return
+        if not head["content"].strip():
+            head |= {"content": ""}
+        elif not traits.text_beside_calls:
+            yield {"role": "assistant", "content": head["content"]}
+            head |= {"content": ""}
+        if traits.parallel_calls:
+            yield self._message(head, calls)
+        else:
+            self._head, self._held = head, {call["id"]: call for call in calls}
+
+    def result(self, message: Message) -> Iterator[Message]:
+        call_id = message.get("tool_call_id")
+        if not isinstance(call_id, str):  # OpenAI's older form
+            call_id = self._open[0] if self._open else ""
+        if call_id in self._open:
+            self._open.remove(call_id)
+        if self._held:
+            yield self._release(call_id if call_id in self._held else next(iter(self._held)))
+        if self._traits.results is ResultForm.TEXT:
+            yield as_user(message)
+            return
+        result = message | {"tool_call_id": self._id(call_id)}
+        name = message.get("name") or self._names.get(call_id)
+        yield result | {"name": name or ""} if self._traits.results is ResultForm.NAMED else result
+
+    def rest(self) -> Iterator[Message]:
+        """The calls without a result."""
+        while self._held:
+            yield self._release(next(iter(self._held)))
+
+    def _release(self, call_id: str) -> Message:
+        head, self._head = self._head, {"role": "assistant", "content": ""}
+        return self._message(head, [self._held.pop(call_id)])
+
+    def _numbered(self, call: Message) -> Message:
+        """With an id: OpenAI's older form has none."""
+        self._num_calls += 1
+        return call if isinstance(call.get("id"), str) else call | {"id": f"call_{self._num_calls}"}
+
+    def _message(self, head: Message, calls: list[Message]) -> Message:
+        message = head | {"tool_calls": [self._formed(call) for call in calls]}
+        if head["content"] or self._traits.no_content is NoContent.EMPTY:
+            return message
+        if self._traits.no_content is NoContent.NULL:
+            return message | {"content": None}
+        del message["content"]
+        return message
+
+    def _formed(self, call: Message) -> Message:
+        traits, function = self._traits, call["function"]
+        arguments, text = _arguments_object(function["arguments"]), arguments_text(function["arguments"])
+        if traits.arguments_as_text or (arguments is None and traits.takes_text):
+            shown: Any = text
+        else:
+            shown = {_RAW: text} if arguments is None else arguments
+        return call | {"id": self._id(call["id"]), "function": function | {"arguments": shown}}
+
+    def _id(self, call_id: str) -> str:
+        if not self._traits.short_ids or _SHORT_ID.fullmatch(call_id):
+            return call_id
+        return blake2b(call_id.encode(errors="surrogatepass"), digest_size=5).hexdigest()[:9]
+
+
+class _Turn:
+    """A message while others may join it."""
+
+    __slots__ = ("is_system", "kind", "message", "reasoning", "texts")
+
+    def __init__(self, message: Message, kind: str, *, is_system: bool = False) -> None:
+        self.message = message
+        self.kind = kind
+        self.is_system = is_system  # the last text was the system's
+        self.texts = [message.get("content") or ""]
+        self.reasoning = _reasoning(message)
+
+    def join(self, message: Message, separator: str) -> None:
+        """Take the text, reasoning and calls of a message."""
+        self.texts += [separator, message.get("content") or ""]
+        self.reasoning += _reasoning(message)
+        if "tool_calls" in message:
+            self.kind = "call"
+            self.message = self.message | {"tool_calls": message["tool_calls"]}
+
+    def whole(self) -> Message:
+        if len(self.texts) == 1:
+            return self.message
+        joined = {key: value for key, value in self.message.items() if key not in _REASONING}
+        if self.reasoning:
+            joined["reasoning_content"] = NEIGHBOURS.join(self.reasoning)
+        return joined | {"content": "".join(self.texts)}
+
+
+class _Sequence:
+    """Messages of roles that the template takes one after another."""
+
+    def __init__(self, traits: TemplateTraits) -> None:
+        self._joints = traits.joints
+        self._as_parts = traits.content_as_parts
+        self._turns: list[_Turn] = []
+
+    def add_all(self, messages: Iterator[Message]) -> None:
+        for message in messages:
+            self.add(message)
+
+    def add(self, message: Message) -> None:
+        last = self._turns[-1] if self._turns else None
+        kind = "call" if message.get("tool_calls") else str(message["role"])
+        if last is not None and last.is_system and kind == "user":
+            last.join(message, _AROUND_SYSTEM)
+            last.is_system = False
+            return
+        before = START if last is None else last.kind
+        match self._joints.get((before, kind)):
+            case Joint.JOINED if last is not None:
+                last.join(message, NEIGHBOURS)
+            case Joint.AS_USER if kind == "tool":
+                self.add(as_user(message))
+            case Joint.AS_USER:
+                self._add_as_user(message)
+            case Joint.AFTER_USER:
+                self._turns += [_Turn(_filler("user"), "user"), _Turn(message, kind)]
+            case Joint.AFTER_ASSISTANT:
+                self._turns += [_Turn(_filler("assistant"), "assistant"), _Turn(message, kind)]
+            case Joint.REFUSED:
+                place = "at the beginning" if before == START else f"behind one of kind {before}"
+                raise InvalidRequest(f"the chat template drops a message of kind {kind} {place}", "messages")
+            case _:
+                self._turns.append(_Turn(message, kind))
+
+    def _add_as_user(self, message: Message) -> None:
+        """The system's text where the template has no system message, before or behind a user's text."""
+        user = {"role": "user", "content": message["content"]}
+        last = self._turns[-1] if self._turns else None
+        if last is not None and last.kind == "user":
+            last.join(user, _AROUND_SYSTEM)
+        elif self._joints.get((START if last is None else last.kind, "user")) is Joint.AFTER_ASSISTANT:
+            self._turns += [_Turn(_filler("assistant"), "assistant"), _Turn(user, "user")]
+        else:
+            self._turns.append(_Turn(user, "user"))
+        self._turns[-1].is_system = True
+
+    def end(self) -> list[Message]:
+        if self._turns and self._joints.get((self._turns[-1].kind, END)) is Joint.AFTER_USER:
+            self._turns.append(_Turn(_filler("user"), "user"))
+        messages = [turn.whole() for turn in self._turns]
+        return [_in_parts(message) for message in messages] if self._as_parts else messages
+
+
+def as_user(result: Message) -> Message:
+    """The result of a tool as a user message, in the form of Hermes and Qwen."""
+    return {"role": "user", "content": f"<tool_response>\n{result['content']}\n</tool_response>"}
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    return message | {"content": [{"type": "text", "text": content}] if content else []}
+
+
+def _reasoning(message: Message) -> list[str]:
+    """Its reasoning, which has several names: transformers gives templates the one that they read."""
+    return [text for key in _REASONING if isinstance(text := message.get(key), str)][:1]
+
+
+def _call_text(call: Message) -> str:
+    name = json.dumps(call["function"]["name"], ensure_ascii=False)
+    arguments = arguments_text(call["function"]["arguments"])
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def _filler(role: str) -> Message:
+    return {"role": role, "content": ""}
