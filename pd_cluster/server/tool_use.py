@@ -81,7 +81,7 @@ def _allowed(body: ChatBody, functions: tuple[Function, ...], allowed: Any, para
     """All tools are shown, so that the prompt stays the same where others are allowed."""
     place = "tool_choice.allowed_tools"
     if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
-        raise InvalidRequest(f"{place} must be an object whose mode is auto or required", "tool_choice")
+        raise InvalidRequest(f"{place} must be an object with mode auto or required", "tool_choice")
     listed = allowed.get("tools")
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise InvalidRequest(f"{place}.tools must be a list of tools", "tool_choice")
@@ -97,9 +97,10 @@ def _allowed(body: ChatBody, functions: tuple[Function, ...], allowed: Any, para
 
 def _of_names(functions: tuple[Function, ...], names: list[str]) -> tuple[Function, ...]:
     """The functions with these names."""
-    if missing := next((name for name in names if name not in {one.name for one in functions}), None):
-        raise InvalidRequest(f"tool_choice names the function {missing!r}, which is not in tools", "tool_choice")
-    return tuple(function for function in functions if function.name in names)
+    known, wanted = {function.name for function in functions}, set(names)
+    if missing := sorted(wanted - known):
+        raise InvalidRequest(f"tool_choice names the function {missing[0]!r}, which is not in tools", "tool_choice")
+    return tuple(function for function in functions if function.name in wanted)
 
 
 def _named(choice: dict[str, Any], place: str) -> str:

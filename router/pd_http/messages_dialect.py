@@ -15,13 +15,13 @@ from pd_http.messages_blocks import (
     BLOCKS,
     Block,
     ForeignBlocks,
-    MessagesObject,
     ServerResultBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
+from pd_http.messages_tools import ForeignTools, MessagesTool, MessagesToolChoice, chat_choice, chat_tools
 from pd_http.sse import event_bytes
 
 if TYPE_CHECKING:
@@ -40,23 +40,6 @@ _ERROR_TYPES = {
 class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
-
-
-class MessagesTool(MessagesObject):
-    name: str
-    input_schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
-    type: Literal["custom"] | None = None
-    defer_loading: bool | None = None
-    allowed_callers: list[str] | None = None
-    eager_input_streaming: Any = None  # arguments are streamed in any case
-
-
-class MessagesToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -102,9 +85,9 @@ class MessagesDialect(Dialect):
         given = read(fields, MessagesFields, left_out, partial(_rewrite, foreign=foreign, left_out=left_out))
         check_entries([given.messages, *(one.content for one in given.messages)], "messages")
         check_entries([given.tools], "tools")
-        tools = None if given.tools is None else _tools(given.tools, left_out)
-        choice = _choice(given.tool_choice)
-        foreign.check_choice(choice.get("tool_choice"), bool(tools))
+        tools = None if given.tools is None else chat_tools(given.tools, left_out)
+        choice = chat_choice(given.tool_choice)
+        foreign.check_choice(choice.get("tool_choice"), tools or [])
         system = [MessageTurn("system", blocks)] if (blocks := _system(given.system, left_out)) else []
         turns = _turns([*system, *given.messages], -len(system))
         chat: dict[str, Any] = {
@@ -160,32 +143,6 @@ def _rewrite(given: dict[str, Any], foreign: ForeignTools, left_out: LeftOut) ->
     given["system"] = ForeignBlocks([], left_out).rewritten(given.get("system"), "system")
     if isinstance(given.get("tools"), list):
         given["tools"] = [foreign.served(one) for one in given["tools"]]
-
-
-class ForeignTools:
-    """The tools of a request that are not served: Anthropic's servers run them, or its models know their schema."""
-
-    def __init__(self, left_out: LeftOut) -> None:
-        self._left_out = left_out
-        self._names: set[str] = set()
-
-    def served(self, tool: Any) -> Any:
-        """The tool, or None."""
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind is None or kind == "custom":
-            return tool
-        self._left_out.add("tool", f"tools.{kind}")
-        self._names.add(str(tool.get("name")))
-        return None
-
-    def check_choice(self, choice: Any, has_tools: bool) -> None:
-        """Raises InvalidRequest if a tool that is left out must be called. `choice`: chat's `tool_choice`."""
-        name = choice["function"]["name"] if isinstance(choice, dict) else None
-        if name in self._names or (choice == "required" and self._names and not has_tools):
-            told = name or ", ".join(sorted(self._names))
-            raise InvalidRequest(
-                f"tool_choice requires {told}, which this server does not run", "tool_choice", "unsupported_value"
-            )
 
 
 def _text(content: str | list[TextBlock]) -> str:
@@ -275,37 +232,6 @@ def _asked(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
         elif isinstance(one, TextBlock):
             texts.append(one.text)
     return [*messages, {"role": role, "content": "\n".join(texts)}] if texts or not messages else messages
-
-
-def _tools(tools: list[MessagesTool | None], left_out: LeftOut) -> list[dict[str, Any]]:
-    """Tools that would be loaded later are shown at once: the search for them is a tool of Anthropic's servers."""
-    served = []
-    for one in tools:
-        if one is None:
-            continue
-        if one.defer_loading:
-            left_out.add("member", "tools[].defer_loading")
-        if one.allowed_callers and "direct" not in one.allowed_callers:
-            left_out.add("tool", "tools[].allowed_callers")  # programs alone may call it, and none run here
-        else:
-            served.append(_tool(one))
-    return served
-
-
-def _tool(tool: MessagesTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    known = {name: value for name, value in function.items() if value is not None}
-    return {"type": "function", "function": known if tool.strict is None else known | {"strict": tool.strict}}
-
-
-def _choice(choice: MessagesToolChoice | None) -> dict[str, Any]:
-    if choice is None:
-        return {}
-    if (choice.name is None) is (choice.type == "tool"):
-        raise InvalidRequest('tool_choice.name goes with type "tool"', "tool_choice")
-    named = {"type": "function", "function": {"name": choice.name}}
-    said = named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
-    return {"tool_choice": said, "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
 
 
 def _thinking(config: ThinkingConfig | None) -> dict[str, Any]:

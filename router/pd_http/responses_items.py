@@ -195,23 +195,35 @@ def _told(one: dict[str, Any], place: str) -> str:
 
 def chat_messages(instructions: str | None, items: Iterator[Item], left_out: LeftOut) -> list[dict[str, Any]]:
     """Chat messages. Reasoning, text and calls of one answer are one message, as in chat."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    messages = [_message("system", instructions)] if instructions else []
     for item in items:
         last = messages[-1] if messages else {"role": ""}
         if isinstance(item, CallOutputItem):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": [_text(item.output)]})
         elif isinstance(item, SaidItem) and item.role != "assistant":
             role = "user" if item.role == "user" else "system"  # few chat templates know developers
             if role == last["role"] == "system":
-                last["content"] += "\n" + _text(item.content)
+                last["content"] += ["\n", _text(item.content)]
             else:
-                messages.append({"role": role, "content": _text(item.content)})
+                messages.append(_message(role, _text(item.content)))
         elif not isinstance(item, ReasoningItem) or _has_text(item, left_out):
             if last["role"] != "assistant" or _begins_anew(item, last):
-                last = {"role": "assistant", "content": ""}
+                last = _message("assistant")
                 messages.append(last)
             _extend(last, item)
-    return messages
+    return [_whole(one) for one in messages]
+
+
+def _message(role: str, *texts: str) -> dict[str, Any]:
+    """Its content is a list while it grows, so that many items take no time that rises with their square."""
+    return {"role": role, "content": [*texts]}
+
+
+def _whole(message: dict[str, Any]) -> dict[str, Any]:
+    texts = {"content": "".join(message["content"])}
+    if "reasoning_content" in message:
+        texts["reasoning_content"] = "\n".join(message["reasoning_content"])
+    return message | texts
 
 
 def _has_text(item: ReasoningItem, left_out: LeftOut) -> bool:
@@ -221,21 +233,22 @@ def _has_text(item: ReasoningItem, left_out: LeftOut) -> bool:
 
 
 def _begins_anew(item: Item, last: dict[str, Any]) -> bool:
+    has_text = any(last["content"])
     if isinstance(item, ReasoningItem):
-        return bool(last["content"]) or "tool_calls" in last
-    return isinstance(item, SaidItem) and bool(last["content"]) and "tool_calls" not in last
+        return has_text or "tool_calls" in last
+    return isinstance(item, SaidItem) and has_text and "tool_calls" not in last
 
 
 def _extend(message: dict[str, Any], item: Item) -> None:
     """Add a part of an answer to its message."""
     if isinstance(item, SaidItem):
-        message["content"] += _text(item.content)
+        message["content"].append(_text(item.content))
     elif isinstance(item, CallItem):
         function = {"name": flat_name(item.name, item.namespace), "arguments": item.arguments}
         message.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif isinstance(item, ReasoningItem):
         texts = [part.text for part in item.content or item.summary]
-        message["reasoning_content"] = "\n".join([*filter(None, [message.get("reasoning_content")]), *texts])
+        message.setdefault("reasoning_content", []).extend(texts)
 
 
 def _text(content: str | list[TextPart]) -> str:

@@ -1,7 +1,7 @@
 """Tools of OpenAI's responses as functions of chat, and the choice among them.
 
-A tool that takes text (`custom`) is a function with one argument. Functions of a `namespace` are functions whose names
-begin with its own. The answer gives both back in the client's form (`CallForm`). All others are left out: OpenAI's
+A tool that takes text (`custom`) is a function with one argument. A function of a `namespace` is a function with both
+names in its own. The answer gives both back in the client's form (`CallForm`). All other tools are left out: OpenAI's
 servers run them, or they have no schema.
 """
 
@@ -82,6 +82,8 @@ class ResponsesTools:
         self.calls: dict[str, CallForm] = {}
         self._left_out = left_out
         self._absent: set[str] = set()  # names and types of tools that are left out
+        self._in_namespaces: dict[str, list[str]] = {}  # names of functions, by namespace
+        self._alike: dict[str, list[str]] = {}  # the same, by the name in the namespace
 
     def take(self, tools: list[Any], place: str, namespace: str = "", about: str = "") -> None:
         """Add tools. `about`: what the first of them says of its namespace. Raises InvalidRequest."""
@@ -105,8 +107,7 @@ class ResponsesTools:
         for tool in fresh.shown:
             name = tool["function"]["name"]
             if name not in self.calls:
-                self.shown.append(tool)
-                self.calls[name] = fresh.calls[name]
+                self._show(tool, name, fresh.calls[name])
         self._absent |= fresh._absent
 
     def choice(self, given: Any) -> Any:
@@ -132,7 +133,8 @@ class ResponsesTools:
             raise InvalidRequest("tool_choice.tools must be a list of tools", "tool_choice")
         check_entries([listed], "tool_choice.tools")
         mode = given.get("mode", "auto")
-        names = dict.fromkeys(name for one in listed for name in self._named(one))
+        named = {(str(one.get("type")), str(one.get("namespace")), str(one.get("name"))): one for one in listed}
+        names = dict.fromkeys(name for one in named.values() for name in self._named(one))
         if not names and mode == "required":
             raise self._refused(", ".join(str(one.get("name") or one.get("type")) for one in listed) or "no tool")
         if not names:
@@ -144,12 +146,12 @@ class ResponsesTools:
         """The functions that an entry of `tool_choice` stands for: one, or all of a namespace."""
         kind, name, namespace = tool.get("type"), tool.get("name"), tool.get("namespace")
         if kind == "namespace":
-            return [flat for flat, form in self.calls.items() if form.namespace == name]
+            return self._in_namespaces.get(str(name), [])
         if kind not in ("function", "custom") or not isinstance(name, str):
             return []
         if (flat := flat_name(name, namespace if isinstance(namespace, str) else None)) in self.calls:
             return [flat]
-        alike = [flat for flat, form in self.calls.items() if form.name == name]
+        alike = self._alike.get(name, [])
         return alike if len(alike) == 1 else []
 
     def _refused(self, names: str) -> InvalidRequest:
@@ -176,23 +178,26 @@ class ResponsesTools:
         return not tool.allowed_callers or "direct" in tool.allowed_callers
 
     def _add(self, tool: FunctionTool | CustomTool, namespace: str, about: str) -> None:
-        name, texts = flat_name(tool.name, namespace), [about, tool.description or ""]
-        function: dict[str, Any] = {"name": name}
-        if isinstance(tool, CustomTool):
-            texts += self._format(tool.format)
-            function |= {"parameters": _TEXT}
-        else:
-            function |= {"parameters": tool.parameters, "strict": tool.strict}
-        description = "\n\n".join(filter(None, texts))
-        function["description"] = description if texts[1:] != [""] or tool.description is not None else None
-        self.shown.append(
-            {"type": "function", "function": {key: one for key, one in function.items() if one is not None}}
-        )
-        self.calls[name] = CallForm(tool.name, namespace, isinstance(tool, CustomTool))
+        name, is_custom = flat_name(tool.name, namespace), isinstance(tool, CustomTool)
+        texts = [about, tool.description, self._format(tool.format) if isinstance(tool, CustomTool) else ""]
+        function = {
+            "name": name,
+            "description": "\n\n".join(filter(None, texts)) or tool.description,
+            "parameters": tool.parameters if isinstance(tool, FunctionTool) else _TEXT,
+            "strict": tool.strict if isinstance(tool, FunctionTool) else None,
+        }
+        known_ones = {key: value for key, value in function.items() if value is not None}
+        self._show({"type": "function", "function": known_ones}, name, CallForm(tool.name, namespace, is_custom))
 
-    def _format(self, form: TextFormat | None) -> list[str]:
+    def _show(self, tool: dict[str, Any], name: str, form: CallForm) -> None:
+        self.shown.append(tool)
+        self.calls[name] = form
+        self._in_namespaces.setdefault(form.namespace, []).append(name)
+        self._alike.setdefault(form.name, []).append(name)
+
+    def _format(self, form: TextFormat | None) -> str:
         """A grammar is shown to the model, and named: the input is not held to it."""
         if form is None or form.type == "text":
-            return []
+            return ""
         self._left_out.add("member", "tools.custom.format")
-        return [f"The input follows this {form.syntax} {form.type}:\n{form.definition}"]
+        return f"The input follows this {form.syntax} {form.type}:\n{form.definition}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from types import NoneType, UnionType
-from typing import IO, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import IO, Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints
 
-from typing_extensions import NotRequired, Required, is_typeddict
+from typing_extensions import is_typeddict
 
 _PLAIN: dict[Any, Any] = {str: "text", int: 1, float: 1.0, bool: True, object: {"a": 1}, Any: {"a": 1}, NoneType: None}
 _MARKS = (Annotated, Required, NotRequired)

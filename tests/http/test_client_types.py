@@ -18,7 +18,7 @@ from tests.http.client_types import values
 pytestmark = pytest.mark.slow
 
 # What may be refused, by a part of the message
-REASONS = ("takes text only", "nothing is stored", "does not compact", "a tool_use block must be followed", "field `call_id`")
+REASONS = ("takes text only", "nothing is stored", "does not compact", "must be followed by its", "field `call_id`")
 CALL = {"type": "tool_use", "id": "text", "name": "f", "input": {}}
 FUNCTION_CALL = {"type": "function_call", "call_id": "text", "name": "f", "arguments": "{}"}
 RESULT = {"type": "tool_result", "tool_use_id": "text", "content": "r"}
@@ -30,7 +30,8 @@ def taken(path: str, body: dict[str, Any]) -> dict[str, Any] | None:
     try:
         asked = dialect_of(path).to_chat(fields)
     except InvalidRequest as error:
-        assert any(reason in str(error) for reason in REASONS), (str(error), body)
+        if not any(reason in str(error) for reason in REASONS):
+            raise
         return None
     chat = {name: orjson.loads(bytes(raw)) for name, raw in asked.fields.items()}
     check_pairs(chat["messages"])

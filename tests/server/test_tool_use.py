@@ -13,7 +13,8 @@ from pd_cluster.server.reasoning_options import reasoning_options, unread_reason
 from pd_cluster.server.schema import ChatBody, JsonSchemaFormat, ResponseFormat
 from pd_cluster.server.tokenizer import Tokenizer
 from pd_cluster.server.tool_format import FORMATS
-from pd_cluster.server.tool_use import MAX_TOOLS, ToolUse, inlined, tool_use
+from pd_cluster.server.tool_use import ToolUse, inlined, tool_use
+from pd_http.dialect import OPENAI
 from tests.server.live_server import MODEL_DIR
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -57,9 +58,9 @@ def body(**fields: Any) -> ChatBody:
         ([tool(parameters={"properties": {"a": 1}})], "tools[0].function.parameters.properties"),
         ([tool(parameters={"required": "a"})], "tools[0].function.parameters.required"),
         ([tool(parameters={"$defs": [1]})], "tools[0].function.parameters.$defs"),
-        ([tool(parameters={"definitions": None})], "tools[0].function.parameters.definitions"),
+        ([tool(parameters={"definitions": 5})], "tools[0].function.parameters.definitions"),
         ([tool(parameters={"anyOf": nested(900)})], "tools[0].function.parameters is nested"),
-        ([tool(f"f{i}") for i in range(MAX_TOOLS + 1)], "tools has"),
+        ([tool(f"f{i}") for i in range(OPENAI.tool_limits.tools + 1)], "tools has"),
     ],
 )
 def test_malformed_tools_are_named_by_place(tools: list[dict[str, Any]], place: str) -> None:
@@ -84,7 +85,7 @@ def test_malformed_choices(choice: Any) -> None:
 
 
 @pytest.mark.parametrize("tools", [None, []])
-@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_choice_needs_tools(choice: Any, tools: Any) -> None:
     with pytest.raises(InvalidRequest, match="tool_choice needs tools"):
         tool_use(body(tools=tools, tool_choice=choice))
