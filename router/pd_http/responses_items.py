@@ -197,7 +197,7 @@ def chat_messages(instructions: str | None, items: Iterator[Item], left_out: Lef
     """Chat messages. Reasoning, text and calls of one answer are one message, as in chat."""
     messages = [_message("system", instructions)] if instructions else []
     for item in items:
-        last = messages[-1] if messages else {"role": ""}
+        last: dict[str, Any] = messages[-1] if messages else {"role": ""}
         if isinstance(item, CallOutputItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": [_text(item.output)]})
         elif isinstance(item, SaidItem) and item.role != "assistant":
