@@ -117,7 +117,7 @@ def test_messages(body: dict[str, Any], chat: dict[str, Any]) -> None:
         ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content[0]: a user message has no tool_use"),
         ({"messages": [{"role": "assistant", "content": [result("r")]}]}, "messages[0].content[0]: a assistant"),
         ({"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "messages: a tool_use block must be followed"),
-        ({"messages": [{"role": "user", "content": [{"type": "redacted_thinking"}, {"type": "text", "text": 5, "colour": 1}]}]},
+        ({"messages": [{"role": "user", "content": [{"type": "redacted"}, {"type": "text", "text": 5, "colour": 1}]}]},
          "messages[0].content[1].text: Expected"),
         ({"tools": [{"name": "f"}]}, "tools[0]: Object missing required field `input_schema`"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}, {"name": "f"}]}, "tools[1]: Object missing"),

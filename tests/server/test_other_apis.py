@@ -229,6 +229,22 @@ async def test_calls_come_back_in_the_form_that_the_client_knows() -> None:
     assert ids == sorted(set(ids))
 
 
+@pytest.mark.slow
+async def test_events_are_those_of_the_clients_types() -> None:
+    from openai.types.responses import Response, ResponseStreamEvent
+    from pydantic import TypeAdapter
+
+    case, texts, end = response("forms", f"<think>why</think>Go. {PATCH}\n{LOOK}", tools=GROUPED)
+    async with Pair(texts, end=end) as pair:
+        _, raw = await post(pair.apps[0], RESPONSES, case.body | {"stream": False}, {})
+        _, streamed = await post(pair.apps[0], RESPONSES, case.body, {})
+    event = TypeAdapter[Any](ResponseStreamEvent)
+    kinds = {type(event.validate_python(data)).__name__ for _, data in parse_events(streamed.decode())}
+    assert {"ResponseCustomToolCallInputDeltaEvent", "ResponseCustomToolCallInputDoneEvent"} <= kinds
+    kinds = {type(item).__name__ for item in Response.model_validate_json(raw).output}
+    assert {"ResponseCustomToolCall", "ResponseFunctionToolCall"} <= kinds
+
+
 async def test_what_is_left_out_is_named_and_counted_by_kind() -> None:
     tools = [{"type": "web_search"}, {"type": "function", "name": "f", "colour": 1}, {"type": "custom", "name": "c"}]
     search = {"type": "web_search_call", "id": "w", "status": "completed"}
