@@ -98,7 +98,8 @@ class ResponsesTools:
             else:
                 kind = one.get("type")
                 self._absent |= {str(one.get("name") or kind), str(kind)}
-                self._left_out.add("tool", f"tools.{kind}")
+                is_of_programs = isinstance(tool, FunctionTool | CustomTool)
+                self._left_out.add("tool", "tools[].allowed_callers" if is_of_programs else f"tools.{kind}")
 
     def take_more(self, tools: Iterable[Any]) -> None:
         """Add tools that items of the input brought, but for those that are known."""

@@ -179,7 +179,8 @@ def test_tools_of_responses() -> None:
     }  # fmt: skip
     assert dict(request.left_out) == {
         "tools[].output_schema": "member", "tools[].defer_loading": "member", "tools.custom.format": "member",
-        **{f"tools.{kind}": "tool" for kind in ("web_search", "hosted", "function", "local_shell", "new")},
+        **{f"tools.{kind}": "tool" for kind in ("web_search", "hosted", "local_shell", "new")},
+        "tools[].allowed_callers": "tool",
     }  # fmt: skip
 
 
