@@ -18,7 +18,7 @@ from pd_http.dialect import (
 )
 from pd_http.errors import InvalidRequest
 from pd_http.left_out import BindingForm, LeftOut
-from pd_http.responses_items import ForeignItems, chat_messages
+from pd_http.responses_items import ForeignItems, SaidItem, chat_messages
 from pd_http.responses_tools import ResponsesTools
 from pd_http.sse import event_bytes
 
@@ -86,13 +86,15 @@ class ResponsesDialect(Dialect):
         given = read(fields, ResponsesFields, left_out)
         if given.include and _LOGPROBS in given.include:
             raise InvalidRequest(f"include: {_LOGPROBS} is not supported", "include", "unsupported_value")
-        items = [{"role": "user", "content": given.input}] if isinstance(given.input, str) else given.input
-        check_entries([items, *(part for one in items for part in one.values())], "input")
-        foreign = ForeignItems(items, left_out)
-        messages = chat_messages(given.instructions, foreign.read(), left_out)
         tools = ResponsesTools(left_out)
         tools.take(given.tools or [], "tools")
-        tools.take_more(foreign.tools)
+        if isinstance(given.input, str):
+            messages = chat_messages(given.instructions, iter([SaidItem(role="user", content=given.input)]), left_out)
+        else:
+            check_entries([given.input, *(part for one in given.input for part in one.values())], "input")
+            foreign = ForeignItems(given.input, left_out)
+            messages = chat_messages(given.instructions, foreign.read(), left_out)
+            tools.take_more(foreign.tools)
         chat: dict[str, Any] = {
             "messages": messages,
             "max_tokens": given.max_output_tokens,

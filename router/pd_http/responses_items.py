@@ -101,14 +101,13 @@ class ForeignItems:
 
     def read(self) -> Iterator[Item]:
         """The items that are served. Raises InvalidRequest."""
-        shape = shape_of(Item)
         for i, one in enumerate(self._given):
             try:
                 for item in self._items(one, f"input[{i}]"):
                     try:
                         yield msgspec.convert(item, Item)
                     except msgspec.ValidationError:
-                        yield msgspec.convert(known(item, shape, "input", self._left_out), Item)
+                        yield msgspec.convert(known(item, shape_of(Item), "input", self._left_out), Item)
             except (msgspec.ValidationError, RecursionError) as error:
                 raise refusal(str(error), f"input[{i}]") from error
 

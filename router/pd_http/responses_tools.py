@@ -17,8 +17,6 @@ from pd_http.left_out import known, shape_of
 from pd_http.responses_items import flat_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pd_http.left_out import LeftOut
 
 _ARGUMENT = "input"  # of a tool that takes text
@@ -101,10 +99,12 @@ class ResponsesTools:
                 is_of_programs = isinstance(tool, FunctionTool | CustomTool)
                 self._left_out.add("tool", "tools[].allowed_callers" if is_of_programs else f"tools.{kind}")
 
-    def take_more(self, tools: Iterable[Any]) -> None:
+    def take_more(self, tools: list[Any]) -> None:
         """Add tools that items of the input brought, but for those that are known."""
+        if not tools:
+            return
         fresh = ResponsesTools(self._left_out)
-        fresh.take([*tools], "input.tools")
+        fresh.take(tools, "input.tools")
         for tool in fresh.shown:
             name = tool["function"]["name"]
             if name not in self.calls:
