@@ -151,9 +151,7 @@ def _text(content: str | list[TextBlock]) -> str:
 
 def _system(content: str | list[Block] | None, left_out: LeftOut) -> list[Block]:
     """The blocks of `system` without a client's label."""
-    if isinstance(content, str):
-        return [TextBlock(text=content)] if content else []
-    blocks = content or []
+    blocks = [*_blocks(content)] if content else []
     first = blocks[0] if blocks else None
     is_label = isinstance(first, TextBlock) and is_label_of_system(first.text, left_out)
     return blocks[1:] if is_label else blocks

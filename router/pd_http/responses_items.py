@@ -70,6 +70,7 @@ class CallOutputItem(_Item, tag_field="type", tag="function_call_output"):
 
 
 Item = SaidItem | ReasoningItem | CallItem | CallOutputItem
+_OF_ALL = "functions"  # the API's namespace of functions that have no other
 _SERVED = ("message", "reasoning", "function_call")
 _TOOLS_OF = ("additional_tools", "tool_search_output")  # items with tools that may be called from here on
 _RESULTS = ("output", "outputs", "results", "result", "error")
@@ -84,7 +85,7 @@ _STATE: Final = {
 
 def flat_name(name: str, namespace: str | None) -> str:
     """The name under which the model sees a function of a namespace."""
-    if not namespace:
+    if not namespace or namespace == _OF_ALL:
         return name
     return namespace + name if namespace.endswith("_") or name.startswith("_") else f"{namespace}__{name}"
 

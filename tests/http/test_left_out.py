@@ -190,9 +190,10 @@ def test_tools_that_items_bring() -> None:
     found = [{"type": "tool_search_call", "call_id": "c1", "execution": "client", "arguments": {"query": "q"}},
              {"type": "tool_search_output", "call_id": "c1", "tools": [function("g", defer_loading=True)]}]  # fmt: skip
     request = asked(RESPONSES, {"input": [brought, HI, *found], "tools": [function("run", strict=True)]})
-    assert [tool["function"]["name"] for tool in field(request, "tools")] == ["run", "functions__exec", "g"]
+    assert [tool["function"]["name"] for tool in field(request, "tools")] == ["run", "exec", "g"]
     assert field(request, "messages")[1:] == [said("", call("tool_search", {"query": "q"})), result("g")]
     assert set(request.left_out) == {"tools.web_search", "tools[].defer_loading"}
+    assert request.calls["exec"] == CallForm("exec", "functions", is_custom=True)
 
 
 def of_function(name: str) -> dict[str, Any]:
@@ -292,8 +293,8 @@ def test_a_label_is_left_out_at_its_place_alone() -> None:
     labelled = asked(MESSAGES, {"system": [first, long], "messages": [HI]})
     assert dict(labelled.left_out) == {"system.x-anthropic-billing-header": "label"}
     assert field(labelled, "messages")[0] == {"role": "system", "content": long["text"]}
-    alone = asked(MESSAGES, {"system": [first], "messages": [HI]})
-    assert field(alone, "messages") == [HI]
+    for system in ([first], first["text"]):
+        assert field(asked(MESSAGES, {"system": system, "messages": [HI]}), "messages") == [HI]
     kept = {"system": [text(first["text"] + "\nBe brief.")], "messages": [{"role": "user", "content": [first]}]}
     request = asked(MESSAGES, kept)
     assert [one["content"] for one in field(request, "messages")] == [first["text"] + "\nBe brief.", first["text"]]

@@ -266,6 +266,19 @@ async def test_what_is_left_out_is_named_and_counted_by_kind() -> None:
         assert counts == {"field": 3, "member": 1, "tool": 4, "block": 0, "item": 1, "label": 2}
 
 
+async def test_a_label_that_changes_leaves_the_prompt_as_it_is() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        for digest in ("00001", "ea6aa"):
+            label = {
+                "type": "text",
+                "text": f"x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={digest};",
+            }
+            await ask(node, MESSAGES, system=[label, {"type": "text", "text": "Be brief."}])
+        await ask(node, MESSAGES, system="Be brief.")
+        first, *others = [request.prompt_token_ids for request in node.engine.requests]
+        assert others == [first, first]
+
+
 async def test_names_of_clients_cannot_break_the_header() -> None:
     members = {"a\r\nset-cookie: b=1": 1, "é,x": 1, "long" * 99: 1}
     async with running(FakeEngine(says([5]))) as node:
