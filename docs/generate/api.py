@@ -101,8 +101,8 @@ READ: dict[str, Read] = {
     "kv_transfer_params": Read({"do_remote_decode": False}, "vLLM's connector fields, for routers."),
     "logprobs": Read(1, "Chat: true or false. Completions: 0 to 20 alternatives."),
     "top_logprobs": Read(2, "0 to 20 alternatives for each token; needs `logprobs`."),
-    "tools": Read([], "Functions only, at most 128; a model of a known format. See [tools](tools.md)."),
-    "tool_choice": Read("none", "`none`, `auto`, `required` or a named function."),
+    "tools": Read([], "Functions; others are left out. At most 128; a model of a known format. See [tools](tools.md)."),
+    "tool_choice": Read("none", "`none`, `auto`, `required`, a named function, or `allowed_tools`."),
     "parallel_tool_calls": Read(False, "Default: true. False: an answer has at most one call."),
     "reasoning_effort": Read(
         "none", "For the chat template: `none` to `xhigh`. Named in `x-pd-ignored` if it has no use for it."

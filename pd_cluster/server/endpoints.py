@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -57,7 +58,7 @@ from pd_cluster.server.translated_body import translated
 from pd_http.dialects import MESSAGES, RESPONSES
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.server.answer_task import CountedReply
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.state import NodeState
     from pd_cluster.server.stream_writer import StreamWriter
     from pd_http.frames import Continuation
+    from pd_http.left_out import Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +121,13 @@ async def messages(state: NodeState, caller: Caller, reply: CountedReply, raw: b
     one = translated(MESSAGES, raw)
     if bytes(one.given.get("max_tokens", b"null")).strip() == b"null":
         raise InvalidRequest("max_tokens is required", "max_tokens", "missing_required_parameter")
-    await _chat(state, caller, reply, one.chat, MessagesShape, one.ignored)
+    await _chat(state, caller, reply, one.chat, MessagesShape, one.left_out)
 
 
 async def responses(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
     """Serve `POST /v1/responses`, as a chat request. Raises PdError."""
     one = translated(RESPONSES, raw)
-    await _chat(state, caller, reply, one.chat, partial(ResponsesShape, one.given), one.ignored)
+    await _chat(state, caller, reply, one.chat, partial(ResponsesShape, one.given, one.calls), one.left_out)
 
 
 async def _chat(
@@ -134,13 +136,13 @@ async def _chat(
     reply: CountedReply,
     raw: bytes,
     shape: Callable[..., ResponseShape],
-    ignored: Iterable[str] = (),
+    left_out: Mapping[str, Kind] = MappingProxyType({}),
 ) -> None:
-    """`raw`: a chat body. `ignored`: members of the client's own body that nothing reads."""
-    body = decoded(state, reply, raw, ChatBody, ignored)
+    """`raw`: a chat body. `left_out`: what of the client's own body is not in it."""
+    body = decoded(state, reply, raw, ChatBody, left_out)
     _take_offer(caller, body)
     logprobs = chat_num_logprobs(body)
-    use = tool_use(body)
+    use = tool_use(body, reply.dialect.tool_limits)
     check_format(use, state.tool_format, has_parser=state.output_parser is not None)
     messages = normal_messages(body.messages)
     options = reasoning_options(body) | template_options(body)

@@ -2,7 +2,8 @@
 
 A field is refused when it would change the answer of a server that honours it. A field of `HARMLESS` would not. The two
 tables and the structs of `schema.py` cover OpenAI's document and vLLM's and SGLang's protocols. All other fields are
-ignored as harmless ones are: the header `x-pd-ignored` of the answer names them.
+ignored as harmless ones are: the header `x-pd-ignored` of the answer names them. For what is below the fields of a
+body, see `pd_http.left_out`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ class FieldRefusal(NamedTuple):
 _STRUCTURED = FieldRefusal("use structured_outputs")
 _THINKING = "use reasoning_effort or enable_thinking"
 _STATELESS = "no answers are stored: send the whole conversation, and wait for the answer"
-_HOSTED = "this server runs no tools"
 _ONE_PROMPT = "the prompt must come as text or token ids in prompt, or as messages"
 
 REFUSED: dict[str, FieldRefusal] = {
@@ -58,12 +58,7 @@ REFUSED: dict[str, FieldRefusal] = {
     "conversation": FieldRefusal(_STATELESS),
     "thread": FieldRefusal(_STATELESS),
     "background": FieldRefusal(_STATELESS),
-    "container": FieldRefusal(_HOSTED),
-    "mcp_servers": FieldRefusal(_HOSTED),
-    "truncation": FieldRefusal("input that is too long is an error", (None, "disabled")),
-    "context_management": FieldRefusal("the conversation is taken as it is"),
-    "compaction": FieldRefusal("the conversation is taken as it is"),
-    "fallbacks": FieldRefusal("this server answers with one model"),
+    "compaction": FieldRefusal("ask for a summary as a message"),
     "moderation": FieldRefusal("this server does not moderate"),
     "access_programs": FieldRefusal("this server does not moderate"),
     "session_params": FieldRefusal("sessions are not supported"),
@@ -106,6 +101,7 @@ REFUSED: dict[str, FieldRefusal] = {
 
 
 _LABEL = "a label for the operator's records; none are kept"
+_HOSTED = "it is for tools that a server runs, which are left out"
 _MEDIA = "messages have no images, audio or video"
 _PLACEMENT = "the router chooses the nodes, and kv_transfer_params carry the handoff"
 
@@ -131,7 +127,12 @@ HARMLESS: dict[str, str] = {
     "fallback_credit_token": _LABEL,
     "betas": "each field is judged by itself",
     "speed": "there is one speed",
-    "max_tool_calls": "it bounds the calls of tools that a server runs",
+    "max_tool_calls": _HOSTED,
+    "container": _HOSTED,
+    "mcp_servers": _HOSTED,
+    "context_management": "it would only shorten the conversation, which is taken as it is",
+    "truncation": "input that is too long is an error",
+    "fallbacks": "this server answers with one model",
     "image": _MEDIA,
     "prompt_cache_retention": "prefixes stay cached as long as there is room",
     "verbosity": "the models served here have no such setting",
@@ -221,7 +222,7 @@ def _is_one_of(raw: bytes, values: tuple[Any, ...]) -> bool:
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """The header that names these fields; {} for none. Clients choose the names, so they are cut and made printable."""
     ordered = sorted(names)
-    named = [re.sub(r"[^A-Za-z0-9_.\-]", "?", name[:MAX_NAME_CHARS]) or "?" for name in ordered[:MAX_NAMED]]
+    named = [re.sub(r"[^A-Za-z0-9_.\-\[\]]", "?", name[:MAX_NAME_CHARS]) or "?" for name in ordered[:MAX_NAMED]]
     if len(ordered) > MAX_NAMED:
         named.append(f"+{len(ordered) - MAX_NAMED}")
     return {IGNORED_HEADER: ",".join(named)} if named else {}

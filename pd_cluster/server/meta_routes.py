@@ -25,7 +25,8 @@ from pd_connectors.protocol.errors import ProtocolMismatch, TicketError, TicketE
 from pd_connectors.protocol.messages import PROTOCOL_VERSION
 from pd_connectors.protocol.ticket import Ticket, verify
 from pd_http.body import read_body
-from pd_http.dialects import COUNT_TOKENS
+from pd_http.dialects import COUNT_TOKENS, dialect_of
+from pd_http.left_out import LeftOut
 from pd_http.metrics import EXPOSITION_TYPE
 from pd_http.reply import json_response
 
@@ -174,15 +175,18 @@ async def _count_tokens(state: NodeState, raw: bytes) -> Response:
     one = translated(COUNT_TOKENS, raw)
     body, unread = decode_body(one.chat, ChatBody)
     state.check_model(body.model)
+    left_out = LeftOut(one.left_out)
+    left_out.add_all("field", unread)
+    state.metrics.count_left_out(left_out)
     check_prompt_and_tokens(body)
     ids = await state.tokenizer.encode_chat(
         normal_messages(body.messages),
-        tool_use(body).shown,
+        tool_use(body, dialect_of(COUNT_TOKENS).tool_limits).shown,
         reasoning_options(body) | template_options(body),
         max_tokens=state.ready.max_model_len,
         add_special_tokens=bool(body.add_special_tokens),
     )
-    return json_response({"input_tokens": len(last_tokens(ids, body))}, headers=ignored_header(one.ignored | unread))
+    return json_response({"input_tokens": len(last_tokens(ids, body))}, headers=ignored_header(left_out))
 
 
 async def _detokenize(state: NodeState, raw: bytes) -> Response:

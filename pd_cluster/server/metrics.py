@@ -10,12 +10,14 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from pd_cluster.server.vllm_names import vllm_metrics
+from pd_http.left_out import KINDS
 from pd_http.metrics import HttpMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pd_cluster.protocol.messages import EngineStats, Timeline, Work
+    from pd_http.left_out import Kind
 
 # 1 ms to 2 minutes, denser where SLOs usually are
 _LATENCY_S = (
@@ -54,6 +56,8 @@ class NodeMetrics:
         self.requests = counter("requests", "Requests by endpoint and outcome.", "endpoint", "outcome")
         self.in_flight = Gauge("pd_requests_in_flight", "Requests being answered.", registry=self.registry)
         self.unknown_fields = counter("unknown_fields", "Fields of request bodies that are ignored.")
+        left_out = counter("left_out", "Names in the header x-pd-ignored of answers, by kind.", "kind")
+        self._left_out = {kind: left_out.labels(kind) for kind in KINDS}
         self.prompt_tokens = counter(
             "prompt_tokens",
             "Prompt tokens, by work: a prompt that is handed over counts as prefill and as take_over.",
@@ -93,6 +97,11 @@ class NodeMetrics:
     ) -> None:
         """Export the engine's latest stats, its identity and how often it was judged frozen at each scrape."""
         self.registry.register(EngineCollector(latest, info, num_freezes))
+
+    def count_left_out(self, kinds: Mapping[str, Kind]) -> None:
+        """Count what the header of one answer names. `kinds`: by name, which clients choose and no label holds."""
+        for kind in kinds.values():
+            self._left_out[kind].inc()
 
     def count_prompt(self, work: Work, num_tokens: int, num_cached_tokens: int) -> None:
         """Count the tokens of one prompt."""

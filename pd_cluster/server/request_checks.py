@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from pd_cluster.errors import EngineUnavailable, InvalidRequest, Overloaded
@@ -13,12 +14,15 @@ from pd_cluster.server.reasoning_options import unread_reasoning_fields
 from pd_cluster.server.request_id import MAX_REQUEST_ID_CHARS, is_request_id
 from pd_cluster.server.sampling import check_prompt_and_tokens, check_room_for_output
 from pd_cluster.server.schema import LISTS, MAX_LISTED_TOKENS, ChatBody, GenerationBody, PromptFields, decode_body
+from pd_cluster.server.tool_use import leave_out_tools
+from pd_http.left_out import LeftOut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
 
     from pd_cluster.server.answer_task import CountedReply
     from pd_cluster.server.state import NodeState
+    from pd_http.left_out import Kind
 
 Fields = TypeVar("Fields", bound=PromptFields)
 
@@ -100,9 +104,16 @@ def check_room_for_prompt(num_tokens: int, max_model_len: int, param: str) -> No
 
 
 def decoded(
-    state: NodeState, reply: CountedReply, raw: bytes, kind: type[Fields], ignored: Iterable[str] = ()
+    state: NodeState,
+    reply: CountedReply,
+    raw: bytes,
+    kind: type[Fields],
+    left_out: Mapping[str, Kind] = MappingProxyType({}),
 ) -> Fields:
-    """The body, for a model that this node serves. A header of the answer names what is ignored. Raises PdError."""
+    """The body, for a model that this node serves. A header of the answer names what is ignored. Raises PdError.
+
+    `left_out`: what of the client's own body is not in this one.
+    """
     if state.draining:
         raise EngineUnavailable("this node is shutting down")
     body, unread = decode_body(raw, kind)
@@ -110,5 +121,10 @@ def decoded(
     state.metrics.unknown_fields.inc(len(unread))
     params = reply.dialect.params
     disabled = {params.get(name, name) for name in disabled_fields(state, body)}
-    reply.headers |= ignored_header({*ignored, *unread, *disabled})
+    tools = leave_out_tools(body) if isinstance(body, ChatBody) else ()
+    ignored = LeftOut(left_out)
+    ignored.add_all("field", unread | disabled)
+    ignored.add_all("tool", tools)
+    state.metrics.count_left_out(ignored)
+    reply.headers |= ignored_header(ignored)
     return body

@@ -15,16 +15,19 @@ import orjson
 from pd_cluster.protocol.messages import FinishReason
 from pd_cluster.server.answer_blocks import AnswerBlocks, blocks_of
 from pd_cluster.server.schema import decode_value
+from pd_http.dialect import CallForm
+from pd_http.responses_tools import text_of_input
 from pd_http.sse import event_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pd_cluster.server.answer_blocks import AnswerBlock, BlockStep
     from pd_cluster.server.choice import ChoiceOutput
     from pd_http.dialect import RawFields
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_CUSTOM_PREFIX = "ctc"
 _EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 _ECHOED = (
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature", "text",
@@ -41,15 +44,17 @@ class ResponsesShape:
     def __init__(
         self,
         asked: RawFields,
+        calls: Mapping[str, CallForm],
         request_id: str,
         model: str,
         *_: object,
         created: int | None = None,
         **__: object,
     ) -> None:
-        """`asked`: the fields of the body. The other arguments of shapes are of fields that this API refuses."""
+        """`asked`: the fields of the body. `calls`: see `ChatRequest`. Other arguments are of fields it refuses."""
         self.created = int(time.time()) if created is None else created
         self._id = request_id
+        self._calls = calls
         defaults = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": {}}
         defaults["text"] = {"format": {"type": "text"}}
         echoed = {name: decode_value(bytes(asked[name]), Any, name) for name in _ECHOED if name in asked}
@@ -98,6 +103,8 @@ class ResponsesShape:
     def _step(self, step: BlockStep, status: str) -> list[bytes]:
         """`status`: of a block that ends."""
         block, name = step.block, f"response.{_EVENTS[step.block.kind]}"
+        if (form := self._form(block)) is not None and form.is_custom:
+            return self._custom_step(step, status)
         place: dict[str, Any] = {"output_index": block.index, "item_id": self._item_id(block)}
         if block.kind != "call":
             place["content_index"] = 0
@@ -115,17 +122,39 @@ class ResponsesShape:
         done += [self._event("response.content_part.done", part=part, **place) for part in parts]
         return [*done, self._event("response.output_item.done", output_index=block.index, item=item)]
 
+    def _custom_step(self, step: BlockStep, status: str) -> list[bytes]:
+        """The input is a string in the arguments: it is given when it is whole."""
+        if step.what == "grow":
+            return []
+        block = step.block
+        item, index = self._item(block, status if step.what == "close" else "in_progress"), block.index
+        if step.what == "open":
+            return [self._event("response.output_item.added", output_index=index, item=item | {"input": ""})]
+        place: dict[str, Any] = {"output_index": index, "item_id": item["id"]}
+        name, text = "response.custom_tool_call_input", item["input"]
+        told = [self._event(f"{name}.delta", text, delta=text, **place)] if text else []
+        done = self._event(f"{name}.done", input=text, **place)
+        return [*told, done, self._event("response.output_item.done", output_index=index, item=item)]
+
+    def _form(self, block: AnswerBlock) -> CallForm | None:
+        """How the client has the function of a call, if not as a function of this name."""
+        return self._calls.get(block.name) if block.kind == "call" else None
+
     def _item_id(self, block: AnswerBlock) -> str:
-        return f"{_PREFIXES[block.kind]}_{self._id}_{block.index}"
+        form = self._form(block)
+        prefix = _CUSTOM_PREFIX if form is not None and form.is_custom else _PREFIXES[block.kind]
+        return f"{prefix}_{self._id}_{block.index}"
 
     def _item(self, block: AnswerBlock, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
             if status == "completed" and not block.has_whole_arguments:
                 item["status"] = "incomplete"
-            return item | {
-                "type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text
-            }  # fmt: skip
+            form = self._form(block) or CallForm(block.name)
+            kind = "custom_tool_call" if form.is_custom else "function_call"
+            named = {"type": kind, "call_id": block.id, "name": form.name}
+            said = {"input": text_of_input(block.text)} if form.is_custom else {"arguments": block.text}
+            return item | named | said | ({"namespace": form.namespace} if form.namespace else {})
         if block.kind == "reasoning":
             content = [{"type": "reasoning_text", "text": block.text}]
             return item | {"type": "reasoning", "summary": [], "content": content}

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import InvalidRequest
+from pd_http.dialect import OPENAI
 
 if TYPE_CHECKING:
     from pd_cluster.server.schema import ChatBody
+    from pd_http.dialect import ToolLimits
 
-MAX_TOOLS = 128  # OpenAI's limit
 MAX_DEPTH = 96  # levels of a schema: llguidance reads 128, and functions here recurse by level
-_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")  # OpenAI's, and the dot of MCP servers
+_NAME = re.compile(r"[A-Za-z0-9_.\-]+")  # OpenAI's, and the dot of MCP servers
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 _CHOICES = ("none", "auto", "required")
+# Members of a schema that some writers of schemas give as null where there is none
+_OFTEN_NULL = ("type", "properties", "required", "$defs", "definitions", "additionalProperties")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,65 +38,105 @@ class ToolUse:
     functions: tuple[Function, ...] = ()
     required: bool = False  # the answer is calls, without text
     parallel: bool = True  # an answer may have several calls
+    limited: bool = False  # of the tools that are shown, only `functions` may be called
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar has to hold the calls to their schemas."""
-        return self.required or any(function.strict for function in self.functions)
+        """Whether a grammar has to hold the calls to their names or schemas."""
+        return self.required or self.limited or any(function.strict for function in self.functions)
 
 
-def tool_use(body: ChatBody) -> ToolUse:
-    """What the body says. Raises InvalidRequest that names the wrong place."""
-    functions = _functions(body.tools or [])
+def leave_out_tools(body: ChatBody) -> set[str]:
+    """Take tools out of the body that are no functions: other kinds have no schema. Returns their names."""
+    kinds = {str(tool.get("type")) for tool in body.tools or () if "type" in tool and not _is_function(tool)}
+    if body.tools is not None and kinds:
+        body.tools = [tool for tool in body.tools if "type" not in tool or _is_function(tool)]
+    return {f"tools.{kind}" for kind in kinds}
+
+
+def _is_function(tool: dict[str, Any]) -> bool:
+    return tool["type"] == "function" or not isinstance(tool["type"], str)
+
+
+def tool_use(body: ChatBody, limits: ToolLimits = OPENAI.tool_limits) -> ToolUse:
+    """What the body says. `limits`: of the client's API. Raises InvalidRequest that names the wrong place."""
+    functions = _functions(body.tools or [], limits)
     choice = body.tool_choice
     if choice is not None and not isinstance(choice, dict) and choice not in _CHOICES:
         raise InvalidRequest(f"tool_choice must be {', '.join(_CHOICES)} or name a function", "tool_choice")
-    if choice not in (None, "none") and not functions:
-        raise InvalidRequest("tool_choice needs tools", "tool_choice")
+    if choice not in (None, "none", "auto") and not functions:
+        raise InvalidRequest("tool_choice needs tools that this server serves, which are functions", "tool_choice")
     if choice == "none" or not functions:
         return ToolUse()
     parallel = body.parallel_tool_calls is not False
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _allowed(body, functions, choice.get("allowed_tools"), parallel)
     if isinstance(choice, dict):
-        name = _named(choice)
-        functions = tuple(function for function in functions if function.name == name)
-        if not functions:
-            raise InvalidRequest(f"tool_choice names the function {name!r}, which is not in tools", "tool_choice")
+        functions = _of_names(functions, [_named(choice, "tool_choice")])
         parallel = False
     return ToolUse(body.tools, functions, choice not in (None, "auto"), parallel)
 
 
-def _named(choice: dict[str, Any]) -> str:
+def _allowed(body: ChatBody, functions: tuple[Function, ...], allowed: Any, parallel: bool) -> ToolUse:
+    """All tools are shown, so that the prompt stays the same where others are allowed."""
+    place = "tool_choice.allowed_tools"
+    if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
+        raise InvalidRequest(f"{place} must be an object with mode auto or required", "tool_choice")
+    listed = allowed.get("tools")
+    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+        raise InvalidRequest(f"{place}.tools must be a list of tools", "tool_choice")
+    served = [one for one in listed if one.get("type", "function") == "function"]
+    required = allowed["mode"] == "required"
+    if not served:
+        if required:
+            raise InvalidRequest(f"{place} has no function, and others are not served", "tool_choice")
+        return ToolUse()
+    functions = _of_names(functions, [_named(one, f"{place}.tools[{i}]") for i, one in enumerate(served)])
+    return ToolUse(body.tools, functions, required, parallel, limited=True)
+
+
+def _of_names(functions: tuple[Function, ...], names: list[str]) -> tuple[Function, ...]:
+    """The functions with these names."""
+    known, wanted = {function.name for function in functions}, set(names)
+    if missing := sorted(wanted - known):
+        raise InvalidRequest(f"tool_choice names the function {missing[0]!r}, which is not in tools", "tool_choice")
+    return tuple(function for function in functions if function.name in wanted)
+
+
+def _named(choice: dict[str, Any], place: str) -> str:
     """The function of `{"type": "function", "function": {"name": ...}}`."""
     if choice.get("type") != "function":
-        raise InvalidRequest("tool_choice.type must be function", "tool_choice", "unsupported_value")
+        raise InvalidRequest(f"{place}.type must be function", "tool_choice", "unsupported_value")
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise InvalidRequest("tool_choice.function.name must be a string", "tool_choice")
+        raise InvalidRequest(f"{place}.function.name must be a string", "tool_choice")
     return name
 
 
-def _functions(tools: list[dict[str, Any]]) -> tuple[Function, ...]:
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(tools)} entries; {MAX_TOOLS} are allowed", "tools")
+def _functions(tools: list[dict[str, Any]], limits: ToolLimits) -> tuple[Function, ...]:
+    if len(tools) > limits.tools:
+        raise InvalidRequest(f"tools has {len(tools)} entries; {limits.tools} are allowed", "tools")
     functions: dict[str, Function] = {}
     for i, tool in enumerate(tools):
-        function = _function(tool, f"tools[{i}]")
+        function = _function(tool, f"tools[{i}]", limits.name_chars)
         if function.name in functions:
             raise InvalidRequest(f"tools[{i}].function.name: {function.name!r} is there twice", "tools")
         functions[function.name] = function
     return tuple(functions.values())
 
 
-def _function(tool: dict[str, Any], place: str) -> Function:
+def _function(tool: dict[str, Any], place: str, name_chars: int) -> Function:
     if tool.get("type") != "function":
         raise InvalidRequest(f"{place}.type must be function", "tools", "unsupported_value")
     given, place = tool.get("function"), f"{place}.function"
     if not isinstance(given, dict):
         raise InvalidRequest(f"{place} must be an object", "tools")
     name = given.get("name")
-    if not (isinstance(name, str) and _NAME.fullmatch(name)):
-        raise InvalidRequest(f"{place}.name must be 1 to 64 letters, digits, dots, dashes or underscores", "tools")
+    if not (isinstance(name, str) and len(name) <= name_chars and _NAME.fullmatch(name)):
+        raise InvalidRequest(
+            f"{place}.name must be 1 to {name_chars} letters, digits, dots, dashes or underscores", "tools"
+        )
     if not isinstance(given.get("description"), str | None):
         raise InvalidRequest(f"{place}.description must be a string", "tools")
     if not isinstance(given.get("strict"), bool | None):
@@ -107,7 +150,13 @@ def _schema(schema: Any, place: str) -> dict[str, Any]:
         return {"type": "object"}
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{place} must be a JSON schema, which is an object", "tools")
-    if schema.get("type", "object") != "object":
+    known: dict[str, Any] = {key: one for key, one in schema.items() if one is not None or key not in _OFTEN_NULL}
+    return _object_schema(known, place)
+
+
+def _object_schema(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    kinds = schema.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         raise InvalidRequest(f"{place}.type must be object", "tools")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not (isinstance(properties, dict) and all(isinstance(value, dict | bool) for value in properties.values())):
@@ -119,7 +168,7 @@ def _schema(schema: Any, place: str) -> dict[str, Any]:
             raise InvalidRequest(f"{place}.{key} must map names to schemas", "tools")
     if not is_flat(schema):
         raise InvalidRequest(f"{place} is nested more than {MAX_DEPTH} levels deep", "tools")
-    return {"type": "object"} | schema
+    return {"type": "object"} | schema | {"type": "object"}
 
 
 def is_flat(schema: dict[str, Any]) -> bool:

@@ -11,20 +11,24 @@ from pd_cluster.server.schema import object_fields
 from pd_http.dialects import dialect_of
 
 if TYPE_CHECKING:
-    from pd_http.dialect import RawFields
+    from collections.abc import Mapping
+
+    from pd_http.dialect import CallForm, RawFields
+    from pd_http.left_out import Kind
 
 
 class TranslatedBody(NamedTuple):
-    """`given`: the client's fields. `chat`: a chat body. `ignored`: members of the client's that nothing reads."""
+    """`given`: the client's fields. `chat`: a chat body. `left_out`, `calls`: see `ChatRequest`."""
 
     given: RawFields
     chat: bytes
-    ignored: frozenset[str]
+    left_out: Mapping[str, Kind]
+    calls: Mapping[str, CallForm]
 
 
 def translated(path: str, raw: bytes) -> TranslatedBody:
     """The body `raw` of `path`. Raises InvalidRequest, also for fields of chat that have no place in that API."""
     given = object_fields(raw)
     refuse(given, ELSEWHERE[path])
-    chat, ignored = dialect_of(path).to_chat(given)
-    return TranslatedBody(given, msgspec.json.encode(chat), ignored)
+    asked = dialect_of(path).to_chat(given)
+    return TranslatedBody(given, msgspec.json.encode(asked.fields), asked.left_out, asked.calls)

@@ -8,39 +8,59 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
 from pd_http.errors import InvalidRequest
+from pd_http.left_out import known, members_of
 from pd_http.sse import SSE_DONE, event_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from pd_http.errors import PdError
+    from pd_http.left_out import Kind, LeftOut
 
 RawFields = Mapping[str, msgspec.Raw]
-Kind = TypeVar("Kind")
+Struct = TypeVar("Struct")
 # What msgspec raises: not JSON or of another type, not UTF-8, nested too deeply
 _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 # Turns and blocks, or items and their parts: 10 us each on the event loop of a router, and again on that of a node
 MAX_ENTRIES = 1 << 14
-_MAX_OBJECTS = 1 << 16  # among which nulls are searched
+MANY_TOOLS = 4096  # of an API without a limit: agents send about 130
 _WHOLE = re.compile(rb"[ \t\n\r]*(-?[0-9]+)\.0+[ \t\n\r]*")
 
 
+class ToolLimits(NamedTuple):
+    """Of the tools of one request."""
+
+    tools: int
+    name_chars: int
+
+
+class CallForm(NamedTuple):
+    """How the answer writes a call of a function that the client has under another name, or as another kind of tool."""
+
+    name: str
+    namespace: str = ""
+    is_custom: bool = False  # a tool that takes text
+
+
 class ChatRequest(NamedTuple):
-    """The fields of a chat body, and the members of the client's body that nothing here reads."""
+    """The fields of a chat body, and what of the client's body is not in it. `calls`: by the name of the function."""
 
     fields: RawFields
-    ignored: frozenset[str] = frozenset()
+    left_out: Mapping[str, Kind] = MappingProxyType({})
+    calls: Mapping[str, CallForm] = MappingProxyType({})
 
 
 class Dialect:
     """OpenAI's chat and completions."""
 
     token_limit = "max_tokens"  # the field that bounds an answer
+    tool_limits = ToolLimits(128, 64)
     params: Mapping[str, str] = {}  # the client's names of chat fields, for errors
 
     def to_chat(self, fields: RawFields) -> ChatRequest:
@@ -71,21 +91,26 @@ class Dialect:
 OPENAI = Dialect()
 
 
-def read(fields: RawFields, kind: type[Kind]) -> Kind:
-    """The fields of the struct `kind`. Raises InvalidRequest that names the wrong place."""
+def read(
+    fields: RawFields, kind: type[Struct], left_out: LeftOut, rewrite: Callable[[dict[str, Any]], None] | None = None
+) -> Struct:
+    """The fields of the struct `kind`. Raises InvalidRequest that names the wrong place.
+
+    A body that has more than the struct is decoded twice: `rewrite` replaces what this server does not know, and what
+    is ignored is named in `left_out`.
+    """
     names = kind.__struct_fields__  # type: ignore[attr-defined]
     given = {name: whole_number(fields[name]) for name in names if name in fields}
     try:
         try:
             return msgspec.json.decode(msgspec.json.encode(given), type=kind)
-        except msgspec.ValidationError as error:
-            if (
-                "unknown field" not in str(error)
-                or sum(bytes(raw).count(b"{") for raw in given.values()) > _MAX_OBJECTS
-            ):
-                raise
-        known = {name: without_nulls(msgspec.json.decode(raw)) for name, raw in given.items()}
-        return msgspec.json.decode(msgspec.json.encode(known), type=kind)
+        except msgspec.ValidationError:
+            values = {name: msgspec.json.decode(raw) for name, raw in given.items()}
+        if rewrite is not None:
+            rewrite(values)
+        shapes = members_of(kind)
+        pruned = {name: known(value, shapes[name], name, left_out) for name, value in values.items()}
+        return msgspec.convert(pruned, kind)
     except _BAD_JSON as error:
         raise refusal(str(error)) from error
 
@@ -101,18 +126,6 @@ def whole_number(raw: msgspec.Raw) -> msgspec.Raw:
     """4.0 as 4: some languages write integers so, and msgspec refuses it. All else as it is."""
     match = _WHOLE.fullmatch(raw)
     return raw if match is None else msgspec.Raw(match[1])
-
-
-def without_nulls(value: Any) -> Any:
-    """Lists of objects (turns, blocks, tools) without members that are null: an SDK's dump of an answer has them.
-
-    Objects inside of objects, such as the arguments of a call, stay as they are.
-    """
-    if isinstance(value, list):
-        return [without_nulls(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: without_nulls(one) if isinstance(one, list) else one for key, one in value.items() if one is not None}
 
 
 def refusal(message: str, prefix: str = "") -> InvalidRequest:

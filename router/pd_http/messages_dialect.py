@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from pd_http.dialect import ChatRequest, Dialect, RawFields, check_entries, raw_fields, read
+from pd_http.client_labels import is_label_of_system
+from pd_http.dialect import MANY_TOOLS, ChatRequest, Dialect, RawFields, ToolLimits, check_entries, raw_fields, read
 from pd_http.errors import InvalidRequest
+from pd_http.left_out import BindingForm, LeftOut
+from pd_http.messages_blocks import (
+    BLOCKS,
+    Block,
+    ForeignBlocks,
+    ServerResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from pd_http.messages_tools import ForeignTools, MessagesTool, MessagesToolChoice, chat_choice, chat_tools
 from pd_http.sse import event_bytes
 
 if TYPE_CHECKING:
@@ -23,71 +37,18 @@ _ERROR_TYPES = {
 }  # fmt: skip
 
 
-# Members without use here are of type Any. A block or tool with any other member is refused.
-class _Object(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    cache_control: Any = None  # prefixes are found by their tokens
-
-
-class TextBlock(_Object, tag_field="type", tag="text"):
-    text: str
-    citations: Any = None
-
-
-class ThinkingBlock(_Object, tag_field="type", tag="thinking"):
-    thinking: str
-    signature: Any = None  # this server signs nothing
-
-
-class ToolUseBlock(_Object, tag_field="type", tag="tool_use"):
-    id: str
-    name: str
-    input: dict[str, Any]
-    caller: Any = None
-
-
-class ToolResultBlock(_Object, tag_field="type", tag="tool_result"):
-    tool_use_id: str
-    content: str | list[TextBlock] | None = None
-    is_error: bool | None = None
-
-
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
-
-
-_BLOCKS: dict[str, tuple[type, ...]] = {
-    "user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ThinkingBlock, ToolUseBlock), "system": (TextBlock,)
-}  # fmt: skip
-
-
 class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class MessagesTool(_Object):
-    name: str
-    input_schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
-    type: Literal["custom"] | None = None  # others are tools that Anthropic's servers run
-    defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-    eager_input_streaming: Any = None  # arguments are streamed in any case
-
-
-class MessagesToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
 class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: str
     budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: str | None = None
 
 
-class MessagesFormat(msgspec.Struct, forbid_unknown_fields=True):
+class MessagesFormat(BindingForm):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
@@ -101,9 +62,9 @@ class MessagesFields(msgspec.Struct, kw_only=True):
     """The fields that only this API has, or has in another form than chat."""
 
     messages: list[MessageTurn]
-    system: str | list[TextBlock] | None = None
+    system: str | list[Block] | None = None
     stop_sequences: list[str] | None = None
-    tools: list[MessagesTool] | None = None
+    tools: list[MessagesTool | None] | None = None  # None: of one that is left out
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -112,33 +73,41 @@ class MessagesFields(msgspec.Struct, kw_only=True):
 class MessagesDialect(Dialect):
     """Beside its own fields a body may have those of chat that keep their meaning here."""
 
+    tool_limits = ToolLimits(MANY_TOOLS, 128)
     params = {
         "stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config",
         "enable_thinking": "thinking",
     }  # fmt: skip
 
     def to_chat(self, fields: RawFields) -> ChatRequest:
-        given = read(fields, MessagesFields)
+        left_out = LeftOut()
+        foreign = ForeignTools(left_out)
+        given = read(fields, MessagesFields, left_out, partial(_rewrite, foreign=foreign, left_out=left_out))
         check_entries([given.messages, *(one.content for one in given.messages)], "messages")
         check_entries([given.tools], "tools")
-        system = [MessageTurn("system", [*_blocks(given.system)])] if given.system else []
+        tools = None if given.tools is None else chat_tools(given.tools, left_out)
+        choice = chat_choice(given.tool_choice)
+        foreign.check_choice(choice.get("tool_choice"), tools or [])
+        system = [MessageTurn("system", blocks)] if (blocks := _system(given.system, left_out)) else []
         turns = _turns([*system, *given.messages], -len(system))
         chat: dict[str, Any] = {
             "messages": [message for role, blocks in turns for message in _chat(role, blocks)],
             "stop": given.stop_sequences,
-            "tools": None if given.tools is None else [_tool(one) for one in given.tools],
-            **_choice(given.tool_choice),
+            "tools": tools,
+            **choice,
             **_thinking(given.thinking),
             **_output(given.output_config),
         }
         if chat.get("enable_thinking") is False:
             chat["reasoning_effort"] = None  # here the effort is that of reasoning only
-        if given.messages and given.messages[-1].role == "assistant":
-            if chat["messages"][-1].get("tool_calls"):
+        if chat["messages"] and (last := chat["messages"][-1])["role"] == "assistant":
+            if last.get("tool_calls"):
                 raise InvalidRequest("messages: a tool_use block must be followed by its tool_result", "messages")
             chat |= {"add_generation_prompt": False, "continue_final_message": True}
+        for name in _ignored(given):
+            left_out.add("member", name)
         others = {name: raw for name, raw in fields.items() if name not in MessagesFields.__struct_fields__}
-        return ChatRequest(others | raw_fields(chat), frozenset(_ignored(given)))
+        return ChatRequest(others | raw_fields(chat), left_out)
 
     def status(self, error: PdError) -> int:
         return _OVERLOADED if error.code == "overloaded" else error.status
@@ -158,8 +127,34 @@ class MessagesDialect(Dialect):
         return b"event: message_stop" in lines or b"event: error" in lines
 
 
+def _rewrite(given: dict[str, Any], foreign: ForeignTools, left_out: LeftOut) -> None:
+    """Replace what this server does not know. `given`: as JSON has it."""
+    turns = given.get("messages")
+    if isinstance(turns, list):
+        contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
+        check_entries([turns, *contents], "messages")
+        blocks = ForeignBlocks(turns, left_out)
+        given["messages"] = [
+            turn | {"content": blocks.rewritten(turn["content"], f"messages[{i}].content")}
+            if isinstance(turn, dict) and "content" in turn
+            else turn
+            for i, turn in enumerate(turns)
+        ]
+    given["system"] = ForeignBlocks([], left_out).rewritten(given.get("system"), "system")
+    if isinstance(given.get("tools"), list):
+        given["tools"] = [foreign.served(one) for one in given["tools"]]
+
+
 def _text(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _system(content: str | list[Block] | None, left_out: LeftOut) -> list[Block]:
+    """The blocks of `system` without a client's label."""
+    blocks = [*_blocks(content)] if content else []
+    first = blocks[0] if blocks else None
+    is_label = isinstance(first, TextBlock) and is_label_of_system(first.text, left_out)
+    return blocks[1:] if is_label else blocks
 
 
 def _blocks(content: str | Sequence[Block]) -> Sequence[Block]:
@@ -175,7 +170,7 @@ def _turns(messages: list[MessageTurn], first: int) -> list[tuple[str, list[Bloc
     for index, one in enumerate(messages, first):
         blocks = _blocks(one.content)
         for i, block in enumerate(blocks):
-            if not isinstance(block, _BLOCKS[one.role]):
+            if not isinstance(block, BLOCKS[one.role]):
                 tag = block.__struct_config__.tag
                 raise InvalidRequest(f"messages[{index}].content[{i}]: a {one.role} message has no {tag}", "messages")
         if turns and turns[-1][0] == one.role:
@@ -187,7 +182,26 @@ def _turns(messages: list[MessageTurn], first: int) -> list[tuple[str, list[Bloc
 
 def _chat(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
     """The chat messages of one turn: a result of a tool is a message of its own."""
-    return [_assistant(blocks)] if role == "assistant" else _asked(role, blocks)
+    return _said(blocks) if role == "assistant" else _asked(role, blocks)
+
+
+def _said(blocks: list[Block]) -> list[dict[str, Any]]:
+    """Results of tools that a server ran stand between the parts of the answer."""
+    messages: list[dict[str, Any]] = []
+    part: list[Block] = []
+    for one in blocks:
+        if isinstance(one, ServerResultBlock):
+            messages += [_assistant(part)] if part else []
+            messages.append(_result(one))
+            part = []
+        else:
+            part.append(one)
+    return [*messages, _assistant(part)] if part or not messages else messages
+
+
+def _result(block: ToolResultBlock) -> dict[str, Any]:
+    content = "" if block.content is None else _text(block.content)
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
 def _assistant(blocks: list[Block]) -> dict[str, Any]:
@@ -211,32 +225,15 @@ def _asked(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
     for one in blocks:
         if isinstance(one, ToolResultBlock):
             messages += [{"role": role, "content": "\n".join(texts)}] if texts else []
-            content = "" if one.content is None else _text(one.content)
-            messages.append({"role": "tool", "tool_call_id": one.tool_use_id, "content": content})
+            messages.append(_result(one))
             texts = []
         elif isinstance(one, TextBlock):
             texts.append(one.text)
     return [*messages, {"role": role, "content": "\n".join(texts)}] if texts or not messages else messages
 
 
-def _tool(tool: MessagesTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    known = {name: value for name, value in function.items() if value is not None}
-    return {"type": "function", "function": known if tool.strict is None else known | {"strict": tool.strict}}
-
-
-def _choice(choice: MessagesToolChoice | None) -> dict[str, Any]:
-    if choice is None:
-        return {}
-    if (choice.name is None) is (choice.type == "tool"):
-        raise InvalidRequest('tool_choice.name goes with type "tool"', "tool_choice")
-    named = {"type": "function", "function": {"name": choice.name}}
-    said = named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
-    return {"tool_choice": said, "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
-
-
 def _thinking(config: ThinkingConfig | None) -> dict[str, Any]:
-    """Adaptive thinking is what the chat template does by itself."""
+    """Adaptive thinking is what the chat template does by itself; so does every other type."""
     if config is None:
         return {}
     thinks = {"enabled": True, "disabled": False}.get(config.type)
@@ -256,6 +253,10 @@ def _ignored(given: MessagesFields) -> Iterable[str]:
     thinking, output = given.thinking, given.output_config
     if thinking is not None and thinking.budget_tokens is not None:
         yield "thinking.budget_tokens"
+    if thinking is not None and thinking.type not in ("enabled", "disabled", "adaptive"):
+        yield "thinking.type"
+    if thinking is not None and thinking.display not in (None, "summarized", "omitted"):
+        yield "thinking.display"
     if thinking is not None and thinking.type == "disabled" and output is not None and output.effort is not None:
         yield "output_config.effort"
     blocks = (block for turn in given.messages if not isinstance(turn.content, str) for block in turn.content)

@@ -34,6 +34,7 @@ FUNCTIONS = [
     {"type": "function", "name": one["name"], "parameters": one["input_schema"], "strict": False}
     for one in (WEATHER, ADD)
 ]
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 RESULT = "sunny, 21 degrees"
 THOUGHT = "I need a tool."
 GREETING = "I can tell the weather and add numbers."
@@ -120,7 +121,7 @@ def test_errors_of_messages(claude: Any) -> None:
     for body, error, text in (
         ({"messages": [{"role": "user", "content": [image]}]}, anthropic.BadRequestError, "'image' is not supported"),
         ({"model": "other"}, anthropic.NotFoundError, "other"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, anthropic.BadRequestError, "web_search"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, anthropic.BadRequestError, "web_search"),
         ({"extra_body": {"n": 2}}, anthropic.BadRequestError, "n is not supported"),
     ):
         with pytest.raises(error) as raised:
@@ -153,13 +154,33 @@ def test_what_responses_asks_for(responses: Any) -> None:
     short = responses.create(**body | {"max_output_tokens": 2})
     assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     for more, text in (
-        ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "web_search"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input_image"),
     ):
         with pytest.raises(openai.BadRequestError, match=text.replace("[", "\\[")):
             responses.create(**body | more)
+
+
+def test_what_is_left_out_and_what_comes_back(claude: Any, responses: Any) -> None:
+    raw = claude.messages.with_raw_response
+    body: dict[str, Any] = {"model": "tool_model", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]}
+    label = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1.0; cch=1;"}
+    answer = raw.create(system=[label], tools=[SEARCH, ADD | {"input_examples": [{}]}], **body)
+    assert answer.headers["x-pd-ignored"] == (
+        "system.x-anthropic-billing-header,tools.web_search_20250305,tools[].input_examples"
+    )
+    tools: list[Any] = [{"type": "custom", "name": "note"}, {"type": "web_search"},
+                        {"type": "namespace", "name": "math", "description": "", "tools": [FUNCTIONS[0]]}]  # fmt: skip
+    asked: dict[str, Any] = {"model": "tool_model", "input": "Hello", "temperature": 0, "max_output_tokens": 80}
+    whole = responses.with_raw_response.create(tools=tools, store=True, **asked)
+    assert whole.headers["x-pd-ignored"] == "store,tools.web_search"
+    named = {"type": "function", "name": FUNCTIONS[0]["name"]}
+    (call,) = responses.create(tools=tools, tool_choice=named, **asked).output
+    assert (call.type, call.name, call.namespace) == ("function_call", FUNCTIONS[0]["name"], "math")
+    history = [{"role": "user", "content": "Hello"}, call, {"type": "function_call_output", "call_id": call.call_id,
+               "output": "5"}]  # fmt: skip
+    assert responses.create(tools=tools, **asked | {"input": history}).status in ("completed", "incomplete")
 
 
 def test_every_field_of_the_clients_is_known() -> None:

@@ -68,6 +68,13 @@ def response(name: str, text: str, *, end: bool = True, **more: Any) -> tuple[Ca
     return Case(name, RESPONSES, body), (text,), end
 
 
+# Tools that the answer gives back in another form than a function's
+GROUPED = [
+    {"type": "custom", "name": "patch"},
+    {"type": "namespace", "name": "mcp__s", "tools": [{"type": "function", "name": "look"}]},
+]
+PATCH = '<tool_call>\n{"name": "patch", "arguments": {"input": "é\\n🙂 end"}}\n</tool_call>'
+LOOK = '<tool_call>\n{"name": "mcp__s__look", "arguments": {"at": "x"}}\n</tool_call>'
 LONG, SHORT = "Où est 🙂? Hello there, über.", "Naïve."
 SCRIPTED = [
     chat("usage in every chunk", LONG, SHORT, stream_options=USAGE | {"continuous_usage_stats": True}),
@@ -87,6 +94,8 @@ SCRIPTED = [
     message("a message with calls", f"<think>why so</think>I see. {call('Paris')}\n{call('Oslo')}"),
     message("a message with a stop sequence", LONG, stop_sequences=["there, "]),
     message("a message that is cut off", call("Paris")[:-30], end=False),
+    response("a response with calls of other forms", f"Go. {PATCH}\n{LOOK}", tools=GROUPED),
+    response("a call of a tool of text that is cut off", PATCH[:-25], end=False, tools=GROUPED),
     response("a response with calls", f"<think>why so</think>I see. {call('Paris')}\n{call('Oslo')}"),
     response("a response that is cut off", LONG, end=False),
 ]

@@ -10,12 +10,14 @@ import pytest
 from pd_cluster.protocol.messages import RequestFailed
 from pd_cluster.server.fields import ELSEWHERE, HARMLESS, IGNORED_HEADER, REFUSED
 from pd_connectors.protocol.text_chain import chain_key
+from pd_http.dialect import MANY_TOOLS
 from pd_http.dialects import COUNT_TOKENS, MESSAGES, RESPONSES, dialect_of
+from pd_http.left_out import KINDS
 from pd_http.messages_dialect import MessagesFields
 from pd_http.responses_dialect import ResponsesFields
 from pd_router.body import RequestBody
 from tests.cut_streams import post
-from tests.server.cut_nodes import Pair, message, response
+from tests.server.cut_nodes import GROUPED, LOOK, PATCH, Pair, message, response
 from tests.server.fake_engine import FakeEngine, Line, says
 from tests.server.live_server import Node, running
 from tests.server.sse import parse_events, post_events
@@ -24,6 +26,8 @@ pytestmark = pytest.mark.anyio
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {MESSAGES: {"messages": HI, "max_tokens": 9}, RESPONSES: {"input": "hi"}}
+CHAT = "/v1/chat/completions"
+NO_CALL: dict[str, Any] = {CHAT: "none", MESSAGES: {"type": "none"}, RESPONSES: "none"}
 TEXTS = "<think>why</think>I see. Paris"
 
 
@@ -195,6 +199,114 @@ async def test_a_call_that_breaks_off_is_incomplete() -> None:
         ("function_call", "incomplete"), ("message", "completed")
     ]  # fmt: skip
     assert events[-1][1]["response"]["output"] == items
+
+
+async def test_calls_come_back_in_the_form_that_the_client_knows() -> None:
+    case, texts, end = response("forms", f"Go. {PATCH}\n{LOOK}", tools=GROUPED)
+    async with Pair(texts, end=end) as pair:
+        _, raw = await post(pair.apps[0], RESPONSES, case.body | {"stream": False}, {"x-request-id": "one"})
+        _, streamed = await post(pair.apps[0], RESPONSES, case.body, {"x-request-id": "one"})
+    text, patch, look = json.loads(raw)["output"]
+    assert text["type"] == "message"
+    assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "patch", "é\n🙂 end")
+    assert "arguments" not in patch
+    assert (look["type"], look["name"], look["namespace"], look["arguments"]) == (
+        "function_call", "look", "mcp__s", '{"at": "x"}'
+    )  # fmt: skip
+    events = parse_events(streamed.decode())
+    done = [data["item"] for name, data in events if name == "response.output_item.done"]
+    assert [item | {"call_id": 0} for item in done] == [item | {"call_id": 0} for item in (text, patch, look)], (
+        "as in the whole answer"
+    )
+    added = [data["item"] for name, data in events if name == "response.output_item.added"]
+    assert (added[1]["type"], added[1]["input"], added[2]["namespace"]) == ("custom_tool_call", "", "mcp__s")
+    pieces = [(name, data) for name, data in events if name.startswith("response.custom_tool_call_input")]
+    assert [(name.rsplit(".")[-1], data.get("delta", data.get("input"))) for name, data in pieces] == [
+        ("delta", "é\n🙂 end"), ("done", "é\n🙂 end")
+    ]  # fmt: skip
+    assert all((data["item_id"], data["output_index"]) == (patch["id"], 1) for _, data in pieces)
+    ids = [data["sequence_number"] for _, data in events]
+    assert ids == sorted(set(ids))
+
+
+@pytest.mark.slow
+async def test_events_are_those_of_the_clients_types() -> None:
+    from openai.types.responses import ResponseOutputItem, ResponseStreamEvent
+    from pydantic import TypeAdapter
+
+    case, texts, end = response("forms", f"<think>why</think>Go. {PATCH}\n{LOOK}", tools=GROUPED)
+    async with Pair(texts, end=end) as pair:
+        _, raw = await post(pair.apps[0], RESPONSES, case.body | {"stream": False}, {})
+        _, streamed = await post(pair.apps[0], RESPONSES, case.body, {})
+    event, item = TypeAdapter[Any](ResponseStreamEvent), TypeAdapter[Any](ResponseOutputItem)
+    told = [data for _, data in parse_events(streamed.decode()) if "response" not in data]  # has the tools as they came
+    kinds = {type(event.validate_python(data)).__name__ for data in told}
+    assert {"ResponseCustomToolCallInputDeltaEvent", "ResponseCustomToolCallInputDoneEvent"} <= kinds
+    kinds = {type(item.validate_python(one)).__name__ for one in json.loads(raw)["output"]}
+    assert {"ResponseCustomToolCall", "ResponseFunctionToolCall"} <= kinds
+
+
+async def test_what_is_left_out_is_named_and_counted_by_kind() -> None:
+    tools = [{"type": "web_search"}, {"type": "function", "name": "f", "colour": 1}, {"type": "custom", "name": "c"}]
+    search = {"type": "web_search_call", "id": "w", "status": "completed"}
+    async with running(FakeEngine(says([5]))) as node:
+        body: dict[str, Any] = {"input": [*HI, search], "tools": tools, "tool_choice": "none", "service_tier": "x"}
+        status, content, named = await ask(node, RESPONSES, **body)
+        assert (status, named) == (200, "input.web_search_call,service_tier,tools.web_search,tools[].colour"), content
+        label = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=5;"}
+        hosted = [{"type": "web_search_20250305", "name": "web_search"}]
+        asked = {"messages": HI, "system": [label], "tools": hosted, "context_management": {"edits": []}}
+        for path in (MESSAGES, COUNT_TOKENS):
+            status, content, named = await ask(node, path, **asked)
+            assert status == 200, content
+            assert named == "context_management,system.x-anthropic-billing-header,tools.web_search_20250305"
+        status, content, named = await ask(node, CHAT, messages=HI, tools=[{"type": "custom", "custom": {"name": "c"}}])
+        assert (status, named) == (200, "tools.custom"), content
+        counts = {kind: node.metric(f'pd_left_out_total{{kind="{kind}"}}') for kind in KINDS}
+        assert counts == {"field": 3, "member": 1, "tool": 4, "block": 0, "item": 1, "label": 2}
+
+
+async def test_a_label_that_changes_leaves_the_prompt_as_it_is() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        for digest in ("00001", "ea6aa"):
+            label = {
+                "type": "text",
+                "text": f"x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={digest};",
+            }
+            await ask(node, MESSAGES, system=[label, {"type": "text", "text": "Be brief."}])
+        await ask(node, MESSAGES, system="Be brief.")
+        first, *others = [request.prompt_token_ids for request in node.engine.requests]
+        assert others == [first, first]
+
+
+async def test_names_of_clients_cannot_break_the_header() -> None:
+    members = {"a\r\nset-cookie: b=1": 1, "é,x": 1, "long" * 99: 1}
+    async with running(FakeEngine(says([5]))) as node:
+        status, _, named = await ask(node, MESSAGES, messages=[HI[0] | members], tools=[{"type": "x\ny", "name": "f"}])
+        assert status == 200
+        assert named is not None
+        assert named.split(",")[0] == "messages[].a??set-cookie??b?1"
+        assert "tools.x?y" in named
+        assert max(map(len, named.split(","))) == 48
+        many = [HI[0] | {f"m{i}": 1 for i in range(500)}]
+        _, _, named = await ask(node, MESSAGES, messages=many)
+        assert named is not None
+        assert named.endswith(",+468")
+
+
+@pytest.mark.parametrize(("path", "most"), [(CHAT, 128), (MESSAGES, MANY_TOOLS), (RESPONSES, MANY_TOOLS)])
+async def test_the_number_of_tools_is_bounded_by_the_api(path: str, most: int) -> None:
+    forms: dict[str, Any] = {
+        CHAT: lambda name: {"type": "function", "function": {"name": name}},
+        MESSAGES: lambda name: {"name": name, "input_schema": {}},
+        RESPONSES: lambda name: {"type": "function", "name": name},
+    }
+    body = {"messages": HI} if path == CHAT else {}
+    async with running(FakeEngine(says([5]))) as node:
+        for num, length, expected in ((most, 9, 200), (most + 1, 9, 400), (1, 64, 200), (1, 300, 400)):
+            tools = [forms[path](f"t{i}".ljust(length, "_")) for i in range(num)]
+            status, content, _ = await ask(node, path, tools=tools, tool_choice=NO_CALL[path], **body)
+            assert status == expected, (num, length, content)
 
 
 async def test_ignored_fields_have_the_names_of_their_api(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from pd_cluster.server.reasoning_options import reasoning_options, unread_reason
 from pd_cluster.server.schema import ChatBody, JsonSchemaFormat, ResponseFormat
 from pd_cluster.server.tokenizer import Tokenizer
 from pd_cluster.server.tool_format import FORMATS
-from pd_cluster.server.tool_use import MAX_TOOLS, ToolUse, inlined, tool_use
+from pd_cluster.server.tool_use import ToolUse, inlined, leave_out_tools, tool_use
+from pd_http.dialect import OPENAI
 from tests.server.live_server import MODEL_DIR
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -57,9 +58,9 @@ def body(**fields: Any) -> ChatBody:
         ([tool(parameters={"properties": {"a": 1}})], "tools[0].function.parameters.properties"),
         ([tool(parameters={"required": "a"})], "tools[0].function.parameters.required"),
         ([tool(parameters={"$defs": [1]})], "tools[0].function.parameters.$defs"),
-        ([tool(parameters={"definitions": None})], "tools[0].function.parameters.definitions"),
+        ([tool(parameters={"definitions": 5})], "tools[0].function.parameters.definitions"),
         ([tool(parameters={"anyOf": nested(900)})], "tools[0].function.parameters is nested"),
-        ([tool(f"f{i}") for i in range(MAX_TOOLS + 1)], "tools has"),
+        ([tool(f"f{i}") for i in range(OPENAI.tool_limits.tools + 1)], "tools has"),
     ],
 )
 def test_malformed_tools_are_named_by_place(tools: list[dict[str, Any]], place: str) -> None:
@@ -84,7 +85,7 @@ def test_malformed_choices(choice: Any) -> None:
 
 
 @pytest.mark.parametrize("tools", [None, []])
-@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_choice_needs_tools(choice: Any, tools: Any) -> None:
     with pytest.raises(InvalidRequest, match="tool_choice needs tools"):
         tool_use(body(tools=tools, tool_choice=choice))
@@ -106,6 +107,66 @@ def test_choices() -> None:
     f, g = tool_use(body(tools=tools)).functions
     assert (f.parameters, f.strict) == (SCHEMA, False)
     assert (g.parameters, g.strict) == ({"type": "object"}, True)
+
+
+def allowed(mode: Any, *tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}
+
+
+def test_tools_that_are_allowed() -> None:
+    tools = [tool("f"), tool("g"), tool("h")]
+
+    def read(choice: Any) -> tuple[list[str], bool, bool, bool]:
+        use = tool_use(body(tools=tools, tool_choice=choice))
+        assert use.shown in (tools, None)
+        return [function.name for function in use.functions], use.required, use.parallel, use.is_constrained
+
+    assert read(allowed("auto", tool("h"), tool("f"))) == (["f", "h"], False, True, True)
+    assert read(allowed("required", tool("g"))) == (["g"], True, True, True)
+    hosted = {"type": "custom", "custom": {"name": "c"}}
+    assert read(allowed("auto", tool("g"), hosted)) == (["g"], False, True, True)
+    assert read(allowed("auto", hosted)) == ([], False, True, False)
+    for wrong in (
+        allowed("any", tool("g")), allowed("auto", 5), allowed("auto", tool("other")), allowed("required"),
+        allowed("required", hosted), {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}},
+        {"type": "allowed_tools"}, allowed("auto", {"type": "function"}),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequest) as raised:
+            read(wrong)
+        assert raised.value.param == "tool_choice"
+
+
+def test_tools_that_are_no_functions_are_left_out() -> None:
+    hosted = [{"type": "custom", "custom": {"name": "c"}}, {"type": "web_search"}, {"type": "web_search"}]
+    one = body(tools=[hosted[0], tool("f"), *hosted[1:]], tool_choice="auto")
+    assert leave_out_tools(one) == {"tools.custom", "tools.web_search"}
+    assert [function.name for function in tool_use(one).functions] == ["f"]
+    alone = body(tools=hosted, tool_choice="auto")
+    leave_out_tools(alone)
+    assert tool_use(alone) == tool_use(body(tool_choice="auto")) == ToolUse()
+    required = body(tools=hosted, tool_choice="required")
+    leave_out_tools(required)
+    with pytest.raises(InvalidRequest, match="tool_choice needs tools that this server serves"):
+        tool_use(required)
+    whole = body(tools=[tool(), {"function": {}}, {"type": 5}])
+    assert leave_out_tools(whole) == leave_out_tools(body()) == set()
+    assert whole.tools is not None
+    assert len(whole.tools) == 3, "errors name their places"
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": None, "properties": None, "required": None, "$defs": None, "additionalProperties": None},
+        {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object"},
+        {"anyOf": [{"required": ["a"]}, {"required": ["b"]}], "properties": {"a": {}, "b": True}},
+        {"type": ["object", "null"]}, {"title": "T"}, None, {},
+    ],
+)  # fmt: skip
+def test_schemas_as_clients_write_them(parameters: Any) -> None:
+    (function,) = tool_use(body(tools=[tool(parameters=parameters, description=None, strict=None)])).functions
+    assert function.parameters["type"] == "object"
+    assert None not in function.parameters.values()
 
 
 def test_definitions_are_inlined_once() -> None:
