@@ -137,8 +137,9 @@ def scaled_length(max_len: int, rope: Mapping[str, Any]) -> int:
     With linear and YaRN, `max_len` is the original context, or the scaled one where the settings have the original.
     """
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or max_len
-    known = isinstance(factor, int | float) and isinstance(original, int) and 1 <= factor < FLOAT32_MAX
-    return max(max_len, int(original * factor)) if known and _rope_type(rope) in _LONGER else max_len
+    if _rope_type(rope) not in _LONGER or not isinstance(factor, int | float) or not isinstance(original, int):
+        return max_len
+    return max(max_len, int(original * factor)) if 1 <= factor < FLOAT32_MAX else max_len
 
 
 def _rope_type(rope: Mapping[str, Any]) -> str:

@@ -80,7 +80,8 @@ class SamplingDefaults:
         if values.get("top_k") == -1:
             values["top_k"] = 0
         try:
-            defaults = cls(**{name: int(value) if name == "top_k" else float(value) for name, value in values.items()})
+            typed: dict[str, Any] = {k: int(value) if k == "top_k" else float(value) for k, value in values.items()}
+            defaults = cls(**typed)
             SamplingParams(max_tokens=1, **asdict(defaults)).validate(vocab_size=1)
         except (InvalidRequest, OverflowError) as error:
             raise StartupError(

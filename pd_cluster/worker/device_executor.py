@@ -147,6 +147,7 @@ class DeviceExecutor:
         self._model = load_model(
             self.model, config.model, self._kernels, device, progress, self._shard, self._make_reduce()
         )
+        progress(self.model.ends)
 
     def free_kv_bytes(self) -> int:
         config, limits = self._config.cache, self._config.scheduler

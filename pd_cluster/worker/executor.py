@@ -39,6 +39,7 @@ class ModelDescription:
     kv_dtype: str  # of cached keys and values: one of kv_cache.KV_DTYPES
     device: str
     fingerprint: str
+    ends: str = ""  # the line of the start about `eos_token_ids`
     measured_keys: int = 0
     step_times: tuple[tuple[StepWork, float], ...] = ()  # works and seconds of steps that were measured at start
 

@@ -34,8 +34,8 @@ _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3 numbers; Triton 
 def describe_model(config: ModelConfig, device: torch.device, progress: Callable[[str], None]) -> ModelDescription:
     """Describe the model from its files and the settings. Raises StartupError.
 
-    Of the weights it reads only the samples that the fingerprint needs. `progress` hears at which tokens
-    answers end, and when no family of ours computes the model, and why.
+    Of the weights it reads only the samples that the fingerprint needs. `progress` hears when no family of ours
+    computes the model, and why.
     """
     directory = model_directory(config.model)
     raw = read_json(directory / "config.json")
@@ -48,10 +48,10 @@ def describe_model(config: ModelConfig, device: torch.device, progress: Callable
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, spec, device)
     dummy_name = f"dummy seed={config.seed} {device.type} {dtype}"
     ends = read_end_tokens(directory, raw)
-    progress(ends.line)
     return ModelDescription(
         spec=spec,
         eos_token_ids=ends.ids,
+        ends=ends.line,
         max_model_len=_resolve_max_len(config.max_model_len, spec.max_len),
         dtype=dtype,
         kv_dtype=kv_dtype,
