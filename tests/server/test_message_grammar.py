@@ -290,6 +290,15 @@ def test_xml_refuses_what_it_cannot_hold_to(schema: dict[str, Any], why: str, tm
         model.write(functions=[("f", schema)], required=True)
 
 
+def test_the_format_of_an_xml_text_is_a_note_unless_the_function_is_strict(tmp_path: Path) -> None:
+    model = Model(FORMATS["qwen3_coder"], tmp_path)
+    schema = {"properties": {"a": {"type": "string", "format": "date"}}}
+    grammar = model.write(functions=[("f", schema)], required=True)
+    assert model.allows(grammar, a_call(model.format, "f", "any day"))
+    with pytest.raises(ValueError, match="cannot follow format beside text"):
+        model.write(functions=[("f", schema)], required=True, strict=["f"])
+
+
 def test_xml_of_few_values(tmp_path: Path) -> None:
     """As Pydantic writes an optional enumeration."""
     model = Model(FORMATS["qwen3_coder"], tmp_path)
