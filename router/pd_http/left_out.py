@@ -55,9 +55,13 @@ def shape_of(kind: Any) -> inspect.Type:
     return inspect.type_info(kind)
 
 
-@lru_cache(maxsize=64)
 def members_of(struct: type) -> dict[str, inspect.Type]:
     """The types of its members, by name."""
+    return _members_of(struct)
+
+
+@lru_cache(maxsize=64)
+def _members_of(struct: Any) -> dict[str, inspect.Type]:
     shape = shape_of(struct)
     assert isinstance(shape, inspect.StructType)
     return {one.encode_name: one.type for one in shape.fields}
