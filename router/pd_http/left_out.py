@@ -57,6 +57,11 @@ def shape_of(kind: Any) -> inspect.Type:
 
 def members_of(struct: type) -> dict[str, inspect.Type]:
     """The types of its members, by name."""
+    return _members_of(struct)
+
+
+@lru_cache(maxsize=64)
+def _members_of(struct: Any) -> dict[str, inspect.Type]:
     shape = shape_of(struct)
     assert isinstance(shape, inspect.StructType)
     return {one.encode_name: one.type for one in shape.fields}
@@ -88,7 +93,7 @@ def _known_one_of(value: Any, shapes: tuple[inspect.Type, ...], place: str, left
 
 
 def _known_members(value: dict[str, Any], shape: inspect.StructType, place: str, left_out: LeftOut) -> dict[str, Any]:
-    members = {one.encode_name: one.type for one in shape.fields}
+    members = members_of(shape.cls)
     if shape.tag is not None:
         place = f"{place.split('[')[0].split('.')[0]}.{shape.tag}"
     kept: dict[str, Any] = {}

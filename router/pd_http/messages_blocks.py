@@ -14,6 +14,8 @@ import msgspec
 from pd_http.readable import check_readable, readable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pd_http.left_out import LeftOut
 
 
@@ -114,6 +116,15 @@ class ForeignBlocks:
             else:
                 self._left_out.add("block", f"messages.{one.get('type')}")
         return blocks
+
+
+def lists_of(turns: list[Any]) -> Iterator[Any]:
+    """The turns, and what may be lists in them: contents, and those of results and documents."""
+    yield turns
+    for turn in turns:
+        if isinstance(turn, dict):
+            yield turn.get("content")
+            yield from (block.get("content") for block in _dicts(turn.get("content")))
 
 
 def _dicts(content: Any) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from pd_http.messages_blocks import (
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
+    lists_of,
 )
 from pd_http.messages_tools import ForeignTools, MessagesTool, MessagesToolChoice, chat_choice, chat_tools
 from pd_http.sse import event_bytes
@@ -131,8 +132,7 @@ def _rewrite(given: dict[str, Any], foreign: ForeignTools, left_out: LeftOut) ->
     """Replace what this server does not know. `given`: as JSON has it."""
     turns = given.get("messages")
     if isinstance(turns, list):
-        contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
-        check_entries([turns, *contents], "messages")
+        check_entries(lists_of(turns), "messages")
         blocks = ForeignBlocks(turns, left_out)
         given["messages"] = [
             turn | {"content": blocks.rewritten(turn["content"], f"messages[{i}].content")}

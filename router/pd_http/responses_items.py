@@ -70,6 +70,7 @@ class CallOutputItem(_Item, tag_field="type", tag="function_call_output"):
 
 
 Item = SaidItem | ReasoningItem | CallItem | CallOutputItem
+_ITEM = shape_of(Item)
 _OF_ALL = "functions"  # the API's namespace of functions that have no other
 _SERVED = ("message", "reasoning", "function_call")
 _TOOLS_OF = ("additional_tools", "tool_search_output")  # items with tools that may be called from here on
@@ -108,7 +109,7 @@ class ForeignItems:
                     try:
                         yield msgspec.convert(item, Item)
                     except msgspec.ValidationError:
-                        yield msgspec.convert(known(item, shape_of(Item), "input", self._left_out), Item)
+                        yield msgspec.convert(known(item, _ITEM, "input", self._left_out), Item)
             except (msgspec.ValidationError, RecursionError) as error:
                 raise refusal(str(error), f"input[{i}]") from error
 

@@ -249,6 +249,7 @@ def test_an_error_speaks_of_the_fields_of_its_api() -> None:
     [
         (MESSAGES, {"messages": HI * (MAX_ENTRIES + 1)}),
         (MESSAGES, {"messages": [{"role": "user", "content": [text("a")] * MAX_ENTRIES}]}),
+        (MESSAGES, {"messages": [{"role": "user", "content": [result([text("a", x=1)] * MAX_ENTRIES)]}]}),
         (MESSAGES, {"messages": HI, "tools": [{"name": "f", "input_schema": {}}] * (MAX_ENTRIES + 1)}),
         (RESPONSES, {"input": HI * (MAX_ENTRIES + 1)}),
         (RESPONSES, {"input": [said("user", [{"type": "input_text", "text": "a"}] * MAX_ENTRIES)]}),

@@ -80,7 +80,7 @@ CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"}, "tools"),
-    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
