@@ -28,7 +28,6 @@ class ChoiceOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     has_cut_call: bool = False  # known at the end: a call that was shown in part did not end
-    hides_end: bool = False  # the last token is a stop token that is not shown
 
     @property
     def num_chars(self) -> int:
@@ -41,7 +40,6 @@ class ChoiceOutput:
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.has_cut_call = later.has_cut_call
-        self.hides_end = later.hides_end
 
 
 class Choice:
@@ -82,11 +80,10 @@ class Choice:
         """The output of these tokens. Tokens after the one that completed a stop string are dropped."""
         detokenizer = self._detokenizer
         parts: list[Part] = []
-        texts, used, is_hidden = [], 0, False
+        texts, used = [], 0
         for used, token in enumerate(new.tokens, 1):
             ends_it = new.stop_token_id is not None and used == len(new.tokens)
-            is_hidden = ends_it and not self._include_stop
-            text = detokenizer.push(token.token_id, hidden=is_hidden)
+            text = detokenizer.push(token.token_id, hidden=ends_it and not self._include_stop)
             if self._parser is None:
                 texts.append(text)
             else:
@@ -106,8 +103,7 @@ class Choice:
         if self.finished and self._parser is not None:
             parts += self._parser.flush()
         is_cut = self.finished and getattr(self._parser, "has_cut_call", False)
-        tokens = list(new.tokens[:used])
-        return ChoiceOutput(self.index, parts, tokens, reason, detokenizer.stop or stop, is_cut, is_hidden)
+        return ChoiceOutput(self.index, parts, list(new.tokens[:used]), reason, detokenizer.stop or stop, is_cut)
 
     def replay(self, token_ids: Iterable[int]) -> ChoiceOutput:
         """Take over a stream in which another node has shown these tokens.

@@ -128,7 +128,7 @@ class CompletionShape:
             self._offsets[index] = TextOffsets(self._vocabulary, start, skip_special=extras.skip_special)
         shaped = completion_logprobs(self._vocabulary, output.tokens, names_are_ids=extras.names_are_ids)
         token_ids = [token.token_id for token in output.tokens]
-        shaped["text_offset"] = self._offsets[index].of(token_ids, hides_end=output.hides_end)
+        shaped["text_offset"] = self._offsets[index].of(token_ids)
         return {name: before.get(name, []) + values for name, values in shaped.items()}
 
 

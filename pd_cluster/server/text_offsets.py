@@ -25,10 +25,8 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._at = start
 
-    def of(self, token_ids: Sequence[int], *, hides_end: bool = False) -> list[int]:
-        """The offsets of the next tokens. `hides_end`: the last one, a stop token, is not shown."""
-        if hides_end:
-            return [*map(self._next, token_ids[:-1]), self._at]
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """The offsets of the next tokens."""
         return list(map(self._next, token_ids))
 
     def _next(self, token_id: int) -> int:

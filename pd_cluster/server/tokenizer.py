@@ -135,7 +135,7 @@ class Tokenizer:
         names the field `param`.
         """
         self._check_length(text, max_tokens, param)
-        return await self._run(lambda: self._encode(text, add_special_tokens, note, param))
+        return await self._run(lambda: self._checked(self._encode(text, add_special_tokens, note), param))
 
     async def encode_chat(
         self,
@@ -171,7 +171,9 @@ class Tokenizer:
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token ids of each word, at the beginning of a text and behind a blank, without special tokens."""
         texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
-        encoded = await self._run(lambda: [tuple(self._encode(text, False, param="bad_words")) for text in texts])
+        encoded = await self._run(
+            lambda: [tuple(self._checked(self._encode(text, False), "bad_words")) for text in texts]
+        )
         return tuple(dict.fromkeys(encoded))
 
     async def pieces(self, token_ids: list[int]) -> list[str]:
@@ -212,17 +214,11 @@ class Tokenizer:
                 "context_length_exceeded",
             )
 
-    def _encode(
-        self,
-        text: str,
-        add_special_tokens: bool,
-        note: Callable[[Encoded], None] | None = None,
-        param: str = "prompt",
-    ) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, note: Callable[[Encoded], None] | None = None) -> list[int]:
         if note is None:
-            return self._checked(list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens)), param)
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens)
-        ids = self._checked(list(encoded["input_ids"]), param)
+        ids = list(encoded["input_ids"])
         note(Encoded(text, ids, encoded.encodings[0] if encoded.encodings else None))
         return ids
 
@@ -251,9 +247,10 @@ class Tokenizer:
             ) from error
         self._check_length(text, max_tokens, "messages")
         if note is None:
-            return self._encode(text, add_special_tokens, param="messages")
+            return self._checked(self._encode(text, add_special_tokens), "messages")
         deciders = self.chat_template.deciders(messages, has_tools=bool(tools), options=options)
-        return self._encode(text, add_special_tokens, lambda encoded: note(encoded, deciders), "messages")
+        ids = self._encode(text, add_special_tokens, lambda encoded: note(encoded, deciders))
+        return self._checked(ids, "messages")
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

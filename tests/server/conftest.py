@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pd_cluster.models.token_texts import token_bytes
 from pd_cluster.server import grammar_checks, prompt_events, tokenizer
 from pd_cluster.server.openapi import openapi_document
 
@@ -27,7 +28,7 @@ def what_all_nodes_share() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pd_cluster.server.meta_routes.openapi_document", cache(openapi_document))
-        patch.setattr(tokenizer, "token_bytes", cache(tokenizer.token_bytes))
+        patch.setattr(tokenizer, "token_bytes", cache(token_bytes))
         yield
 
 

@@ -50,7 +50,6 @@ def test_parts_of_a_character_share_its_offset() -> None:
     vocabulary = Bytes(pieces, frozenset({4}))
     assert TextOffsets(vocabulary).of(range(8)) == [0, 1, 1, 1, 3, 3, 4, 5]
     assert TextOffsets(vocabulary, 7, skip_special=False).of([0, 4, 0]) == [7, 8, 11]
-    assert TextOffsets(vocabulary).of([0, 0, 6], hides_end=True) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,11 @@ def saved(tokenizer: Tokenizer, directory: Path) -> Path:
     return directory / "tokenizer.json"
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    vocab: dict[str, int] = tokenizer.get_vocab()
+    return vocab[token]
+
+
 def allowed(mask: Any) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()  # type: ignore[no-any-return]
 
@@ -94,7 +99,7 @@ def test_a_choice_comes_back_as_it_was_given(kind: str, tmp_path: Path) -> None:
     tokenizer = MORE.get(kind) or TOKENIZERS[kind]
     table = token_bytes(tokenizer)
     saved(tokenizer, tmp_path)
-    eos = tokenizer.token_to_id("</s>" if "<unk>" in tokenizer.get_vocab() else "<|end|>")
+    eos = id_of(tokenizer, "</s>" if "<unk>" in tokenizer.get_vocab() else "<|end|>")
     grammars = Grammars(tmp_path, len(table) + 70, frozenset({eos}))
     grammar = "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in CHOICES)
     try:
@@ -124,7 +129,7 @@ def test_rows_without_a_token_are_never_allowed(kind: str, tmp_path: Path) -> No
 
 def test_the_end_is_an_id_that_is_a_token(tmp_path: Path) -> None:
     tokenizer = TOKENIZERS["gaps"]
-    size, eos = len(token_bytes(tokenizer)), tokenizer.token_to_id("</s>")
+    size, eos = len(token_bytes(tokenizer)), id_of(tokenizer, "</s>")
     path = saved(tokenizer, tmp_path)
     assert load_vocabulary(path, size + 9, [0, eos, size + 3, size + 99]).eos_tokens == [eos]
     with pytest.raises(ValueError, match="none of the EOS ids"):
@@ -151,7 +156,7 @@ def test_forced_text_is_encoded_as_the_tokenizer_does(tmp_path: Path) -> None:
     """The longest tokens, and not the letters that a random model may prefer."""
     tokenizer = TOKENIZERS["byte level"]
     saved(tokenizer, tmp_path)
-    grammars = Grammars(tmp_path, len(token_bytes(tokenizer)), frozenset({tokenizer.token_to_id("<|end|>")}))
+    grammars = Grammars(tmp_path, len(token_bytes(tokenizer)), frozenset({id_of(tokenizer, "<|end|>")}))
     output = drawn(grammars, 'start: "hel hexy."', 0)
     grammars.close()
     assert output[:-1] == tokenizer.encode("hel hexy.").ids[:-1]
