@@ -117,7 +117,8 @@ class _Calls:
             return
         result = message | {"tool_call_id": self._id(call_id)}
         name = message.get("name") or self._names.get(call_id)
-        yield result | {"name": name or ""} if self._traits.results is ResultForm.NAMED else result
+        # A result of no known call: templates that look for its name may find null, which they cannot write
+        yield result | {"name": name or ""} if self._traits.results is ResultForm.NAMED or name is None else result
 
     def rest(self) -> Iterator[Message]:
         """The calls without a result."""

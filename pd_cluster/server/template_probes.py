@@ -43,7 +43,7 @@ _TAILS: dict[str, tuple[str, ...]] = {  # and behind it
 }
 _AS_MODELS_WRITE = 2  # the best quality of arguments
 _SYSTEMS = ("system", "developer")
-# Pairs whose parts stand in the conversations for others come first
+# Pairs that stand in the conversations for other pairs come first
 _USUAL = ((START, "system"), ("system", "user"), ("user", "assistant"), ("assistant", "user"), ("user", "call"))
 
 

@@ -113,10 +113,12 @@ def test_tools_that_are_not_shown_count_as_absent() -> None:
 def test_what_reaches_no_template_changes_nothing() -> None:
     """Null members and empty lists of calls, as many clients send them."""
     plain = {"role": "assistant", "content": "a"}
-    for members in ({"tool_calls": None}, {"tool_calls": []}, {"refusal": None, "audio": None, "name": None}):
+    unread: list[dict[str, Any]] = [{"tool_calls": None}, {"tool_calls": []}, {"refusal": None, "audio": None}]
+    for members in unread:
         assert text_of(messages=[plain | members]) == text_of(messages=[plain])
     called = {"role": "assistant", "tool_calls": [TOOL]}
-    for content in (None, "", []):
+    contents: list[Any] = [None, "", []]
+    for content in contents:
         assert text_of(messages=[called | {"content": content}]) == text_of(messages=[called])
     for kind in ("text", "input_text", "output_text"):
         assert text_of(messages=[plain | {"content": [{"type": kind, "text": "a"}]}]) == text_of(messages=[plain])

@@ -66,7 +66,7 @@ def conversation(roles: Any, rng: random.Random) -> tuple[list[dict[str, Any]], 
         if kind in ("call", "calls"):
             open_ids = [f"call_{index}_{number}" for number in range(1 + (kind == "calls"))]
             calls = [call(call_id, mark("name "), mark, rng) for call_id in open_ids]
-            content = rng.choice((None, "", [], "text"))
+            content: Any = rng.choice((None, "", [], "text"))
             message = {"role": "assistant", "content": mark("beside") if content == "text" else content}
             messages.append(message | {"tool_calls": calls})
             if rng.random() < 0.4:

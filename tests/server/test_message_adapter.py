@@ -69,7 +69,8 @@ def result(name: str, content: str = "r") -> dict[str, Any]:
         ("takes all", [said("developer", "d"), said("user", "u")], "<|system|>d<|user|>u"),
         ("knows developers", [said("developer", "d"), said("user", "u")], "<|dev|>d<|user|>u\n"),
         ("no system", [said("developer", "d"), said("user", "u")], "<|user|>d\n\nu\n"),
-        ("one system message", [said("system", "s"), said("system", "t"), said("user", "u")], "<|system|>s\nt\n<|user|>u\n"),
+        ("one system message", [said("system", "s"), said("system", "t"), said("user", "u")],
+         "<|system|>s\nt\n<|user|>u\n"),
         # in its place: moved to the front it would change the whole prompt, and no prefix of it would be cached
         (
             "one system message",
@@ -85,7 +86,8 @@ def result(name: str, content: str = "r") -> dict[str, Any]:
          "<|user|><tool_response>\nr\n</tool_response>\n"),
         ("arguments are text", [said("user", "u"), called('{"a":1}', content=""), result("f")],
          '<|user|>u\n<call>f{"a":1}<|tool|>r\n'),
-        ("arguments are text", [said("user", "u"), called('{"a": 1'), result("f")], '<|user|>u\n<call>f{"a": 1<|tool|>r\n'),
+        ("arguments are text", [said("user", "u"), called('{"a": 1'), result("f")],
+         '<|user|>u\n<call>f{"a": 1<|tool|>r\n'),
         ("calls where content is none", [said("user", "u"), called('{"a":1}', content=""), result("f")],
          '<|user|>u\n<call>f{"a":1}<|tool|>r\n'),
         ("calls where content is none", [said("user", "u"), called({"a": 1}, content="t"), result("f")],
@@ -94,10 +96,12 @@ def result(name: str, content: str = "r") -> dict[str, Any]:
          '<|user|>u\n<call>f{"a": 1}<call>g[1]<call>h"ls<|tool|>r\n'),
         ("takes all", [said("user", "u"), called("[1]"), result("f")],
          '<|user|>u<|assistant|><call>f{"arguments": "[1]"}<|tool|>r'),
-        ("takes all", [said("user", "u"), called(None, "", "null")], "<|user|>u<|assistant|><call>f{}<call>g{}<call>h{}"),
+        ("takes all", [said("user", "u"), called(None, "", "null")],
+         "<|user|>u<|assistant|><call>f{}<call>g{}<call>h{}"),
         ("one call", [said("user", "u"), called("{}", "{}"), result("g"), result("f", "s"), said("user", "v")],
          "<|user|>u\n<call>g{}<|tool|>r\n<call>f{}<|tool|>s\n<|user|>v\n"),
-        ("one call", [said("user", "u"), called("{}", "{}"), said("user", "v")], "<|user|>u\n<call>f{}<call>g{}<|user|>v\n"),
+        ("one call", [said("user", "u"), called("{}", "{}"), said("user", "v")],
+         "<|user|>u\n<call>f{}<call>g{}<|user|>v\n"),
         ("results need a name", [said("user", "u"), called("{}"), result("f")], "<|user|>u\n<call>f{}fr"),
         ("asks for a question", [called("{}"), result("f")], "<|user|>\n<call>f{}<|tool|>r\n"),
         ("parts", [said("user", [{"type": "text", "text": "u"}])], "<|user|>u"),
@@ -121,7 +125,10 @@ def test_ids_of_nine_characters_stay_apart_and_find_their_results(chat: Callable
 
 
 def test_each_named_template_has_traits_of_its_own(tokenizer: Any) -> None:
-    tokenizer.chat_template = {"default": TEMPLATES["no tools"], "tool_use": "{{ tools | tojson }}" + TEMPLATES["takes all"]}
+    tokenizer.chat_template = {
+        "default": TEMPLATES["no tools"],
+        "tool_use": "{{ tools | tojson }}" + TEMPLATES["takes all"],
+    }
     template = ChatTemplate(tokenizer)
     plain, with_tools = (template.traits({}, has_tools=has_tools) for has_tools in (False, True))
     assert (plain.calls_as_text, with_tools.calls_as_text) == (True, False)

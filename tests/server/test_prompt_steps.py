@@ -197,7 +197,7 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.mark.parametrize("shape", TEMPLATES)
 def test_a_name_promises_no_wrong_token(shape: str, short_steps: Callable[[int], None]) -> None:
     short_steps(16)
-    check_names(Node(TEMPLATES[shape]), random.Random(shape), conversation)
+    check_names(Node(TEMPLATES[shape]), random.Random(shape))
 
 
 @pytest.mark.parametrize("shape", ["one system message", "system before the first question", "one call"])
@@ -214,7 +214,10 @@ def test_names_of_all_small_templates(shape: str, short_steps: Callable[[int], N
 
 
 def check_names(
-    node: Node, rng: random.Random, make: Callable[[random.Random], Any], num_conversations: int = 60
+    node: Node,
+    rng: random.Random,
+    make: Callable[[random.Random], list[dict[str, Any]]] = conversation,
+    num_conversations: int = 60,
 ) -> None:
     """Conversations that begin as a named one have its tokens, as far as the name says."""
     num_named = num_shared = 0

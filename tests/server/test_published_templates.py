@@ -1,4 +1,4 @@
-"""Names of blocks under the chat templates of published models, which a package on the index carries.
+"""Marks and names of blocks under the chat templates of published models, which a package on the index carries.
 
 Theirs are the shapes that `test_prompt_steps.py` imitates. Where the package cannot be had, the test is skipped.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.server.lost_marks import lost_marks
 from tests.server.test_prompt_steps import Node, check_names, short_steps  # noqa: F401 (a fixture)
 
 if TYPE_CHECKING:
@@ -46,3 +47,11 @@ def test_a_name_promises_no_wrong_token(
     node = Node((templates / f"{name}.jinja").read_text())
     node.tokenizer.bos_token = "[INST]"  # the demo model's has none, and some templates write it
     check_names(node, random.Random(name))
+
+
+def test_no_template_loses_a_mark(templates: Path) -> None:
+    tokenizer = Node("").tokenizer
+    tokenizer.bos_token = tokenizer.eos_token = "[INST]"
+    files = [file for file in sorted(templates.glob("*.jinja")) if not file.stem.endswith("_training")]
+    assert len(files) > 40
+    assert {file.stem: lost for file in files if (lost := lost_marks(tokenizer, file.read_text()))} == {}
