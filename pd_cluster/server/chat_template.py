@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import time
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ TOOL_USE = "tool_use"  # the name of the template that transformers takes for re
 _QUERY, _DOCUMENT = (re.compile(f"""['"]{role}['"]""") for role in ("query", "document"))
 _NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _SWITCHES = ("enable_thinking", "thinking")  # arguments that change what templates take, as far as any is known to
+_TOOL_NAME, _QUESTION = "Zqtool", "Zqask"
 _Variant = tuple[bool, bool | None]  # with tools; thinking as `_SWITCHES` say
 
 
@@ -68,6 +70,11 @@ class ChatTemplate:
     def writes_date(self) -> bool:
         """Whether a chat template may write the day's date, so that a prompt has other tokens on another day."""
         return any("strftime_now" in text for text in self.texts)
+
+    @property
+    def writes_tools(self) -> bool:
+        """Whether the model is shown the tools of a request: DeepSeek-V3's template lists none."""
+        return self._traits.get((True, None), TemplateTraits()).writes_tools
 
     def render(
         self,
@@ -120,8 +127,18 @@ class ChatTemplate:
             lambda: self._clock() - begun_s < self._probe_s,
             None if thinks is None else self.traits({}, has_tools=has_tools),
         )
+        if has_tools:
+            traits = replace(traits, writes_tools=self._lists_tools(traits, options))
         self._probe_s -= self._clock() - begun_s
         return traits
+
+    def _lists_tools(self, traits: TemplateTraits, options: dict[str, Any]) -> bool:
+        tool = PROBE_TOOL | {"function": PROBE_TOOL["function"] | {"name": _TOOL_NAME}}
+        try:
+            written = self._written(adapt([{"role": "user", "content": _QUESTION}], traits), [tool], options)
+        except Exception:  # templates are programs: this one may want another conversation
+            return True
+        return _TOOL_NAME in written or _QUESTION not in written
 
     def _chosen(self, tools: list[Message] | None) -> str:
         """As transformers chooses among named templates; the first where none is named `default`."""

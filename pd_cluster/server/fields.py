@@ -49,7 +49,6 @@ REFUSED: dict[str, FieldRefusal] = {
     "documents": FieldRefusal("use chat_template_kwargs if the model's chat template reads documents"),
     "functions": FieldRefusal("functions is superseded by tools"),
     "function_call": FieldRefusal("function_call is superseded by tool_choice", (*_NOTHING, "none", "auto")),
-    "web_search_options": FieldRefusal("this server does not search the web", (None,)),
     "task": FieldRefusal("chat templates know no tasks"),
     "ec_transfer_params": FieldRefusal("this server reads text alone"),
     "extra_key": FieldRefusal("use cache_salt"),
@@ -107,6 +106,7 @@ _PLACEMENT = "the router chooses the nodes, and kv_transfer_params carry the han
 
 # Why a field changes no answer of this server
 HARMLESS: dict[str, str] = {
+    "web_search_options": _HOSTED,
     "user": _LABEL,
     "metadata": _LABEL,
     "custom_labels": _LABEL,

@@ -61,11 +61,12 @@ def disabled_fields(state: NodeState, body: PromptFields) -> set[str]:
     names = {"priority"} if body.priority and not state.config.scheduler.priorities else set()
     if isinstance(body, GenerationBody):
         names |= unread_beam_fields(body)
-    return (
-        names | unread_reasoning_fields(body, state.tokenizer.chat_template.texts)
-        if isinstance(body, ChatBody)
-        else names
-    )
+    if not isinstance(body, ChatBody):
+        return names
+    template = state.tokenizer.chat_template
+    if body.tools and body.tool_choice != "none" and not template.writes_tools:
+        names.add("tools")
+    return names | unread_reasoning_fields(body, template.texts)
 
 
 def check_common(body: GenerationBody) -> None:

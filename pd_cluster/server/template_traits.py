@@ -46,6 +46,7 @@ class TemplateTraits:
 
     content_as_parts: bool = False  # content is a list of parts of type text
     has_developer: bool = True  # else developers speak as the system
+    writes_tools: bool = True
     calls_as_text: bool = False  # the template writes no calls
     arguments_as_text: bool = False  # JSON text, not an object
     takes_text: bool = True  # arguments that are no object as their text
@@ -64,6 +65,8 @@ class TemplateTraits:
             yield "content as parts"
         if not self.has_developer:
             yield "developer as system"
+        if not self.writes_tools:
+            yield "no list of tools"
         if self.calls_as_text:
             yield "calls as text"
         elif self.arguments_as_text:

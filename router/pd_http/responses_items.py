@@ -79,7 +79,6 @@ _RESULTS = ("output", "outputs", "results", "result", "error")
 _OF_CALL = frozenset(("arguments", "async", "call_id", "caller", "id", "name", "namespace", "server_label", "status",
                       "type", *_RESULTS))  # fmt: skip
 _STATE: Final = {
-    "item_reference": "nothing is stored: send the item itself, and store: false",
     "compaction_trigger": "this server does not compact: ask for a summary as a message",
 }
 

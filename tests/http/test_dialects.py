@@ -193,9 +193,7 @@ def test_responses(body: dict[str, Any], chat: dict[str, Any]) -> None:
         ({"input": 5}, "input: Expected"),
         ({"input": [said("user", [{"type": "input_image", "image_url": "x"}])]},
          "input[0].content[0].type: 'input_image' is not supported: this server takes text only"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [*HI, {"type": "function_call", "name": "f"}]}, "input[1]: Object missing required field"),
-        ({"input": [*HI, {"id": "msg_1"}]}, "input[1].type: item_reference is not supported: nothing is stored"),
         ({"input": [*HI, {"type": "compaction_trigger"}]}, "input[1].type: compaction_trigger is not supported"),
         ({"input": [*HI, FUNCTION_CALL, {"type": "function_call_output", "call_id": "c1", "output": [
             {"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "x"}]}]},

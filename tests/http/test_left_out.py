@@ -128,6 +128,7 @@ ITEMS: list[tuple[list[Any], list[Any], dict[str, str]]] = [
     ([{"type": "image_generation_call", "id": "g", "result": "AAAA"}, {"type": "mcp_list_tools", "tools": [{}]},
       {"type": "compaction", "encrypted_content": "AA"}, {"type": "new", "x": 1}], [],
      dict.fromkeys(("input.image_generation_call", "input.mcp_list_tools", "input.compaction", "input.new"), "item")),
+    ([{"type": "item_reference", "id": "x"}, {"id": "msg_1"}], [], {"input.item_reference": "item"}),
     # a call without its result, and a result without its call
     ([{"type": "shell_call", "call_id": "c1", "action": {}}], [], {"input.shell_call": "item"}),
     ([{"type": "new_output", "call_id": "c1", "output": "o"}], [said("", call("new", {})), result("o")], {}),

@@ -166,3 +166,11 @@ def test_the_date_of_another_day_in_a_named_template(at_s: float, tokenizer: Any
     template = ChatTemplate(tokenizer)
     assert template.writes_date
     assert template.render([said("user", "u")], [TOOL], {}, at_s) == f"{1970 + int(at_s > 0)} u"
+
+
+def test_a_template_that_lists_no_tools_is_found(tokenizer: Any) -> None:
+    for text, lists in ((TEMPLATES["takes all"], False), ("{{ tools | tojson }}" + TEMPLATES["takes all"], True)):
+        tokenizer.chat_template = text
+        template = ChatTemplate(tokenizer)
+        template.find_all_traits()
+        assert template.writes_tools is lists

@@ -33,7 +33,7 @@ ONCE_DROPPED = {
     "modalities": ["text", "audio"], "documents": [{"text": "x"}], "no_stop_trim": True,
     "thinking_token_budget": 5, "session_params": {"id": 1},
     "custom_logit_processor": "x", "return_hidden_states": True, "repetition_detection": {"n": 1},
-    "vllm_xargs": {"a": 1}, "web_search_options": {},
+    "vllm_xargs": {"a": 1},
 }  # fmt: skip
 
 
