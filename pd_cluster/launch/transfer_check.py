@@ -56,7 +56,8 @@ def main() -> int:
     if command == "serve":
         return _serve(host, ports)
     sys.stdout.write(
-        json.dumps(_measure(Path(link[0]).read_text(), host, ports) if link else _read(host, ports)) + "\n"
+        json.dumps(_measure(Path(link[0]).read_text(encoding="utf-8"), host, ports) if link else _read(host, ports))
+        + "\n"
     )
     return 0
 
@@ -117,7 +118,7 @@ def _timed(theirs: _Description, host: str, ports: str) -> dict[str, Any]:
 
 
 def _side(memory: torch.Tensor) -> LinkSide:
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     gpu = f"GPU-{torch.cuda.get_device_properties(memory.device).uuid}" if memory.is_cuda else ""
     return LinkSide(boot_id, os.readlink("/proc/self/ns/pid"), gpu)
 

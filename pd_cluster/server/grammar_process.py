@@ -163,7 +163,7 @@ def _error_behind(state: GrammarState, mask: npt.NDArray[np.int32]) -> str:
 
 
 def _added_tokens(tokenizer_json: Path, vocab_size: int) -> dict[str, int]:
-    added = json.loads(tokenizer_json.read_text()).get("added_tokens", [])
+    added = json.loads(tokenizer_json.read_text(encoding="utf-8")).get("added_tokens", [])
     return {token["content"]: token["id"] for token in added if token["id"] < vocab_size}
 
 

@@ -44,7 +44,7 @@ def load_vocabulary(tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequen
     """llguidance's view of a vocabulary. Raises ValueError for a tokenizer that it cannot read."""
     import llguidance
 
-    text = tokenizer_json.read_text()
+    text = tokenizer_json.read_text(encoding="utf-8")
     told = json.loads(text)
     added = told.get("added_tokens", [])
     drawn = [token for token in added if token["id"] < vocab_size]
