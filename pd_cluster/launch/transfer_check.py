@@ -28,6 +28,7 @@ import torch
 from pd_cluster.config import HandoffConfig
 from pd_cluster.launch.link_side import LinkSide
 from pd_cluster.launch.node_plan import visible_gpus
+from pd_cluster.worker.plain_memory import plain_memory
 from pd_connectors.nixl.agent import NixlAgent, Region
 from pd_connectors.nixl.machine import listening_sockets, local_network
 from pd_connectors.protocol.errors import HandoffError
@@ -74,7 +75,7 @@ def _serve(host: str, ports: str) -> int:
 
 
 def _read(host: str, ports: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pd_cluster.launch.transfer_check", "serve", host, ports]
+    command = [sys.executable, "-P", "-m", "pd_cluster.launch.transfer_check", "serve", host, ports]
     gpus = visible_gpus(os.environ)
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[-1]} if len(gpus) > 1 else None
     peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
@@ -144,8 +145,9 @@ def _finish(agent: NixlAgent, handle: int) -> None:
 
 
 def _memory(value: int) -> torch.Tensor:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.full((NUM_BLOCKS, BLOCK_BYTES), value, dtype=torch.uint8, device=device)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with plain_memory(device):  # as a node's cache
+        return torch.full((NUM_BLOCKS, BLOCK_BYTES), value, dtype=torch.uint8, device=device)
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ class _Cluster:
         (self._hurry if self._stop.is_set() else self._stop).set()
 
 
-_SELF = (sys.executable, "-m", "pd_cluster.launch.cli")
+_SELF = (sys.executable, "-P", "-m", "pd_cluster.launch.cli")
 
 
 def curl_line(url: str, model: str, demo: bool, *, has_keys: bool = False) -> str:

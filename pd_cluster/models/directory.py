@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def model_directory(model: str) -> Path:
 
     Raises StartupError when `model` is none of these, or cannot be downloaded.
     """
-    path = Path(model or BUNDLED[0]).expanduser()
+    path = Path(os.path.expanduser(model or BUNDLED[0]))  # a Path raises without a home
     if model and path.is_dir():
         return path
     if str(path) in BUNDLED:

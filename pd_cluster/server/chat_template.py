@@ -92,7 +92,7 @@ def template_in(path: Path, tokenizer: Any) -> str:
     try:
         template = path.expanduser().read_text(encoding="utf-8")
         tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template, tokenize=False)
-    except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
+    except (OSError, RuntimeError, UnicodeDecodeError, TemplateSyntaxError) as error:  # RuntimeError: ~ without a home
         raise StartupError(f"--chat-template {path}: {error}") from error
     except Exception:  # templates are programs: this conversation may be one that it refuses
         return template
