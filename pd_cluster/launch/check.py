@@ -103,9 +103,9 @@ def _findings(config: NodeConfig, ports: Iterable[int], link: str) -> Iterator[F
 
 def check_python() -> Finding:
     found = platform.python_version()
-    tested = (3, 11) <= sys.version_info < (3, 13)
+    tested = (3, 11) <= sys.version_info < (3, 15)
     return Finding(
-        "Python", Verdict.OK if tested else Verdict.WARN, found if tested else f"{found}; tested: 3.11, 3.12"
+        "Python", Verdict.OK if tested else Verdict.WARN, found if tested else f"{found}; tested: 3.11 to 3.14"
     )
 
 
