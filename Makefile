@@ -1,6 +1,6 @@
 # `make up` serves the demo model on 1 prefill + 1 decode node behind the router; `make test` checks everything.
 # Both make the virtual environment first. Settings:
-#   PYTHON=python3.12        the interpreter (3.11 or 3.12)
+#   PYTHON=python3.12        the interpreter (3.11 to 3.14)
 #   VENV=.venv               where the environment goes
 #   TORCH_INDEX=URL          install torch from this package index first (for example PyTorch's CPU index); what it
 #                            needs comes from the usual one
@@ -93,7 +93,7 @@ clean:
 	find . -path './.git' -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -print0 | xargs -0 rm -rf
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info < (3, 13); sys.exit(0 if ok else f"pd-cluster needs Python 3.11 or 3.12, and $(PYTHON) is {sys.version.split()[0]}: run make with PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info < (3, 15); sys.exit(0 if ok else f"pd-cluster needs Python 3.11 to 3.14, and $(PYTHON) is {sys.version.split()[0]}: run make with PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.torch: $(BIN)/python
@@ -102,15 +102,15 @@ $(VENV)/.torch: $(BIN)/python
 
 $(VENV)/.installed: $(VENV)/.torch $(INPUTS)
 	@echo "installing pd-cluster into $(VENV) (the first time this downloads torch)"
-	$(PIP) -e '.[nixl,bench,structured]'
+	$(PIP) -e '.[bench]'
 	@touch $@
 
 $(VENV)/.installed-lmcache $(VENV)/.installed-mooncake: $(VENV)/.installed-%: $(VENV)/.installed
 	@echo "installing $* into $(VENV) (the first time this downloads up to 150 MB)"
-	$(PIP) -e '.[nixl,bench,structured,$*]'
+	$(PIP) -e '.[bench,$*]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch $(INPUTS)
 	@echo "installing pd-cluster, its pools and development tools into $(VENV) (the first time this downloads torch)"
-	$(PIP) -e '.[nixl,lmcache,mooncake,structured,dev]'
+	$(PIP) -e '.[lmcache,mooncake,dev]'
 	@touch $(VENV)/.installed $(VENV)/.installed-lmcache $(VENV)/.installed-mooncake $@

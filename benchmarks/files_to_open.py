@@ -103,11 +103,13 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     """The router's URL. Raises StartupError."""
     deadline_s = time.monotonic() + READY_DEADLINE_S
     while time.monotonic() < deadline_s and process.poll() is None:
-        for line in log.read_text(errors="replace").splitlines():
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("ready: "):
                 return line.split()[1]
         time.sleep(0.1)
-    raise StartupError(f"the traced cluster did not start:\n{log.read_text(errors='replace')[-2000:]}")
+    raise StartupError(
+        f"the traced cluster did not start:\n{log.read_text(encoding='utf-8', errors='replace')[-2000:]}"
+    )
 
 
 def _first_bytes_ns(url: str, prompt: list[int]) -> int:
@@ -155,7 +157,7 @@ def read_calls(out: Path) -> dict[str, list[Call]]:
 
 
 def _calls(path: Path) -> Iterator[Call]:
-    with path.open() as lines:
+    with path.open(encoding="utf-8") as lines:
         next(lines)
         for line in lines:
             at_ns, source, function = line.rstrip("\n").split(" ", 2)

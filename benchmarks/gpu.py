@@ -256,7 +256,7 @@ def node_config(directory: str, namespace: argparse.Namespace) -> NodeConfig:
 def measure_shape(shape: Shape, ceilings: Ceilings, namespace: argparse.Namespace) -> list[Measured]:
     """Measure all rows of a shape, then append the record."""
     with tempfile.TemporaryDirectory(prefix="pd-bench-") as directory:
-        Path(directory, "config.json").write_text(json.dumps(shape.config))
+        Path(directory, "config.json").write_text(json.dumps(shape.config), encoding="utf-8")
         config = node_config(directory, namespace)
         progress: list[str] = []
 

@@ -17,7 +17,7 @@ def append_record(path: Path, kind: str, fields: dict[str, Any]) -> None:
     record = {"schema": SCHEMA, "kind": kind, "environment": environment(), **fields}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
     except OSError as error:
         raise StartupError(f"the record cannot be written: {error}") from error

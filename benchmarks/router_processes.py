@@ -101,4 +101,4 @@ def cpu_ns(pid: int) -> int:
 def resident_mb(pid: int) -> float:
     if not pid:
         return 0.0
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6

@@ -25,7 +25,7 @@ def write_vocabulary(tekken: Path, size: int, to: Path) -> int:
     """Write the first `size` tokens. -> the id of the end token. Raises OSError, ValueError and KeyError."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    told = json.loads(tekken.read_text())
+    told = json.loads(tekken.read_text(encoding="utf-8"))
     num_special = told["config"]["default_num_special_tokens"]
     names = ["<unk>", "<s>", END, *(f"<SPECIAL_{at}>" for at in range(3, num_special))]
     letters = _letters()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def _trace(tree: Path, out: Path) -> None:
     file = os.open(out / f"{os.getpid()}.calls", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    command = Path("/proc/self/cmdline").read_text().replace("\0", " ")
+    command = Path("/proc/self/cmdline").read_text(encoding="utf-8").replace("\0", " ")
     os.write(file, f"{os.getppid()} {command}\n".encode())
     prefix = f"{tree}{os.sep}"
     paths: dict[str, str] = {}  # "": not of the tree

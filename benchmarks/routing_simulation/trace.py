@@ -31,7 +31,7 @@ class SimRequest:
 def read_trace(path: Path) -> list[SimRequest]:
     """Mooncake's JSON lines (timestamp in ms, hash_ids) or Azure's CSV (no shared text). Raises StartupError."""
     try:
-        with path.open() as file:
+        with path.open(encoding="utf-8") as file:
             rows = (
                 _azure(csv.DictReader(file)) if path.suffix == ".csv" else [_mooncake(json.loads(one)) for one in file]
             )

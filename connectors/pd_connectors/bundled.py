@@ -79,7 +79,7 @@ def _system_has(name: str) -> bool:
 
 def _is_mapped(file: Path) -> bool:
     """Whether this process has loaded a copy of ours: of this file, or of one with a name that begins so."""
-    return f"/memfd:{file.name}" in Path("/proc/self/maps").read_text()
+    return f"/memfd:{file.name}" in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 def _renamed(file: Path) -> int:

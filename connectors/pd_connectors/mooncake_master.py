@@ -67,7 +67,7 @@ def start_master(host: str, port: int, *flags: str) -> subprocess.Popen[bytes]:
     with BundledLibraries() as libraries:
         environment = {"GLOG_minloglevel": "1", **os.environ, **libraries.environment()}
         process = subprocess.Popen(
-            [sys.executable, "-c", _EXEC, str(os.getpid()), binary, *own, *flags],
+            [sys.executable, "-P", "-c", _EXEC, str(os.getpid()), binary, *own, *flags],
             stdin=subprocess.DEVNULL, env=environment, pass_fds=libraries.fds,
         )  # fmt: skip
     try:

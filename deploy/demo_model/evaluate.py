@@ -187,7 +187,7 @@ def evaluate(directory: Path, report: Path, per_cell: int) -> None:
         "completions": {text: answerer.complete([text], 60)[0] for text in PROMPTS},
         "chats": {text: answerer.complete([answerer.chat(text)], 80)[0] for text in CHATS},
     }
-    report.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    report.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(json.dumps({key: result[key] for key in ("recall", "recall_among_other_text", "longest_distance")}))
 
 

@@ -63,5 +63,5 @@ def evaluate(directory: Path, report: Path) -> None:
         for a, b in sums
     )
     counts["sums"] = {"right": num_right, "of": len(sums)}
-    report.write_text(json.dumps(counts, indent=2) + "\n")
+    report.write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
     print(counts)

@@ -187,7 +187,7 @@ def train_cycle(model: Qwen3ForCausalLM, rows: Rows, cycle: int, config: TrainCo
             seconds = round(time.monotonic() - start)
             record = {"cycle": cycle, "step": step, "loss": round(loss, 4), "right": round(right, 4), "s": seconds}
             print(json.dumps(record), flush=True)
-            with log.open("a") as file:
+            with log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
 

@@ -77,7 +77,7 @@ def serve_record(config: dict[str, Any], summary: Summary, records: list[Request
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Write the record as one line. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record) + "\n")
+    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 def report_console() -> Console:
@@ -139,7 +139,7 @@ def _version(name: str) -> str:
 
 def _processor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -76,7 +76,7 @@ def read_trace(path: Path, num_requests: int, max_input: int = 0) -> list[Arriva
     if path.suffix not in readers:
         raise StartupError(f"{path} is not a trace: its name must end in .csv or .jsonl")
     try:
-        with path.open(newline="") as lines:
+        with path.open(encoding="utf-8", newline="") as lines:
             fitting = (row for row in readers[path.suffix](lines) if not max_input or row.num_input <= max_input)
             rows = list(itertools.islice(fitting, num_requests or None))
     except (KeyError, ValueError, TypeError, AttributeError) as error:

@@ -85,7 +85,9 @@ def spawn_engine(config: NodeConfig, address: str) -> subprocess.Popen[bytes]:
 
     The caller keeps the returned process's `stdin` open for as long as the engine shall live.
     """
-    process = subprocess.Popen([sys.executable, "-m", "pd_cluster.engine.process", address], stdin=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "pd_cluster.engine.process", address], stdin=subprocess.PIPE
+    )
     assert process.stdin is not None
     try:
         process.stdin.write(msgspec.json.encode(config) + b"\n")

@@ -36,12 +36,16 @@ from pd_cluster.models.checkpoint_files import weight_files
 from pd_cluster.models.directory import read_json
 from pd_cluster.models.registry import choose_implementation
 from pd_connectors.link_speed import SLOW_BYTES_PER_S
+from pd_connectors.nixl.gpu_memory import CAUSE
 from pd_connectors.protocol.errors import HandoffError
 from pd_connectors.protocol.keys import KEY_ENV
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
 
 TRANSFER_DEADLINE_S = 90.0  # includes the import of torch in two processes
 SLOW_GB_S = {"cuda": SLOW_BYTES_PER_S / 1e9, "cpu": 0.5}  # a copy in host memory reaches several
@@ -100,9 +104,9 @@ def _findings(config: NodeConfig, ports: Iterable[int], link: str) -> Iterator[F
 
 def check_python() -> Finding:
     found = platform.python_version()
-    tested = (3, 11) <= sys.version_info < (3, 13)
+    tested = (3, 11) <= sys.version_info < (3, 15)
     return Finding(
-        "Python", Verdict.OK if tested else Verdict.WARN, found if tested else f"{found}; tested: 3.11, 3.12"
+        "Python", Verdict.OK if tested else Verdict.WARN, found if tested else f"{found}; tested: 3.11 to 3.14"
     )
 
 
@@ -111,6 +115,8 @@ def check_torch() -> Iterable[Finding]:
         import torch
     except (ImportError, OSError) as error:
         return [Finding("torch", Verdict.FAIL, f"cannot be imported: {error}")]
+    from pd_cluster.worker.plain_memory import is_plain, plain_memory
+
     findings = [Finding("torch", Verdict.OK, str(torch.__version__))]
     if not torch.cuda.is_available():
         cores = len(os.sched_getaffinity(0))
@@ -122,7 +128,25 @@ def check_torch() -> Iterable[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         detail = f"{torch.cuda.get_device_name(index)}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
         findings.append(Finding(f"cuda:{index}", Verdict.OK if free > total / 2 else Verdict.WARN, detail))
+        findings += check_memory(torch.device("cuda", index), is_plain, plain_memory)
     return findings
+
+
+def check_memory(
+    device: torch.device,
+    is_plain: Callable[[torch.device], bool],
+    plain_memory: Callable[[torch.device], AbstractContextManager[None]],
+) -> Iterator[Finding]:
+    """Whether NIXL reads torch's memory on this GPU fast; nothing: it does. The arguments: of worker.plain_memory."""
+    if is_plain(device):
+        return
+    with plain_memory(device):
+        kept_apart = is_plain(device)
+    what = f"memory of {device}"
+    if kept_apart:
+        yield Finding(what, Verdict.OK, "torch uses expandable segments, and the KV cache is allocated apart from them")
+    else:
+        yield Finding(what, Verdict.FAIL, f"NIXL would not read it at the GPU's speed: {CAUSE}")
 
 
 def check_transfer(host: str, ports: str, link: str = "") -> list[Finding]:
@@ -165,7 +189,7 @@ def read_transfer_result(nixl_version: str, status: int, out: str, err: str) -> 
 
 
 def _transfer_command(command: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pd_cluster.launch.transfer_check", command, *arguments]
+    return [sys.executable, "-P", "-m", "pd_cluster.launch.transfer_check", command, *arguments]
 
 
 def read_listeners(listeners: Sequence[tuple[str, int]]) -> Finding:

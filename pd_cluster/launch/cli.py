@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pd_cluster import __version__
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.command_parser import CommandParser
+from pd_cluster.launch.environment import open_streams, prepare
 from pd_cluster.launch.flags import add_config_flags, config_from
 from pd_cluster.launch.up_flags import POOL_CONNECTORS, add_up_flags
 from pd_connectors.protocol.errors import HandoffError
@@ -49,11 +50,15 @@ several machines:  export PD_CLUSTER_KEY=...   # the same secret on every machin
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `pd-cluster`. Returns the exit status."""
+    open_streams()
     parser = build_parser()
     namespace = parser.parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = namespace.run_command
     del namespace.run_command
+    is_light = vars(namespace).pop("is_light", False)
     try:
+        if not is_light:
+            prepare(os.environ)
         return command(namespace)
     except (StartupError, HandoffError) as error:
         sys.stderr.write(f"pd-cluster: error: {error}\n")
@@ -96,7 +101,7 @@ def _add(
     run: Callable[[argparse.Namespace], int],
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    parser.set_defaults(run_command=run)
+    parser.set_defaults(run_command=run, is_light=name in ("nodes", "keys"))  # those only send or print
     return parser
 
 

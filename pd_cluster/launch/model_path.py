@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pd_cluster
@@ -24,4 +25,4 @@ def resolve_model(model: str) -> Path:
 
 def served_name(model: str, path: Path) -> str:
     """The API's name for the model: a hub id as given, else the directory's name."""
-    return model if model and not Path(model).expanduser().is_dir() else path.name
+    return model if model and not os.path.isdir(os.path.expanduser(model)) else path.name

@@ -99,9 +99,9 @@ def run_nodes(namespace: argparse.Namespace) -> int:
     try:
         key = b"" if namespace.action == "list" else load_cluster_key(namespace.cluster_key_file)
         tls = TlsFiles(tls_ca=namespace.tls_ca)
-        client = httpx.Client(
-            base_url=namespace.router, timeout=CALL_S, verify=tls.client_context() if tls.tls_ca else True
-        )
+        # Of the environment, certificates count ($SSL_CERT_FILE) and proxies do not: the router is the cluster's own
+        trusted = tls.client_context() if tls.tls_ca else httpx.create_ssl_context()
+        client = httpx.Client(base_url=namespace.router, timeout=CALL_S, verify=trusted, trust_env=False)
     except (OSError, ValueError, httpx.InvalidURL) as error:
         raise StartupError(f"--router {namespace.router}, or the cluster key: {error}") from error
     with client:

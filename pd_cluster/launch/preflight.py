@@ -94,7 +94,7 @@ class MachineFacts:
 
     def num_cuda_devices(self) -> int:
         """CUDA devices that a process may use here; 0 also without a driver. Raises subprocess.TimeoutExpired."""
-        command = [sys.executable, "-c", _COUNT_DEVICES]
+        command = [sys.executable, "-P", "-c", _COUNT_DEVICES]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_DEADLINE_S)
         return int(done.stdout) if done.returncode == 0 else 0
 

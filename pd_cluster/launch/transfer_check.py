@@ -28,6 +28,7 @@ import torch
 from pd_cluster.config import HandoffConfig
 from pd_cluster.launch.link_side import LinkSide
 from pd_cluster.launch.node_plan import visible_gpus
+from pd_cluster.worker.plain_memory import plain_memory
 from pd_connectors.nixl.agent import NixlAgent, Region
 from pd_connectors.nixl.machine import listening_sockets, local_network
 from pd_connectors.protocol.errors import HandoffError
@@ -56,7 +57,8 @@ def main() -> int:
     if command == "serve":
         return _serve(host, ports)
     sys.stdout.write(
-        json.dumps(_measure(Path(link[0]).read_text(), host, ports) if link else _read(host, ports)) + "\n"
+        json.dumps(_measure(Path(link[0]).read_text(encoding="utf-8"), host, ports) if link else _read(host, ports))
+        + "\n"
     )
     return 0
 
@@ -73,7 +75,7 @@ def _serve(host: str, ports: str) -> int:
 
 
 def _read(host: str, ports: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pd_cluster.launch.transfer_check", "serve", host, ports]
+    command = [sys.executable, "-P", "-m", "pd_cluster.launch.transfer_check", "serve", host, ports]
     gpus = visible_gpus(os.environ)
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[-1]} if len(gpus) > 1 else None
     peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
@@ -117,7 +119,7 @@ def _timed(theirs: _Description, host: str, ports: str) -> dict[str, Any]:
 
 
 def _side(memory: torch.Tensor) -> LinkSide:
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     gpu = f"GPU-{torch.cuda.get_device_properties(memory.device).uuid}" if memory.is_cuda else ""
     return LinkSide(boot_id, os.readlink("/proc/self/ns/pid"), gpu)
 
@@ -143,8 +145,9 @@ def _finish(agent: NixlAgent, handle: int) -> None:
 
 
 def _memory(value: int) -> torch.Tensor:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.full((NUM_BLOCKS, BLOCK_BYTES), value, dtype=torch.uint8, device=device)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with plain_memory(device):  # as a node's cache
+        return torch.full((NUM_BLOCKS, BLOCK_BYTES), value, dtype=torch.uint8, device=device)
 
 
 if __name__ == "__main__":

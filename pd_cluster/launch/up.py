@@ -232,7 +232,7 @@ class _Cluster:
         (self._hurry if self._stop.is_set() else self._stop).set()
 
 
-_SELF = (sys.executable, "-m", "pd_cluster.launch.cli")
+_SELF = (sys.executable, "-P", "-m", "pd_cluster.launch.cli")
 
 
 def curl_line(url: str, model: str, demo: bool, *, has_keys: bool = False) -> str:
@@ -247,8 +247,12 @@ def _healthy(url: str) -> bool:
     # The certificate need not name this address: the router listens on a socket that this process has opened
     own_router = ssl.create_default_context()
     own_router.check_hostname, own_router.verify_mode = False, ssl.CERT_NONE
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}),  # none, whatever the environment names
+        urllib.request.HTTPSHandler(context=own_router),
+    )
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=HEALTH_TIMEOUT_S, context=own_router) as answer:
+        with opener.open(f"{url}/health", timeout=HEALTH_TIMEOUT_S) as answer:
             status: int = answer.status
             return status == 200
     except (urllib.error.URLError, OSError):

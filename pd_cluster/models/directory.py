@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pd_cluster
@@ -19,7 +20,7 @@ def model_directory(model: str) -> Path:
 
     Raises StartupError when `model` is none of these, or cannot be downloaded.
     """
-    path = Path(model or BUNDLED[0]).expanduser()
+    path = Path(os.path.expanduser(model or BUNDLED[0]))  # a Path raises without a home
     if model and path.is_dir():
         return path
     if str(path) in BUNDLED:

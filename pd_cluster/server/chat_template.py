@@ -133,7 +133,8 @@ class ChatTemplate:
         return traits
 
     def _lists_tools(self, traits: TemplateTraits, options: dict[str, Any]) -> bool:
-        tool = PROBE_TOOL | {"function": PROBE_TOOL["function"] | {"name": _TOOL_NAME}}
+        parameters = {"type": "object", "properties": {}}
+        tool = {"type": "function", "function": {"name": _TOOL_NAME, "description": "a", "parameters": parameters}}
         try:
             written = self._written(adapt([{"role": "user", "content": _QUESTION}], traits), [tool], options)
         except Exception:  # templates are programs: this one may want another conversation
@@ -184,7 +185,7 @@ def template_in(path: Path, tokenizer: Any) -> str:
     try:
         template = path.expanduser().read_text(encoding="utf-8")
         tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template, tokenize=False)
-    except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
+    except (OSError, RuntimeError, UnicodeDecodeError, TemplateSyntaxError) as error:  # RuntimeError: ~ without a home
         raise StartupError(f"--chat-template {path}: {error}") from error
     except Exception:  # templates are programs: this conversation may be one that it refuses
         return template

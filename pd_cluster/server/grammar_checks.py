@@ -129,7 +129,7 @@ class GrammarChecks:
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "pd_cluster.server.grammar_process", *self._arguments]
+        command = [sys.executable, "-P", "-m", "pd_cluster.server.grammar_process", *self._arguments]
         # A process group of its own: an interrupt at the terminal is for the node, which ends the process by its input.
         # Not a session, because Linux gives each session an equal share of the cores, whatever the niceness in it is
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.errors import StartupError
+from pd_cluster.worker.plain_memory import plain_memory
 from pd_connectors.base import CacheDescription
 from pd_kernels.fp8_cache import FP8, indexable
 
@@ -54,7 +55,8 @@ class KVCache:
         try:
             for group in layout.groups:
                 shape, dtype = group.rank_shape(layout.tp_size), KV_DTYPES[group.dtype]
-                tensor = torch.zeros((num_blocks + _NUM_PADDING_BLOCKS, *shape), dtype=dtype, device=device)
+                with plain_memory(device):
+                    tensor = torch.zeros((num_blocks + _NUM_PADDING_BLOCKS, *shape), dtype=dtype, device=device)
                 tensors.append(tensor)
                 hosts.append(torch.zeros((num_host_blocks, *shape), dtype=dtype, pin_memory=is_pinned))
                 views |= {layer: (tensor[:, :, i, 0], tensor[:, :, i, 1]) for i, layer in enumerate(group.layers)}

@@ -129,7 +129,7 @@ class RankedExecutor(DeviceExecutor):
             self.leave()
 
     def _spawn(self, rank: int, store_port: int) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, "-m", "pd_cluster.worker.rank"], stdin=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, "-P", "-m", "pd_cluster.worker.rank"], stdin=subprocess.PIPE)
         assert process.stdin is not None
         start = RankStart(self._config, rank, self._address, store_port)
         try:

@@ -5,7 +5,10 @@ The node's own errors are in `pd_cluster.errors`, the router's own in `pd_router
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 ENGINE_DIED = "engine_died"  # `code` of a node's answer when its engine process has died
 
@@ -20,6 +23,7 @@ class PdError(Exception):
     status = 500
     kind = "server_error"
     code = "internal_error"
+    answer_headers: Mapping[str, str] = {}  # of the answer, beside those of its status
     retry_after_s = 0  # whole seconds after which the same request may succeed; 0: not told
 
     def __init_subclass__(cls, *, status: int = 0, kind: str = "", code: str = "") -> None:
@@ -49,6 +53,12 @@ class ModelNotFound(PdError, status=404, kind="invalid_request_error", code="mod
 
 class BodyTooLarge(PdError, status=413, kind="invalid_request_error", code="body_too_large"):
     """The request body is longer than this process accepts."""
+
+
+class UnreadCoding(PdError, status=415, kind="invalid_request_error", code="unsupported_coding"):
+    """The request body is compressed, or coded in another way that is not read."""
+
+    answer_headers = {"accept-encoding": "identity"}  # RFC 9110, 15.5.16
 
 
 class NodesDied(PdError, code="nodes_died"):

@@ -28,7 +28,7 @@ def exception_handlers(headers_of: Callable[[Request], Mapping[str, str]] = lamb
         )
 
     async def pd_error(request: Request, error: PdError) -> Response:
-        return answer(request, error)
+        return answer(request, error, error.answer_headers)
 
     async def http_error(request: Request, error: HTTPException) -> Response:
         phrase = http.HTTPStatus(error.status_code).phrase

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from pd_http.answer_forms import app_for
 from pd_http.connection_limits import ConnectionLimits
 from pd_http.refusal import Refusal
+from pd_http.request_head import RequestHead, origin_form
+from pd_http.upgrade_offer import parser_behind
 
 if TYPE_CHECKING:
     import asyncio
@@ -72,6 +75,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.limits = ConnectionLimits(self.gate.limits, self._clock())
         self._backlog = b""  # received after a request that waits for the answer before it
         self._has_head = False  # the parser has seen the end of a head
+        self._head: RequestHead | None = None  # of the last request; None: its parser took none
+        self._refusal = Refusal.BAD_REQUEST  # why the parser stops
         self._abort_at_s: float | None = None  # set when the connection is over: until then its last bytes may be sent
         self.serving: Any = None  # the cycle of the last request that was begun; `cycle` may be one that waits for it
 
@@ -129,12 +134,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._has_head = False
         try:
             self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:
-            pass  # upgrades are not supported: the request is answered without one, then the connection is closed
+        except httptools.HttpParserUpgrade as offer:
+            if head_ends and self._head is not None and offer.args[0] == len(piece):
+                self.parser = parser_behind(self._head.num_body, self)
+            else:  # parser and framing found different ends of the head
+                self.end(Refusal.BAD_REQUEST)
         except httptools.HttpParserError:
-            self.end(Refusal.BAD_REQUEST)
+            self.end(self._refusal)
         else:
-            if head_ends and not self._has_head:  # parser and framing found different ends of the head
+            if head_ends and not self._has_head:  # as above
                 self.end(Refusal.BAD_REQUEST)
         return self._abort_at_s is None and not self.transport.is_closing()
 
@@ -146,14 +154,26 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- called by the parser and the application
 
     def on_headers_complete(self) -> None:
-        if self.parser.get_http_version() not in ("1.0", "1.1"):  # a request line without a version is HTTP/0.9
-            raise httptools.HttpParserError("not HTTP/1")  # an exception of a callback ends parsing: BAD_REQUEST
+        version = self.parser.get_http_version()
+        head = RequestHead.of(version, self.headers)
+        if isinstance(head, Refusal):
+            self._refusal = head
+            raise httptools.HttpParserError(head.message)  # an exception of a callback ends parsing
+        self._head = head
+        self.expect_100_continue &= version != "1.0"
+        if not self.url.startswith(b"/"):
+            self.url = origin_form(self.url)
         self.begin_cycle()
         self._has_head = True
-        if self.parser.should_upgrade():
-            self.cycle.keep_alive = False
-        self.limits.head_ended(self._body_bytes(), self._clock())
+        self.limits.head_ended(head.num_body, self._clock())
         self.gate.moved(self)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():  # else the body follows, although this parser does not see it
+            super().on_message_complete()
+
+    def _should_upgrade(self) -> bool:
+        return False
 
     def begin_cycle(self) -> None:
         """Make the request's cycle and start it, or queue it if another one is under way."""
@@ -161,7 +181,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self.serving = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, app_for(cycle, app) if isinstance(cycle, RequestResponseCycle) else app)
 
     def _disconnect(self) -> None:
         """Tell the request under way that its client is gone: uvicorn tells only the newest one."""
@@ -236,13 +256,3 @@ class BoundedProtocol(HttpToolsProtocol):
             STATUS_LINE[refusal.status] + defaults + retry
             + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
         )  # fmt: skip
-
-    def _body_bytes(self) -> int | None:
-        """Length of the body by its headers; the parser has refused contradictions. None: in chunks."""
-        length: int | None = 0
-        for name, value in self.headers:
-            if name == b"content-length":
-                length = int(value)
-            elif name == b"transfer-encoding":
-                return None
-        return length

@@ -13,6 +13,9 @@ class Refusal(Enum):
     """Value: (word for the metric, HTTP status or 0 for no answer, message)."""
 
     BAD_REQUEST = ("bad_request", 400, "this is not HTTP/1.1")
+    HOST = ("host", 400, "a request in HTTP/1.1 has one Host header")
+    EXPECTATION = ("expectation", 417, "Expect: of expectations only 100-continue can be met")
+    TRANSFER_CODING = ("transfer_coding", 501, "Transfer-Encoding: of codings only chunked is read")
     SLOW_HEAD = ("slow_head", 408, "the request's headers did not arrive in time")
     SLOW_BODY = ("slow_body", 408, "the request's body did not arrive in time")
     LARGE_HEAD = ("large_head", 431, "the request's headers are too large")

@@ -76,6 +76,7 @@ class Reply:
         when to try again, a status 401 how to name a key (RFC 9110, 15.5.2).
         """
         if not self.started:
+            self.headers.update(error.answer_headers)
             if error.status == HTTPStatus.SERVICE_UNAVAILABLE or error.retry_after_s:
                 self.headers["retry-after"] = str(error.retry_after_s or 1)
             if error.status == HTTPStatus.UNAUTHORIZED:

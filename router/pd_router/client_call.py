@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from pd_http.body import ClientGone
+from pd_http.body import BYTE_ORDER_MARK, ClientGone, check_declared
 from pd_http.errors import BodyTooLarge
 
 if TYPE_CHECKING:
@@ -47,11 +47,15 @@ class ClientCall:
         flow: FlowControl,
         *,
         keep_alive: bool,
+        may_chunk: bool = True,
         expects_continue: bool,
         answer_headers: Callable[[], HeaderList],
         on_complete: Callable[[], None],
     ) -> None:
-        """`headers`: names in lower case. `answer_headers`: of the server, for every answer."""
+        """`headers`: names in lower case. `answer_headers`: of the server, for every answer.
+
+        `may_chunk` False: an answer of unknown length ends with the connection, which must not be kept alive.
+        """
         self.path = path
         self.headers = headers
         self.flow = flow
@@ -66,7 +70,7 @@ class ClientCall:
         self._task: asyncio.Task[Any] | None = None  # while the request is served
         self._waiter: asyncio.Future[None] | None = None  # for more of the body
         self._head = b""  # of the answer, not sent yet
-        self._is_chunked = True
+        self._is_chunked = may_chunk
         self._parts: list[bytearray] = []  # of the body; one array would hold an eighth more than the client sent
         self._num_bytes = 0
         self._num_seen = 0  # of _num_bytes, when `read_body` last ran
@@ -121,10 +125,8 @@ class ClientCall:
                 self._task.cancel()
 
     async def read_body(self, max_bytes: int) -> bytes:
-        """The whole body. Raises ClientGone, and BodyTooLarge, before reading if the headers declare the length."""
-        declared = next((value for name, value in self.headers if name == b"content-length"), b"0")
-        if declared.isdigit() and int(declared) > max_bytes:
-            raise BodyTooLarge(f"the request body is longer than {max_bytes} bytes")
+        """The whole body, as `pd_http.body.read_body` reads it."""
+        check_declared(self.headers, max_bytes)
         if self._expects_continue and not self._transport.is_closing():
             self._transport.write(_CONTINUE)
         while self.more_body and not self.is_gone and self._num_bytes <= max_bytes:
@@ -138,7 +140,7 @@ class ClientCall:
         if self._num_bytes > max_bytes:
             raise BodyTooLarge(f"the request body is longer than {max_bytes} bytes")
         parts, self._parts = self._parts, []
-        return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
+        return (bytes(parts[0]) if len(parts) == 1 else b"".join(parts)).removeprefix(BYTE_ORDER_MARK)
 
     # --- the answer
 

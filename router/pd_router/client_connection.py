@@ -38,10 +38,11 @@ class ClientConnection(BoundedProtocol):
         if path is None:
             super().begin_cycle()
             return
-        keeps_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+        is_old = self.parser.get_http_version() == "1.0"
         before = self.cycle
         self.cycle = call = ClientCall(  # type: ignore[assignment]
-            path, self.headers, self.proxy.serve, self.transport, self.flow, keep_alive=keeps_alive,
+            path, self.headers, self.proxy.serve, self.transport, self.flow,
+            keep_alive=not is_old and self.parser.should_keep_alive(), may_chunk=not is_old,
             expects_continue=self.expect_100_continue, answer_headers=self._answer_headers,
             on_complete=self.on_response_complete,
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from pd_http.errors import StartupError
 from pd_router.spans import Span, spans_of
@@ -26,12 +27,15 @@ def make_exporter(url: str) -> Callable[[Sequence[CallRecord]], None]:
     """A function that sends the spans of records and raises ConnectionError if the collector did not take them.
 
     `url`: of the collector, such as http://collector:4318; /v1/traces is added. OTEL_EXPORTER_OTLP_HEADERS and other
-    variables of the exporter count too.
+    variables of the exporter count too, and the environment's proxies for a collector on another machine.
     """
+    import requests
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import SpanExportResult
 
-    exporter = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S)
+    session = requests.Session()
+    session.trust_env = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1")
+    exporter = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S, session=session)
     read = _reader()
 
     def export(records: Sequence[CallRecord]) -> None:

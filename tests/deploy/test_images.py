@@ -52,7 +52,7 @@ def test_both_targets_have_what_the_chart_s_values_need() -> None:
     """Pods of a router that names a collector, or of an endpoint picker, would not start without these extras."""
     text = (DEPLOY / "Dockerfile").read_text()
     given = [set(line.removeprefix("ARG EXTRAS=").split(",")) for line in text.splitlines() if "ARG EXTRAS=" in line]
-    assert given == [{"nixl", "kubernetes", "structured", "gateway", "otel"}] * 2
+    assert given == [{"kubernetes", "gateway", "otel"}] * 2
     known = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert given[0] < set(known)
 
@@ -115,10 +115,10 @@ def test_the_profile_brings_a_pool_and_nodes_that_use_it() -> None:
     plain = load_compose(PD_CLUSTER_KEY="secret")
     assert "pool" not in plain["services"]
     assert "--connector=nixl" in plain["services"]["decode"]["command"]
-    assert plain["services"]["prefill"]["build"]["args"]["EXTRAS"] == "nixl,kubernetes,structured,otel"
+    assert plain["services"]["prefill"]["build"]["args"]["EXTRAS"] == "kubernetes,otel"
     pooled = load_compose(PD_CLUSTER_KEY="secret", COMPOSE_PROFILES="lmcache")
     services = pooled["services"]
-    assert services["prefill"]["build"]["args"]["EXTRAS"] == "nixl,kubernetes,structured,otel,lmcache"
+    assert services["prefill"]["build"]["args"]["EXTRAS"] == "kubernetes,otel,lmcache"
     assert services["prefill"]["image"] == services["pool"]["image"] != plain["services"]["prefill"]["image"]
     for node in ("prefill", "decode"):
         assert {"--connector=lmcache", "--pool-url=lm://pool:6500"} <= set(services[node]["command"])

@@ -60,7 +60,7 @@ def test_the_workflow_runs_the_two_commands_with_the_least_rights() -> None:
         for step in job["steps"]:
             assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", step.get("uses", "actions/x@" + 40 * "0")), step
     for name in ("up", "test"):
-        assert workflow["jobs"][name]["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
+        assert workflow["jobs"][name]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13", "3.14"]
 
 
 def targets() -> set[str]:

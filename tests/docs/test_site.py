@@ -118,7 +118,7 @@ def test_targets_extras_and_benchmarks_exist() -> None:
     assert {words[0] for page in TEXTS.values() for words in commands(page, "make") if words} <= targets
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     installed = set(",".join(re.findall(r"'\.\[([a-z,]+)\]'", text)).split(","))
-    assert {"nixl", "ray"} <= installed <= extras.keys()
+    assert {"lmcache", "ray"} <= installed <= extras.keys()
     modules = re.findall(r"python -m benchmarks (\w+)", text)
     assert {"tables", "disagg"} <= set(modules) <= BENCHMARKS.keys()
 

@@ -42,7 +42,7 @@ def test_what_bench_plots_with_comes_along(tmp_path: Path) -> None:
 
 
 def test_the_tests_find_every_pool(tmp_path: Path) -> None:
-    assert "[nixl,lmcache,mooncake,structured,dev]" in installs(plan(tmp_path, f"{tmp_path}/venv/.installed-dev"))[-1]
+    assert "[lmcache,mooncake,dev]" in installs(plan(tmp_path, f"{tmp_path}/venv/.installed-dev"))[-1]
 
 
 @pytest.mark.parametrize("connector", ["lmcache", "mooncake", "nixl"])
@@ -62,7 +62,11 @@ def test_the_two_halves_of_the_tests_are_all_tests(tmp_path: Path) -> None:
 
 
 def test_build_and_run_time_requirements_are_pinned() -> None:
-    lines = re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    lines = re.findall(
+        r"^([A-Za-z0-9_.-]+)==([^\s;]+)(?:$|; python_version < .3.14.$)",
+        (ROOT / "constraints.txt").read_text(),
+        re.MULTILINE,
+    )
     pins = dict(lines)
     assert len(pins) == len(lines), "a package is pinned twice"
     assert int(pins["setuptools"].split(".")[0]) >= 77, "what pyproject.toml's build asks for"

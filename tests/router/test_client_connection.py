@@ -58,6 +58,8 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], byt
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:] if line)}
     if "content-length" in headers:
         return int(lines[0].split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
+    if "transfer-encoding" not in headers:
+        return int(lines[0].split()[1]), headers, await reader.read()
     pieces = []
     while size := int(await reader.readuntil(b"\r\n"), 16):
         pieces.append((await reader.readexactly(size + 2))[:-2])

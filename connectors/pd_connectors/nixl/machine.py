@@ -76,7 +76,7 @@ def listening_sockets() -> list[tuple[str, int]]:
     own = set(_socket_inodes())
     found = []
     for table in ("tcp", "tcp6"):
-        lines = Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+        lines = Path(f"/proc/self/net/{table}").read_text(encoding="utf-8").splitlines()[1:]
         for fields in map(str.split, lines):
             if fields[3] == _LISTEN and fields[9] in own:
                 address, _, port = fields[1].partition(":")
@@ -139,7 +139,7 @@ def _rdma_ports(infiniband: Path) -> Iterator[RdmaPort]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text().strip()
+        return file.read_text(encoding="utf-8").strip()
     except OSError:
         return ""  # an empty entry of the table cannot be read
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pd_connectors.nixl.agent import EndpointFailed, MayStillLand, NixlAgent, NixlError, Region, Remote
+from pd_connectors.nixl.gpu_memory import open_driver, refuse_mapped
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.layout import BlockLayout
 from pd_connectors.protocol.slices import slices_between
@@ -120,6 +121,7 @@ class NixlTransport(Transport):
 
     def register(self, cache: CacheDescription) -> None:
         assert self._thread is None, "the cache is registered once"
+        refuse_mapped(cache.tensors, open_driver())  # here: the caller's thread has the device
         self._thread = threading.Thread(target=self._run, args=(cache,), name="pd-nixl", daemon=True)
         self._thread.start()
         if not self._started.wait(START_DEADLINE_S):

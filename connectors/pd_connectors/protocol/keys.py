@@ -14,7 +14,7 @@ def load_cluster_key(key_file: str = "") -> bytes:
     """The key from `key_file`, else from $PD_CLUSTER_KEY, else this user's own (made at first use, mode 0600).
 
     The last one serves nodes of one user on one machine; nodes on several machines need one of the others.
-    Raises OSError when a file cannot be read, ValueError when it is empty.
+    Raises OSError when a file cannot be read, ValueError when it is empty or this user has no directory for a key.
     """
     if key_file:
         secret = _read(Path(key_file))
@@ -29,13 +29,19 @@ def derive_key(secret: str) -> bytes:
 
 
 def _user_key() -> str:
-    base = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "pd-cluster"
+    try:
+        base = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "pd-cluster"
+    except RuntimeError as error:  # a user id without an entry in the user database, and no $HOME
+        raise ValueError(f"this user has no home directory for one: set ${KEY_ENV}, the same at all nodes") from error
     path = base / "key"
     if not path.exists():
-        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise OSError(f"{error}: set ${KEY_ENV}, the same at all nodes, or $XDG_CONFIG_HOME") from error
         draft = base / f"key.{os.getpid()}.{secrets.token_hex(4)}"
         draft.touch(mode=0o600)
-        draft.write_text(secrets.token_hex(32))
+        draft.write_text(secrets.token_hex(32), encoding="utf-8")
         try:
             os.link(draft, path)  # atomic, and never replaces a key that another process made first
         except FileExistsError:
@@ -46,7 +52,7 @@ def _user_key() -> str:
 
 
 def _read(path: Path) -> str:
-    secret = path.read_text().strip()
+    secret = path.read_text(encoding="utf-8").strip()
     if not secret:  # its key could be computed without the file
         raise ValueError(f"the cluster key file {path} is empty")
     return secret

@@ -12,7 +12,8 @@ import urllib.request
 QUESTION = "Mira 4831. Oskar 2210. Lena 7745. Oskar?"
 DEADLINE_S = 120.0
 # The certificate is of the public name, not of the Service
-UNVERIFIED = ssl._create_unverified_context()
+UNVERIFIED = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), UNVERIFIED)
 
 
 def ask(url: str) -> tuple[str, str, str]:
@@ -21,7 +22,7 @@ def ask(url: str) -> tuple[str, str, str]:
     if key := os.environ.get("PD_API_KEY"):
         headers["Authorization"] = f"Bearer {key.strip()}"
     models = urllib.request.Request(f"{url}/v1/models", headers=headers)
-    with urllib.request.urlopen(models, timeout=DEADLINE_S, context=UNVERIFIED) as response:
+    with DIRECT.open(models, timeout=DEADLINE_S) as response:
         model = json.load(response)["data"][0]["id"]
     body = {
         "model": model,
@@ -30,7 +31,7 @@ def ask(url: str) -> tuple[str, str, str]:
         "temperature": 0,
     }
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=DEADLINE_S, context=UNVERIFIED) as response:
+    with DIRECT.open(request, timeout=DEADLINE_S) as response:
         answer = json.load(response)["choices"][0]["message"]["content"]
         return answer, response.headers.get("x-pd-prefill", "?"), response.headers.get("x-pd-decode", "?")
 

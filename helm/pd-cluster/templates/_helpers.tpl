@@ -112,6 +112,12 @@ pd-cluster/part=node
 {{- end }}
 {{- end -}}
 
+{{- /* The flags of the model's names in the API: one name, or a list. Takes the root. */ -}}
+{{- define "pd-cluster.servedNames" -}}
+{{- $names := .Values.model.servedName -}}
+{{- include "pd-cluster.flags" (dict "served-model-name" (kindIs "string" $names | ternary (compact (list $names)) $names)) -}}
+{{- end -}}
+
 {{- define "pd-cluster.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001

@@ -40,7 +40,7 @@ STOP_MARGIN_S = 15.0  # after the time for requests, for the engine's stop
 ORPHAN_PERIOD_S = 1.0
 TAIL_LINES = 5
 READY_MARKER = {ROUTER: "router ready on "}
-_PROGRAM = (sys.executable, "-m", "pd_cluster.launch.cli")
+_PROGRAM = (sys.executable, "-P", "-m", "pd_cluster.launch.cli")
 _URL = re.compile(r"http://\S+")
 _EPOCH = re.compile(r"epoch ([0-9a-f]+)")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httpx2
 import msgspec
@@ -62,7 +64,7 @@ class KubernetesPods:
         self._num_failures = 0  # in a row
 
     async def watch(self) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
-        client = AsyncClient(self._api)
+        client = AsyncClient(self._api, trust_env=not is_inside(self._api))
         try:
             last: tuple[NodeSpec, ...] | None = None
             while True:
@@ -141,6 +143,12 @@ def nodes_of(pod: Pod) -> tuple[NodeSpec, ...]:
     except ValueError as error:
         log.warning("pod %s is not a node: %s", metadata.name, error)
         return ()
+
+
+def is_inside(api: SingleConfig) -> bool:
+    """Whether this is the API server of the pod's own cluster, which no proxy outside can reach."""
+    host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
+    return bool(host) and urlsplit(api.cluster.server).hostname == host.strip("[]").lower()
 
 
 def config_from_environment() -> SingleConfig:
