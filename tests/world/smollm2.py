@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,11 +29,12 @@ _IN_LAYER = {
 }
 
 
-def convert(gguf_file: Path, packages: Path, directory: Path) -> None:
-    """Write config, tokenizer and bf16 weights into `directory`. `packages`: where the package `gguf` is unpacked."""
+def convert(gguf_file: Path, directory: Path) -> None:
+    """Write config, tokenizer and bf16 weights into `directory`. The package `gguf` must be importable."""
+    from gguf import GGUFReader
     from safetensors.torch import save_file
 
-    reader = _reader(gguf_file, packages)
+    reader: Any = GGUFReader(str(gguf_file))
     fields = {name: field.contents() for name, field in reader.fields.items()}
     directory.mkdir(parents=True, exist_ok=True)
     files = {
@@ -47,15 +47,6 @@ def convert(gguf_file: Path, packages: Path, directory: Path) -> None:
     _tokenizer(fields).save(str(directory / "tokenizer.json"))
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     save_file(dict(_weights(reader, heads)), directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def _reader(gguf_file: Path, packages: Path) -> Any:
-    sys.path.insert(0, str(packages))
-    try:
-        from gguf import GGUFReader
-    finally:
-        sys.path.remove(str(packages))
-    return GGUFReader(str(gguf_file))
 
 
 def _weights(reader: Any, heads: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
