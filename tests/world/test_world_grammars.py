@@ -40,7 +40,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 REGEXES = {
-    "indented": r"(?:if [a-z]:\n(?: {4}){1,3}[a-z] = [0-9]+\n){1,3}",
+    "indented": r"(?:if [a-z]:\n(?: {4}){1,3}[a-z] = [0-9]{1,4}\n){1,3}",
     "scripts": r"[\u4e00-\u4eff]{1,5}(?: {2,6}[\U0001F300-\U0001F5FF]){1,3}",
     "words": r"[A-Z][a-zé]{1,12}(?:[ \u00a0][a-z]{1,8}){0,4}[.!?]",
 }
