@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -63,9 +64,7 @@ def byte_level(
 
 def sentencepiece(path: Path) -> Tokenizer:
     """BPE of sentencepiece with a byte as the last resort; its control tokens are special."""
-    from sentencepiece import SentencePieceProcessor
-
-    model: Any = SentencePieceProcessor(model_file=str(path))
+    model: Any = import_module("sentencepiece").SentencePieceProcessor(model_file=str(path))
     pieces = [model.id_to_piece(number) for number in range(model.get_piece_size())]
     ids = {piece: number for number, piece in enumerate(pieces)}
     merged = {piece: number for piece, number in ids.items() if not (model.is_byte(number) or model.is_control(number))}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.world import foreign_vocabularies, smollm2
 from tests.world.packages import BY_NAME, Package, world_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from tokenizers import Tokenizer
 
 

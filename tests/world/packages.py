@@ -1,4 +1,4 @@
-"""The packages of public indexes that carry real tokenizers, chat templates and weights, and where they are unpacked."""
+"""The packages of public indexes that carry real tokenizers, templates and weights, and where they are unpacked."""
 
 from __future__ import annotations
 

@@ -133,7 +133,8 @@ PUBLISHED: Sequence[PublishedModel] = (
         "mistral_v7", "mistral_v7", 32_768, architecture="Mistral", template=_mistral("v7"), tool_format="mistral"
     ),
     PublishedModel(
-        "tekken_240911", "tekken_240911", 131_072, architecture="Mistral", template=_mistral("v3"), tool_format="mistral"
+        "tekken_240911", "tekken_240911", 131_072, architecture="Mistral", template=_mistral("v3"),
+        tool_format="mistral",
     ),
     PublishedModel("smollm2", "smollm2", 49_152),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,10 +32,9 @@ _IN_LAYER = {
 
 def convert(gguf_file: Path, directory: Path) -> None:
     """Write config, tokenizer and bf16 weights into `directory`. The package `gguf` must be importable."""
-    from gguf import GGUFReader
     from safetensors.torch import save_file
 
-    reader: Any = GGUFReader(str(gguf_file))
+    reader = import_module("gguf").GGUFReader(str(gguf_file))
     fields = {name: field.contents() for name, field in reader.fields.items()}
     directory.mkdir(parents=True, exist_ok=True)
     files = {
@@ -52,8 +52,8 @@ def convert(gguf_file: Path, directory: Path) -> None:
 def _weights(reader: Any, heads: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and value of each weight, as transformers has them."""
     import torch
-    from gguf.quants import dequantize
 
+    dequantize = import_module("gguf.quants").dequantize
     for stored in reader.tensors:
         values = dequantize(stored.data, stored.tensor_type).astype(np.float32)
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", stored.name)

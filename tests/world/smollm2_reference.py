@@ -49,9 +49,7 @@ class SmolLM2:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     @torch.inference_mode()
-    def continued(
-        self, prompt: Sequence[int], messages: tuple[dict[str, str], ...], num_tokens: int
-    ) -> Continuation:
+    def continued(self, prompt: Sequence[int], messages: tuple[dict[str, str], ...], num_tokens: int) -> Continuation:
         """Greedy, one token after the other."""
         tokens: list[int] = []
         logprobs: list[float] = []

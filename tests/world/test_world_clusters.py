@@ -177,7 +177,7 @@ def test_logprobs_tell_the_text(seed: int, published: PublishedModel, system: Sy
         assert b"".join(pieces).decode(errors="replace") == choice["text"]
     for offset, piece in zip(told["text_offset"], pieces, strict=True):
         if (whole := piece.decode(errors="ignore")) and whole.encode() == piece:
-            # the echo is the prompt as it was sent: without BOS, and without the blank that sentencepiece puts before it
+            # The echo is the prompt as it was sent: without BOS, and without the blank that sentencepiece adds
             is_begun = seed == 0 and offset == 0
             assert choice["text"][offset:].startswith(whole.lstrip() if is_begun else whole) or (
                 is_begun and whole in specials

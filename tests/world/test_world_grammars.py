@@ -1,4 +1,4 @@
-"""Grammars over published vocabularies with the rows of the models: what the masks allow is what the grammar accepts."""
+"""Grammars over published vocabularies with the rows of the models: masks allow what the grammar accepts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ pytest.importorskip("llguidance")
 
 WALKS = 60
 MAX_TOKENS = 400
-CHOICES = ["a,  b,    c", "if x:\n    y\n\tz", "你好，世界", "👩‍👩‍👧‍👦 🦜", "naïve é ẹ̀", "▁", " leading", "x", "<b>&amp;</b>\r\n", "Ġ"]
+CHOICES = [
+    *("a,  b,    c", "if x:\n    y\n\tz", "你好，世界", "👩‍👩‍👧‍👦 🦜", "naïve é ẹ̀", "▁"),
+    *(" leading", "x", "<b>&amp;</b>\r\n", "Ġ", "<think>", "</s> <|im_end|>"),
+]
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {

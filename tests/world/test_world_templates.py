@@ -13,11 +13,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from pd_cluster.server.normal_messages import normal_messages
 from transformers import AutoTokenizer
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.chat_template import ChatTemplate
-from pd_cluster.server.normal_messages import normal_messages
 from tests.shallow_model import DEMO_MODEL
 from tests.world.packages import BY_NAME
 from tests.world.published_models import PUBLISHED, need
@@ -181,5 +181,7 @@ def test_what_clients_send_is_taken(template: ChatTemplate) -> None:
         *((parts, [TOOL]) for parts in (*MUST_BE_TAKEN, *MUST_BE_TAKEN_WITH_TOOLS)),
     ]
     assert {
-        (parts, bool(tools)): found for parts, tools in wanted if (found := lost_marks(template, parts, tools, {})) != []
+        (parts, bool(tools)): found
+        for parts, tools in wanted
+        if (found := lost_marks(template, parts, tools, {})) != []
     } == {}
