@@ -66,7 +66,7 @@ def _weights(reader: Any, heads: dict[str, int]) -> Iterator[tuple[str, torch.Te
 
 
 def _halves_apart(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """Rows of a projection in pairs that RoPE turns: GGUF has the two of a pair side by side, transformers in halves."""
+    """Rows in pairs that RoPE turns: GGUF has the two of a pair side by side, transformers in two halves."""
     pairs = values.reshape(num_heads, -1, 2, values.shape[1])
     return pairs.transpose(0, 2, 1, 3).reshape(values.shape)
 
