@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 
 from pd_cluster.server.tool_format import FORMATS
-from tests.integration.system import Answer, Path, System, running_system
+from tests.integration.system import Answer, Path, System, running_system, wait_until
 from tests.world.published_models import PUBLISHED, PublishedModel
 
 if TYPE_CHECKING:
@@ -61,7 +61,17 @@ def system(published: PublishedModel, tmp_path_factory: pytest.TempPathFactory) 
     """D is the mixed node, too."""
     directory = published.write(tmp_path_factory.mktemp("model") / published.name)
     with running_system(f"--model={directory}", "--load-format=dummy", "--kv-cache-gb=0.05") as system:
+        for url in system.urls.values():
+            wait_until(lambda url=url: _checks_grammars(url), lambda url=url: f"{url} checks no grammar")  # type: ignore[misc]
         yield system
+
+
+def _checks_grammars(url: str) -> bool:
+    """The process that checks them reads a large vocabulary first, behind all else on the machine: a 503 till then."""
+    asked = {"prompt": "a", "max_tokens": 4, "structured_outputs": {"choice": ["a"]}}
+    response = httpx.post(f"{url}{COMPLETIONS}", json=asked, timeout=60, trust_env=False)
+    assert response.status_code in (200, 503), response.text
+    return response.status_code == 200
 
 
 def answers(system: System, endpoint: str, body: dict[str, Any]) -> Answer:
