@@ -257,6 +257,7 @@ def test_tools_are_called_as_declared(choice: str, path: Path, tool_system: Syst
         "temperature": 0,
         "max_tokens": 100,
         "tools": [TOOL],
+        "parallel_tool_calls": False,  # this small model repeats a call until the end
         "tool_choice": named if choice == "named" else "required",
     }
     asked = [(CHAT, more | {"messages": [{"role": "user", "content": _about(*person)}]}) for person in PEOPLE[:4]]
