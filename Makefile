@@ -64,7 +64,9 @@ fast-http: PATHS := $(FAST_HTTP)
 fast-rules fast-http: $(VENV)/.installed-dev
 	@$(PYTEST) -q -x -m "not integration and not slow and not long" $(PYTEST_ARGS) $(PATHS) || [ $$? = 5 ]
 
+# A package of tests/world that cannot be had is named, and its tests are skipped
 test-slow: $(VENV)/.installed-dev
+	-$(BIN)/python -m tests.world.install
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 mutants: $(VENV)/.installed-dev
