@@ -27,7 +27,20 @@ MARK = re.compile(r"q[0-9a-f]{10}[yz]")
 MIN_PROSE = 12  # characters of a mark
 _HOLE = re.compile(r"\{\{(#?)(\w*) ?(\S*?)\}\}")
 _VERBS = ("list", "read", "create", "update", "delete", "search", "move", "count", "merge", "close")
-_NOUNS = ("issue", "branch", "page", "order", "ticket", "sheet", "route", "shelf", "parcel", "invoice", "river", "meadow")
+_NOUNS = (
+    "issue",
+    "branch",
+    "page",
+    "order",
+    "ticket",
+    "sheet",
+    "route",
+    "shelf",
+    "parcel",
+    "invoice",
+    "river",
+    "meadow",
+)
 _WORDS = (
     "a an the it that this each one two some when then after before with without into over under from to and or not is "
     "are has gives takes keeps reads writes opens closes finds shows begins ends stays file folder line word page table "
@@ -45,11 +58,15 @@ class ClientSpec(NamedTuple):
     shared: dict[str, Any]
     requests: dict[str, dict[str, Any]]
 
-    def body(self, request: str, model: str, *, label: int = 0) -> dict[str, Any]:
-        """The body of one request. `label`: the number of the request, for labels that change."""
+    def body(self, request: str, model: str, *, label: int = 0, stream: bool | None = None) -> dict[str, Any]:
+        """The body of one request. `label`: its number, for labels that change. `stream`: None: as the client does."""
         members = {**self.shared, **self.requests[request]}
         given = {key: value for key, value in members.items() if value != ABSENT}
         built: dict[str, Any] = _Builder(self.head.get("texts", self.name), model, label).built(given, "")
+        if stream is not None:
+            built["stream"] = stream
+        if stream is False:
+            built.pop("stream_options", None)  # those of a stream alone
         return built
 
 

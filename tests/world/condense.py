@@ -28,7 +28,9 @@ TAG = re.compile(r"^\s*<([\w-]+)>")
 LABEL = re.compile(r"^(x-anthropic-billing-header: cc_version=[\d.]+)\.\w+(; cc_entrypoint=[\w-]+;)$")
 
 
-def condensed(value: Any, key: str = "", *, is_schema: bool = False, is_said: bool = False, is_shown: bool = False) -> Any:
+def condensed(
+    value: Any, key: str = "", *, is_schema: bool = False, is_said: bool = False, is_shown: bool = False
+) -> Any:
     """`value` without its texts. `key`: the member that has it."""
     flags = {"is_schema": is_schema, "is_said": is_said, "is_shown": is_shown}
     if isinstance(value, list):
@@ -93,7 +95,10 @@ def _repeated(values: list[Any]) -> list[Any]:
         at = at if shapes else len(kept)
         shapes.append((int(found[1]), value))
     if shapes:
-        of = [json.loads(re.sub(r"\{\{tool \d+\}\}", "{{tool}}", json.dumps(one))) for _, one in sorted(shapes, key=lambda s: s[0])]
+        of = [
+            json.loads(re.sub(r"\{\{tool \d+\}\}", "{{tool}}", json.dumps(one)))
+            for _, one in sorted(shapes, key=lambda s: s[0])
+        ]
         kept.insert(at, {"$repeat": len(shapes), "of": of[:NUM_SHAPES]})
     return kept
 

@@ -128,7 +128,14 @@ def _chat(answer: dict[str, Any]) -> dict[str, Any]:
     message = {"role": "assistant", "content": answer.get("text")} | ({"tool_calls": calls} if calls else {})
     choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop"}
     usage = {"prompt_tokens": answer.get("tokens", 100), "completion_tokens": 10, "total_tokens": 110}
-    return {"id": f"chatcmpl-{answer['number']}", "object": "chat.completion", "created": 1, "model": "tiny", "choices": [choice], "usage": usage}
+    return {
+        "id": f"chatcmpl-{answer['number']}",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "tiny",
+        "choices": [choice],
+        "usage": usage,
+    }
 
 
 def _chat_events(answer: dict[str, Any]) -> Iterator[Event | None]:
@@ -153,7 +160,13 @@ def _response(answer: dict[str, Any]) -> dict[str, Any]:
     if answer.get("text"):
         content = [{"type": "output_text", "text": answer["text"], "annotations": []}]
         output.append(
-            {"type": "message", "id": f"msg_{answer['number']}", "role": "assistant", "status": "completed", "content": content}
+            {
+                "type": "message",
+                "id": f"msg_{answer['number']}",
+                "role": "assistant",
+                "status": "completed",
+                "content": content,
+            }
         )
     for call in _calls(answer):
         item = {"id": f"i{call['id']}", "call_id": call["id"], "name": call["name"], "status": "completed"}
@@ -219,9 +232,7 @@ def _message_events(answer: dict[str, Any]) -> Iterator[Event | None]:
     yield event("message_start", message=whole | {"content": [], "stop_reason": None})
     for at, block in enumerate(whole["content"]):
         is_text = block["type"] == "text"
-        yield event(
-            "content_block_start", index=at, content_block=block | ({"text": ""} if is_text else {"input": {}})
-        )
+        yield event("content_block_start", index=at, content_block=block | ({"text": ""} if is_text else {"input": {}}))
         given = {"type": "text_delta", "text": block["text"]} if is_text else None
         given = given or {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         yield event("content_block_delta", index=at, delta=given)
