@@ -1,4 +1,4 @@
-"""Request bodies of real clients: the specs of `clients/` with texts of our own, each with marks that can be looked for.
+"""Request bodies of real clients: the specs of `clients/` with texts of our own, whose marks can be looked for.
 
 A spec has the structure that a client of a named version sends, as `recorder.py` saw it or as its source says:
 
@@ -7,8 +7,8 @@ A spec has the structure that a client of a named version sends, as `recorder.py
     requests   name -> members; "$absent" takes one of `shared` away
 
 A string may hold `{{N}}` (N characters of prose, which begin and end with a mark of their own), `{{#N KEY}}` (an
-identifier), `{{label N}}` (changes with each request), `{{tool}}` and `{{tool K}}` (the name of the tool of that number)
-and `{{model}}`. `{"$json": ...}` is JSON as text; `{"$repeat": N, "of": [...]}` in a list stands for N entries.
+identifier), `{{label N}}` (changes with each request), `{{tool}}` and `{{tool K}}` (the name of that tool) and
+`{{model}}`. `{"$json": ...}` is JSON as text; `{"$repeat": N, "of": [...]}` in a list stands for N entries.
 The same place has the same text in each request of a client, so that a later turn begins as the first one does.
 """
 
@@ -41,12 +41,13 @@ _NOUNS = (
     "river",
     "meadow",
 )
-_WORDS = (
-    "a an the it that this each one two some when then after before with without into over under from to and or not is "
-    "are has gives takes keeps reads writes opens closes finds shows begins ends stays file folder line word page table "
-    "row list value number name text place answer question task step result tool call user branch change test error "
-    "short long plain first last next same other empty whole small large quick careful always never only often"
-).split()
+_LINES = (
+    "a an the it that this each one two some when then after before with without into over under from to and or not is",
+    "are has gives takes keeps reads writes opens closes finds shows begins ends stays file folder line word page table",
+    "row list value number name text place answer question task step result tool call user branch change test error",
+    "short long plain first last next same other empty whole small large quick careful always never only often",
+)
+_WORDS = [word for line in _LINES for word in line.split()]
 
 
 class ClientSpec(NamedTuple):
@@ -58,11 +59,16 @@ class ClientSpec(NamedTuple):
     shared: dict[str, Any]
     requests: dict[str, dict[str, Any]]
 
-    def body(self, request: str, model: str, *, label: int = 0, stream: bool | None = None) -> dict[str, Any]:
-        """The body of one request. `label`: its number, for labels that change. `stream`: None: as the client does."""
+    def body(
+        self, request: str, model: str, *, label: int = 0, stream: bool | None = None, texts: str = ""
+    ) -> dict[str, Any]:
+        """The body of one request.
+
+        `label`: its number, for labels that change. `stream`: None: as the client does. `texts`: others for each word.
+        """
         members = {**self.shared, **self.requests[request]}
         given = {key: value for key, value in members.items() if value != ABSENT}
-        built: dict[str, Any] = _Builder(self.head.get("texts", self.name), model, label).built(given, "")
+        built: dict[str, Any] = _Builder(f"{self.name}{texts}", model, label).built(given, "")
         if stream is not None:
             built["stream"] = stream
         if stream is False:
@@ -113,7 +119,7 @@ def tool_name(number: int) -> str:
 
 
 def prose(num_chars: int, seed: str) -> str:
-    """`num_chars` characters (MIN_PROSE at least) with the mark of `seed` at the beginning, and at the end if it fits."""
+    """`num_chars` characters (MIN_PROSE at least) that begin with the mark of `seed`, and end with it if it fits."""
     digest = hashlib.sha256(seed.encode()).hexdigest()
     begin, end = f"q{digest[:10]}y", f"q{digest[:10]}z"
     if num_chars < 2 * MIN_PROSE + 2:

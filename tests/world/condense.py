@@ -1,9 +1,9 @@
 """`python -m tests.world.condense NAME=RECORD ... > SPEC`: the structure of recorded requests, without their texts.
 
 RECORD is a file of `recorder.py`. Each text becomes `{{N}}`, its length; names, tags, enumerations and numbers stay,
-because they are what a server meets. Identifiers become `{{#N}}`. Text that is JSON becomes `{"$json": ...}`. The tools
-of an MCP server named `tool_0`, `tool_1` and so on become one `$repeat` of their first six. What the first request has beside its history
-is written once. The head of a spec (client, version, settings) is written by hand.
+because they are what a server meets. Identifiers become `{{#N KEY}}`. Text that is JSON becomes `{"$json": ...}`. The
+tools of an MCP server named `tool_0`, `tool_1` and so on become one `$repeat` of their first six. What the first
+request has beside its history is written once. The head of a spec (client, version, settings) is written by hand.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def condensed(
         return _repeated([condensed(one, key, **flags) for one in value])
     if isinstance(value, dict):
         flags["is_said"] |= value.get("role") == "assistant"
-        flags["is_shown"] |= value.get("role") == "tool" or "output" in str(value.get("type")) and "call_id" in value
+        flags["is_shown"] |= value.get("role") == "tool" or str(value.get("type")).endswith("_output")
         flags["is_shown"] |= value.get("type") == "tool_result"
         flags["is_schema"] |= key in ("parameters", "input_schema", "schema")
         return {name: condensed(one, name, **flags) for name, one in value.items()}

@@ -1,4 +1,4 @@
-"""`python -m tests.world.recorder FOLDER SCRIPT`: a server that writes down what a client sends, and answers by a script.
+"""`python -m tests.world.recorder FOLDER SCRIPT`: a server that writes down what a client sends, and answers by script.
 
 It speaks Chat, Responses and Messages, whole and streamed, on a free port of loopback, which it prints. FOLDER gets one
 JSON file for each request: method, path, head and body. Nothing of it belongs into the repository: the texts are
@@ -180,9 +180,11 @@ def _response(answer: dict[str, Any]) -> dict[str, Any]:
         "input_tokens": tokens, "output_tokens": 10, "total_tokens": tokens + 10,
         "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
     }  # fmt: skip
-    return {"id": f"resp_{answer['number']}", "object": "response", "created_at": 1, "status": "completed", "model": "tiny",
-            "output": output, "usage": usage, "error": None, "incomplete_details": None, "tools": [],
-            "parallel_tool_calls": True, "tool_choice": "auto"}  # fmt: skip
+    return {
+        "id": f"resp_{answer['number']}", "object": "response", "created_at": 1, "status": "completed",
+        "model": "tiny", "output": output, "usage": usage, "error": None, "incomplete_details": None, "tools": [],
+        "parallel_tool_calls": True, "tool_choice": "auto",
+    }  # fmt: skip
 
 
 def _response_events(answer: dict[str, Any]) -> Iterator[Event | None]:
@@ -195,7 +197,8 @@ def _response_events(answer: dict[str, Any]) -> Iterator[Event | None]:
     begun = whole | {"status": "in_progress", "output": [], "usage": None}
     yield event("response.created", response=begun)
     for at, item in enumerate(whole["output"]):
-        empty = {"content": []} if "content" in item else {"arguments": ""} if "arguments" in item else {"input": ""}
+        text = "arguments" if "arguments" in item else "input"
+        empty: dict[str, Any] = {"content": []} if "content" in item else {text: ""}
         yield event("response.output_item.added", output_index=at, item=item | empty | {"status": "in_progress"})
         if "content" in item:
             place = {"item_id": item["id"], "output_index": at, "content_index": 0}
@@ -219,8 +222,10 @@ def _message(answer: dict[str, Any]) -> dict[str, Any]:
         content.append({"type": "tool_use", **use, "input": json.loads(call["arguments"])})
     reason = "tool_use" if answer.get("calls") else "end_turn"
     usage = {"input_tokens": answer.get("tokens", 100), "output_tokens": 10}
-    return {"id": f"msg_{answer['number']}", "type": "message", "role": "assistant", "model": "tiny", "content": content,
-            "stop_reason": reason, "stop_sequence": None, "usage": usage}  # fmt: skip
+    return {
+        "id": f"msg_{answer['number']}", "type": "message", "role": "assistant", "model": "tiny",
+        "content": content, "stop_reason": reason, "stop_sequence": None, "usage": usage,
+    }  # fmt: skip
 
 
 def _message_events(answer: dict[str, Any]) -> Iterator[Event | None]:
@@ -232,7 +237,8 @@ def _message_events(answer: dict[str, Any]) -> Iterator[Event | None]:
     yield event("message_start", message=whole | {"content": [], "stop_reason": None})
     for at, block in enumerate(whole["content"]):
         is_text = block["type"] == "text"
-        yield event("content_block_start", index=at, content_block=block | ({"text": ""} if is_text else {"input": {}}))
+        empty: dict[str, Any] = {"text": ""} if is_text else {"input": {}}
+        yield event("content_block_start", index=at, content_block=block | empty)
         given = {"type": "text_delta", "text": block["text"]} if is_text else None
         given = given or {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         yield event("content_block_delta", index=at, delta=given)
