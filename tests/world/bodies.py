@@ -42,10 +42,9 @@ _NOUNS = (
     "meadow",
 )
 _LINES = (
-    "a an the it that this each one two some when then after before with without into over under from to and or not",
-    "is",
-    "are has gives takes keeps reads writes opens closes finds shows begins ends stays file folder line word page table",
-    "row list value number name text place answer question task step result tool call user branch change test error",
+    "a an the it that this each one two some when then after before with without into over under from to and or not is",
+    "are has gives takes keeps reads writes opens closes finds shows begins ends stays file folder line word page row",
+    "table list value number name text place answer question task step result tool call user branch change test error",
     "short long plain first last next same other empty whole small large quick careful always never only often",
 )
 _WORDS = [word for line in _LINES for word in line.split()]
