@@ -36,7 +36,6 @@ class RealClient(NamedTuple):
     spec: str
     package: str
     binary: str
-    path: str  # of the requests that it must have sent
     prepare: Callable[[Path, str, str], Invocation]
 
 
@@ -113,9 +112,9 @@ def _qwen_code(home: Path, url: str, model: str) -> Invocation:
 
 
 REAL_CLIENTS = (
-    RealClient("codex", "@openai/codex", "codex", "/v1/responses", _codex),
-    RealClient("claude_code", "@anthropic-ai/claude-code", "claude", "/v1/messages", _claude_code),
-    RealClient("opencode_chat", "opencode-ai", "opencode", "/v1/chat/completions", _opencode),
-    RealClient("continue", "@continuedev/cli", "cn", "/v1/chat/completions", _continue),
-    RealClient("qwen_code", "@qwen-code/qwen-code", "qwen", "/v1/chat/completions", _qwen_code),
+    RealClient("codex", "@openai/codex", "codex", _codex),
+    RealClient("claude_code", "@anthropic-ai/claude-code", "claude", _claude_code),
+    RealClient("opencode_chat", "opencode-ai", "opencode", _opencode),
+    RealClient("continue", "@continuedev/cli", "cn", _continue),
+    RealClient("qwen_code", "@qwen-code/qwen-code", "qwen", _qwen_code),
 )

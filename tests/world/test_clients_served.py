@@ -6,6 +6,7 @@ The model has the tokenizer and the template of a published one, a tiny shape, r
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
@@ -20,10 +21,11 @@ from tests.world.published_models import PUBLISHED
 from tests.world.shown import not_shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(900)]
 
+logger = logging.getLogger(__name__)
 MAX_LEN = 65_536
 NUM_NODES = 2  # of each role
 MODEL = "served"
@@ -90,9 +92,7 @@ def usage(path: str, answer: httpx.Response) -> Usage:
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("client", TURNS)
-def test_the_second_turn_finds_the_first_ones_prompt(
-    client: str, route: Path, router: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_the_second_turn_finds_the_first_ones_prompt(client: str, route: Path, router: str) -> None:
     """The router chooses the nodes. The turns have other labels; the second one is streamed."""
     spec = SPECS[client]
     asked = {"texts": route.value}
@@ -101,7 +101,9 @@ def test_the_second_turn_finds_the_first_ones_prompt(
     if spec.path == CHAT:
         body["stream_options"] = {"include_usage": True}
     second = usage(spec.path, ask(router, route, spec.path, body))
-    record_property(f"{client} {route.value}", f"{second.cached} cached of {first.prompt}, then {second.prompt}")
+    logger.info(
+        "%s %s: %d tokens, then %d with %d cached", client, route.value, first.prompt, second.prompt, second.cached
+    )
     assert second.cached >= SHARED * first.prompt, (first, second)
 
 
