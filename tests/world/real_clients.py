@@ -57,10 +57,10 @@ def install(client: RealClient, version: str, folder: Path) -> Path:
     return program
 
 
-def environment(home: Path) -> dict[str, str]:
-    """That of the test without its proxies and keys, in this home."""
+def environment(home: Path, work: Path) -> dict[str, str]:
+    """That of the test without its proxies and keys, in this home and this folder."""
     kept = {name: value for name, value in os.environ.items() if "proxy" not in name.lower() and "KEY" not in name}
-    return kept | {"HOME": str(home), "DO_NOT_TRACK": "1", "CI": "1"}
+    return kept | {"HOME": str(home), "PWD": str(work), "DO_NOT_TRACK": "1", "CI": "1"}
 
 
 def _codex(home: Path, url: str, model: str) -> Invocation:
