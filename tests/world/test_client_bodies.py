@@ -101,6 +101,14 @@ async def test_the_second_turn_begins_as_the_first_one_does(client: str, bodies:
     assert num_shared >= SHARED * len(first.ids)
 
 
+@pytest.mark.parametrize("client", SPECS)
+@pytest.mark.slow
+async def test_the_head_of_a_spec_names_what_is_left_out(client: str, bodies: Bodies) -> None:
+    """The page "Clients" says so."""
+    headers = [(await bodies.send(client, request)).ignored for request in SPECS[client].requests]
+    assert sorted({name for header in headers for name in header.split(",") if name}) == SPECS[client].head["left_out"]
+
+
 def test_the_folder_is_small() -> None:
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= MAX_FOLDER_BYTES
 

@@ -132,4 +132,6 @@ def test_the_prompt_has_all_of_a_chat_body(client: str, router: str) -> None:
             f"{router}/detokenize", json={"model": MODEL, "tokens": answer.json()["prompt_token_ids"]},
             timeout=ANSWER_DEADLINE_S, trust_env=False,
         ).json()["prompt"]  # fmt: skip
-        assert not_shown(body, text, answer.headers.get("x-pd-ignored", "")) == []
+        lost = not_shown(body, text, answer.headers.get("x-pd-ignored", ""))
+        # the template of Qwen3 shows the thoughts of the last turn alone
+        assert [one for one in lost if not one.path.endswith(".reasoning_content")] == []
