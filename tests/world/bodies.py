@@ -1,4 +1,4 @@
-"""Request bodies of real clients: the specs of `clients/` with texts of our own, whose marks can be looked for.
+"""Request bodies of real clients: the specs of `clients/` with texts of our own. Marks in these can be looked for.
 
 A spec has the structure that a client of a named version sends, as `recorder.py` saw it or as its source says:
 
