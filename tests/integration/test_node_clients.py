@@ -1,4 +1,4 @@
-"""Packages of OpenAI and Anthropic for node, and the AI SDK, as npm installs them, against the router in both orders."""
+"""Packages of OpenAI and Anthropic for node, and the AI SDK, as npm installs them, before the router in both orders."""
 
 from __future__ import annotations
 
