@@ -1,4 +1,4 @@
-"""The bodies of real clients before a node whose engine is scripted: each is a 200, and all of it is in the prompt.
+"""The bodies of real clients before a node with a scripted engine: each is a 200, and all of it is in the prompt.
 
 A third of them runs in each `make test`; the others are slow. Whole clusters have them in `test_clients_served.py`.
 """
