@@ -5,6 +5,7 @@ A third of them runs in each `make test`; the others are slow. Whole clusters ha
 
 from __future__ import annotations
 
+import json
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,6 +89,8 @@ async def test_all_of_a_body_is_in_the_prompt(client: str, request_name: str, bo
         return
     assert sent.status == 200, sent.text
     assert not_shown(sent.body, sent.prompt, sent.ignored) == []
+    for block in json.loads(sent.text).get("content", ()):  # of Messages
+        assert None not in block.values(), "the AI SDK refuses a member that is null"
 
 
 @pytest.mark.parametrize("client", [client for client in SPECS if "second" in SPECS[client].requests])
