@@ -26,7 +26,7 @@ import msgspec
 from pd_connectors.protocol.messages import mac
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 # Bytes of text a hash. 400 kB take 1.1 ms at 512, 1.6 ms at 256, 0.8 ms at 1024; 256 doubles the news of a node, too.
 # A prompt is found short by 256 bytes in the mean, about 64 tokens.
