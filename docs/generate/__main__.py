@@ -17,6 +17,7 @@ PAGES = {
     "api": "endpoints, fields and errors in docs/api.md, from the routes and the request bodies",
     "metrics": "metrics and alerts in docs/operations.md, from the registries and the chart",
     "dashboard": "the Grafana dashboard of the chart, helm/pd-cluster/files/dashboard.json, all of it",
+    "clients": "the tables of docs/clients.md, from the bodies of clients in tests/world/clients",
     "matrix": "the support matrix in README.md, from the registries and the request bodies",
 }
 """Modules of this package, and what each one writes."""

@@ -76,7 +76,7 @@ def _step(step: BlockStep) -> bytes:
 def _block(block: AnswerBlock) -> dict[str, Any]:
     """The block without its content."""
     if block.kind == "text":
-        return {"type": "text", "text": "", "citations": None}
+        return {"type": "text", "text": ""}  # without `citations`: the AI SDK takes a list or none, no null
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": {}}

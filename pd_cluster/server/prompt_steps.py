@@ -16,12 +16,13 @@ step. A tokenizer may join the last tokens of a block with what follows, so a bl
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from datetime import date
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from pd_connectors.protocol.text_chain import STEP_BYTES, TOKEN_BYTES, chain_key, read_canonical, step_hashes
+from pd_connectors.protocol.text_chain import TOKEN_BYTES, chain_key, read_canonical, step_ends, step_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -52,23 +53,24 @@ class PromptSteps:
         canonical = self._canonical()
         if canonical is not None and not canonical.is_ids and encoded.has_ends:
             places = _Places(_spans(encoded.text, contents, canonical.starts, deciders))
-            self._name(self._ends(encoded, places), canonical.text)
+            self._name(self._ends(encoded, places), canonical)
 
     def name_ids(self, num_tokens: int) -> None:
         """A prompt of so many ids."""
         canonical = self._canonical()
         if canonical is not None and canonical.is_ids:
             ends = range(self._block_size, num_tokens + 1, self._block_size)
-            self._name(((end, canonical.starts[0] + TOKEN_BYTES * end) for end in ends), canonical.text)
+            self._name(((end, canonical.starts[0] + TOKEN_BYTES * end) for end in ends), canonical)
 
     def _canonical(self) -> CanonicalText | None:
         return read_canonical(msgspec.json.decode(self._raw, type=dict[str, msgspec.Raw]))
 
-    def _name(self, ends: Iterable[tuple[int, int]], text: bytes) -> None:
+    def _name(self, ends: Iterable[tuple[int, int]], canonical: CanonicalText) -> None:
         """Name the last block of each step. `ends`: blocks as (tokens, bytes of the text that decides them)."""
-        hashes, named = step_hashes(self._key, self._salt, text), {}
+        hashes, named = step_hashes(self._key, self._salt, canonical.text, canonical.starts), {}
+        step_places = step_ends(len(canonical.text), canonical.starts)
         for num_tokens, num_bytes in ends:
-            step = max(0, -(-num_bytes // STEP_BYTES) - 1)
+            step = bisect_left(step_places, num_bytes)
             if step >= len(hashes):
                 break
             named[step] = num_tokens

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pd_connectors.protocol.text_chain import canonical_text, step_hashes
+from pd_connectors.protocol.text_chain import read_canonical, step_hashes
 from pd_http.dialect import OPENAI, Dialect
 from pd_http.errors import InvalidRequest, PdError
 from pd_http.node_answers import ASK_TICKET
@@ -144,10 +144,10 @@ class RequestBody:
     def text_chain(self, key: bytes) -> tuple[int, ...]:
         """The names of the prompt's text, as nodes publish them. Empty: it has none. `key`: of the cluster's chains."""
         try:
-            text = canonical_text(self._dialect.to_chat(self._fields).fields)
+            read = read_canonical(self._dialect.to_chat(self._fields).fields)
         except PdError:  # the node judges
             return ()
-        return () if text is None else step_hashes(key, self.get("cache_salt", str) or "", text)
+        return () if read is None else step_hashes(key, self.get("cache_salt", str) or "", read.text, read.starts)
 
     def plain(self) -> bytes:
         """The body for a node that prefills and decodes: the client's fields, without any handoff."""

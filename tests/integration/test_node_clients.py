@@ -1,4 +1,4 @@
-"""The packages of OpenAI and Anthropic for node, as npm installs them, against the router in both orders."""
+"""Packages of OpenAI and Anthropic for node, and the AI SDK, as npm installs them, before the router in both orders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900
 pytest.importorskip("llguidance")
 
 CLIENTS = FilePath(__file__).parent / "tool_clients"
-PACKAGES = ("openai", "zod", "@anthropic-ai/sdk")  # npm takes the newest that the installed node can run
+AI_SDK = ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic")
+PACKAGES = ("openai", "zod", "@anthropic-ai/sdk", *AI_SDK)  # npm takes the newest that the installed node can run
 INSTALL_DEADLINE_S = 600.0
 CLIENT_DEADLINE_S = 120.0
 LEFT_TOKENS = 3000  # of the answer that its client leaves
@@ -87,3 +88,10 @@ def test_messages_and_responses(route: Path, tool_system: System, node_folder: F
         *[f'responses completed get_weather {{"city": "Paris"}} {WEATHER}'] * 2,
         "BadRequestError 400 NotFoundError 404 BadRequestError 400",
     ]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_ai_sdk(route: Path, tool_system: System, node_folder: FilePath) -> None:
+    providers = ("chat", "responses", "compatible", "messages")
+    said = [f"{name} {WEATHER} Paris" for name in providers for _ in range(2)]
+    assert said_by(node_folder, "ai_sdk_client.mjs", tool_system.router_url, route.value) == said

@@ -15,7 +15,7 @@ from pd_cluster.server.prompt_steps import PromptSteps, given_steps
 from pd_cluster.server.template_stability import MAX_TRIES, TRY_EVERY_S, Decider, TemplateStability
 from pd_cluster.server.tokenizer import Encoded
 from pd_connectors.protocol import text_chain
-from pd_connectors.protocol.text_chain import canonical_text, chain_key, step_hashes
+from pd_connectors.protocol.text_chain import canonical_text, chain_key, read_canonical, step_hashes
 from tests.server import small_templates
 from tests.server.live_server import MODEL_DIR
 
@@ -118,9 +118,9 @@ class Node:
 
 
 def steps_of(body: dict[str, Any]) -> tuple[int, ...]:
-    text = canonical_text({name: json.dumps(value).encode() for name, value in body.items()})
-    assert text is not None
-    return step_hashes(KEY, "", text)
+    read = read_canonical({name: json.dumps(value).encode() for name, value in body.items()})
+    assert read is not None
+    return step_hashes(KEY, "", read.text, read.starts)
 
 
 def words(rng: random.Random, most: int = 60) -> str:
@@ -189,7 +189,6 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def shorten(size: int) -> None:
         monkeypatch.setattr(text_chain, "STEP_BYTES", size)
-        monkeypatch.setattr("pd_cluster.server.prompt_steps.STEP_BYTES", size)
 
     return shorten
 
@@ -241,6 +240,21 @@ def check_names(
                     assert other_ids[:num_tokens] == ids[:num_tokens], (num_tokens, body, other)
     assert num_named > num_conversations // 2
     assert num_shared > num_conversations // 4
+
+
+def test_tools_behind_the_system_message_are_named_before_a_short_question() -> None:
+    """They are certain where the question begins, which is shorter than a step."""
+    node = Node(CHATML)
+    function = {"name": "weather", "description": "It tells the weather. " * 90, "parameters": {"type": "object"}}
+    tool = {"type": "function", "function": function}
+    first = {
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}],
+        "tools": [tool],
+    }
+    ids, names = node.serve(first)
+    answer = [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "And now?"}]
+    chain = set(steps_of(first | {"messages": first["messages"] + answer}))
+    assert max(num_tokens for num_tokens, step in names if step in chain) > 0.9 * len(ids)
 
 
 def test_a_name_waits_for_the_text_that_a_tokenizer_may_join(short_steps: Callable[[int], None]) -> None:

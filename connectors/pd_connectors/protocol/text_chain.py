@@ -26,11 +26,14 @@ import msgspec
 from pd_connectors.protocol.messages import mac
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 # Bytes of text a hash. 400 kB take 1.1 ms at 512, 1.6 ms at 256, 0.8 ms at 1024; 256 doubles the news of a node, too.
 # A prompt is found short by 256 bytes in the mean, about 64 tokens.
 STEP_BYTES = 512
+# Contents at which a step ends, too. A template may write tools (10,000 tokens) behind the system message: they are
+# certain where the first question begins, which may be shorter than a step.
+MAX_STARTS = 8
 # Fields that chat templates read, or that change what is rendered. Those that are null count as absent.
 HEAD_FIELDS = (
     "add_generation_prompt",
@@ -82,17 +85,24 @@ def read_canonical(fields: Mapping[str, msgspec.Raw | bytes]) -> CanonicalText |
         return None
 
 
-def step_hashes(key: bytes, salt: str, text: bytes) -> tuple[int, ...]:
-    """One hash of 64 bits for each whole step of `text`; each covers everything before it. `key`: of `chain_key`.
+def step_ends(size: int, starts: Sequence[int] = ()) -> list[int]:
+    """Where the steps of a text of `size` bytes end: each STEP_BYTES, and at the first of the `starts` of contents."""
+    whole = range(STEP_BYTES, size + 1, STEP_BYTES)
+    return sorted({*whole, *(start for start in starts[:MAX_STARTS] if 0 < start <= size)})
+
+
+def step_hashes(key: bytes, salt: str, text: bytes, starts: Sequence[int] = ()) -> tuple[int, ...]:
+    """A hash of 64 bits for each of `step_ends`; each covers everything before it. `key`: of `chain_key`.
 
     Each is the digest of one running state: a keyed state for each step would hash its key again, a quarter more time.
     """
     root = blake2b(salt.encode(errors="surrogatepass"), key=key, digest_size=8, person=b"pd-text-root").digest()
     state = blake2b(root, key=key, digest_size=8, person=b"pd-text-step")
-    digests = []
-    for end in range(STEP_BYTES, len(text) + 1, STEP_BYTES):
-        state.update(text[end - STEP_BYTES : end])
+    digests, begin = [], 0
+    for end in step_ends(len(text), starts):
+        state.update(text[begin:end])
         digests.append(state.digest())
+        begin = end
     return unpack(f"<{len(digests)}Q", b"".join(digests))
 
 

@@ -1,0 +1,137 @@
+"""The bodies of real clients before a cluster of two P and two D: served in both orders, streamed and whole.
+
+The model has the tokenizer and the template of a published one, a tiny shape, random weights and 65,536 positions.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import httpx
+import pytest
+
+from pd_http.dialects import MESSAGES, RESPONSES
+from tests.cluster import Launcher
+from tests.cut_streams import CHAT
+from tests.integration.system import Path
+from tests.world.bodies import client_specs
+from tests.world.published_models import PUBLISHED
+from tests.world.shown import not_shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(900)]
+
+logger = logging.getLogger(__name__)
+MAX_LEN = 65_536
+NUM_NODES = 2  # of each role
+MODEL = "served"
+ANSWER_DEADLINE_S = 300.0
+SHARED = 0.9  # of the first turn's prompt that the second one must find in the cache
+LIMITS = {CHAT: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
+ROUTES = (Path.P_FIRST, Path.D_FIRST)
+SPECS = client_specs()
+TURNS = [client for client, spec in SPECS.items() if "second" in spec.requests]
+# The requests of an answer that is stored elsewhere: see `test_client_bodies.py`
+STORED = {("ai_sdk_responses", "stored")}
+
+
+class Usage(NamedTuple):
+    prompt: int
+    cached: int
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Its address."""
+    published = next(one for one in PUBLISHED if one.name == "qwen3")
+    directory = published.write(tmp_path_factory.mktemp("model") / published.name, max_len=MAX_LEN)
+    flags = (
+        f"--model={directory}", f"--served-model-name={MODEL}", "--load-format=dummy", "--kv-cache-gb=0.4",
+        "--min-remote-tokens=1",
+    )  # fmt: skip
+    with Launcher() as launcher:
+        prefill, decode = (
+            [launcher.node(role, f"--node-id={role}{i}", *flags, wait=False) for i in range(NUM_NODES)]
+            for role in ("prefill", "decode")
+        )
+        for node in (*prefill, *decode):
+            node.wait_line("ready: ")
+        yield launcher.router(prefill=prefill, decode=decode).url
+
+
+def ask(router: str, route: Path, path: str, body: dict[str, Any]) -> httpx.Response:
+    """Asserts that the answer is a 200."""
+    body = body | {LIMITS[path]: 4}
+    answer = httpx.post(
+        f"{router}{path}", json=body, headers={"x-pd-route": route.value}, timeout=ANSWER_DEADLINE_S, trust_env=False
+    )
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def usage(path: str, answer: httpx.Response) -> Usage:
+    """Of a whole answer, or of the events of a streamed one."""
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    parts = [json.loads(line) for line in lines] or [answer.json()]
+    assert not any(one.get("error") or one.get("type") == "error" for one in parts), answer.text
+    found: dict[str, Any] = {}
+    for one in parts:
+        for holder in (one, one.get("message") or {}, one.get("response") or {}):
+            found |= {key: value for key, value in (holder.get("usage") or {}).items() if value is not None}
+    if path == MESSAGES:
+        cached = found.get("cache_read_input_tokens") or 0
+        return Usage(found["input_tokens"] + cached + (found.get("cache_creation_input_tokens") or 0), cached)
+    if path == RESPONSES:
+        return Usage(found["input_tokens"], found["input_tokens_details"]["cached_tokens"])
+    return Usage(found["prompt_tokens"], found["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("client", TURNS)
+def test_the_second_turn_finds_the_first_ones_prompt(client: str, route: Path, router: str) -> None:
+    """The router chooses the nodes. The turns have other labels; the second one is streamed."""
+    spec = SPECS[client]
+    asked = {"texts": route.value}
+    first = usage(spec.path, ask(router, route, spec.path, spec.body("first", MODEL, label=1, stream=False, **asked)))
+    body = spec.body("second", MODEL, label=2, stream=True, **asked)
+    if spec.path == CHAT:
+        body["stream_options"] = {"include_usage": True}
+    second = usage(spec.path, ask(router, route, spec.path, body))
+    logger.info(
+        "%s %s: %d tokens, then %d with %d cached", client, route.value, first.prompt, second.prompt, second.cached
+    )
+    assert second.cached >= SHARED * first.prompt, (first, second)
+
+
+@pytest.mark.parametrize("client", SPECS)
+def test_every_body_is_served(client: str, router: str) -> None:
+    """Whole and streamed, P-first and D-first."""
+    spec = SPECS[client]
+    for name in spec.requests:
+        if (client, name) in STORED:
+            continue
+        for route in ROUTES:
+            for stream in (False, True):
+                answer = ask(router, route, spec.path, spec.body(name, MODEL, label=3, stream=stream))
+                assert answer.headers["x-pd-route"].startswith(route.value.split("-")[0])
+                assert answer.text.startswith(("data:", "event:")) == stream
+
+
+@pytest.mark.parametrize("client", [client for client, spec in SPECS.items() if spec.path == CHAT])
+def test_the_prompt_has_all_of_a_chat_body(client: str, router: str) -> None:
+    """As the node says that it was. The bodies of other APIs are looked through in `test_client_bodies.py`."""
+    spec = SPECS[client]
+    for name in spec.requests:
+        body = spec.body(name, MODEL, stream=False)
+        answer = ask(router, Path.P_FIRST, spec.path, body | {"return_token_ids": True})
+        text = httpx.post(
+            f"{router}/detokenize", json={"model": MODEL, "tokens": answer.json()["prompt_token_ids"]},
+            timeout=ANSWER_DEADLINE_S, trust_env=False,
+        ).json()["prompt"]  # fmt: skip
+        lost = not_shown(body, text, answer.headers.get("x-pd-ignored", ""))
+        # the template of Qwen3 shows the thoughts of the last turn alone
+        assert [one for one in lost if not one.path.endswith(".reasoning_content")] == []
