@@ -247,7 +247,7 @@ def test_tools_behind_the_system_message_are_named_before_a_short_question() -> 
     node = Node(CHATML)
     function = {"name": "weather", "description": "It tells the weather. " * 90, "parameters": {"type": "object"}}
     tool = {"type": "function", "function": function}
-    first = {
+    first: dict[str, Any] = {
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}],
         "tools": [tool],
     }
