@@ -46,12 +46,12 @@ UPGRADES = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(params=["router", "node"])
+@pytest.fixture(scope="module", params=["router", "node"])
 async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     """The address of a node, and of a router before it."""
     async with running(FakeEngine(says([5]))) as node:
