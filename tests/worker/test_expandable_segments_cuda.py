@@ -46,7 +46,8 @@ def test_the_cache_is_apart_from_expandable_segments(variable: str, segments: bo
 
 
 @pytest.mark.timeout(400)
-def test_check_reads_at_the_speed_of_the_gpu() -> None:
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="reads within one GPU are slow in any case")
+def test_check_reads_at_the_speed_of_the_link() -> None:
     """Its transfer is of memory as a node's cache has it. Above 20 GB/s: mapped memory came at 0.5."""
     done = run(
         "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "-m", "pd_cluster.launch.transfer_check", "read",
