@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,13 +34,13 @@ from tests.worker.reads import read_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from pd_cluster.errors import PdError
     from pd_cluster.worker.executor import Executor, Pending
     from pd_cluster.worker.rank_link import RankLink
     from pd_connectors.protocol.messages import SampledToken
 
+ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 8
 BLOCK_SIZE = 16
 WORDS = "start: /[a-z ]+/"
@@ -163,8 +165,10 @@ def one() -> Iterator[DeviceExecutor]:
 def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankedExecutor]:
     losses: list[PdError] = []
     config = make_config(request.param)
-    executor = RankedExecutor(config, lambda _: None, f"ipc://{tmp_path_factory.mktemp('r')}/r", losses.append)
-    run_phases(executor, config.cache, lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:  # a rank imports the class of the stage, and not from its folder
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        executor = RankedExecutor(config, lambda _: None, f"ipc://{tmp_path_factory.mktemp('r')}/r", losses.append)
+        run_phases(executor, config.cache, lambda _: None)
     yield executor
     executor.close()
     assert losses == []
