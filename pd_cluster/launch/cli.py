@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pd_cluster import __version__
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.command_parser import CommandParser
-from pd_cluster.launch.environment import open_streams, prepare
+from pd_cluster.launch.environment import check_texts, open_streams, prepare
 from pd_cluster.launch.flags import add_config_flags, config_from
 from pd_cluster.launch.up_flags import POOL_CONNECTORS, add_up_flags
 from pd_connectors.protocol.errors import HandoffError
@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     del namespace.run_command
     is_light = vars(namespace).pop("is_light", False)
     try:
+        check_texts(sys.argv)
         if not is_light:
             prepare(os.environ)
         return command(namespace)

@@ -55,7 +55,7 @@ def prepare(environ: MutableMapping[str, str]) -> None:
         temporary = Path(tempfile.gettempdir())
     except OSError as error:
         raise StartupError(f"no directory for temporary files can be written, set $TMPDIR: {error.strerror}") from error
-    check_texts((here, str(temporary), *sys.argv))
+    check_texts((here, str(temporary)))
     name_user(environ)
     name_caches(environ, Path(os.path.expanduser("~")), temporary)  # a Path raises without a home
 

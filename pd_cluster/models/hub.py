@@ -40,7 +40,8 @@ def download(model: str) -> Path:
         _check(model, directory, names)
         weights = [escape(name) for name in _weights(directory, names)]
         return Path(snapshot_download(model, revision=directory.name, allow_patterns=weights))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ImportError, ValueError) as error:
+        # the last two: of a proxy in the environment that the library cannot use, such as socks5
         why = " ".join(str(error).split())
         raise StartupError(
             f"model {model!r} is not a directory and cannot be downloaded from the hub: {why}"

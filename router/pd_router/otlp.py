@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pd_http.errors import StartupError
+from pd_http.near_hosts import is_near
 from pd_router.spans import Span, spans_of
 
 if TYPE_CHECKING:
@@ -27,14 +28,14 @@ def make_exporter(url: str) -> Callable[[Sequence[CallRecord]], None]:
     """A function that sends the spans of records and raises ConnectionError if the collector did not take them.
 
     `url`: of the collector, such as http://collector:4318; /v1/traces is added. OTEL_EXPORTER_OTLP_HEADERS and other
-    variables of the exporter count too, and the environment's proxies for a collector on another machine.
+    variables of the exporter count too, and the environment's proxies for a collector outside of this network.
     """
     import requests
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     session = requests.Session()
-    session.trust_env = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1")
+    session.trust_env = not is_near(urlsplit(url).hostname or "")
     exporter = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S, session=session)
     read = _reader()
 

@@ -208,3 +208,11 @@ def test_no_process_imports_from_the_directory_where_it_is_started() -> None:
             for line in path.read_text(encoding="utf-8").splitlines():
                 if 'sys.executable, "' in line:
                     assert 'sys.executable, "-P", "' in line, f"{path}: {line}"
+
+
+def test_light_commands_refuse_what_the_locale_has_no_letters_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pd-cluster", "nodes", "list", "--router", "http://x/\udcc3"])
+    assert main(sys.argv[1:]) == 2
+    assert "set LC_ALL=C.UTF-8" in capsys.readouterr().err

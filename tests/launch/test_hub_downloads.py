@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.model_path import resolve_model
@@ -117,4 +117,15 @@ def test_without_a_connection_what_is_there_is_used(
     (directory / SHARDS[1]).unlink()
     with pytest.raises(StartupError, match="cannot be downloaded from the hub: ") as caught:
         resolve_model(MODEL)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "nonsense://x"])
+def test_a_proxy_that_the_library_cannot_use_is_one_line(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, proxy)
+    close_session()  # the library keeps its client
+    with pytest.raises(StartupError, match="cannot be downloaded from the hub: ") as caught:
+        resolve_model(MODEL)
+    close_session()
     assert "\n" not in str(caught.value)

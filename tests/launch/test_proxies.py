@@ -16,6 +16,7 @@ import pytest
 from pd_cluster.bench import load
 from pd_cluster.launch.cli import main
 from pd_cluster.launch.up import _healthy
+from pd_http.near_hosts import is_near
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +36,7 @@ CLIENTS: dict[str, set[str]] = {
 }
 CLIENTS |= {f"{name}.{verb}": set() for name in ("httpx", "requests") for verb in ("get", "post", "request", "stream")}
 ASKS_PROXIES = {
-    "router/pd_router/otlp.py": "a collector may be outside; one on this machine is asked without",
+    "router/pd_router/otlp.py": "a collector may be outside; one of this network is asked without",
 }  # huggingface_hub makes its own client: the hub is outside
 VARIABLES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
@@ -139,3 +140,15 @@ def test_every_client_leaves_the_environments_proxies() -> None:
 )  # fmt: skip
 def test_a_client_that_trusts_the_environment_is_seen(line: str) -> None:
     assert list(_trusting(ast.parse(line)))
+
+
+@pytest.mark.parametrize(
+    ("host", "near"),
+    [
+        ("localhost", True), ("127.0.0.1", True), ("::1", True), ("10.0.0.7", True), ("192.168.1.2", True),
+        ("collector", True), ("otel.monitoring.svc", True), ("otel.monitoring.svc.cluster.local.", True),
+        ("8.8.8.8", False), ("api.honeycomb.io", False), ("localhost.example.com", False),
+    ],
+)  # fmt: skip
+def test_hosts_that_are_asked_without_a_proxy(host: str, near: bool) -> None:
+    assert is_near(host) is near

@@ -51,7 +51,7 @@ def connected(name: str, address: str, cpus: float = 0.0) -> Iterator[None]:
     `cpus`: what the processes on a started Ray will reserve. Raises StartupError.
     """
     check_address(address)
-    prepare_environment(os.environ, Path.home(), joins=bool(address))
+    prepare_environment(os.environ, Path(os.path.expanduser("~")), joins=bool(address))
     try:
         import ray
     except ImportError as error:

@@ -147,8 +147,9 @@ def nodes_of(pod: Pod) -> tuple[NodeSpec, ...]:
 
 def is_inside(api: SingleConfig) -> bool:
     """Whether this is the API server of the pod's own cluster, which no proxy outside can reach."""
-    host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
-    return bool(host) and urlsplit(api.cluster.server).hostname == host.strip("[]").lower()
+    given = os.environ.get("KUBERNETES_SERVICE_HOST", "").strip("[]").lower()
+    host = urlsplit(api.cluster.server).hostname or ""
+    return bool(given) and (host == given or host.startswith("kubernetes.default"))
 
 
 def config_from_environment() -> SingleConfig:
