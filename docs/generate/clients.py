@@ -16,14 +16,14 @@ TRIED = {
 }
 
 
-def _specs() -> list[dict[str, Any]]:
+def specs() -> list[dict[str, Any]]:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in SPECS.glob("*.json")]
     return sorted(found, key=lambda spec: (spec["head"]["client"].lower(), spec["path"]))
 
 
 def _settings() -> str:
     rows = []
-    for spec in _specs():
+    for spec in specs():
         head = spec["head"]
         rows.append([head["client"], code(spec["path"]), f"{head['package']} {head['version']}", head["settings"]])
     return table(["client", "API", "package and version", "settings"], rows)
@@ -31,7 +31,7 @@ def _settings() -> str:
 
 def _tried() -> str:
     rows = []
-    for spec in _specs():
+    for spec in specs():
         head = spec["head"]
         rows.append(
             [

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, NamedTuple
 
+from docs.generate.clients import specs
 from docs.generate.document import code, table
 from pd_cluster.config import ModelConfig, NodeConfig, ServerConfig
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
@@ -159,7 +160,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """The matrix. Raises ValueError when a list of this module contradicts the code."""
-    seen = [_access(), _seeing(), _gateways()]
+    seen = [_access(), _seeing(), _gateways(), _clients()]
     return [_models(), _dtypes(), _gpus(), _parallelism(), _failures(), _connectors(), *seen, *_areas()]
 
 
@@ -251,6 +252,16 @@ def _gateways() -> Row:
         raise ValueError("there is no endpoint picker: correct docs/generate/matrix.py")
     pool = "InferencePool of Gateway API (`pd-cluster epp`; with Envoy, not yet in a Kubernetes cluster)"
     return Row("gateways", [], [pool], [])
+
+
+def _clients() -> Row:
+    """Of the page on clients."""
+    ran = sorted(
+        {spec["head"]["client"].split(",")[0] for spec in specs() if spec["head"]["tried"] == "ran"}, key=str.lower
+    )
+    others = {spec["head"]["client"].split(",")[0] for spec in specs()} - set(ran)
+    bodies = f"{', '.join(sorted(others, key=str.lower))} (their requests are served; not run themselves)"
+    return Row("[clients](docs/clients.md)", [*ran, "OpenAI's and Anthropic's SDKs"], [bodies], [])
 
 
 def _areas() -> list[Row]:
