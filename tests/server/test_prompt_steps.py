@@ -199,7 +199,9 @@ def test_a_name_promises_no_wrong_token(shape: str, short_steps: Callable[[int],
     check_names(Node(TEMPLATES[shape]), random.Random(shape))
 
 
-@pytest.mark.parametrize("shape", ["one system message", "system before the first question", "one call"])
+@pytest.mark.parametrize(
+    "shape", ["one system message", "system before the first question", "one call", "tells the last role"]
+)
 def test_a_name_sees_what_is_joined_and_moved(shape: str, short_steps: Callable[[int], None]) -> None:
     short_steps(16)
     check_names(Node(small_templates.TEMPLATES[shape]), random.Random(shape), any_order)
