@@ -89,7 +89,6 @@ TEMPLATES: dict[str, str] = {
     ),
     "no tools": each(when("m.role in ['system', 'user', 'assistant']", WRITE)),
     "text or calls": each(refuse("m.tool_calls and m.content") + BODY),
-    "tells the last role": "{{ 'agent' if messages | length % 2 == 0 else 'user' }}" + each(BODY),
     "parts": each("{{ '<|' + m.role + '|>' }}{% for part in m.content %}{{ part['text'] }}{% endfor %}"),
     "asks for a question": each(BODY, refuse(NO_QUESTION)),
 }
