@@ -301,7 +301,7 @@ def test_kinds_of_messages_that_the_templates_decide_late() -> None:
     ]
     assert chatml.deciders(tagged, has_tools=False, options=options) == [Decider(0), Decider(2)]
     judge = Node("{{ 'agent' if messages | length % 2 == 0 else 'user' }}" + CHATML).chat  # as Llama Guard's
-    assert not judge.deciders(asked, has_tools=False, options=options)
+    assert not judge.deciders([{"role": "system", "content": "s"}, *asked], has_tools=False, options=options)
     timed = TemplateStability("{{ strftime_now('%H:%M') }}", lambda *_: "a")
     assert not timed.deciders(asked, has_tools=False, options=options)
 
