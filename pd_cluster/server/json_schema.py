@@ -67,8 +67,8 @@ def pruned(schema: dict[str, Any], *, strict: bool) -> dict[str, Any]:
 
     `strict`: keep formats and keywords that are unknown. Raises ValueError for a schema that is too deep.
     """
-    left: dict[str, Any] = _Pruner(schema, strict=strict).schema(schema)
-    return left
+    left = _Pruner(schema, strict=strict).schema(schema)
+    return left if isinstance(left, dict) else schema
 
 
 def guided(schema: dict[str, Any], theirs: Any, *, coerces_one_of: bool, blanks: bool = True) -> dict[str, Any]:
@@ -90,37 +90,45 @@ class _Pruner:
     def __init__(self, root: dict[str, Any], *, strict: bool) -> None:
         self._root, self._strict = root, strict
         self._references: set[str] = set()
-        self._resources = [root]  # what pointers begin at
+        # What pointers begin at, by the last part of its `$id`; and each pointer with what it begins at
+        self._resources: dict[str, list[Any]] = {}
+        self._pointers: dict[tuple[str, int], tuple[str, list[Any]]] = {}
         self._scoped: set[int] = set()  # ids of objects in which an `$id` would count
         self._is_dynamic = False
-        self._scan(root, 0)
+        self._scan(root, root, 0)
         self._are_local = all(reference.startswith("#") for reference in self._references)
         self._steps: set[tuple[int, str]] = set()  # members on the way of a pointer, which stay
         self._targets: set[int] = set()
-        for reference in self._references:
-            self._follow(unquote(reference.partition("#")[2]))
+        for pointer, begins in self._pointers.values():
+            self._follow(pointer, begins)
 
-    def _scan(self, node: Any, level: int) -> bool:
-        """Note the references in a value. -> whether it has any, or an anchor."""
+    def _scan(self, node: Any, resource: Any, level: int) -> bool:
+        """Note the references in a value, which is part of this resource. -> whether it has any, or an anchor."""
         if level > MAX_LEVELS:
             raise ValueError(TOO_DEEP)
         if not isinstance(node, dict | list):
             return False
-        found = [self._scan(member, level + 1) for member in (node.values() if isinstance(node, dict) else node)]
+        if isinstance(node, dict) and isinstance(name := node.get("$id"), str) and not name.startswith("#"):
+            resource = node
+            self._resources.setdefault(_last_part(name), []).append(node)
+        inner = node.values() if isinstance(node, dict) else node
+        found = [self._scan(member, resource, level + 1) for member in inner]
         is_scoped = any(found)
         if isinstance(node, dict):
             own = {key: value for key in _REFERENCES if isinstance(value := node.get(key), str)}
-            self._references.update(own.values())
+            for reference in own.values():
+                self._references.add(reference)
+                base, _, pointer = reference.partition("#")
+                begins = self._resources.setdefault(_last_part(base), []) if base else [resource, self._root]
+                self._pointers[reference, id(resource)] = (unquote(pointer), begins)
             self._is_dynamic = self._is_dynamic or bool(own.keys() - {"$ref"})
             is_scoped = is_scoped or bool(own or node.keys() & {"$anchor", "$dynamicAnchor"})
-            if node is not self._root and isinstance(node.get("$id"), str):
-                self._resources.append(node)
         if is_scoped:
             self._scoped.add(id(node))
         return is_scoped
 
-    def _follow(self, pointer: str) -> None:
-        for node in self._resources if pointer.startswith("/") else ():
+    def _follow(self, pointer: str, begins: list[Any]) -> None:
+        for node in begins if pointer.startswith("/") else ():
             steps = [step.replace("~1", "/").replace("~0", "~") for step in pointer[1:].split("/")]
             target: Any = node
             for step in steps:
@@ -143,7 +151,8 @@ class _Pruner:
         for key in dict.fromkeys((*_DECIDING, *left)):
             if key in left and (id(schema), key) not in self._steps and _is_idle(key, left):
                 del left[key]
-        return left
+        is_never = "not" in left and _is_free(left["not"]) and left["not"] is not False
+        return False if is_never and not left.keys() & STRUCTURE else left
 
     def _may_bind(self, key: str, value: Any, schema: dict[str, Any]) -> bool:
         """Whether a keyword can matter at its place, as far as one sees without its own schemas."""
@@ -243,6 +252,10 @@ def _is_idle(key: str, schema: dict[str, Any]) -> bool:
         case "pattern":
             return value in ("", ".*", "^.*")
     return False
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("#").rpartition("/")[2]
 
 
 def _list(value: Any) -> list[Any]:

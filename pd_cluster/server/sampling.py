@@ -60,8 +60,8 @@ class SamplingDefaults:
     def load(cls, model_dir: Path) -> SamplingDefaults:
         """Raises StartupError naming file and field for a value that no request could have, or a file without JSON.
 
-        What means something in transformers is taken so: a value for sampling with `do_sample` false is greedy, and `top_p` 0
-        leaves the likeliest token.
+        What means something in transformers is taken so: values for sampling with `do_sample` false are greedy, and
+        `top_p` 0 leaves the likeliest token.
         """
         path = model_dir / "generation_config.json"
         if not path.is_file():
