@@ -90,11 +90,8 @@ class VocabularyFiles:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             where = self._directory / "tokenizer_config.json"
             raise StartupError(f"{where}: added_tokens_decoder cannot be read: {error!r}") from error
-        lines = self._directory / "vocab.txt"  # of WordPiece
-        try:
-            words = lines.read_text(encoding="utf-8").splitlines() if lines.is_file() else []
-        except (OSError, ValueError) as error:
-            raise StartupError(f"cannot read {lines}: {error}") from error
+        lines = self._directory / "vocab.txt"  # of WordPiece: a token each
+        words = lines.read_text(encoding="utf-8", errors="replace").split("\n") if lines.is_file() else []
         return [added, *map(self._object, _PLAIN), {word: token_id for token_id, word in enumerate(words)}]
 
     @cached_property

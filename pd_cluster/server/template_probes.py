@@ -81,7 +81,7 @@ class _Probes:
         """Templates of models with images may take parts alone, of which text is one. False: nothing is rendered."""
         forms = (replace(self.traits, content_as_parts=as_parts) for as_parts in (False, True))
         kept = next((form for form in forms if self._marks_kept(form, _conversation(["user"]))), None)
-        self.traits = kept or replace(self.traits, shows_questions=False)
+        self.traits = kept or replace(self.traits, shows_user_text=False)
         return kept is not None
 
     def find_developer(self) -> None:

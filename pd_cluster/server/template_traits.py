@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,7 @@ class Joint(Enum):
 class TemplateTraits:
     """The defaults stand for a template that takes all messages as they are."""
 
-    shows_questions: bool = True  # else no form of a user message that was tried is in the prompt
+    shows_user_text: bool = True  # else no form of a user message that was tried is in the prompt
     content_as_parts: bool = False  # content is a list of parts of type text
     has_developer: bool = True  # else developers speak as the system
     writes_tools: bool = True
@@ -67,17 +67,8 @@ class TemplateTraits:
     joints: Mapping[tuple[str, str], Joint] = field(default_factory=dict)  # pairs that are not taken as they are
 
     def __str__(self) -> str:
-        said = {
-            "takes what it likes: no form of a user message is in the prompt": not self.shows_questions,
-            "content as parts": self.content_as_parts,
-            "developer as system": not self.has_developer,
-            "no list of tools": not self.writes_tools,
-            "calls as text": self.calls_as_text,
-            "arguments as text": self.arguments_as_text and not self.calls_as_text,
-            f"ids {self.ids.value}": self.ids is not CallIds.AS_SENT,
-            f"results {self.results.value}": self.results is not ResultForm.PLAIN,
-            "text and calls apart": not self.text_beside_calls,
-            "one call a message": not self.parallel_calls,
-        }
-        said |= {f"{after} behind {before}: {joint.value}": True for (before, after), joint in self.joints.items()}
-        return ", ".join(words for words, holds in said.items() if holds) or "takes all messages as they are"
+        """What differs from the defaults."""
+        given = [(one.name, getattr(self, one.name), one.default) for one in fields(self) if one.name != "joints"]
+        said = [f"{name}: {getattr(value, 'value', value)}" for name, value, default in given if value != default]
+        said += [f"{after} behind {before}: {joint.value}" for (before, after), joint in self.joints.items()]
+        return ", ".join(said) or "takes all messages as they are"

@@ -53,7 +53,7 @@ class GrammarTokens(NamedTuple):
 
             tokenizer = Tokenizer.from_file(str(tokenizer_json))
             added, pattern = tokenizer.get_added_tokens_decoder(), _pattern(tokenizer)
-            backend = tokenizer
+            backend: Any = tokenizer
         elif not has_tokenizer(tokenizer_json.parent):
             raise FileNotFoundError(f"{tokenizer_json.parent.name} has no {tokenizer_json.name}")
         else:  # the API's own way, which takes 2 s of imports

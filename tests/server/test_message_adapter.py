@@ -158,7 +158,7 @@ def test_probing_ends_and_leaves_the_rest_as_it_is(tokenizer: Any) -> None:
 
 def test_a_template_that_renders_no_question_is_used_as_it_is(chat: Callable[[str], ChatTemplate]) -> None:
     template = chat("{{ messages[0].query }}")
-    assert str(template.find_all_traits()) == "takes what it likes: no form of a user message is in the prompt"
+    assert str(template.find_all_traits()) == "shows_user_text: False"
 
 
 @pytest.mark.parametrize("texts", ["{% if %}", {"default": TEMPLATES["turns"], "rag": "{% for %}"}])

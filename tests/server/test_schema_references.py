@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from pd_cluster.server import json_schema
 from pd_cluster.server.json_schema import pruned
 from tests.server.test_json_schema import TEXT, allows, grammar_of
+
+if TYPE_CHECKING:
+    import pytest
 
 
 def test_names_that_references_need_stay() -> None:
