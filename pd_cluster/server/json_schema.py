@@ -89,18 +89,17 @@ class _Pruner:
 
     def __init__(self, root: dict[str, Any], *, strict: bool) -> None:
         self._root, self._strict = root, strict
-        self._references: set[str] = set()
-        # What pointers begin at, by the last part of its `$id`; and each pointer with what it begins at
-        self._resources: dict[str, list[Any]] = {}
-        self._pointers: dict[tuple[str, int], tuple[str, list[Any]]] = {}
+        self._begins: dict[tuple[str, int], list[Any]] = {}  # of the pointer of each reference, by its resource
+        self._resources: dict[str, list[Any]] = {}  # what pointers begin at, by the last part of its `$id`
         self._scoped: set[int] = set()  # ids of objects in which an `$id` would count
         self._is_dynamic = False
         self._scan(root, root, 0)
+        self._references = {reference for reference, _ in self._begins}
         self._are_local = all(reference.startswith("#") for reference in self._references)
         self._steps: set[tuple[int, str]] = set()  # members on the way of a pointer, which stay
         self._targets: set[int] = set()
-        for pointer, begins in self._pointers.values():
-            self._follow(pointer, begins)
+        for (reference, _), begins in self._begins.items():
+            self._follow(unquote(reference.partition("#")[2]), begins)
 
     def _scan(self, node: Any, resource: Any, level: int) -> bool:
         """Note the references in a value, which is part of this resource. -> whether it has any, or an anchor."""
@@ -117,10 +116,8 @@ class _Pruner:
         if isinstance(node, dict):
             own = {key: value for key in _REFERENCES if isinstance(value := node.get(key), str)}
             for reference in own.values():
-                self._references.add(reference)
-                base, _, pointer = reference.partition("#")
-                begins = self._resources.setdefault(_last_part(base), []) if base else [resource, self._root]
-                self._pointers[reference, id(resource)] = (unquote(pointer), begins)
+                named = self._resources.setdefault(_last_part(reference.partition("#")[0]), [])
+                self._begins[reference, id(resource)] = [resource, self._root] if reference[:1] == "#" else named
             self._is_dynamic = self._is_dynamic or bool(own.keys() - {"$ref"})
             is_scoped = is_scoped or bool(own or node.keys() & {"$anchor", "$dynamicAnchor"})
         if is_scoped:
@@ -151,8 +148,7 @@ class _Pruner:
         for key in dict.fromkeys((*_DECIDING, *left)):
             if key in left and (id(schema), key) not in self._steps and _is_idle(key, left):
                 del left[key]
-        is_never = "not" in left and _is_free(left["not"]) and left["not"] is not False
-        return False if is_never and not left.keys() & STRUCTURE else left
+        return False if _is_free(left.get("not")) and not left.keys() & STRUCTURE else left
 
     def _may_bind(self, key: str, value: Any, schema: dict[str, Any]) -> bool:
         """Whether a keyword can matter at its place, as far as one sees without its own schemas."""
