@@ -135,10 +135,14 @@ def scaled_length(max_len: int, rope: Mapping[str, Any]) -> int:
     """The context that a config with `max_position_embeddings` = `max_len` means by its RoPE settings.
 
     With linear and YaRN, `max_len` is the original context, or the scaled one where the settings have the original.
+    Raises UnservedModel for settings that are no numbers.
     """
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings") or max_len
-    if _rope_type(rope) not in _LONGER or not isinstance(factor, int | float) or not isinstance(original, int):
+    if _rope_type(rope) not in _LONGER:
         return max_len
+    name = "original_max_position_embeddings"
+    factor, original = (rope.get(key) or default for key, default in (("factor", 1), (name, max_len)))
+    if not all(isinstance(value, int | float) for value in (factor, original)) or original % 1 != 0:
+        raise UnservedModel(f"RoPE: factor = {factor!r} and {name} = {original!r} must be numbers, the latter whole")
     return max(max_len, int(original * factor)) if 1 <= factor < FLOAT32_MAX else max_len
 
 

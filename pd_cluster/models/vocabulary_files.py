@@ -90,7 +90,9 @@ class VocabularyFiles:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             where = self._directory / "tokenizer_config.json"
             raise StartupError(f"{where}: added_tokens_decoder cannot be read: {error!r}") from error
-        return [added, *map(self._object, _PLAIN)]
+        lines = self._directory / "vocab.txt"  # of WordPiece: a token each
+        words = lines.read_text(encoding="utf-8", errors="replace").split("\n") if lines.is_file() else []
+        return [added, *map(self._object, _PLAIN), {word: token_id for token_id, word in enumerate(words)}]
 
     @cached_property
     def _fast(self) -> _TokenizerJson:

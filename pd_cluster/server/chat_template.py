@@ -43,6 +43,13 @@ class ChatTemplate:
         self._clock = clock
         self._probe_s = PROBE_S  # left
         self._traits: dict[_Variant, TemplateTraits] = {}
+        given = tokenizer.chat_template or {}
+        named = {} if isinstance(given, str) else given
+        # All of the model's, first the one for requests with tools. They are searched here, not for each request
+        self.texts = tuple(dict.fromkeys(filter(None, (self._chosen([PROBE_TOOL]), self.text, *named.values()))))
+        # Whether the chat template renders a query and a document, which are messages with these roles
+        self.asks_about_documents = bool(_QUERY.search(self.text) and _DOCUMENT.search(self.text))
+        self._has_switches = any(name in text for name in _SWITCHES for text in self.texts)
         self._stability = TemplateStability("\n".join(self.texts), self.render)
 
     @property
@@ -53,18 +60,6 @@ class ChatTemplate:
     def text(self) -> str:
         """The one for requests without tools; "" for none."""
         return self._chosen(None)
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """All of the model's, first the one for requests with tools."""
-        given = self._tokenizer.chat_template or {}
-        named = {} if isinstance(given, str) else given
-        return tuple(dict.fromkeys(filter(None, (self._chosen([PROBE_TOOL]), self.text, *named.values()))))
-
-    @property
-    def asks_about_documents(self) -> bool:
-        """Whether the chat template renders a query and a document, which are messages with these roles."""
-        return bool(_QUERY.search(self.text) and _DOCUMENT.search(self.text))
 
     @property
     def writes_date(self) -> bool:
@@ -89,8 +84,13 @@ class ChatTemplate:
         return self._written(fitting, tools, options, at_s)
 
     def find_all_traits(self) -> TemplateTraits:
-        """Find out what all templates take before the first request. Returns what is found for requests with tools."""
+        """Find out what all templates take before the first request. Returns what is found for requests with tools.
+
+        Raises StartupError for a template that is not Jinja.
+        """
         if self.exists:
+            for text in self.texts:
+                _check_syntax(text, self._tokenizer, "the model's chat template")
             for thinks, has_tools in itertools.product((None, True, False), (False, True)):
                 self.traits({} if thinks is None else {_SWITCHES[0]: thinks}, has_tools=has_tools)
         return self._traits.get((True, None), TemplateTraits())
@@ -98,7 +98,7 @@ class ChatTemplate:
     def traits(self, options: dict[str, Any], *, has_tools: bool) -> TemplateTraits:
         """What the template for these requests takes. Arguments other than the switches of thinking count as absent."""
         thinks = next((bool(options[name]) for name in _SWITCHES if options.get(name) is not None), None)
-        variant = (has_tools, thinks if any(name in text for name in _SWITCHES for text in self.texts) else None)
+        variant = (has_tools, thinks if self._has_switches else None)
         if variant not in self._traits:
             self._traits[variant] = self._found(*variant)
         return self._traits[variant]
@@ -180,13 +180,20 @@ def _template_at(template: str, at_s: float) -> str:
 
 def template_in(path: Path, tokenizer: Any) -> str:
     """The chat template in this file. Raises StartupError for one that cannot be read or is not Jinja."""
+    try:
+        template = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # RuntimeError: ~ without a home
+        raise StartupError(f"--chat-template {path}: {error}") from error
+    _check_syntax(template, tokenizer, f"--chat-template {path}")
+    return template
+
+
+def _check_syntax(template: str, tokenizer: Any, name: str) -> None:
     from jinja2 import TemplateSyntaxError  # a requirement of transformers' chat templates
 
     try:
-        template = path.expanduser().read_text(encoding="utf-8")
         tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template, tokenize=False)
-    except (OSError, RuntimeError, UnicodeDecodeError, TemplateSyntaxError) as error:  # RuntimeError: ~ without a home
-        raise StartupError(f"--chat-template {path}: {error}") from error
+    except TemplateSyntaxError as error:
+        raise StartupError(f"{name}: {error}") from error
     except Exception:  # templates are programs: this conversation may be one that it refuses
-        return template
-    return template
+        return

@@ -67,8 +67,8 @@ def pruned(schema: dict[str, Any], *, strict: bool) -> dict[str, Any]:
 
     `strict`: keep formats and keywords that are unknown. Raises ValueError for a schema that is too deep.
     """
-    left: dict[str, Any] = _Pruner(schema, strict=strict).schema(schema)
-    return left
+    left = _Pruner(schema, strict=strict).schema(schema)
+    return left if isinstance(left, dict) else schema
 
 
 def guided(schema: dict[str, Any], theirs: Any, *, coerces_one_of: bool, blanks: bool = True) -> dict[str, Any]:
@@ -89,38 +89,43 @@ class _Pruner:
 
     def __init__(self, root: dict[str, Any], *, strict: bool) -> None:
         self._root, self._strict = root, strict
-        self._references: set[str] = set()
-        self._resources = [root]  # what pointers begin at
+        self._begins: dict[tuple[str, int], list[Any]] = {}  # of the pointer of each reference, by its resource
+        self._resources: dict[str, list[Any]] = {}  # what pointers begin at, by the last part of its `$id`
         self._scoped: set[int] = set()  # ids of objects in which an `$id` would count
         self._is_dynamic = False
-        self._scan(root, 0)
+        self._scan(root, root, 0)
+        self._references = {reference for reference, _ in self._begins}
         self._are_local = all(reference.startswith("#") for reference in self._references)
         self._steps: set[tuple[int, str]] = set()  # members on the way of a pointer, which stay
         self._targets: set[int] = set()
-        for reference in self._references:
-            self._follow(unquote(reference.partition("#")[2]))
+        for (reference, _), begins in self._begins.items():
+            self._follow(unquote(reference.partition("#")[2]), begins)
 
-    def _scan(self, node: Any, level: int) -> bool:
-        """Note the references in a value. -> whether it has any, or an anchor."""
+    def _scan(self, node: Any, resource: Any, level: int) -> bool:
+        """Note the references in a value, which is part of this resource. -> whether it has any, or an anchor."""
         if level > MAX_LEVELS:
             raise ValueError(TOO_DEEP)
         if not isinstance(node, dict | list):
             return False
-        found = [self._scan(member, level + 1) for member in (node.values() if isinstance(node, dict) else node)]
+        if isinstance(node, dict) and isinstance(name := node.get("$id"), str) and not name.startswith("#"):
+            resource = node
+            self._resources.setdefault(_last_part(name), []).append(node)
+        inner = node.values() if isinstance(node, dict) else node
+        found = [self._scan(member, resource, level + 1) for member in inner]
         is_scoped = any(found)
         if isinstance(node, dict):
             own = {key: value for key in _REFERENCES if isinstance(value := node.get(key), str)}
-            self._references.update(own.values())
+            for reference in own.values():
+                named = self._resources.setdefault(_last_part(reference.partition("#")[0]), [])
+                self._begins[reference, id(resource)] = [resource, self._root] if reference[:1] == "#" else named
             self._is_dynamic = self._is_dynamic or bool(own.keys() - {"$ref"})
             is_scoped = is_scoped or bool(own or node.keys() & {"$anchor", "$dynamicAnchor"})
-            if node is not self._root and isinstance(node.get("$id"), str):
-                self._resources.append(node)
         if is_scoped:
             self._scoped.add(id(node))
         return is_scoped
 
-    def _follow(self, pointer: str) -> None:
-        for node in self._resources if pointer.startswith("/") else ():
+    def _follow(self, pointer: str, begins: list[Any]) -> None:
+        for node in begins if pointer.startswith("/") else ():
             steps = [step.replace("~1", "/").replace("~0", "~") for step in pointer[1:].split("/")]
             target: Any = node
             for step in steps:
@@ -143,7 +148,7 @@ class _Pruner:
         for key in dict.fromkeys((*_DECIDING, *left)):
             if key in left and (id(schema), key) not in self._steps and _is_idle(key, left):
                 del left[key]
-        return left
+        return False if _is_free(left.get("not")) and not left.keys() & STRUCTURE else left
 
     def _may_bind(self, key: str, value: Any, schema: dict[str, Any]) -> bool:
         """Whether a keyword can matter at its place, as far as one sees without its own schemas."""
@@ -243,6 +248,10 @@ def _is_idle(key: str, schema: dict[str, Any]) -> bool:
         case "pattern":
             return value in ("", ".*", "^.*")
     return False
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("#").rpartition("/")[2]
 
 
 def _list(value: Any) -> list[Any]:

@@ -17,7 +17,7 @@ import msgspec
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.schema import NOT_JSON
-from pd_cluster.server.template_traits import END, START, Joint, NoContent, ResultForm
+from pd_cluster.server.template_traits import END, START, CallIds, Joint, NoContent, ResultForm
 from pd_cluster.server.tool_use import is_flat
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class _Calls:
         self._traits = traits
         self._num_calls = 0
         self._names: dict[str, str] = {}  # of the called functions, by the ids of the calls
+        self._named: dict[str, str] = {}  # ids with the names in them, by the ids of the calls
         self._open: deque[str] = deque()  # ids without a result
         self._held: dict[str, Message] = {}  # calls of the last message that are not yet written, by id
         self._head: Message = {}  # what their message has beside them
@@ -132,7 +133,9 @@ class _Calls:
     def _numbered(self, call: Message) -> Message:
         """With an id: OpenAI's older form has none."""
         self._num_calls += 1
-        return call if isinstance(call.get("id"), str) else call | {"id": f"call_{self._num_calls}"}
+        call = call if isinstance(call.get("id"), str) else call | {"id": f"call_{self._num_calls}"}
+        self._named[call["id"]] = f"functions.{call['function']['name']}:{self._num_calls - 1}"
+        return call
 
     def _message(self, head: Message, calls: list[Message]) -> Message:
         message = head | {"tool_calls": [self._formed(call) for call in calls]}
@@ -153,7 +156,10 @@ class _Calls:
         return call | {"id": self._id(call["id"]), "function": function | {"arguments": shown}}
 
     def _id(self, call_id: str) -> str:
-        if not self._traits.short_ids or _SHORT_ID.fullmatch(call_id):
+        if self._traits.ids is CallIds.NAMED:
+            named = self._named.get(call_id, call_id)
+            return call_id if call_id.rpartition(":")[0] == named.rpartition(":")[0] else named
+        if self._traits.ids is CallIds.AS_SENT or _SHORT_ID.fullmatch(call_id):
             return call_id
         return blake2b(call_id.encode(errors="surrogatepass"), digest_size=5).hexdigest()[:9]
 
@@ -237,8 +243,12 @@ class _Sequence:
         self._turns[-1].is_system = True
 
     def end(self) -> list[Message]:
-        if self._turns and self._joints.get((self._turns[-1].kind, END)) is Joint.AFTER_USER:
-            self._turns.append(_Turn(_filler("user"), "user"))
+        last = self._turns[-1].kind if self._turns else START
+        match self._joints.get((last, END)):
+            case Joint.AFTER_USER:
+                self._turns.append(_Turn(_filler("user"), "user"))
+            case Joint.REFUSED:
+                raise InvalidRequest(f"the chat template drops a last message of kind {last}", "messages")
         messages = [turn.whole() for turn in self._turns]
         return [_in_parts(message) for message in messages] if self._as_parts else messages
 

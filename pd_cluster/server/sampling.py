@@ -60,8 +60,8 @@ class SamplingDefaults:
     def load(cls, model_dir: Path) -> SamplingDefaults:
         """Raises StartupError naming file and field for a value that no request could have, or a file without JSON.
 
-        What means something in transformers is taken so: a temperature without `do_sample` is greedy, and `top_p` 0
-        leaves the likeliest token.
+        What means something in transformers is taken so: values for sampling with `do_sample` false are greedy, and
+        `top_p` 0 leaves the likeliest token.
         """
         path = model_dir / "generation_config.json"
         if not path.is_file():
@@ -73,7 +73,7 @@ class SamplingDefaults:
             if isinstance(value, bool) or not (is_whole or (isinstance(value, float) and name != "top_k")):
                 kind = "an integer" if name == "top_k" else "a number"
                 raise StartupError(f"{path}: {name} must be {kind}, not {value!r}")
-        if given.get("do_sample") is False and "temperature" in values:
+        if given.get("do_sample") is False and values.keys() - {"repetition_penalty"}:
             values["temperature"] = 0.0
         if values.get("top_p") == 0:
             values |= {"top_p": 1.0, "top_k": 1}

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.server.message_adapter import adapt
-from pd_cluster.server.template_traits import END, START, Joint, NoContent, ResultForm, TemplateTraits
+from pd_cluster.server.template_traits import END, START, CallIds, Joint, NoContent, ResultForm, TemplateTraits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +81,7 @@ class _Probes:
         """Templates of models with images may take parts alone, of which text is one. False: nothing is rendered."""
         forms = (replace(self.traits, content_as_parts=as_parts) for as_parts in (False, True))
         kept = next((form for form in forms if self._marks_kept(form, _conversation(["user"]))), None)
-        self.traits = kept or self.traits
+        self.traits = kept or replace(self.traits, shows_user_text=False)
         return kept is not None
 
     def find_developer(self) -> None:
@@ -107,6 +107,7 @@ class _Probes:
             self.traits = next((form for form in forms if self._marks_kept(form, talk)), self.traits)
             return
         self.traits = traits
+        self._prefer(replace(traits, ids=CallIds.NAMED), _conversation(["user", "call", "user"]))
 
     def find_joints(self) -> None:
         kinds = [kind for kind in _TAILS if kind != "developer" or self.traits.has_developer]
@@ -166,7 +167,7 @@ class _Probes:
             if keeps(traits):
                 self.traits = traits
                 return
-        written = None if after == END else self._written(talks[0])
+        written = self._written(talks[0])
         own = f"Zq{len(talks[0]) - len(_TAILS.get(after, ())) - 1}"
         if written is not None and own not in written:
             self.traits = replace(taken, joints={**taken.joints, (before, after): Joint.REFUSED})
@@ -175,12 +176,14 @@ class _Probes:
         """Conversations in which one kind follows another."""
         lead = [*_LEADS[before], *([] if before == START else [before])]
         if after == END:
-            if before in _SYSTEMS:
+            if before in (*_SYSTEMS, "call"):
                 yield lead
             return
         if in_order and (START, "system") not in self.traits.joints:
             lead = ["system", *lead]
         yield [*lead, after, *_TAILS[after]]
+        if (before, after) == (START, "system"):  # some write it into the last question, if that is the last message
+            yield from ([after, *one] for one in (["user", "assistant"], ["user", "call", "tool"]) if self.keeps(one))
         if in_order:  # templates that count turns may take it for an answer
             yield [*lead, after, "assistant", "user"]
         elif before in (START, *_SYSTEMS) and after in ("assistant", "call", "tool"):  # some templates need a question
@@ -188,8 +191,8 @@ class _Probes:
 
     def _call_forms(self) -> Iterator[TemplateTraits]:
         """Forms of calls, the best first."""
-        for short, empty, text in itertools.product((False, True), NoContent, (False, True)):
-            form = replace(self.traits, short_ids=short, no_content=empty, arguments_as_text=text)
+        for ids, empty, text in itertools.product((CallIds.AS_SENT, CallIds.SHORT), NoContent, (False, True)):
+            form = replace(self.traits, ids=ids, no_content=empty, arguments_as_text=text)
             yield from _with_results(form)
 
     def _quality(self, form: TemplateTraits, conversation: Sequence[Message]) -> int:

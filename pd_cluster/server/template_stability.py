@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Render = Callable[[Sequence[Message], "list[Message] | None", "dict[str, Any]"], str]
 
 MAX_KINDS = 256  # remembered; clients choose keys and options
-# Kinds tried at once, and seconds until one more may be: each takes 108 renderings, 20 to 80 ms of the one thread
+# Kinds tried at once, and seconds until one more may be: each takes 114 renderings, 20 to 80 ms of the one thread
 # that tokenizes. A client may send ever new kinds; those that are not tried are decided by nothing until they are.
 MAX_TRIES, TRY_EVERY_S = 48, 2.0
 MAX_OPTION_BYTES = 256
@@ -64,6 +64,7 @@ _AFTER = (
     (_USER,),
     (_ANSWER,),
     (_ANSWER, _USER),
+    (_USER, _ANSWER),  # templates that classify ask whether the number of messages is even
     (_USER, _ANSWER, _USER),
     (_RESULT, _ANSWER),
     (_RESULT, _OTHER_RESULT, _ANSWER, _USER),

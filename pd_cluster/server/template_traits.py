@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 # Before the first message and behind the last one, in `TemplateTraits.joints`. Else the kinds of messages: their roles,
 # and "call" for one of the assistant with calls
@@ -22,12 +22,20 @@ class NoContent(Enum):
     NULL = "null"  # templates that ask whether `content is none`
 
 
+class CallIds(Enum):
+    """What the ids of calls are."""
+
+    AS_SENT = "as sent"
+    SHORT = "of nine characters"  # letters and digits
+    NAMED = "functions.NAME:INDEX"  # of templates that write no name beside them
+
+
 class ResultForm(Enum):
     """How the result of a tool is written."""
 
     PLAIN = "plain"
-    NAMED = "named"  # with the name of the function
-    TEXT = "text"  # in a user message
+    NAMED = "with the name of the function"
+    TEXT = "in a user message"
 
 
 class Joint(Enum):
@@ -44,6 +52,7 @@ class Joint(Enum):
 class TemplateTraits:
     """The defaults stand for a template that takes all messages as they are."""
 
+    shows_user_text: bool = True  # else no form of a user message that was tried is in the prompt
     content_as_parts: bool = False  # content is a list of parts of type text
     has_developer: bool = True  # else developers speak as the system
     writes_tools: bool = True
@@ -51,34 +60,15 @@ class TemplateTraits:
     arguments_as_text: bool = False  # JSON text, not an object
     takes_text: bool = True  # arguments that are no object as their text
     no_content: NoContent = NoContent.ABSENT
-    short_ids: bool = False  # ids of calls have nine letters and digits
+    ids: CallIds = CallIds.AS_SENT
     results: ResultForm = ResultForm.PLAIN
     text_beside_calls: bool = True  # else a message of its own
     parallel_calls: bool = True  # else a message for each call
     joints: Mapping[tuple[str, str], Joint] = field(default_factory=dict)  # pairs that are not taken as they are
 
     def __str__(self) -> str:
-        return ", ".join(self._words()) or "takes all messages as they are"
-
-    def _words(self) -> Iterator[str]:
-        if self.content_as_parts:
-            yield "content as parts"
-        if not self.has_developer:
-            yield "developer as system"
-        if not self.writes_tools:
-            yield "no list of tools"
-        if self.calls_as_text:
-            yield "calls as text"
-        elif self.arguments_as_text:
-            yield "arguments as text"
-        if self.short_ids:
-            yield "ids of nine characters"
-        if self.results is not ResultForm.PLAIN:
-            yield "results with their name" if self.results is ResultForm.NAMED else "results as user messages"
-        if not self.text_beside_calls:
-            yield "text and calls apart"
-        if not self.parallel_calls:
-            yield "one call a message"
-        for (before, after), joint in self.joints.items():
-            if "developer" not in (before, after):
-                yield f"{after} {'after ' + before if before != START else 'first'}: {joint.value}"
+        """What differs from the defaults."""
+        given = [(one.name, getattr(self, one.name), one.default) for one in fields(self) if one.name != "joints"]
+        said = [f"{name}: {getattr(value, 'value', value)}" for name, value, default in given if value != default]
+        said += [f"{after} behind {before}: {joint.value}" for (before, after), joint in self.joints.items()]
+        return ", ".join(said) or "takes all messages as they are"

@@ -53,13 +53,16 @@ class GrammarTokens(NamedTuple):
 
             tokenizer = Tokenizer.from_file(str(tokenizer_json))
             added, pattern = tokenizer.get_added_tokens_decoder(), _pattern(tokenizer)
+            backend: Any = tokenizer
         elif not has_tokenizer(tokenizer_json.parent):
             raise FileNotFoundError(f"{tokenizer_json.parent.name} has no {tokenizer_json.name}")
         else:  # the API's own way, which takes 2 s of imports
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_json.parent), local_files_only=True)
-            added = tokenizer.added_tokens_decoder
+            added, backend = tokenizer.added_tokens_decoder, getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None and (backend.decoder is None or "WordPiece" in decoder_steps(backend.decoder)):
+            raise ValueError("its tokens are words that blanks join, and no grammar has a blank before each word")
         texts = token_bytes(tokenizer)[:vocab_size]
         if pattern and not _ranks_are_ids(tokenizer, texts):
             pattern = ""
@@ -138,15 +141,8 @@ class _Table:
         self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_token_ids, eos_token_id
 
     def __call__(self, text: str) -> list[int]:
-        """Each time the longest token. Only grammars without `model_chooses` ask for it."""
-        rest, token_ids, marks = text.encode(), list[int](), set(self.special_token_ids)
-        ids = {raw: token_id for token_id, raw in enumerate(self.tokens) if raw and token_id not in marks}
-        longest = max(map(len, ids), default=1)
-        while rest:
-            size = next((n for n in range(min(longest, len(rest)), 0, -1) if rest[:n] in ids), 0)
-            token_ids += [ids[rest[:size]]] if size else []
-            rest = rest[max(size, 1) :]
-        return token_ids
+        """Only grammars without `model_chooses` ask for it."""
+        return []
 
 
 def _is_marker(content: str) -> bool:
@@ -190,11 +186,6 @@ def _patterns(step: dict[str, Any]) -> list[str]:
 
 def has_tokenizer(model_dir: Path) -> bool:
     return any((model_dir / name).is_file() for name in _TOKENIZER_FILES)
-
-
-def load_vocabulary(tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:
-    """llguidance's tokenizer for a model of `vocab_size` rows. Raises an Exception if the file cannot be read."""
-    return GrammarTokens.read(tokenizer_json, vocab_size).vocabulary(eos_token_ids).tokenizer
 
 
 def model_chooses(grammar: str) -> str:

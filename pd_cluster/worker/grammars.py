@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.worker.grammar_vocabulary import GrammarTokens, GrammarVocabulary, Holes, has_tokenizer, model_chooses
-from pd_cluster.worker.grammar_vocabulary import load_vocabulary as load_vocabulary
 from pd_cluster.worker.mask_threads import MaskThreads
 
 if TYPE_CHECKING:

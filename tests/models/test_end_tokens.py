@@ -47,6 +47,7 @@ def write(directory: Path, files: dict[str, Any]) -> Path:
             {0, 6},
         ),
         ({}, {"tokenizer_config.json": {"eos_token": "</s>"}, "vocab.json": {"a": 0, "</s>": 7}}, {7}),
+        ({}, {"tokenizer_config.json": {"eos_token": "[SEP]"}, "vocab.txt": "[PAD]\n\u2028\n[SEP]\n"}, {2}),
         ({"eos_token_id": 0}, {"tokenizer.json": BPE, "tokenizer_config.json": {"eos_token": "</s>"}}, {0, 5}),
         ({"eos_token_id": None}, {"tokenizer.json": UNIGRAM, "tokenizer_config.json": {"eos_token": "</s>"}}, {2}),
         (

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import UnservedModel
+from pd_cluster.models.hf_config import scaled_length
 from pd_cluster.models.registry import choose_implementation, resolve_spec
 from pd_cluster.models.spec import RopeSpec
 from tests.worker.conftest import save_model
@@ -38,6 +39,7 @@ HERE = Path("model")
         ({"is": "linear", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
         ({"is": "linear", "factor": 8.0, "original_max_position_embeddings": 1024}, 8192),
         ({"is": "linear", "factor": 4.0, "original_max_position_embeddings": None}, 16384),
+        ({"is": "linear", "factor": 8.0, "original_max_position_embeddings": 1024.0}, 8192),
         ({"is": "dynamic", "factor": 4.0}, 4096),
         ({"is": "default", "factor": None}, 4096),
         ({"is": None}, 4096),
@@ -50,6 +52,20 @@ def test_contexts_of_native_families(spelling: str, kind: str, rope: dict[str, A
     assert spec.max_len == length
     scaled = rope.get("is") == "linear"
     assert spec.rope == (RopeSpec(10000.0, "linear", rope["factor"]) if scaled else RopeSpec(10000.0))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"factor": "4"},
+        {"factor": 4.0, "original_max_position_embeddings": "32768"},
+        {"factor": 4.0, "original_max_position_embeddings": 32768.5},
+        {"factor": 4.0, "original_max_position_embeddings": float("inf")},
+    ],
+)
+def test_text_in_place_of_a_number_is_refused(rope: dict[str, Any]) -> None:
+    with pytest.raises(UnservedModel, match="must be numbers"):
+        scaled_length(4096, {"rope_type": "yarn", **rope})
 
 
 def test_contexts_that_a_config_has_scaled_already() -> None:

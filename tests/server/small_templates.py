@@ -57,6 +57,10 @@ TEMPLATES: dict[str, str] = {
         when("m['content'] is none", TEXT_CALLS) + when("m['content'] is not none", WRITE)
     ),
     "content before calls": each(when("'tool_calls' in m", "{{ m['content'] + '' }}" + CALLS, WRITE)),
+    "system in the last question": each(
+        when("m.role == 'user' and loop.last", "{{ ns.system }}") + when("m.role != 'system'", BODY),
+        SYSTEM_LAST.removesuffix("{{ ns.system }}"),
+    ),
     "one call": each(refuse("m.tool_calls and m.tool_calls | length != 1") + BODY),
     "first call": each(when("m.tool_calls", FIRST_CALL, WRITE)),
     "results need a call": each(
@@ -73,6 +77,16 @@ TEMPLATES: dict[str, str] = {
     ),
     "results need a name": each(when("m.role == 'tool'", "{{ m['name'] + m.content }}", BODY)),
     "nine characters": each("{% for c in m.tool_calls or [] %}" + refuse("c.id | length != 9") + "{% endfor %}" + BODY),
+    "names in ids": each(
+        when(
+            "m.tool_calls",
+            CALLS.replace("c.function.name", "c.id"),
+            "{{ '<|' + (m.name or m.role) + '|>' + (m.tool_call_id or '') + m.content }}",
+        )
+    ),
+    "no call without a result": each(
+        when("not (m.tool_calls and loop.last and add_generation_prompt)", BODY),
+    ),
     "no tools": each(when("m.role in ['system', 'user', 'assistant']", WRITE)),
     "text or calls": each(refuse("m.tool_calls and m.content") + BODY),
     "parts": each("{{ '<|' + m.role + '|>' }}{% for part in m.content %}{{ part['text'] }}{% endfor %}"),

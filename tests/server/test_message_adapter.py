@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoTokenizer
 
+from pd_cluster.errors import StartupError
 from pd_cluster.server.chat_template import ChatTemplate
 from pd_cluster.server.normal_messages import normal_messages
 from tests.server.live_server import MODEL_DIR
@@ -157,7 +158,34 @@ def test_probing_ends_and_leaves_the_rest_as_it_is(tokenizer: Any) -> None:
 
 def test_a_template_that_renders_no_question_is_used_as_it_is(chat: Callable[[str], ChatTemplate]) -> None:
     template = chat("{{ messages[0].query }}")
-    assert str(template.find_all_traits()) == "takes all messages as they are"
+    assert str(template.find_all_traits()) == "shows_user_text: False"
+
+
+@pytest.mark.parametrize("texts", ["{% if %}", {"default": TEMPLATES["turns"], "rag": "{% for %}"}])
+def test_a_template_that_is_not_jinja_does_not_start(texts: Any, tokenizer: Any) -> None:
+    tokenizer.chat_template = texts
+    with pytest.raises(StartupError, match="the model's chat template: "):
+        ChatTemplate(tokenizer).find_all_traits()
+
+
+def test_the_templates_are_not_searched_for_each_request(
+    chat: Callable[[str], ChatTemplate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = chat("takes all")
+    template.find_all_traits()
+    monkeypatch.setattr(ChatTemplate, "_chosen", lambda *_: pytest.fail("searched"))
+    template.traits({"enable_thinking": True}, has_tools=True)
+    assert not template.asks_about_documents
+
+
+def test_ids_have_the_names_that_a_template_writes_nowhere_else(chat: Callable[[str], ChatTemplate]) -> None:
+    """Each call has the index of all calls before it, and an id of this form stays."""
+    own = {"id": "functions.look:7", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asked = [said("user", "u"), called("{}", "{}", names="fg"), result("g"), result("f"), said("user", "v")]
+    messages = [*asked, said("assistant", "") | {"tool_calls": [own]}, said("user", "w"), called("{}")]
+    written = chat("names in ids").render(normal_messages(messages), None, {})
+    ids = ["functions.f:0", "functions.g:1", "functions.g:1", "functions.f:0", "functions.look:7", "functions.f:3"]
+    assert re.findall(r"functions\.\w+:\d", written) == ids
 
 
 @pytest.mark.parametrize("at_s", [0.0, 86400.0 * 365])

@@ -22,7 +22,8 @@ from pd_cluster.server.template_parser import template_parser
 from pd_cluster.server.tokenizer import Tokenizer
 from pd_cluster.server.tool_format import FORMATS
 from pd_cluster.server.tool_use import Function, ToolUse
-from pd_cluster.worker.grammars import GrammarState, compile_grammar, load_vocabulary
+from pd_cluster.worker.grammar_vocabulary import GrammarTokens
+from pd_cluster.worker.grammars import GrammarState, compile_grammar
 from pd_connectors.protocol.messages import SampledToken
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class Model:
         self._fast = fast
         self.ids = {token.content: i for i, token in fast.get_added_tokens_decoder().items()}
         self.eos = self.ids[EOS]
-        self._vocabulary = load_vocabulary(directory / "tokenizer.json", self.tokenizer.vocab_size, [self.eos])
+        tokens = GrammarTokens.read(directory / "tokenizer.json", self.tokenizer.vocab_size)
+        self._vocabulary = tokens.vocabulary([self.eos]).tokenizer
         self._executor = llguidance.LLExecutor(1)
 
     def encode(self, text: str) -> list[int]:

@@ -300,8 +300,8 @@ def test_kinds_of_messages_that_the_templates_decide_late() -> None:
         Decider(2),
     ]
     assert chatml.deciders(tagged, has_tools=False, options=options) == [Decider(0), Decider(2)]
-    brackets = Node(BRACKETS).chat
-    assert not brackets.deciders([{"role": "system", "content": "s"}, *asked], has_tools=False, options=options)
+    judge = Node("{{ 'agent' if messages | length % 2 == 0 else 'user' }}" + CHATML).chat  # as Llama Guard's
+    assert not judge.deciders([{"role": "system", "content": "s"}, *asked], has_tools=False, options=options)
     timed = TemplateStability("{{ strftime_now('%H:%M') }}", lambda *_: "a")
     assert not timed.deciders(asked, has_tools=False, options=options)
 
@@ -324,14 +324,14 @@ def test_ever_new_kinds_of_messages_cost_a_bounded_time() -> None:
         deciders({"role": "user", "content": "a"}, new=i)
         deciders({"role": "user", "content": "a", f"key{i}": 1})
     most = num_rendered
-    assert 36 <= most <= 108 * MAX_TRIES
+    assert 36 <= most <= 114 * MAX_TRIES
     known, new = {"role": "user", "content": "a", "key0": 1}, {"role": "system", "content": "a"}
     assert deciders(known) == [Decider(0)]
     assert deciders(new) == []
     now_s += TRY_EVERY_S
     assert deciders(new) == [Decider(0)], "not tried is not remembered"
     assert deciders(new | {"name": "b"}) == []
-    assert most < num_rendered <= most + 108
+    assert most < num_rendered <= most + 114
 
 
 def test_names_of_another_node_are_taken_where_they_fit() -> None:

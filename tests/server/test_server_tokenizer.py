@@ -127,6 +127,16 @@ def test_missing_tokenizer_is_a_startup_error(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize("part", ["pre_tokenizer", "decoder", "normalizer", "model"])
+def test_a_part_of_a_newer_format_is_a_startup_error(part: str, tmp_path: Path) -> None:
+    """The library raises a plain Exception for it."""
+    sentencepiece_like().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {part: {"type": "NotYetKnown"}}))
+    with pytest.raises(StartupError, match="cannot be loaded"):
+        Tokenizer.load(tmp_path)
+
+
 def test_the_vocabulary_of_a_wrapper_is_that_of_its_text_model(tmp_path: Path) -> None:
     sentencepiece_like().save_pretrained(tmp_path)
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"vocab_size": 99}}

@@ -12,9 +12,9 @@ from tokenizers import normalizers
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.models.token_texts import token_bytes
-from pd_cluster.worker.grammar_vocabulary import GrammarTokens, load_vocabulary
+from pd_cluster.worker.grammar_vocabulary import GrammarTokens
 from pd_cluster.worker.grammars import Grammars, GrammarState
-from tests.models.small_tokenizers import TOKENIZERS, byte_level
+from tests.models.small_tokenizers import TOKENIZERS, byte_level, words
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +74,14 @@ def filled(grammars: Grammars, state: GrammarState) -> Any:
     return masks[0]
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", ["word pieces", "word pieces as they are", "no decoder"])
+def test_words_that_blanks_join_meet_no_grammar(kind: str, tmp_path: Path) -> None:
+    tokenizer = TOKENIZERS.get(kind) or words(None)
+    with pytest.raises(ValueError, match="words that blanks join"):
+        GrammarTokens.read(saved(tokenizer, tmp_path), 99)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TOKENIZERS if "word pieces" not in kind])
 def test_llguidance_has_the_texts_of_the_answers(kind: str, tmp_path: Path) -> None:
     table = token_bytes(TOKENIZERS[kind])
     tokens = GrammarTokens.read(saved(TOKENIZERS[kind], tmp_path), len(table) + 70)
@@ -131,9 +138,10 @@ def test_the_end_is_an_id_that_is_a_token(tmp_path: Path) -> None:
     tokenizer = TOKENIZERS["gaps"]
     size, eos = len(token_bytes(tokenizer)), id_of(tokenizer, "</s>")
     path = saved(tokenizer, tmp_path)
-    assert load_vocabulary(path, size + 9, [0, eos, size + 3, size + 99]).eos_tokens == [eos]
+    tokens = GrammarTokens.read(path, size + 9)
+    assert tokens.vocabulary([0, eos, size + 3, size + 99]).tokenizer.eos_tokens == [eos]
     with pytest.raises(ValueError, match="none of the EOS ids"):
-        load_vocabulary(path, size + 9, [0, size + 3])
+        tokens.vocabulary([0, size + 3])
     grammars = Grammars(tmp_path, size + 9, frozenset({0, size + 3}))
     compiled = grammars.prepare('start: "x"')
     compiled.exception()
