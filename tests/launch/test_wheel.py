@@ -78,13 +78,17 @@ def call(url: str, **body: Any) -> tuple[dict[str, Any], str, str]:
 
 
 @pytest.fixture(scope="module")
-def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`pd-cluster` of an environment with the wheel and what it requires, at the tested versions."""
+def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """`pd-cluster` of an environment with the wheel and what it requires, at the tested versions.
+
+    It is removed afterwards: pytest keeps folders of three runs, and an environment with a CUDA build has 5 GB.
+    """
     place = tmp_path_factory.mktemp("installed") / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(place)], check=True, timeout=INSTALL_S, env=environ())
     install = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt")]
     subprocess.run([*install, str(wheel)], check=True, timeout=INSTALL_S, env=environ())
-    return place / "bin" / "pd-cluster"
+    yield place / "bin" / "pd-cluster"
+    shutil.rmtree(place)
 
 
 @pytest.fixture(scope="module", params=["", "tool_model"])
