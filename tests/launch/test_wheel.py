@@ -69,9 +69,10 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
 
 
 def call(url: str, **body: Any) -> tuple[dict[str, Any], str, str]:
-    """The first choice, and which nodes prefilled and decoded."""
+    """The first choice, and which nodes prefilled and decoded: two, or the decode node may read what it has cached."""
     content = json.dumps({"temperature": 0, "max_tokens": 64, **body}).encode()
-    request = urllib.request.Request(url + "/v1/chat/completions", content, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "x-pd-route": "p-first"}
+    request = urllib.request.Request(url + "/v1/chat/completions", content, headers)
     with DIRECT.open(request, timeout=ANSWER_S) as answer:
         told = answer.headers
         return json.load(answer)["choices"][0], told.get("x-pd-prefill", ""), told.get("x-pd-decode", "")
