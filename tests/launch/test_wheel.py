@@ -69,22 +69,27 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
 
 
 def call(url: str, **body: Any) -> tuple[dict[str, Any], str, str]:
-    """The first choice, and which nodes prefilled and decoded."""
+    """The first choice, and which nodes prefilled and decoded: two, or the decode node may read what it has cached."""
     content = json.dumps({"temperature": 0, "max_tokens": 64, **body}).encode()
-    request = urllib.request.Request(url + "/v1/chat/completions", content, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "x-pd-route": "p-first"}
+    request = urllib.request.Request(url + "/v1/chat/completions", content, headers)
     with DIRECT.open(request, timeout=ANSWER_S) as answer:
         told = answer.headers
         return json.load(answer)["choices"][0], told.get("x-pd-prefill", ""), told.get("x-pd-decode", "")
 
 
 @pytest.fixture(scope="module")
-def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`pd-cluster` of an environment with the wheel and what it requires, at the tested versions."""
+def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """`pd-cluster` of an environment with the wheel and what it requires, at the tested versions.
+
+    It is removed afterwards: pytest keeps folders of three runs, and an environment with a CUDA build has 5 GB.
+    """
     place = tmp_path_factory.mktemp("installed") / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(place)], check=True, timeout=INSTALL_S, env=environ())
     install = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt")]
     subprocess.run([*install, str(wheel)], check=True, timeout=INSTALL_S, env=environ())
-    return place / "bin" / "pd-cluster"
+    yield place / "bin" / "pd-cluster"
+    shutil.rmtree(place)
 
 
 @pytest.fixture(scope="module", params=["", "tool_model"])
