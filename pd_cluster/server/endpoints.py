@@ -6,7 +6,6 @@ import asyncio
 import uuid
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -56,6 +55,7 @@ from pd_cluster.server.template_stability import Decider
 from pd_cluster.server.tool_use import tool_use
 from pd_cluster.server.translated_body import translated
 from pd_http.dialects import MESSAGES, RESPONSES
+from pd_http.left_out import EMPTY
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -136,7 +136,7 @@ async def _chat(
     reply: CountedReply,
     raw: bytes,
     shape: Callable[..., ResponseShape],
-    left_out: Mapping[str, Kind] = MappingProxyType({}),
+    left_out: Mapping[str, Kind] = EMPTY,
 ) -> None:
     """`raw`: a chat body. `left_out`: what of the client's own body is not in it."""
     body = decoded(state, reply, raw, ChatBody, left_out)

@@ -176,7 +176,8 @@ async def _count_tokens(state: NodeState, raw: bytes) -> Response:
     body, unread = decode_body(one.chat, ChatBody)
     state.check_model(body.model)
     left_out = LeftOut(one.left_out)
-    left_out.add_all("field", unread)
+    for name in unread:
+        left_out.add("field", name)
     state.metrics.count_left_out(left_out)
     check_prompt_and_tokens(body)
     ids = await state.tokenizer.encode_chat(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from pd_cluster.errors import EngineUnavailable, InvalidRequest, Overloaded
@@ -15,7 +14,7 @@ from pd_cluster.server.request_id import MAX_REQUEST_ID_CHARS, is_request_id
 from pd_cluster.server.sampling import check_prompt_and_tokens, check_room_for_output
 from pd_cluster.server.schema import LISTS, MAX_LISTED_TOKENS, ChatBody, GenerationBody, PromptFields, decode_body
 from pd_cluster.server.tool_use import leave_out_tools
-from pd_http.left_out import LeftOut
+from pd_http.left_out import EMPTY, LeftOut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -109,7 +108,7 @@ def decoded(
     reply: CountedReply,
     raw: bytes,
     kind: type[Fields],
-    left_out: Mapping[str, Kind] = MappingProxyType({}),
+    left_out: Mapping[str, Kind] = EMPTY,
 ) -> Fields:
     """The body, for a model that this node serves. A header of the answer names what is ignored. Raises PdError.
 
@@ -124,8 +123,10 @@ def decoded(
     disabled = {params.get(name, name) for name in disabled_fields(state, body)}
     tools = leave_out_tools(body) if isinstance(body, ChatBody) else ()
     ignored = LeftOut(left_out)
-    ignored.add_all("field", unread | disabled)
-    ignored.add_all("tool", tools)
+    for name in unread | disabled:
+        ignored.add("field", name)
+    for name in tools:
+        ignored.add("tool", name)
     state.metrics.count_left_out(ignored)
     reply.headers |= ignored_header(ignored)
     return body

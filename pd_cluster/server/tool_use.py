@@ -17,8 +17,9 @@ MAX_DEPTH = 96  # levels of a schema: llguidance reads 128, and functions here r
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")  # OpenAI's, and the dot of MCP servers
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 _CHOICES = ("none", "auto", "required")
-# Members of a schema that some writers of schemas give as null where there is none
-_OFTEN_NULL = ("type", "properties", "required", "$defs", "definitions", "additionalProperties")
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+_MAPS, _LISTS = ("properties", "$defs", "definitions", "patternProperties"), ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties", "not")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def _allowed(body: ChatBody, functions: tuple[Function, ...], allowed: Any, para
     if not served:
         if required:
             raise InvalidRequest(f"{place} has no function, and others are not served", "tool_choice")
-        return ToolUse()
+        return ToolUse(body.tools)
     functions = _of_names(functions, [_named(one, f"{place}.tools[{i}]") for i, one in enumerate(served)])
     return ToolUse(body.tools, functions, required, parallel, limited=True)
 
@@ -141,20 +142,48 @@ def _function(tool: dict[str, Any], place: str, name_chars: int) -> Function:
         raise InvalidRequest(f"{place}.description must be a string", "tools")
     if not isinstance(given.get("strict"), bool | None):
         raise InvalidRequest(f"{place}.strict must be true or false", "tools")
-    return Function(name, _schema(given.get("parameters"), f"{place}.parameters"), bool(given.get("strict")))
+    is_strict, schema = bool(given.get("strict")), given.get("parameters")
+    if not isinstance(schema, dict | None):
+        raise InvalidRequest(f"{place}.parameters must be a JSON schema, which is an object", "tools")
+    # More levels cost more than the rest of a request, and a parser reads the types of the arguments alone
+    schema = loosened(schema or {}, 1 if is_strict else 2)
+    return Function(name, _object_schema(schema, f"{place}.parameters"), is_strict)
 
 
-def _schema(schema: Any, place: str) -> dict[str, Any]:
-    """The schema of a function's arguments, which are an object; any object where there is none."""
-    if schema is None or schema == {}:
-        return {"type": "object"}
-    if not isinstance(schema, dict):
-        raise InvalidRequest(f"{place} must be a JSON schema, which is an object", "tools")
-    known: dict[str, Any] = {key: one for key, one in schema.items() if one is not None or key not in _OFTEN_NULL}
-    return _object_schema(known, place)
+def loosened(schema: Any, levels: int = MAX_DEPTH) -> Any:
+    """A schema as some writers mean it: null for a member that is not there, a type in capitals, or without an object.
+
+    Below the levels it stays as it is.
+    """
+    if not levels or not isinstance(schema, dict):
+        return schema
+    loose: dict[str, Any] = {key: one for key, one in schema.items() if one is not None or key in ("default", "const")}
+    for key, one in loose.items():
+        if key == "type" and isinstance(one, str | list):
+            loose[key] = _type(one) if isinstance(one, str) else [_type(kind) for kind in one]
+        elif key == "required" and isinstance(one, list):
+            loose[key] = [name for name in one if name is not None]
+        elif key in _MAPS and isinstance(one, dict) and levels > 1:
+            loose[key] = {name: loosened(_as_schema(value), levels - 1) for name, value in one.items()}
+        elif key in _LISTS and isinstance(one, list) and levels > 2:
+            loose[key] = [loosened(value, levels - 1) for value in one]
+        elif key in _SCHEMAS and levels > 2:
+            loose[key] = loosened(one, levels - 1)
+    return loose
+
+
+def _type(kind: Any) -> Any:
+    return kind.lower() if isinstance(kind, str) and kind.lower() in _TYPES else kind
+
+
+def _as_schema(value: Any) -> Any:
+    if value is None:
+        return {}
+    return {"type": value} if isinstance(value, str) and value.lower() in _TYPES else value
 
 
 def _object_schema(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object."""
     kinds = schema.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         raise InvalidRequest(f"{place}.type must be object", "tools")

@@ -22,9 +22,9 @@ _PICTURES = frozenset(("image_url", "inline_data", "inlineData"))
 _AROUND = frozenset(("cache_control", "detail", "id", "type"))
 _MIME = ("media_type", "mediaType", "mime_type", "mimeType")
 _TEXT_MIME = re.compile(r"text/.*|application/(?:.*[+-])?(?:json|xml|javascript|yaml)(?:;.*)?")
-_NOT_SHOWN = ("cache_control", "citations")
-# Members that hold what a block says, and those that say nothing by themselves
-_BODIES = ("text", "content", "source")
+_NOT_SHOWN = frozenset(("annotations", "cache_control", "citations", "logprobs", "prompt_cache_breakpoint"))
+_BODIES = ("content", "text", "source")  # members that hold what a block says
+# Members that say nothing by themselves
 _OPAQUE = frozenset(("data", "file_id", "id", "name", "role", "signature", "status", "tool_use_id", "type"))
 
 
@@ -69,33 +69,37 @@ def text_of(value: Any) -> str:
     return "" if kept in (None, [], {}) else msgspec.json.encode(kept).decode()
 
 
-def texts_of(content: Any, place: str) -> list[str]:
-    """The texts of a content: a string, a list of blocks, or whatever else a tool gave. Raises InvalidRequest."""
-    if isinstance(content, list) and all(isinstance(one, str | dict) for one in content):
-        return [text_of_block(one, f"{place}[{i}]") for i, one in enumerate(content)]
+def texts_of(content: Any, place: str, levels: int = _MAX_LEVELS) -> list[str]:
+    """The texts of a content: a string, a block, a list of blocks, or whatever else a tool gave.
+
+    Raises InvalidRequest for media.
+    """
+    if isinstance(content, dict) and isinstance(content.get("type"), str):
+        return [text_of_block(content, place, levels)]
+    if isinstance(content, list) and levels and all(isinstance(one, str | dict) for one in content):
+        return [text_of_block(one, f"{place}[{i}]", levels) for i, one in enumerate(content)]
     check_text_only(content, place)
     return [text_of(content)]
 
 
-def text_of_block(block: Any, place: str) -> str:
+def text_of_block(block: Any, place: str, levels: int = _MAX_LEVELS) -> str:
     """What the block says, behind its other members, if it has any. Raises InvalidRequest for media."""
-    if not isinstance(block, dict):
+    if not isinstance(block, dict) or not levels:  # each level copies the text below it
         return text_of(block)
     check_text_only(block, place)
-    shown = {name: one for name, one in block.items() if one is not None and name not in _NOT_SHOWN}
-    body = next((name for name in _BODIES if isinstance(shown.get(name), str | list | dict)), None)
-    if isinstance(shown.get("content"), str | list) and isinstance(shown.get("source"), str):
-        body = "content"
-    said = "" if body is None else _said(shown.pop(body), f"{place}.{body}")
+    shown = {name: one for name, one in block.items() if one is not None and not _is_hidden(name)}
+    bodies = [name for name in _BODIES if isinstance(shown.get(name), list | dict)]
+    bodies += [name for name in _BODIES if isinstance(shown.get(name), str)]
+    said = _said(shown.pop(bodies[0]), f"{place}.{bodies[0]}", levels - 1) if bodies else ""
     others = "" if shown.keys() <= {"type"} else text_of(shown)
     return "\n".join(filter(None, (others, said)))
 
 
-def _said(body: Any, place: str) -> str:
+def _said(body: Any, place: str, levels: int) -> str:
     """Of the member that holds what a block says. A source of text is like the content that it has."""
     if isinstance(body, dict) and body.keys() <= {"type", "media_type", "data", "content"}:
         body = body.get("content", body.get("data"))
-    return "\n".join(filter(None, texts_of(body, place)))
+    return "\n".join(filter(None, texts_of(body, place, levels)))
 
 
 def says_anything(block: dict[str, Any]) -> bool:
@@ -103,8 +107,12 @@ def says_anything(block: dict[str, Any]) -> bool:
     return any(
         isinstance(one, str) or name in _BODIES
         for name, one in block.items()
-        if one and name not in _OPAQUE and name not in _NOT_SHOWN and not name.startswith("encrypted")
+        if one and name not in _OPAQUE and not _is_hidden(name)
     )
+
+
+def _is_hidden(name: str) -> bool:
+    return name in _NOT_SHOWN or name.startswith("encrypted")
 
 
 def _shown(value: Any, levels: int) -> Any:

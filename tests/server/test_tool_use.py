@@ -126,6 +126,7 @@ def test_tools_that_are_allowed() -> None:
     hosted = {"type": "custom", "custom": {"name": "c"}}
     assert read(allowed("auto", tool("g"), hosted)) == (["g"], False, True, True)
     assert read(allowed("auto", hosted)) == ([], False, True, False)
+    assert tool_use(body(tools=tools, tool_choice=allowed("auto", hosted))).shown is tools, "the prompt stays the same"
     for wrong in (
         allowed("any", tool("g")), allowed("auto", 5), allowed("auto", tool("other")), allowed("required"),
         allowed("required", hosted), {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}},
@@ -167,6 +168,30 @@ def test_schemas_as_clients_write_them(parameters: Any) -> None:
     (function,) = tool_use(body(tools=[tool(parameters=parameters, description=None, strict=None)])).functions
     assert function.parameters["type"] == "object"
     assert None not in function.parameters.values()
+
+
+LOOSE = {"type": "OBJECT", "description": None, "required": ["a", None], "properties": {
+    "a": None, "b": "string", "c": {"type": "ARRAY", "items": {"type": "Object", "properties": {"d": "NUMBER"}}},
+    "e": {"anyOf": [{"type": ["STRING", "null"]}, {"enum": None, "default": None}]}, "f": True}}  # fmt: skip
+MEANT = {"type": "object", "required": ["a"], "properties": {
+    "a": {}, "b": {"type": "string"}, "c": {"type": "array", "items": {
+        "type": "object", "properties": {"d": {"type": "number"}}}},
+    "e": {"anyOf": [{"type": ["string", "null"]}, {"default": None}]}, "f": True}}  # fmt: skip
+
+
+@pytest.mark.anyio
+async def test_schemas_that_are_not_strict_are_read_as_they_are_meant(tokenizer: Tokenizer) -> None:
+    one = body(tools=[tool(parameters=LOOSE)], tool_choice="required")
+    (function,) = tool_use(one).functions
+    assert function.parameters["required"] == ["a"]
+    assert function.parameters["properties"].keys() == LOOSE["properties"].keys()
+    assert function.parameters["properties"]["c"]["type"] == "array", "a parser of XML reads it"
+    source = await chat_grammar_source(one, tool_use(one), FORMATS["hermes"], tokenizer, {})
+    assert source is not None
+    assert source.message is not None
+    assert source.message.functions == (("f", MEANT),)
+    with pytest.raises(InvalidRequest, match="parameters.properties"):
+        tool_use(body(tools=[tool(parameters=LOOSE, strict=True)]))
 
 
 def test_definitions_are_inlined_once() -> None:
