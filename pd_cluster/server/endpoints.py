@@ -23,7 +23,6 @@ from pd_cluster.server.generation_request import GenerationRequest, KnownAnswer,
 from pd_cluster.server.generation_stream import GenerationStream
 from pd_cluster.server.grammar_source import grammar_source
 from pd_cluster.server.messages_shape import MessagesShape
-from pd_cluster.server.normal_messages import normal_messages
 from pd_cluster.server.output_parser import DEFAULT_OPTIONS, ParserOptions
 from pd_cluster.server.prefill_endpoint import (
     answer_prefill_stream,
@@ -144,7 +143,7 @@ async def _chat(
     logprobs = chat_num_logprobs(body)
     use = tool_use(body, reply.dialect.tool_limits)
     check_format(use, state.tool_format, has_parser=state.output_parser is not None)
-    messages = normal_messages(body.messages)
+    messages = body.messages
     options = reasoning_options(body) | template_options(body)
     params = body.kv_transfer_params
     # A stream that goes on behind midnight has the prompt of the day on which it began

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import deque
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -42,13 +41,14 @@ def adapt(messages: Sequence[Message], traits: TemplateTraits) -> list[Message]:
     sequence, calls = _Sequence(traits), _Calls(traits)
     for message in messages:
         role = message["role"]
-        if role != "tool":
-            sequence.add_all(calls.rest())
         if role == "assistant" and message.get("tool_calls"):
             sequence.add_all(calls.called(message))
-        elif role == "tool":
+            continue
+        if role == "tool":
             sequence.add_all(calls.result(message))
-        elif role == "developer" and not traits.has_developer:
+            continue
+        sequence.add_all(calls.rest())
+        if role == "developer" and not traits.has_developer:
             sequence.add(message | {"role": "system"})
         else:
             sequence.add(message)
@@ -81,37 +81,37 @@ class _Calls:
         self._traits = traits
         self._num_calls = 0
         self._names: dict[str, str] = {}  # of the called functions, by the ids of the calls
-        self._open: deque[str] = deque()  # ids without a result
-        self._held: dict[str, Message] = {}  # calls of the last message that are not yet written, by id
-        self._head: Message = {}  # what their message has beside them
+        self._open: list[str] = []  # ids without a result
+        # Calls, and what their message has beside them, which goes with the first one that is written
+        self._held: list[tuple[list[Message], Message]] = []
+        self._has_result = True  # since the last call
 
     def called(self, message: Message) -> Iterator[Message]:
         traits = self._traits
+        if self._has_result:  # else this is one more of the messages that call together
+            yield from self.rest()
+            self._open.clear()
+            self._has_result = False
         calls = [self._numbered(call) for call in message["tool_calls"]]
-        self._open = deque(call["id"] for call in calls)
+        self._open += [call["id"] for call in calls]
         self._names |= {call["id"]: call["function"]["name"] for call in calls}
         head = {key: value for key, value in message.items() if key != "tool_calls"}
         if traits.calls_as_text:
             yield head | {"content": NEIGHBOURS.join(filter(None, [head["content"], *map(_call_text, calls)]))}
-            return
-        if not head["content"].strip():
-            head |= {"content": ""}
-        elif not traits.text_beside_calls:
-            yield {"role": "assistant", "content": head["content"]}
-            head |= {"content": ""}
-        if traits.parallel_calls:
-            yield self._message(head, calls)
+        elif traits.parallel_calls:
+            yield from self._written(head, calls)
         else:
-            self._head, self._held = head, {call["id"]: call for call in calls}
+            beside = [head]
+            self._held += [(beside, call) for call in calls]
 
     def result(self, message: Message) -> Iterator[Message]:
-        call_id = message.get("tool_call_id")
-        if not isinstance(call_id, str):  # OpenAI's older form
-            call_id = self._open[0] if self._open else ""
+        self._has_result = True
+        call_id = message.get("tool_call_id") or self._first_open(message.get("name"))
         if call_id in self._open:
             self._open.remove(call_id)
         if self._held:
-            yield self._release(call_id if call_id in self._held else next(iter(self._held)))
+            ids = [call["id"] for _, call in self._held]
+            yield from self._release(*self._held.pop(ids.index(call_id) if call_id in ids else 0))
         if self._traits.results is ResultForm.TEXT:
             yield as_user(message)
             return
@@ -122,26 +122,35 @@ class _Calls:
 
     def rest(self) -> Iterator[Message]:
         """The calls without a result."""
-        while self._held:
-            yield self._release(next(iter(self._held)))
+        held, self._held, self._has_result = self._held, [], True
+        for one in held:
+            yield from self._release(*one)
 
-    def _release(self, call_id: str) -> Message:
-        head, self._head = self._head, {"role": "assistant", "content": ""}
-        return self._message(head, [self._held.pop(call_id)])
+    def _release(self, beside: list[Message], call: Message) -> Iterator[Message]:
+        return self._written(beside.pop() if beside else {"role": "assistant", "content": ""}, [call])
+
+    def _first_open(self, name: Any) -> str:
+        """The call that a result without an id answers: the first one of the function, else the first one."""
+        named = (call_id for call_id in self._open if self._names[call_id] == name)
+        return next(named, self._open[0] if self._open else "")
 
     def _numbered(self, call: Message) -> Message:
         """With an id: OpenAI's older form has none."""
         self._num_calls += 1
-        return call if isinstance(call.get("id"), str) else call | {"id": f"call_{self._num_calls}"}
+        return call if call.get("id") else call | {"id": f"call_{self._num_calls}"}
 
-    def _message(self, head: Message, calls: list[Message]) -> Message:
+    def _written(self, head: Message, calls: list[Message]) -> Iterator[Message]:
+        if head["content"].strip() and not self._traits.text_beside_calls:
+            yield {"role": "assistant", "content": head["content"]}
+            head = head | {"content": ""}
+        elif not head["content"].strip():
+            head = head | {"content": ""}
         message = head | {"tool_calls": [self._formed(call) for call in calls]}
-        if head["content"] or self._traits.no_content is NoContent.EMPTY:
-            return message
-        if self._traits.no_content is NoContent.NULL:
-            return message | {"content": None}
-        del message["content"]
-        return message
+        if not head["content"] and self._traits.no_content is NoContent.NULL:
+            message["content"] = None
+        elif not head["content"] and self._traits.no_content is NoContent.ABSENT:
+            del message["content"]
+        yield message
 
     def _formed(self, call: Message) -> Message:
         traits, function = self._traits, call["function"]

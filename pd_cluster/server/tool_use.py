@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MAX_DEPTH = 96  # levels of a schema: llguidance reads 128, and functions here recurse by level
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")  # OpenAI's, and the dot of MCP servers
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
+_NAMED = frozenset(("function", "name"))  # what a function has, whatever its API
 _CHOICES = ("none", "auto", "required")
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 _MAPS, _LISTS = ("properties", "$defs", "definitions", "patternProperties"), ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -49,29 +50,46 @@ class ToolUse:
 
 def leave_out_tools(body: ChatBody) -> set[str]:
     """Take tools out of the body that are no functions: other kinds have no schema. Returns their names."""
-    kinds = {str(tool.get("type")) for tool in body.tools or () if "type" in tool and not _is_function(tool)}
-    if body.tools is not None and kinds:
-        body.tools = [tool for tool in body.tools if "type" not in tool or _is_function(tool)]
-    return {f"tools.{kind}" for kind in kinds}
+    foreign = [tool for tool in body.tools or () if not _is_function(tool)]
+    if body.tools is not None and foreign:
+        body.tools = [tool for tool in body.tools if _is_function(tool)]
+    return {f"tools.{tool.get('type') or next(iter(tool))}" for tool in foreign}
 
 
 def _is_function(tool: dict[str, Any]) -> bool:
-    return tool["type"] == "function" or not isinstance(tool["type"], str)
+    """Other APIs' tools without a type have one member: `google_search`. Errors name what is hardly a tool."""
+    kind = tool.get("type")
+    return (
+        not tool or "name" in tool or "function" in tool
+        if kind is None
+        else kind == "function" or not isinstance(kind, str)
+    )
+
+
+def choice_of(given: Any) -> Any:
+    """A `tool_choice` in the form of any API as one of `_CHOICES`, or as an object of chat."""
+    kind = given.get("type", "function") if isinstance(given, dict) else given
+    if kind == "any" or (isinstance(given, dict) and kind in _CHOICES):
+        return "required" if kind == "any" else kind
+    if kind in ("function", "tool") and isinstance(given, dict) and "name" in given:
+        return {"type": "function", "function": {"name": given["name"]}}
+    return given
 
 
 def tool_use(body: ChatBody, limits: ToolLimits = OPENAI.tool_limits) -> ToolUse:
     """What the body says. `limits`: of the client's API. Raises InvalidRequest that names the wrong place."""
     functions = _functions(body.tools or [], limits)
-    choice = body.tool_choice
+    choice = choice_of(body.tool_choice)
     if choice is not None and not isinstance(choice, dict) and choice not in _CHOICES:
         raise InvalidRequest(f"tool_choice must be {', '.join(_CHOICES)} or name a function", "tool_choice")
     if choice not in (None, "none", "auto") and not functions:
         raise InvalidRequest("tool_choice needs tools that this server serves, which are functions", "tool_choice")
     if choice == "none" or not functions:
         return ToolUse()
-    parallel = body.parallel_tool_calls is not False
+    of_messages = body.tool_choice if isinstance(body.tool_choice, dict) else {}
+    parallel = body.parallel_tool_calls is not False and not of_messages.get("disable_parallel_tool_use")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        return _allowed(body, functions, choice.get("allowed_tools"), parallel)
+        return _allowed(body, functions, choice.get("allowed_tools", choice), parallel)
     if isinstance(choice, dict):
         functions = _of_names(functions, [_named(choice, "tool_choice")])
         parallel = False
@@ -106,7 +124,8 @@ def _of_names(functions: tuple[Function, ...], names: list[str]) -> tuple[Functi
 
 def _named(choice: dict[str, Any], place: str) -> str:
     """The function of `{"type": "function", "function": {"name": ...}}`."""
-    if choice.get("type") != "function":
+    choice = choice_of(choice)
+    if choice.get("type", "function") != "function":
         raise InvalidRequest(f"{place}.type must be function", "tool_choice", "unsupported_value")
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
@@ -128,7 +147,7 @@ def _functions(tools: list[dict[str, Any]], limits: ToolLimits) -> tuple[Functio
 
 
 def _function(tool: dict[str, Any], place: str, name_chars: int) -> Function:
-    if tool.get("type") != "function":
+    if tool.get("type", "function") != "function":
         raise InvalidRequest(f"{place}.type must be function", "tools", "unsupported_value")
     given, place = tool.get("function"), f"{place}.function"
     if not isinstance(given, dict):
