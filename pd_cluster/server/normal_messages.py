@@ -15,6 +15,7 @@ import msgspec
 
 from pd_cluster.errors import InvalidRequest
 from pd_connectors.protocol.text_chain import TEXT_PARTS
+from pd_http.dialect import MAX_ENTRIES
 from pd_http.left_out import LeftOut
 from pd_http.readable import check_text_only, says_anything, text_of, text_of_block, texts_of
 
@@ -29,6 +30,7 @@ _CALL = re.compile(r"(\w+_)?(tool|function)[_-](use|call)")
 _RESULT = re.compile(r"(\w+_)?(tool|function)([_-]call)?[_-](result|output|response)")
 _REASONING = re.compile("thinking|reasoning")
 _IDS = ("tool_call_id", "call_id", "tool_use_id", "toolCallId")
+_CALL_IDS = (*_IDS, "id")
 _NAMES = ("name", "tool_name", "toolName")
 _ARGUMENTS = ("arguments", "input", "args", "parameters")
 _RESULTS = ("content", "output", "result")
@@ -37,7 +39,9 @@ _THOUGHTS = ("thinking", "reasoning", "text", "content", "summary")
 _OF_TEXT = frozenset(("type", "text", "refusal", "annotations", "cache_control", "logprobs"))
 _AS_TEXT = ("reasoning_content", "thinking", "reasoning")  # transformers gives templates the one that they read
 _AS_BLOCKS = frozenset((*_AS_TEXT, "thinking_blocks", "reasoning_details"))
-_MEDIA = ("images", "videos", "audios")  # of a message
+_MEMBERS = frozenset(("role", "content", "name"))  # all that most messages have
+_PLAIN = {"tool": _MEMBERS | {"tool_call_id"}, "function": frozenset[str]()}
+_MEDIA = frozenset(("images", "videos", "audios"))  # of a message
 _MAX_TYPE_CHARS = 64
 
 
@@ -65,32 +69,40 @@ def normal_messages(messages: list[Message], left_out: LeftOut | None = None) ->
 class _Reader:
     def __init__(self, left_out: LeftOut) -> None:
         self._left_out = left_out
+        self._num_parts = 0
 
     def read(self, given: Message, place: str) -> list[Message]:
         role = given.get("role")
         if role not in _ROLES:
             raise InvalidRequest(f"{place}.role must be one of {', '.join(_ROLES)}", "messages")
         message = {key: value for key, value in given.items() if value is not None}
+        texts = (message.get("content"), message.get("tool_call_id", ""))
+        if message.keys() <= _PLAIN.get(role, _MEMBERS) and all(isinstance(text, str) for text in texts):
+            return [message]
         if role in ("tool", "function"):
             role = message["role"] = "tool"
             message = {key: one for key, one in message.items() if key != "tool_call_id"} | _about(message)
-        if media := next((name for name in _MEDIA if message.get(name)), None):
-            check_text_only({"type": "image"}, f"{place}.{media}")
+        for media in _MEDIA.intersection(message):
+            check_text_only({"type": "image"} if message[media] else None, f"{place}.{media}")
         said = self._said(message.get("content"), role, f"{place}.content")
         self._take_members(message, said, place)
         message["content"] = "\n".join(said.texts)
-        if role == "assistant":
+        if role == "assistant" or not said.results:
             return [message, *said.results]
         if role == "tool":  # several results in one message
             said = said._replace(results=[message | one for one in said.results])
-        return [*said.results, *([message] if said.texts or not said.results else [])]
+        return [*said.results, *([message] if said.texts else [])]
 
     def _said(self, content: Any, role: str, place: str) -> _Said:
         said = _Said([], [], [], [])
         if isinstance(content, str):
             said.texts.append(content)
         elif isinstance(content, list) or (isinstance(content, dict) and (role == "tool" or "type" in content)):
-            for i, part in enumerate(content if isinstance(content, list) else [content]):
+            parts = content if isinstance(content, list) else [content]
+            self._num_parts += len(parts)
+            if self._num_parts > MAX_ENTRIES:
+                raise InvalidRequest(f"messages has more than {MAX_ENTRIES} parts", "messages")
+            for i, part in enumerate(parts):
                 self._take(part, role, f"{place}[{i}]", said)
         elif role == "tool":
             said.texts.append(text_of(content))
@@ -143,18 +155,20 @@ class _Reader:
 
     def _take_members(self, message: Message, said: _Said, place: str) -> None:
         """Take what a message has beside its content: a refusal, speech, calls, reasoning."""
-        audio = message.pop("audio", None)
+        audio, refusal = message.pop("audio", None), message.pop("refusal", None)
         spoken = audio.get("transcript") if isinstance(audio, dict) else None
         if audio and not spoken:
             self._left_out.add("member", "messages.audio")
-        said.texts.extend(one for one in (spoken, message.pop("refusal", None)) if one and isinstance(one, str))
+        said.texts.extend([one for one in (spoken, refusal) if one and isinstance(one, str)])
         calls, called = message.pop("tool_calls", None), message.pop("function_call", None)
         calls = [calls] if isinstance(calls, dict) else calls or ([] if called is None else [{"function": called}])
         if not isinstance(calls, list):
             raise InvalidRequest(f"{place}.tool_calls must be a list of function calls", "messages")
         calls = [_normal_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
-        ids = {call.get("id") for call in calls}  # clients may send a call both ways
-        if calls := calls + [call for call in said.calls if not calls or call.get("id") not in ids]:
+        if said.calls:  # clients may send a call both ways
+            ids = {call["id"] for call in calls if "id" in call}
+            calls += [call for call in said.calls if call.get("id") not in ids]
+        if calls:
             message["tool_calls"] = calls
         if said.reasoning or not _AS_BLOCKS.isdisjoint(message):
             self._take_reasoning(message, said.reasoning)
@@ -176,7 +190,10 @@ class _Reader:
 
 
 def _first(given: Message, names: Sequence[str]) -> Any:
-    return next((given[name] for name in names if given.get(name) is not None), None)
+    for name in names:
+        if (value := given.get(name)) is not None:
+            return value
+    return None
 
 
 def _thought(block: Any) -> str:
@@ -196,8 +213,9 @@ def _about(result: Message) -> Message:
 def _normal_call(call: Any, place: str) -> Message:
     """A call in the form of chat, of one in the form of chat or of another API. A custom tool takes one text."""
     given = call if isinstance(call, dict) else {}
-    custom = given.get("custom", given if "custom_" in str(given.get("type")) else None)
-    function = given.get("function") or custom
+    function, custom = given.get("function"), None
+    if not function:
+        function = custom = given.get("custom", given if "custom_" in str(given.get("type")) else None)
     if function is None and _first(given, _NAMES) is not None:
         function = {"name": _first(given, _NAMES), "arguments": _first(given, _ARGUMENTS)}
     if not isinstance(function, dict):
@@ -205,10 +223,10 @@ def _normal_call(call: Any, place: str) -> Message:
     name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(name, str | None):
         raise InvalidRequest(f"{place}.function.name must be a string", "messages")
-    if function is custom:
+    if custom is not None:
         function, arguments = {}, {"input": custom.get("input")}
     if not isinstance(arguments, str | dict | None):
         arguments = msgspec.json.encode(arguments).decode()
-    call_id = _first(given, (*_IDS, "id"))
+    call_id = _first(given, _CALL_IDS)
     about = {"id": str(call_id)} if call_id and isinstance(call_id, str | int) else {}
     return {"type": "function", **about, "function": function | {"name": name or "", "arguments": arguments or {}}}
