@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 MAX_DEPTH = 96  # levels of a schema: llguidance reads 128, and functions here recurse by level
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")  # OpenAI's, and the dot of MCP servers
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
-_NAMED = frozenset(("function", "name"))  # what a function has, whatever its API
 _CHOICES = ("none", "auto", "required")
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 _MAPS, _LISTS = ("properties", "$defs", "definitions", "patternProperties"), ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -59,11 +58,9 @@ def leave_out_tools(body: ChatBody) -> set[str]:
 def _is_function(tool: dict[str, Any]) -> bool:
     """Other APIs' tools without a type have one member: `google_search`. Errors name what is hardly a tool."""
     kind = tool.get("type")
-    return (
-        not tool or "name" in tool or "function" in tool
-        if kind is None
-        else kind == "function" or not isinstance(kind, str)
-    )
+    if kind is None:
+        return not tool or "name" in tool or "function" in tool
+    return kind == "function" or not isinstance(kind, str)
 
 
 def choice_of(given: Any) -> Any:

@@ -111,6 +111,8 @@ def result(name: str, content: str = "r") -> dict[str, Any]:
         ("one call", [said("user", "u"), called("{}"), called("{}", names="g"), result("g"), called("{}", names="h"),
                       result("h", "s")],
          "<|user|>u\n<call>g{}<|tool|>r\n<call>f{}<call>h{}<|tool|>s\n"),
+        ("one call", [said("user", "u"), called("{}", "{}", content="t"), result("g"), result("f", "s")],
+         "<|user|>u\n<|assistant|>t\n<call>g{}<|tool|>r\n<call>f{}<|tool|>s\n"),
         ("one call", [said("user", "u"), called("{}", "{}", names="ff"), result("f"), result("f", "s")],
          "<|user|>u\n<call>f{}<|tool|>r\n<call>f{}<|tool|>s\n"),
         ("one call", [said("user", "u"), called("{}", "{}"), {"role": "tool", "name": "g", "content": "r"},
