@@ -9,7 +9,7 @@ from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.grammar_source import GrammarSource, grammar_source
 from pd_cluster.server.message_grammar import MessageForm
 from pd_cluster.server.output_parser import ParserOptions
-from pd_cluster.server.tool_use import inlined
+from pd_cluster.server.tool_use import inlined, loosened
 
 if TYPE_CHECKING:
     from pd_cluster.server.schema import ChatBody
@@ -63,7 +63,8 @@ async def chat_grammar_source(
     if not use.functions and thinking == "no":
         return source
     functions = tuple(
-        (one.name, one.parameters if use.required or one.strict else _ANY_ARGUMENTS) for one in use.functions
+        (one.name, one.parameters if one.strict else loosened(one.parameters) if use.required else _ANY_ARGUMENTS)
+        for one in use.functions
     )
     strict = tuple(one.name for one in use.functions if one.strict)
     form = MessageForm(tool_format.name, functions, use.required, use.parallel, strict, thinking)

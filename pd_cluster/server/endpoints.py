@@ -6,7 +6,6 @@ import asyncio
 import uuid
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,7 +23,6 @@ from pd_cluster.server.generation_request import GenerationRequest, KnownAnswer,
 from pd_cluster.server.generation_stream import GenerationStream
 from pd_cluster.server.grammar_source import grammar_source
 from pd_cluster.server.messages_shape import MessagesShape
-from pd_cluster.server.normal_messages import normal_messages
 from pd_cluster.server.output_parser import DEFAULT_OPTIONS, ParserOptions
 from pd_cluster.server.prefill_endpoint import (
     answer_prefill_stream,
@@ -56,6 +54,7 @@ from pd_cluster.server.template_stability import Decider
 from pd_cluster.server.tool_use import tool_use
 from pd_cluster.server.translated_body import translated
 from pd_http.dialects import MESSAGES, RESPONSES
+from pd_http.left_out import EMPTY
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -136,7 +135,7 @@ async def _chat(
     reply: CountedReply,
     raw: bytes,
     shape: Callable[..., ResponseShape],
-    left_out: Mapping[str, Kind] = MappingProxyType({}),
+    left_out: Mapping[str, Kind] = EMPTY,
 ) -> None:
     """`raw`: a chat body. `left_out`: what of the client's own body is not in it."""
     body = decoded(state, reply, raw, ChatBody, left_out)
@@ -144,7 +143,7 @@ async def _chat(
     logprobs = chat_num_logprobs(body)
     use = tool_use(body, reply.dialect.tool_limits)
     check_format(use, state.tool_format, has_parser=state.output_parser is not None)
-    messages = normal_messages(body.messages)
+    messages = body.messages
     options = reasoning_options(body) | template_options(body)
     params = body.kv_transfer_params
     # A stream that goes on behind midnight has the prompt of the day on which it began

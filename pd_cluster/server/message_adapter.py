@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -42,13 +42,14 @@ def adapt(messages: Sequence[Message], traits: TemplateTraits) -> list[Message]:
     sequence, calls = _Sequence(traits), _Calls(traits)
     for message in messages:
         role = message["role"]
-        if role != "tool":
-            sequence.add_all(calls.rest())
         if role == "assistant" and message.get("tool_calls"):
             sequence.add_all(calls.called(message))
-        elif role == "tool":
+            continue
+        if role == "tool":
             sequence.add_all(calls.result(message))
-        elif role == "developer" and not traits.has_developer:
+            continue
+        sequence.add_all(calls.rest())
+        if role == "developer" and not traits.has_developer:
             sequence.add(message | {"role": "system"})
         else:
             sequence.add(message)
@@ -82,37 +83,43 @@ class _Calls:
         self._num_calls = 0
         self._names: dict[str, str] = {}  # of the called functions, by the ids of the calls
         self._named: dict[str, str] = {}  # ids with the names in them, by the ids of the calls
-        self._open: deque[str] = deque()  # ids without a result
-        self._held: dict[str, Message] = {}  # calls of the last message that are not yet written, by id
-        self._head: Message = {}  # what their message has beside them
+        self._open: OrderedDict[int, str] = OrderedDict()  # ids of calls without a result, by the calls' numbers
+        self._by_id: defaultdict[str, deque[int]] = defaultdict(deque)  # these numbers, and some of others
+        self._by_name: defaultdict[str, deque[int]] = defaultdict(deque)
+        # Calls, and what their message has beside them, which goes with the first one that is written
+        self._held: OrderedDict[int, tuple[list[Message], Message]] = OrderedDict()
+        self._has_result = True  # since the last call
 
     def called(self, message: Message) -> Iterator[Message]:
         traits = self._traits
+        if self._has_result:  # else this is one more of the messages that call together
+            yield from self.rest()
+            for table in (self._open, self._by_id, self._by_name):
+                table.clear()
+            self._has_result = False
+        first = self._num_calls
         calls = [self._numbered(call) for call in message["tool_calls"]]
-        self._open = deque(call["id"] for call in calls)
+        for number, call in enumerate(calls, first):
+            self._open[number] = call["id"]
+            self._by_id[call["id"]].append(number)
+            self._by_name[call["function"]["name"]].append(number)
         self._names |= {call["id"]: call["function"]["name"] for call in calls}
         head = {key: value for key, value in message.items() if key != "tool_calls"}
         if traits.calls_as_text:
             yield head | {"content": NEIGHBOURS.join(filter(None, [head["content"], *map(_call_text, calls)]))}
-            return
-        if not head["content"].strip():
-            head |= {"content": ""}
-        elif not traits.text_beside_calls:
-            yield {"role": "assistant", "content": head["content"]}
-            head |= {"content": ""}
-        if traits.parallel_calls:
-            yield self._message(head, calls)
+        elif traits.parallel_calls:
+            yield from self._written(head, calls)
         else:
-            self._head, self._held = head, {call["id"]: call for call in calls}
+            beside = [head]
+            self._held.update((number, (beside, call)) for number, call in enumerate(calls, first))
 
     def result(self, message: Message) -> Iterator[Message]:
-        call_id = message.get("tool_call_id")
-        if not isinstance(call_id, str):  # OpenAI's older form
-            call_id = self._open[0] if self._open else ""
-        if call_id in self._open:
-            self._open.remove(call_id)
+        self._has_result = True
+        number = self._answered(message)
+        call_id = message.get("tool_call_id") or self._open.get(number, "")
+        self._open.pop(number, None)
         if self._held:
-            yield self._release(call_id if call_id in self._held else next(iter(self._held)))
+            yield from self._release(*self._held.pop(number if number in self._held else next(iter(self._held))))
         if self._traits.results is ResultForm.TEXT:
             yield as_user(message)
             return
@@ -123,28 +130,44 @@ class _Calls:
 
     def rest(self) -> Iterator[Message]:
         """The calls without a result."""
-        while self._held:
-            yield self._release(next(iter(self._held)))
+        held, self._held, self._has_result = self._held, OrderedDict(), True
+        for one in held.values():
+            yield from self._release(*one)
 
-    def _release(self, call_id: str) -> Message:
-        head, self._head = self._head, {"role": "assistant", "content": ""}
-        return self._message(head, [self._held.pop(call_id)])
+    def _release(self, beside: list[Message], call: Message) -> Iterator[Message]:
+        return self._written(beside.pop() if beside else {"role": "assistant", "content": ""}, [call])
+
+    def _answered(self, message: Message) -> int:
+        """The number of the call that a result answers; without an id the first one of the function, else of all.
+
+        -1: none. Each number is looked at once for its id and once for its name.
+        """
+        call_id = message.get("tool_call_id")
+        numbers = self._by_id.get(call_id) if call_id else self._by_name.get(str(message.get("name")))
+        while numbers:
+            if (number := numbers.popleft()) in self._open:
+                return number
+        return -1 if call_id else next(iter(self._open), -1)
 
     def _numbered(self, call: Message) -> Message:
         """With an id: OpenAI's older form has none."""
         self._num_calls += 1
-        call = call if isinstance(call.get("id"), str) else call | {"id": f"call_{self._num_calls}"}
+        call = call if call.get("id") else call | {"id": f"call_{self._num_calls}"}
         self._named[call["id"]] = f"functions.{call['function']['name']}:{self._num_calls - 1}"
         return call
 
-    def _message(self, head: Message, calls: list[Message]) -> Message:
+    def _written(self, head: Message, calls: list[Message]) -> Iterator[Message]:
+        if head["content"].strip() and not self._traits.text_beside_calls:
+            yield {"role": "assistant", "content": head["content"]}
+            head = head | {"content": ""}
+        elif not head["content"].strip():
+            head = head | {"content": ""}
         message = head | {"tool_calls": [self._formed(call) for call in calls]}
-        if head["content"] or self._traits.no_content is NoContent.EMPTY:
-            return message
-        if self._traits.no_content is NoContent.NULL:
-            return message | {"content": None}
-        del message["content"]
-        return message
+        if not head["content"] and self._traits.no_content is NoContent.NULL:
+            message["content"] = None
+        elif not head["content"] and self._traits.no_content is NoContent.ABSENT:
+            del message["content"]
+        yield message
 
     def _formed(self, call: Message) -> Message:
         traits, function = self._traits, call["function"]

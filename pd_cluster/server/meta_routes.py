@@ -147,14 +147,15 @@ def _kv(state: NodeState) -> dict[str, Any]:
 
 
 async def _tokenize(state: NodeState, raw: bytes) -> Response:
-    body, ignored = decode_body(raw, TokenizeBody)
+    body, unread = decode_body(raw, TokenizeBody)
+    ignored = LeftOut(dict.fromkeys(unread, "field"))
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
     limit = state.ready.max_model_len
     if body.messages is not None:
         ids = await state.tokenizer.encode_chat(
-            normal_messages(body.messages),
+            normal_messages(body.messages, ignored),
             body.tools,
             template_options(body),
             max_tokens=limit,
@@ -176,11 +177,13 @@ async def _count_tokens(state: NodeState, raw: bytes) -> Response:
     body, unread = decode_body(one.chat, ChatBody)
     state.check_model(body.model)
     left_out = LeftOut(one.left_out)
-    left_out.add_all("field", unread)
+    for name in unread:
+        left_out.add("field", name)
+    messages = normal_messages(body.messages, left_out)
     state.metrics.count_left_out(left_out)
     check_prompt_and_tokens(body)
     ids = await state.tokenizer.encode_chat(
-        normal_messages(body.messages),
+        messages,
         tool_use(body, dialect_of(COUNT_TOKENS).tool_limits).shown,
         reasoning_options(body) | template_options(body),
         max_tokens=state.ready.max_model_len,

@@ -49,9 +49,14 @@ class PromptSteps:
         self.steps: Steps = ()
 
     def name_text(self, encoded: Encoded, contents: Sequence[str], deciders: Sequence[Decider]) -> None:
-        """`contents`: those of the messages, or the prompt. `deciders`: see `TemplateStability`."""
+        """`contents`: those of the messages, or the prompt. `deciders`: see `TemplateStability`.
+
+        There are no names where one message of the client became several.
+        """
         canonical = self._canonical()
-        if canonical is not None and not canonical.is_ids and encoded.has_ends:
+        if canonical is None or len(contents) != len(canonical.starts):
+            return
+        if not canonical.is_ids and encoded.has_ends:
             places = _Places(_spans(encoded.text, contents, canonical.starts, deciders))
             self._name(self._ends(encoded, places), canonical)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.schema import ChatBody
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_SAME_EFFORTS = {"max": "xhigh", "ultra": "xhigh"}  # other names of the most
 # The names that chat templates give to the switch (Qwen3, DeepSeek V3.1) and to the amount (gpt-oss)
 _ARGUMENTS = re.compile(r"\b(enable_thinking|thinking|reasoning_effort)\b")
 
@@ -22,7 +23,8 @@ def reasoning_options(body: ChatBody) -> dict[str, Any]:
 
     A chat template that knows only on and off gets on for each effort but "none".
     """
-    effort, thinks = body.reasoning_effort, body.enable_thinking
+    thinks, effort = body.enable_thinking, body.reasoning_effort
+    effort = _SAME_EFFORTS.get(effort or "", effort)
     if effort is not None and effort not in _EFFORTS:
         raise InvalidRequest(f"reasoning_effort must be one of {', '.join(_EFFORTS)}", "reasoning_effort")
     if effort is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from pd_cluster.errors import EngineUnavailable, InvalidRequest, Overloaded
@@ -10,12 +9,13 @@ from pd_cluster.scheduling.turns import crowd_limit
 from pd_cluster.server.beam_fields import check_beam_fields, unread_beam_fields
 from pd_cluster.server.completions import check_best_of
 from pd_cluster.server.fields import ignored_header
+from pd_cluster.server.normal_messages import normal_messages
 from pd_cluster.server.reasoning_options import unread_reasoning_fields
 from pd_cluster.server.request_id import MAX_REQUEST_ID_CHARS, is_request_id
 from pd_cluster.server.sampling import check_prompt_and_tokens, check_room_for_output
 from pd_cluster.server.schema import LISTS, MAX_LISTED_TOKENS, ChatBody, GenerationBody, PromptFields, decode_body
-from pd_cluster.server.tool_use import leave_out_tools
-from pd_http.left_out import LeftOut
+from pd_cluster.server.tool_use import choice_of, leave_out_tools
+from pd_http.left_out import EMPTY, LeftOut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,7 +64,7 @@ def disabled_fields(state: NodeState, body: PromptFields) -> set[str]:
     if not isinstance(body, ChatBody):
         return names
     template = state.tokenizer.chat_template
-    if body.tools and body.tool_choice != "none" and not template.writes_tools:
+    if body.tools and choice_of(body.tool_choice) != "none" and not template.writes_tools:
         names.add("tools")
     return names | unread_reasoning_fields(body, template.texts)
 
@@ -109,11 +109,11 @@ def decoded(
     reply: CountedReply,
     raw: bytes,
     kind: type[Fields],
-    left_out: Mapping[str, Kind] = MappingProxyType({}),
+    left_out: Mapping[str, Kind] = EMPTY,
 ) -> Fields:
     """The body, for a model that this node serves. A header of the answer names what is ignored. Raises PdError.
 
-    `left_out`: what of the client's own body is not in this one.
+    Messages of a chat are in normal form. `left_out`: what of the client's own body is not in this one.
     """
     if state.draining:
         raise EngineUnavailable("this node is shutting down")
@@ -122,10 +122,13 @@ def decoded(
     state.metrics.unknown_fields.inc(len(unread))
     params = reply.dialect.params
     disabled = {params.get(name, name) for name in disabled_fields(state, body)}
-    tools = leave_out_tools(body) if isinstance(body, ChatBody) else ()
     ignored = LeftOut(left_out)
-    ignored.add_all("field", unread | disabled)
-    ignored.add_all("tool", tools)
+    for name in unread | disabled:
+        ignored.add("field", name)
+    if isinstance(body, ChatBody):
+        for name in leave_out_tools(body):
+            ignored.add("tool", name)
+        body.messages = normal_messages(body.messages, ignored)
     state.metrics.count_left_out(ignored)
     reply.headers |= ignored_header(ignored)
     return body

@@ -117,7 +117,7 @@ class ResponsesShape:
             fresh = item | {"content": []} if parts else item
             added = [self._event("response.output_item.added", output_index=block.index, item=fresh)]
             return added + [self._event("response.content_part.added", part=part, **place) for part in parts]
-        text = {"arguments": block.text, "name": block.name} if block.kind == "call" else {"text": block.text} | more
+        text = {"arguments": block.text, "name": item["name"]} if block.kind == "call" else {"text": block.text} | more
         done = [self._event(f"{name}.done", **place, **text)]
         done += [self._event("response.content_part.done", part=part, **place) for part in parts]
         return [*done, self._event("response.output_item.done", output_index=block.index, item=item)]

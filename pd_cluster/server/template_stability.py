@@ -39,7 +39,7 @@ MAX_KINDS = 256  # remembered; clients choose keys and options
 # that tokenizes. A client may send ever new kinds; those that are not tried are decided by nothing until they are.
 MAX_TRIES, TRY_EVERY_S = 48, 2.0
 MAX_OPTION_BYTES = 256
-_CALL_ID, _OTHER_ID = "abcdefghi", "abcdefghj"  # some templates demand nine characters
+_CALL_ID, _OTHER_ID, _LATER_ID = "abcdefghi", "abcdefghj", "abcdefghk"  # some templates demand nine characters
 _LITERALS = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"")
 _TIME_OF_DAY = re.compile(r"%-?[HIMSpcXfTRrs]")
 _MARK = "Zq%d é  <&'\"\\\n z"  # what templates may trim, escape or split
@@ -49,6 +49,8 @@ _CALLS = [{"id": _CALL_ID, "type": "function", "function": {"name": "fq", "argum
 _CALL = {"role": "assistant", "content": "", "tool_calls": _CALLS}
 _RESULT = {"role": "tool", "content": "rq", "tool_call_id": _CALL_ID}
 _OTHER_RESULT = _RESULT | {"tool_call_id": _OTHER_ID}
+_LATER_CALL = _CALL | {"tool_calls": [_CALLS[0] | {"id": _LATER_ID}]}
+_LATER_RESULT = _RESULT | {"tool_call_id": _LATER_ID}
 _BEFORE = (
     (),
     ({"role": "system", "content": "sq"},),
@@ -73,8 +75,8 @@ _AFTER = (
     (_SYSTEM, _ANSWER, _USER),
     (_DEVELOPER,),
     (_DEVELOPER, _USER),
-    (_CALL, _RESULT),
-    (_CALL, _RESULT, _ANSWER, _USER),
+    (_LATER_CALL, _RESULT),
+    (_LATER_CALL, _LATER_RESULT, _ANSWER, _USER),  # they may be written before a call that waits for its result
     (_USER, _CALL, _RESULT, _ANSWER, _USER),
     (_USER, _SYSTEM, _USER),
     (_ANSWER, _SYSTEM, _USER),

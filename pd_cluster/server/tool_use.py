@@ -17,8 +17,9 @@ MAX_DEPTH = 96  # levels of a schema: llguidance reads 128, and functions here r
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")  # OpenAI's, and the dot of MCP servers
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 _CHOICES = ("none", "auto", "required")
-# Members of a schema that some writers of schemas give as null where there is none
-_OFTEN_NULL = ("type", "properties", "required", "$defs", "definitions", "additionalProperties")
+_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+_MAPS, _LISTS = ("properties", "$defs", "definitions", "patternProperties"), ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties", "not")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +49,44 @@ class ToolUse:
 
 def leave_out_tools(body: ChatBody) -> set[str]:
     """Take tools out of the body that are no functions: other kinds have no schema. Returns their names."""
-    kinds = {str(tool.get("type")) for tool in body.tools or () if "type" in tool and not _is_function(tool)}
-    if body.tools is not None and kinds:
-        body.tools = [tool for tool in body.tools if "type" not in tool or _is_function(tool)]
-    return {f"tools.{kind}" for kind in kinds}
+    foreign = [tool for tool in body.tools or () if not _is_function(tool)]
+    if body.tools is not None and foreign:
+        body.tools = [tool for tool in body.tools if _is_function(tool)]
+    return {f"tools.{tool.get('type') or next(iter(tool))}" for tool in foreign}
 
 
 def _is_function(tool: dict[str, Any]) -> bool:
-    return tool["type"] == "function" or not isinstance(tool["type"], str)
+    """Other APIs' tools without a type have one member: `google_search`. Errors name what is hardly a tool."""
+    kind = tool.get("type")
+    if kind is None:
+        return not tool or "name" in tool or "function" in tool
+    return kind == "function" or not isinstance(kind, str)
+
+
+def choice_of(given: Any) -> Any:
+    """A `tool_choice` in the form of any API as one of `_CHOICES`, or as an object of chat."""
+    kind = given.get("type", "function") if isinstance(given, dict) else given
+    if kind == "any" or (isinstance(given, dict) and kind in _CHOICES):
+        return "required" if kind == "any" else kind
+    if kind in ("function", "tool") and isinstance(given, dict) and "name" in given:
+        return {"type": "function", "function": {"name": given["name"]}}
+    return given
 
 
 def tool_use(body: ChatBody, limits: ToolLimits = OPENAI.tool_limits) -> ToolUse:
     """What the body says. `limits`: of the client's API. Raises InvalidRequest that names the wrong place."""
     functions = _functions(body.tools or [], limits)
-    choice = body.tool_choice
+    choice = choice_of(body.tool_choice)
     if choice is not None and not isinstance(choice, dict) and choice not in _CHOICES:
         raise InvalidRequest(f"tool_choice must be {', '.join(_CHOICES)} or name a function", "tool_choice")
     if choice not in (None, "none", "auto") and not functions:
         raise InvalidRequest("tool_choice needs tools that this server serves, which are functions", "tool_choice")
     if choice == "none" or not functions:
         return ToolUse()
-    parallel = body.parallel_tool_calls is not False
+    of_messages = body.tool_choice if isinstance(body.tool_choice, dict) else {}
+    parallel = body.parallel_tool_calls is not False and not of_messages.get("disable_parallel_tool_use")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        return _allowed(body, functions, choice.get("allowed_tools"), parallel)
+        return _allowed(body, functions, choice.get("allowed_tools", choice), parallel)
     if isinstance(choice, dict):
         functions = _of_names(functions, [_named(choice, "tool_choice")])
         parallel = False
@@ -90,7 +106,7 @@ def _allowed(body: ChatBody, functions: tuple[Function, ...], allowed: Any, para
     if not served:
         if required:
             raise InvalidRequest(f"{place} has no function, and others are not served", "tool_choice")
-        return ToolUse()
+        return ToolUse(body.tools)
     functions = _of_names(functions, [_named(one, f"{place}.tools[{i}]") for i, one in enumerate(served)])
     return ToolUse(body.tools, functions, required, parallel, limited=True)
 
@@ -105,7 +121,8 @@ def _of_names(functions: tuple[Function, ...], names: list[str]) -> tuple[Functi
 
 def _named(choice: dict[str, Any], place: str) -> str:
     """The function of `{"type": "function", "function": {"name": ...}}`."""
-    if choice.get("type") != "function":
+    choice = choice_of(choice)
+    if choice.get("type", "function") != "function":
         raise InvalidRequest(f"{place}.type must be function", "tool_choice", "unsupported_value")
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
@@ -127,7 +144,7 @@ def _functions(tools: list[dict[str, Any]], limits: ToolLimits) -> tuple[Functio
 
 
 def _function(tool: dict[str, Any], place: str, name_chars: int) -> Function:
-    if tool.get("type") != "function":
+    if tool.get("type", "function") != "function":
         raise InvalidRequest(f"{place}.type must be function", "tools", "unsupported_value")
     given, place = tool.get("function"), f"{place}.function"
     if not isinstance(given, dict):
@@ -141,20 +158,48 @@ def _function(tool: dict[str, Any], place: str, name_chars: int) -> Function:
         raise InvalidRequest(f"{place}.description must be a string", "tools")
     if not isinstance(given.get("strict"), bool | None):
         raise InvalidRequest(f"{place}.strict must be true or false", "tools")
-    return Function(name, _schema(given.get("parameters"), f"{place}.parameters"), bool(given.get("strict")))
+    is_strict, schema = bool(given.get("strict")), given.get("parameters")
+    if not isinstance(schema, dict | None):
+        raise InvalidRequest(f"{place}.parameters must be a JSON schema, which is an object", "tools")
+    # More levels cost more than the rest of a request, and a parser reads the types of the arguments alone
+    schema = loosened(schema or {}, 1 if is_strict else 2)
+    return Function(name, _object_schema(schema, f"{place}.parameters"), is_strict)
 
 
-def _schema(schema: Any, place: str) -> dict[str, Any]:
-    """The schema of a function's arguments, which are an object; any object where there is none."""
-    if schema is None or schema == {}:
-        return {"type": "object"}
-    if not isinstance(schema, dict):
-        raise InvalidRequest(f"{place} must be a JSON schema, which is an object", "tools")
-    known: dict[str, Any] = {key: one for key, one in schema.items() if one is not None or key not in _OFTEN_NULL}
-    return _object_schema(known, place)
+def loosened(schema: Any, levels: int = MAX_DEPTH) -> Any:
+    """A schema as some writers mean it: null for a member that is not there, a type in capitals, or without an object.
+
+    Below the levels it stays as it is.
+    """
+    if not levels or not isinstance(schema, dict):
+        return schema
+    loose: dict[str, Any] = {key: one for key, one in schema.items() if one is not None or key in ("default", "const")}
+    for key, one in loose.items():
+        if key == "type" and isinstance(one, str | list):
+            loose[key] = _type(one) if isinstance(one, str) else [_type(kind) for kind in one]
+        elif key == "required" and isinstance(one, list):
+            loose[key] = [name for name in one if name is not None]
+        elif key in _MAPS and isinstance(one, dict) and levels > 1:
+            loose[key] = {name: loosened(_as_schema(value), levels - 1) for name, value in one.items()}
+        elif key in _LISTS and isinstance(one, list) and levels > 2:
+            loose[key] = [loosened(value, levels - 1) for value in one]
+        elif key in _SCHEMAS and levels > 2:
+            loose[key] = loosened(one, levels - 1)
+    return loose
+
+
+def _type(kind: Any) -> Any:
+    return kind.lower() if isinstance(kind, str) and kind.lower() in _TYPES else kind
+
+
+def _as_schema(value: Any) -> Any:
+    if value is None:
+        return {}
+    return {"type": value} if isinstance(value, str) and value.lower() in _TYPES else value
 
 
 def _object_schema(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """The schema of a function's arguments, which are an object."""
     kinds = schema.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
         raise InvalidRequest(f"{place}.type must be object", "tools")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _MAX_CHARS = 1024  # those seen have 60 to 90
 # In Messages, all of the first block of `system`: its name, then `key=value;` of the version and a digest of the body
 _FIRST_SYSTEM_BLOCK = {
-    "x-anthropic-billing-header": re.compile(r"x-anthropic-billing-header:(?:\s+[a-z_]+=[^\s;]*;?)+\s*"),
+    "x-anthropic-billing-header": re.compile(r"x-anthropic-billing-header:(?:\s+[\w.-]+=[^\s;]*;?)+\s*"),
 }
 
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
 from pd_http.errors import InvalidRequest
-from pd_http.left_out import known, members_of
+from pd_http.left_out import EMPTY, known, members_of
 from pd_http.sse import SSE_DONE, event_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from pd_http.errors import PdError
     from pd_http.left_out import Kind, LeftOut
@@ -27,8 +26,12 @@ RawFields = Mapping[str, msgspec.Raw]
 Struct = TypeVar("Struct")
 # What msgspec raises: not JSON or of another type, not UTF-8, nested too deeply
 _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-# Turns and blocks, or items and their parts: 10 us each on the event loop of a router, and again on that of a node
+# Objects in lists (turns, blocks, items, tools) of one field: 10 us each on the event loop of a router, and again on
+# that of a node. All values of the field: about 1 us each.
 MAX_ENTRIES = 1 << 14
+MAX_VALUES = 1 << 17
+# Fields that Python reads by entries, and the only member to look into; "" for all
+_BOUNDED = {"messages": "", "system": "", "input": "", "tools": "tools", "tool_choice": ""}
 MANY_TOOLS = 4096  # of an API without a limit: agents send about 130
 _WHOLE = re.compile(rb"[ \t\n\r]*(-?[0-9]+)\.0+[ \t\n\r]*")
 
@@ -52,8 +55,8 @@ class ChatRequest(NamedTuple):
     """The fields of a chat body, and what of the client's body is not in it. `calls`: by the name of the function."""
 
     fields: RawFields
-    left_out: Mapping[str, Kind] = MappingProxyType({})
-    calls: Mapping[str, CallForm] = MappingProxyType({})
+    left_out: Mapping[str, Kind] = EMPTY
+    calls: Mapping[str, CallForm] = EMPTY
 
 
 class Dialect:
@@ -102,24 +105,45 @@ def read(
     names = kind.__struct_fields__  # type: ignore[attr-defined]
     given = {name: whole_number(fields[name]) for name in names if name in fields}
     try:
+        for name in given.keys() & _BOUNDED.keys():
+            check_size(given[name], name, _BOUNDED[name])
         try:
             return msgspec.json.decode(msgspec.json.encode(given), type=kind)
         except msgspec.ValidationError:
             values = {name: msgspec.json.decode(raw) for name, raw in given.items()}
         if rewrite is not None:
             rewrite(values)
-        shapes = members_of(kind)
+        shapes = members_of(kind)  # type: ignore[arg-type]
         pruned = {name: known(value, shapes[name], name, left_out) for name, value in values.items()}
         return msgspec.convert(pruned, kind)
     except _BAD_JSON as error:
         raise refusal(str(error)) from error
 
 
-def check_entries(lists: Iterable[Any], param: str) -> None:
-    """Raises InvalidRequest if these lists together have more than MAX_ENTRIES entries."""
-    num = sum(len(one) for one in lists if isinstance(one, list))
-    if num > MAX_ENTRIES:
-        raise InvalidRequest(f"{param} has {num} entries; {MAX_ENTRIES} are allowed", param)
+def check_size(raw: msgspec.Raw, name: str, only: str = "") -> None:
+    """Raises InvalidRequest if the field `name` has too many entries or values. `only`: the member to look into.
+
+    Commas and brackets of the text are an upper bound: most fields are not decoded for it.
+    """
+    if sum(map(bytes(raw).count, (b",", b"[", b"{"))) <= MAX_ENTRIES:
+        return
+    num_entries = num_values = 0
+    rest: list[Any] = [msgspec.json.decode(raw)]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, list):
+            inner = [value for value in one if isinstance(value, dict | list)]
+            num_entries += len(inner)
+        elif isinstance(one, dict):
+            looked = [one.get(only)] if only else one.values()
+            inner = [value for value in looked if isinstance(value, dict | list)]
+        else:
+            continue
+        num_values += len(one)
+        for number, limit, what in ((num_entries, MAX_ENTRIES, "entries"), (num_values, MAX_VALUES, "values")):
+            if number > limit:
+                raise InvalidRequest(f"{name} has more than {limit} {what}: {limit} are allowed", name)
+        rest += inner
 
 
 def whole_number(raw: msgspec.Raw) -> msgspec.Raw:

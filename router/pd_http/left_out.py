@@ -22,26 +22,26 @@ A name is the field, and the type or the member: `tools.web_search`, `tools[].ou
 from __future__ import annotations
 
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 from msgspec import inspect
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
 
 Kind = Literal["field", "member", "tool", "block", "item", "label"]
 KINDS: Final[tuple[Kind, ...]] = ("field", "member", "tool", "block", "item", "label")
+MAX_NAMES = 1000
+EMPTY: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class LeftOut(dict[str, Kind]):
-    """Kinds by name."""
+    """Kinds by name. Clients choose the names, so there are at most MAX_NAMES."""
 
     def add(self, kind: Kind, name: str) -> None:
-        self[name] = kind
-
-    def add_all(self, kind: Kind, names: Iterable[str]) -> None:
-        for name in names:
+        if len(self) < MAX_NAMES:
             self[name] = kind
 
 
@@ -55,15 +55,10 @@ def shape_of(kind: Any) -> inspect.Type:
     return inspect.type_info(kind)
 
 
-def members_of(struct: type) -> dict[str, inspect.Type]:
-    """The types of its members, by name."""
-    return _members_of(struct)
-
-
 @lru_cache(maxsize=64)
-def _members_of(struct: Any) -> dict[str, inspect.Type]:
-    shape = shape_of(struct)
-    assert isinstance(shape, inspect.StructType)
+def members_of(struct: Any) -> dict[str, inspect.Type]:
+    """The types of its members, by name."""
+    shape: Any = shape_of(struct)
     return {one.encode_name: one.type for one in shape.fields}
 
 

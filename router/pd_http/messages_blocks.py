@@ -1,6 +1,7 @@
 """Blocks of Anthropic's messages: those that are served, and what becomes of all others.
 
-A block that is not served is replaced by one that is, one for one, so that errors name the client's own places. It is
+A block that is not served is replaced by one that is, one for one, so that errors name the client's own places: by a
+text without characters, where it says nothing. It is
 told by its members, not by a list of types: one with `tool_use_id` is a result, one with `id`, `name` and `input` is a
 call. So a type that is new tomorrow is read as its like is today.
 """
@@ -11,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pd_http.readable import check_readable, readable
+from pd_http.readable import check_text_only, says_anything, text_of_block, texts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pd_http.left_out import LeftOut
 
 
@@ -47,22 +46,13 @@ class ToolResultBlock(MessagesObject, tag_field="type", tag="tool_result"):
     is_error: bool | None = None
 
 
-class ServerResultBlock(ToolResultBlock, tag_field="type", tag="server_tool_result"):
-    """The result of a tool that a server ran: it stands in the assistant's turn, behind its call."""
-
-
-class LeftOutBlock(MessagesObject, tag_field="type", tag="left_out"):
-    """In the place of a block that cannot be shown."""
-
-
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | ServerResultBlock | LeftOutBlock
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 BLOCKS: dict[str, tuple[type, ...]] = {
-    "user": (TextBlock, ToolResultBlock, LeftOutBlock),
-    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock, ServerResultBlock, LeftOutBlock),
-    "system": (TextBlock, LeftOutBlock),
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock, ToolResultBlock),
+    "system": (TextBlock,),
 }
-_SERVED = ("text", "thinking", "tool_use")
-_WITH_TEXT = ("text", "content", "source", "tool_name")  # members that may hold what a block says
+_OF_RESULT = ("caller", "is_error", "tool_use_id", "type")  # members of a result that are not what it says
 
 
 class ForeignBlocks:
@@ -77,54 +67,50 @@ class ForeignBlocks:
     def rewritten(self, content: Any, place: str) -> Any:
         """The content of a turn, with blocks that are served alone. Raises InvalidRequest for media."""
         if not isinstance(content, list):
-            return content
+            return "" if content is None else content
         return [self._block(one, f"{place}[{i}]") for i, one in enumerate(content)]
 
     def _block(self, block: Any, place: str) -> Any:
         if not isinstance(block, dict):
             return block
         kind = str(block.get("type"))
-        if kind in _SERVED:
+        if kind in ("text", "thinking"):
+            return block | {kind: ""} if block.get(kind, "") is None else block
+        if kind == "tool_use":
             return block
         if kind == "tool_result":
             return block | {"content": self._result(block.get("content"), f"{place}.content")}
-        check_readable(block, place)
         if "tool_use_id" in block:
-            text = readable(block.get("content"), f"{place}.content")
-            if block["tool_use_id"] not in self._called:
-                return {"type": "text", "text": text}
-            told = {name: block[name] for name in ("tool_use_id", "is_error") if name in block}
-            return {"type": "server_tool_result", "content": text} | told
-        if _is_call(block) and block["id"] in self._answered:
-            return {"type": "tool_use", "id": block["id"], "name": block["name"], "input": block["input"]}
-        shown = {name: one for name, one in block.items() if name not in ("id", "name", "input")}
-        if not _is_call(block) and any(name in block for name in _WITH_TEXT) and (text := readable(shown, place)):
-            return {"type": "text", "text": text}
-        self._left_out.add("block", f"messages.{kind}")
-        return {"type": "left_out"}
+            text = text_of_block({name: one for name, one in block.items() if name not in _OF_RESULT}, place)
+            if (call_id := str(block["tool_use_id"])) in self._called:
+                told = {"type": "tool_result", "tool_use_id": call_id, "content": text}
+                return told | ({"is_error": True} if block.get("is_error") is True else {})
+        elif _is_call(block):
+            if (call_id := str(block["id"])) in self._answered:
+                return {"type": "tool_use", "id": call_id, "name": block["name"], "input": block["input"]}
+            text = ""
+        else:
+            text = text_of_block(block, place) if says_anything(block) else ""
+            check_text_only(block, place)
+        if not text:
+            self._left_out.add("block", f"messages.{kind}")
+        return {"type": "text", "text": text}
 
     def _result(self, content: Any, place: str) -> Any:
         """Texts of a result alone: all that it has is what a tool said."""
-        if not isinstance(content, list):
+        if isinstance(content, str | None):
             return content
+        if not isinstance(content, list):
+            return "\n".join(texts_of(content, place))
         blocks = []
         for i, one in enumerate(content):
-            if not isinstance(one, dict) or one.get("type") == "text":
-                blocks.append(one)
-            elif text := readable(one, f"{place}[{i}]"):
+            if isinstance(one, dict) and one.get("type") == "text":
+                blocks.append(self._block(one, place))
+            elif text := text_of_block(one, f"{place}[{i}]"):
                 blocks.append({"type": "text", "text": text})
             else:
-                self._left_out.add("block", f"messages.{one.get('type')}")
+                self._left_out.add("block", f"messages.{one.get('type') if isinstance(one, dict) else one}")
         return blocks
-
-
-def lists_of(turns: list[Any]) -> Iterator[Any]:
-    """The turns, and what may be lists in them: contents, and those of results and documents."""
-    yield turns
-    for turn in turns:
-        if isinstance(turn, dict):
-            yield turn.get("content")
-            yield from (block.get("content") for block in _dicts(turn.get("content")))
 
 
 def _dicts(content: Any) -> list[dict[str, Any]]:

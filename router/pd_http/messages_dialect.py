@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from pd_http.client_labels import is_label_of_system
-from pd_http.dialect import MANY_TOOLS, ChatRequest, Dialect, RawFields, ToolLimits, check_entries, raw_fields, read
+from pd_http.dialect import MANY_TOOLS, ChatRequest, Dialect, RawFields, ToolLimits, raw_fields, read
 from pd_http.errors import InvalidRequest
 from pd_http.left_out import BindingForm, LeftOut
 from pd_http.messages_blocks import (
     BLOCKS,
     Block,
     ForeignBlocks,
-    ServerResultBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
-    lists_of,
 )
-from pd_http.messages_tools import ForeignTools, MessagesTool, MessagesToolChoice, chat_choice, chat_tools
+from pd_http.messages_tools import MessagesToolChoice, MessagesTools, choice_of_messages
 from pd_http.sse import event_bytes
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ class MessagesFormat(BindingForm):
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: str | None = None
     format: MessagesFormat | None = None
 
 
@@ -65,7 +63,7 @@ class MessagesFields(msgspec.Struct, kw_only=True):
     messages: list[MessageTurn]
     system: str | list[Block] | None = None
     stop_sequences: list[str] | None = None
-    tools: list[MessagesTool | None] | None = None  # None: of one that is left out
+    tools: list[dict[str, Any]] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -82,20 +80,16 @@ class MessagesDialect(Dialect):
 
     def to_chat(self, fields: RawFields) -> ChatRequest:
         left_out = LeftOut()
-        foreign = ForeignTools(left_out)
-        given = read(fields, MessagesFields, left_out, partial(_rewrite, foreign=foreign, left_out=left_out))
-        check_entries([given.messages, *(one.content for one in given.messages)], "messages")
-        check_entries([given.tools], "tools")
-        tools = None if given.tools is None else chat_tools(given.tools, left_out)
-        choice = chat_choice(given.tool_choice)
-        foreign.check_choice(choice.get("tool_choice"), tools or [])
+        given = read(fields, MessagesFields, left_out, partial(_rewrite, left_out=left_out))
+        tools = MessagesTools(left_out)
+        tools.take(given.tools or [])
         system = [MessageTurn("system", blocks)] if (blocks := _system(given.system, left_out)) else []
         turns = _turns([*system, *given.messages], -len(system))
         chat: dict[str, Any] = {
             "messages": [message for role, blocks in turns for message in _chat(role, blocks)],
             "stop": given.stop_sequences,
-            "tools": tools,
-            **choice,
+            "tools": None if given.tools is None else tools.shown,
+            **tools.choice(given.tool_choice),
             **_thinking(given.thinking),
             **_output(given.output_config),
         }
@@ -128,11 +122,10 @@ class MessagesDialect(Dialect):
         return b"event: message_stop" in lines or b"event: error" in lines
 
 
-def _rewrite(given: dict[str, Any], foreign: ForeignTools, left_out: LeftOut) -> None:
+def _rewrite(given: dict[str, Any], left_out: LeftOut) -> None:
     """Replace what this server does not know. `given`: as JSON has it."""
     turns = given.get("messages")
     if isinstance(turns, list):
-        check_entries(lists_of(turns), "messages")
         blocks = ForeignBlocks(turns, left_out)
         given["messages"] = [
             turn | {"content": blocks.rewritten(turn["content"], f"messages[{i}].content")}
@@ -141,8 +134,7 @@ def _rewrite(given: dict[str, Any], foreign: ForeignTools, left_out: LeftOut) ->
             for i, turn in enumerate(turns)
         ]
     given["system"] = ForeignBlocks([], left_out).rewritten(given.get("system"), "system")
-    if isinstance(given.get("tools"), list):
-        given["tools"] = [foreign.served(one) for one in given["tools"]]
+    given["tool_choice"] = choice_of_messages(given.get("tool_choice"))
 
 
 def _text(content: str | list[TextBlock]) -> str:
@@ -181,55 +173,41 @@ def _turns(messages: list[MessageTurn], first: int) -> list[tuple[str, list[Bloc
 
 
 def _chat(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
-    """The chat messages of one turn: a result of a tool is a message of its own."""
-    return _said(blocks) if role == "assistant" else _asked(role, blocks)
+    """The chat messages of one turn: a result of a tool is a message of its own.
 
-
-def _said(blocks: list[Block]) -> list[dict[str, Any]]:
-    """Results of tools that a server ran stand between the parts of the answer."""
+    Results of tools that a server ran stand between the parts of an answer. A call that has its result in a later turn
+    must stay in the message before that turn: no part of the answer begins behind it.
+    """
     messages: list[dict[str, Any]] = []
     part: list[Block] = []
+    results: list[dict[str, Any]] = []
+    waiting: set[str] = set()  # calls of the part without a result
     for one in blocks:
-        if isinstance(one, ServerResultBlock):
-            messages += [_assistant(part)] if part else []
-            messages.append(_result(one))
-            part = []
-        else:
-            part.append(one)
-    return [*messages, _assistant(part)] if part or not messages else messages
+        if isinstance(one, ToolResultBlock):
+            content = "" if one.content is None else _text(one.content)
+            results.append({"role": "tool", "tool_call_id": one.tool_use_id, "content": content})
+            waiting.discard(one.tool_use_id)
+            continue
+        if results and not waiting:
+            messages += [_message(role, part), *results] if part else results
+            part, results = [], []
+        part.append(one)
+        if isinstance(one, ToolUseBlock):
+            waiting.add(one.id)
+    return [*messages, *([_message(role, part)] if part or not results else []), *results]
 
 
-def _result(block: ToolResultBlock) -> dict[str, Any]:
-    content = "" if block.content is None else _text(block.content)
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-
-
-def _assistant(blocks: list[Block]) -> dict[str, Any]:
-    """Texts are joined as they stood in the answer."""
-    message: dict[str, Any] = {
-        "role": "assistant", "content": "".join(one.text for one in blocks if isinstance(one, TextBlock))
-    }  # fmt: skip
-    if thoughts := [one.thinking for one in blocks if isinstance(one, ThinkingBlock)]:
+def _message(role: str, blocks: list[Block]) -> dict[str, Any]:
+    """Texts of an assistant are joined as they stood in the answer."""
+    texts = [one.text for one in blocks if isinstance(one, TextBlock) and one.text]
+    message: dict[str, Any] = {"role": role, "content": ("" if role == "assistant" else "\n").join(texts)}
+    if thoughts := [one.thinking for one in blocks if isinstance(one, ThinkingBlock) and one.thinking]:
         message["reasoning_content"] = "\n".join(thoughts)
-    calls = [one for one in blocks if isinstance(one, ToolUseBlock)]
-    if calls:
+    if calls := [one for one in blocks if isinstance(one, ToolUseBlock)]:
         message["tool_calls"] = [
             {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.input}} for one in calls
         ]
     return message
-
-
-def _asked(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    texts: list[str] = []
-    for one in blocks:
-        if isinstance(one, ToolResultBlock):
-            messages += [{"role": role, "content": "\n".join(texts)}] if texts else []
-            messages.append(_result(one))
-            texts = []
-        elif isinstance(one, TextBlock):
-            texts.append(one.text)
-    return [*messages, {"role": role, "content": "\n".join(texts)}] if texts or not messages else messages
 
 
 def _thinking(config: ThinkingConfig | None) -> dict[str, Any]:
@@ -246,7 +224,7 @@ def _output(config: OutputConfig | None) -> dict[str, Any]:
     form = None
     if config.format is not None:
         form = {"type": "json_schema", "json_schema": {"schema": config.format.schema}}
-    return {"reasoning_effort": "xhigh" if config.effort == "max" else config.effort, "response_format": form}
+    return {"reasoning_effort": config.effort, "response_format": form}
 
 
 def _ignored(given: MessagesFields) -> Iterable[str]:

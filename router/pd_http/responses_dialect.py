@@ -12,7 +12,6 @@ from pd_http.dialect import (
     Dialect,
     RawFields,
     ToolLimits,
-    check_entries,
     raw_fields,
     read,
 )
@@ -87,14 +86,13 @@ class ResponsesDialect(Dialect):
         if given.include and _LOGPROBS in given.include:
             raise InvalidRequest(f"include: {_LOGPROBS} is not supported", "include", "unsupported_value")
         tools = ResponsesTools(left_out)
-        tools.take(given.tools or [], "tools")
+        tools.take(given.tools or [])
         if isinstance(given.input, str):
             messages = chat_messages(given.instructions, iter([SaidItem(role="user", content=given.input)]), left_out)
         else:
-            check_entries([given.input, *(part for one in given.input for part in one.values())], "input")
             foreign = ForeignItems(given.input, left_out)
             messages = chat_messages(given.instructions, foreign.read(), left_out)
-            tools.take_more(foreign.tools)
+            tools.take(foreign.tools, "input.tools", brought=True)
         chat: dict[str, Any] = {
             "messages": messages,
             "max_tokens": given.max_output_tokens,

@@ -14,7 +14,7 @@ import msgspec
 from pd_http.dialect import refusal
 from pd_http.errors import InvalidRequest
 from pd_http.left_out import known, shape_of
-from pd_http.readable import check_readable, readable
+from pd_http.readable import check_text_only, says_anything, text_of, text_of_block, texts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,14 +70,19 @@ class CallOutputItem(_Item, tag_field="type", tag="function_call_output"):
 
 
 Item = SaidItem | ReasoningItem | CallItem | CallOutputItem
-_ITEM = shape_of(Item)
+# msgspec takes 10 us more for a union, which it reads anew at each call
+_ITEMS: Final[dict[str, type[Item]]] = {
+    "message": SaidItem, "reasoning": ReasoningItem, "function_call": CallItem, "function_call_output": CallOutputItem
+}  # fmt: skip
 _OF_ALL = "functions"  # the API's namespace of functions that have no other
-_SERVED = ("message", "reasoning", "function_call")
+_CONTENTS = ("content", "summary", "output")
+_TEXT_TYPES = (None, "text", "input_text", "output_text", "reasoning_text", "refusal", "summary_text")
 _TOOLS_OF = ("additional_tools", "tool_search_output")  # items with tools that may be called from here on
 _RESULTS = ("output", "outputs", "results", "result", "error")
-# Members of a call that are not its arguments
+# Members of a call that are not its arguments, and of a result that are not what it says
 _OF_CALL = frozenset(("arguments", "async", "call_id", "caller", "id", "name", "namespace", "server_label", "status",
                       "type", *_RESULTS))  # fmt: skip
+_OF_RESULT = frozenset(("call_id", "caller", "execution", "id", "name", "namespace", "type"))
 _STATE: Final = {
     "compaction_trigger": "this server does not compact: ask for a summary as a message",
 }
@@ -105,33 +110,31 @@ class ForeignItems:
         for i, one in enumerate(self._given):
             try:
                 for item in self._items(one, f"input[{i}]"):
+                    struct = _ITEMS[item["type"]]
                     try:
-                        yield msgspec.convert(item, Item)
+                        yield msgspec.convert(item, struct)
                     except msgspec.ValidationError:
-                        yield msgspec.convert(known(item, _ITEM, "input", self._left_out), Item)
+                        yield msgspec.convert(known(item, shape_of(struct), "input", self._left_out), struct)
             except (msgspec.ValidationError, RecursionError) as error:
                 raise refusal(str(error), f"input[{i}]") from error
 
     def _items(self, one: dict[str, Any], place: str) -> list[dict[str, Any]]:
         kind = one.get("type") or ("item_reference" if "id" in one and "role" not in one else "message")
-        kind = str(kind)
+        kind, call_id = str(kind), _call_id(one)
         if kind in _STATE:
             raise InvalidRequest(f"{place}.type: {kind} is not supported: {_STATE[kind]}", "input", "unsupported_value")
         if kind in _TOOLS_OF and isinstance(one.get("tools"), list):
             self.tools += one["tools"]
-        if kind in _SERVED or (kind == "function_call_output" and self._is_of_call(one)):
-            names = one.keys() & {"content", "output", "summary"}
-            return [one | {"type": kind} | {name: self._parts(one[name], f"{place}.{name}") for name in names}]
-        check_readable(one, place)
-        return self._foreign(one, kind, place)
+        # A result whose call is not there gets one, if its tool has a name
+        if kind in _ITEMS and (kind != "function_call_output" or call_id in self._called or not one.get("name")):
+            parts = {name: self._parts(one[name], f"{place}.{name}") for name in _CONTENTS if name in one}
+            return [one | {"type": kind} | parts | ({"call_id": call_id} if call_id else {})]
+        check_text_only(one, place)
+        return self._foreign(one, kind, call_id, place)
 
-    def _is_of_call(self, one: dict[str, Any]) -> bool:
-        """Whether a result has its call, or cannot be given one, because its tool has no name."""
-        return _call_id(one) in self._called or not one.get("name")
-
-    def _foreign(self, one: dict[str, Any], kind: str, place: str) -> list[dict[str, Any]]:
-        call_id = _call_id(one) or (f"call_{place}" if kind == "function_call_output" else "")
-        if call_id and _is_result(one):
+    def _foreign(self, one: dict[str, Any], kind: str, call_id: str, place: str) -> list[dict[str, Any]]:
+        if _is_result(one) and (call_id or kind == "function_call_output"):
+            call_id = call_id or f"call_{place}"
             result = {"type": "function_call_output", "call_id": call_id, "output": _told(one, place)}
             if call_id in self._called:
                 return [result]
@@ -139,34 +142,39 @@ class ForeignItems:
             return [_call(call_id, call), result]
         if call_id and (call_id in self._answered or kind == "custom_tool_call"):
             return [_call(call_id, one)]
-        results = {name: one[name] for name in _RESULTS if one.get(name)}
-        if kind.endswith("_call") and "result" not in results and (text := readable(results, place)):
-            call_id = str(call_id or one.get("id"))
-            return [_call(call_id, one), {"type": "function_call_output", "call_id": call_id, "output": text}]
+        results = {name: one[name] for name in _RESULTS if one.get(name)} if kind.endswith("_call") else {}
+        if results:
+            call_id = call_id or f"call_{place}"
+            return [_call(call_id, one), {"type": "function_call_output", "call_id": call_id,
+                                          "output": _text_of_members(results, place)}]  # fmt: skip
+        if not call_id and (one.get("content") or one.get("text")) and says_anything(one):
+            role = one["role"] if one.get("role") in ("assistant", "system", "developer") else "user"
+            shown = {name: value for name, value in one.items() if name not in ("id", "role", "status")}
+            if text := text_of_block(shown, place):
+                return [{"type": "message", "role": role, "content": text}]
         if kind != "additional_tools":
             self._left_out.add("item", f"input.{kind}")
         return []
 
-    def _parts(self, content: Any, place: str) -> Any:
+    def _parts(self, content: Any, place: str) -> list[Any]:
         """The parts that are text. Raises InvalidRequest for media."""
-        if not isinstance(content, list):
-            return "" if content is None else content
         parts = []
-        for i, one in enumerate(content):
-            check_readable(one, f"{place}[{i}]")
-            if not isinstance(one, dict) or isinstance(one.get("text", one.get("refusal")), str):
+        for i, one in enumerate(content if isinstance(content, list) else [] if content is None else [content]):
+            is_text = isinstance(one, dict) and isinstance(one.get("text", one.get("refusal")), str)
+            if is_text and one.get("type") in _TEXT_TYPES:
                 parts.append(one)
-            elif text := readable(one, f"{place}[{i}]"):
+            elif text := "\n".join(texts_of(one, f"{place}[{i}]")):
                 parts.append({"type": "input_text", "text": text})
-            else:
+            elif isinstance(one, dict):
                 self._left_out.add("block", f"input.{one.get('type')}")
         return parts
 
 
 def _call_id(one: dict[str, Any]) -> str:
-    """Of a call or a result; some results have it as their `id`."""
-    given = one.get("call_id") or (one.get("id") if _is_result(one) else None)
-    return given if isinstance(given, str) else ""
+    """Of a call or a result; some have it as their `id`. "" for all else."""
+    has_id = str(one.get("type")).endswith(("_call", "_output"))
+    given = one.get("call_id") or (one.get("id") if has_id else None)
+    return str(given) if isinstance(given, str | int) else ""
 
 
 def _is_result(one: dict[str, Any]) -> bool:
@@ -188,29 +196,50 @@ def _call(call_id: str, one: dict[str, Any]) -> dict[str, Any]:
 def _told(one: dict[str, Any], place: str) -> str:
     """The text of a result; of tools that were found, their names."""
     if isinstance(one.get("tools"), list):
-        return readable([tool.get("name") for tool in one["tools"] if isinstance(tool, dict)], place)
-    shown = {name: value for name, value in one.items() if name in _RESULTS or name not in _OF_CALL}
-    return readable(shown, place) or str(one.get("status") or "")
+        return "\n".join(str(tool.get("name")) for tool in one["tools"] if isinstance(tool, dict))
+    shown = {name: value for name, value in one.items() if value is not None and name not in _OF_RESULT}
+    if shown.keys() == {"status"}:
+        return str(shown["status"])
+    if shown.get("status") in ("completed", "in_progress"):
+        del shown["status"]
+    return _text_of_members(shown, place)
+
+
+def _text_of_members(given: dict[str, Any], place: str) -> str:
+    """What a tool gave, behind the other members, if it has any."""
+    said = [text for name in _RESULTS if name in given for text in texts_of(given[name], f"{place}.{name}")]
+    others = {name: value for name, value in given.items() if name not in _RESULTS}
+    return "\n".join(filter(None, (text_of(others), *said)))
 
 
 def chat_messages(instructions: str | None, items: Iterator[Item], left_out: LeftOut) -> list[dict[str, Any]]:
-    """Chat messages. Reasoning, text and calls of one answer are one message, as in chat."""
+    """Chat messages. Reasoning, text and calls of one answer are one message, as in chat.
+
+    A call that has its result further on must stay in the message before that result, so no answer begins while a call
+    waits for one, even where results of other calls stand between.
+    """
     messages = [_message("system", instructions)] if instructions else []
+    answer: dict[str, Any] | None = None  # the last one, if nothing else was said behind it
+    waiting: set[str] = set()  # its calls without a result
     for item in items:
         last: dict[str, Any] = messages[-1] if messages else {"role": ""}
         if isinstance(item, CallOutputItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": [_text(item.output)]})
+            waiting.discard(item.call_id)
         elif isinstance(item, SaidItem) and item.role != "assistant":
-            role = "user" if item.role == "user" else "system"  # few chat templates know developers
+            answer, role = None, "user" if item.role == "user" else "system"  # few chat templates know developers
             if role == last["role"] == "system":
                 last["content"] += ["\n", _text(item.content)]
             else:
                 messages.append(_message(role, _text(item.content)))
         elif not isinstance(item, ReasoningItem) or _has_text(item, left_out):
-            if last["role"] != "assistant" or _begins_anew(item, last):
-                last = _message("assistant")
-                messages.append(last)
-            _extend(last, item)
+            if answer is None or (not waiting and (last is not answer or _begins_anew(item, answer))):
+                answer = _message("assistant")
+                messages.append(answer)
+                waiting.clear()
+            _extend(answer, item)
+            if isinstance(item, CallItem):
+                waiting.add(item.call_id)
     return [_whole(one) for one in messages]
 
 

@@ -14,7 +14,7 @@ from pd_http.dialect import MANY_TOOLS, CallForm, ChatRequest
 from pd_http.dialects import COUNT_TOKENS, MESSAGES, RESPONSES, dialect_of
 from pd_http.errors import InvalidRequest
 from pd_http.left_out import KINDS, LeftOut
-from pd_http.readable import readable
+from pd_http.readable import text_of, text_of_block, texts_of
 from pd_http.responses_tools import text_of_input
 from pd_router.body import RequestBody
 
@@ -56,21 +56,25 @@ SHOWN_BLOCKS: list[tuple[str, list[Any], list[Any], dict[str, str]]] = [
     ("user", [{"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "The sea."}},
               text("What?")], [{"role": "user", "content": "The sea.\nWhat?"}], {}),
     ("user", [{"type": "document", "title": "T", "source": {"type": "content", "content": [text("a"), text("b")]}}],
-     [{"role": "user", "content": "title: T\nsource: a\nb"}], {}),
+     [{"role": "user", "content": '{"type":"document","title":"T"}\na\nb'}], {}),
     ("user", [{"type": "search_result", "source": "u", "title": "T", "content": [text("a")]}],
-     [{"role": "user", "content": "source: u\ntitle: T\ncontent: a"}], {}),
+     [{"role": "user", "content": '{"type":"search_result","source":"u","title":"T"}\na'}], {}),
+    ("user", [{"type": "document", "context": "C", "source": {"type": "text", "data": "D"}, "citations": {"a": 1}}],
+     [{"role": "user", "content": '{"type":"document","context":"C"}\nD'}], {}),
+    ("user", [{"type": "new", "markdown": "MD"}], [{"role": "user", "content": '{"type":"new","markdown":"MD"}'}], {}),
     ("user", [{"type": "container_upload", "file_id": "f"}, text("a")], [{"role": "user", "content": "a"}],
      {"messages.container_upload": "block"}),
     ("assistant", [text("I "), SEARCH, {"type": "web_search_tool_result", "tool_use_id": "c1", "content": FOUND},
                    text("see.")],
-     [said("I ", call("web_search", {"q": 1})), result("title: Sea\nurl: u"), said("see.")], {}),
+     [said("I ", call("web_search", {"q": 1})), result('{"type":"web_search_result","title":"Sea","url":"u"}'),
+      said("see.")], {}),
     # a call without its result, and a result without its call
     ("assistant", [text("I"), SEARCH], [said("I")], {"messages.server_tool_use": "block"}),
     ("assistant", [{"type": "mcp_tool_result", "tool_use_id": "gone", "content": [text("r")]}], [said("r")], {}),
     # tomorrow's types are told by their members
     ("assistant", [{"type": "new_use", "id": "c1", "name": "n", "input": [1]},
                    {"type": "new_result", "tool_use_id": "c1", "content": {"stdout": "o", "code": 0}}, text("I")],
-     [said("", call("n", [1])), result("stdout: o\ncode: 0"), said("I")], {}),
+     [said("", call("n", [1])), result('{"stdout":"o","code":0}'), said("I")], {}),
     ("user", [{"type": "new", "x": {"y": 1}}, text("a")], [{"role": "user", "content": "a"}],
      {"messages.new": "block"}),
     ("user", [{"type": "text", "text": "a", "colour": 1, "shade": None}], [{"role": "user", "content": "a"}],
@@ -84,22 +88,23 @@ SHOWN_BLOCKS: list[tuple[str, list[Any], list[Any], dict[str, str]]] = [
 def test_blocks(role: str, blocks: list[Any], messages: list[Any], left_out: dict[str, str]) -> None:
     before = [HI] if role == "assistant" else [HI, said("so")]
     for path in (MESSAGES, COUNT_TOKENS):
-        request = asked(path, {"messages": [*before, {"role": role, "content": blocks}, said("") | {"role": "user"}]})
-        told = field(request, "messages")
-        if role == "user":  # neighbours of one role are one turn
-            told[-1]["content"] = told[-1]["content"].removesuffix("\n")
-        assert [one for one in told if one["content"] or "tool_calls" in one] == [*before, *messages]
+        behind = [HI] if role == "assistant" else [said("so"), HI]
+        request = asked(path, {"messages": [*before, {"role": role, "content": blocks}, *behind]})
+        assert field(request, "messages") == [*before, *messages, *behind]
         assert dict(request.left_out) == left_out
 
 
 def test_a_result_of_references_is_text() -> None:
     use = {"type": "tool_use", "id": "c1", "name": "find", "input": "cut {"}
     found = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "tool_reference", "tool_name": "add"},
-             {"type": "redacted", "signature": "AA"}, {"type": "search_result", "source": "u"}]}  # fmt: skip
+             {"type": "redacted", "encrypted_data": "AA"}, {"type": "search_result", "source": "u"}]}  # fmt: skip
     request = asked(
         MESSAGES, {"messages": [HI, {"role": "assistant", "content": [use]}, {"role": "user", "content": [found]}]}
     )
-    assert field(request, "messages")[1:] == [said("", call("find", "cut {")), result("add\nu")]
+    assert field(request, "messages")[1:] == [
+        said("", call("find", "cut {")),
+        result('{"type":"tool_reference","tool_name":"add"}\nu'),
+    ]
     assert dict(request.left_out) == {"messages.redacted": "block"}
 
 
@@ -119,13 +124,15 @@ ITEMS: list[tuple[list[Any], list[Any], dict[str, str]]] = [
     ([{"type": "shell_call", "call_id": "c1", "action": {"commands": ["ls"]}},
       {"type": "shell_call_output", "call_id": "c1", "output": [{"stdout": "a", "stderr": "", "outcome": {
           "type": "exit", "exit_code": 0}}]}],
-     [said("", call("shell", {"action": {"commands": ["ls"]}})), result("stdout: a\noutcome: 0")], {}),
+     [said("", call("shell", {"action": {"commands": ["ls"]}})),
+      result('{"stdout":"a","stderr":"","outcome":{"type":"exit","exit_code":0}}')], {}),
     ([{"type": "mcp_call", "id": "m1", "name": "find", "server_label": "s", "arguments": "{}", "output": "o"}],
      [said("", call("find", "{}", "m1")), result("o", "m1")], {}),
     ([{"type": "code_interpreter_call", "id": "i1", "code": "1", "container_id": "c",
        "outputs": [{"type": "logs", "logs": "1"}]}],
-     [said("", call("code_interpreter", {"code": "1", "container_id": "c"}, "i1")), result("1", "i1")], {}),
-    ([{"type": "image_generation_call", "id": "g", "result": "AAAA"}, {"type": "mcp_list_tools", "tools": [{}]},
+     [said("", call("code_interpreter", {"code": "1", "container_id": "c"}, "i1")),
+      result('{"type":"logs","logs":"1"}', "i1")], {}),
+    ([{"type": "image_generation_call", "id": "g", "result": None}, {"type": "mcp_list_tools", "tools": [{}]},
       {"type": "compaction", "encrypted_content": "AA"}, {"type": "new", "x": 1}], [],
      dict.fromkeys(("input.image_generation_call", "input.mcp_list_tools", "input.compaction", "input.new"), "item")),
     ([{"type": "item_reference", "id": "x"}, {"id": "msg_1"}], [], {"input.item_reference": "item"}),
@@ -136,7 +143,7 @@ ITEMS: list[tuple[list[Any], list[Any], dict[str, str]]] = [
      [said("", call("n__f", {}, "call_input[1]")), result("o", "call_input[1]")], {}),
     ([CALLED | {"namespace": "n", "arguments": ["cut"], "extra": 1, "shade": None},
       {"type": "function_call_output", "call_id": "c1", "output": [text("a"), {"type": "new", "b": "c"}]}],
-     [said("", call("n__f", ["cut"])), result("a\nc")], {"input.function_call.extra": "member"}),
+     [said("", call("n__f", ["cut"])), result('a\n{"type":"new","b":"c"}')], {"input.function_call.extra": "member"}),
     ([{"role": "assistant", "content": None}, {"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}],
      [said(""), {"role": "user", "content": "a"}], {"input.message.content[].x": "member"}),
 ]  # fmt: skip
@@ -218,7 +225,13 @@ def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
          {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [of_function("run")]}}),
         (allowed("required", {"type": "namespace", "name": "mcp__s"}),
          {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [*map(of_function, NAMES[2:])]}}),
-        (allowed("auto", {"type": "web_search"}), "none"),
+        (allowed("auto", {"type": "web_search"}),
+         {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}),
+        ({"type": "function", "function": {"name": "run"}}, of_function("run")),
+        ({"type": "tool", "name": "run"}, of_function("run")),
+        ({"type": "auto"}, "auto"), ({"type": "any"}, "required"), ("any", "required"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [of_function("run")]}},
+         {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [of_function("run")]}}),
     ],
 )  # fmt: skip
 def test_choices_of_responses(given: Any, choice: Any) -> None:
@@ -322,15 +335,23 @@ def test_forms_of_labels(given: str, is_label: bool) -> None:
 
 def test_text_of_input() -> None:
     assert text_of_input('{"input": "a\\nb"}') == "a\nb"
-    for other in ("", '{"input": "cu', '{"input": 5}', '{"input": "a", "b": 1}', "[1]"):
+    for cut, text in (('{"input": "cu', "cu"), ('{"input":"a\\nb\\', "a\nb"), ('{"input":"a\\u00e', "a"), (
+        '{"input": "\\ud83d\\ude00\\ud83d\\u', "\U0001f600"), ('{"input": "a"', "a")):  # fmt: skip
+        assert text_of_input(cut) == text
+    for other in ("", '{"inp', '{"input": 5}', '{"input": "a", "b": 1}', "[1]"):
         assert text_of_input(other) == other
 
 
-def test_readable() -> None:
+def test_text_of_values() -> None:
     deep: Any = "x"
     for _ in range(50):
-        deep = {"a": deep, "b": 1}
-    assert len(readable(deep, "p")) < 1000
-    assert readable({"type": "t", "a": None, "b": [], "encrypted_x": "AA"}, "p") == ""
-    with pytest.raises(InvalidRequest, match=r"p\.a\.type: 'image_url' is not supported: this server takes text only"):
-        readable({"a": [{"type": "image_url"}]}, "p")
+        deep = {"a": deep, "content": {"type": "t", "content": [deep], "b": 1}} if len(str(deep)) < 999 else {"a": deep}
+    assert len(text_of_block(deep, "p")) < 10_000
+    for nothing in ({"encrypted_x": "AA"}, [], {}, None, ""):
+        assert text_of(nothing) == ""
+    for value in ({"id": 42, "index": 3, "ok": True}, {"text": "T", "price": 9}, [1, 2], [[]], 5, False, {"a": ["b"]}):
+        for told in (texts_of(value, "p"), [text_of(value)]):
+            assert orjson.loads("".join(told)) == value
+    assert texts_of(["a", {"type": "new", "text": "b"}, {"type": "new", "text": "c", "title": "C"}], "p") == [
+        "a", "b", '{"type":"new","title":"C"}\nc'
+    ]  # fmt: skip

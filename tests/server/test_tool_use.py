@@ -38,7 +38,8 @@ def body(**fields: Any) -> ChatBody:
 @pytest.mark.parametrize(
     ("tools", "place"),
     [
-        ([{"function": {"name": "f"}}], "tools[0].type"),
+        ([{"name": "f"}], "tools[0].function "),
+        ([{}], "tools[0].function "),
         ([tool(), {"type": "custom", "custom": {"name": "g"}}], "tools[1].type"),
         ([{"type": "function"}], "tools[0].function "),
         ([{"type": "function", "function": "f"}], "tools[0].function "),
@@ -74,7 +75,8 @@ def test_malformed_tools_are_named_by_place(tools: list[dict[str, Any]], place: 
 @pytest.mark.parametrize(
     "choice",
     [
-        "any", "f", {}, {"type": "allowed_tools"}, {"type": "function"}, {"type": "function", "function": "f"},
+        "f", {}, {"type": "tool"}, {"type": "function", "name": None}, {"type": "web_search"}, {"type": ["auto"]},
+        {"type": "allowed_tools"}, {"type": "function"}, {"type": "function", "function": "f"},
         {"type": "function", "function": {"name": 1}}, {"type": "function", "function": {"name": "other"}},
     ],
 )  # fmt: skip
@@ -103,6 +105,18 @@ def test_choices() -> None:
     assert read("required", False) == (["f", "g.h"], True, False)
     assert read({"type": "function", "function": {"name": "f"}}) == (["f"], True, False)
     assert read("none") == ([], False, True)
+    # in the forms of other APIs
+    for auto in (
+        {"type": "auto"},
+        allowed("auto", tool("f"), tool("g.h"))["allowed_tools"] | {"type": "allowed_tools"},
+    ):
+        assert read(auto) == (["f", "g.h"], False, True)
+    for required in ("any", {"type": "any"}, {"type": "required"}):
+        assert read(required) == (["f", "g.h"], True, True)
+    for named in ({"type": "function", "name": "f"}, {"type": "tool", "name": "f"}, {"function": {"name": "f"}}):
+        assert read(named) == (["f"], True, False)
+    assert read({"type": "auto", "disable_parallel_tool_use": True}) == (["f", "g.h"], False, False)
+    assert read({"type": "none"}) == ([], False, True)
     assert tool_use(body()) == tool_use(body(tools=[], tool_choice="none")) == ToolUse()
     f, g = tool_use(body(tools=tools)).functions
     assert (f.parameters, f.strict) == (SCHEMA, False)
@@ -126,6 +140,7 @@ def test_tools_that_are_allowed() -> None:
     hosted = {"type": "custom", "custom": {"name": "c"}}
     assert read(allowed("auto", tool("g"), hosted)) == (["g"], False, True, True)
     assert read(allowed("auto", hosted)) == ([], False, True, False)
+    assert tool_use(body(tools=tools, tool_choice=allowed("auto", hosted))).shown is tools, "the prompt stays the same"
     for wrong in (
         allowed("any", tool("g")), allowed("auto", 5), allowed("auto", tool("other")), allowed("required"),
         allowed("required", hosted), {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}},
@@ -141,6 +156,9 @@ def test_tools_that_are_no_functions_are_left_out() -> None:
     one = body(tools=[hosted[0], tool("f"), *hosted[1:]], tool_choice="auto")
     assert leave_out_tools(one) == {"tools.custom", "tools.web_search"}
     assert [function.name for function in tool_use(one).functions] == ["f"]
+    bare = body(tools=[{"google_search": {}}, {"function": {"name": "f"}}, {"type": None, "code_execution": {}}])
+    assert leave_out_tools(bare) == {"tools.google_search", "tools.type"}
+    assert [function.name for function in tool_use(bare).functions] == ["f"]
     alone = body(tools=hosted, tool_choice="auto")
     leave_out_tools(alone)
     assert tool_use(alone) == tool_use(body(tool_choice="auto")) == ToolUse()
@@ -167,6 +185,30 @@ def test_schemas_as_clients_write_them(parameters: Any) -> None:
     (function,) = tool_use(body(tools=[tool(parameters=parameters, description=None, strict=None)])).functions
     assert function.parameters["type"] == "object"
     assert None not in function.parameters.values()
+
+
+LOOSE = {"type": "OBJECT", "description": None, "required": ["a", None], "properties": {
+    "a": None, "b": "string", "c": {"type": "ARRAY", "items": {"type": "Object", "properties": {"d": "NUMBER"}}},
+    "e": {"anyOf": [{"type": ["STRING", "null"]}, {"enum": None, "default": None}]}, "f": True}}  # fmt: skip
+MEANT = {"type": "object", "required": ["a"], "properties": {
+    "a": {}, "b": {"type": "string"}, "c": {"type": "array", "items": {
+        "type": "object", "properties": {"d": {"type": "number"}}}},
+    "e": {"anyOf": [{"type": ["string", "null"]}, {"default": None}]}, "f": True}}  # fmt: skip
+
+
+@pytest.mark.anyio
+async def test_schemas_that_are_not_strict_are_read_as_they_are_meant(tokenizer: Tokenizer) -> None:
+    one = body(tools=[tool(parameters=LOOSE)], tool_choice="required")
+    (function,) = tool_use(one).functions
+    assert function.parameters["required"] == ["a"]
+    assert function.parameters["properties"].keys() == LOOSE["properties"].keys()
+    assert function.parameters["properties"]["c"]["type"] == "array", "a parser of XML reads it"
+    source = await chat_grammar_source(one, tool_use(one), FORMATS["hermes"], tokenizer, {})
+    assert source is not None
+    assert source.message is not None
+    assert source.message.functions == (("f", MEANT),)
+    with pytest.raises(InvalidRequest, match="parameters.properties"):
+        tool_use(body(tools=[tool(parameters=LOOSE, strict=True)]))
 
 
 def test_definitions_are_inlined_once() -> None:
@@ -253,20 +295,20 @@ def test_reasoning_fields() -> None:
 @pytest.mark.parametrize(
     ("message", "place"),
     [
-        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
-        ({"role": "function", "content": "x"}, "messages[0].name"),
-        ({"role": "assistant", "tool_calls": {"a": 1}}, "messages[0].tool_calls must"),
+        ({"role": "assistant", "tool_calls": {"a": 1}}, "messages[0].tool_calls[0] must"),
+        ({"role": "assistant", "tool_calls": "f"}, "messages[0].tool_calls must"),
         ({"role": "assistant", "tool_calls": [1]}, "messages[0].tool_calls[0] must"),
-        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages[0].tool_calls[0].function.name"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages[0].tool_calls[0] must"),
         ({"role": "assistant", "function_call": {"name": 1}}, "messages[0].tool_calls[0].function.name"),
         *(
-            ({"role": role, "tool_call_id": "a", "content": [part]}, f"messages[0].content[0]: a part of type {kind} ")
+            ({"role": role, "tool_call_id": "a", "content": [part]}, f"messages[0].content[0].type: '{kind}' ")
             for role in ("system", "user", "assistant", "tool")
             for kind in ("image_url", "input_image", "input_audio", "file", "video_url")
             for part in ({"type": kind, kind: {"url": "data:"}},)
         ),
-        ({"role": "user", "content": [{"text": "x"}]}, "messages[0].content[0]: a part of type None "),
-        ({"role": "user", "content": [{"type": ["text"]}]}, "messages[0].content[0]: a part of type ['text'] "),
+        ({"role": "user", "content": "x", "images": ["aGk="]}, "messages[0].images.type: 'image' is not supported"),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}] * 20_000}, "messages has more than 16384 parts"),
+        ({"role": "user", "content": ["x", 5]}, "messages[0].content[1] must be a string or"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content[0].text must"),
         ({"role": "user", "content": None}, "messages[0].content is required"),
         ({"role": "system"}, "messages[0].content is required"),

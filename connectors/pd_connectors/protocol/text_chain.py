@@ -126,7 +126,7 @@ def _part_text(part: Any) -> str | None:
 
 def _head(fields: Mapping[str, msgspec.Raw | bytes]) -> bytes:
     values = {name: msgspec.json.decode(fields[name]) for name in HEAD_FIELDS if not _is_null(fields.get(name))}
-    if not values.get("tools") or _is_none(fields.get("tool_choice")):
+    if not values.get("tools") or _is_no_call(fields.get("tool_choice")):
         values.pop("tools", None)  # as nodes: such tools are not shown to the template
     if isinstance(arguments := values.get("chat_template_kwargs"), dict):
         values["chat_template_kwargs"] = dict(sorted(arguments.items()))
@@ -163,10 +163,10 @@ def _prompt(head: bytes, prompt: Any) -> CanonicalText:
     return CanonicalText(head + data, (len(head),), kind == b"ids")
 
 
+def _is_no_call(raw: msgspec.Raw | bytes | None) -> bool:
+    choice = None if raw is None else msgspec.json.decode(raw)
+    return "none" in (choice, choice.get("type") if isinstance(choice, dict) else None)
+
+
 def _is_null(raw: msgspec.Raw | bytes | None) -> bool:
     return raw is None or (len(raw) < 64 and bytes(raw).strip() == b"null")
-
-
-def _is_none(choice: msgspec.Raw | bytes | None) -> bool:
-    """Whether it is the text `none`, however it is escaped."""
-    return choice is not None and msgspec.json.decode(choice) == "none"
