@@ -8,7 +8,7 @@ from pd_cluster.errors import EngineUnavailable, InvalidRequest, Overloaded
 from pd_cluster.scheduling.turns import crowd_limit
 from pd_cluster.server.beam_fields import check_beam_fields, unread_beam_fields
 from pd_cluster.server.completions import check_best_of
-from pd_cluster.server.fields import ignored_header
+from pd_cluster.server.fields import IGNORED_HEADER, ignored_header
 from pd_cluster.server.reasoning_options import unread_reasoning_fields
 from pd_cluster.server.request_id import MAX_REQUEST_ID_CHARS, is_request_id
 from pd_cluster.server.sampling import check_prompt_and_tokens, check_room_for_output
@@ -127,6 +127,14 @@ def decoded(
         ignored.add("field", name)
     for name in tools:
         ignored.add("tool", name)
-    state.metrics.count_left_out(ignored)
-    reply.headers |= ignored_header(ignored)
+    name_ignored(state, reply, ignored)
     return body
+
+
+def name_ignored(state: NodeState, reply: CountedReply, ignored: LeftOut) -> None:
+    """Count these names, and add them to the header of the answer."""
+    state.metrics.count_left_out(ignored)
+    named = ignored_header(ignored)
+    if IGNORED_HEADER in reply.headers and named:
+        named[IGNORED_HEADER] = f"{reply.headers[IGNORED_HEADER]},{named[IGNORED_HEADER]}"
+    reply.headers |= named

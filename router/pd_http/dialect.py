@@ -63,6 +63,7 @@ class Dialect:
     """OpenAI's chat and completions."""
 
     token_limit = "max_tokens"  # the field that bounds an answer
+    requires_limit = False
     tool_limits = ToolLimits(128, 64)
     params: Mapping[str, str] = {}  # the client's names of chat fields, for errors
 

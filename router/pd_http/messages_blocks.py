@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pd_http.readable import check_text_only, says_anything, text_of_block, texts_of
+from pd_http.readable import check_text_only, is_blocks, says_anything, text_of_block, texts_of
 
 if TYPE_CHECKING:
     from pd_http.left_out import LeftOut
@@ -87,7 +87,7 @@ class ForeignBlocks:
                 return told | ({"is_error": True} if block.get("is_error") is True else {})
         elif _is_call(block):
             if (call_id := str(block["id"])) in self._answered:
-                return {"type": "tool_use", "id": call_id, "name": block["name"], "input": block["input"]}
+                return {"type": "tool_use", "id": call_id, "name": block["name"], "input": block.get("input", {})}
             text = ""
         else:
             text = text_of_block(block, place) if says_anything(block) else ""
@@ -100,7 +100,7 @@ class ForeignBlocks:
         """Texts of a result alone: all that it has is what a tool said."""
         if isinstance(content, str | None):
             return content
-        if not isinstance(content, list):
+        if not is_blocks(content):
             return "\n".join(texts_of(content, place))
         blocks = []
         for i, one in enumerate(content):
@@ -109,7 +109,7 @@ class ForeignBlocks:
             elif text := text_of_block(one, f"{place}[{i}]"):
                 blocks.append({"type": "text", "text": text})
             else:
-                self._left_out.add("block", f"messages.{one.get('type') if isinstance(one, dict) else one}")
+                self._left_out.add("block", f"messages.{one.get('type') if isinstance(one, dict) else 'text'}")
         return blocks
 
 
@@ -118,4 +118,4 @@ def _dicts(content: Any) -> list[dict[str, Any]]:
 
 
 def _is_call(block: dict[str, Any]) -> bool:
-    return {"id", "name", "input"} <= block.keys()
+    return {"id", "name"} <= block.keys() and ("input" in block or str(block.get("type")).endswith("_use"))

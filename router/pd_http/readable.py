@@ -69,6 +69,10 @@ def text_of(value: Any) -> str:
     return "" if kept in (None, [], {}) else msgspec.json.encode(kept).decode()
 
 
+def is_blocks(content: Any) -> bool:
+    return isinstance(content, list) and all(isinstance(one, str | dict) for one in content)
+
+
 def texts_of(content: Any, place: str, levels: int = _MAX_LEVELS) -> list[str]:
     """The texts of a content: a string, a block, a list of blocks, or whatever else a tool gave.
 
@@ -76,7 +80,7 @@ def texts_of(content: Any, place: str, levels: int = _MAX_LEVELS) -> list[str]:
     """
     if isinstance(content, dict) and isinstance(content.get("type"), str):
         return [text_of_block(content, place, levels)]
-    if isinstance(content, list) and levels and all(isinstance(one, str | dict) for one in content):
+    if levels and is_blocks(content):
         return [text_of_block(one, f"{place}[{i}]", levels) for i, one in enumerate(content)]
     check_text_only(content, place)
     return [text_of(content)]
@@ -89,7 +93,7 @@ def text_of_block(block: Any, place: str, levels: int = _MAX_LEVELS) -> str:
     check_text_only(block, place)
     shown = {name: one for name, one in block.items() if one is not None and not _is_hidden(name)}
     bodies = [name for name in _BODIES if isinstance(shown.get(name), list | dict)]
-    bodies += [name for name in _BODIES if isinstance(shown.get(name), str)]
+    bodies += [name for name in _BODIES if name in shown]
     said = _said(shown.pop(bodies[0]), f"{place}.{bodies[0]}", levels - 1) if bodies else ""
     others = "" if shown.keys() <= {"type"} else text_of(shown)
     return "\n".join(filter(None, (others, said)))

@@ -170,7 +170,7 @@ def test_schemas_as_clients_write_them(parameters: Any) -> None:
     assert None not in function.parameters.values()
 
 
-LOOSE = {"type": "OBJECT", "description": None, "required": ["a", None], "properties": {
+LOOSE: dict[str, Any] = {"type": "OBJECT", "description": None, "required": ["a", None], "properties": {
     "a": None, "b": "string", "c": {"type": "ARRAY", "items": {"type": "Object", "properties": {"d": "NUMBER"}}},
     "e": {"anyOf": [{"type": ["STRING", "null"]}, {"enum": None, "default": None}]}, "f": True}}  # fmt: skip
 MEANT = {"type": "object", "required": ["a"], "properties": {
@@ -190,7 +190,7 @@ async def test_schemas_that_are_not_strict_are_read_as_they_are_meant(tokenizer:
     assert source is not None
     assert source.message is not None
     assert source.message.functions == (("f", MEANT),)
-    with pytest.raises(InvalidRequest, match="parameters.properties"):
+    with pytest.raises(InvalidRequest, match=r"parameters\.properties"):
         tool_use(body(tools=[tool(parameters=LOOSE, strict=True)]))
 
 
