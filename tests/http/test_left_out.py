@@ -531,7 +531,9 @@ def test_text_of_input() -> None:
     for cut, text in (('{"input": "cu', "cu"), ('{"input":"a\\nb\\', "a\nb"), ('{"input":"a\\u00e', "a"), (
         '{"input": "\\ud83d\\ude00\\ud83d\\u', "\U0001f600"), ('{"input": "a"', "a")):  # fmt: skip
         assert text_of_input(cut) == text
-    for other in ("", '{"inp', '{"input": 5}', '{"input": "a", "b": 1}', "[1]"):
+    for head in ("", "{", '{"inp', '{ "input" : '):
+        assert text_of_input(head) == ""
+    for other in ('{"inps', '{"input": 5}', '{"input": "a", "b": 1}', "[1]"):
         assert text_of_input(other) == other
 
 
