@@ -14,7 +14,7 @@ import msgspec
 from pd_http.dialect import refusal
 from pd_http.errors import InvalidRequest
 from pd_http.left_out import known, shape_of
-from pd_http.readable import check_text_only, is_blocks, says_anything, text_of, text_of_block, texts_of
+from pd_http.readable import check_text_only, is_blocks, text_of, text_of_block, texts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -147,7 +147,7 @@ class ForeignItems:
             call_id = call_id or f"call_{place}"
             return [_call(call_id, one), {"type": "function_call_output", "call_id": call_id,
                                           "output": _text_of_members(results, place)}]  # fmt: skip
-        if not call_id and (one.get("content") or one.get("text")) and says_anything(one):
+        if not call_id and (one.get("content") or one.get("text")):
             role = one["role"] if one.get("role") in ("assistant", "system", "developer") else "user"
             shown = {name: value for name, value in one.items() if name not in ("id", "role", "status")}
             if text := text_of_block(shown, place):
