@@ -76,9 +76,9 @@ def is_blocks(content: Any) -> bool:
 def texts_of(content: Any, place: str, levels: int = _MAX_LEVELS) -> list[str]:
     """The texts of a content: a string, a block, a list of blocks, or whatever else a tool gave.
 
-    Raises InvalidRequest for media.
+    Each level copies the text below it, so the lowest is JSON. Raises InvalidRequest for media.
     """
-    if isinstance(content, dict) and isinstance(content.get("type"), str):
+    if levels and isinstance(content, dict) and isinstance(content.get("type"), str):
         return [text_of_block(content, place, levels)]
     if levels and is_blocks(content):
         return [text_of_block(one, f"{place}[{i}]", levels) for i, one in enumerate(content)]
@@ -88,7 +88,7 @@ def texts_of(content: Any, place: str, levels: int = _MAX_LEVELS) -> list[str]:
 
 def text_of_block(block: Any, place: str, levels: int = _MAX_LEVELS) -> str:
     """What the block says, behind its other members, if it has any. Raises InvalidRequest for media."""
-    if not isinstance(block, dict) or not levels:  # each level copies the text below it
+    if not isinstance(block, dict):
         return text_of(block)
     check_text_only(block, place)
     shown = {name: one for name, one in block.items() if one is not None and not _is_hidden(name)}

@@ -112,7 +112,6 @@ class ResponsesTools(ClientTools):
                     about = ""
             else:
                 self._leave_out(one)
-                self._absent.add(kind)
 
     def choice(self, given: Any) -> Any:
         """Chat's `tool_choice`. Raises InvalidRequest for one that requires what is not served."""

@@ -136,6 +136,9 @@ ITEMS: list[tuple[list[Any], list[Any], dict[str, str]]] = [
       {"type": "compaction", "encrypted_content": "AA"}, {"type": "new", "x": 1}], [],
      dict.fromkeys(("input.image_generation_call", "input.mcp_list_tools", "input.compaction", "input.new"), "item")),
     ([{"type": "item_reference", "id": "x"}, {"id": "msg_1"}], [], {"input.item_reference": "item"}),
+    ([{"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "p"}],
+     [said("", call("patch", {"input": "p"}))], {}),
+    ([{"type": "function_call_output", "call_id": "c1", "output": "o"}], [result("o")], {}),
     # a call without its result, and a result without its call
     ([{"type": "shell_call", "call_id": "c1", "action": {}}], [], {"input.shell_call": "item"}),
     ([{"type": "new_output", "call_id": "c1", "output": "o"}], [said("", call("new", {})), result("o")], {}),
@@ -373,6 +376,9 @@ def test_another_tool_of_a_name_is_named() -> None:
         request = asked(RESPONSES, {"input": [{"type": "additional_tools", "tools": [brought]}, HI], "tools": [mine]})
         assert [one["function"] for one in field(request, "tools")] == [{"name": "a__t", "parameters": SCHEMA}]
         assert request.left_out == left_out
+    new = {"type": "new"}
+    request = asked(RESPONSES, {"input": "hi", "tools": [new], "tool_choice": allowed("auto", new)})
+    assert "tool_choice" not in request.fields
     hosted = [{"type": "additional_tools", "tools": [{"type": "new"}]}, HI]
     with pytest.raises(InvalidRequest, match="tool_choice requires new, which this server does not serve"):
         asked(RESPONSES, {"input": hosted, "tool_choice": "required"})
@@ -447,6 +453,7 @@ MINE = {"name": "f", "input_schema": SCHEMA}
         (RESPONSES, {"tools": [{"type": "web_search"}], "tool_choice": "required"}, "web_search"),
         (MESSAGES, {"tools": [MINE, *HOSTED], "tool_choice": {"type": "tool", "name": "web_search"}}, "web_search"),
         (MESSAGES, {"tools": HOSTED, "tool_choice": {"type": "any"}}, "bash, web_search"),
+        (MESSAGES, {"tools": [MINE | {"allowed_callers": ["x"]}], "tool_choice": {"type": "any"}}, "f"),
     ],
 )  # fmt: skip
 def test_a_choice_that_requires_what_is_left_out_is_refused(path: str, body: dict[str, Any], names: str) -> None:
@@ -539,9 +546,15 @@ def test_text_of_input() -> None:
 
 def test_text_of_values() -> None:
     deep: Any = "x"
-    for _ in range(50):
-        deep = {"a": deep, "content": {"type": "t", "content": [deep], "b": 1}} if len(str(deep)) < 999 else {"a": deep}
-    assert len(text_of_block(deep, "p")) < 10_000
+    for i in range(20):
+        deep = {"type": "t", "content": [deep] if i % 2 else deep, "b": 1}
+    told, levels = text_of_block(deep, "p"), 8
+    assert told.startswith('{"type":"t","b":1}\n' * (levels // 2)), "each level copies the text below it"
+    assert told.count("\n") <= levels
+    assert "encrypted" not in text_of({"a": [{"encrypted_b": "AA"}]})
+    for _ in range(600):
+        deep = [deep]
+    assert text_of(deep).startswith("[" * 600 + '{"type":"t"'), "of any depth"
     empty: tuple[Any, ...] = (None, "", [], {}, {"encrypted_x": "AA"})
     for nothing in empty:
         assert text_of(nothing) == ""
