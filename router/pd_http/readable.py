@@ -17,7 +17,10 @@ _MAX_LEVELS = 8  # below them encrypted members stay
 _MEDIA = re.compile(r"(?<![a-z])(?:image|audio|video|file|pdf|media|screenshot)(?![a-z])")
 _MAX_TYPE_CHARS = 64
 _OF_TOOLS = ("_call", "_output", "_result", "_use")  # ends of types that are named by what a tool does
-_DATA = frozenset(("blob", "data", "file", "file_data", "file_id", "file_url", "source", "url"))
+_DATA = frozenset(
+    ("audio", "base64", "blob", "bytes", "data", "file", "file_data", "file_id", "file_url", "image", "source", "url",
+     "video")
+)  # fmt: skip
 _PICTURES = frozenset(("image_url", "inline_data", "inlineData"))
 _AROUND = frozenset(("cache_control", "detail", "id", "type"))
 _MIME = ("media_type", "mediaType", "mime_type", "mimeType")
@@ -52,7 +55,8 @@ def _is_media(block: dict[str, Any]) -> bool:
     if isinstance(kind, str) and len(kind) <= _MAX_TYPE_CHARS and _MEDIA.search(kind):
         if kind.endswith(_OF_TOOLS):
             return bool(block.get("result"))  # a picture that a tool drew
-        return kind != "file" or not _DATA.isdisjoint(block)
+        held = block.keys() - _AROUND - ({"url"} if kind == "file" else set())  # lists of files have addresses
+        return not held or kind in held or not (_DATA | _PICTURES).isdisjoint(held)
     if not _PICTURES.isdisjoint(block) and block.keys() <= _PICTURES | _AROUND:
         return True
     if isinstance(block.get("text"), str) or _DATA.isdisjoint(block):

@@ -210,6 +210,7 @@ DATA: list[Any] = [
     {"type": "json", "json": {"id": 42, "index": 3, "ok": True}}, {"id": 42, "rows": [{"text": "x", "score": 0.5}]},
     {"type": "resource", "resource": {"uri": "u", "mimeType": "text/x-python", "text": "t"}},
     {"type": "resource_link", "uri": "u", "mimeType": "image/png"}, {"name": "chair", "image_url": "u"}, 5, [1, "a"],
+    {"type": "file_diff", "diff": "d"}, {"type": "image_stats", "count": 3}, {"type": "file", "path": "p", "url": "u"},
     {"type": "media_search_result", "id": 1}, {"type": "profile", "id": 1},
 ]  # fmt: skip
 
@@ -245,7 +246,8 @@ def test_results_show_all_members() -> None:
 
 PICTURES: list[Any] = [
     {"type": "output_image", "image_url": "u"}, {"image_url": "u"}, {"type": "image-data", "data": "AA"},
-    {"type": "pdf"},
+    {"type": "pdf"}, {"type": "input_video", "video": "u"}, {"type": "file", "file": {"file_data": "AA"}},
+    {"type": "input_audio", "input_audio": {}}, {"type": "image", "url": "u"},
     {"type": "file-data", "data": "AA"}, {"type": "media", "data": "AA"}, {"inline_data": {"data": "AA"}},
     {"type": "new", "data": "AA", "mimeType": "image/png"}, {"type": "file", "file_id": "f"},
     {"type": "resource", "resource": {"uri": "u", "blob": "AA"}},
@@ -567,8 +569,8 @@ def test_text_of_values() -> None:
         {"a": ["b"]},
     )
     for value in data:
-        for told in (texts_of(value, "p"), [text_of(value)]):
-            assert orjson.loads("".join(told)) == value
+        for shown in (texts_of(value, "p"), [text_of(value)]):
+            assert orjson.loads("".join(shown)) == value
     assert texts_of(["a", {"type": "new", "text": "b"}, {"type": "new", "text": "c", "title": "C"}], "p") == [
         "a", "b", '{"type":"new","title":"C"}\nc'
     ]  # fmt: skip
