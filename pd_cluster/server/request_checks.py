@@ -8,7 +8,7 @@ from pd_cluster.errors import EngineUnavailable, InvalidRequest, Overloaded
 from pd_cluster.scheduling.turns import crowd_limit
 from pd_cluster.server.beam_fields import check_beam_fields, unread_beam_fields
 from pd_cluster.server.completions import check_best_of
-from pd_cluster.server.fields import IGNORED_HEADER, ignored_header
+from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.reasoning_options import unread_reasoning_fields
 from pd_cluster.server.request_id import MAX_REQUEST_ID_CHARS, is_request_id
 from pd_cluster.server.sampling import check_prompt_and_tokens, check_room_for_output
@@ -103,6 +103,12 @@ def check_room_for_prompt(num_tokens: int, max_model_len: int, param: str) -> No
     check_room_for_output(num_tokens, max_model_len, param)
 
 
+def name_ignored(state: NodeState, reply: CountedReply, ignored: LeftOut) -> None:
+    """Count these names, and add them to those that the header of the answer has."""
+    state.metrics.count_left_out(ignored)
+    reply.headers |= ignored_header(ignored, reply.headers)
+
+
 def decoded(
     state: NodeState,
     reply: CountedReply,
@@ -127,14 +133,6 @@ def decoded(
         ignored.add("field", name)
     for name in tools:
         ignored.add("tool", name)
-    name_ignored(state, reply, ignored)
-    return body
-
-
-def name_ignored(state: NodeState, reply: CountedReply, ignored: LeftOut) -> None:
-    """Count these names, and add them to the header of the answer."""
     state.metrics.count_left_out(ignored)
-    named = ignored_header(ignored)
-    if IGNORED_HEADER in reply.headers and named:
-        named[IGNORED_HEADER] = f"{reply.headers[IGNORED_HEADER]},{named[IGNORED_HEADER]}"
-    reply.headers |= named
+    reply.headers |= ignored_header(ignored)
+    return body
