@@ -264,6 +264,8 @@ def test_reasoning_fields() -> None:
     assert reasoning_options(body()) == {}
     assert reasoning_options(body(enable_thinking=True)) == on
     assert reasoning_options(body(reasoning_effort="none")) == off | {"reasoning_effort": "none"}
+    for most in ("xhigh", "max", "ultra"):
+        assert reasoning_options(body(reasoning_effort=most)) == on | {"reasoning_effort": "xhigh"}
     assert reasoning_options(body(reasoning_effort="low", enable_thinking=True)) == on | {"reasoning_effort": "low"}
     for fields in ({"reasoning_effort": "much"}, {"reasoning_effort": "none", "enable_thinking": True}):
         with pytest.raises(InvalidRequest):
