@@ -34,7 +34,7 @@ from pd_cluster.server.prefill_endpoint import (
 from pd_cluster.server.prompt_scores import PromptAsk, PromptScores
 from pd_cluster.server.prompt_steps import NO_STEPS, PromptSteps, given_steps, names_for
 from pd_cluster.server.reasoning_options import reasoning_options
-from pd_cluster.server.request_checks import check_common, check_lists, check_queue_room, decoded
+from pd_cluster.server.request_checks import check_common, check_lists, check_queue_room, decoded, name_ignored
 from pd_cluster.server.response import ResponseShape, answer_stream, answer_whole, stream_head
 from pd_cluster.server.responses_shape import ResponsesShape
 from pd_cluster.server.sampling import (
@@ -54,7 +54,7 @@ from pd_cluster.server.template_stability import Decider
 from pd_cluster.server.tool_use import tool_use
 from pd_cluster.server.translated_body import translated
 from pd_http.dialects import MESSAGES, RESPONSES
-from pd_http.left_out import EMPTY
+from pd_http.left_out import EMPTY, LeftOut
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -83,6 +83,7 @@ class _Call:
     prompt_field: str
     source: Callable[[], Awaitable[GrammarSource | None]]  # of the output's grammar
     default_max_tokens: int | None = None
+    cuts_limit: bool = False  # the API requires a limit, so clients send their own: more than there is room for is cut
     parser: ParserFactory | None = None
     parser_options: ParserOptions = DEFAULT_OPTIONS
     grammar: str = ""  # of the output
@@ -118,8 +119,6 @@ async def chat_completions(state: NodeState, caller: Caller, reply: CountedReply
 async def messages(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
     """Serve `POST /v1/messages`, as a chat request. Raises PdError."""
     one = translated(MESSAGES, raw)
-    if bytes(one.given.get("max_tokens", b"null")).strip() == b"null":
-        raise InvalidRequest("max_tokens is required", "max_tokens", "missing_required_parameter")
     await _chat(state, caller, reply, one.chat, MessagesShape, one.left_out)
 
 
@@ -170,6 +169,7 @@ async def _chat(
         shape=shape,
         echo_ids=True,
         prompt_field="messages",
+        cuts_limit=reply.dialect.requires_limit,
         source=partial(chat_grammar_source, body, use, state.tool_format, state.tokenizer, options),
         parser=state.output_parser,
         parser_options=parser_options(body, use),
@@ -250,6 +250,8 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
             await answer_prefill_stream(state, reply, stream, alive, echo_ids=call.echo_ids)
         return
     requests = [await _request(state, caller, call, i) for i in range(len(prompts))]
+    if call.cuts_limit and any(one.sampling.max_tokens < (body.max_tokens or 0) for one in requests):
+        name_ignored(state, reply, LeftOut(max_tokens="field"))
     if call.continuation is not None:
         check_prompts(call.continuation, requests)
     if call.ask is not None:
@@ -386,6 +388,7 @@ def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> Sampling
             num_prompt_tokens=num_prompt_tokens,
             max_model_len=max_model_len,
             default_max_tokens=call.default_max_tokens,
+            cuts_limit=call.cuts_limit,
             grammar=call.grammar,
             bad_words=call.bad_words,
         )

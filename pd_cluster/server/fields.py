@@ -219,10 +219,14 @@ def _is_one_of(raw: bytes, values: tuple[Any, ...]) -> bool:
     return any(type(given) is type(value) and given == value for value in values)  # 0 is not False
 
 
-def ignored_header(names: Iterable[str]) -> dict[str, str]:
-    """The header that names these fields; {} for none. Clients choose the names, so they are cut and made printable."""
+def ignored_header(names: Iterable[str], before: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The header that names these fields; {} for none. Clients choose the names, so they are cut and made printable.
+
+    `before`: headers with names that were told earlier.
+    """
     ordered = sorted(names)
     named = [re.sub(r"[^A-Za-z0-9_.\-\[\]]", "?", name[:MAX_NAME_CHARS]) or "?" for name in ordered[:MAX_NAMED]]
     if len(ordered) > MAX_NAMED:
         named.append(f"+{len(ordered) - MAX_NAMED}")
-    return {IGNORED_HEADER: ",".join(named)} if named else {}
+    told = [before[IGNORED_HEADER]] if before and IGNORED_HEADER in before else []
+    return {IGNORED_HEADER: ",".join([*told, *named])} if named else {}

@@ -104,6 +104,12 @@ def check_room_for_prompt(num_tokens: int, max_model_len: int, param: str) -> No
     check_room_for_output(num_tokens, max_model_len, param)
 
 
+def name_ignored(state: NodeState, reply: CountedReply, ignored: LeftOut) -> None:
+    """Count these names, and add them to those that the header of the answer has."""
+    state.metrics.count_left_out(ignored)
+    reply.headers |= ignored_header(ignored, reply.headers)
+
+
 def decoded(
     state: NodeState,
     reply: CountedReply,

@@ -149,6 +149,7 @@ def sampling_params(
     num_prompt_tokens: int,
     max_model_len: int,
     default_max_tokens: int | None = None,
+    cuts_limit: bool = False,
     grammar: str = "",
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
@@ -157,11 +158,13 @@ def sampling_params(
     `num_prompt_tokens` is less than `max_model_len`, see `check_room_for_output`. `default_max_tokens` applies when
     the body sets no limit; None, or more than the prompt leaves of `max_model_len`: the output may fill the rest.
     `grammar`: that of the body's fields, see `grammar_source.py`. `bad_words`: the body's, as token ids.
-    Raises InvalidRequest when the limit that the body sets does not fit.
+    Raises InvalidRequest when the limit that the body sets does not fit, but for `cuts_limit`: it is cut then.
     """
     room = max_model_len - num_prompt_tokens
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted: int | None = getattr(body, name)
+    if wanted is not None and cuts_limit:
+        wanted = min(wanted, room)
     if wanted is not None and wanted > room:
         raise InvalidRequest(
             f"the prompt has {num_prompt_tokens} tokens and {name} asks for {wanted} more; "

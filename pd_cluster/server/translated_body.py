@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.fields import ELSEWHERE, refuse
 from pd_cluster.server.schema import object_fields
-from pd_http.dialects import dialect_of
+from pd_http.dialects import MESSAGES, dialect_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,5 +31,7 @@ def translated(path: str, raw: bytes) -> TranslatedBody:
     """The body `raw` of `path`. Raises InvalidRequest, also for fields of chat that have no place in that API."""
     given = object_fields(raw)
     refuse(given, ELSEWHERE[path])
+    if path == MESSAGES and bytes(given.get("max_tokens", b"null")).strip() == b"null":
+        raise InvalidRequest("max_tokens is required", "max_tokens", "missing_required_parameter")
     asked = dialect_of(path).to_chat(given)
     return TranslatedBody(given, msgspec.json.encode(asked.fields), asked.left_out, asked.calls)

@@ -36,7 +36,10 @@ class ClientTools:
     def _read(self, one: Any, kind: type[Tool], place: str) -> Tool:
         """Raises InvalidRequest that names the wrong place."""
         try:
-            return msgspec.convert(known(one, shape_of(kind), "tools[]", self._left_out), kind)
+            try:
+                return msgspec.convert(one, kind)
+            except msgspec.ValidationError:
+                return msgspec.convert(known(one, shape_of(kind), "tools[]", self._left_out), kind)
         except (msgspec.ValidationError, RecursionError) as error:
             raise refusal(str(error), place) from error
 

@@ -63,6 +63,7 @@ class Dialect:
     """OpenAI's chat and completions."""
 
     token_limit = "max_tokens"  # the field that bounds an answer
+    requires_limit = False
     tool_limits = ToolLimits(128, 64)
     params: Mapping[str, str] = {}  # the client's names of chat fields, for errors
 
@@ -123,9 +124,12 @@ def read(
 def check_size(raw: msgspec.Raw, name: str, only: str = "") -> None:
     """Raises InvalidRequest if the field `name` has too many entries or values. `only`: the member to look into.
 
-    Commas and brackets of the text are an upper bound: most fields are not decoded for it.
+    A value has at least 2 bytes, and brackets of text are an upper bound: most fields are not decoded for it.
     """
-    if sum(map(bytes(raw).count, (b",", b"[", b"{"))) <= MAX_ENTRIES:
+    json = bytes(raw)
+    if len(json) <= 3 * MAX_ENTRIES or (
+        len(json) <= 2 * MAX_VALUES and json.count(b"[") + json.count(b"{") <= MAX_ENTRIES
+    ):
         return
     num_entries = num_values = 0
     rest: list[Any] = [msgspec.json.decode(raw)]

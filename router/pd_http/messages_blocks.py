@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pd_http.readable import check_text_only, says_anything, text_of_block, texts_of
+from pd_http.readable import says_anything, text_of_block, texts_of
 
 if TYPE_CHECKING:
     from pd_http.left_out import LeftOut
@@ -79,7 +79,8 @@ class ForeignBlocks:
         if kind == "tool_use":
             return block
         if kind == "tool_result":
-            return block | {"content": self._result(block.get("content"), f"{place}.content")}
+            texts = texts_of(block.get("content"), f"{place}.content")
+            return block | {"content": "\n".join(filter(None, texts))}
         if "tool_use_id" in block:
             text = text_of_block({name: one for name, one in block.items() if name not in _OF_RESULT}, place)
             if (call_id := str(block["tool_use_id"])) in self._called:
@@ -87,30 +88,14 @@ class ForeignBlocks:
                 return told | ({"is_error": True} if block.get("is_error") is True else {})
         elif _is_call(block):
             if (call_id := str(block["id"])) in self._answered:
-                return {"type": "tool_use", "id": call_id, "name": block["name"], "input": block["input"]}
+                return {"type": "tool_use", "id": call_id, "name": block["name"], "input": block.get("input", {})}
             text = ""
         else:
-            text = text_of_block(block, place) if says_anything(block) else ""
-            check_text_only(block, place)
+            text = text_of_block(block, place)
+            text = text if says_anything(block) else ""
         if not text:
             self._left_out.add("block", f"messages.{kind}")
         return {"type": "text", "text": text}
-
-    def _result(self, content: Any, place: str) -> Any:
-        """Texts of a result alone: all that it has is what a tool said."""
-        if isinstance(content, str | None):
-            return content
-        if not isinstance(content, list):
-            return "\n".join(texts_of(content, place))
-        blocks = []
-        for i, one in enumerate(content):
-            if isinstance(one, dict) and one.get("type") == "text":
-                blocks.append(self._block(one, place))
-            elif text := text_of_block(one, f"{place}[{i}]"):
-                blocks.append({"type": "text", "text": text})
-            else:
-                self._left_out.add("block", f"messages.{one.get('type') if isinstance(one, dict) else one}")
-        return blocks
 
 
 def _dicts(content: Any) -> list[dict[str, Any]]:
@@ -118,4 +103,4 @@ def _dicts(content: Any) -> list[dict[str, Any]]:
 
 
 def _is_call(block: dict[str, Any]) -> bool:
-    return {"id", "name", "input"} <= block.keys()
+    return {"id", "name"} <= block.keys() and ("input" in block or str(block.get("type")).endswith("_use"))

@@ -72,6 +72,7 @@ class MessagesFields(msgspec.Struct, kw_only=True):
 class MessagesDialect(Dialect):
     """Beside its own fields a body may have those of chat that keep their meaning here."""
 
+    requires_limit = True
     tool_limits = ToolLimits(MANY_TOOLS, 128)
     params = {
         "stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config",

@@ -17,7 +17,10 @@ _MAX_LEVELS = 8  # below them encrypted members stay
 _MEDIA = re.compile(r"(?<![a-z])(?:image|audio|video|file|pdf|media|screenshot)(?![a-z])")
 _MAX_TYPE_CHARS = 64
 _OF_TOOLS = ("_call", "_output", "_result", "_use")  # ends of types that are named by what a tool does
-_DATA = frozenset(("blob", "data", "file", "file_data", "file_id", "file_url", "source", "url"))
+_DATA = frozenset(
+    ("audio", "base64", "blob", "bytes", "data", "file", "file_data", "file_id", "file_url", "image", "source", "url",
+     "video")
+)  # fmt: skip
 _PICTURES = frozenset(("image_url", "inline_data", "inlineData"))
 _AROUND = frozenset(("cache_control", "detail", "id", "type"))
 _MIME = ("media_type", "mediaType", "mime_type", "mimeType")
@@ -52,7 +55,8 @@ def _is_media(block: dict[str, Any]) -> bool:
     if isinstance(kind, str) and len(kind) <= _MAX_TYPE_CHARS and _MEDIA.search(kind):
         if kind.endswith(_OF_TOOLS):
             return bool(block.get("result"))  # a picture that a tool drew
-        return kind != "file" or not _DATA.isdisjoint(block)
+        held = block.keys() - _AROUND - ({"url"} if kind == "file" else set())  # lists of files have addresses
+        return not held or kind in held or not (_DATA | _PICTURES).isdisjoint(held)
     if not _PICTURES.isdisjoint(block) and block.keys() <= _PICTURES | _AROUND:
         return True
     if isinstance(block.get("text"), str) or _DATA.isdisjoint(block):
@@ -69,14 +73,18 @@ def text_of(value: Any) -> str:
     return "" if kept in (None, [], {}) else msgspec.json.encode(kept).decode()
 
 
+def is_blocks(content: Any) -> bool:
+    return isinstance(content, list) and all(isinstance(one, str | dict) for one in content)
+
+
 def texts_of(content: Any, place: str, levels: int = _MAX_LEVELS) -> list[str]:
     """The texts of a content: a string, a block, a list of blocks, or whatever else a tool gave.
 
-    Raises InvalidRequest for media.
+    Each level copies the text below it, so the lowest is JSON. Raises InvalidRequest for media.
     """
-    if isinstance(content, dict) and isinstance(content.get("type"), str):
+    if levels and isinstance(content, dict) and isinstance(content.get("type"), str):
         return [text_of_block(content, place, levels)]
-    if isinstance(content, list) and levels and all(isinstance(one, str | dict) for one in content):
+    if levels and is_blocks(content):
         return [text_of_block(one, f"{place}[{i}]", levels) for i, one in enumerate(content)]
     check_text_only(content, place)
     return [text_of(content)]
@@ -84,12 +92,12 @@ def texts_of(content: Any, place: str, levels: int = _MAX_LEVELS) -> list[str]:
 
 def text_of_block(block: Any, place: str, levels: int = _MAX_LEVELS) -> str:
     """What the block says, behind its other members, if it has any. Raises InvalidRequest for media."""
-    if not isinstance(block, dict) or not levels:  # each level copies the text below it
+    if not isinstance(block, dict):
         return text_of(block)
     check_text_only(block, place)
     shown = {name: one for name, one in block.items() if one is not None and not _is_hidden(name)}
     bodies = [name for name in _BODIES if isinstance(shown.get(name), list | dict)]
-    bodies += [name for name in _BODIES if isinstance(shown.get(name), str)]
+    bodies += [name for name in _BODIES if name in shown]
     said = _said(shown.pop(bodies[0]), f"{place}.{bodies[0]}", levels - 1) if bodies else ""
     others = "" if shown.keys() <= {"type"} else text_of(shown)
     return "\n".join(filter(None, (others, said)))

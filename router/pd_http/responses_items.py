@@ -14,7 +14,7 @@ import msgspec
 from pd_http.dialect import refusal
 from pd_http.errors import InvalidRequest
 from pd_http.left_out import known, shape_of
-from pd_http.readable import check_text_only, says_anything, text_of, text_of_block, texts_of
+from pd_http.readable import check_text_only, is_blocks, text_of, text_of_block, texts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,7 +125,7 @@ class ForeignItems:
             raise InvalidRequest(f"{place}.type: {kind} is not supported: {_STATE[kind]}", "input", "unsupported_value")
         if kind in _TOOLS_OF and isinstance(one.get("tools"), list):
             self.tools += one["tools"]
-        # A result whose call is not there gets one, if its tool has a name
+        # A result without its call gets one, if its tool has a name
         if kind in _ITEMS and (kind != "function_call_output" or call_id in self._called or not one.get("name")):
             parts = {name: self._parts(one[name], f"{place}.{name}") for name in _CONTENTS if name in one}
             return [one | {"type": kind} | parts | ({"call_id": call_id} if call_id else {})]
@@ -147,7 +147,7 @@ class ForeignItems:
             call_id = call_id or f"call_{place}"
             return [_call(call_id, one), {"type": "function_call_output", "call_id": call_id,
                                           "output": _text_of_members(results, place)}]  # fmt: skip
-        if not call_id and (one.get("content") or one.get("text")) and says_anything(one):
+        if not call_id and (one.get("content") or one.get("text")):
             role = one["role"] if one.get("role") in ("assistant", "system", "developer") else "user"
             shown = {name: value for name, value in one.items() if name not in ("id", "role", "status")}
             if text := text_of_block(shown, place):
@@ -159,7 +159,7 @@ class ForeignItems:
     def _parts(self, content: Any, place: str) -> list[Any]:
         """The parts that are text. Raises InvalidRequest for media."""
         parts = []
-        for i, one in enumerate(content if isinstance(content, list) else [] if content is None else [content]):
+        for i, one in enumerate(content if is_blocks(content) else [content]):
             is_text = isinstance(one, dict) and isinstance(one.get("text", one.get("refusal")), str)
             if is_text and one.get("type") in _TEXT_TYPES:
                 parts.append(one)

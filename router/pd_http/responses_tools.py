@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pd_http.left_out import LeftOut
 
 _ARGUMENT = "input"  # of a tool that takes text
+_MAX_HEAD_CHARS = 64  # of what stands before the text
 # Its beginning, up to an escape that is cut
 _CUT_INPUT = re.compile(
     r'\s*\{\s*"input"\s*:\s*"((?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
@@ -71,6 +72,8 @@ def text_of_input(arguments: str) -> str:
 
 
 def _text_of_cut(arguments: str) -> str:
+    if len(arguments) < _MAX_HEAD_CHARS and '{"input":'.startswith("".join(arguments.split())):
+        return ""
     begun = _CUT_INPUT.match(arguments)
     try:
         return arguments if begun is None else msgspec.json.decode(f'"{begun[1]}"', type=str)
@@ -109,7 +112,6 @@ class ResponsesTools(ClientTools):
                     about = ""
             else:
                 self._leave_out(one)
-                self._absent.add(kind)
 
     def choice(self, given: Any) -> Any:
         """Chat's `tool_choice`. Raises InvalidRequest for one that requires what is not served."""

@@ -13,7 +13,7 @@ from pd_http.client_labels import is_label_of_system
 from pd_http.dialect import MANY_TOOLS, CallForm, ChatRequest
 from pd_http.dialects import COUNT_TOKENS, MESSAGES, RESPONSES, dialect_of
 from pd_http.errors import InvalidRequest
-from pd_http.left_out import KINDS, LeftOut
+from pd_http.left_out import KINDS, MAX_NAMES, LeftOut
 from pd_http.readable import text_of, text_of_block, texts_of
 from pd_http.responses_tools import text_of_input
 from pd_router.body import RequestBody
@@ -105,7 +105,7 @@ def test_a_result_of_references_is_text() -> None:
         said("", call("find", "cut {")),
         result('{"type":"tool_reference","tool_name":"add"}\nu'),
     ]
-    assert dict(request.left_out) == {"messages.redacted": "block"}
+    assert not request.left_out
 
 
 CALLED = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a":1}'}
@@ -136,6 +136,9 @@ ITEMS: list[tuple[list[Any], list[Any], dict[str, str]]] = [
       {"type": "compaction", "encrypted_content": "AA"}, {"type": "new", "x": 1}], [],
      dict.fromkeys(("input.image_generation_call", "input.mcp_list_tools", "input.compaction", "input.new"), "item")),
     ([{"type": "item_reference", "id": "x"}, {"id": "msg_1"}], [], {"input.item_reference": "item"}),
+    ([{"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "p"}],
+     [said("", call("patch", {"input": "p"}))], {}),
+    ([{"type": "function_call_output", "call_id": "c1", "output": "o"}], [result("o")], {}),
     # a call without its result, and a result without its call
     ([{"type": "shell_call", "call_id": "c1", "action": {}}], [], {"input.shell_call": "item"}),
     ([{"type": "new_output", "call_id": "c1", "output": "o"}], [said("", call("new", {})), result("o")], {}),
@@ -154,6 +157,167 @@ def test_items(items: list[Any], messages: list[Any], left_out: dict[str, str]) 
     request = asked(RESPONSES, {"input": [HI, *items]})
     assert field(request, "messages") == [HI, *messages]
     assert dict(request.left_out) == left_out
+
+
+def told(path: str, *entries: Any) -> ChatRequest:
+    """`entries`: blocks of an assistant and then of a user, or items."""
+    if path == RESPONSES:
+        return asked(path, {"input": [HI, *entries]})
+    turns = [{"role": role, "content": blocks} for role, blocks in zip(("assistant", "user"), entries, strict=False)]
+    return asked(path, {"messages": [HI, *turns]})
+
+
+def use(call_id: str, kind: str = "tool_use") -> dict[str, Any]:
+    return {"type": kind, "id": call_id, "name": "f", "input": {}}
+
+
+def calls(call_id: str) -> dict[str, Any]:
+    return CALLED | {"call_id": call_id, "arguments": {}}
+
+
+def output(call_id: str, value: Any = "r") -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": value}
+
+
+ANSWERED = [{"type": "tool_result", "tool_use_id": one, "content": "r"} for one in "ab"]
+SERVERS = [use("s", "server_tool_use"), {"type": "new_result", "tool_use_id": "s", "content": "r"}]
+WHY = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "w"}]}
+ONE_ANSWER = [
+    (MESSAGES, [[use("a"), *SERVERS, use("b")], ANSWERED], "asb", "sab"),
+    (RESPONSES, [calls("a"), WHY, calls("b"), output("a"), output("b")], "ab", "ab"),
+    (RESPONSES, [calls("a"), calls("s"), output("s"), WHY, calls("b"), output("a"), output("b")], "asb", "sab"),
+]
+
+
+@pytest.mark.parametrize(("path", "entries", "called", "answered"), ONE_ANSWER)
+def test_calls_stay_with_their_results(path: str, entries: list[Any], called: str, answered: str) -> None:
+    answer, *results = field(told(path, *entries), "messages")[1:]
+    assert [one["id"] for one in answer["tool_calls"]] == [*called]
+    assert [(one["role"], one["tool_call_id"]) for one in results] == [("tool", one) for one in answered]
+
+
+def test_answers_begin_behind_results_where_no_call_waits() -> None:
+    steps = [calls("a"), output("a"), calls("b"), output("b"), WHY, {"role": "assistant", "content": "I"}, WHY]
+    roles = [one["role"] for one in field(told(RESPONSES, *steps), "messages")]
+    assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant", "assistant"]
+    blocks = [use("s", "new_use"), SERVERS[1], text("I"), use("a")]
+    roles = [one["role"] for one in field(told(MESSAGES, blocks, ANSWERED[:1]), "messages")]
+    assert roles == ["user", "assistant", "tool", "assistant", "tool"]
+
+
+DATA: list[Any] = [
+    {"files": [{"type": "file", "name": "a.py"}]}, {"type": "url", "url": "u"}, {"type": "file", "path": "p"},
+    {"type": "json", "json": {"id": 42, "index": 3, "ok": True}}, {"id": 42, "rows": [{"text": "x", "score": 0.5}]},
+    {"type": "resource", "resource": {"uri": "u", "mimeType": "text/x-python", "text": "t"}},
+    {"type": "resource_link", "uri": "u", "mimeType": "image/png"}, {"name": "chair", "image_url": "u"}, 5, [1, "a"],
+    {"type": "file_diff", "diff": "d"}, {"type": "image_stats", "count": 3}, {"type": "file", "path": "p", "url": "u"},
+    {"type": "media_search_result", "id": 1}, {"type": "profile", "id": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_results_lose_nothing(data: Any) -> None:
+    for content in (data, [data]):
+        results = [
+            told(MESSAGES, [use("c")], [{"type": "tool_result", "tool_use_id": "c", "content": content}]),
+            told(MESSAGES, [use("c", "new_use"), {"type": "new_result", "tool_use_id": "c", "content": content}]),
+            *(told(RESPONSES, {"type": kind, "call_id": "c"}, output("c", content) | {"type": f"{kind}_output"})
+              for kind in ("shell_call", "custom_tool_call")),
+            told(RESPONSES, calls("c"), output("c", content)),
+            told(RESPONSES, {"type": "new_call", "id": "c", "results": content}),
+        ]  # fmt: skip
+        for request in results:
+            shown = orjson.loads(field(request, "messages")[-1]["content"])
+            assert shown in (data, content)
+            assert not request.left_out
+
+
+def test_results_show_all_members() -> None:
+    hit = {"filename": "f", "score": 1, "text": "T"}
+    searched = told(RESPONSES, {"type": "file_search_call", "id": "c", "queries": ["q"], "results": [hit]})
+    assert field(searched, "messages")[-1]["content"] == '{"filename":"f","score":1}\nT'
+    patched = [{"type": "apply_patch_call", "call_id": "c"}, {"type": "apply_patch_call_output", "call_id": "c"}]
+    for more, wanted in (
+        ({"status": "failed", "output": "no"}, '{"status":"failed"}\nno'), ({"status": "failed"}, "failed"),
+        ({"status": "completed", "output": "yes"}, "yes"),
+    ):  # fmt: skip
+        assert field(told(RESPONSES, patched[0], patched[1] | more), "messages")[-1]["content"] == wanted
+
+
+PICTURES: list[Any] = [
+    {"type": "output_image", "image_url": "u"}, {"image_url": "u"}, {"type": "image-data", "data": "AA"},
+    {"type": "pdf"}, {"type": "input_video", "video": "u"}, {"type": "file", "file": {"file_data": "AA"}},
+    {"type": "input_audio", "input_audio": {}}, {"type": "image", "url": "u"},
+    {"type": "file-data", "data": "AA"}, {"type": "media", "data": "AA"}, {"inline_data": {"data": "AA"}},
+    {"type": "new", "data": "AA", "mimeType": "image/png"}, {"type": "file", "file_id": "f"},
+    {"type": "resource", "resource": {"uri": "u", "blob": "AA"}},
+    {"type": "new", "source": {"type": "url", "url": "u"}},
+    {"type": "document", "source": {"type": "new", "media_type": "image/png", "data": "AA"}},
+    {"type": "document", "source": {"type": "content", "content": [{"type": "image", "source": {}}]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_pictures_are_refused_where_blocks_stand(picture: Any) -> None:
+    for path, entries in (
+        (MESSAGES, [[picture]]), (MESSAGES, [[text("a")], [text("a"), picture]]),
+        (MESSAGES, [[use("c")], [{"type": "tool_result", "tool_use_id": "c", "content": [text("a"), picture]}]]),
+        (RESPONSES, [{"role": "user", "content": [picture]}]), (RESPONSES, [calls("c"), output("c", [picture])]),
+        (RESPONSES, [calls("c") | {"type": "new_call"}, output("c", [picture]) | {"type": "new_call_output"}]),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequest, match="this server takes text only") as raised:
+            told(path, *entries)
+        assert raised.value.param == ("messages" if path == MESSAGES else "input")
+    with pytest.raises(InvalidRequest, match="'image_generation_call' is not supported"):
+        told(RESPONSES, {"type": "image_generation_call", "id": "g", "result": "AAAA"})
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"type": "input_text", "text": "Q"}, {"role": "user", "content": "Q"}),
+        ({"type": "agent_message", "role": "assistant", "content": [text("a"), text("b")]}, said("a\nb")),
+        ({"type": "note", "content": "N"}, {"role": "user", "content": "N"}),
+        ({"role": "user", "content": ["a", "b"]}, {"role": "user", "content": "a\nb"}),
+        ({"role": "user", "content": {"type": "input_text", "text": "a"}}, {"role": "user", "content": "a"}),
+        ({"type": "reasoning", "summary": ["a", "b"], "content": "c"}, said("") | {"reasoning_content": "c"}),
+        ({"type": "tether", "content": [{"type": "quote", "text": "a", "url": "u"}]},
+         {"role": "user", "content": '{"type":"quote","url":"u"}\na'}),
+    ],
+)  # fmt: skip
+def test_forms_of_items(item: Any, message: Any) -> None:
+    request = told(RESPONSES, item)
+    assert field(request, "messages")[1:] == [message]
+    assert not request.left_out
+
+
+def test_ids_of_any_kind() -> None:
+    for call_id in (7, ["x"], {"a": 1}, None, "x"):
+        blocks = [
+            {"type": "new_use", "id": call_id, "name": "n"},
+            {"type": "new_result", "tool_use_id": call_id, "content": "r"},
+        ]
+        answer, behind = field(told(MESSAGES, blocks), "messages")[1:]
+        assert answer["tool_calls"][0]["id"] == behind["tool_call_id"] == str(call_id)
+        assert told(MESSAGES, blocks[:1], [text("a")]).left_out == {"messages.new_use": "block"}
+    assert field(told(RESPONSES, {"type": "function_call", "id": "c", "name": "f"}, output("c")), "messages")[1:] == [
+        said("", call("f", "", "c")), result("r", "c")
+    ]  # fmt: skip
+
+
+def test_null_texts_of_messages() -> None:
+    blocks = [{"type": "thinking", "thinking": None}, {"type": "text", "text": None}, text("I")]
+    assert field(told(MESSAGES, blocks, None), "messages")[1:] == [said("I"), {"role": "user", "content": ""}]
+
+
+@pytest.mark.parametrize("kind", ["server_tool_result", "left_out"])
+def test_no_type_is_the_servers_own(kind: str) -> None:
+    assert told(MESSAGES, [text("I"), {"type": kind}]).left_out == {f"messages.{kind}": "block"}
+
+
+def test_names_are_bounded() -> None:
+    more = {str(i): i for i in range(5000)}
+    assert len(told(RESPONSES, HI | more).left_out) == len(told(MESSAGES, [text("I") | more]).left_out) == MAX_NAMES
 
 
 def function(name: str, **more: Any) -> dict[str, Any]:
@@ -202,6 +366,42 @@ def test_tools_that_items_bring() -> None:
     assert field(request, "messages")[1:] == [said("", call("tool_search", {"query": "q"})), result("g")]
     assert set(request.left_out) == {"tools.web_search", "tools[].defer_loading"}
     assert request.calls["exec"] == CallForm("exec", "functions", is_custom=True)
+
+
+def test_another_tool_of_a_name_is_named() -> None:
+    mine = {"type": "namespace", "name": "a", "tools": [function("t")]}
+    for brought, left_out in (
+        (mine, {}), (function("a__t"), {"tools.function": "tool"}),
+        ({"type": "namespace", "name": "a", "tools": [function("t", description="new")]}, {"tools.function": "tool"}),
+        ({"type": "namespace", "name": "a", "tools": [{"type": "custom", "name": "t"}]}, {"tools.custom": "tool"}),
+    ):  # fmt: skip
+        request = asked(RESPONSES, {"input": [{"type": "additional_tools", "tools": [brought]}, HI], "tools": [mine]})
+        assert [one["function"] for one in field(request, "tools")] == [{"name": "a__t", "parameters": SCHEMA}]
+        assert request.left_out == left_out
+    new = {"type": "new"}
+    request = asked(RESPONSES, {"input": "hi", "tools": [new], "tool_choice": allowed("auto", new)})
+    assert "tool_choice" not in request.fields
+    hosted = [{"type": "additional_tools", "tools": [{"type": "new"}]}, HI]
+    with pytest.raises(InvalidRequest, match="tool_choice requires new, which this server does not serve"):
+        asked(RESPONSES, {"input": hosted, "tool_choice": "required"})
+    twice = [{"type": "namespace", "name": name, "tools": [function("t")]} for name in "ab"]
+    with pytest.raises(InvalidRequest, match="tool_choice requires t"):
+        asked(RESPONSES, {"input": "hi", "tools": twice, "tool_choice": {"type": "function", "name": "t"}})
+
+
+@pytest.mark.parametrize(
+    ("given", "choice"),
+    [
+        ("required", "required"), ("auto", "auto"), ({"type": "function", "name": "f"}, of_f := {
+            "type": "function", "function": {"name": "f"}}),
+        ({"type": "function", "function": {"name": "f"}}, of_f), ({"type": "tool", "name": "f"}, of_f),
+        ({"type": "none"}, "none"),
+    ],
+)  # fmt: skip
+def test_choices_of_messages(given: Any, choice: Any) -> None:
+    request = asked(MESSAGES, {"messages": [HI], "tools": [{"name": "f"}], "tool_choice": given})
+    assert field(request, "tool_choice") == choice
+    assert field(request, "tools") == [{"type": "function", "function": {"name": "f"}}]
 
 
 def of_function(name: str) -> dict[str, Any]:
@@ -255,6 +455,7 @@ MINE = {"name": "f", "input_schema": SCHEMA}
         (RESPONSES, {"tools": [{"type": "web_search"}], "tool_choice": "required"}, "web_search"),
         (MESSAGES, {"tools": [MINE, *HOSTED], "tool_choice": {"type": "tool", "name": "web_search"}}, "web_search"),
         (MESSAGES, {"tools": HOSTED, "tool_choice": {"type": "any"}}, "bash, web_search"),
+        (MESSAGES, {"tools": [MINE | {"allowed_callers": ["x"]}], "tool_choice": {"type": "any"}}, "f"),
     ],
 )  # fmt: skip
 def test_a_choice_that_requires_what_is_left_out_is_refused(path: str, body: dict[str, Any], names: str) -> None:
@@ -321,6 +522,7 @@ def test_a_label_is_left_out_at_its_place_alone() -> None:
         ("x-anthropic-billing-header: cc_version=2.1.39.c39; cc_entrypoint=cli; cch=56445;", True),
         ("x-anthropic-billing-header: cc_version=0.0.0; cc_entrypoint=cli; cch=00001; cc_is_subagent=true;\n", True),
         ("x-anthropic-billing-header: cc_version=1; cc_entrypoint=cli", True),
+        ("x-anthropic-billing-header: cc_version=1; cc-workload=x; key2=y;", True),
         ("x-anthropic-billing-header:", False),
         ("x-anthropic-billing-header: is a header. Explain it.", False),
         ("What is x-anthropic-billing-header: cc_version=1;", False),
@@ -338,20 +540,37 @@ def test_text_of_input() -> None:
     for cut, text in (('{"input": "cu', "cu"), ('{"input":"a\\nb\\', "a\nb"), ('{"input":"a\\u00e', "a"), (
         '{"input": "\\ud83d\\ude00\\ud83d\\u', "\U0001f600"), ('{"input": "a"', "a")):  # fmt: skip
         assert text_of_input(cut) == text
-    for other in ("", '{"inp', '{"input": 5}', '{"input": "a", "b": 1}', "[1]"):
+    for head in ("", "{", '{"inp', '{ "input" : '):
+        assert text_of_input(head) == ""
+    for other in ('{"inps', '{"input": 5}', '{"input": "a", "b": 1}', "[1]"):
         assert text_of_input(other) == other
 
 
 def test_text_of_values() -> None:
     deep: Any = "x"
-    for _ in range(50):
-        deep = {"a": deep, "content": {"type": "t", "content": [deep], "b": 1}} if len(str(deep)) < 999 else {"a": deep}
-    assert len(text_of_block(deep, "p")) < 10_000
-    for nothing in ({"encrypted_x": "AA"}, [], {}, None, ""):
+    for i in range(20):
+        deep = {"type": "t", "content": [deep] if i % 2 else deep, "b": 1}
+    told, levels = text_of_block(deep, "p"), 8
+    assert told.startswith('{"type":"t","b":1}\n' * (levels // 2)), "each level copies the text below it"
+    assert told.count("\n") <= levels
+    assert "encrypted" not in text_of({"a": [{"encrypted_b": "AA"}]})
+    for _ in range(600):
+        deep = [deep]
+    assert text_of(deep).startswith("[" * 600 + '{"type":"t"'), "of any depth"
+    empty: tuple[Any, ...] = (None, "", [], {}, {"encrypted_x": "AA"})
+    for nothing in empty:
         assert text_of(nothing) == ""
-    for value in ({"id": 42, "index": 3, "ok": True}, {"text": "T", "price": 9}, [1, 2], [[]], 5, False, {"a": ["b"]}):
-        for told in (texts_of(value, "p"), [text_of(value)]):
-            assert orjson.loads("".join(told)) == value
+    data: tuple[Any, ...] = (
+        {"id": 42, "index": 3, "ok": True},
+        {"text": "T", "price": 9},
+        [1, 2],
+        [[]],
+        5,
+        {"a": ["b"]},
+    )
+    for value in data:
+        for shown in (texts_of(value, "p"), [text_of(value)]):
+            assert orjson.loads("".join(shown)) == value
     assert texts_of(["a", {"type": "new", "text": "b"}, {"type": "new", "text": "c", "title": "C"}], "p") == [
         "a", "b", '{"type":"new","title":"C"}\nc'
     ]  # fmt: skip

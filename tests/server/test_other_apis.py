@@ -162,7 +162,7 @@ async def test_errors_have_the_shape_of_their_api() -> None:
     async with running(FakeEngine(fails)) as node:
         for path, more, status, kind in (
             (MESSAGES, {"model": "other"}, 404, "not_found_error"),
-            (MESSAGES, {"max_tokens": 100_000}, 400, "invalid_request_error"),
+            (MESSAGES, {"top_k": -5}, 400, "invalid_request_error"),
             (RESPONSES, {"model": "other"}, 404, "invalid_request_error"),
         ):
             got, content, _ = await ask(node, path, **more)
@@ -227,6 +227,28 @@ async def test_calls_come_back_in_the_form_that_the_client_knows() -> None:
     assert all((data["item_id"], data["output_index"]) == (patch["id"], 1) for _, data in pieces)
     ids = [data["sequence_number"] for _, data in events]
     assert ids == sorted(set(ids))
+    (whole,) = [data for name, data in events if name == "response.function_call_arguments.done"]
+    assert whole["name"] == "look", "as in the item"
+
+
+async def test_text_for_a_tool_that_is_cut_is_its_beginning() -> None:
+    case, texts, end = response("cut", PATCH[:-18], end=False, tools=GROUPED)
+    async with Pair(texts, end=end) as pair:
+        _, raw = await post(pair.apps[0], RESPONSES, case.body, {})
+    (patch,) = [data["item"] for name, data in parse_events(raw.decode()) if name == "response.output_item.done"]
+    assert (patch["type"], patch["status"], patch["input"]) == ("custom_tool_call", "incomplete", "é\n🙂 e")
+
+
+async def test_messages_limit_is_cut_to_the_room_that_is_left() -> None:
+    """The API requires a limit, so agents send 32,000 to every model."""
+    async with running(FakeEngine(says([5]))) as node:
+        status, content, named = await ask(node, MESSAGES, max_tokens=32_000, service_tier="x")
+        assert (status, named) == (200, "service_tier,max_tokens"), content
+        (request,) = node.engine.requests
+        assert len(request.prompt_token_ids) + request.sampling.max_tokens == 4096
+        assert (await ask(node, MESSAGES, max_tokens=9))[2] is None
+        status, content, _ = await ask(node, RESPONSES, max_output_tokens=32_000)
+        assert (status, content["error"]["code"]) == (400, "context_length_exceeded")
 
 
 @pytest.mark.slow

@@ -187,7 +187,7 @@ def test_schemas_as_clients_write_them(parameters: Any) -> None:
     assert None not in function.parameters.values()
 
 
-LOOSE = {"type": "OBJECT", "description": None, "required": ["a", None], "properties": {
+LOOSE: dict[str, Any] = {"type": "OBJECT", "description": None, "required": ["a", None], "properties": {
     "a": None, "b": "string", "c": {"type": "ARRAY", "items": {"type": "Object", "properties": {"d": "NUMBER"}}},
     "e": {"anyOf": [{"type": ["STRING", "null"]}, {"enum": None, "default": None}]}, "f": True}}  # fmt: skip
 MEANT = {"type": "object", "required": ["a"], "properties": {
@@ -207,7 +207,7 @@ async def test_schemas_that_are_not_strict_are_read_as_they_are_meant(tokenizer:
     assert source is not None
     assert source.message is not None
     assert source.message.functions == (("f", MEANT),)
-    with pytest.raises(InvalidRequest, match="parameters.properties"):
+    with pytest.raises(InvalidRequest, match=r"parameters\.properties"):
         tool_use(body(tools=[tool(parameters=LOOSE, strict=True)]))
 
 
@@ -281,6 +281,8 @@ def test_reasoning_fields() -> None:
     assert reasoning_options(body()) == {}
     assert reasoning_options(body(enable_thinking=True)) == on
     assert reasoning_options(body(reasoning_effort="none")) == off | {"reasoning_effort": "none"}
+    for most in ("xhigh", "max", "ultra"):
+        assert reasoning_options(body(reasoning_effort=most)) == on | {"reasoning_effort": "xhigh"}
     assert reasoning_options(body(reasoning_effort="low", enable_thinking=True)) == on | {"reasoning_effort": "low"}
     for fields in ({"reasoning_effort": "much"}, {"reasoning_effort": "none", "enable_thinking": True}):
         with pytest.raises(InvalidRequest):
