@@ -10,7 +10,9 @@ from transformers import AutoTokenizer
 
 from pd_cluster.errors import StartupError
 from pd_cluster.server.chat_template import ChatTemplate
+from pd_cluster.server.message_adapter import adapt
 from pd_cluster.server.normal_messages import normal_messages
+from pd_cluster.server.template_traits import TemplateTraits
 from tests.server.live_server import MODEL_DIR
 from tests.server.lost_marks import OPTIONS, TOOL, lost_marks
 from tests.server.small_templates import BODY, TEMPLATES, each, refuse, when
@@ -218,3 +220,30 @@ def test_a_template_that_lists_no_tools_is_found(tokenizer: Any) -> None:
         template = ChatTemplate(tokenizer)
         template.find_all_traits()
         assert template.writes_tools is lists
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_are_found_in_steps_that_their_number_bounds(parallel: bool) -> None:
+    """Results in reverse order: each id is compared a few times, and not with each call that waits."""
+    compared = 0
+
+    class Counted(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+    num = 400
+    function = {"name": "f", "arguments": {}}
+    calls = [{"id": Counted(f"c{i}"), "type": "function", "function": function} for i in range(num)]
+    results = [{"role": "tool", "tool_call_id": Counted(f"c{i}"), "content": "r"} for i in reversed(range(num))]
+    asked: list[dict[str, Any]] = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *results,
+    ]
+    adapt(asked, TemplateTraits(parallel_calls=parallel))
+    assert compared < 20 * num
