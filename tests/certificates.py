@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 PEM = serialization.Encoding.PEM
 PLAIN = serialization.PrivateFormat.PKCS8
+KEY_USES = (
+    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+    "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+)  # fmt: skip
 
 
 class CertificateFiles(NamedTuple):
@@ -54,6 +58,14 @@ class Authority:
         here: list[x509.GeneralName] = [
             x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
         ]  # fmt: skip
+        # ssl.create_default_context() of Python 3.13 demands these of a chain (RFC 5280), and the uses of an authority
+        own = x509.SubjectKeyIdentifier.from_public_key(key)
+        signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        uses = dict.fromkeys(KEY_USES, False) | {
+            "key_cert_sign": is_ca,
+            "crl_sign": is_ca,
+            "digital_signature": not is_ca,
+        }
         now = datetime.datetime.now(datetime.UTC)
         builder = (
             x509.CertificateBuilder()
@@ -64,6 +76,9 @@ class Authority:
             .not_valid_before(now - datetime.timedelta(hours=1))
             .not_valid_after(now + datetime.timedelta(days=1))
             .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
+            .add_extension(x509.KeyUsage(**uses), critical=True)
+            .add_extension(own, critical=False)
+            .add_extension(signer, critical=False)
             .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns)] if dns else here), critical=False)
         )
         return builder.sign(self._key, hashes.SHA256())

@@ -110,7 +110,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a", "misspelt": 1}}, "structured_outputs", "misspelt"),
     ({"structural_tag": "x"}, "structural_tag", "use structured_outputs"),
     ({"guided_json": "{"}, "guided_json", "EOF while parsing"),
-    ({"guided_json": '{"items":' * 5000}, "guided_json", "nested more than 128 levels deep"),
+    # Python 3.11 cannot read so much, 3.13 can
+    ({"guided_json": '{"items":' * 5000 + "{}" + "}" * 5000}, "guided_json", "nested more than 128 levels deep"),
     ({"guided_json": '{"items":' * 140 + "{}" + "}" * 140}, "guided_json", "nested more than 128 levels deep"),
     ({"guided_json": "5"}, "guided_json", "object"),
     ({"guided_json": 5}, "guided_json", "Expected"),
