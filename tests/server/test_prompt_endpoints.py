@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pd_cluster.models.model_task import ModelTask
 from pd_cluster.protocol.messages import Abort, PromptRead, RequestFailed, Timeline, Work
 from pd_cluster.protocol.prompt_outputs import PromptOutputs
+from pd_cluster.server.chat_template import ChatTemplate
 from pd_cluster.server.prompt_bodies import MAX_INPUTS
 from pd_cluster.server.read_window import WINDOW_TOKENS, ReadWindow
 from pd_http.prompt_paths import PROMPT_PATHS, RERANK_PATHS, SCORE_PATHS
@@ -135,6 +136,7 @@ async def test_a_template_of_the_model_s_own_asks_the_question(monkeypatch: pyte
     async with node_of("score") as node:
         hugging_face = node.state.tokenizer._tokenizer
         monkeypatch.setattr(hugging_face, "chat_template", template)
+        monkeypatch.setattr(node.state.tokenizer, "chat_template", ChatTemplate(hugging_face))
         await post(node, "/score", {"text_1": "q", "text_2": "d"})
         await post(node, "/score", {"text_1": "q", "text_2": "d", "instruction": "i"})
         texts = [hugging_face.decode(request.prompt_token_ids) for request in node.engine.requests]

@@ -15,7 +15,7 @@ import pytest
 from pd_http.dialects import MESSAGES, RESPONSES
 from tests.cluster import Launcher
 from tests.cut_streams import CHAT
-from tests.integration.system import Path
+from tests.integration.system import Path, wait_until
 from tests.world.bodies import client_specs
 from tests.world.published_models import PUBLISHED
 from tests.world.shown import not_shown
@@ -71,6 +71,14 @@ def ask(router: str, route: Path, path: str, body: dict[str, Any]) -> httpx.Resp
     return answer
 
 
+def busy(router: str) -> list[str]:
+    """What the router counts for its nodes as prompt tokens to compute, or as running."""
+    text = httpx.get(f"{router}/metrics", timeout=ANSWER_DEADLINE_S, trust_env=False).text
+    counts = [line for line in text.splitlines() if line.startswith(("pd_router_node_queued", "pd_router_node_seq"))]
+    assert counts
+    return [line for line in counts if float(line.split()[-1])]
+
+
 def usage(path: str, answer: httpx.Response) -> Usage:
     """Of a whole answer, or of the events of a streamed one."""
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
@@ -95,6 +103,7 @@ def test_the_second_turn_finds_the_first_ones_prompt(client: str, route: Path, r
     spec = SPECS[client]
     asked = {"texts": route.value}
     first = usage(spec.path, ask(router, route, spec.path, spec.body("first", MODEL, label=1, stream=False, **asked)))
+    wait_until(lambda: not busy(router), lambda: str(busy(router)))  # the feed may come behind the answer
     body = spec.body("second", MODEL, label=2, stream=True, **asked)
     if spec.path == CHAT:
         body["stream_options"] = {"include_usage": True}
