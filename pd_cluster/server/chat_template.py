@@ -97,8 +97,10 @@ class ChatTemplate:
 
     def traits(self, options: dict[str, Any], *, has_tools: bool) -> TemplateTraits:
         """What the template for these requests takes. Arguments other than the switches of thinking count as absent."""
-        thinks = next((bool(options[name]) for name in _SWITCHES if options.get(name) is not None), None)
-        variant = (has_tools, thinks if self._has_switches else None)
+        thinks = None
+        if self._has_switches and options.keys() & _SWITCHES:
+            thinks = next((bool(options[name]) for name in _SWITCHES if options.get(name) is not None), None)
+        variant = (has_tools, thinks)
         if variant not in self._traits:
             self._traits[variant] = self._found(*variant)
         return self._traits[variant]

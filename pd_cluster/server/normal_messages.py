@@ -39,6 +39,7 @@ _THOUGHTS = ("thinking", "reasoning", "text", "content", "summary")
 _OF_TEXT = frozenset(("type", "text", "refusal", "annotations", "cache_control", "logprobs"))
 _AS_TEXT = ("reasoning_content", "thinking", "reasoning")  # transformers gives templates the one that they read
 _AS_BLOCKS = frozenset((*_AS_TEXT, "thinking_blocks", "reasoning_details"))
+_USUAL = {"role", "content"}
 _MEMBERS = frozenset(("role", "content", "name"))  # all that most messages have
 _PLAIN = {"tool": _MEMBERS | {"tool_call_id"}, "function": frozenset[str]()}
 _MEDIA = frozenset(("images", "videos", "audios"))  # of a message
@@ -73,6 +74,8 @@ class _Reader:
 
     def read(self, given: Message, place: str) -> list[Message]:
         role = given.get("role")
+        if given.keys() == _USUAL and role in _ROLES[:4] and isinstance(given["content"], str):
+            return [given]
         if role not in _ROLES:
             raise InvalidRequest(f"{place}.role must be one of {', '.join(_ROLES)}", "messages")
         message = {key: value for key, value in given.items() if value is not None}
