@@ -18,7 +18,7 @@ from pd_http.dialects import MESSAGES, RESPONSES
 from tests.cluster import Launcher
 from tests.cut_streams import CHAT
 from tests.integration.system import Path, wait_until
-from tests.world.bodies import client_specs
+from tests.world.bodies import client_specs, prose
 from tests.world.published_models import PUBLISHED
 from tests.world.shown import not_shown
 
@@ -72,10 +72,13 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def learn(router: str) -> set[str]:
-    """Let nodes read prompts at once, and return their names: one that has read none tells a GPU's speed."""
+    """Let nodes read prompts at once, and return their names: one that has read none tells a GPU's speed.
+
+    The texts are like those of the clients: by them the router learns how many tokens a byte has.
+    """
 
     def names(route: Path) -> set[str]:
-        body = {"model": MODEL, "prompt": f"{random.random()} " * 300, "max_tokens": 1}
+        body = {"model": MODEL, "prompt": prose(20_000, f"{random.random()}"), "max_tokens": 1}
         answer = httpx.post(
             f"{router}/v1/completions", json=body, headers={"x-pd-route": route.value}, timeout=ANSWER_DEADLINE_S,
             trust_env=False,
