@@ -58,6 +58,8 @@ CURL = {
     "absolute": ["--request-target", "http://any.name/v1/chat/completions"],
 }
 
+CLIENT_DEADLINE_S = 60.0
+
 
 @pytest.fixture
 def anyio_backend() -> str:
@@ -70,7 +72,12 @@ async def output(*command: str) -> str:
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    said, _ = await asyncio.wait_for(process.communicate(), 60.0)
+    try:
+        said, _ = await asyncio.wait_for(process.communicate(), CLIENT_DEADLINE_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise
     return said.decode()
 
 

@@ -5,9 +5,9 @@ The model has the tokenizer and the template of a published one, a tiny shape, r
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,23 +62,24 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             node.wait_line("ready: ")
         url = launcher.router(prefill=prefill, decode=decode).url
         used: set[str] = set()
+        seeds = itertools.count()
 
         def have_all_learned() -> bool:
-            used.update(learn(url))
+            used.update(learn(url, seeds))
             return len(used) == 2 * NUM_NODES
 
         wait_until(have_all_learned, lambda: f"only {used} have read a prompt")
         yield url
 
 
-def learn(router: str) -> set[str]:
+def learn(router: str, seeds: Iterator[int]) -> set[str]:
     """Let nodes read prompts at once, and return their names: one that has read none tells a GPU's speed.
 
     The texts are like those of the clients: by them the router learns how many tokens a byte has.
     """
 
-    def names(route: Path) -> set[str]:
-        body = {"model": MODEL, "prompt": prose(20_000, f"{random.random()}"), "max_tokens": 1}
+    def names(route: Path, seed: int) -> set[str]:
+        body = {"model": MODEL, "prompt": prose(20_000, f"learn {seed}"), "max_tokens": 1}
         answer = httpx.post(
             f"{router}/v1/completions", json=body, headers={"x-pd-route": route.value}, timeout=ANSWER_DEADLINE_S,
             trust_env=False,
@@ -87,7 +88,7 @@ def learn(router: str) -> set[str]:
         return {answer.headers["x-pd-prefill"], answer.headers["x-pd-decode"]}
 
     with ThreadPoolExecutor(8) as threads:
-        return set().union(*threads.map(names, [*ROUTES] * 4))
+        return set().union(*threads.map(names, [*ROUTES] * 4, [*itertools.islice(seeds, 8)]))
 
 
 def ask(router: str, route: Path, path: str, body: dict[str, Any]) -> httpx.Response:
