@@ -20,12 +20,13 @@ from pd_http.node_answers import ASK_TICKET
 RawObject = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(RawObject)
 _NO_TOKENS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens", "stream_options"})
-_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_LIMITS = {"max_tokens": ("max_tokens", "max_completion_tokens")}  # engines differ in which of the two counts
 _NULL = msgspec.Raw(b"null")
 _KV = "kv_transfer_params"
 _TOKEN_IDS = re.compile(rb"[ \t\n\r]*\[[ \t\n\r]*[0-9]")
 _PROMPT_LISTS = re.compile(rb'[ \t\n\r]*\[[ \t\n\r]*["\[]')
 _MAX_SAMPLES = 128  # a node refuses more; here it bounds the charge for one request
+_TEMPLATE_TOKENS = 4096  # that a chat template may add to a prompt
 # What msgspec raises: not JSON or of another type, not UTF-8, nested too deeply.
 _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 T = TypeVar("T")
@@ -100,11 +101,34 @@ class RequestBody:
     @property
     def most_output(self) -> float:
         """Tokens to which the client limits an answer; `inf`: it does not."""
-        most = inf
-        for name in _LIMITS:
-            if name in self._fields and (limit := self.get(name, int)) is not None and 0 <= limit < most:
-                most = limit
-        return most
+        most = -1.0
+        for name in _LIMITS.get(self._dialect.token_limit, (self._dialect.token_limit,)):
+            if name in self._fields and self._has(name):
+                limit = self.get(name, int)
+                most = inf if limit is None or limit < 0 else max(most, limit)
+        return inf if most < 0 else most
+
+    def allowed(self, used: tuple[int, int], most_length: float) -> tuple[int, int]:
+        """What can be true of `used`, which a node tells: tokens of the prompts and of the answers.
+
+        `most_length`: of a sequence at that node. Fields that only nodes can judge, as 2.0, count with the most.
+        """
+        prompt, answer = min(self.num_bytes + _TEMPLATE_TOKENS, most_length), min(self.most_output, most_length)
+        if "n" in self._fields or "best_of" in self._fields:
+            answer *= max([1, *(self.get(name, int) or _MAX_SAMPLES for name in ("n", "best_of") if self._has(name))])
+        if 0 <= used[0] <= prompt and 0 <= used[1] <= answer:
+            return used
+        num = self._most_prompts
+        return int(min(max(0, used[0]), num * prompt)), int(min(max(0, used[1]), num * answer))
+
+    @property
+    def _most_prompts(self) -> int:
+        """Counts commas: the node judges."""
+        if "prompt" in self._fields:
+            raws = [self._fields["prompt"]] if self.has_several_prompts else []
+        else:  # texts to embed or to rank
+            raws = [] if "messages" in self._fields or self._dialect is not OPENAI else list(self._fields.values())
+        return 1 + sum(bytes(raw).count(b",") for raw in raws)
 
     @property
     def has_several_prompts(self) -> bool:

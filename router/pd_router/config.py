@@ -107,12 +107,14 @@ class RouterConfig(HttpLimits):
         metavar="FILE",
     )
     max_queue: int = setting(
-        256, "With --api-keys: requests that wait at the router, in turns of the keys, while all nodes are full."
+        256,
+        "With --api-keys: requests that wait at the router, in turns of the keys, while all nodes are full or their "
+        "key has as many under way as it may.",
     )
     max_queue_mb: float = setting(
         128.0,
-        "Memory in MB of the bodies of all requests that wait so, or for a place of their key (at most half of it); "
-        "beyond it those served last are refused with 429. At least one body of --max-body-mb may wait.",
+        "Memory in MB of the bodies of all requests that wait so; beyond it those served last are refused with 429. "
+        "At least one body of --max-body-mb may wait.",
         positive=True,
     )
     max_queue_s: float = setting(30.0, "How long such a request waits before it is refused with 429.", positive=True)

@@ -75,9 +75,14 @@ class RouterMetrics:
         self.releases = counter("ticket_releases", "Tickets released because no D took them.", "result")
         self.feed_losses = counter("feed_losses", "Feeds of nodes that ended or could not be read.", "node")
         self.refusals = counter("refusals", "Requests that were not let in, by the name of their key.", "key", "reason")
+        self.reports_clamped = counter(
+            "reports_clamped",
+            "Nodes' reports of more tokens than the request's body allows, or of fewer than none.",
+            "node",
+        )
         self.key_files = counter("key_file_changes", "Changes of the file with API keys that were seen.", "result")
         self.num_queued = Gauge("pd_router_requests_queued", "Requests that wait at the router.", registry=registry)
-        self.queue_s = histogram("queue", "Waited at the router, because all nodes were full.")
+        self.queue_s = histogram("queue", "Waited at the router: for the nodes, or for another request of the key.")
         self.http = HttpMetrics(registry, "pd_router")
         registry.register(_NodeCollector(table))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from math import inf
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+import msgspec
 import orjson
 
 from pd_connectors.protocol.feed import CHARGE_HEADER
@@ -88,6 +90,8 @@ class NodeRequest(ABC, Generic[Plan]):
         self._record = record
         self._casualties = Casualties(services.config.max_node_deaths)
         self._whole: Answer | None = None  # the answer, if it was not streamed
+        self._writer: Node | None = None  # of the answer, or of its end
+        self._has_clamped = False
 
     async def run(self) -> None:
         try:
@@ -104,10 +108,42 @@ class NodeRequest(ABC, Generic[Plan]):
             raise
 
     def used(self) -> tuple[int, int] | None:
-        """Tokens of prompt and answer, after `run`. None: the node's answer does not tell."""
+        """Tokens of prompt and answer, after `run`, as far as the body allows. None: the node does not tell."""
         if (report := self._record.report) is not None:
             return report.num_prompt_tokens, report.num_output_tokens
+        return None if (told := self._told_usage()) is None else self._allowed(told)
+
+    def _told_usage(self) -> tuple[int, int] | None:
+        """What an answer without a report tells."""
         return None if self._whole is None else usage_in(self._whole.body)
+
+    def _reported(self, leg: DecodeLeg, *, is_first_node: bool) -> None:
+        """Take the report at the end of the answer that `leg` wrote."""
+        self._writer = leg.node
+        if (report := leg.report) is not None:
+            prompt, output = self._allowed((report.num_prompt_tokens, report.num_output_tokens))
+            if self._has_clamped or not 0 <= report.num_cached_tokens <= prompt:
+                cached = min(max(0, report.num_cached_tokens), prompt)
+                report = msgspec.structs.replace(
+                    report, num_prompt_tokens=prompt, num_output_tokens=output, num_cached_tokens=cached
+                )
+        self._record.reported(report, is_first_node=is_first_node)
+
+    def _allowed(self, told: tuple[int, int]) -> tuple[int, int]:
+        """Within what the body allows: a node's report may be wrong, and the key pays for it."""
+        node = self._writer
+        used = self._body.allowed(told, (node.max_model_len if node is not None else None) or inf)
+        if used != told and not self._has_clamped:
+            self._has_clamped, name = True, self._record.served_by
+            self._s.metrics.reports_clamped.labels(name).inc()
+            log.warning(
+                "request %s: %s tells %s tokens of prompt and answer; %s are possible",
+                self._headers["x-request-id"],
+                name,
+                told,
+                used,
+            )
+        return used
 
     @abstractmethod
     async def _serve(self) -> None:

@@ -38,12 +38,12 @@ class PromptRequest(NodeRequest[PromptRoute]):
             return
         if leg.node.role is Role.DECODE and self.plan.reason != "no-prefill-node":
             self.plan = self.plan.because("prefill-failed")
-        self.phase, self._whole = "stream", leg.whole
+        self.phase, self._whole, self._writer = "stream", leg.whole, leg.node
         self._record.prefill_by = leg.node.node_id
         self._name_route()
         try:
             await send_answer(leg, self._reply, {PREFILL_BY: leg.node}, s.config.idle_timeout_s, OneLeg())
-            self._record.reported(leg.report, is_first_node=True)
+            self._reported(leg, is_first_node=True)
         except LegFailed as failure:
             self._note("stream", failure)
             self.outcome = "broken"

@@ -68,7 +68,7 @@ class Proxy:
                 s.admission.shape(user, body)
             plan = self._choose(call.path, body, asked)
             if user is not None and s.admission is not None:
-                visit = await s.admission.enter(user, body, raw, plan)
+                visit = await s.admission.enter(user, body, plan)
                 if visit.queued_s:
                     record.until(s.table.clock(), "admission")
                     plan = self._choose(call.path, body, asked)

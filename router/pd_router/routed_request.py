@@ -67,8 +67,8 @@ class RoutedRequest(NodeRequest[RouteChoice]):
         finally:
             del self._stream  # it refers to this request: a cycle would keep the body until a search for garbage
 
-    def used(self) -> tuple[int, int] | None:
-        found, head = super().used(), self._told.head
+    def _told_usage(self) -> tuple[int, int] | None:
+        found, head = super()._told_usage(), self._told.head
         return found if found is not None or head is None else (head.num_prompt_tokens, self._told.num_tokens)
 
     # --- orders
@@ -230,13 +230,13 @@ class RoutedRequest(NodeRequest[RouteChoice]):
     async def _answer(self, leg: DecodeLeg, prefill_by: Node | None) -> bool:
         """Pass D's answer on to the client. False if D broke off; the client then got an error event."""
         s = self._s
-        self.phase, self._whole = "stream", leg.whole
+        self.phase, self._whole, self._writer = "stream", leg.whole, leg.node
         self._record.prefill_by = leg.prefilled_by or (prefill_by or leg.node).node_id
         self._name_route()
         try:
             nodes = {PREFILL_BY: prefill_by or leg.node, DECODE_BY: leg.node}
             last = await send_answer(leg, self._reply, nodes, s.config.idle_timeout_s, self._stream, self._note_piece())
-            self._record.reported(last.report, is_first_node=last is leg)
+            self._reported(last, is_first_node=last is leg)
             self._record.served_by = last.node.node_id
         except LegFailed:
             self.outcome = "broken"

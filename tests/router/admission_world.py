@@ -156,10 +156,9 @@ class AdmissionWorld:
     async def _ask(self, one: SimKey) -> None:
         """One request, again and again as it is told, until it has its answer."""
         outcome, is_retry = self.outcomes[one.key.name], False
-        number = next(self._numbers)
         while True:
             try:
-                await self._request(one, number)
+                await self._request(one)
                 outcome.retries += is_retry
                 return
             except RateLimited as refusal:
@@ -169,7 +168,7 @@ class AdmissionWorld:
                 await asyncio.sleep(refusal.retry_after_s + self._random.uniform(0, 0.2))
                 is_retry = True
 
-    async def _request(self, one: SimKey, number: int) -> None:
+    async def _request(self, one: SimKey) -> None:
         begun_s = self._loop.time()
         body = RequestBody(b'{"stream": true, "prompt": "%s"}' % (b"x" * (4 * one.tokens)))
         limits = self.admission.limits_of(one.key)
@@ -177,7 +176,7 @@ class AdmissionWorld:
         if self._has_admission:
             self.admission.shape(limits, body)
             plan = choose(self.table, None, PromptFacts(body.num_bytes), self._config, None, 0)
-            visit = await self.admission.enter(limits, body, b"%d" % number, plan)
+            visit = await self.admission.enter(limits, body, plan)
         used = None
         try:
             with Charge(self._p, self._loop.time, prefill_bytes=body.num_bytes, prompt_tokens=one.tokens):

@@ -8,9 +8,13 @@ import logging
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+import openai
 import pytest
 
+from pd_router.admission import key_limits
+from pd_router.admission.api_keys import parse_keys
 from pd_router.admission.key_admission import Visit
+from pd_router.admission.key_limits import LONGEST_S, MAY_WAIT, MINUTE_S
 from tests.otlp_receiver import collecting
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
@@ -79,10 +83,10 @@ async def test_a_refused_request_is_not_kept(keys: Path, settings: dict[str, Any
         gc.disable()
         try:
             assert (await post(router, body=BODY | {"prompt": "third"}))[0] == 429
-            kept = [one.content for one in gc.get_objects() if type(one) is Visit and b"third" in one.content]
+            kept = [one for one in gc.get_objects() if type(one) is Visit]
         finally:
             gc.enable()
-        assert kept == []
+        assert len(kept) == 2, "one that runs, one that waits"
         node.go_on.set()
         assert (await first)[0] == 200
         await second
@@ -118,65 +122,11 @@ async def test_a_body_behind_its_refusal_is_dropped(keys: Path) -> None:
         await router.idle()
 
 
-async def held_retry(router: Router, node: FakeNode, num_bytes: int = 0) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
-    """(a request that runs, and the retry of another one that is due meanwhile and is held)"""
-    body = BODY | {"prompt": "again", "user": "x" * num_bytes}
-    admission = router.services.admission
-    assert admission is not None
-    first = asyncio.create_task(post(router, "one"))
-    await node.wait_seen(1)
-    status, _, headers = await post(router, "one", body)
-    assert status == 429
-    clock = admission.clock
-    admission.clock = lambda: clock() + int(headers["retry-after"])
-    retry = asyncio.create_task(post(router, "one", body))
-    limits = admission._limits["one"]
-    await until(lambda: limits._held)
-    return first, retry
-
-
-async def test_a_retry_that_is_due_is_held_until_a_place_is_free(keys: Path) -> None:
-    write(keys, line("one", concurrency=1))
-    node = FakeNode("mixed", fakes.decode_until_told)
-    async with running(node), serving(mixed=[node], api_keys=str(keys)) as router:
-        first, retry = await held_retry(router, node)
-        assert len(node.seen) == 1
-        node.go_on.set()
-        assert [(await one)[0] for one in (first, retry)] == [200, 200]
-        await router.idle()
-        assert router.services.admission is not None
-        assert router.services.admission._limits["one"].running == 0
-
-
-async def test_a_held_retry_that_gets_no_place_is_refused_and_one_that_leaves_takes_none(keys: Path) -> None:
-    write(keys, line("one", concurrency=1))
-    node = FakeNode("mixed", fakes.decode_until_told)
-    async with running(node), serving(mixed=[node], api_keys=str(keys), max_queue_s=0.05) as router:
-        first, retry = await held_retry(router, node)
-        status, _, headers = await retry
-        assert (status, int(headers["retry-after"]) >= 1) == (429, True)
-        node.go_on.set()
-        assert (await first)[0] == 200
-        await router.idle()
-    node = FakeNode("mixed", fakes.decode_until_told)
-    async with running(node), serving(mixed=[node], api_keys=str(keys)) as router:
-        first, retry = await held_retry(router, node)
-        assert router.services.admission is not None
-        assert router.services.admission._held_bytes > 0
-        retry.cancel()
-        limits = router.services.admission._limits["one"]
-        await until(lambda: not limits._held)
-        assert router.services.admission._held_bytes == 0
-        node.go_on.set()
-        assert (await first)[0] == 200
-        assert limits.running == 0
-        await router.idle()
-
-
 async def test_no_key_is_in_logs_metrics_pages_or_traces(
-    keys: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    keys: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Right ones, wrong ones, and their hashes."""
+    monkeypatch.setattr(key_limits, "MAY_WAIT", 0)
     write(keys, line("one", concurrency=1) + line("two"))
     caplog.set_level(logging.DEBUG)
     secrets = [*SECRETS.values(), "pd-wrong-key"]
@@ -205,46 +155,153 @@ async def test_no_key_is_in_logs_metrics_pages_or_traces(
     assert [(secret, text[:80]) for secret in hidden for text in told if secret in text] == []
 
 
-async def test_held_retries_and_the_queue_share_one_bound_of_bytes(keys: Path) -> None:
-    """40 KB each of 100 KB: one is held and one waits in the queue; the next one finds no room."""
+# --- requests above a limit of concurrency
+
+
+async def waiting_for_a_place(
+    router: Router, node: FakeNode, num_bytes: int = 0
+) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
+    """(a request of a key that may have one under way, and one more, which waits)"""
+    first = asyncio.create_task(post(router, "one"))
+    await node.wait_seen(1)
+    second = asyncio.create_task(post(router, "one", BODY | {"prompt": "second", "user": "x" * num_bytes}))
+    await until(lambda: router.count("pd_router_requests_queued") == 1)
+    return first, second
+
+
+async def test_one_above_the_limit_waits_and_other_keys_do_not(keys: Path) -> None:
+    write(keys, line("one", concurrency=1) + line("two"))
+    node = FakeNode("mixed", fakes.decode_until_told)
+    async with running(node), serving(mixed=[node], api_keys=str(keys)) as router:
+        first, second = await waiting_for_a_place(router, node)
+        other = asyncio.create_task(post(router, "two"))
+        await node.wait_seen(2)
+        node.go_on.set()
+        assert [(await one)[0] for one in (first, second, other)] == [200] * 3
+        assert [seen.body["prompt"] for seen in node.seen].index("second") == 2
+        await router.idle()
+        assert router.services.admission is not None
+        limits = router.services.admission._limits["one"]
+        assert (limits.running, limits.inside) == (0, 0)
+
+
+@pytest.mark.parametrize("mean_s", [0.0, 1.0])
+async def test_one_that_waits_in_vain_is_refused(keys: Path, mean_s: float) -> None:
+    """At once, if the key's requests take as long as is expected by then."""
+    write(keys, line("one", concurrency=1))
+    node = FakeNode("mixed", fakes.decode_until_told)
+    async with running(node), serving(mixed=[node], api_keys=str(keys), max_queue_s=SHORT_S) as router:
+        first = asyncio.create_task(post(router, "one"))
+        await node.wait_seen(1)
+        assert router.services.admission is not None
+        router.services.admission._limits["one"].mean_s = mean_s
+        status, _, headers = await post(router, "one")
+        assert (status, 1 <= int(headers["retry-after"]) <= LONGEST_S) == (429, True)
+        assert router.count("pd_router_refusals_total", key="one", reason="concurrency") == 1
+        assert router.count("pd_router_queue_seconds_count") == (mean_s == 0.0)
+        node.go_on.set()
+        assert [(await first)[0], (await post(router, "one"))[0]] == [200, 200]
+        await router.idle()
+
+
+async def test_one_that_leaves_while_it_waits_takes_no_place(keys: Path) -> None:
+    write(keys, line("one", concurrency=1))
+    node = FakeNode("mixed", fakes.decode_until_told)
+    async with running(node), serving(mixed=[node], api_keys=str(keys)) as router:
+        first, second = await waiting_for_a_place(router, node)
+        assert router.services.admission is not None
+        limits = router.services.admission._limits["one"]
+        second.cancel()
+        await until(lambda: limits.running == 1)
+        node.go_on.set()
+        assert [(await first)[0], (await post(router, "one"))[0]] == [200, 200]
+        await router.idle()
+
+
+async def test_those_that_wait_for_their_key_share_the_queue_s_bound_of_bytes(keys: Path) -> None:
+    """40 KB of 100 KB wait for their key, and as much in the queue: the next one finds no room."""
     write(keys, line("one", concurrency=1) + line("two"))
     node = FakeNode("mixed", fakes.decode_until_told)
     node.num_slots = 1
     sizes: dict[str, Any] = {"max_queue_mb": 0.1, "max_body_mb": 0.1}
     async with running(node), serving(mixed=[node], api_keys=str(keys), **sizes) as router:
-        admission = router.services.admission
-        assert admission is not None
-        first, retry = await held_retry(router, node, 40_000)
-        body = BODY | {"user": "x" * 40_000}
-        second = asyncio.create_task(post(router, "two", body))
-        await until(lambda: len(admission.queue) == 1)
-        assert 80_000 < admission.waiting_bytes < 81_000
-        status, _, headers = await post(router, "two", body)
-        assert (status, int(headers["retry-after"]) >= 1) == (429, True)
-        assert 80_000 < admission.waiting_bytes < 81_000
+        assert router.services.admission is not None
+        queue = router.services.admission.queue
+        first, second = await waiting_for_a_place(router, node, 40_000)
+        third = asyncio.create_task(post(router, "two", BODY | {"user": "x" * 40_000}))
+        await until(lambda: len(queue) == 2)
+        assert 80_000 < queue.num_bytes < 81_000
+        assert (await post(router, "two", BODY | {"user": "x" * 40_000}))[0] == 429
+        assert 80_000 < queue.num_bytes < 81_000
         node.go_on.set()
-        assert [(await one)[0] for one in (first, retry, second)] == [200] * 3
-        assert admission.waiting_bytes == 0
+        assert [(await one)[0] for one in (first, second, third)] == [200] * 3
         await router.idle()
 
 
-@pytest.mark.parametrize("bound", [{"_max_queue_bytes": 10}, {"_max_queue_bytes": 60}, {"_max_queue": 0}])
-async def test_a_retry_is_not_held_beyond_the_bounds_of_the_queue(keys: Path, bound: dict[str, int]) -> None:
+async def test_a_raised_limit_and_an_end_elsewhere_let_in_what_waits(keys: Path) -> None:
     write(keys, line("one", concurrency=1))
     node = FakeNode("mixed", fakes.decode_until_told)
     async with running(node), serving(mixed=[node], api_keys=str(keys)) as router:
         admission = router.services.admission
         assert admission is not None
-        for name, most in bound.items():
-            setattr(admission, name, most)
+        admission.hear_usage(1, {"one": (1, 0.0, 1)})
+        waiting = [asyncio.create_task(post(router, "one")) for _ in range(3)]
+        await until(lambda: len(admission.queue) == 3)
+        admission.hear_usage(1, None)
+        await node.wait_seen(1)
+        assert len(admission.queue) == 2
+        admission.adopt(parse_keys(line("one", concurrency=2).encode()))
+        await node.wait_seen(2)
+        assert len(admission.queue) == 1
+        node.go_on.set()
+        assert [(await one)[0] for one in waiting] == [200] * 3
+        await router.idle()
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_refused"),
+    [({"concurrency": 2}, 40 - 2 - MAY_WAIT), ({"requests_per_minute": 30}, 10), ({"tokens_per_minute": 1500}, 10)],
+)
+async def test_a_key_that_exceeded_its_limit_is_served_when_nothing_runs(
+    keys: Path, limit: dict[str, int], num_refused: int
+) -> None:
+    """None of the refused requests comes back: the next ones are new. A budget has refilled when a minute is over."""
+    write(keys, line("one", **limit))
+    node = FakeNode("mixed", fakes.decode_until_told)
+
+    def body(number: int) -> dict[str, Any]:
+        return BODY | {"prompt": f"number {number}", "max_tokens": 50}
+
+    async with running(node), serving(mixed=[node], api_keys=str(keys)) as router:
+        admission = router.services.admission
+        assert admission is not None
+        many = [asyncio.create_task(post(router, "one", body(number))) for number in range(40)]
+        reason = next(iter(limit)).removesuffix("_per_minute")
+        await until(lambda: router.count("pd_router_refusals_total", key="one", reason=reason) >= num_refused)
+        node.go_on.set()
+        assert {(await one)[0] for one in many} == {200, 429}
+        await router.idle()
+        if reason != "concurrency":
+            clock = admission.clock
+            admission.clock = lambda: clock() + MINUTE_S
+        assert [(await post(router, "one", body(number)))[0] for number in range(40, 60)] == [200] * 20
+        await router.idle()
+
+
+@pytest.mark.long
+async def test_openai_s_client_comes_back_when_it_is_told(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_limits, "MAY_WAIT", 0)
+    write(keys, line("one", concurrency=1))
+    node = FakeNode("mixed", fakes.decode_until_told)
+    async with running(node), serving(mixed=[node], api_keys=str(keys)) as router:
         first = asyncio.create_task(post(router, "one"))
         await node.wait_seen(1)
-        status, _, headers = await post(router, "one", BODY | {"prompt": "again"})
-        clock = admission.clock
-        admission.clock = lambda: clock() + int(headers["retry-after"])
-        status, body, headers = await post(router, "one", BODY | {"prompt": "again"})
-        assert (status, int(headers["retry-after"]) >= 1) == (429, True)
-        assert "the nodes are busy" in str(body), "at once: a retry that was held in vain hears of its key"
-        node.go_on.set()
-        assert (await first)[0] == 200
+        async with openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key=SECRETS["one"], max_retries=2) as client:
+            call = client.completions.with_raw_response.create(model="demo", prompt="another")
+            task = asyncio.ensure_future(call)
+            await until(lambda: router.count("pd_router_refusals_total", key="one", reason="concurrency") == 1)
+            node.go_on.set()
+            assert (await first)[0] == 200
+            answer = await task
+        assert (answer.status_code, answer.retries_taken, len(node.seen)) == (200, 1, 2)
         await router.idle()

@@ -27,8 +27,6 @@ def test_a_quiet_key_hardly_notices_a_greedy_one() -> None:
     assert unfair["quiet"].p99_s > 20 * alone.p99_s
     assert beside["quiet"].refused == 0
     assert beside["greedy"].served > 0.75 * unfair["greedy"].served
-    assert beside["greedy"].retries > 100
-    assert beside["greedy"].retries_refused <= 0.2 * beside["greedy"].retries
 
 
 def test_a_greedy_key_s_first_requests_do_not_queue_at_the_prefill_node() -> None:
@@ -38,17 +36,6 @@ def test_a_greedy_key_s_first_requests_do_not_queue_at_the_prefill_node() -> Non
     world.admission._counted_s = -1.0
     world.run(2.0)
     assert 1 <= world.most_prompts <= 4
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("settings", [{}, {"slo_ttft_ms": 1000.0, "slo_slack": 2.0}])
-def test_four_of_five_retries_succeed_at_twice_the_load(settings: dict[str, Any]) -> None:
-    outcomes = AdmissionWorld(QUIET, greedy(per_s=14.0), seed=2, **settings).run(SECONDS)
-    assert outcomes["greedy"].retries > 100
-    assert outcomes["greedy"].retries_refused <= 0.2 * outcomes["greedy"].retries
-    assert outcomes["quiet"].refused == 0
-    if settings:  # those that are let in have their first token when a retry may have it, and an answer's end later
-        assert outcomes["greedy"].p99_s < 8.0
 
 
 @pytest.mark.long

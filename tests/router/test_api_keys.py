@@ -50,6 +50,14 @@ def test_an_old_and_a_new_key_may_be_valid_at_once() -> None:
     assert ring.find([(b"x-api-key", b"other")]) is ring.find([(b"x-api-key", SECRET.encode())]) is not None
 
 
+def test_a_name_may_be_a_salt_where_it_salts_nothing() -> None:
+    other = {"name": "two", "sha256": "0" * 64, "salt": "one"}
+    for salt in ("one", "another", ""):
+        ring = parse_keys(line(salt=salt) + b"\n" + line(**other))
+        assert ring.by_name["one"].salted("") == (f"{salt}/" if salt else "")
+    parse_keys(line(salt="one"))
+
+
 def test_blank_lines_and_remarks_do_not_count() -> None:
     ring = parse_keys(b"# ours\n\n" + line() + b"\r\n  # theirs\n" + line(name="two", sha256="0" * 64))
     assert set(ring.by_name) == {"one", "two"}
@@ -67,6 +75,8 @@ def test_blank_lines_and_remarks_do_not_count() -> None:
         (line() + b"\n" + line(name="two"), "a hash is given twice"),
         (line() + b"\n" + line(sha256="0" * 64), "a name is given twice"),
         (line(sha256=[DIGEST, DIGEST]), "a hash is given twice"),
+        (line() + b"\n" + line(name="two", sha256="0" * 64, salt="one"), "a name is another key's salt"),
+        (line(name="two", sha256="0" * 64, salt="one") + b"\n" + line(), "a name is another key's salt"),
         (line(key=SECRET), "unknown field"),
         (line(sha256=SECRET), "sha256 is not valid"),
         (line(sha256=DIGEST.upper()), "sha256 is not valid"),

@@ -64,6 +64,22 @@ def test_keys_that_wait_get_their_shares(greedy: list[int], quiet: list[int], we
         left[one.key] -= 1
 
 
+def test_a_key_that_waits_for_itself_is_passed_and_saves_up_no_turns() -> None:
+    blocked = {"own"}
+    queue: FairQueue[int] = FairQueue(lambda one: one.key not in blocked)
+    for _ in range(20):
+        queue.push(turn("own", 10.0))
+    assert not queue.has_ready
+    for _ in range(40):
+        queue.push(turn("other", 10.0))
+    assert queue.has_ready
+    assert queue.ahead(turn("third", priority=1)) == (400.0, 40)
+    assert {queue.pop(anything).key for _ in range(20)} == {"other"}
+    blocked.clear()
+    keys = [one.key for one in drained(queue)][:20]
+    assert 9 <= keys.count("own") <= 11
+
+
 def test_one_that_comes_back_is_next_and_has_saved_nothing_up() -> None:
     queue: FairQueue[int] = FairQueue()
     for _ in range(100):

@@ -54,13 +54,17 @@ class KeyRing:
     """The keys of a file."""
 
     def __init__(self, keys: tuple[ApiKey, ...]) -> None:
-        """Raises ValueError if names or hashes repeat, or there is no key: that would refuse every client."""
+        """Raises ValueError if names or hashes repeat, a name is another key's salt, by which both would share cached
+        prefixes, or there is no key: that would refuse every client.
+        """
         self.by_name = {key.name: key for key in keys}
         self._by_digest = {bytes.fromhex(digest): key for key in keys for digest in key.digests}
         if not keys:
             raise ValueError("there is no key")
         if len(self.by_name) < len(keys):
             raise ValueError("a name is given twice")
+        if {key.name for key in keys if key.salt is None} & {key.salt for key in keys}:
+            raise ValueError("a name is another key's salt: give the key of that name a salt, too")
         if len(self._by_digest) < sum(len(key.digests) for key in keys):
             raise ValueError("a hash is given twice")
 

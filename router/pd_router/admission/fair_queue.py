@@ -43,7 +43,9 @@ class _Line:
 class FairQueue(Generic[Item]):
     """`pop` serves in proportion to the weights of the keys that wait, whatever each of them sends."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_go: Callable[[Turn[Item]], bool] = lambda turn: True) -> None:
+        """`may_go`: whether the turn's key may have one more under way. Others pass a turn that may not."""
+        self._may_go = may_go
         self._served: dict[str, float] = {}
         self._floor = 0.0  # the highest counter at which a key was served
         self._lines: dict[tuple[int, str], _Line] = {}
@@ -52,6 +54,11 @@ class FairQueue(Generic[Item]):
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether a turn waits for others, and not for its own key."""
+        return any(self._may_go(line.turns[0]) for line in self._lines.values())
 
     def serve(self, turn: Turn[Item]) -> None:
         """Count a request that is served, whether it has waited or not."""
@@ -78,7 +85,9 @@ class FairQueue(Generic[Item]):
         """Take and count the next turn that fits; None: there is none. Of one key and priority the oldest is first."""
         for _, line in sorted(self._lines.items(), key=lambda entry: (entry[0][0], self._served[entry[0][1]])):
             turn: Turn[Item] = line.turns[0]
-            if fits(turn):
+            if not self._may_go(turn):  # it does not wait for others, so it saves up no turns
+                self._served[turn.key] = max(self._served[turn.key], self._floor)
+            elif fits(turn):
                 self.serve(turn)
                 self.remove(turn)
                 return turn
@@ -110,9 +119,9 @@ class FairQueue(Generic[Item]):
         start = start if own is None else self._end(own)
         cost = sequences = 0.0
         for (priority, key), line in self._lines.items():
-            if priority > turn.priority or not line.cost:
-                continue
             first = line.turns[0]
+            if priority > turn.priority or not line.cost or not self._may_go(first):
+                continue
             share = 1.0 if priority < turn.priority else (start - self._served[key]) * first.weight / line.cost
             share = min(1.0, max(0.0, share))
             cost += share * line.cost

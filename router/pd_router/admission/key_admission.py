@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from pd_router.admission.fair_queue import FairQueue, Turn
-from pd_router.admission.key_limits import KeyLimits
+from pd_router.admission.key_limits import KeyLimits, whole_seconds
 from pd_router.admission.node_room import MORE_SLOTS, RESERVE, NodeRoom
 from pd_router.config import HandoffOrder
 from pd_router.errors import KeyRefused, RateLimited
@@ -27,15 +27,11 @@ if TYPE_CHECKING:
 LOOK_AGAIN_S = 0.02  # while requests wait: nodes may have become free without an answer of this router
 SHARE_EVERY_S = 0.1  # between two messages to the other workers of a router
 ACTIVE_S = 60.0  # since its last request a key counts among those that share the nodes
-# By which a promised retry may be later than others: what was let in before it took longer than expected
-LATER = 2.0
-SPACING = 1.25  # of retries, in the time that the nodes need for them: they serve other keys, too
+# Of --max-queue-s: a request that is expected to wait longer is refused at once. Others may take longer than expected
+EXPECTED = 1 / 2
 # Of the mean over all keys: a key with fewer requests than that passes prompts that wait at the prefill nodes. With all
 # of its share of the slots instead, a greedy key's first 31 prompts (64 slots) passed too.
 FAR_LESS = 1 / 8
-# The part of the bytes that may wait that held retries get. They exceed the limit of their key: without this bound
-# those of one key could keep all other keys out of the queue
-MOST_HELD = 1 / 2
 _FAILED = frozenset({"refused", "failed", "crashed"})  # outcomes of requests that cost their key no tokens
 _REASONS = {
     "requests": "this key has used its requests of this minute",
@@ -49,14 +45,11 @@ _REASONS = {
 class Visit:
     """One request that was let in, or waits for that. Call `end` exactly once."""
 
-    __slots__ = ("_admission", "_begun_s", "content", "future", "is_inside", "limits", "model", "queued_s", "turn")
+    __slots__ = ("_admission", "_begun_s", "future", "is_inside", "limits", "model", "queued_s", "turn")
 
-    def __init__(
-        self, admission: KeyAdmission, limits: KeyLimits, model: str | None, content: bytes, begun_s: float
-    ) -> None:
+    def __init__(self, admission: KeyAdmission, limits: KeyLimits, model: str | None, begun_s: float) -> None:
         self.limits = limits
         self.model = model
-        self.content = content
         self.turn: Turn[Visit]
         self.future: asyncio.Future[None] | None = None  # while it waits
         self.is_inside = False
@@ -66,6 +59,7 @@ class Visit:
 
     def go_in(self) -> None:
         self.is_inside = True
+        self.limits.inside += 1
         self._admission.room.take(self.model, self.turn.sequences, self.turn.cost)
         if self.future is not None and not self.future.done():
             self.future.set_result(None)
@@ -80,6 +74,7 @@ class Visit:
             used = (0, 0)
         self.limits.end(turn.cost, used, admission.clock() - self._begun_s - self.queued_s)
         if self.is_inside:
+            self.limits.inside -= 1
             if used is not None:
                 admission.queue.correct(turn.key, turn.weight, sum(used) - turn.cost)
             admission.room.free(self.model, turn.sequences)
@@ -91,11 +86,10 @@ class KeyAdmission:
 
     def __init__(self, config: RouterConfig, table: NodeTable, metrics: RouterMetrics, ring: KeyRing) -> None:
         self.clock = table.clock
-        self.queue: FairQueue[Visit] = FairQueue()
+        self.queue: FairQueue[Visit] = FairQueue(lambda turn: turn.item.limits.has_place)
         self.room = NodeRoom(table)
         self._max_queue = config.max_queue
         self._max_queue_bytes = config.max_queue_bytes
-        self._num_held = self._held_bytes = 0  # retries that wait for a place of their key, and their bodies
         self._max_queue_s = config.max_queue_s
         self._latest_s = config.slo_ttft_ms / 1000 * config.slo_slack  # 0: none is too late
         self._metrics = metrics
@@ -111,9 +105,11 @@ class KeyAdmission:
     def adopt(self, ring: KeyRing) -> None:
         """Take other keys. Requests under way stay; what keys have used stays used."""
         self._ring = ring
-        self._limits = {name: limits for name, limits in self._limits.items() if name in ring.by_name}
-        for name, limits in self._limits.items():
-            limits.configure(ring.by_name[name])
+        # Those of a key that is out stay while it has requests: else other processes would not hear of their end
+        self._limits = {name: one for name, one in self._limits.items() if name in ring.by_name or one.running}
+        for name in self._limits.keys() & ring.by_name.keys():
+            self._limits[name].configure(ring.by_name[name])
+            self._limits[name].elsewhere = self._num_elsewhere(name)
 
     def find(self, headers: HeaderList) -> KeyLimits:
         """The limits of the key that the request names. Raises KeyRefused."""
@@ -128,6 +124,7 @@ class KeyAdmission:
         limits = self._limits.get(key.name)
         if limits is None:
             limits = self._limits[key.name] = KeyLimits(key, self.clock())
+            limits.elsewhere = self._num_elsewhere(key.name)
         return limits
 
     def shape(self, limits: KeyLimits, body: RequestBody) -> None:
@@ -150,9 +147,8 @@ class KeyAdmission:
         """
         limits = self.find(headers)
         if content:
-            if (refusal := limits.admit(0.0, lambda: hash(content), self.clock())) is not None:
-                reason, seconds = refusal
-                raise self._refusal(limits, reason, seconds or limits.refuse(0.0, hash(content), self.clock()))
+            if (refusal := limits.admit(0.0, self.clock())) is not None:
+                raise self._refusal(limits, *refusal)
             limits.running -= 1
 
     # --- other processes of this router
@@ -171,45 +167,35 @@ class KeyAdmission:
         if usage is None:
             usage = dict.fromkeys(running, (0, 0.0, 0))
         for name, (requests, tokens, count) in usage.items():
+            running[name] = count
             if (key := self._ring.by_name.get(name)) is not None:
                 limits = self.limits_of(key)
                 limits.take(requests, tokens)
-                running[name] = count
-                limits.elsewhere = sum(one.get(name, 0) for one in self._elsewhere.values())
-                limits.let_held()
+                limits.elsewhere = self._num_elsewhere(name)
+
+    def _num_elsewhere(self, name: str) -> int:
+        return sum(running.get(name, 0) for running in self._elsewhere.values())
 
     # --- requests
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Of all bodies that wait here: in turns, and for a place of their key. --max-queue-mb bounds the sum."""
-        return self.queue.num_bytes + self._held_bytes
-
-    async def enter(
-        self, limits: KeyLimits, body: RequestBody, content: bytes, plan: RouteChoice | PromptRoute
-    ) -> Visit:
-        """Return when the request may go to the nodes. `plan`: what would happen now. `content`: equal for a retry.
+    async def enter(self, limits: KeyLimits, body: RequestBody, plan: RouteChoice | PromptRoute) -> Visit:
+        """Return when the request may go to the nodes. `plan`: what would happen now.
 
         Raises RateLimited.
         """
         key = limits.key
         sequences = 0 if plan.order is HandoffOrder.PROMPT else body.num_samples
         cost = plan.num_tokens + (sequences and sequences * min(limits.mean_output, body.most_output))
-        if (refusal := limits.admit(cost, lambda: hash(content), self.clock())) is not None:
-            reason, seconds = refusal
-            if seconds:
-                raise self._refusal(limits, reason, seconds)
-            if not self._may_hold(content):
-                raise self._refusal(limits, "queue", limits.refuse(cost, hash(content), self.clock()))
-            await self._hold(limits, cost, content)
-        visit = Visit(self, limits, body.model, content, self.clock())
+        if (refusal := limits.admit(cost, self.clock())) is not None:
+            raise self._refusal(limits, *refusal)
+        visit = Visit(self, limits, body.model, self.clock())
         visit.turn = turn = Turn(
-            visit, key.name, key.weight, body.get("priority", int) or 0, cost, sequences, len(content)
+            visit, key.name, key.weight, body.get("priority", int) or 0, cost, sequences, body.num_bytes
         )
         try:
-            is_promised = self._check_late(turn, plan)
-            if len(self.queue) or not self._fits(turn):
-                await self._wait(turn, is_promised=is_promised)
+            self._check_late(turn, plan)
+            if self.queue.has_ready or not limits.has_place or not self._fits(turn):
+                await self._wait(turn)
             else:
                 self.queue.serve(turn)
                 visit.go_in()
@@ -218,76 +204,32 @@ class KeyAdmission:
             raise
         return visit
 
-    def _may_hold(self, content: bytes) -> bool:
-        """Whether a retry may wait for a place of its key. A key may have promised places to MAX_PROMISES of them."""
-        if self._num_held >= self._max_queue or self.waiting_bytes + len(content) > self._max_queue_bytes:
-            return False
-        return self._held_bytes + len(content) <= MOST_HELD * self._max_queue_bytes
+    def _check_late(self, turn: Turn[Visit], plan: RouteChoice | PromptRoute) -> None:
+        """Raises RateLimited if its turn or its first token come too late, until what is before it is through."""
+        limits = turn.item.limits
+        if not (self._latest_s or len(self.queue)) and limits.has_place:
+            return
+        turn_s, own = self._wait_s(turn), "" if limits.has_place else "concurrency"
+        nodes_s = plan.first_token_s(self.clock()) if self._latest_s else None
+        if nodes_s is not None and nodes_s + turn_s > self._latest_s:
+            raise self._refusal(limits, own or "late", whole_seconds(nodes_s + turn_s))
+        if turn_s > EXPECTED * self._max_queue_s:
+            raise self._refusal(limits, own or "queue", whole_seconds(turn_s))
 
-    async def _hold(self, limits: KeyLimits, cost: float, content: bytes) -> None:
-        """Wait until a request of the key ends, behind other retries. Raises RateLimited if that takes too long."""
-        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def go() -> None:
-            if not admitted.done():
-                admitted.set_result(None)
-
-        held = limits.hold(cost, go)
-        self._num_held += 1
-        self._held_bytes += len(content)
-        try:
-            async with asyncio.timeout(min(limits.hold_s, self._max_queue_s)):
-                await admitted
-        except TimeoutError:
-            if limits.release(held):
-                seconds = limits.refuse(cost, hash(content), self.clock())
-                raise self._refusal(limits, "concurrency", seconds) from None
-        except BaseException:  # the client left
-            if not limits.release(held):
-                limits.uncount()
-                limits.end(cost, (0, 0), 0.0)
-            raise
-        finally:
-            self._num_held -= 1
-            self._held_bytes -= len(content)
-
-    def _check_late(self, turn: Turn[Visit], plan: RouteChoice | PromptRoute) -> bool:
-        """Whether the request was told to come now. Raises RateLimited if its turn or its first token come too late.
-
-        A retry that was told to come now may be later than others, so that what takes longer than expected does not
-        refuse it again.
-        """
-        late = turn.item.limits.late
-        if not (self._latest_s or len(late) or len(self.queue)):
-            return False
-        now_s = self.clock()
-        late.lapse(now_s)
-        is_promised = bool(len(late)) and late.claim(hash(turn.item.content), now_s)
-        turn_s, kept_s = self._wait_s(turn), self._kept_s(turn)
-        nodes_s = plan.first_token_s(now_s) if self._latest_s else None
-        patience, before_s = (LATER, 0.0) if is_promised else (1.0, kept_s)
-        if nodes_s is not None and nodes_s + turn_s + before_s > self._latest_s * patience:
-            raise self._later(turn, nodes_s + turn_s + kept_s - self._latest_s, "late")
-        if turn_s + before_s > (limit_s := self._max_queue_s / LATER) * patience:
-            raise self._later(turn, turn_s + kept_s - limit_s, "queue")
-        return is_promised
-
-    async def _wait(self, turn: Turn[Visit], *, is_promised: bool) -> None:
+    async def _wait(self, turn: Turn[Visit]) -> None:
         """Wait for the turn. Raises RateLimited if it does not come in time, or the queue is full of better ones."""
         visit, begun_s = turn.item, self.clock()
         visit.future = asyncio.get_running_loop().create_future()
         self.queue.push(turn)
         self.pump()  # the room may be older than 10 ms, or others may wait for what this one does not need
         try:
-            if len(self.queue) > self._max_queue * (LATER if is_promised else 1):
-                self._send_last_away()
-            while self.waiting_bytes > self._max_queue_bytes:
+            while len(self.queue) > self._max_queue or self.queue.num_bytes > self._max_queue_bytes:
                 self._send_last_away()
             self._look_again()
             async with asyncio.timeout(self._max_queue_s):
                 await visit.future
         except TimeoutError:
-            raise self._later(turn, self._wait_s(turn), "queue") from None
+            raise self._later(turn) from None
         finally:
             visit.future = None  # its exception's traceback refers here: a cycle would keep the body
             self.queue.remove(turn)
@@ -299,13 +241,13 @@ class KeyAdmission:
         last = self.queue.last()
         self.queue.remove(last)
         if last.item.future is not None and not last.item.future.done():
-            last.item.future.set_exception(self._later(last, self._wait_s(last), "queue"))
+            last.item.future.set_exception(self._later(last))
 
     def pump(self) -> None:
         """Let requests in as far as the nodes have room."""
-        if len(self.queue):
+        if self.queue.has_ready:
             self.room.look_again()
-        while len(self.queue) and (turn := self.queue.pop(self._fits)) is not None:
+        while (turn := self.queue.pop(self._fits)) is not None:
             turn.item.go_in()
 
     def _look_again(self) -> None:
@@ -358,21 +300,13 @@ class KeyAdmission:
         cost, sequences = self.queue.ahead(turn)
         room = self.room.of(turn.item.model)
         reading_s = cost / room.tokens_per_s if room.tokens_per_s else 0.0
-        return max(reading_s, sequences * turn.item.limits.mean_s / room.slots if room.slots else 0.0)
+        answering_s = sequences * turn.item.limits.mean_s / room.slots if room.slots else 0.0
+        return max(reading_s, answering_s, turn.item.limits.place_s())
 
-    def _kept_s(self, turn: Turn[Visit]) -> float:
-        """For which the nodes are promised to retries of this key."""
-        late, room = turn.item.limits.late, self.room.of(turn.item.model)
-        reading_s = late.tokens / room.tokens_per_s if room.tokens_per_s else 0.0
-        answering_s = len(late) * turn.item.limits.mean_s / room.slots if room.slots else 0.0
-        return SPACING * max(reading_s, answering_s)
-
-    def _later(self, turn: Turn[Visit], wait_s: float, reason: str) -> RateLimited:
-        """The refusal of a request for which the nodes have no time before `wait_s`."""
+    def _later(self, turn: Turn[Visit]) -> RateLimited:
         limits = turn.item.limits
-        return self._refusal(
-            limits, reason, limits.late.promise(hash(turn.item.content), self.clock(), wait_s, turn.cost)
-        )
+        reason = "queue" if limits.has_place else "concurrency"
+        return self._refusal(limits, reason, whole_seconds(self._wait_s(turn)))
 
     def _refusal(self, limits: KeyLimits, reason: str, retry_after_s: int) -> RateLimited:
         self._metrics.refusals.labels(limits.key.name, reason).inc()

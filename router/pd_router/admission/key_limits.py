@@ -1,40 +1,27 @@
-"""How much of its limits a key has used, and the retries that it was promised. Pure: fed sizes and times.
+"""How much of its limits a key has used. Pure: fed sizes and times.
 
-A refused request is told when to come again, and its place is kept for it until then: other requests of the key stand
-behind it. Without that, those that come meanwhile take the places, and most retries fail again.
-Answers end irregularly, so under a limit of concurrency a retry that is due may find no place. It is then held for a
-few mean times of the key, and gets the next place. Without that 21 to 32% of such retries were refused (simulated).
+A limit refuses only while it has no room now. Nothing is kept of a refused request: its Retry-After is an estimate.
+Places kept for retries would be lost with each client that does not come back: those kept a key out for good.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pd_router.admission.api_keys import ApiKey
 
 MINUTE_S = 60.0
-EARLY_S = 0.25  # by which a retry may be early: clocks, and clients that round
-SWEEP_S = 0.25  # between two looks for places that lapse
-GRACE_S = 2.0  # for which a place is kept beyond its time
-LONGEST_S = 600.0  # of a Retry-After
-MAX_PROMISES = 4096  # of a key; further refusals are told LONGEST_S
-# Of refill by which a promised retry may exceed the limit on tokens: answers may have been longer than expected. The
-# debt is paid before others are admitted.
-DEBT_S = 6.0
+LONGEST_S = 60  # of a Retry-After: OpenAI's SDK does not heed a longer one, and comes back at once
+# The most that a budget may be below zero. Answers may be longer than expected, and reports of nodes may be wrong.
+MOST_DEBT_MINUTES = 10
+# Requests above a limit of concurrency that wait for one of the key's to end. Without them random arrivals leave a
+# quarter of a limit of 8 unused at its own load (Erlang's loss formula), half of a limit of 1; 16 of them: 3 and 6%.
+MAY_WAIT = 16
 RECENT = 0.1  # weight of the newest request in means
-# A place becomes free within this many of the key's mean times, divided by its places. Retries that are due come a
-# little slower than places become free, so few of them are held at once
-PATIENCE = 1.25
-HOLD = 4.0  # mean times of the key for which a retry is held
-SHORTEST_HOLD_S = 1.0  # retries come in whole seconds, so several at once
 
 
 class Bucket:
@@ -48,86 +35,30 @@ class Bucket:
     def configure(self, per_minute: float) -> None:
         if per_minute != self._per_minute:
             is_limited = per_minute and self._per_minute
-            self.level = min(self.level, per_minute) if is_limited else per_minute or inf
             self._per_minute = per_minute
+            self.level = min(self.level, per_minute) if is_limited else per_minute or inf
+            self.take(0)
 
-    def has(self, amount: float, kept: float, slack_s: float, now_s: float) -> bool:
-        """Whether `amount` may be taken, `kept` for others. What exceeds a minute's worth needs a full bucket."""
+    def has(self, amount: float, now_s: float) -> bool:
+        """Whether `amount` may be taken. What exceeds a minute's worth needs a full bucket."""
         if not (limit := self._per_minute):
             return True
         self.level = min(self.level + (now_s - self._at_s) * limit / MINUTE_S, limit)
         self._at_s = now_s
-        return self.level + slack_s * limit / MINUTE_S - kept >= min(amount, limit)
+        return self.level >= min(amount, limit)
+
+    def fits(self, amount: float) -> bool:
+        """Whether a minute refills as much."""
+        return not self._per_minute or amount <= self._per_minute
 
     def take(self, amount: float) -> None:
-        self.level -= amount
+        self.level = max(self.level - amount, -MOST_DEBT_MINUTES * self._per_minute)
 
-    def wait_s(self, amount: float, kept: float) -> float:
-        """Until `amount` and what is kept for others are there."""
+    def wait_s(self, amount: float) -> float:
+        """Until `amount` is there."""
         if not self._per_minute:
             return 0.0
-        return max(0.0, (min(amount, self._per_minute) + kept - self.level) * MINUTE_S / self._per_minute)
-
-
-@dataclass(frozen=True, slots=True)
-class _Promise:
-    due_s: float
-    tokens: float
-
-
-class Promises:
-    """Retries that were told a time, by the fingerprint of the request."""
-
-    def __init__(self) -> None:
-        self._by_print: dict[int, deque[_Promise]] = {}
-        self._count = 0
-        self._swept_s = 0.0
-        self.tokens = 0.0  # of all of them
-
-    def __len__(self) -> int:
-        return self._count
-
-    def promise(self, fingerprint: int, now_s: float, wait_s: float, tokens: float) -> int:
-        """Keep a place for a refused request. -> whole seconds after which to come again."""
-        if self._count >= MAX_PROMISES or wait_s > LONGEST_S:
-            return round(LONGEST_S)
-        seconds = max(1, ceil(wait_s))
-        self._by_print.setdefault(fingerprint, deque()).append(_Promise(now_s + seconds, tokens))
-        self._count += 1
-        self.tokens += tokens
-        return seconds
-
-    def claim(self, fingerprint: int, now_s: float) -> bool:
-        """Whether this request was told to come now. Its place is then its own."""
-        places = self._by_print.get(fingerprint)
-        if not places or now_s < places[0].due_s - EARLY_S:
-            return False
-        self._drop(fingerprint)
-        return True
-
-    def lapse(self, now_s: float) -> None:
-        """Forget the places that were not taken in time."""
-        if self._count and now_s >= self._swept_s + SWEEP_S:
-            self._swept_s = now_s
-            late = [one for one, places in self._by_print.items() if places[0].due_s + GRACE_S < now_s]
-            for fingerprint in late:
-                while (places := self._by_print.get(fingerprint)) and places[0].due_s + GRACE_S < now_s:
-                    self._drop(fingerprint)
-
-    def _drop(self, fingerprint: int) -> None:
-        places = self._by_print[fingerprint]
-        self.tokens -= places.popleft().tokens
-        self._count -= 1
-        if not places:
-            del self._by_print[fingerprint]
-
-
-@dataclass(slots=True, eq=False)
-class Held:
-    """A retry that is due and waits for a place. `go` is called when it is admitted."""
-
-    tokens: float
-    go: Callable[[], None]
+        return max(0.0, (min(amount, self._per_minute) - self.level) * MINUTE_S / self._per_minute)
 
 
 class KeyLimits:
@@ -136,16 +67,14 @@ class KeyLimits:
     def __init__(self, key: ApiKey, now_s: float) -> None:
         self.key = key
         self.fields = _fields_of(key)
-        self.running = 0
-        self.elsewhere = 0  # under way in the router's other processes
+        self.running = 0  # admitted here, those that wait for their turn included
+        self.inside = 0  # of them, those that have gone to the nodes
+        self.elsewhere = 0  # those that the router's other processes have let go to the nodes
         self.mean_s = 1.0  # of a request
         self.mean_output = 128.0  # tokens of an answer
         self.last_s = now_s  # when one was last admitted
         self._requests = Bucket(key.requests_per_minute, now_s)
         self._tokens = Bucket(key.tokens_per_minute, now_s)
-        self._promises = Promises()
-        self._held: deque[Held] = deque()
-        self.late = Promises()  # to requests within the limits, for which the nodes had no time
         self._used_requests, self._used_tokens = 0, 0.0  # in this process
         self._told = (0, 0.0, 0)
 
@@ -155,86 +84,48 @@ class KeyLimits:
         self.fields = _fields_of(key)
         self._requests.configure(key.requests_per_minute)
         self._tokens.configure(key.tokens_per_minute)
-        self.let_held()
 
-    def admit(self, tokens: float, fingerprint: Callable[[], int], now_s: float) -> tuple[str, int] | None:
+    @property
+    def has_place(self) -> bool:
+        """Whether one more may go to the nodes."""
+        return not self.key.concurrency or self.inside + self.elsewhere < self.key.concurrency
+
+    def place_s(self, more: int = 0) -> float:
+        """Until those admitted here and `more` have places, estimated."""
+        limit = self.key.concurrency
+        return max(0, self.running + self.elsewhere + more - limit) * self.mean_s / limit if limit else 0.0
+
+    def admit(self, tokens: float, now_s: float) -> tuple[str, int] | None:
         """None: the request is admitted. Else the limit that it exceeds, and after how many seconds to come again.
 
-        0 seconds: it has come when it was told to, and is to be held (`hold`) until a place is free.
-        `tokens`: expected, of prompt and answer. `fingerprint`: equal for a retry; asked for only when it matters.
+        `tokens`: expected, of prompt and answer.
         """
-        promises, is_promised, places, kept = self._promises, False, 0, 0.0
-        if len(promises):
-            promises.lapse(now_s)
-            is_promised = promises.claim(fingerprint(), now_s)
-            places, kept = (0, 0.0) if is_promised else (len(promises), promises.tokens)
-        if not self._requests.has(1, places + len(self._held), EARLY_S if is_promised else 0.0, now_s):
-            return "requests", self._promise(tokens, fingerprint(), now_s)
-        if not self._tokens.has(tokens, kept + self._held_tokens, DEBT_S if is_promised else 0.0, now_s):
-            return "tokens", self._promise(tokens, fingerprint(), now_s)
-        limit = self.key.concurrency
-        if limit and self.running + self.elsewhere + len(self._held) + places >= limit:
-            return "concurrency", 0 if is_promised else self._promise(tokens, fingerprint(), now_s)
-        self._enter(tokens)
+        if (reason := self._exceeded(tokens, now_s)) is not None:
+            budgets_s = max(self._requests.wait_s(1), self._tokens.wait_s(tokens))
+            return reason, whole_seconds(max(budgets_s, self.place_s(1)))
+        self._count(1, tokens)
+        self.running += 1
         self.last_s = now_s
         return None
 
-    def _enter(self, tokens: float) -> None:
-        self._count(1, tokens)
-        self.running += 1
-
-    @property
-    def _held_tokens(self) -> float:
-        """Of the held retries, which have passed the limit on tokens and are counted when they are admitted."""
-        return sum(held.tokens for held in self._held)
-
-    @property
-    def hold_s(self) -> float:
-        """For which a retry is held."""
-        return max(SHORTEST_HOLD_S, HOLD * self.mean_s)
-
-    def hold(self, tokens: float, go: Callable[[], None]) -> Held:
-        """Admit a retry when a place is free, in turn, and call `go`. `release` it if that takes too long."""
-        held = Held(tokens, go)
-        self._held.append(held)
-        self.let_held()  # a place may have become free since
-        return held
-
-    def release(self, held: Held) -> bool:
-        """Hold the retry no longer. False: it has been admitted."""
-        if held in self._held:
-            self._held.remove(held)
-            return True
-        return False
-
-    def refuse(self, tokens: float, fingerprint: int, now_s: float) -> int:
-        """Promise a place to a request that was held in vain. -> seconds."""
-        return self._promise(tokens, fingerprint, now_s)
-
-    def let_held(self) -> None:
-        """Admit held retries as far as there are places."""
-        while self._held and self.running + self.elsewhere < (self.key.concurrency or inf):
-            held = self._held.popleft()
-            self._enter(held.tokens)
-            held.go()
-
-    def _promise(self, tokens: float, fingerprint: int, now_s: float) -> int:
-        promises, limit = self._promises, self.key.concurrency
-        slot_s = self._slot_s(len(promises), limit) if limit else 0.0
-        requests_s = self._requests.wait_s(1, len(promises) + len(self._held))
-        wait_s = max(requests_s, self._tokens.wait_s(tokens, promises.tokens + self._held_tokens), slot_s)
-        return promises.promise(fingerprint, now_s, wait_s, tokens)
-
-    def _slot_s(self, places: int, limit: int) -> float:
-        over = self.running + self.elsewhere + len(self._held) + places + 1 - limit
-        return max(0, over) * PATIENCE * self.mean_s / limit
+    def _exceeded(self, tokens: float, now_s: float) -> str | None:
+        under_way, limit = self.running + self.elsewhere, self.key.concurrency
+        if limit and under_way >= limit + MAY_WAIT:
+            return "concurrency"
+        has_request, has_tokens = self._requests.has(1, now_s), self._tokens.has(tokens, now_s)
+        if has_request and has_tokens:
+            return None
+        # However large its debt, a key without requests gets one a minute that fits its budgets
+        if not under_way and now_s >= self.last_s + MINUTE_S and self._requests.fits(1) and self._tokens.fits(tokens):
+            return None
+        return "tokens" if has_request else "requests"
 
     def news(self) -> tuple[int, float, int] | None:
-        """Requests and tokens used here since the last call, and requests under way. None: as before."""
-        before, self._told = self._told, (self._used_requests, self._used_tokens, self.running)
+        """Requests and tokens used here since the last call, and requests at the nodes. None: as before."""
+        before, self._told = self._told, (self._used_requests, self._used_tokens, self.inside)
         if before == self._told:
             return None
-        return self._used_requests - before[0], self._used_tokens - before[1], self.running
+        return self._used_requests - before[0], self._used_tokens - before[1], self.inside
 
     def _count(self, requests: int, tokens: float) -> None:
         self._used_requests += requests
@@ -259,7 +150,11 @@ class KeyLimits:
             self.mean_s += RECENT * (took_s - self.mean_s)
         if used is not None and used[1]:
             self.mean_output += RECENT * (used[1] - self.mean_output)
-        self.let_held()
+
+
+def whole_seconds(wait_s: float) -> int:
+    """The Retry-After for an estimate."""
+    return max(1, ceil(min(LONGEST_S, wait_s)))
 
 
 def _fields_of(key: ApiKey) -> dict[str, msgspec.Raw]:
