@@ -29,6 +29,7 @@ __all__ = [
     "PdError",
     "PrefillUnavailable",
     "StartupError",
+    "TooManyChecks",
     "UnservedModel",
     "error_named",
 ]
@@ -40,6 +41,12 @@ class UnservedModel(StartupError):
 
 class Overloaded(PdError, status=503, kind="overloaded_error", code="overloaded"):
     """The queue is full."""
+
+
+class TooManyChecks(PdError, status=429, kind="rate_limit_error", code="too_many_checks"):
+    """Too many new grammars wait to be checked, of this client or in sum."""
+
+    retry_after_s = 5  # half of the time in which a client's line is checked
 
 
 class EngineUnavailable(PdError, status=503, code="engine_unavailable"):

@@ -34,6 +34,7 @@ from pd_cluster.launch.preflight import model_problems, refuse
 from pd_cluster.launch.socket_dir import socket_directory
 from pd_cluster.launch.sockets import listen, port_of
 from pd_cluster.protocol.messages import HEARTBEAT_S
+from pd_http.names import MAX_NAME_CHARS, is_name
 from pd_http.sockets import inherited
 
 if TYPE_CHECKING:
@@ -91,10 +92,15 @@ def complete(config: NodeConfig, port: int) -> NodeConfig:
     path = resolve_model(model.model)
     refuse(model_problems(config, path))
     names = model.served_model_name or (served_name(model.model, path),)
+    node_id = server.node_id or f"{server.role}-{server.host}-{port}"
+    if not is_name(node_id):
+        raise StartupError(f"--node-id: 1 to {MAX_NAME_CHARS} printable characters of ASCII are needed")
+    if max(map(len, names)) > MAX_NAME_CHARS:
+        raise StartupError(f"--served-model-name: a name may have {MAX_NAME_CHARS} characters")
     return replace(
         config,
         model=replace(model, model=str(path), served_model_name=names),
-        server=replace(server, port=port, node_id=server.node_id or f"{server.role}-{server.host}-{port}"),
+        server=replace(server, port=port, node_id=node_id),
     )
 
 

@@ -35,6 +35,7 @@ from pd_http.cross_origin import cross_origin
 from pd_http.dialects import MESSAGES, RESPONSES
 from pd_http.exception_handlers import exception_handlers
 from pd_http.frames import FRAMES_HEADER, FRAMES_VERSION
+from pd_http.names import CLIENT_HEADER, MAX_NAME_CHARS
 from pd_http.node_report import REPORT_HEADER
 from pd_http.prompt_paths import EMBEDDINGS, POOLING, RERANK_PATHS, SCORE_PATHS
 
@@ -57,7 +58,8 @@ ENDPOINTS: dict[str, tuple[str, Work]] = {  # path -> the name in metrics, and w
     **dict.fromkeys(SCORE_PATHS, ("score", score)),
     **dict.fromkeys(RERANK_PATHS, ("rerank", rerank)),
 }
-TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context. A node makes no spans, so they go on unchanged
+# W3C Trace Context, as a node makes no spans; and which client of the router it is
+PASSED_ON = ("traceparent", "tracestate", CLIENT_HEADER)
 MAX_TRACE_CHARS = 4096  # of each; the standard's least for `tracestate` is 512
 CONNECT_DEADLINE_S = 3.0  # to a prefill node
 
@@ -117,12 +119,12 @@ def _answer(
     return AnswerTask(state, endpoint, partial(work, state, caller), caller.charge)
 
 
-def _trace(request: Request) -> tuple[tuple[str, str], ...]:
-    """The headers of the caller's trace. Those that P might refuse are left out: its answer would count as a failure.
+def _passed_on(request: Request) -> tuple[tuple[str, str], ...]:
+    """The headers that go on to P. Those that P might refuse are left out: its answer would count as a failure.
 
     Aiohttp writes what is not ASCII in UTF-8, so it would not go on unchanged. Several `tracestate` are one list.
     """
-    given = ((name, ",".join(request.headers.getlist(name))) for name in TRACE_HEADERS)
+    given = ((name, ",".join(request.headers.getlist(name))) for name in PASSED_ON)
     return tuple((name, value) for name, value in given if value.isascii() and 0 < len(value) <= MAX_TRACE_CHARS)
 
 
@@ -141,7 +143,8 @@ def _caller(request: Request, charge: ChargeMark) -> Caller:
         drawn_seed=secrets.randbits(63),
         charge=charge,
         prefill_charge=request.headers.get(PREFILL_CHARGE_HEADER, ""),
-        trace=_trace(request),
+        client=request.headers.get(CLIENT_HEADER, "")[:MAX_NAME_CHARS],
+        passed_on=_passed_on(request),
         offer=request.headers.get(OFFER_HEADER, ""),
     )
 

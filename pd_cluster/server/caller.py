@@ -22,5 +22,6 @@ class Caller:
     drawn_seed: int  # 63 random bits, for a request without a seed
     charge: ChargeMark
     prefill_charge: str  # see `GenerationRequest`
-    trace: tuple[tuple[str, str], ...] = ()  # see `GenerationRequest`
+    passed_on: tuple[tuple[str, str], ...] = ()  # see `GenerationRequest`
+    client: str = ""  # as the router names it (`pd_http.names`); "": not told
     offer: str = ""  # of an endpoint picker: D-first, whatever the body's kv_transfer_params say

@@ -241,7 +241,7 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
     check_logits_args(body.logits_args, state.config.model.logits_stages, len(prompts))
     check_queue_room(state, len(prompts))
     bad_words = await state.tokenizer.encode_words(body.bad_words) if body.bad_words else ()
-    call = replace(call, grammar=await _grammar(state, call), bad_words=bad_words)
+    call = replace(call, grammar=await _grammar(state, caller, call), bad_words=bad_words)
     check_beam_choice(body, call.grammar, state.config.model.logits_stages)
     if call.is_prefill_leg and caller.wants_ticket_stream:
         async with keeping_alive(state, reply) as alive:
@@ -349,21 +349,21 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
         known=call.known[index] if call.known else None,
         charge=caller.charge,
         prefill_charge=caller.prefill_charge,
-        trace=caller.trace,
+        passed_on=caller.passed_on,
         steps=steps,
         ask=asked_of_leg(params, caller) if call.is_prefill_leg else call.ask,
     )
 
 
-async def _grammar(state: NodeState, call: _Call) -> str:
+async def _grammar(state: NodeState, caller: Caller, call: _Call) -> str:
     """The grammar of the answers, "" for none: that of the body, or on a prefill leg the one that D sent."""
     params = call.body.kv_transfer_params
     if call.is_prefill_leg and params is not None and params.sampling is not msgspec.UNSET:
         grammar = decode_sampling(bytes(params.sampling)).grammar
         if grammar:
-            await state.grammar_checks.check(grammar, SAMPLING_PARAM)
+            await state.grammar_checks.check(grammar, SAMPLING_PARAM, caller.client)
         return grammar
-    return await state.grammar_checks.grammar(await call.source(), len(call.prompts))
+    return await state.grammar_checks.grammar(await call.source(), len(call.prompts), caller.client)
 
 
 async def _form_of(body: GenerationBody) -> GrammarSource | None:

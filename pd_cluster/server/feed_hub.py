@@ -35,10 +35,15 @@ MAX_NAME_CHARS = 64
 class FeedReader:
     """One router that reads: what was written for it and not sent yet."""
 
-    def __init__(self, router: str, wait_s: float = BATCH_S) -> None:
-        """`wait_s`: that the router wants between two messages."""
+    def __init__(self, router: str, wait_s: float = BATCH_S, place: str = "", serial: int = 0) -> None:
+        """`wait_s`: that the router wants between two messages. `place`: default is the router's name.
+
+        Of one place the reader with the highest `serial` reads.
+        """
         self.router = router
         self.wait_s = wait_s
+        self.place = place or router
+        self.serial = serial
         self.charges: list[int] = []  # for the next message
         self.is_cut = False
         self._unread = bytearray()
@@ -118,31 +123,38 @@ class FeedHub:
         """Whether prompts should get names."""
         return self._engine.news.is_on
 
-    async def open(self, router: str, wait_s: float = BATCH_S) -> FeedReader:
-        """A reader, which has a snapshot to send. `leave` ends it. Raises Overloaded, EngineUnavailable.
+    async def open(self, reader: FeedReader) -> None:
+        """Give a reader a snapshot, and what follows. `leave` ends it. Raises Overloaded, EngineUnavailable.
 
         All readers get the same messages, so the one that wants the longest wait decides for all.
         """
-        self._check_room()
+        self._check_room(reader)
         self._switch_on()
         try:
             async with asyncio.timeout(FIRST_NEWS_S):
                 while self._engine.news.load is None:  # `begin_day` may have forgotten it meanwhile
                     await self._has_load.wait()
-            self._check_room()
-            return self._admit(FeedReader(router, wait_s))
+            if (older := self._check_room(reader)) is not None:
+                older.cut()
+                self._readers.discard(older)
+            self._admit(reader)
         except TimeoutError as error:
             raise EngineUnavailable(f"the engine has not said its load within {FIRST_NEWS_S:g} s") from error
         finally:
             self._linger_on()
 
-    def _check_room(self) -> None:
+    def _check_room(self, reader: FeedReader) -> FeedReader | None:
+        """The reader that has to leave its place for this one. An order that was overheard takes none from a newer."""
         if self._is_closed or not self._engine.alive:
             raise EngineUnavailable("this node is shutting down, or its engine is gone")
-        if len(self._readers) >= MAX_READERS:
+        older = next((one for one in self._readers if one.place == reader.place), None)
+        if older is not None and older.serial >= reader.serial:
+            raise Overloaded("this order, or a newer one of the same router, has opened a feed")
+        if older is None and len(self._readers) >= MAX_READERS:
             raise Overloaded(f"{MAX_READERS} routers read this node's feed, the most allowed")
+        return older
 
-    def _admit(self, reader: FeedReader) -> FeedReader:
+    def _admit(self, reader: FeedReader) -> None:
         self._flush()  # so that the next delta has nothing that is older than the snapshot
         news, ready = self._engine.news, self._engine.ready
         assert news.load is not None
@@ -155,7 +167,6 @@ class FeedHub:
         self._stop_linger()  # another router's `open` may have ended while this one waited
         if self._beat is None:  # no message has been sent yet that the next heartbeat follows
             self._beat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._flush)
-        return reader
 
     def leave(self, reader: FeedReader) -> None:
         """Idempotent."""

@@ -9,7 +9,7 @@ from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotat
 from starlette.responses import Response
 
 from pd_cluster.errors import InvalidRequest, PdError
-from pd_cluster.server.feed_hub import MAX_NAME_CHARS
+from pd_cluster.server.feed_hub import MAX_NAME_CHARS, FeedReader
 from pd_cluster.server.order_routes import check_order
 from pd_connectors.protocol.feed import CHARGE_HEADER, FEED_PATH, FEED_TYPE, MAX_WAIT_MS, WAIT_HEADER
 from pd_connectors.protocol.ticket import FEED_ACTION, ORDER_HEADER
@@ -31,10 +31,11 @@ def feed_route(state: NodeState) -> APIRouter:
 
     @routes.get(FEED_PATH, response_class=Response)
     async def feed(request: Request) -> Response:
-        check_order(state, request.headers.get(ORDER_HEADER, ""), FEED_ACTION)
+        order = check_order(state, request.headers.get(ORDER_HEADER, ""), FEED_ACTION)
         _ = state.ready
         wait_s = _wait_s(request.headers.get(WAIT_HEADER, "0"))
-        return _FeedAnswer(state.feed, request.headers.get(CHARGE_HEADER, "")[:MAX_NAME_CHARS], wait_s)
+        name = (order.reader or request.headers.get(CHARGE_HEADER, ""))[:MAX_NAME_CHARS]
+        return _FeedAnswer(state.feed, FeedReader(name, wait_s, order.reader or str(order.expires_at_s), order.serial))
 
     return routes
 
@@ -47,10 +48,9 @@ def _wait_s(told: str) -> float:
 
 
 class _FeedAnswer(Response):
-    def __init__(self, hub: FeedHub, router: str, wait_s: float) -> None:
+    def __init__(self, hub: FeedHub, reader: FeedReader) -> None:
         self._hub = hub
-        self._router = router
-        self._wait_s = wait_s
+        self._reader = reader
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +64,8 @@ class _FeedAnswer(Response):
             await reply.fail(error)
 
     async def _serve(self, reply: Reply) -> None:
-        reader = await self._hub.open(self._router, self._wait_s)
+        reader = self._reader
+        await self._hub.open(reader)
         try:
             await reply.start(200, _HEADERS)
             while data := await reader.next():

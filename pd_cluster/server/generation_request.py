@@ -78,7 +78,7 @@ class GenerationRequest:
     charge: ChargeMark | None = None  # None: of no router
     steps: tuple[tuple[int, int], ...] = ()  # see `AddRequest`
     prefill_charge: str = ""  # the router's name of its charge on the P that D asks
-    trace: tuple[tuple[str, str], ...] = ()  # W3C Trace Context's headers, for the P that D asks
+    passed_on: tuple[tuple[str, str], ...] = ()  # headers, for the P that D asks
     ask: PromptAsk | None = None  # what the answer, or D's, shows of the prompt's log-probabilities
 
     @property

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pd_cluster.errors import InvalidRequest, Overloaded
+from pd_cluster.errors import InvalidRequest, Overloaded, TooManyChecks
+from pd_cluster.server.check_turns import Check, CheckTurns
 from pd_cluster.worker.grammars import NO_PACKAGE
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ MAX_KEPT = 32
 
 
 class GrammarChecks:
-    """Writes and checks one grammar after the other. Close it to end its process and its thread.
+    """Writes and checks one grammar after the other, clients in turn. Close it to end its process and its thread.
 
     The process starts with the first grammar, and again after one that ended it.
     """
@@ -47,15 +48,23 @@ class GrammarChecks:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._answers: OrderedDict[bytes, dict[str, str]] = OrderedDict()  # of the process, by request
+        self._turns = CheckTurns()
+        self._waiting: dict[Check, asyncio.Future[dict[str, str] | Exception | None]] = {}  # None: it ended the process
+        self._serving: asyncio.Task[None] | None = None
 
     def close(self) -> None:
+        while (check := self._turns.take()) is not None:
+            self._waiting.pop(check).cancel()
         if (process := self._process) is not None:
             _kill(process)  # so that a check under way ends now
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._end()
 
-    async def grammar(self, source: GrammarSource | None, num_prompts: int) -> str:
-        """The checked grammar of a request with so many prompts; "" for none. Raises InvalidRequest, Overloaded."""
+    async def grammar(self, source: GrammarSource | None, num_prompts: int, client: str = "") -> str:
+        """The checked grammar of a request with so many prompts; "" for none. `client`: as the router names it.
+
+        Raises InvalidRequest, Overloaded, TooManyChecks.
+        """
         if source is None:
             return ""
         choices = source.value if source.kind == "choice" else []
@@ -65,42 +74,61 @@ class GrammarChecks:
         message = None if source.message is None else asdict(source.message)
         _check_size(value + (msgspec.json.encode(message).decode() if message else ""), num_prompts, source.param)
         options = {name: getattr(source, name) for name in ("coerces_one_of", "strict", "blanks")}
-        return await self._written(
-            source.param, {"kind": source.kind, "value": value, "choices": choices, "message": message} | options
-        )
+        asked = {"kind": source.kind, "value": value, "choices": choices, "message": message} | options
+        return await self._written(source.param, asked, client)
 
-    async def check(self, grammar: str, param: str) -> None:
-        """Check a grammar that another node has written. Raises InvalidRequest that names `param`, Overloaded."""
+    async def check(self, grammar: str, param: str, client: str = "") -> None:
+        """Check a grammar that another node has written. Raises as `grammar` does; InvalidRequest names `param`."""
         if len(grammar) > MAX_WRITTEN_CHARS:
             raise InvalidRequest(f"{param}: the grammar has more than {MAX_WRITTEN_CHARS} characters", param)
-        await self._written(param, {"kind": "", "value": grammar, "choices": [], "coerces_one_of": False})
+        await self._written(param, {"kind": "", "value": grammar, "choices": [], "coerces_one_of": False}, client)
 
-    async def _written(self, param: str, asked: dict[str, Any]) -> str:
+    async def _written(self, param: str, asked: dict[str, Any], client: str) -> str:
         """The answer to the arguments of `grammar_process.write`."""
         if importlib.util.find_spec("llguidance") is None:
             raise InvalidRequest(NO_PACKAGE, param, "unsupported_value")
         request = msgspec.json.encode(asked)
-        answer = self._answers.get(request) or await self._checked(request)
+        answer = self._answers.get(request) or await self._checked((client, request))
         if request in self._answers:
             self._answers.move_to_end(request)
         if "grammar" not in answer:
             raise InvalidRequest(f"{param}: {answer['error']}", param)
         return str(answer["grammar"])
 
-    async def _checked(self, request: bytes) -> dict[str, str]:
+    async def _checked(self, check: Check) -> dict[str, str]:
+        answered = self._waiting.get(check)
+        if answered is None:
+            answered = self._waiting[check] = asyncio.get_running_loop().create_future()
+            if (refused := self._turns.push(check)) is not None:
+                self._waiting.pop(refused).set_result(TooManyChecks("too many new grammars wait for their check"))
+            if self._serving is None or self._serving.done():
+                self._serving = asyncio.create_task(self._serve())
         try:
             async with asyncio.timeout(REQUEST_DEADLINE_S):
-                answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, request)
+                answer = await asyncio.shield(answered)  # also for a retry of the client
         except TimeoutError as error:
             raise Overloaded(f"the grammar was not checked within {REQUEST_DEADLINE_S:g} s") from error
-        except OSError as error:
-            raise Overloaded(f"the process that checks grammars cannot be started: {error}") from error
-        if answer is None:  # not kept: something else may have ended the process
-            return {"error": "the grammar takes too much time or memory"}
-        self._answers[request] = answer
-        if len(self._answers) > MAX_KEPT:
-            self._answers.popitem(last=False)
-        return answer
+        if isinstance(answer, OSError):
+            raise Overloaded(f"the process that checks grammars cannot be started: {answer}") from answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer or {"error": "the grammar takes too much time or memory"}
+
+    async def _serve(self) -> None:
+        """Check what waits, until nothing does."""
+        while (check := self._turns.take()) is not None:
+            answer: dict[str, str] | Exception | None = self._answers.get(check[1])  # of another client's check
+            if answer is None:
+                try:
+                    answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, check[1])
+                except Exception as error:
+                    answer = error
+                self._turns.note(check[0], ended_process=answer is None)
+            if isinstance(answer, dict):  # else not kept: something else may have ended the process
+                self._answers[check[1]] = answer
+                if len(self._answers) > MAX_KEPT:
+                    self._answers.popitem(last=False)
+            self._waiting.pop(check).set_result(answer)
 
     def _ask(self, request: bytes) -> dict[str, str] | None:
         """The answer of the process; None: it has ended, or was killed at the deadline."""

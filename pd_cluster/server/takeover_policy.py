@@ -293,7 +293,7 @@ class PrefillSearch:
             "cache_salt": request.salt or None,
             "kv_transfer_params": ASK_TICKET | more,
         }
-        headers = {"x-request-id": request.client_request_id, GROUP_HEADER: request.group, **dict(request.trace)}
+        headers = {"x-request-id": request.client_request_id, GROUP_HEADER: request.group, **dict(request.passed_on)}
         if request.prefill_charge:
             headers[CHARGE_HEADER] = request.prefill_charge
         leg = await PrefillClient.open(self._state.peers, url, body, headers, left_s, listener)

@@ -95,6 +95,7 @@ def create_app(
     views = WorkerViews(table, services.metrics, workers)
     dashboard = Dashboard(services, views, workers)
     if worker is not None:
+        metrics.frozen_workers.inc(worker.num_frozen)
         worker.adopt, worker.topics = posted.adopt, views.topics | dashboard.topics
 
     @contextlib.asynccontextmanager

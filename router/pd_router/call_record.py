@@ -67,7 +67,6 @@ class CallRecord:
         self.report = report
         if report is None:
             return
-        self.model = self.model or report.model
         if not is_first_node:
             return
         left_s = self.phases.pop("answer", 0.0)

@@ -35,7 +35,7 @@ class ClientCall:
     __slots__ = (
         "_answer_headers", "_expects_continue", "_head", "_is_chunked", "_num_bytes", "_num_seen", "_on_complete",
         "_on_flow", "_parts", "_serve", "_task", "_transport", "_waiter", "body", "disconnected", "flow", "headers",
-        "is_gone", "keep_alive", "key_name", "more_body", "path", "response_complete", "response_started",
+        "host", "is_gone", "keep_alive", "key_name", "more_body", "path", "response_complete", "response_started",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +60,7 @@ class ClientCall:
         self.headers = headers
         self.flow = flow
         self.key_name = ""  # of the client's API key; "": the router has none, or refused it
+        self.host = ""  # the client's address
         self.is_gone = False  # the connection ended before the answer was complete
         self._serve = serve
         self._transport = transport

@@ -46,6 +46,7 @@ class ClientConnection(BoundedProtocol):
             expects_continue=self.expect_100_continue, answer_headers=self._answer_headers,
             on_complete=self.on_response_complete,
         )  # fmt: skip
+        call.host = self.client[0] if self.client else ""
         if before is None or before.response_complete:
             self._start_asgi_task(call, self.app)
         else:

@@ -129,7 +129,7 @@ class RouterConfig(HttpLimits):
         2, "A request gets a final 500 when so many nodes died while they served it: it may be the cause.", least=1
     )
     offer_size: int = setting(3, "Prefill nodes named to a decode node, best first.", least=1)
-    offer_ttl_s: float = setting(120.0, "How long a decode node may act on such a list.")
+    offer_ttl_s: float = setting(120.0, "How long a decode node may act on such a list.", most=43_200)
     connect_timeout_s: float = setting(3.0, "Deadline for a TCP connection to a node.")
     ticket_timeout_s: float = setting(30.0, "Deadline for a prefill node to admit a prompt (its first event).")
     first_byte_timeout_s: float = setting(120.0, "Deadline for a stream's first byte: queueing, prefill, transfer.")

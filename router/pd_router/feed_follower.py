@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,7 @@ class FeedFollower:
         self._metrics = metrics
         self._key = key
         self._wall_clock = wall_clock
+        self._serials = itertools.count(1)
 
     async def follow(self, node: Node) -> None:
         """Read a node's feed until cancelled, connection after connection; then forget what it said."""
@@ -124,7 +126,10 @@ class FeedFollower:
     @contextlib.asynccontextmanager
     async def _answer(self, node: Node) -> AsyncIterator[NodeExchange]:
         """The answer to the request for a feed. Raises NoFeed, FeedLost."""
-        order = NodeOrder(action="feed", node=node.node_id, expires_at_s=self._wall_clock() + ORDER_LIFETIME_S)
+        order = NodeOrder(
+            "feed", node.node_id, self._wall_clock() + ORDER_LIFETIME_S,
+            reader=self._table.router_name, serial=next(self._serials),
+        )  # fmt: skip
         wait_ms = round(WAIT_MS_PER_NODE * len(self._table.nodes))
         headers = {
             ORDER_HEADER: sign(self._key, order), CHARGE_HEADER: self._table.router_name, WAIT_HEADER: str(wait_ms)

@@ -11,6 +11,7 @@ import orjson
 
 from pd_connectors.protocol.clock import patiently
 from pd_connectors.protocol.messages import PROTOCOL_VERSION
+from pd_http.names import MAX_NAME_CHARS, is_name
 from pd_http.node_answers import FailureKind, object_in
 from pd_router.liveness import Down
 from pd_router.upstream import LegFailed, Upstream
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from pd_router.upstream import Answer
 
 log = logging.getLogger("pd_router")
+MAX_MODELS = 1000  # of one node, with the names of its adapters
+MAX_REASON_CHARS = 500
 LEAST_INTERVAL_S = 0.05  # between two polls of a node, whatever its feed says
 
 
@@ -92,8 +95,8 @@ class HealthPoller:
         if status == "draining" and isinstance(epoch, int):
             node.liveness.leaving_epoch = epoch
         kind = {"frozen": FailureKind.FROZEN, "dead": FailureKind.DIED}.get(str(status))
-        why = f"/health answers {answer.status}: {reason or status or 'no reason'}"
-        self._set_down(node, why, kind, f"{answer.status} {status}")  # a reason may count seconds
+        why = f"/health answers {answer.status}: {str(reason or status or 'no reason')[:MAX_REASON_CHARS]}"
+        self._set_down(node, why, kind, f"{answer.status} {status}"[:MAX_REASON_CHARS])  # a reason may count seconds
 
     def _set_down(self, node: Node, why: str, kind: FailureKind | None, cause: str = "") -> None:
         """`kind` None: the node gets no new requests, but requests that wait for it continue to wait.
@@ -112,9 +115,8 @@ class HealthPoller:
         report = object_in(body)
         if not report:
             return False
-        node_id = report.get("node_id")
-        if isinstance(node_id, str) and node_id.isascii() and node_id.isprintable() and node_id:
-            node.node_id = node_id  # safe in a header
+        if is_name(node_id := report.get("node_id")):
+            node.node_id = node_id
         epoch = report.get("epoch")
         restarted = isinstance(epoch, int) and node.epoch is not None and epoch != node.epoch
         if restarted:
@@ -132,10 +134,11 @@ class HealthPoller:
         is_length = isinstance(max_model_len, int) and max_model_len > 0
         self._table.set_length(node, max_model_len if is_length else None)
         version = report.get("stream_version")
-        node.stream_version = version if isinstance(version, str) else ""
+        node.stream_version = version if is_name(version) else ""
         # A node of before `kv_protocol` pairs as if it spoke this router's
         fingerprint, protocol = report.get("fingerprint"), report.get("kv_protocol", PROTOCOL_VERSION)
-        node.kv_version = f"{fingerprint}/{protocol}" if isinstance(fingerprint, str) and fingerprint else ""
+        is_told = is_name(fingerprint) and isinstance(protocol, int)
+        node.kv_version = f"{fingerprint}/{protocol}" if is_told else ""
         kv_in_use = report.get("kv_in_use")
         node.kv_in_use = kv_in_use if isinstance(kv_in_use, float | int) else 0.0
         return restarted
@@ -145,7 +148,8 @@ class HealthPoller:
         try:
             answer = await self._upstream.get(node, "/v1/models", {}, self._models_timeout_s)
             listed = orjson.loads(answer.body)["data"] if answer.status == 200 else None
-            models = None if listed is None else frozenset(str(entry["id"]) for entry in listed)
+            names = None if listed is None else (str(entry["id"]) for entry in listed[:MAX_MODELS])
+            models = None if names is None else frozenset(name for name in names if len(name) <= MAX_NAME_CHARS)
             self._table.set_models(node, models)
         except (LegFailed, orjson.JSONDecodeError, KeyError, TypeError) as error:
             node.models = None

@@ -15,6 +15,7 @@ from pd_http.dialect import OPENAI
 from pd_http.dialects import dialect_of
 from pd_http.errors import ENGINE_DIED
 from pd_http.frames import FRAMES_HEADER, FRAMES_TYPE, FRAMES_VERSION, StreamEnd, StreamFailed
+from pd_http.names import MAX_NAME_CHARS
 from pd_http.node_answers import FailureKind, PrefillEvents, code_of, object_in
 from pd_http.node_report import REPORT_HEADER, NodeReport, decode_report
 from pd_http.sse import EVENT_STREAM
@@ -221,7 +222,7 @@ class DecodeLeg:
     @property
     def prefilled_by(self) -> str:
         """The node that prefilled the prompt, by the answer's headers; "" if they do not name it."""
-        return self.head.header(PREFILL_BY.encode())
+        return self.head.header(PREFILL_BY.encode())[:MAX_NAME_CHARS]
 
     @property
     def report(self) -> NodeReport | None:

@@ -83,6 +83,7 @@ class RouterMetrics:
         self.key_files = counter("key_file_changes", "Changes of the file with API keys that were seen.", "result")
         self.num_queued = Gauge("pd_router_requests_queued", "Requests that wait at the router.", registry=registry)
         self.queue_s = histogram("queue", "Waited at the router: for the nodes, or for another request of the key.")
+        self.frozen_workers = counter("frozen_workers", "Processes before this worker that were killed as frozen.")
         self.http = HttpMetrics(registry, "pd_router")
         registry.register(_NodeCollector(table))
 

@@ -11,6 +11,7 @@ from pd_connectors.protocol.text_chain import chain_key
 from pd_http.body import ClientGone
 from pd_http.dialects import dialect_of
 from pd_http.errors import PdError
+from pd_http.names import CLIENT_HEADER, client_name
 from pd_router import headers as rules
 from pd_router.admission.api_keys import KEY_HEADERS
 from pd_router.body import RequestBody
@@ -73,6 +74,7 @@ class Proxy:
                     record.until(s.table.clock(), "admission")
                     plan = self._choose(call.path, body, asked)
             headers = rules.forwarded(call.headers, request_id)
+            headers[CLIENT_HEADER] = client_name(call.key_name, call.host)
             if self._traces:
                 headers[TRACEPARENT] = record.trace.header
             if isinstance(plan, PromptRoute):
@@ -116,6 +118,8 @@ class Proxy:
             s.metrics.client_gone.labels(exchange.phase if exchange is not None else "request").inc()
         if exchange is not None:
             record.order, record.reason = exchange.plan.order.value, exchange.plan.reason
+        if record.report is not None:
+            record.model = record.model or s.table.known_name(record.report.model)
         record.end(s.table.clock(), outcome, status)
         s.sinks.take(record)
         s.recent.add(record)

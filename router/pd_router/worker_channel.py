@@ -27,8 +27,9 @@ log = logging.getLogger("pd_router")
 class WorkerChannel:
     """Changes and questions of one worker. Set `adopt`, `topics` and `on_lost` before `run`."""
 
-    def __init__(self, number: int, channel: socket.socket) -> None:
+    def __init__(self, number: int, channel: socket.socket, num_frozen: int = 0) -> None:
         self.number: int | None = number
+        self.num_frozen = num_frozen  # of this number's processes before this one
         self.adopt: Callable[[Heritage], None]
         self.topics: dict[str, Callable[[], Any]] = {}  # what other workers may ask for
         self.on_lost: Callable[[], None]
@@ -42,17 +43,18 @@ class WorkerChannel:
     @classmethod
     def inherited(cls, environ: MutableMapping[str, str] = os.environ) -> WorkerChannel | None:
         """The channel of this process. None: it is no worker."""
-        number, _, fd = environ.pop(messages.WORKER_ENV, "").partition(":")
-        if not fd.isdigit():
+        if not (given := environ.pop(messages.WORKER_ENV, "")):
             return None
+        number, fd, num_frozen = given.split(":")
         channel = socket.socket(fileno=int(fd))
         channel.set_inheritable(False)
-        return cls(int(number), channel)
+        return cls(int(number), channel, int(num_frozen))
 
     async def run(self) -> None:
         """Follow the supervisor until cancelled, or until it has ended: then this worker drains."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=messages.MAX_LINE_BYTES)
         decoder = msgspec.json.Decoder(messages.ToWorker)
+        self._beat()
         try:
             while line := await reader.readline():
                 self._take(decoder.decode(line))
@@ -123,6 +125,12 @@ class WorkerChannel:
                 waiting = self._waiting.get(message.id)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
+
+    def _beat(self) -> None:
+        assert self._writer is not None
+        if not self._writer.is_closing():
+            self._tell(messages.Alive())
+            asyncio.get_running_loop().call_later(messages.ALIVE_S, self._beat)
 
     def _tell(self, message: messages.ToSupervisor) -> None:
         assert self._writer is not None

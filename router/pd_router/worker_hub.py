@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
     Send = Callable[[messages.ToWorker], None]
 COMMIT_S = 5.0  # for a worker to apply a change; it is then taken to be frozen, and is replaced
+SILENCE_S = 5.0  # without a message, as above. The longest that a worker's loop was seen busy is 1.5 s
+START_S = 60.0  # for the first message
 ANSWER_S = 2.0  # for a worker to answer another's question
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
     send: Send
+    silent_at_s: float  # when it is taken to be frozen, unless it says something before
     is_ready: bool = False
     is_serving: bool = False
     has_used: bool = False  # it has told what API keys use
@@ -58,7 +61,7 @@ class WorkerHub:
 
     def join(self, worker: int, send: Send) -> None:
         """A worker process has started."""
-        self._members[worker] = _Member(send)
+        self._members[worker] = _Member(send, self._clock() + START_S)
         send(self._state())
 
     def leave(self, worker: int) -> None:
@@ -72,8 +75,10 @@ class WorkerHub:
             self._finish(one)
 
     def take(self, worker: int, message: messages.ToSupervisor) -> None:
-        """A message of a worker that has joined."""
-        member = self._members[worker]
+        """A message of a worker that has joined. One that has left since, because it is killed, is not heard."""
+        if (member := self._members.get(worker)) is None:
+            return
+        member.silent_at_s = self._clock() + SILENCE_S
         match message:
             case messages.Ready():
                 member.is_ready = True
@@ -113,8 +118,11 @@ class WorkerHub:
                 member.send(message)
 
     def late(self) -> set[int]:
-        """Workers that have not applied a change in time. Questions that are late get None for each of the rest."""
-        frozen: set[int] = set()
+        """Workers that are silent, or have not applied a change in time.
+
+        Questions that are late get None for each of the rest.
+        """
+        frozen = {number for number, member in self._members.items() if self._clock() >= member.silent_at_s}
         for one in [one for one in self._waiting if self._clock() >= one.late_at_s]:
             if one.version:
                 frozen |= one.missing

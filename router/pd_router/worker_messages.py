@@ -12,6 +12,7 @@ worker                                        supervisor
   Ask        for /metrics, /nodes         ──►
                                           ◄──  Asked      to every other worker
   Told                                    ──►
+  Alive      every ALIVE_S                ──►
   Used       of limits of API keys        ──►
                                           ◄──  UsedBy     to every other worker
                                           ◄──  AllTold    when all have answered, ended or are late
@@ -27,7 +28,9 @@ from pd_router.node_change import NodeChange
 
 # By the key's name: requests and tokens since the last message, and requests under way
 KeyUsage = dict[str, tuple[int, float, int]]
-WORKER_ENV = "PD_ROUTER_WORKER"  # in a worker's environment: NUMBER:FD, its end of the socket pair
+# In a worker's environment: NUMBER:FD:COUNT, its end of the socket pair, and how many before it were found frozen
+WORKER_ENV = "PD_ROUTER_WORKER"
+ALIVE_S = 1.0
 MAX_LINE_BYTES = 64 << 20  # a worker's /metrics with thousands of nodes
 
 
@@ -65,6 +68,10 @@ class Serving(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
 class Commit(msgspec.Struct, tag=True, frozen=True):
     id: int
     change: NodeChange
@@ -95,7 +102,7 @@ class UsedBy(msgspec.Struct, tag=True, frozen=True):
 
 
 ToWorker = State | Go | Committed | Asked | AllTold | UsedBy
-ToSupervisor = Ready | Serving | Commit | Applied | Ask | Told | Used
+ToSupervisor = Alive | Ready | Serving | Commit | Applied | Ask | Told | Used
 
 
 def line_of(message: ToWorker | ToSupervisor) -> bytes:

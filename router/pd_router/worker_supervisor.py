@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pd_connectors.protocol.clock import PatientClock
 from pd_router.succession import Succession, SuccessionFailed
 from pd_router.worker_hub import WorkerHub
 from pd_router.worker_messages import MAX_LINE_BYTES, WORKER_ENV, ToSupervisor, line_of
@@ -44,7 +45,9 @@ class WorkerSupervisor:
         self._predecessor = predecessor
         self._drain_s = drain_s
         self._scheme = scheme
-        self._hub = WorkerHub(predecessor.heritage, time.monotonic)
+        self._clock = PatientClock(time.monotonic, patience_s=LOOK_S)
+        self._hub = WorkerHub(predecessor.heritage, self._now_s)
+        self._num_frozen = [0] * num_workers
         self._succession = None if is_supervised else Succession(listener, lambda: self._hub.heritage)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._handing_over: asyncio.Task[None] | None = None
@@ -146,7 +149,7 @@ class WorkerSupervisor:
         """Its session is its own: a terminal's signals are for the supervisor, which passes them on."""
         fds = self._listener.fileno(), theirs.fileno()
         command = [sys.executable, *sys.orig_argv[1:], f"--listen-fd={fds[0]}"]
-        environ = {**os.environ, WORKER_ENV: f"{number}:{fds[1]}"}
+        environ = {**os.environ, WORKER_ENV: f"{number}:{fds[1]}:{self._num_frozen[number]}"}
         return subprocess.Popen(command, pass_fds=fds, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def _tell_ready(self) -> None:
@@ -154,9 +157,17 @@ class WorkerSupervisor:
             self._told_ready = True
             self._predecessor.serving(self._listener, self._scheme)
 
+    def _now_s(self) -> float:
+        """Called at least every LOOK_S, unless this process does not run: that time does not count."""
+        self._clock.resume()
+        self._clock.sleep(LOOK_S)
+        return self._clock()
+
     async def _replace_late(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             for number in self._hub.late():
-                log.error("worker %d has not obeyed an order in time: it is replaced", number)
+                log.error("worker %d is frozen: it was silent, or did not obey an order in time. It is killed", number)
+                self._num_frozen[number] += 1
                 self._processes[number].kill()
+                self._hub.leave(number)

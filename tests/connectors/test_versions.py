@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +12,9 @@ import pytest
 
 from pd_connectors import zmq_channel
 from pd_connectors.channel import FromReader
-from pd_connectors.protocol.errors import ProtocolMismatch
-from pd_connectors.protocol.messages import Hello, HelloReply, LeaseRef, open_sealed, seal
-from pd_connectors.protocol.ticket import NodeOrder, Offer, Ticket, sign, verify
+from pd_connectors.protocol.errors import ProtocolMismatch, TicketError
+from pd_connectors.protocol.messages import MAC_BYTES, Hello, HelloReply, LeaseRef, mac, open_sealed, seal
+from pd_connectors.protocol.ticket import MAX_LIFETIME_S, NodeOrder, Offer, Ticket, sign, verify
 from pd_connectors.zmq_channel import ZmqChannel
 from tests.connectors import version_one
 from tests.connectors.layouts import full_layout
@@ -40,10 +42,44 @@ def test_a_paper_of_version_one_is_refused_by_name(old: msgspec.Struct, kind: ty
 
 
 def test_version_one_refuses_our_ticket() -> None:
-    ticket = Ticket("r", LeaseRef("P", 1, "lease"), 0, 9e9, "f", OURS, b"d", 40, 1, "h", 1)
+    ticket = Ticket("r", LeaseRef("P", 1, "lease"), 0, 9e3, "f", OURS, b"d", 40, 1, "h", 1)
     assert verify(KEY, sign(KEY, ticket), Ticket, 0.0) == ticket
     with pytest.raises(msgspec.ValidationError, match="geometry"):
         version_one.read_ticket(KEY, sign(KEY, ticket))
+
+
+class _OrderBefore(msgspec.Struct, frozen=True, tag="NodeOrder"):
+    """As the release before has it: no order names its reader."""
+
+    action: str
+    node: str
+    expires_at_s: float
+    role: str = ""
+    version: int = 2
+    is_forced: bool = False
+
+
+def test_orders_of_a_feed_and_those_of_the_release_before_are_read_by_each_other() -> None:
+    ours = NodeOrder("feed", "n", 9e3, reader="r", serial=3)
+    payload = urlsafe_b64decode(sign(KEY, ours))[MAC_BYTES:]
+    assert msgspec.msgpack.decode(payload, type=_OrderBefore) == _OrderBefore("feed", "n", 9e3)
+    before = msgspec.msgpack.encode(_OrderBefore("feed", "n", 9e3))
+    token = urlsafe_b64encode(mac(KEY, before) + before).decode()
+    assert verify(KEY, token, NodeOrder, 0.0) == NodeOrder("feed", "n", 9e3)
+
+
+@pytest.mark.parametrize("expires_at_s", [math.nan, math.inf, MAX_LIFETIME_S + 2.0])
+def test_no_paper_is_valid_for_ever(expires_at_s: float) -> None:
+    papers: list[Any] = [
+        NodeOrder("feed", "n", expires_at_s),
+        Offer(("http://p:1",), expires_at_s),
+        Ticket("r", LeaseRef("P", 1, "lease"), 0, expires_at_s, "f", OURS, b"d", 40, 1, "h", 1),
+    ]
+    for paper in papers:
+        with pytest.raises(TicketError, match="or never"):
+            verify(KEY, sign(KEY, paper), type(paper), 1.0)
+        longest = msgspec.structs.replace(paper, expires_at_s=MAX_LIFETIME_S)
+        assert verify(KEY, sign(KEY, longest), type(paper), 1.0) == longest
 
 
 @pytest.mark.parametrize("old", [version_one.HELLO, version_one.REPLY], ids=["hello", "reply"])

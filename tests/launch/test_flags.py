@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
-from pd_cluster.config import NodeConfig
+from pd_cluster.config import ModelConfig, NodeConfig, ServerConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.flags import add_config_flags, config_from, given_flags
+from pd_cluster.launch.node_process import complete
 from pd_http.settings import flag_of
 
 NUMBERS: dict[type, object] = {int: 4096, float: 4096.0, str: "4096"}
@@ -84,3 +85,21 @@ def test_skipped_fields_have_no_flag(capsys: pytest.CaptureFixture[str]) -> None
         parse("--role=prefill", skip=frozenset({"role"}))
     assert stop.value.code == 2
     assert "unrecognized arguments: --role=prefill" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("server", "model", "flag"),
+    [
+        (ServerConfig(node_id="n" * 257), ModelConfig(), "--node-id"),
+        (ServerConfig(node_id="n\u00fc"), ModelConfig(), "--node-id"),
+        (ServerConfig(host="h" * 250), ModelConfig(), "--node-id"),
+        (ServerConfig(), ModelConfig(served_model_name=("a", "m" * 257)), "--served-model-name"),
+    ],
+)
+def test_names_that_routers_would_not_take_are_refused_at_the_start(
+    server: ServerConfig, model: ModelConfig, flag: str
+) -> None:
+    with pytest.raises(StartupError, match=f"{flag}: .*256"):
+        complete(NodeConfig(server=server, model=model), 8100)
+    longest = replace(server, node_id="n" * 256)
+    assert complete(NodeConfig(server=longest), 8100).server.node_id == longest.node_id

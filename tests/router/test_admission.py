@@ -89,6 +89,7 @@ async def test_nodes_get_the_salt_and_the_priority_of_the_key_and_no_key(keys: P
         for node in (p, d):
             told = [(seen.body.get("cache_salt"), seen.body.get("priority")) for seen in node.seen]
             assert told == [("one/", 2), ("one/mine", 2), ("team/mine", None), ("team/", 7)]
+            assert [seen.headers["x-pd-client"] for seen in node.seen] == ["key:one", "key:one", "key:two", "key:two"]
             assert not any({"authorization", "x-api-key"} & seen.headers.keys() for seen in node.seen)
         async with router.session.get(router.url + "/v1/models", headers={"x-api-key": SECRETS["one"]}) as response:
             assert response.status == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -337,7 +338,7 @@ async def test_prefill_nodes_are_offered_to_the_node_that_goes_on(num_choices: i
         params = seen.body["kv_transfer_params"]
         if num_choices == 1:
             assert params["do_remote_prefill"]
-            assert verify(KEY, params["offer"], Offer, 0.0).prefill_urls == (p.url,)
+            assert verify(KEY, params["offer"], Offer, time.time()).prefill_urls == (p.url,)
             assert seen.headers[PREFILL_CHARGE_HEADER] != seen.headers[CHARGE_HEADER]
         else:
             assert set(params) == {"continuation"}

@@ -187,6 +187,35 @@ def test_bodies_that_have_not_arrived_whole_are_bounded_over_all_requests() -> N
     assert gateway.end() == "failed"
 
 
+def test_a_body_must_go_on_until_it_is_whole() -> None:
+    """As over HTTP: 64 KiB more or the rest, each body_timeout_s."""
+    made = services()
+    now_s, limit_s = made.table.clock(), made.config.body_timeout_s
+    gateway = Gateway(made)
+    made.table.clock = lambda: now_s
+    gateway.send(request_headers())
+    data = completion(prompt="x" * 200_000)
+    now_s += 20.0
+    gateway.send(request_body(data[:60_000], is_last=False))
+    assert gateway.exchange.left_s == limit_s - 20.0
+    gateway.send(request_body(data[60_000:70_000], is_last=False))
+    assert gateway.exchange.left_s == limit_s
+    now_s += limit_s + 1.0
+    gateway.send(request_body(data[70_000:100_000], is_last=False))
+    assert gateway.exchange.left_s == 0.0
+    [answer] = gateway.exchange.take(None)
+    assert answer.immediate_response.status.code == 408
+    assert gateway.end() == "refused"
+    whole = Gateway(services())
+    whole.send(request_headers(), request_body(data))
+    assert whole.exchange.left_s is None
+    whole.end()
+    gateways_own = Gateway(services())
+    gateways_own.send(response_headers(404))
+    assert gateways_own.exchange.left_s is None
+    gateways_own.end()
+
+
 def test_the_subset_of_the_gateway_is_kept() -> None:
     gateway = Gateway()
     head, _ = gateway.send(request_headers(subset=["10.0.2.1:8100"]), request_body(completion()))

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -14,6 +15,7 @@ import uvicorn
 
 pytest.importorskip("grpc", reason="grpcio is not installed")
 import grpc
+from google.protobuf.struct_pb2 import Struct
 
 from pd_connectors.protocol.ticket import Offer, verify
 from pd_http.sockets import bound
@@ -61,10 +63,10 @@ class Picker:
 
 
 @contextlib.asynccontextmanager
-async def serving(prefill: list[FakeNode], decode: list[FakeNode]) -> AsyncIterator[Picker]:
+async def serving(prefill: list[FakeNode], decode: list[FakeNode], **settings: Any) -> AsyncIterator[Picker]:
     config = PickerConfig(
         prefill=tuple(node.url for node in prefill), decode=tuple(node.url for node in decode), grpc_port=0,
-        health_interval_s=3600.0, prefill_on_decode="never", drain_s=0.1,
+        health_interval_s=3600.0, prefill_on_decode="never", drain_s=0.1, **settings,
     )  # fmt: skip
     doors: list[PickerServer] = []
 
@@ -89,7 +91,7 @@ async def test_a_gateway_is_sent_to_a_decode_node_with_an_offer(stream: bool) ->
         head, echo = await call.read(), await call.read()
         named = told(head)
         assert echo.request_body.response.body_mutation.streamed_response.body == data
-        assert verify(KEY, named["x-pd-offer"], Offer, 0.0).prefill_urls == (prefill.url,)
+        assert verify(KEY, named["x-pd-offer"], Offer, time.time()).prefill_urls == (prefill.url,)
         url = f"http://{named.pop('x-gateway-destination-endpoint')}/v1/completions"
         async with aiohttp.ClientSession() as session, session.post(url, data=data, headers=named) as answer:
             await answer.read()
@@ -128,6 +130,34 @@ async def test_an_error_ends_the_stream() -> None:
         refusal = (await call.read()).immediate_response
         assert (refusal.status.code, json.loads(refusal.body)["error"]["code"]) == (400, "invalid_json")
         assert await call.read() is grpc.aio.EOF
+        await picker.idle()
+
+
+async def test_a_stream_without_a_request_is_ended() -> None:
+    decode = FakeNode("decode", fakes.decode)
+    async with running(decode), serving([], [decode], body_timeout_s=0.1) as picker:
+        call = picker.call()
+        refusal = (await call.read()).immediate_response
+        assert (refusal.status.code, json.loads(refusal.body)["error"]["code"]) == (408, "slow_body")
+        assert await call.read() is grpc.aio.EOF
+        await picker.idle()
+
+
+async def test_a_message_that_cannot_be_read_is_the_gateways_error(caplog: pytest.LogCaptureFixture) -> None:
+    decode = FakeNode("decode", fakes.decode)
+    async with running(decode), serving([], [decode]) as picker:
+        value = Struct()
+        nested = value
+        for _ in range(200):
+            nested = nested.fields["a"].struct_value
+        message = ProcessingRequest()
+        message.metadata_context.filter_metadata.add(key="envoy.lb").value.CopyFrom(value)
+        call = picker.call()
+        await call.write(message)
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await call.read()
+        assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "Traceback" not in caplog.text
         await picker.idle()
 
 

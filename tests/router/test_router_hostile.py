@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
+from aiohttp import web
 
 from pd_cluster.server.app import create_app
+from pd_http.node_report import NodeReport, encode_report
+from pd_router.health import MAX_MODELS, HealthPoller
 from tests.bad_bodies import BAD_BODIES, OVERSIZED, check_error, nested
 from tests.router import fake_nodes as fakes
-from tests.router.fake_nodes import FakeNode, running
+from tests.router.fake_nodes import FakeNode, Seen, running
 from tests.router.router_process import serving, until
 from tests.server import live_server
 from tests.server.fake_engine import FakeEngine, says
@@ -151,6 +154,32 @@ async def test_a_stopped_node_does_not_slow_the_looks_at_the_others() -> None:
             writer.close()
         stopped.close()
         await stopped.wait_closed()
+
+
+async def test_names_that_a_node_tells_are_bounded_wherever_they_go() -> None:
+    long = "n" * 60_000
+    report = encode_report(NodeReport(model=long[:5000])).decode()
+
+    async def answer(node: FakeNode, request: web.Request, seen: Seen) -> web.StreamResponse:
+        return web.json_response({"usage": {}}, headers={"x-pd-report": report, "x-pd-prefill": long[:8000]})
+
+    d = FakeNode("decode", answer, node_id=long, models=("demo", long, *(f"m{n}" for n in range(3000))))
+    d.facts |= {"stream_version": long, "fingerprint": "f", "kv_protocol": long}
+    async with running(d), serving(decode=[d]) as router:
+        for model in ({"model": "demo"}, {"model": "m7"}, {}):
+            async with router.session.post(router.url + CHAT, json={"messages": [], **model}) as given:
+                assert given.status == 200
+        async with router.session.post(router.url + CHAT, json={"messages": [], "model": long}) as given:
+            assert given.status == 404
+        [node] = router.services.table.nodes
+        assert (node.node_id, node.stream_version, node.kv_version) == (d.url.removeprefix("http://"), "", "")
+        assert len(node.models or ()) <= MAX_MODELS
+        d.is_up, d.facts["reason"] = False, long
+        await HealthPoller(router.services.config, router.services.table, router.services.upstream).poll(node)
+        assert node.logged_down
+        for path in ("/metrics", "/nodes"):
+            async with router.session.get(router.url + path) as given:
+                assert long[:300] not in await given.text(), path
 
 
 def test_the_error_shape_is_checked() -> None:

@@ -153,7 +153,7 @@ async def test_end_to_end_headers_pass_and_hop_by_hop_ones_do_not() -> None:
     headers = {
         "authorization": "Bearer secret", "openai-organization": "org", "traceparent": "00-1-2-01",
         "connection": "keep-alive, x-hop", "x-hop": "1", "te": "trailers", "proxy-authorization": "Basic x",
-        "x-request-id": "no good id\t",
+        "x-request-id": "no good id\t", "x-pd-client": "key:another",
     }  # fmt: skip
     async with running(p, d), serving([p], [d]) as router:
         async with router.session.post(router.url + CHAT, json=BODY, headers=headers) as answer:
@@ -166,6 +166,7 @@ async def test_end_to_end_headers_pass_and_hop_by_hop_ones_do_not() -> None:
             assert leg.headers["authorization"] == "Bearer secret"
             assert leg.headers["openai-organization"] == "org"
             assert leg.headers["traceparent"] == "00-1-2-01"
+            assert leg.headers["x-pd-client"] == "net:127.0.0.1"
             assert leg.headers["content-type"] == "application/json"
             assert leg.headers["x-request-id"] == made != "no good id"
             assert not {"x-hop", "te", "proxy-authorization", "accept-encoding", "x-pd-route"} & leg.headers.keys()

@@ -78,11 +78,14 @@ async def test_orders_reach_all_workers_and_those_that_replace_them(tmp_path: Pa
             async with session.get(router.url + "/nodes") as answer:
                 nodes = {node["node_id"]: node for node in (await answer.json())["nodes"]}
             assert nodes["d"]["outstanding"]["sequences"] == 1, "whichever worker answers"
-            workers_of(router)[1 - busy].kill()
+            workers_of(router)[1 - busy].suspend()  # no order comes to notice it
+            await router.wait_lines(f"worker {1 - busy} is frozen")
             await router.wait_lines(f"worker {1 - busy} ended with status -9")
             async with session.post(router.url + "/v1/completions", json=BODY) as answer:
                 assert answer.status == 200, "the other one serves"
             await until_samples(router, session, {0: 0.0, 1: 0.0}, healthy, url=spare.url)
+            frozen = await samples(router, session, "pd_router_frozen_workers_total")
+            assert frozen == {busy: 0.0, 1 - busy: 1.0}
             assert await order(router, session, "DELETE", "/nodes/spare", "remove", "spare") == 200
             assert await samples(router, session, healthy, url=spare.url) == {}
             d.go_on.set()

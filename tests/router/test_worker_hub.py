@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
 from pd_router import worker_messages as messages
 from pd_router.node_change import Heritage, NodeChange
-from pd_router.worker_hub import ANSWER_S, COMMIT_S, WorkerHub
+from pd_router.worker_hub import ANSWER_S, COMMIT_S, SILENCE_S, START_S, WorkerHub
+from pd_router.worker_supervisor import LOOK_S, WorkerSupervisor
 
 NUM_WORKERS = 3
 
@@ -156,13 +158,63 @@ def test_an_order_waits_for_a_frozen_worker_until_that_is_replaced() -> None:
     assert not one.to_worker, "the other has not read it"
     assert world.hub.late() == set()
     world.now_s += COMMIT_S
-    assert world.hub.late() == {1}
+    world.hub.take(0, messages.Alive())
+    world.hub.take(1, messages.Alive())
+    assert world.hub.late() == {1}, "its loop runs, and does not obey"
     world.kill(1)
     one.read()
     assert one.committed
     assert (late := world.start(1)) is not other
     world.settle()
     assert late.state == Heritage((), {"http://n": 7})
+
+
+def test_a_silent_worker_is_frozen_and_one_that_speaks_is_not() -> None:
+    world, _, _ = two_that_serve()
+    for _ in range(10):
+        world.now_s += SILENCE_S - 0.5
+        assert world.hub.late() == set()
+        for at in (0, 1):
+            world.hub.take(at, messages.Alive())
+    world.now_s += SILENCE_S - 0.5
+    world.hub.take(0, messages.Alive())
+    world.now_s += 0.5
+    assert world.hub.late() == {1}
+    world.kill(1)
+    assert world.hub.late() == set(), "once"
+    world.hub.take(1, messages.Alive())  # of the pipe of the one that was killed
+    world.hub.join(1, SimulatedWorker().to_worker.append)
+    world.now_s += START_S - 0.5
+    world.hub.take(0, messages.Alive())
+    assert world.hub.late() == set(), "it takes its time to start"
+    world.now_s += 0.5
+    assert world.hub.late() == {1}
+
+
+def test_a_supervisor_that_did_not_run_takes_no_worker_for_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a stop it cannot tell the silence of the workers from its own, whether it reads their messages first."""
+    now_s = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    own = SimpleNamespace(heritage=Heritage())
+    supervisor = WorkerSupervisor(2, None, own, 1.0, scheme="http", is_supervised=True)  # type: ignore[arg-type]
+    hub = supervisor._hub
+    for at in (0, 1):
+        hub.join(at, SimulatedWorker().to_worker.append)
+        hub.take(at, messages.Ready())
+    for stopped_s in (1.0, 1000.0, 10.0):
+        now_s += stopped_s
+        hub.take(1, messages.Alive())  # worker 0 did not run either
+        assert hub.late() == set()
+        now_s += 0.4
+        hub.take(0, messages.Alive())
+        assert hub.late() == set()
+    looks = 0
+    while not hub.late():
+        now_s += LOOK_S
+        hub.take(1, messages.Alive())
+        looks += 1
+    assert hub.late() == {0}
+    assert looks == SILENCE_S / LOOK_S, "and one that is silent then is found as soon as ever"
 
 
 def test_a_worker_that_starts_delays_no_order_and_misses_none() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from pd_cluster.engine.client import RequestMessage, RequestStream
@@ -31,6 +32,7 @@ from pd_connectors.protocol.ticket import Ticket
 from tests.connectors.layouts import full_layout
 
 WAIT_S = 10.0
+FAR = time.time() + 3600.0  # an expiry that no test reaches
 LAYOUT = full_layout(block_size=16, num_kv_heads=2, num_layers=2, head_dim=8, dtype="float32")
 
 
@@ -159,7 +161,7 @@ class FakeEngine:
         return SampledToken(token_id, -0.5, top)
 
     def make_ticket(
-        self, prompt: Sequence[int], salt: str = "", num_samples: int = 1, expires_at_s: float = 9e9
+        self, prompt: Sequence[int], salt: str = "", num_samples: int = 1, expires_at_s: float = FAR
     ) -> Ticket:
         assert self.ready is not None
         return Ticket(

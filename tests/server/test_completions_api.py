@@ -14,7 +14,7 @@ from pd_cluster.config import SchedulerConfig
 from pd_cluster.protocol.messages import FinishReason
 from pd_cluster.server.schema import MAX_LOGITS_ARGS_BYTES
 from pd_connectors.protocol.ticket import Offer, sign
-from tests.server.fake_engine import FakeEngine, Line, decodes, says
+from tests.server.fake_engine import FAR, FakeEngine, Line, decodes, says
 from tests.server.live_server import KEY, Node, running
 from tests.server.sse import post_events
 
@@ -223,7 +223,7 @@ async def test_prompts_that_d_sends_on_keep_their_group() -> None:
         running(FakeEngine(says([5]), engine_id="p"), node_id="p") as p,
         running(FakeEngine(decodes([5])), node_id="d") as d,
     ):
-        params = {"do_remote_prefill": True, "offer": sign(KEY, Offer((p.url,), 9e9))}
+        params = {"do_remote_prefill": True, "offer": sign(KEY, Offer((p.url,), FAR))}
         body = {"prompt": ["a", "b"], "max_tokens": 1, "kv_transfer_params": params}
         async with d.session.post(f"{d.url}/v1/completions", json=body) as response:
             assert response.status == 200

@@ -14,7 +14,7 @@ from pd_connectors.protocol.ticket import Offer, sign
 from pd_http.errors import ENGINE_DIED
 from pd_http.frames import StreamEnd
 from tests.cut_streams import COMPLETIONS, asking, continuation_of, continuing, data_of, same_content
-from tests.server.fake_engine import FakeEngine, Line, decodes, says
+from tests.server.fake_engine import FAR, FakeEngine, Line, decodes, says
 from tests.server.live_server import KEY, Node, running
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ async def begin(node: Node, body: dict[str, Any]) -> Sequence[AnyFrame]:
 async def go_on(node: Node, body: dict[str, Any], messages: Sequence[AnyFrame], *urls: str, key: bytes = KEY) -> bytes:
     """The bytes of the rest, from a node that may ask those of the offer."""
     asked = continuing(body, continuation_of(messages))
-    asked["kv_transfer_params"] |= {"do_remote_prefill": True, "offer": sign(key, Offer(urls, 9e9))}
+    asked["kv_transfer_params"] |= {"do_remote_prefill": True, "offer": sign(key, Offer(urls, FAR))}
     rest = await asking(create_app(node.state))(COMPLETIONS, asked)
     assert isinstance(rest[-1], StreamEnd)
     assert rest[0] == messages[0]

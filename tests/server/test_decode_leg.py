@@ -17,19 +17,21 @@ from starlette.responses import JSONResponse, Response
 from pd_cluster.config import HandoffConfig
 from pd_cluster.protocol.messages import Abort, NeedsPrefill, PrefillLocally, TicketOpened, UseTicket, Work
 from pd_cluster.protocol.sampling_params import BeamParams, SamplingParams
+from pd_cluster.server.grammar_checks import GrammarChecks
 from pd_connectors.protocol.ticket import Offer, sign
 from tests.connectors import version_one
-from tests.server.fake_engine import WAIT_S, FakeEngine, Line, decodes, says
+from tests.server.fake_engine import FAR, WAIT_S, FakeEngine, Line, decodes, says
 from tests.server.live_server import KEY, Node, running, serving
 from tests.server.sse import post_events
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from pd_cluster.server.check_turns import Check
+
 pytestmark = pytest.mark.anyio
 
 TEXT = "Hello there."
-FAR = 9e9
 
 
 def make_offer(*urls: str, key: bytes = KEY, expires_at_s: float = FAR) -> str:
@@ -185,6 +187,27 @@ async def test_d_asks_the_offered_node_with_its_own_sampling_parameters() -> Non
     assert 0 < use.load_deadline_s <= 30
     assert headers["x-pd-prefill"] == "engine-of-p"
     assert answer["usage"]["completion_tokens"] == 6
+
+
+async def test_the_offered_node_checks_the_grammar_in_the_turn_of_the_same_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("llguidance")
+    clients = []
+
+    async def checked(checks: GrammarChecks, check: Check) -> dict[str, str]:
+        clients.append(check[0])
+        return {"grammar": "start: /a/"}
+
+    monkeypatch.setattr(GrammarChecks, "_checked", checked)
+    async with running(engine_of_p(), node_id="p") as p, decode_node(decodes([5, 6])) as d:
+        body = {"prompt": TEXT, "max_tokens": 2, "guided_regex": "a"}
+        for headers in ({"x-pd-client": "key:one"}, {}):
+            more = {"kv_transfer_params": {"do_remote_prefill": True, "offer": make_offer(p.url)}}
+            async with d.session.post(f"{d.url}/v1/completions", json=body | more, headers=headers) as answer:
+                assert answer.status == 200
+        assert clients == ["key:one", "key:one", "", ""]
+        assert len(p.engine.requests) == 2
 
 
 async def test_the_offered_node_is_told_of_beams() -> None:

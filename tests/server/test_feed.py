@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pd_cluster.errors import EngineUnavailable
+from pd_cluster.errors import EngineUnavailable, Overloaded
 from pd_cluster.protocol.messages import EngineNews, ReportNews
 from pd_cluster.server import feed_hub
+from pd_cluster.server.feed_hub import FeedReader
 from pd_connectors.protocol.feed import (
     CHARGE_HEADER,
     FEED_PATH,
@@ -26,12 +28,14 @@ from pd_connectors.protocol.feed import (
     StoredBlock,
 )
 from pd_connectors.protocol.stream_codec import StreamParser
-from pd_connectors.protocol.ticket import FEED_ACTION, ORDER_HEADER, NodeOrder, sign
+from pd_connectors.protocol.ticket import FEED_ACTION, MAX_LIFETIME_S, ORDER_HEADER, NodeOrder, sign
 from tests.server.fake_engine import FakeEngine, Line, says
 from tests.server.live_server import KEY, Node, running
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    import aiohttp
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 10.0
@@ -39,8 +43,10 @@ LOAD = NodeLoad(queued_tokens=5, num_running=2, num_slots=48, block_size=16)
 BLOCKS = tuple(StoredBlock(i, 100 + i, 16 * i) for i in range(1, 4))
 
 
-def order(action: str = FEED_ACTION, node: str = "node", key: bytes = KEY, lifetime_s: float = 30.0) -> dict[str, str]:
-    paper = NodeOrder(action=action, node=node, expires_at_s=time.time() + lifetime_s)  # type: ignore[arg-type]
+def order(
+    action: str = FEED_ACTION, node: str = "node", key: bytes = KEY, lifetime_s: float = 30.0, **more: Any
+) -> dict[str, str]:
+    paper = NodeOrder(action, node, time.time() + lifetime_s, **more)  # type: ignore[arg-type]
     return {ORDER_HEADER: sign(key, paper), CHARGE_HEADER: "r1"}
 
 
@@ -162,6 +168,9 @@ async def test_requests_on_their_way_to_the_engine_count_and_charges_are_acknowl
         (None, 401),
         ({"key": b"x" * 32}, 401),
         ({"lifetime_s": -1.0}, 401),
+        ({"lifetime_s": math.inf}, 401),
+        ({"lifetime_s": math.nan}, 401),
+        ({"lifetime_s": 2 * MAX_LIFETIME_S}, 401),
         ({"action": "reset_cache"}, 400),
         ({"node": "another"}, 400),
     ],
@@ -186,12 +195,12 @@ async def test_the_reader_that_wants_the_longest_wait_decides_for_all() -> None:
             assert hub._batch is not None
             return hub._batch.when() - hub._sent_s
 
-        quick = asyncio.create_task(hub.open("quick"))
+        quick = asyncio.create_task(hub.open(FeedReader("quick")))
         await asyncio.sleep(0)
         node.engine.news.take(EngineNews(0, LOAD))
         await quick
         assert wait_s() == pytest.approx(feed_hub.BATCH_S)
-        slow = await hub.open("slow", 0.2)
+        await hub.open(slow := FeedReader("slow", 0.2))
         assert wait_s() == pytest.approx(0.2)
         hub.leave(slow)
         assert wait_s() == pytest.approx(feed_hub.BATCH_S)
@@ -200,8 +209,8 @@ async def test_the_reader_that_wants_the_longest_wait_decides_for_all() -> None:
 async def test_a_wait_is_a_number_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
-    async def note(router: str, wait_s: float) -> None:
-        waits.append(wait_s)
+    async def note(reader: FeedReader) -> None:
+        waits.append(reader.wait_s)
         raise EngineUnavailable("no reader")
 
     async with running(FakeEngine(says([5]))) as node:
@@ -217,7 +226,7 @@ async def test_a_slow_reader_is_cut_and_others_are_not(monkeypatch: pytest.Monke
     async with running(FakeEngine(says([5]))) as node:
         engine, hub = node.engine, node.state.feed
         async with reading(node) as reader:
-            slow = await hub.open("slow")
+            await hub.open(slow := FeedReader("slow"))
             await slow.next()
             for i in range(200):
                 engine.news.take(EngineNews(0, LOAD, (), tuple(StoredBlock(1000 * i + j, j, 16) for j in range(10))))
@@ -233,6 +242,55 @@ async def test_so_many_readers_and_no_more(monkeypatch: pytest.MonkeyPatch) -> N
         answer = await node.session.get(node.url + FEED_PATH, headers=order())
         assert answer.status == 503
         assert "1 routers read" in await answer.text()
+
+
+@contextlib.asynccontextmanager
+async def routers(node: Node) -> AsyncIterator[Callable[[dict[str, str]], Awaitable[aiohttp.ClientResponse]]]:
+    """Opens feeds, and closes them all."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield lambda headers: stack.enter_async_context(node.session.get(node.url + FEED_PATH, headers=headers))
+
+
+@pytest.mark.parametrize("names", [{"reader": "r1", "serial": 1}, {}], ids=["named", "of the release before"])
+async def test_an_overheard_order_takes_one_place(names: dict[str, Any]) -> None:
+    """Whatever it is sent with: base64 has many forms of one order."""
+    async with running(FakeEngine(says([5]))) as node, reading(node), routers(node) as opened:
+        overheard = order(**names)
+        forms = [
+            overheard | {CHARGE_HEADER: f"r{i}", ORDER_HEADER: overheard[ORDER_HEADER] + "=" * i} for i in range(70)
+        ]
+        assert [(await opened(form)).status for form in forms] == [200] + 69 * [503]
+        assert len(node.state.feed._readers) == 2
+
+
+async def test_of_a_router_s_orders_the_newest_reads() -> None:
+    async with running(FakeEngine(says([5]))) as node, reading(node), routers(node) as opened:
+        first, second, third = (order(reader="r2", serial=serial) for serial in (1, 2, 3))
+        replayed = await opened(second)  # by a process that overheard it
+        assert replayed.status == 200
+        genuine = await opened(third)
+        assert genuine.status == 200
+        async with asyncio.timeout(WAIT_S):
+            await replayed.read()  # to its end
+        assert [(await opened(late)).status for late in (third, second, first)] == 3 * [503]
+        assert {one.serial for one in node.state.feed._readers if one.place == "r2"} == {3}
+        genuine.close()
+        async with asyncio.timeout(WAIT_S):
+            while len(node.state.feed._readers) > 1:  # noqa: ASYNC110 (the node has to notice it)
+                await asyncio.sleep(0.001)
+        assert (await opened(second)).status == 200
+        assert (await opened(order(reader="r2", serial=4))).status == 200
+
+
+async def test_two_orders_that_wait_for_the_engine_leave_one_reader() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        hub = node.state.feed
+        tasks = [asyncio.create_task(hub.open(FeedReader("r", serial=serial))) for serial in (2, 3, 1, 3)]
+        await asyncio.sleep(0)
+        node.engine.news.take(EngineNews(0, LOAD))
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(one, Overloaded) for one in results] == [False, False, True, True]
+        assert [one.serial for one in hub._readers] == [3]
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
@@ -284,19 +342,20 @@ async def test_an_idle_node_sends_heartbeats_to_its_first_reader(monkeypatch: py
 async def test_no_rest_while_a_router_reads_however_others_left() -> None:
     async with running(FakeEngine(says([5]))) as node:
         hub = node.state.feed
-        first, second = (asyncio.create_task(hub.open(name)) for name in ("r1", "r2"))
+        first, second = (asyncio.create_task(hub.open(FeedReader(name))) for name in ("r1", "r2"))
         await asyncio.sleep(0)
         second.cancel()  # it gives up before the engine has said its load
         await asyncio.wait([second])
         node.engine.news.take(EngineNews(0, LOAD))
-        reader = await first
+        await first
         assert hub._linger is None
+        [reader] = hub._readers
         hub.leave(reader)
         assert (timer := hub._linger) is not None
         hub.begin_day(date(2026, 1, 1))
         assert timer.cancelled(), "it would end the feed of a router that comes later"
         assert hub._linger is not None, "no router reads, so the engine rests some time"
-        again = asyncio.create_task(hub.open("r1"))
+        again = asyncio.create_task(hub.open(FeedReader("r1")))
         await asyncio.sleep(0)
         node.engine.news.take(EngineNews(0, LOAD, serial=1))
         hub.begin_day(date(2026, 1, 2))  # between the news and the router's task

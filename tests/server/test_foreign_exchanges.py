@@ -6,6 +6,7 @@ The engines are scripted. The routers themselves run in the slow test `tests/int
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -63,7 +64,7 @@ async def test_the_nodes_answer_as_they_did(router: str, exchange: Exchange) -> 
         _, headers = await replayed(d, to_d, to_d["body"] | {PARAMS: params})
         [on_p], [on_d] = p.engine.requests, d.engine.requests
     assert (on_p.work, on_p.hold_lease, on_d.work) == (Work.PREFILL, True, Work.TAKE_OVER)
-    assert on_d.ticket == verify(KEY, given["ticket"], Ticket, 0.0)
+    assert on_d.ticket == verify(KEY, given["ticket"], Ticket, time.time())
     assert on_d.prompt_token_ids == on_p.prompt_token_ids
     assert (headers["x-pd-prefill"], headers["x-pd-decode"]) == ("p", "d")
     assert d.metric("pd_external_tokens_total") == len(on_p.prompt_token_ids)

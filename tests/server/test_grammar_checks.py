@@ -81,7 +81,7 @@ async def test_closing_waits_for_no_queue() -> None:
     process = checks._process
     assert process is not None
     process.send_signal(signal.SIGSTOP)
-    asked = [asyncio.create_task(checks.grammar(GrammarSource("regex", "regex", f"{at}"), 1)) for at in range(50)]
+    asked = [asyncio.create_task(checks.grammar(GrammarSource("regex", "regex", f"{at}"), 1)) for at in range(30)]
     await asyncio.sleep(0)
     started_s = time.monotonic()
     checks.close()
@@ -89,7 +89,7 @@ async def test_closing_waits_for_no_queue() -> None:
     assert process.poll() is not None
     assert checks._process is None
     answers = await asyncio.gather(*asked, return_exceptions=True)
-    assert sum(isinstance(answer, asyncio.CancelledError) for answer in answers) >= 49, "the first may have begun"
+    assert sum(isinstance(answer, asyncio.CancelledError) for answer in answers) >= 29, "the first may have begun"
 
 
 async def test_a_process_that_cannot_be_started_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:

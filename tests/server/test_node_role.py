@@ -15,7 +15,7 @@ from pd_cluster.server.node_role import ROLES, NodeRole
 from pd_connectors.protocol.feed import FeedDelta
 from pd_connectors.protocol.messages import PROTOCOL_VERSION
 from pd_connectors.protocol.ticket import ROLE_PATH, NodeOrder, sign
-from tests.server.fake_engine import FakeEngine, Line, says
+from tests.server.fake_engine import FAR, FakeEngine, Line, says
 from tests.server.live_server import KEY, Node, running
 from tests.server.test_feed import reading
 from tests.server.test_prefill_endpoint import FOREIGN, STREAM
@@ -71,7 +71,7 @@ pytestmark = pytest.mark.anyio
 
 
 def signed(role: str) -> dict[str, str]:
-    return {"x-pd-order": sign(KEY, NodeOrder("role", "node", 9e9, role))}
+    return {"x-pd-order": sign(KEY, NodeOrder("role", "node", FAR, role))}
 
 
 async def change(node: Node, role: str) -> tuple[int, Any]:

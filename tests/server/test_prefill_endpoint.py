@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ STREAM = {"x-pd-ticket": "stream"}
 
 
 def ticket_in(params: dict[str, Any]) -> Ticket:
-    return verify(KEY, params["ticket"], Ticket, 0.0)
+    return verify(KEY, params["ticket"], Ticket, time.time())
 
 
 async def test_ticket_comes_before_any_token_and_done_after_the_last() -> None:

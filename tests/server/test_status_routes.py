@@ -14,7 +14,7 @@ from pd_cluster.protocol.messages import ResetCache, StartProfile, StopProfile
 from pd_cluster.server import order_routes, status_routes
 from pd_cluster.server.app import create_app
 from pd_connectors.protocol.ticket import ALL_NODES, NODE_ACTIONS, NodeOrder, Offer, sign
-from tests.server.fake_engine import FakeEngine, Line, says
+from tests.server.fake_engine import FAR, FakeEngine, Line, says
 from tests.server.live_server import KEY, make_state, running, serving
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ async def test_only_a_signed_order_for_this_node_and_action_is_obeyed(path: str)
     wrong: list[tuple[dict[str, str], int]] = [
         ({}, 401),
         ({"x-pd-order": "x"}, 401),
-        ({"x-pd-order": sign(KEY, Offer(("http://p:1",), 9e9))}, 401),
+        ({"x-pd-order": sign(KEY, Offer(("http://p:1",), FAR))}, 401),
         (order(action, key=b"x" * 32), 401),
         (order(action, lives_s=-1), 401),
         (order(action, "other"), 400),

@@ -18,6 +18,7 @@ from pd_connectors.protocol.layout import BlockLayout
 from pd_connectors.protocol.messages import MAC_BYTES, PROTOCOL_VERSION, LeaseRef, mac
 
 TICKET_LIFETIME_S = 600.0  # far above any clock skew between nodes
+MAX_LIFETIME_S = 86_400.0  # that a paper may still have. Signers give 600 s at most; the rest is for clocks that differ
 
 
 class Ticket(msgspec.Struct, frozen=True, tag=True):
@@ -75,6 +76,8 @@ class NodeOrder(msgspec.Struct, frozen=True, tag=True):
     role: str = ""  # for "add" and "role": prefill, decode or mixed
     version: int = PROTOCOL_VERSION
     is_forced: bool = False  # for "role": even if no node is left that decodes
+    reader: str = ""  # for "feed": the name of the router's process; "": of a router that names it outside
+    serial: int = 0  # for "feed": higher in each order of that process
 
 
 Paper = TypeVar("Paper", Ticket, Offer, NodeOrder)
@@ -119,6 +122,8 @@ def verify(key: bytes, token: str, kind: type[Paper], now_s: float) -> Paper:
         paper = msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the second one for a text that is not UTF-8
         raise TicketError(f"the {what} cannot be read: {error}") from error
+    if not paper.expires_at_s <= now_s + MAX_LIFETIME_S:  # a NaN is not less than anything
+        raise TicketError(f"the {what} expires in more than {MAX_LIFETIME_S:g} s, or never")
     if paper.expires_at_s < now_s:
         raise TicketExpired(f"the {what} expired {now_s - paper.expires_at_s:.1f} s ago")
     return paper

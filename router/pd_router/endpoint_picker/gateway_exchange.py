@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from google.protobuf.json_format import MessageToDict
 
+from pd_http.connection_limits import BODY_PROGRESS_BYTES
 from pd_http.dialects import COUNT_TOKENS, dialect_of
-from pd_http.errors import BodyTooLarge, PdError
+from pd_http.errors import BodyTooLarge, InvalidRequest, PdError
+from pd_http.names import MAX_NAME_CHARS
+from pd_http.refusal import Refusal
 from pd_router.body import RequestBody
 from pd_router.call_record import CallRecord
 from pd_router.client_connection import PROXY_PATHS
@@ -65,6 +68,7 @@ class GatewayExchange:
         self._headers: dict[str, str] = {}  # first values
         self._path = ""
         self._subset: frozenset[str] | None = None  # of addresses to choose among
+        self._window_bytes, self._begun_s = 0, services.table.clock()  # as HTTP bounds bodies (`connection_limits`)
         self._parts: list[bytes] = []  # of the body, until a node is picked
         self._num_bytes = 0
         self._pick: Pick | None = None
@@ -73,8 +77,15 @@ class GatewayExchange:
         self._answer_outcome = "cut"  # by the answer's status
         services.metrics.num_in_flight += 1
 
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until more of the request must have come. None: it needs nothing more."""
+        if self._pick is not None or self._record.status:
+            return None
+        return max(0.0, self._begun_s + self._s.config.body_timeout_s - self._s.table.clock())
+
     def take(self, message: Any) -> Iterator[Any]:
-        """The answers to one message. An error becomes the client's answer."""
+        """The answers to one message; None: none has come in `left_s`. An error becomes the client's answer."""
         try:
             yield from self._take(message)
         except PdError as error:
@@ -86,6 +97,9 @@ class GatewayExchange:
             yield self._refusal(PdError("internal error"))
 
     def _take(self, message: Any) -> Iterator[Any]:
+        if message is None:
+            late = Refusal.SLOW_BODY
+            raise InvalidRequest(late.message, code=late.word, status=late.status)
         kind = message.WhichOneof("request")
         if kind in _OF_A_REQUEST and (kind == "request_headers") == self._has_begun:
             found = "a second request_headers" if self._has_begun else f"{kind} before request_headers"
@@ -162,6 +176,8 @@ class GatewayExchange:
             raise TooManyUnfinished("too many requests have not arrived whole; try again")
         if is_last:
             yield from self._picked(is_last=True)
+        elif self._num_bytes - self._window_bytes >= BODY_PROGRESS_BYTES:
+            self._window_bytes, self._begun_s = self._num_bytes, self._s.table.clock()
 
     def _picked(self, *, is_last: bool) -> Iterator[Any]:
         """The answers to the headers and to the whole body. Its parts pass on as they came."""
@@ -203,16 +219,17 @@ class GatewayExchange:
 
     def _answered(self, message: Any) -> Any:
         answer = ProcessingResponse(response_headers={})
-        if (pick := self._pick) is None:  # the gateway's own answer
-            return answer
         told = {one.key.lower(): _value(one) for one in message.response_headers.headers.headers}
         status, record = told.get(":status", ""), self._record
         record.status = int(status) if status.isdigit() else 0
+        if (pick := self._pick) is None:  # the gateway's own answer
+            return answer
         self._answer_outcome = "ok" if status < "400" else "refused" if status < "500" else "failed"
         served = _metadata(message, "envoy.lb").get(SERVED, "")
         pick.answered(told.get(PREFILL_BY, ""), served or told.get(DECODE_BY, ""))
-        record.prefill_by = told.get(PREFILL_BY, "")
-        record.answered(self._s.table.clock(), told.get(DECODE_BY) or served or pick.nodes[0].node_id)
+        record.prefill_by = told.get(PREFILL_BY, "")[:MAX_NAME_CHARS]
+        served_by = told.get(DECODE_BY) or served or pick.nodes[0].node_id
+        record.answered(self._s.table.clock(), served_by[:MAX_NAME_CHARS])
         if record.stream and self._answer_outcome == "ok":
             record.first_piece(record.until_s)
             self._s.metrics.first_token_took(record.model, pick.plan.order.value, record.first_s - record.arrived_s)

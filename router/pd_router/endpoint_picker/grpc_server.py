@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from pd_http.errors import StartupError
 from pd_router.endpoint_picker.config import PickerConfig
@@ -24,6 +27,7 @@ log = logging.getLogger("pd_router")
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 # HealthCheckResponse{status: 1 or 2}; the request's only field is the service's name
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
+KEEPALIVE_MS = 30_000  # a gateway that is gone without a word leaves no streams, which hold places at nodes
 LIVENESS = b"liveness"  # of the process; every other service needs a node that can decode
 
 
@@ -45,10 +49,9 @@ class PickerServer:
     async def __aenter__(self) -> PickerServer:
         """Raises StartupError."""
         config = self._config
-        self._server = server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])  # else a taken port is shared
-        process = grpc.stream_stream_rpc_method_handler(
-            self._process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
-        )
+        options = [("grpc.so_reuseport", 0), ("grpc.keepalive_time_ms", KEEPALIVE_MS)]  # else a taken port is shared
+        self._server = server = grpc.aio.server(options=options)
+        process = grpc.stream_stream_rpc_method_handler(self._process, None, ProcessingResponse.SerializeToString)
         check = grpc.unary_unary_rpc_method_handler(self._check)  # bytes
         server.add_generic_rpc_handlers(
             (
@@ -78,13 +81,19 @@ class PickerServer:
 
     async def _process(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """One HTTP request, from its headers to the end of the gateway's stream."""
-        exchange = GatewayExchange(self._s, self._picker, self._unfinished)
+        exchange, messages = GatewayExchange(self._s, self._picker, self._unfinished), aiter(messages)
         try:
-            async for message in messages:
+            while not exchange.is_refused:
+                message = None
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(exchange.left_s):
+                        if (data := await anext(messages, None)) is None:
+                            return
+                        message = ProcessingRequest.FromString(data)
                 for answer in exchange.take(message):
                     yield answer
-                if exchange.is_refused:
-                    return
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest, or nested too deeply")
         finally:
             exchange.close()
 
