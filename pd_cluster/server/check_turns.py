@@ -26,7 +26,10 @@ class CheckTurns:
             line = max(reversed(self._lines.values()), key=len)
         elif len(line) <= MAX_OF_CLIENT:
             return None
-        return line.pop()
+        refused = line.pop()
+        if not line:
+            del self._lines[refused[0]]
+        return refused
 
     def take(self) -> Check | None:
         client = next((name for name in self._lines if name not in self._blamed), next(iter(self._lines), None))

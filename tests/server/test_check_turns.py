@@ -58,6 +58,13 @@ def test_the_newest_of_the_longest_line_leaves_when_too_many_wait(monkeypatch: p
     assert MAX_WAITING >= MAX_OF_CLIENT
 
 
+def test_a_client_has_no_turn_when_its_only_check_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_turns, "MAX_WAITING", 2)
+    turns = CheckTurns()
+    assert [turns.push(check(client, 0)) for client in "abc"] == [None, None, check("c", 0)]
+    assert [turns.take() for _ in range(3)] == [check("a", 0), check("b", 0), None]
+
+
 def test_a_client_that_ended_a_process_goes_last_until_one_ends_none() -> None:
     turns = CheckTurns()
     turns.note("a", ended_process=True)
