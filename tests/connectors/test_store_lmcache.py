@@ -6,6 +6,7 @@ import contextlib
 import resource
 import select
 import socket
+import struct
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -174,6 +175,34 @@ def test_a_server_that_answers_nonsense_or_nothing_is_unavailable(protocol: LMCa
 def test_a_missing_server_is_reported_at_once(protocol: LMCacheProtocol) -> None:
     with pytest.raises(StoreUnavailable, match="refused"):
         LMCacheStore(("127.0.0.1", closed_port()), protocol).contains(NAMES)
+
+
+@needs_lmcache
+def test_an_object_that_no_node_has_written_is_not_read(protocol: LMCacheProtocol) -> None:
+    """It would take a node's memory, twice at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store = LMCacheStore(listener.getsockname(), protocol, max_object_bytes=1000)
+        reading = store.get(NAMES[:2])
+        store._send(())  # connects
+        with listener.accept()[0] as peer:
+            peer.sendall(struct.pack("9i", 200, 1 << 29, 1, 6, 0, 0, 0, 0, 0) + bytes(1000))
+            assert list(reading) == [b""]
+            peer.settimeout(DEADLINE_S)
+            with contextlib.suppress(ConnectionResetError):  # what it has sent was not read
+                while peer.recv(4096):
+                    pass
+
+
+def test_an_answer_by_single_bytes_ends() -> None:
+    """A search would end, and a loading thread would not."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        wire = cast("LMCacheProtocol", _Wire())
+        store = LMCacheStore(listener.getsockname(), wire, io_deadline_s=DEADLINE_S, receive_deadline_s=0.0)
+        store._send(())  # connects
+        with listener.accept()[0] as peer:
+            peer.sendall(b"A")
+            with pytest.raises(StoreUnavailable, match="too slowly"):
+                store._receive(2)
 
 
 class _Wire:
