@@ -186,7 +186,7 @@ def test_an_object_that_no_node_has_written_is_not_read(protocol: LMCacheProtoco
         store._send(())  # connects
         with listener.accept()[0] as peer:
             peer.sendall(struct.pack("9i", 200, 1 << 29, 1, 6, 0, 0, 0, 0, 0) + bytes(1000))
-            assert list(reading) == [b""]
+            assert list(reading) == [bytearray()]
             peer.settimeout(DEADLINE_S)
             with contextlib.suppress(ConnectionResetError):  # what it has sent was not read
                 while peer.recv(4096):
