@@ -16,13 +16,15 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from pd_connectors.head_parts import head_parts
 from pd_connectors.pool_url import DEFAULT_URLS
 from pd_connectors.pooled import PooledConnector, pool_address
 from pd_connectors.protocol.errors import ConnectorUnavailable
-from pd_connectors.store import KVStore, ObjectName, StoreUnavailable
+from pd_connectors.store import HEADER_BYTES, KVStore, ObjectName, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
@@ -90,6 +92,8 @@ class LMCacheStore(KVStore):
     """A client of LMCache's server.
 
     connect_deadline_s: for connecting.  io_deadline_s: longest time in which no byte is sent or received.
+    receive_deadline_s: for an answer or an object.  max_object_bytes: a longer one is none of this cluster's, and is
+    not read.
     """
 
     def __init__(
@@ -99,11 +103,14 @@ class LMCacheStore(KVStore):
         *,
         connect_deadline_s: float = 1.0,
         io_deadline_s: float = 2.0,
+        receive_deadline_s: float = 10.0,
+        max_object_bytes: int = MAX_OBJECT_BYTES,
     ) -> None:
         self._address = address
         self._protocol = protocol
         self._connect_deadline_s = connect_deadline_s
-        self._io_deadline_s = io_deadline_s
+        self._io_deadline_s, self._receive_deadline_s = io_deadline_s, receive_deadline_s
+        self._max_object_bytes = max_object_bytes
         self._socket: socket.socket | None = None
 
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
@@ -132,6 +139,9 @@ class LMCacheStore(KVStore):
                     self._send(self._protocol.get(name) for name in ahead)
                     num_sent += len(ahead)
                 num_bytes = self._answer()
+                if (num_bytes or 0) > self._max_object_bytes:
+                    yield bytearray()  # damaged
+                    return
                 sealed = None if num_bytes is None else self._receive(num_bytes)
                 num_answered += 1
                 yield sealed
@@ -171,9 +181,11 @@ class LMCacheStore(KVStore):
 
     def _receive(self, num_bytes: int) -> bytearray:
         data = bytearray(num_bytes)
-        view = memoryview(data)
+        view, end_s = memoryview(data), time.monotonic() + self._receive_deadline_s
         try:
             while view:
+                if time.monotonic() > end_s:
+                    raise TimeoutError("the server sends too slowly")
                 if self._socket is None:
                     raise ConnectionResetError("not connected")
                 num_received = self._socket.recv_into(view)
@@ -201,4 +213,5 @@ class LMCacheConnector(PooledConnector):
     def __init__(self, context: ConnectorContext) -> None:
         address = pool_address(context, DEFAULT_URL)
         protocol = LMCacheProtocol()
-        super().__init__(context, lambda: LMCacheStore(address, protocol))
+        most = HEADER_BYTES + max(part.num_bytes for part in head_parts(context.layout, context.rank))
+        super().__init__(context, lambda: LMCacheStore(address, protocol, max_object_bytes=most))

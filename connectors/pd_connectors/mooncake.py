@@ -36,6 +36,7 @@ LOCAL_BUFFER_BYTES = 64 << 20  # Mooncake's own buffer for objects in transfer
 PORT_DEADLINE_S = 0.5
 CLOSE_DEADLINE_S = 1.0
 RPC_DEADLINE_MS = 2000  # Mooncake's own: 30 s, for which a master that stands still would hold a request
+READ_DEADLINE_S = 2  # without a byte, of a node that stands still. Mooncake's own: 30 s, in which its client polls
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +175,7 @@ def _load_mooncake() -> Any:
     os.environ.setdefault("GLOG_minloglevel", "2")
     os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(RPC_DEADLINE_MS))
     os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", str(RPC_DEADLINE_MS))
+    os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", str(READ_DEADLINE_S))
     try:
         runtime = find_spec("nvidia.cuda_runtime") if find_spec("nvidia") is not None else None
         for folder in runtime.submodule_search_locations or () if runtime is not None else ():

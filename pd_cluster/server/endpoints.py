@@ -159,6 +159,7 @@ async def _chat(
             add_special_tokens=bool(body.add_special_tokens),
             note=None if names is None else lambda encoded, deciders: names.name_text(encoded, contents, deciders),
             at_s=began_s,
+            refuses=body.truncate_prompt_tokens is None,
         )
         return last_tokens(prompt, body)
 
@@ -196,6 +197,7 @@ async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw
             max_tokens=state.ready.max_model_len,
             add_special_tokens=body.add_special_tokens is not False,
             note=None if names is None else lambda encoded: names.name_text(encoded, [prompt], [Decider(0)]),
+            refuses=body.truncate_prompt_tokens is None,
         )
         return last_tokens(token_ids, body)
 

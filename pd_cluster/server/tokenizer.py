@@ -1,4 +1,4 @@
-"""Text to token ids and back. Slow work runs in one thread, off the event loop."""
+"""Text to token ids and back. Slow work runs in one thread, off the event loop, and that on long texts in another."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+LONG_CHARS = 1 << 16  # Qwen 3's takes 35 ms for so many, and 7 to 15 s for 8 MB, for which all other texts waited
+CUT_TOKENS = 1024  # more than the end of a text changes when the text goes on
+
 
 class Encoded(NamedTuple):
     """A text with its tokens, and where they end in it."""
@@ -44,7 +47,7 @@ class Encoded(NamedTuple):
 
 
 class Tokenizer:
-    """A model's Hugging Face tokenizer. Close it to end its thread.
+    """A model's Hugging Face tokenizer. Close it to end its threads.
 
     `vocab_size` is that of the model: the rows of its embedding. Most have more rows than the tokenizer has tokens
     (`num_tokens`), some fewer: ids behind the rows are in no prompt, and the model draws none of them.
@@ -59,8 +62,11 @@ class Tokenizer:
         self.vocab_size = vocab_size or self.num_tokens
         self.chat_template = ChatTemplate(tokenizer)
         self._max_bytes_per_token = max_bytes_per_token(tokenizer, self._bytes)
-        # one thread: fast tokenizers hold padding and truncation settings, and fail when two threads use them
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._thread = self._long_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        if getattr(tokenizer, "is_fast", False):  # others hold the interpreter's lock
+            # fails when a call changes padding or truncation beside another: this one takes both off, none puts any on
+            tokenizer.encode("")
+            self._long_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
 
     @classmethod
     def load(cls, model_dir: Path, chat_template: str = "") -> Tokenizer:
@@ -99,7 +105,8 @@ class Tokenizer:
         return getattr(self._tokenizer, "response_template", None)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._long_thread):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of the token; b"" for rows of the embedding without a token."""
@@ -128,14 +135,21 @@ class Tokenizer:
         add_special_tokens: bool = True,
         note: Callable[[Encoded], None] | None = None,
         param: str = "prompt",
+        refuses: bool = False,
     ) -> list[int]:
         """Token ids of `text`. The result may have more than `max_tokens` ids. `note` is called in the thread.
 
         Raises InvalidRequest, before any work, for a text that is too long to have at most `max_tokens` tokens; it
-        names the field `param`.
+        names the field `param`. With `refuses` also, after little work, if the text's beginning has too many.
         """
         self._check_length(text, max_tokens, param)
-        return await self._run(lambda: self._checked(self._encode(text, add_special_tokens, note), param))
+
+        def work() -> list[int]:
+            if refuses:
+                self._check_beginning(text, max_tokens, param)
+            return self._checked(self._encode(text, add_special_tokens, note), param)
+
+        return await self._run(work, len(text))
 
     async def encode_chat(
         self,
@@ -147,6 +161,7 @@ class Tokenizer:
         add_special_tokens: bool = False,
         note: ChatNote | None = None,
         at_s: float | None = None,
+        refuses: bool = False,
     ) -> list[int]:
         """Token ids of the conversation in the model's chat template. Raises InvalidRequest, see `encode`.
 
@@ -156,9 +171,10 @@ class Tokenizer:
         """
         if not self.chat_template.exists:
             raise InvalidRequest("this model has no chat template: use /v1/completions", "messages", "no_chat_template")
-        return await self._run(
-            lambda: self._encode_chat(messages, tools, options, max_tokens, add_special_tokens, note, at_s)
+        done = await self._run(
+            lambda: self._encode_chat(messages, tools, options, max_tokens, add_special_tokens, note, at_s, refuses)
         )
+        return done if isinstance(done, list) else await self._run(done, LONG_CHARS + 1)
 
     def knows(self, marker: str) -> bool:
         """Whether the marker is a token, or stands in a chat template."""
@@ -214,6 +230,18 @@ class Tokenizer:
                 "context_length_exceeded",
             )
 
+    def _check_beginning(self, text: str, max_tokens: int, param: str) -> None:
+        """Raises InvalidRequest for a long text if its beginning alone has more than `max_tokens` tokens.
+
+        Each beginning is twice as long as the last. A text of at most four characters a token has no such beginning.
+        """
+        num_chars = max(LONG_CHARS, 2 * max_tokens)
+        while 2 * num_chars <= len(text):
+            if len(self._encode(text[:num_chars], False)) > max_tokens + CUT_TOKENS:
+                told = f"the first {num_chars} of the prompt's {len(text)} characters are more than {max_tokens} tokens"
+                raise InvalidRequest(f"{told}, this model's maximum context length", param, "context_length_exceeded")
+            num_chars *= 2
+
     def _encode(self, text: str, add_special_tokens: bool, note: Callable[[Encoded], None] | None = None) -> list[int]:
         if note is None:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -238,7 +266,9 @@ class Tokenizer:
         add_special_tokens: bool,
         note: ChatNote | None = None,
         at_s: float | None = None,
-    ) -> list[int]:
+        refuses: bool = False,
+    ) -> list[int] | Callable[[], list[int]]:
+        """The ids, or what makes those of a long text, in the other thread."""
         try:
             text = self.chat_template.render(messages, tools, options, at_s)
         except Exception as error:  # templates are programs, which may raise anything
@@ -246,11 +276,18 @@ class Tokenizer:
                 f"the chat template cannot render these messages: {error}", "messages", "chat_template"
             ) from error
         self._check_length(text, max_tokens, "messages")
-        if note is None:
-            return self._checked(self._encode(text, add_special_tokens), "messages")
-        deciders = self.chat_template.deciders(messages, has_tools=bool(tools), options=options)
-        ids = self._encode(text, add_special_tokens, lambda encoded: note(encoded, deciders))
-        return self._checked(ids, "messages")
 
-    async def _run(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        def encode() -> list[int]:
+            if refuses:
+                self._check_beginning(text, max_tokens, "messages")
+            if note is None:
+                return self._checked(self._encode(text, add_special_tokens), "messages")
+            deciders = self.chat_template.deciders(messages, has_tools=bool(tools), options=options)
+            ids = self._encode(text, add_special_tokens, lambda encoded: note(encoded, deciders))
+            return self._checked(ids, "messages")
+
+        return encode() if len(text) <= LONG_CHARS else encode
+
+    async def _run(self, work: Callable[[], Result], num_chars: int = 0) -> Result:
+        thread = self._thread if num_chars <= LONG_CHARS else self._long_thread
+        return await asyncio.get_running_loop().run_in_executor(thread, work)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import select
 import socket
+import struct
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+import psutil
 import pytest
 
 from pd_connectors.lmcache import LMCacheConnector, LMCacheProtocol, LMCacheStore
+from pd_connectors.lmcache_server import ARRIVING_SHARE, ENTRY_BYTES
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.registry import create_connector
 from pd_connectors.store import ObjectName, StoreUnavailable
@@ -19,6 +25,7 @@ from tests.connectors.store_server import StoreServer, closed_port, needs_lmcach
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+DEADLINE_S = 30.0  # a busy machine's
 NAMES = [ObjectName("ab" * 16, bytes([i]) * 16) for i in range(100)]  # more than are asked for at once
 
 
@@ -73,7 +80,7 @@ def test_a_server_that_was_restarted_costs_a_client_nothing(server: StoreServer,
 @pytest.mark.integration
 def test_a_full_server_evicts_what_was_used_least_recently(server: StoreServer, protocol: LMCacheProtocol) -> None:
     store = LMCacheStore(("127.0.0.1", server.port), protocol)
-    quarter = bytes(1 << 18)
+    quarter = bytes((1 << 18) - ENTRY_BYTES)
     assert store.put([(name, quarter) for name in NAMES[:4]]) == 4
     assert bytes(next(store.get(NAMES[:1])) or b"") == quarter
     assert store.put([(NAMES[0], quarter)]) == 1  # not counted twice
@@ -81,8 +88,55 @@ def test_a_full_server_evicts_what_was_used_least_recently(server: StoreServer, 
     assert store.contains(NAMES[:1]) == [True]
     assert store.put([(NAMES[4], quarter)]) == 1
     assert store.contains(NAMES[:5]) == [True, False, True, True, True]
-    assert store.put([(NAMES[5], bytes(1 << 21))]) == 0  # larger than the whole store
     store.close()
+
+
+@needs_lmcache
+@pytest.mark.integration
+def test_unfinished_objects_have_a_bound(server: StoreServer, protocol: LMCacheProtocol) -> None:
+    address, size = ("127.0.0.1", server.port), (1 << 18) // ARRIVING_SHARE * 3
+    with socket.create_connection(address) as one, socket.create_connection(address) as other:
+        for name, half in zip(NAMES, (one, other), strict=False):
+            half.sendall(protocol.put(name, size) + bytes(100))
+        (refused,), _, _ = select.select([one, other], [], [], DEADLINE_S)  # that which came second
+        with contextlib.suppress(ConnectionResetError):  # what it has sent was not read
+            assert refused.recv(1) == b""
+        kept, name = (one, NAMES[0]) if refused is other else (other, NAMES[1])
+        kept.sendall(bytes(size - 100) + protocol.exists(name))
+        kept.settimeout(DEADLINE_S)
+        assert protocol.read_answer(bytearray(kept.recv(protocol.answer_bytes, socket.MSG_WAITALL))) == 0
+    store = LMCacheStore(address, protocol)
+    assert sum(store.contains(NAMES[:2])) == 1
+    assert store.put([(NAMES[2], bytes(size))]) == 1  # the room is free again
+    store.close()
+
+
+@needs_lmcache
+@pytest.mark.integration
+def test_objects_without_content_have_a_bound(server: StoreServer, protocol: LMCacheProtocol) -> None:
+    store = LMCacheStore(("127.0.0.1", server.port), protocol)
+    names = [ObjectName("ab" * 16, i.to_bytes(16, "big")) for i in range(2000)]
+    assert store.put([(name, b"") for name in names]) == (1 << 20) // ENTRY_BYTES
+    store.close()
+
+
+@needs_lmcache
+@pytest.mark.integration
+def test_a_server_goes_on_when_its_descriptors_ran_out(server: StoreServer, protocol: LMCacheProtocol) -> None:
+    """All that it holds would be lost."""
+    address, process = ("127.0.0.1", server.port), psutil.Process(server.pid)
+    store = LMCacheStore(address, protocol, io_deadline_s=DEADLINE_S)
+    assert store.put([(NAMES[0], b"x")]) == 1
+    most = process.num_fds() + 4
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.ExitStack() as silent:
+        for _ in range(40):
+            silent.enter_context(socket.create_connection(address))
+        assert store.contains(NAMES[:1]) == [True]  # over the connection that it has
+    again = LMCacheStore(address, protocol, io_deadline_s=DEADLINE_S)
+    assert again.contains(NAMES[:1]) == [True]
+    for one in (store, again):
+        one.close()
 
 
 @needs_lmcache
@@ -121,6 +175,34 @@ def test_a_server_that_answers_nonsense_or_nothing_is_unavailable(protocol: LMCa
 def test_a_missing_server_is_reported_at_once(protocol: LMCacheProtocol) -> None:
     with pytest.raises(StoreUnavailable, match="refused"):
         LMCacheStore(("127.0.0.1", closed_port()), protocol).contains(NAMES)
+
+
+@needs_lmcache
+def test_an_object_that_no_node_has_written_is_not_read(protocol: LMCacheProtocol) -> None:
+    """It would take a node's memory, twice at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store = LMCacheStore(listener.getsockname(), protocol, max_object_bytes=1000)
+        reading = store.get(NAMES[:2])
+        store._send(())  # connects
+        with listener.accept()[0] as peer:
+            peer.sendall(struct.pack("9i", 200, 1 << 29, 1, 6, 0, 0, 0, 0, 0) + bytes(1000))
+            assert list(reading) == [bytearray()]
+            peer.settimeout(DEADLINE_S)
+            with contextlib.suppress(ConnectionResetError):  # what it has sent was not read
+                while peer.recv(4096):
+                    pass
+
+
+def test_an_answer_by_single_bytes_ends() -> None:
+    """A search would end, and a loading thread would not."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        wire = cast("LMCacheProtocol", _Wire())
+        store = LMCacheStore(listener.getsockname(), wire, io_deadline_s=DEADLINE_S, receive_deadline_s=0.0)
+        store._send(())  # connects
+        with listener.accept()[0] as peer:
+            peer.sendall(b"A")
+            with pytest.raises(StoreUnavailable, match="too slowly"):
+                store._receive(2)
 
 
 class _Wire:

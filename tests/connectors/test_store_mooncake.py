@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -9,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd_connectors.mooncake import MooncakeClient, MooncakeConnector, MooncakeStore
+from pd_connectors.mooncake import READ_DEADLINE_S, MooncakeClient, MooncakeConnector, MooncakeStore
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.registry import create_connector
 from pd_connectors.store import ObjectName, StoreUnavailable
+from tests.connectors.forked import start_process
 from tests.connectors.mooncake_master import MooncakeMaster, needs_mooncake
 from tests.connectors.pool_bench import POOL_CONTEXT
 from tests.connectors.store_server import closed_port
@@ -20,8 +24,10 @@ from tests.integration.system import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from multiprocessing.connection import Connection
 
 NAMES = [ObjectName("cd" * 16, bytes([i]) * 16) for i in range(40)]
+OWNED_BYTES, SETUP_DEADLINE_S = 200_000, 60.0
 AT_ONCE_S = 3.0  # Mooncake's own client waits longer than that for a master
 
 
@@ -54,6 +60,40 @@ def test_a_master_that_comes_back_is_found_again() -> None:
         assert store.contains(NAMES) == [True] * len(NAMES)
         assert next(store.get(NAMES[:1])) == bytearray(NAMES[0].hash)
         client.close()
+
+
+@needs_mooncake
+@pytest.mark.integration
+@pytest.mark.slow
+def test_a_node_that_stands_still_holds_a_reader_shortly() -> None:
+    """Mooncake's own 30 s held both loading threads, and its polling took 0.2 of a core for each."""
+    with MooncakeMaster() as master:
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        owner = start_process(_own, theirs, master.port)
+        try:
+            assert ours.poll(SETUP_DEADLINE_S), "the owner stored nothing"
+            client = MooncakeClient(("127.0.0.1", master.port), "127.0.0.1", 32 << 20)
+            store = MooncakeStore(client)
+            assert [len(got or b"") for got in store.get(NAMES[:1])] == [OWNED_BYTES]
+            assert owner.pid is not None
+            os.kill(owner.pid, signal.SIGSTOP)
+            began_s = time.monotonic()
+            assert list(store.get(NAMES[1:2])) == [None]
+            assert time.monotonic() - began_s < 5 * READ_DEADLINE_S
+            client.close()
+        finally:
+            owner.kill()
+            owner.join()
+
+
+def _own(pipe: Connection, port: int) -> None:
+    """Store the first two names in this process's memory, and stay."""
+    store = MooncakeStore(MooncakeClient(("127.0.0.1", port), "127.0.0.1", 32 << 20))
+    wait_until(
+        lambda: store.put([(name, bytes(OWNED_BYTES)) for name in NAMES[:2]]) == 2, lambda: "nothing can be stored"
+    )
+    pipe.send(None)
+    signal.pause()
 
 
 @needs_mooncake

@@ -44,11 +44,12 @@ async def test_several_names_for_one_model() -> None:
             assert (await response.json())["id"] == "gpt-4o"
 
 
-def test_a_chat_template_of_a_file(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_chat_template_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
     path.write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
     tokenizer = Tokenizer.load(MODEL_DIR, str(path))
-    ids = tokenizer._encode_chat([{"role": "user", "content": "hi"}], None, {}, 100, False)
+    ids = await tokenizer.encode_chat([{"role": "user", "content": "hi"}], None, {}, max_tokens=100)
     tokenizer.close()
     assert tokenizer.text_of(ids) == "[hi]"
     path.write_text("{{ raise_exception('no') }}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -11,13 +13,14 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pd_cluster.errors import InvalidRequest, StartupError
-from pd_cluster.server.tokenizer import Tokenizer
+from pd_cluster.server.tokenizer import LONG_CHARS, Tokenizer
 from tests.server.live_server import MODEL_DIR
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.anyio
+DEADLINE_S = 30.0  # of a failure
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
@@ -117,6 +120,75 @@ async def test_text_survives_the_round_trip() -> None:
     try:
         ids = await tokenizer.encode("naïve 🙂 text", max_tokens=4096)
         assert await tokenizer.decode(ids) == "naïve 🙂 text"
+    finally:
+        tokenizer.close()
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+async def test_a_short_text_does_not_wait_for_a_long_one(kind: str) -> None:
+    """8 MB take Qwen 3's tokenizer 7 to 15 s."""
+    tokenizer, goes_on = Tokenizer.load(MODEL_DIR), threading.Event()
+
+    def wait(*_: object) -> None:
+        goes_on.wait(DEADLINE_S)
+
+    long = "a long story " * (LONG_CHARS // 10)
+    chat = [{"role": "user", "content": long}]
+    try:
+        if kind == "text":
+            reading = tokenizer.encode(long, max_tokens=1 << 20, note=wait)
+        else:
+            reading = tokenizer.encode_chat(chat, None, {}, max_tokens=1 << 20, note=wait)
+        under_way = asyncio.create_task(reading)
+        await asyncio.sleep(0)  # it is in its thread's queue
+        short = tokenizer.encode_chat([{"role": "user", "content": "hi"}], None, {}, max_tokens=64)
+        assert await asyncio.wait_for(short, DEADLINE_S / 2)
+        assert await asyncio.wait_for(tokenizer.encode("hi", max_tokens=64), DEADLINE_S / 2)
+        assert not under_way.done()
+        goes_on.set()
+        assert len(await under_way) > LONG_CHARS // 10
+    finally:
+        goes_on.set()
+        tokenizer.close()
+
+
+async def test_two_threads_read_right() -> None:
+    """Settings in a tokenizer's file would be changed by a call, which fails beside another one."""
+    backend = PreTrainedTokenizerFast.from_pretrained(str(MODEL_DIR))
+    backend.backend_tokenizer.enable_truncation(5)
+    backend.backend_tokenizer.enable_padding()
+    tokenizer = Tokenizer(backend)
+    assert (backend.backend_tokenizer.truncation, backend.backend_tokenizer.padding) == (None, None)
+    texts = ["Mira 4831. " * number for number in (1, 10, 9000, 3, 12000, 100) * 4]
+    try:
+        asked = [tokenizer.encode(text, max_tokens=1 << 20, note=lambda _: None) for text in texts]
+        for text, ids in zip(texts, await asyncio.gather(*asked), strict=True):
+            assert tokenizer.text_of(ids) == text
+    finally:
+        tokenizer.close()
+
+
+async def test_of_a_text_with_too_many_tokens_a_beginning_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.load(MODEL_DIR)
+    encode, read = tokenizer._encode, list[int]()
+
+    def counted(text: str, *more: Any) -> list[int]:
+        read.append(len(text))
+        return encode(text, *more)
+
+    monkeypatch.setattr(tokenizer, "_encode", counted)
+    chat = [{"role": "user", "content": "☃" * 200_000}]
+    try:
+        with pytest.raises(InvalidRequest, match=r"first 100000 of the prompt's 200000 characters") as refused:
+            await tokenizer.encode("☃" * 200_000, max_tokens=50_000, refuses=True)
+        assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(InvalidRequest, match="first 100000"):
+            await tokenizer.encode_chat(chat, None, {}, max_tokens=50_000, refuses=True)
+        assert read == [100_000, 100_000]
+        assert len(await tokenizer.encode("☃" * 200_000, max_tokens=50_000)) > 200_000
+        long = "the tree and the river " * 11_000
+        ids = await tokenizer.encode(long, max_tokens=50_000, refuses=True)
+        assert tokenizer.text_of(ids) == long
     finally:
         tokenizer.close()
 
