@@ -216,7 +216,6 @@ def _bounds() -> str:
         ("entries", f"{chat.others.entries:,}", "objects and lists in lists, of all fields together"),
         ("", f"{translated.others.entries:,}", "the same, in Messages and Responses"),
         ("values", f"{chat.others.values:,}", "members of objects and lists at any level, of all fields together"),
-        ("", f"{chat.unlisted.values:,}", "the same, in fields that are ignored or have few values elsewhere"),
         ("messages", "the context", "a message has a token at least"),
         ("levels of a schema", f"{MAX_LEVELS}", f"{MAX_DEPTH} in tools"),
         ("`tools`", f"{OPENAI.tool_limits.tools}", f"{MANY_TOOLS:,} in Messages and Responses"),

