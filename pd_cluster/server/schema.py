@@ -15,7 +15,7 @@ from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.fields import refuse
 from pd_http.dialect import whole_number
 from pd_http.frames import Continuation
-from pd_http.member_bounds import BAD_JSON, top_level
+from pd_http.member_bounds import BAD_JSON, MAX_NODE_FIELDS, top_level
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -214,7 +214,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 def decode_body(raw: bytes, kind: type[Body]) -> tuple[Body, set[str]]:
     """The body, and the names of its fields that are not read. Raises InvalidRequest that names the wrong field."""
-    fields = top_level(raw)
+    fields = top_level(raw, most=MAX_NODE_FIELDS)
     try:
         body = _decoded(raw, fields, kind)
     except msgspec.ValidationError as error:
@@ -225,7 +225,7 @@ def decode_body(raw: bytes, kind: type[Body]) -> tuple[Body, set[str]]:
     refuse(unread)
     names = set(unread)
     if isinstance(body, GenerationBody) and body.stream_options is not None:
-        members = top_level(bytes(fields["stream_options"])).keys() - set(StreamOptions.__struct_fields__)
+        members = top_level(fields["stream_options"], "stream_options").keys() - set(StreamOptions.__struct_fields__)
         names |= {f"stream_options.{member}" for member in members}
     return body, names
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # What msgspec raises: not JSON or of another type, not UTF-8, nested too deeply
 BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 MAX_FIELDS = 256  # of a body, read or not
+MAX_NODE_FIELDS = MAX_FIELDS + 32  # a router and the translation to chat add some
 FREE_BYTES = 24 << 10  # of a body that is not counted: `{},` is the smallest entry
 
 
@@ -59,7 +60,7 @@ TOKEN_FIELDS: Final[dict[str, Members]] = {
 # An entry of chat takes up to 4 us in a node, a value 0.7 us, and a field 0.5 us where a top level becomes a dict
 _VALUES = 1 << 16
 CHAT_BOUNDS: Final = BodyBounds(TOKEN_FIELDS, Members(1 << 14, _VALUES, 2 * _VALUES))
-# Of an API whose bodies become chat requests: 12 us an entry
+# Where bodies become chat requests: 12 us an entry
 TRANSLATED_BOUNDS: Final = BodyBounds(
     {name: most for name, most in TOKEN_FIELDS.items() if name != "input"}, Members(1 << 13, _VALUES, 2 * _VALUES)
 )
@@ -113,11 +114,11 @@ def check_members(raw: bytes, bounds: BodyBounds, free_bytes: int = FREE_BYTES) 
         raise too_many("the body", *excess, largest, f", most of them in {largest}" if largest else "")
 
 
-def top_level(raw: bytes | Raw) -> dict[str, Raw]:
-    """The fields of a JSON object. Raises InvalidRequest for anything else, and for too many fields."""
+def top_level(raw: bytes | Raw, place: str = "", most: int = MAX_FIELDS) -> dict[str, Raw]:
+    """The fields of a JSON object; `place`: "" for a body. Raises InvalidRequest for anything else, and for too many."""
     fields: dict[str, Raw] = _decoded(raw, _FIELDS)
-    if len(fields) > MAX_FIELDS:
-        raise too_many("the body", len(fields), "fields", MAX_FIELDS, None)
+    if len(fields) > most:
+        raise too_many(place or "the body", len(fields), "fields", most, place or None)
     return fields
 
 

@@ -138,8 +138,8 @@ def test_sizes_of_what_clients_send() -> None:
          f"the body has {ENTRIES + 1} entries, most of them in messages; {ENTRIES} are"),
         (RESPONSES, {"input": HI * (ITEMS + 1)},
          f"the body has {ITEMS + 1} entries, most of them in input; {ITEMS} are"),
-        (CHAT, {"messages": HI} | {f"k{i}": i for i in range(MAX_FIELDS)},
-         f"the body has {MAX_FIELDS + 1} fields; {MAX_FIELDS} are"),
+        (CHAT, {"messages": HI, "stream_options": {f"k{i}": i for i in range(MAX_FIELDS + 1)}},
+         f"stream_options has {MAX_FIELDS + 1} fields; {MAX_FIELDS} are"),
         (COMPLETIONS, {"prompt": [[7] * 999] * 257}, "prompt has 257 entries; 256 are"),
     ],
 )  # fmt: skip
@@ -147,6 +147,15 @@ def test_one_more_is_a_400_that_names_it(path: str, body: dict[str, Any], told: 
     with pytest.raises(InvalidRequest, match=re.escape(told)) as caught:
         through_node(path, json.dumps(body).encode())
     assert caught.value.param in (*body, None)
+
+
+def test_a_body_with_all_fields_reaches_its_node() -> None:
+    for path, asked in ((CHAT, {"messages": HI}), (RESPONSES, {"input": "hi"}), (MESSAGES, {"messages": HI})):
+        body = asked | {"max_tokens" if path == MESSAGES else "user": 1}
+        body |= {f"k{i}": i for i in range(MAX_FIELDS - len(body))}
+        through_node(path, through_router(path, json.dumps(body).encode()))
+        with pytest.raises(InvalidRequest, match=f"the body has {MAX_FIELDS + 1} fields; {MAX_FIELDS} are"):
+            through_router(path, json.dumps(body | {"one_more": 1}).encode())
 
 
 def test_no_more_messages_than_the_context_has_tokens() -> None:
