@@ -115,7 +115,7 @@ def check_members(raw: bytes, bounds: BodyBounds, free_bytes: int = FREE_BYTES) 
 
 
 def top_level(raw: bytes | Raw, place: str = "", most: int = MAX_FIELDS) -> dict[str, Raw]:
-    """The fields of a JSON object; `place`: "" for a body. Raises InvalidRequest for anything else, and for too many."""
+    """The fields of a JSON object; `place`: "" for a body. Raises InvalidRequest, also for too many fields."""
     fields: dict[str, Raw] = _decoded(raw, _FIELDS)
     if len(fields) > most:
         raise too_many(place or "the body", len(fields), "fields", most, place or None)
