@@ -17,9 +17,7 @@ _LONGEST_PAUSE_S = 0.2
 
 
 class BodyTurns:
-    """Gives turns in the order in which they were asked for. Nothing has to be given back: a turn ends at the next
-    `await` of its task.
-    """
+    """Gives turns in the order in which they are asked for. A turn ends by itself, at the next `await` of its task."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from operator import sub
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -66,29 +66,12 @@ TRANSLATED_BOUNDS: Final = BodyBounds(
 )
 
 
-class BodyFields(msgspec.Struct):
-    """Fields with members in numbers. A decoder passes over others at 1 ns a byte."""
-
-    messages: Raw | UnsetType = UNSET
-    input: Raw | UnsetType = UNSET
-    prompt: Raw | UnsetType = UNSET
-    tools: Raw | UnsetType = UNSET
-    system: Raw | UnsetType = UNSET
-    tool_choice: Raw | UnsetType = UNSET
-    response_format: Raw | UnsetType = UNSET
-    structured_outputs: Raw | UnsetType = UNSET
-    documents: Raw | UnsetType = UNSET
-    chat_template_kwargs: Raw | UnsetType = UNSET
-    tokens: Raw | UnsetType = UNSET
-    logit_bias: Raw | UnsetType = UNSET
-    stop_token_ids: Raw | UnsetType = UNSET
-    allowed_token_ids: Raw | UnsetType = UNSET
-    kv_transfer_params: Raw | UnsetType = UNSET
-
-
-T = TypeVar("T")
+# Fields with members in numbers. A decoder passes over others at 1 ns a byte
+_LISTED = ("messages", "system", "tools", "tool_choice", "documents", "response_format", "chat_template_kwargs")
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
-_LISTED = msgspec.json.Decoder(BodyFields)
+_SOME_FIELDS = msgspec.json.Decoder(
+    msgspec.defstruct("_SomeFields", [(name, Raw | UnsetType, UNSET) for name in (*_LISTED, *TOKEN_FIELDS)])
+)
 
 
 def check_members(raw: bytes, bounds: BodyBounds, free_bytes: int = FREE_BYTES) -> None:
@@ -98,11 +81,11 @@ def check_members(raw: bytes, bounds: BodyBounds, free_bytes: int = FREE_BYTES) 
     """
     if len(raw) <= free_bytes:
         return
-    body = _Counted(raw)
+    body = CountedJson(raw)
     if body.num_marks <= bounds.others.entries or not _first(body.most, bounds.others):
         return
-    given = msgspec.structs.asdict(_decoded(raw, _LISTED))
-    listed = {name: _Counted(bytes(one)) for name, one in given.items() if one is not UNSET}
+    given = msgspec.structs.asdict(_decoded(raw, _SOME_FIELDS))
+    listed = {name: CountedJson(bytes(one)) for name, one in given.items() if one is not UNSET}
     tokens = {name: one for name, one in listed.items() if name in bounds.tokens}
     for name, one in tokens.items():
         if excess := _excess(one, (), bounds.tokens[name]):
@@ -122,12 +105,12 @@ def top_level(raw: bytes | Raw, place: str = "", most: int = MAX_FIELDS) -> dict
     return fields
 
 
-def too_many(place: str, number: int | str, what: str, most: int, param: str | None, where: str = "") -> InvalidRequest:
+def too_many(place: str, number: int | str, what: str, most: int, param: str | None, at: str = "") -> InvalidRequest:
     """The error for `number` members of `place`, of which `most` are allowed."""
-    return InvalidRequest(f"{place} has {number} {what}{where}; {most} are allowed", param)
+    return InvalidRequest(f"{place} has {number} {what}{at}; {most} are allowed", param)
 
 
-class _Counted:
+class CountedJson:
     """The members of a JSON value, as far as they were counted."""
 
     def __init__(self, json: bytes) -> None:
@@ -148,6 +131,10 @@ class _Counted:
         return self._unescaped.count(b'"') // 2
 
     @cached_property
+    def commas(self) -> int:
+        return self._outside.count(b",")
+
+    @cached_property
     def exact(self) -> Members:
         outside = self._outside
         opened = outside.count(b"{") + outside.count(b"[")
@@ -155,10 +142,6 @@ class _Counted:
         num_entries = opened - outside.startswith((b"{", b"[")) - outside.count(b":{") - outside.count(b":[")
         num_empty = outside.count(b"{}") + outside.count(b"[]")
         return Members(num_entries, self.commas + opened - num_empty, self.strings)
-
-    @cached_property
-    def commas(self) -> int:
-        return self._outside.count(b",")
 
     @cached_property
     def _unescaped(self) -> bytes:
@@ -171,12 +154,7 @@ class _Counted:
         return b"0".join(self._unescaped.split(b'"')[::2]).translate(None, b" \t\n\r")
 
 
-def count_members(json: bytes) -> Members:
-    """The members of a JSON value, exactly."""
-    return _Counted(json).exact
-
-
-def _excess(body: _Counted, others: Collection[_Counted], most: Members) -> tuple[int | str, str, int] | None:
+def _excess(body: CountedJson, others: Collection[CountedJson], most: Members) -> tuple[int | str, str, int] | None:
     """What `body` without the `others`, which are parts of it, has more than `most`: number, word, most.
 
     The others are within their own bounds, so what is counted takes time for `body` alone. What is far above a bound
@@ -203,7 +181,7 @@ def _less(all_of_it: Members, parts: Iterable[Members]) -> Members:
     return Members(*map(sub, all_of_it, map(sum, zip((0, 0, 0), *parts, strict=True))))
 
 
-def _decoded(raw: bytes | Raw, decoder: msgspec.json.Decoder[T]) -> T:
+def _decoded(raw: bytes | Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:

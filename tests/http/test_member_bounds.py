@@ -17,9 +17,9 @@ from pd_http.member_bounds import (
     TOKEN_FIELDS,
     TRANSLATED_BOUNDS,
     BodyBounds,
+    CountedJson,
     Members,
     check_members,
-    count_members,
     top_level,
 )
 
@@ -66,7 +66,7 @@ def test_the_count_is_exact() -> None:
         one = value(rng, 5)
         layout: Any = rng.choice([{}, {"indent": 1}, {"separators": (" ,\t", "\n: ")}, {"separators": (",", ":")}])
         raw = json.dumps(one, ensure_ascii=rng.random() < 0.5, **layout).encode(errors="surrogatepass")
-        assert list(count_members(raw)) == counted(one), raw
+        assert list(CountedJson(raw).exact) == counted(one), raw
 
 
 def check(body: Any, path: str = "") -> None:
@@ -173,7 +173,7 @@ def test_random_bodies_are_refused_exactly_above_the_bounds() -> None:
 
 
 def test_small_bodies_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("pd_http.member_bounds._Counted")
+    monkeypatch.delattr("pd_http.member_bounds.CountedJson")
     check(b" " * FREE_BYTES)
     with pytest.raises(NameError):
         check(b" " * (FREE_BYTES + 1))
