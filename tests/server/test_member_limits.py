@@ -31,6 +31,8 @@ from tests.server.live_server import running
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.server.fake_engine import Line
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 KEY = chain_key(b"k" * 32)
 HI = [{"role": "user", "content": "hi"}]
@@ -83,8 +85,9 @@ def session(num: int) -> list[dict[str, Any]]:
 
 def calls_of_chat(num: int) -> list[dict[str, Any]]:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, {"b": 2}]}'}}
-    result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "x"}]}
-    return [*HI, *[{"role": "assistant", "content": None, "tool_calls": [call]}, result] * (num // 2)]
+    result: dict[str, Any] = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "x"}]}
+    called: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return [*HI, *[called, result] * (num // 2)]
 
 
 def schema(num_bytes: int) -> dict[str, Any]:
@@ -158,11 +161,15 @@ def test_a_body_with_all_fields_reaches_its_node() -> None:
             through_router(path, json.dumps(body | {"one_more": 1}).encode())
 
 
+async def says_nothing(line: Line) -> None:
+    pass
+
+
 def test_no_more_messages_than_the_context_has_tokens() -> None:
     """And a node answers with what the bounds say, in the client's own names."""
 
     async def main() -> None:
-        async with running(FakeEngine([])) as node:
+        async with running(FakeEngine(says_nothing)) as node:
             limit = node.state.ready.max_model_len
             for path, body, told in (
                 (CHAT, {"messages": HI * (limit + 1)}, f"messages has {limit + 1} entries; {limit} are allowed"),
