@@ -13,10 +13,22 @@ import pd_cluster.errors  # noqa: F401 - their subclasses are listed
 import pd_router.errors  # noqa: F401
 from docs.generate.document import code, table
 from pd_cluster.server.fields import ELSEWHERE, HARMLESS, REFUSED
+from pd_cluster.server.grammar_checks import MAX_GRAMMAR_BYTES
+from pd_cluster.server.json_schema import MAX_LEVELS
 from pd_cluster.server.openapi import OPERATIONS
-from pd_cluster.server.schema import ChatBody, CompletionBody
+from pd_cluster.server.sampling import MAX_BAD_WORD_CHARS
+from pd_cluster.server.schema import (
+    MAX_LOGITS_ARGS_BYTES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    ChatBody,
+    CompletionBody,
+)
+from pd_cluster.server.tool_use import MAX_DEPTH
+from pd_http.dialect import MANY_TOOLS, OPENAI
 from pd_http.dialects import MESSAGES, RESPONSES
 from pd_http.errors import PdError, StartupError
+from pd_http.member_bounds import CHAT_BOUNDS, MAX_FIELDS, TOKEN_FIELDS, TRANSLATED_BOUNDS
 from pd_http.refusal import Refusal
 from pd_router.app import create_app
 from pd_router.config import RouterConfig
@@ -196,6 +208,29 @@ def _errors() -> str:
     return table(["status", "code", "from", "meaning"], sorted(rows))
 
 
+def _bounds() -> str:
+    """What a body may have, as `pd_http.member_bounds` and the checks of nodes have it."""
+    chat, translated = CHAT_BOUNDS, TRANSLATED_BOUNDS
+    rows = [
+        ("fields", f"{MAX_FIELDS:,}", "of a body, read or not"),
+        ("entries", f"{chat.others.entries:,}", "objects and lists in lists, of all fields together"),
+        ("", f"{translated.others.entries:,}", "the same, in Messages and Responses"),
+        ("values", f"{chat.others.values:,}", "members of objects and lists at any level, of all fields together"),
+        ("messages", "the context", "a message has a token at least"),
+        ("levels of a schema", f"{MAX_LEVELS}", f"{MAX_DEPTH} in tools"),
+        ("`tools`", f"{OPENAI.tool_limits.tools}", f"{MANY_TOOLS:,} in Messages and Responses"),
+        ("`stop`", f"{MAX_STOP_STRINGS}", f"strings of {MAX_STOP_CHARS:,} characters"),
+        ("`bad_words`", f"{MAX_BAD_WORD_CHARS:,}", "characters in all"),
+        ("a schema, grammar or choices", f"{MAX_GRAMMAR_BYTES >> 10} KiB", "as it is sent"),
+        ("`logits_args`", f"{MAX_LOGITS_ARGS_BYTES >> 10} KiB", "for all prompts together"),
+    ]
+    for name, most in TOKEN_FIELDS.items():
+        if name != "kv_transfer_params":
+            prompts = f", {most.entries:,} prompts" if most.entries else ""
+            rows.append((code(name), f"{most.values:,}", f"tokens{prompts}; they do not count above"))
+    return table(["what", "most", "where"], rows)
+
+
 PARTS = {
     "endpoints": _endpoints,
     "read-fields": _read_fields,
@@ -203,4 +238,5 @@ PARTS = {
     "harmless-fields": _harmless_fields,
     "elsewhere": _elsewhere,
     "errors": _errors,
+    "bounds": _bounds,
 }

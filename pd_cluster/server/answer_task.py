@@ -12,6 +12,7 @@ from starlette.responses import Response
 from pd_cluster.errors import EngineUnavailable, PdError
 from pd_http.body import ClientGone, read_body
 from pd_http.dialects import dialect_of
+from pd_http.member_bounds import check_members
 from pd_http.reply import DisconnectWatch, Reply
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class AnswerTask(Response):
 
     async def _guarded(self, reply: CountedReply, body: bytes) -> None:
         try:
+            await self._state.turns.take(len(body))
+            check_members(body, reply.dialect.bounds)
             await self._work(reply, body)
         except PdError as error:
             if error.status >= 500:

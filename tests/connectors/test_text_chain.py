@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_connectors.protocol.text_chain import (
-    MAX_MESSAGES,
+    MAX_CHAIN_BYTES,
     STEP_BYTES,
     canonical_text,
     chain_key,
+    is_short,
     read_canonical,
     step_hashes,
 )
@@ -147,11 +148,22 @@ def test_prompts_as_text_and_as_ids() -> None:
         {"prompt": "a", "truncate_prompt_tokens": 3},
         {"messages": "hello"},
         {"messages": ["hello"]},
-        {"messages": [{}] * (MAX_MESSAGES + 1)},
+        {"messages": [{"content": "a" * MAX_CHAIN_BYTES}]},
+        {"prompt": "a" * (MAX_CHAIN_BYTES // 2), "tools": ["a" * (MAX_CHAIN_BYTES // 2)]},
     ],
 )
 def test_bodies_without_a_chain(body: dict[str, Any]) -> None:
     assert canonical_text(fields_of(**body)) is None
+
+
+def test_router_and_node_agree_on_what_is_too_long_for_a_chain() -> None:
+    """The router looks at the client's fields, and nodes at those of chat, which tell the same of what is long."""
+    text = "a" * (MAX_CHAIN_BYTES - 1000)
+    for body in ({"prompt": text}, {"messages": [{"role": "user", "content": text}], "logit_bias": "b" * 5000}):
+        assert is_short(fields_of(**body))
+        assert canonical_text(fields_of(**body)) is not None
+    for body in ({"input": text + 1000 * "a"}, {"system": text, "messages": "a" * 1000}, {"instructions": text * 2}):
+        assert not is_short(fields_of(**body))
 
 
 def test_bytes_that_are_not_json_have_no_chain() -> None:

@@ -9,7 +9,9 @@ import pytest
 
 pytest.importorskip("grpc", reason="grpcio is not installed")
 
+from pd_connectors.protocol.text_chain import MAX_CHAIN_BYTES
 from pd_connectors.protocol.ticket import OFFER_HEADER
+from pd_http.body_turns import LARGE_BODY_BYTES
 from pd_router.endpoint_picker.gateway_exchange import DESTINATION, PART_BYTES, GatewayExchange, UnfinishedBodies
 from pd_router.endpoint_picker.messages import ProcessingRequest
 from pd_router.endpoint_picker.picks import EndpointPicker
@@ -269,3 +271,25 @@ def test_a_record_has_no_path_that_a_client_made_up(path: str) -> None:
     gateway.send(request_headers(path, "GET"))
     gateway.exchange.close()
     assert gateway.exchange._record.path == ""
+
+
+def test_a_large_body_is_read_in_its_turn_and_a_long_prompt_is_counted() -> None:
+    gateway = Gateway(most_unfinished=4 << 20)
+    data = completion(prompt="a" * (MAX_CHAIN_BYTES + 1))
+    first, last = request_body(data[:999], is_last=False), request_body(data[999:])
+    head = request_headers()
+    assert [gateway.exchange.num_to_read(one) for one in (head, first)] == [0, 0]
+    gateway.send(head, first)
+    assert gateway.exchange.num_to_read(last) == len(data) >= LARGE_BODY_BYTES
+    gateway.send(last)
+    assert gateway.exchange.num_to_read(last) == 0  # it was read
+    assert gateway.made.metrics.unchained._value.get() == 1
+    gateway.end()
+
+
+def test_a_body_with_too_many_members_gets_a_400() -> None:
+    gateway = Gateway()
+    [answer] = gateway.send(request_headers(), request_body(b'{"prompt":"a","x":[%s]}' % b",".join([b"{}"] * 100_000)))
+    assert answer.immediate_response.status.code == 400
+    assert b"65536 are allowed" in answer.immediate_response.body
+    assert gateway.end() == "refused"

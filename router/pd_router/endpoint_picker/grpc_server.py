@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from pd_http.errors import StartupError
+from pd_http.errors import PdError, StartupError
 from pd_router.endpoint_picker.config import PickerConfig
 from pd_router.endpoint_picker.gateway_exchange import GatewayExchange, UnfinishedBodies
 from pd_router.endpoint_picker.messages import ProcessingRequest, ProcessingResponse
@@ -90,6 +90,11 @@ class PickerServer:
                         if (data := await anext(messages, None)) is None:
                             return
                         message = ProcessingRequest.FromString(data)
+                try:
+                    await self._s.turns.take(0 if message is None else exchange.num_to_read(message))
+                except PdError as error:
+                    yield exchange.refused(error)
+                    return
                 for answer in exchange.take(message):
                     yield answer
         except DecodeError:
