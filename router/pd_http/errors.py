@@ -61,6 +61,12 @@ class UnreadCoding(PdError, status=415, kind="invalid_request_error", code="unsu
     answer_headers = {"accept-encoding": "identity"}  # RFC 9110, 15.5.16
 
 
+class NoRoom(PdError, status=503, kind="overloaded_error", code="no_memory"):
+    """The requests of this process hold as much memory as they may (`max_held_mb`)."""
+
+    retry_after_s = 2
+
+
 class NodesDied(PdError, code="nodes_died"):
     """Several nodes died while they served the request, perhaps because of it: it must not be tried again."""
 
