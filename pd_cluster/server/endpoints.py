@@ -256,6 +256,7 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
         check_prompts(call.continuation, requests)
     if call.ask is not None:
         call.ask.check_length(sum(len(one.prompt) * one.num_choices for one in requests))
+        await reply.share.plan(call.ask.num_bytes([len(one.prompt) for one in requests], body.stream), call.ask.param)
     streams = [GenerationStream(state, request, caller.started_s) for request in requests]
     shape = _shape(state, caller, call, requests, [one.scores for one in streams if one.scores is not None])
     if call.is_prefill_leg:
