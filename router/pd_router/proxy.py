@@ -11,6 +11,7 @@ from pd_connectors.protocol.text_chain import chain_key
 from pd_http.body import ClientGone
 from pd_http.dialects import dialect_of
 from pd_http.errors import PdError
+from pd_http.held_bytes import Share
 from pd_router import headers as rules
 from pd_router.admission.api_keys import KEY_HEADERS
 from pd_router.body import RequestBody
@@ -62,6 +63,8 @@ class Proxy:
             asked = rules.asked_order(given)
             user = self._user(call)
             raw = await call.read_body(s.longest_body)
+            reply.body_share = Share(s.held)
+            reply.body_share.grow(len(raw))
             body = RequestBody(raw, dialect)
             record.model, record.stream = s.table.known_name(body.model), body.wants_stream
             if user is not None and s.admission is not None:
@@ -102,6 +105,8 @@ class Proxy:
             outcome = exchange.outcome
         finally:
             s.metrics.num_in_flight -= 1
+            if reply.body_share is not None:
+                reply.body_share.close()
             if visit is not None:
                 visit.end(None if exchange is None else exchange.used(), outcome)
             record.key = call.key_name

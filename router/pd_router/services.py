@@ -10,6 +10,7 @@ from pd_connectors.protocol.ticket import Offer, sign
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from pd_http.held_bytes import HeldBytes
     from pd_router.admission.key_admission import KeyAdmission
     from pd_router.background import Background
     from pd_router.config import RouterConfig
@@ -33,6 +34,7 @@ class Services:
     recent: RecentRequests
     key: bytes
     wall_clock: Callable[[], float]
+    held: HeldBytes
     admission: KeyAdmission | None = None  # None: every client may use the router
 
     @property
