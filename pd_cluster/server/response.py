@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from pd_cluster.server.stream_writer import StreamWriter
     from pd_http.held_bytes import Share
 
-TOKEN_BYTES = 110  # of a token of a whole answer, and of each of its log-probabilities, as objects
-
 
 class ResponseShape(Protocol):
     """How one API writes its answers. One object for each request: it holds the state of the stream.
@@ -179,8 +177,8 @@ async def answer_whole(
 async def collect(streams: Sequence[GenerationStream], share: Share) -> list[ChoiceOutput]:
     """Every choice, complete: prompts in order, the n choices of each prompt together. `share`: counts them as they
     come. Raises NoRoom, InvalidRequest."""
-    num_top = streams[0].request.sampling.logprobs
-    token_bytes = TOKEN_BYTES * (1 if num_top is None else 2 + num_top)
+    sampling = streams[0].request.sampling
+    token_bytes = sampling.step_bytes // sampling.n
     choices = [ChoiceOutput(i) for one in streams for i in range(one.request.num_choices)]
     async with aclosing(_interleaved(_numbered(streams))) as outputs:
         async for first_index, _, some in outputs:
@@ -207,9 +205,11 @@ async def _interleaved(streams: Sequence[_Numbered]) -> AsyncGenerator[_Some, No
             yield first_index, only, outputs
         return
     queue: asyncio.Queue[_Some | None] = asyncio.Queue()
+    room = asyncio.Semaphore(2 * len(streams))  # what the client does not read waits in the streams, which count it
 
     async def pump(first_index: int, stream: GenerationStream) -> None:
         async for outputs in stream:
+            await room.acquire()
             queue.put_nowait((first_index, stream, outputs))
 
     async def pump_all() -> None:
@@ -224,6 +224,7 @@ async def _interleaved(streams: Sequence[_Numbered]) -> AsyncGenerator[_Some, No
     try:
         while (item := await queue.get()) is not None:
             yield item
+            room.release()
         try:
             await pumping
         except* Exception as group:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 TURN_S = 60.0  # until an answer has room
 MAX_WAITING = 64  # answers that wait for room: each keeps its body and its prompts meanwhile
-RETURN_S = 1.0  # from the end of a share until its memory goes back to the system: its objects are freed by then
+RETURN_BYTES = 4 << 20  # of a share, so that its memory goes back to the system
+RETURN_S = 1.0  # and when: its objects are freed by then
 
 
 class HeldBytes:
@@ -53,8 +54,9 @@ class HeldBytes:
         self.num_come -= num_come
         self.num_planned -= num_planned
         self._freed.set()
-        self._memory.note(num_come + num_planned)
-        asyncio.get_running_loop().call_later(RETURN_S, self._memory.give_back)
+        if num_come + num_planned > RETURN_BYTES:
+            self._memory.note(num_come + num_planned)
+            asyncio.get_running_loop().call_later(RETURN_S, self._memory.give_back)
 
 
 class Share:
