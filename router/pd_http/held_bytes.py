@@ -60,7 +60,7 @@ class HeldBytes:
 
 
 class Share:
-    """What one request holds. `close` gives it back, as the end of a `with` block does. Idempotent.
+    """What one request holds. `close` gives it back, as the end of a `with` block does; then it may begin anew.
 
     Both ways to take raise NoRoom, and InvalidRequest for more than one request may have.
     """
@@ -97,7 +97,7 @@ class Share:
     def close(self) -> None:
         if self._counted or self._planned:
             self._held.free(self._counted, self._planned)
-            self._counted = self._planned = 0
+        self._come = self._counted = self._planned = 0
 
     def __enter__(self) -> Share:
         return self

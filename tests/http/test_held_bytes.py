@@ -37,6 +37,19 @@ def test_what_is_small_is_not_counted() -> None:
     assert held.num_come == SMALL_BYTES + 1
 
 
+async def test_what_was_given_back_does_not_count_again() -> None:
+    """A stream that is read has little at a time, however long it is."""
+    held = made()
+    share = Share(held)
+    for _ in range(100):
+        share.grow(SMALL_BYTES * 2 // 3)
+        share.close()
+        share.grow(SMALL_BYTES * 2)
+        assert held.num_come == SMALL_BYTES * 2
+        share.close()
+        assert held.num_come == 0
+
+
 async def test_what_has_come_is_refused_where_there_is_no_room_and_given_back_once() -> None:
     held = made()
     with Share(held) as first, Share(held) as second:
