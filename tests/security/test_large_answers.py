@@ -33,7 +33,7 @@ def prompts(count: int, num_tokens: int, seed: int) -> list[list[int]]:
 
 ATTACKS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "24 prompts": (COMPLETIONS, [BOTH | {"prompt": prompts(24, 4095, seed)} for seed in (1, 50, 99)]),
-    "7 prompts, which have room": (COMPLETIONS, [BOTH | {"prompt": prompts(7, 4095, seed)} for seed in (150, 200, 250)]),
+    "7 prompts, with room": (COMPLETIONS, [BOTH | {"prompt": prompts(7, 4095, seed)} for seed in (150, 200, 250)]),
     "64 choices": (
         CHAT,
         [
