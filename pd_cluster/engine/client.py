@@ -16,7 +16,7 @@ import zmq.asyncio
 from pd_cluster.engine.liveness import RANKED_STALL_S, STALL_S, EngineLiveness, EngineState
 from pd_cluster.engine.news_mirror import NewsMirror
 from pd_cluster.engine.step_timing import FROZEN_S
-from pd_cluster.errors import EngineFrozen, EngineLost, EngineUnavailable
+from pd_cluster.errors import EngineFrozen, EngineLost, EngineUnavailable, PdError
 from pd_cluster.protocol.messages import (
     Abort,
     AddRequest,
@@ -41,6 +41,8 @@ from pd_connectors.protocol.clock import PatientClock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    from pd_http.held_bytes import Share
 
 logger = logging.getLogger("pd_cluster.engine")
 
@@ -107,6 +109,8 @@ class RequestStream:
     ) -> None:
         self.request_id = request_id
         self.awaits_ticket = awaits_ticket  # without a ticket another engine can still do the work
+        self.unread: Share | None = None  # counts the steps that wait here, until the client reads
+        self.step_bytes = 0
         self._messages: asyncio.Queue[RequestMessage] = asyncio.Queue()
         self._send = send
         self._forget = forget
@@ -114,6 +118,13 @@ class RequestStream:
 
     def push(self, message: RequestMessage) -> None:
         self.awaits_ticket = self.awaits_ticket and not isinstance(message, TicketOpened)
+        if self.unread is not None and isinstance(message, TokensOut):
+            try:
+                self.unread.grow(self.step_bytes)
+            except PdError as error:
+                self._forget(self.request_id)
+                self._send(Abort(self.request_id))
+                message = RequestFailed(self.request_id, type(error).__name__, str(error), None, error.code)
         self._messages.put_nowait(message)
 
     async def __aenter__(self) -> RequestStream:
@@ -121,6 +132,8 @@ class RequestStream:
 
     async def __aexit__(self, *exc: object) -> None:
         self._forget(self.request_id)
+        if self.unread is not None:
+            self.unread.close()
         if not self._ended:
             self._ended = True
             self._send(Abort(self.request_id))
@@ -142,6 +155,8 @@ class RequestStream:
             message = self._messages.get_nowait()
             self._ended = is_terminal(message)
             ready.append(message)
+        if self.unread is not None:
+            self.unread.close()
         return ready
 
 

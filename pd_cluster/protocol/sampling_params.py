@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 MAX_TOP_LOGPROBS = 20
+OBJECT_BYTES = 110  # of a token, and of each log-probability, in memory
 MAX_BIAS = 100.0  # OpenAI's
 MAX_BAD_WORDS = 256  # sequences of token ids; a word gives one or two
 MAX_BAD_WORD_TOKENS = 32
@@ -86,6 +87,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def num_alternatives(self) -> int | None:
         """The best tokens that the worker tells with each token; None: not even the token's own log-probability."""
         return self.logprobs if self.beams is None else MAX_TOP_LOGPROBS
+
+    @property
+    def step_bytes(self) -> int:
+        """What a token of each sequence and its log-probabilities take in the API process, as objects, about."""
+        return self.n * OBJECT_BYTES * (1 if self.logprobs is None else 2 + self.logprobs)
 
     def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """The tokens that end a sequence once it has `min_tokens`. `eos_token_ids`: the model's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import orjson
+from pd_http.json_pieces import json_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ class AnswerExtras:
         ids = {"prompt_token_ids": self.prompts[index // self.n]} if self.prompts else {}
         return ids | self.scores[index // self.n].fields if self.scores else ids
 
-    def echo_logprobs(self, index: int) -> tuple[dict[str, list[Any]], int]:
+    def echo_logprobs(self, index: int) -> tuple[dict[str, list[bytes]], int]:
         """See `PromptScores.echo`."""
         return self.scores[index // self.n].echo(self.echo(index)) if self.scores else ({}, 0)
 
@@ -49,4 +49,4 @@ NO_EXTRAS = AnswerExtras()
 
 def more_fields(fields: dict[str, Any]) -> bytes:
     """`fields` as JSON that goes on behind another field of an object; b"" for none."""
-    return b"," + orjson.dumps(fields)[1:-1] if fields else b""
+    return b"," + b"".join(json_pieces(fields))[1:-1] if fields else b""

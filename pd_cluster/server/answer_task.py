@@ -12,6 +12,7 @@ from starlette.responses import Response
 from pd_cluster.errors import EngineUnavailable, PdError
 from pd_http.body import ClientGone, read_body
 from pd_http.dialects import dialect_of
+from pd_http.held_bytes import Share
 from pd_http.member_bounds import check_members
 from pd_http.reply import DisconnectWatch, Reply
 
@@ -21,18 +22,20 @@ if TYPE_CHECKING:
     from pd_cluster.server.feed_hub import ChargeMark
     from pd_cluster.server.state import NodeState
     from pd_http.dialect import Dialect
+    from pd_http.held_bytes import HeldBytes
 
 logger = logging.getLogger("pd_cluster.server")
 
 
 class CountedReply(Reply):
-    """An answer and the endpoint that it is counted under."""
+    """An answer, the endpoint that it is counted under, and what is held of it."""
 
-    __slots__ = ("endpoint",)
+    __slots__ = ("endpoint", "share")
 
-    def __init__(self, send: Send, endpoint: str, dialect: Dialect) -> None:
+    def __init__(self, send: Send, endpoint: str, dialect: Dialect, held: HeldBytes) -> None:
         super().__init__(send, dialect)
         self.endpoint = endpoint
+        self.share = Share(held)
 
 
 Work = Callable[[CountedReply, bytes], Awaitable[None]]
@@ -49,7 +52,7 @@ class AnswerTask(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = CountedReply(send, self._endpoint, dialect_of(scope["path"]))
+        reply = CountedReply(send, self._endpoint, dialect_of(scope["path"]), self._state.held)
         role = self._state.role
         role_changes = role.take()
         self._state.num_in_flight += 1
@@ -66,7 +69,8 @@ class AnswerTask(Response):
     async def _run(self, reply: CountedReply, scope: Scope, receive: Receive) -> str:
         try:
             body = await read_body(scope, receive, self._state.max_body_bytes)
-            with DisconnectWatch(receive, reply):
+            with reply.share, Share(self._state.held) as reply.body_share, DisconnectWatch(receive, reply):
+                reply.body_share.grow(len(body))
                 await self._guarded(reply, body)
         except ClientGone:
             return "disconnected"

@@ -13,6 +13,7 @@ from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS
 from pd_cluster.server.answer_extras import NO_EXTRAS, AnswerExtras, more_fields
 from pd_cluster.server.logprobs import chat_logprobs
 from pd_cluster.server.output_parser import Reasoning, ToolCall
+from pd_http.json_pieces import JsonList, json_pieces
 from pd_http.sse import SSE_DONE
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ class ChatShape:
             delta = _message(output.parts)
             if "tool_calls" in delta:
                 self._calling.add(index)
-            logprobs = orjson.dumps(self._logprobs(output) if output.tokens else None) + more_fields(ids)
+            shown = json_pieces(self._logprobs(output) if output.tokens else None)
+            logprobs = b"".join(shown) + more_fields(ids)
             events.append(self._event(index, orjson.dumps(delta), after, logprobs))
         if output.finish_reason is not None:
             reason = _finish_reason(output, has_calls=index in self._calling)
@@ -107,7 +109,8 @@ class ChatShape:
         return b"data: " + orjson.dumps(self._head | {"choices": [], "usage": usage}) + b"\n\n"
 
     def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
-        shaped = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        shapes = map(self._choice, range(len(choices)), choices)
+        shaped = JsonList(shapes) if len(choices) > 1 else [*shapes]
         more = self._extras.prompt_fields(0)
         return self._head | {"object": "chat.completion", "choices": shaped, "usage": usage} | more
 

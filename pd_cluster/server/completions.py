@@ -9,10 +9,11 @@ import orjson
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.answer_extras import NO_EXTRAS, AnswerExtras, more_fields
-from pd_cluster.server.logprobs import completion_logprobs
+from pd_cluster.server.logprobs import SHAPED_TOKENS, completion_logprobs, json_items
 from pd_cluster.server.prompt_list import Prompt, prompt_list
 from pd_cluster.server.schema import MAX_PROMPTS, CompletionBody
 from pd_cluster.server.text_offsets import TextOffsets
+from pd_http.json_pieces import JsonList, json_pieces
 from pd_http.sse import SSE_DONE
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class CompletionShape:
         logprobs, extras = b"null", self._extras
         is_first = index not in self._begun
         if self._with_logprobs and (output.tokens or (is_first and extras.scores)):
-            logprobs = orjson.dumps(self._logprobs(index, output))
+            logprobs = b"".join(json_pieces(self._logprobs(index, output)))
         elif not output.parts and output.finish_reason is None and not (extras.token_ids and output.tokens):
             return b""
         text, ids = _text(output), extras.output_ids(output.tokens)
@@ -118,18 +119,24 @@ class CompletionShape:
                 "stop_reason": choice.stop_reason,
             }
 
-        return self._head | {"choices": [shaped(i, choice) for i, choice in enumerate(choices)], "usage": usage}
+        return self._head | {"choices": JsonList(map(shaped, range(len(choices)), choices)), "usage": usage}
 
     def _logprobs(self, index: int, output: ChoiceOutput) -> dict[str, Any]:
         """An echoed prompt comes before the first output of a choice."""
-        extras, before = self._extras, dict[str, list[Any]]()
+        extras, tokens, before = self._extras, output.tokens, dict[str, list[bytes]]()
         if index not in self._offsets:
             before, start = extras.echo_logprobs(index)
             self._offsets[index] = TextOffsets(self._vocabulary, start, skip_special=extras.skip_special)
-        shaped = completion_logprobs(self._vocabulary, output.tokens, names_are_ids=extras.names_are_ids)
-        token_ids = [token.token_id for token in output.tokens]
-        shaped["text_offset"] = self._offsets[index].of(token_ids)
-        return {name: before.get(name, []) + values for name, values in shaped.items()}
+        items = {name: [*values] for name, values in before.items()}
+        for first in range(0, max(1, len(tokens)), SHAPED_TOKENS):
+            some = tokens[first : first + SHAPED_TOKENS]
+            shaped = completion_logprobs(self._vocabulary, some, names_are_ids=extras.names_are_ids)
+            shaped["text_offset"] = self._offsets[index].of([token.token_id for token in some])
+            if not before and len(tokens) <= SHAPED_TOKENS:
+                return shaped
+            for name, values in shaped.items():
+                items.setdefault(name, []).append(json_items(values))
+        return {name: JsonList(parts) for name, parts in items.items()}
 
 
 def _text(output: ChoiceOutput) -> str:

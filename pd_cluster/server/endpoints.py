@@ -21,7 +21,7 @@ from pd_cluster.server.completions import DEFAULT_MAX_TOKENS, CompletionShape, p
 from pd_cluster.server.continuation import check_prompts, known_answers, resume
 from pd_cluster.server.generation_request import GenerationRequest, KnownAnswer, KvSource
 from pd_cluster.server.generation_stream import GenerationStream
-from pd_cluster.server.grammar_source import grammar_source
+from pd_cluster.server.grammar_source import form_of
 from pd_cluster.server.messages_shape import MessagesShape
 from pd_cluster.server.output_parser import DEFAULT_OPTIONS, ParserOptions
 from pd_cluster.server.prefill_endpoint import (
@@ -210,7 +210,7 @@ async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw
         shape=CompletionShape,
         echo_ids=any(isinstance(prompt, str) for prompt in prompts),
         prompt_field="prompt",
-        source=partial(_form_of, body),
+        source=partial(form_of, body),
         default_max_tokens=DEFAULT_MAX_TOKENS,
         echoes=prompts if body.echo else (),
         names=names,
@@ -260,6 +260,7 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
         check_prompts(call.continuation, requests)
     if call.ask is not None:
         call.ask.check_length(sum(len(one.prompt) * one.num_choices for one in requests))
+        await reply.share.plan(call.ask.num_bytes([len(one.prompt) for one in requests], body.stream), call.ask.param)
     streams = [GenerationStream(state, request, caller.started_s) for request in requests]
     shape = _shape(state, caller, call, requests, [one.scores for one in streams if one.scores is not None])
     if call.is_prefill_leg:
@@ -368,10 +369,6 @@ async def _grammar(state: NodeState, caller: Caller, call: _Call) -> str:
             await state.grammar_checks.check(grammar, SAMPLING_PARAM, caller.client)
         return grammar
     return await state.grammar_checks.grammar(await call.source(), len(call.prompts), caller.client)
-
-
-async def _form_of(body: GenerationBody) -> GrammarSource | None:
-    return grammar_source(body)
 
 
 def _sampling(state: NodeState, call: _Call, num_prompt_tokens: int) -> SamplingParams:

@@ -27,6 +27,7 @@ from pd_cluster.server.prompt_reads import read_scores
 from pd_cluster.server.prompt_scores import PromptScores
 from pd_cluster.server.stopwatch import Stopwatch
 from pd_cluster.server.takeover_policy import PrefillSearch
+from pd_http.held_bytes import Share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -129,6 +130,8 @@ class GenerationStream:
                 min_remote_tokens=min_remote_tokens, load_deadline_s=load_deadline_s, received_s=self._started_s
             )
         )
+        self._stream.unread = Share(self._state.held)
+        self._stream.step_bytes = 3 * self.request.sampling.step_bytes  # three times: they leave as one event each
         if self.request.charge is not None:
             self.request.charge.include()
 

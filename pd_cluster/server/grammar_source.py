@@ -38,6 +38,11 @@ class GrammarSource:
     message: MessageForm | None = None  # of a chat answer: the source is then the form of its content
 
 
+async def form_of(body: GenerationBody) -> GrammarSource | None:
+    """`grammar_source`, for callers that may have to wait."""
+    return grammar_source(body)
+
+
 def grammar_source(body: GenerationBody) -> GrammarSource | None:
     """What the body says about the form of the output; None: nothing.
 

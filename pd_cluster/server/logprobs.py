@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
+from pd_http.json_pieces import JsonList
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pd_cluster.protocol.prompt_outputs import PromptToken
     from pd_cluster.server.detokenizer import Vocabulary
     from pd_connectors.protocol.messages import SampledToken
 
+SHAPED_TOKENS = 256  # at once: as objects log-probabilities take four times the memory of their JSON
 _LOWEST = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
 def chat_logprobs(
-    vocabulary: Vocabulary, tokens: Iterable[SampledToken], *, names_are_ids: bool = False
+    vocabulary: Vocabulary, tokens: Sequence[SampledToken], *, names_are_ids: bool = False
 ) -> dict[str, Any]:
     """`choices[].logprobs` of chat completions: one entry for each token, with the token that ended the sequence."""
 
@@ -24,13 +29,11 @@ def chat_logprobs(
         name = f"token_id:{token_id}" if names_are_ids else raw.decode(errors="replace")
         return {"token": name, "logprob": finite(logprob), "bytes": list(raw)}
 
-    return {
-        "content": [
-            entry(token.token_id, token.logprob)
-            | {"top_logprobs": [entry(one.token_id, one.logprob) for one in token.top]}
-            for token in tokens
-        ]
-    }
+    entries = (
+        entry(token.token_id, token.logprob) | {"top_logprobs": [entry(one.token_id, one.logprob) for one in token.top]}
+        for token in tokens
+    )
+    return {"content": [*entries] if len(tokens) <= SHAPED_TOKENS else JsonList(entries)}
 
 
 def completion_logprobs(
@@ -58,6 +61,11 @@ def completion_logprobs(
         top = {name_of(one.token_id): finite(one.logprob) for one in token.top[:num_top]}
         tops.append({name: values[-1]} | top)
     return {"tokens": names, "token_logprobs": values, "top_logprobs": tops}
+
+
+def json_items(values: list[Any]) -> bytes:
+    """The items of a list as JSON, with commas between them."""
+    return orjson.dumps(values)[1:-1]
 
 
 def _name(vocabulary: Vocabulary, token_id: int) -> str:

@@ -34,6 +34,7 @@ from pd_http.sse import event_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd_cluster.server.answer_task import CountedReply
     from pd_cluster.server.caller import Caller
     from pd_cluster.server.generation_stream import GenerationStream
     from pd_cluster.server.schema import KvTransferParams
@@ -78,12 +79,13 @@ def keeping_alive(state: NodeState, reply: Reply) -> KeepAlive:
 
 
 async def answer_prefill_stream(
-    state: NodeState, reply: Reply, stream: GenerationStream, alive: KeepAlive, *, echo_ids: bool
+    state: NodeState, reply: CountedReply, stream: GenerationStream, alive: KeepAlive, *, echo_ids: bool
 ) -> None:
     """Send the ticket at once, what the steps tell about the prompt, and `done` after the prefill."""
     has_ticket, request = False, stream.request
     if request.ask is not None:
         request.ask.check_length(len(request.prompt) * request.num_choices)
+        reply.share.grow(request.ask.num_bytes([len(request.prompt)]))  # without a wait: D can compute them itself
     async with stream:
         async for _ in stream:
             if not has_ticket:
@@ -99,11 +101,11 @@ async def answer_prefill_stream(
 
 
 async def answer_prefill_whole(
-    state: NodeState, reply: Reply, stream: GenerationStream, shape: ResponseShape, *, echo_ids: bool
+    state: NodeState, reply: CountedReply, stream: GenerationStream, shape: ResponseShape, *, echo_ids: bool
 ) -> None:
     """Send one completion: the first token as its text, and kv_transfer_params."""
     async with stream:
-        choices = await collect([stream])
+        choices = await collect([stream], reply.share)
         params = transfer_params(state, stream, echo_ids=echo_ids)
         body = shape.body(choices, usage_of([stream])) | {"kv_transfer_params": params}
         await reply.json(200, body, {"x-pd-prefill": state.node_id})

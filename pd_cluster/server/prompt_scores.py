@@ -10,9 +10,10 @@ import orjson
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.prompt_outputs import PromptOutputs
 from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS
-from pd_cluster.server.logprobs import completion_logprobs, finite
+from pd_cluster.server.logprobs import SHAPED_TOKENS, completion_logprobs, finite, json_items
 from pd_cluster.server.text_offsets import echo_offsets
 from pd_connectors.protocol.messages import SampledToken
+from pd_http.json_pieces import JsonList
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 # Log-probabilities of the prompts in one answer: 80 bytes each as JSON. One prompt of 131,072 tokens may have 15 each
 MAX_SCORES = 1 << 21
+FIELD_BYTES, ECHO_BYTES = 80, 40  # of one log-probability, as JSON: 67 and 31 with the texts of the demo's tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,11 @@ class PromptAsk:
         return cls(field, echo, names_are_ids)
 
     @property
+    def param(self) -> str:
+        """The field of the request that asks."""
+        return "logprobs" if self.field is None else "prompt_logprobs"
+
+    @property
     def outputs(self) -> PromptOutputs:
         """What the engine has to find out."""
         return PromptOutputs(logprobs=self.num_top)
@@ -52,12 +59,18 @@ class PromptAsk:
         """The most alternatives of a token that it shows."""
         return max(self.field or 0, self.echo or 0)
 
+    def num_bytes(self, num_tokens: Sequence[int], is_stream: bool | None = False) -> int:
+        """What those of an answer take, about. `num_tokens`: of each prompt. A stream's event is there three times."""
+        field = 0 if self.field is None else (self.field + 1) * FIELD_BYTES
+        echo = 0 if self.echo is None else (self.echo + 1) * ECHO_BYTES
+        return (field + echo) * (sum(num_tokens) + (2 * max(num_tokens) if is_stream else 0))
+
     def check_length(self, num_tokens: int) -> None:
         """`num_tokens`: of the prompts, each counted for each of its choices. Raises InvalidRequest."""
         if (num_scores := num_tokens * (self.num_top + 1)) > MAX_SCORES:
             raise InvalidRequest(
                 f"the answer would hold {num_scores} log-probabilities of prompts; {MAX_SCORES} are allowed",
-                "logprobs" if self.field is None else "prompt_logprobs",
+                self.param,
             )
 
 
@@ -76,10 +89,10 @@ class PromptScores:
     def restart(self) -> None:
         """Forget all entries: another node tells them from the first one on."""
         self._next = 1  # the position of the next entry
-        self._field = [b"[null"]  # JSON, in parts: as objects the entries take four times the memory
+        self._field = [b"null"]  # items of JSON lists, also below
         first = [SampledToken(token_id) for token_id in self._prompt[:1]]
-        self._echo = completion_logprobs(self._vocabulary, first, names_are_ids=self._ask.names_are_ids)
-        self._echo |= {"token_logprobs": [None], "top_logprobs": [None]}
+        shaped = completion_logprobs(self._vocabulary, first, names_are_ids=self._ask.names_are_ids)
+        self._echo = {"tokens": [json_items(shaped["tokens"])], "token_logprobs": [b"null"], "top_logprobs": [b"null"]}
 
     @property
     def num_top(self) -> int:
@@ -97,31 +110,36 @@ class PromptScores:
         if start != self._next or told != list(self._prompt[start:end]):
             raise ValueError(f"entries {start} to {end} are not those of the prompt behind {self._next}")
         self._next = end
+        for first in range(0, len(entries), SHAPED_TOKENS):
+            self._keep(entries[first : first + SHAPED_TOKENS])
+
+    def _keep(self, entries: Sequence[PromptToken]) -> None:
         ask = self._ask
         if ask.field is not None:
-            self._field += [orjson.dumps(self._entry(entry, ask.field)) for entry in entries]
+            self._field.append(b",".join([orjson.dumps(self._entry(entry, ask.field)) for entry in entries]))
         if ask.echo is not None:
             shaped = completion_logprobs(self._vocabulary, entries, num_top=ask.echo, names_are_ids=ask.names_are_ids)
             for name, values in shaped.items():
-                self._echo[name] += values
+                self._echo[name].append(json_items(values))
 
     @property
     def fields(self) -> dict[str, Any]:
         """Of the answer: a list of None, then by token {token id: its log-probability, rank and text}."""
         if self._ask.field is None:
             return {}
-        return {"prompt_logprobs": orjson.Fragment(b",".join(self._field) + b"]")}
+        return {"prompt_logprobs": JsonList(self._field)}
 
-    def echo(self, text: str) -> tuple[dict[str, list[Any]], int]:
-        """The first part of an echoed completion's `logprobs`, and the characters of `text`, the prompt's.
+    def echo(self, text: str) -> tuple[dict[str, list[bytes]], int]:
+        """The first part of an echoed completion's `logprobs`, as items of JSON lists, and the characters of `text`,
+        the prompt's.
 
         Empty if not asked for. The entries of an answer that another node has begun are not here, and its output
         stands behind the prompt too.
         """
         if self._ask.echo is None:
             return {}, 0
-        offsets = echo_offsets(self._vocabulary, self._prompt[: len(self._echo["tokens"])], text)
-        return self._echo | {"text_offset": offsets}, len(text)
+        offsets = echo_offsets(self._vocabulary, self._prompt[: self._next], text)
+        return self._echo | {"text_offset": [json_items(offsets)]}, len(text)
 
     def _entry(self, entry: PromptToken, num_top: int) -> dict[str, dict[str, Any]]:
         """The token itself, then the most likely ones."""

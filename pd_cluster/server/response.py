@@ -15,11 +15,12 @@ from pd_http.node_report import REPORT_HEADER, NodeReport, encode_report
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from pd_cluster.server.answer_task import CountedReply
     from pd_cluster.server.generation_stream import GenerationStream
     from pd_cluster.server.schema import StreamOptions
     from pd_cluster.server.state import NodeState
     from pd_cluster.server.stream_writer import StreamWriter
-    from pd_http.reply import Reply
+    from pd_http.held_bytes import Share
 
 
 class ResponseShape(Protocol):
@@ -151,7 +152,7 @@ async def answer_stream(
 
 async def answer_whole(
     state: NodeState,
-    reply: Reply,
+    reply: CountedReply,
     streams: Sequence[GenerationStream],
     shape: ResponseShape,
     *,
@@ -162,7 +163,7 @@ async def answer_whole(
     async with AsyncExitStack() as stack:
         for stream in streams:
             await stack.enter_async_context(stream)
-        choices = await collect(streams)
+        choices = await collect(streams, reply.share)
         usage, headers = usage_of(streams), node_headers(state, streams)
         if with_timings:
             usage["timings"] = timings_of(streams)
@@ -173,12 +174,16 @@ async def answer_whole(
             await stream.settle()
 
 
-async def collect(streams: Sequence[GenerationStream]) -> list[ChoiceOutput]:
-    """Every choice, complete: prompts in order, the n choices of each prompt together."""
+async def collect(streams: Sequence[GenerationStream], share: Share) -> list[ChoiceOutput]:
+    """Every choice, complete: prompts in order, the n choices of each prompt together. `share`: counts them as they
+    come. Raises NoRoom, InvalidRequest."""
+    sampling = streams[0].request.sampling
+    token_bytes = sampling.step_bytes // sampling.n
     choices = [ChoiceOutput(i) for one in streams for i in range(one.request.num_choices)]
     async with aclosing(_interleaved(_numbered(streams))) as outputs:
         async for first_index, _, some in outputs:
             for output in some:
+                share.grow(token_bytes * len(output.tokens))
                 choices[first_index + output.index].add(output)
     return choices
 
@@ -200,9 +205,11 @@ async def _interleaved(streams: Sequence[_Numbered]) -> AsyncGenerator[_Some, No
             yield first_index, only, outputs
         return
     queue: asyncio.Queue[_Some | None] = asyncio.Queue()
+    room = asyncio.Semaphore(2 * len(streams))  # what the client does not read waits in the streams, which count it
 
     async def pump(first_index: int, stream: GenerationStream) -> None:
         async for outputs in stream:
+            await room.acquire()
             queue.put_nowait((first_index, stream, outputs))
 
     async def pump_all() -> None:
@@ -217,6 +224,7 @@ async def _interleaved(streams: Sequence[_Numbered]) -> AsyncGenerator[_Some, No
     try:
         while (item := await queue.get()) is not None:
             yield item
+            room.release()
         try:
             await pumping
         except* Exception as group:

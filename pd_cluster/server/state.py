@@ -26,6 +26,7 @@ from pd_cluster.server.tool_format import find_format
 from pd_connectors.protocol.keys import load_cluster_key
 from pd_http.body import longest_body
 from pd_http.body_turns import BodyTurns
+from pd_http.held_bytes import HeldBytes
 
 if TYPE_CHECKING:
     import aiohttp
@@ -58,6 +59,7 @@ class NodeState:
     role: NodeRole = field(init=False)
     feed: FeedHub = field(init=False)
     metrics: NodeMetrics = field(default_factory=NodeMetrics)
+    held: HeldBytes = field(init=False)
     created_s: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     num_in_flight: int = 0
@@ -70,6 +72,8 @@ class NodeState:
         self.feed = FeedHub(self.engine, self.role)
         self.grammar_checks = GrammarChecks(Path(self.config.model.model), self.tokenizer.vocab_size)
         self.read_window = ReadWindow(crowd_limit(self.config.scheduler.max_waiting) // 2)
+        self.held = HeldBytes(self.config.http.max_held_bytes)
+        self.metrics.http.export_held(self.held)
         self.settings_digest = settings_digest(
             self.config, self.model_name, self.tokenizer, self.defaults, self.tool_format
         )

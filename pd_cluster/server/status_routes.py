@@ -19,6 +19,7 @@ from pd_cluster.server.generation_stream import GenerationStream
 from pd_cluster.server.meta_routes import health_report
 from pd_cluster.server.response import collect
 from pd_cluster.server.sampling import TextOptions
+from pd_http.held_bytes import Share
 from pd_http.reply import json_response
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ async def _generate_one_token(state: NodeState) -> None:
     )
     try:
         async with asyncio.timeout(PROBE_DEADLINE_S), GenerationStream(state, request, time.monotonic()) as stream:
-            await collect([stream])
+            await collect([stream], Share(state.held))
             await stream.settle()
     except TimeoutError as error:
         state.metrics.waits.labels("health_generate").inc()

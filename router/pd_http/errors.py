@@ -65,6 +65,12 @@ class BodiesWait(PdError, status=503, kind="overloaded_error", code="overloaded"
     """Other large bodies were decoded for too long."""
 
 
+class NoRoom(PdError, status=503, kind="overloaded_error", code="no_memory"):
+    """The requests of this process hold as much memory as they may (`max_held_mb`)."""
+
+    retry_after_s = 2
+
+
 class NodesDied(PdError, code="nodes_died"):
     """Several nodes died while they served the request, perhaps because of it: it must not be tried again."""
 

@@ -33,6 +33,10 @@ class HttpLimits(TlsFiles):
     max_unfinished_mb: float = setting(
         48.0, "Memory in MB of requests that have not arrived whole, over all connections.", positive=True
     )
+    max_held_mb: float = setting(
+        192.0, "Memory in MB of whole bodies and of answers above 64 KiB, over all requests. One may have half of it.",
+        positive=True,
+    )  # fmt: skip
     max_connections: int = setting(
         16384, "Most open connections; fewer where the process may not open that many files.", least=1
     )
@@ -59,6 +63,10 @@ class HttpLimits(TlsFiles):
     @property
     def max_unfinished_bytes(self) -> int:
         return int(self.max_unfinished_mb * 1e6)
+
+    @property
+    def max_held_bytes(self) -> int:
+        return int(self.max_held_mb * 1e6)
 
     @property
     def tick_s(self) -> float:

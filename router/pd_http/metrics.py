@@ -11,6 +11,7 @@ from pd_http.gate import HttpGate
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from pd_http.held_bytes import HeldBytes
     from pd_http.limits import HttpLimits
 
 EXPOSITION_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -28,6 +29,14 @@ class HttpMetrics:
         self._unfinished_bytes = Gauge(
             f"{prefix}_http_unfinished_bytes", "Memory of requests that have not arrived whole.", registry=registry
         )
+        self._held_bytes = Gauge(
+            f"{prefix}_http_held_bytes", "Memory of whole bodies and of answers above 64 KiB.", registry=registry
+        )
+        self._held_limit = Gauge(f"{prefix}_http_held_bytes_limit", "Most bytes that may be held.", registry=registry)
+
+    def export_held(self, held: HeldBytes) -> None:
+        self._held_bytes.set_function(lambda: held.num_come + held.num_planned)
+        self._held_limit.set(2 * held.half)
 
     def make_gate(self, limits: HttpLimits, num_files: int, files_per_request: int) -> HttpGate:
         """The bounds of the server, exported here. `num_files`: open files that the process may have."""

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from pd_http.body import ClientGone
 from pd_http.dialect import OPENAI, Dialect
+from pd_http.json_pieces import json_pieces
 from pd_http.sse import EVENT_STREAM
 
 if TYPE_CHECKING:
@@ -21,24 +22,30 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Send
 
     from pd_http.errors import PdError
+    from pd_http.held_bytes import Share
 
     HeaderList: TypeAlias = list[tuple[bytes, bytes]]
     ErrorEvent: TypeAlias = Callable[[PdError], bytes]
 
 JSON_TYPE = (b"content-type", b"application/json")
+PIECE_BYTES = 1 << 20  # an answer above it leaves in pieces of about that size
 EVENTS_HEADERS = ((b"content-type", EVENT_STREAM.encode() + b"; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
 class Reply:
-    """One answer. Either `json` or `whole` once, or `start` or `start_events`, then `write`..., then `end`."""
+    """One answer. Either `json` or `whole` once, or `start` or `start_events`, then `write`..., then `end`.
 
-    __slots__ = ("_on_error", "_send", "dialect", "ended", "headers", "started", "status")
+    `body_share`: of the request's body. It is closed with the head of the answer.
+    """
+
+    __slots__ = ("_on_error", "_send", "body_share", "dialect", "ended", "headers", "started", "status")
 
     def __init__(self, send: Send, dialect: Dialect = OPENAI) -> None:
         """`dialect`: of its errors."""
         self._send = send
         self.dialect = dialect
         self._on_error: ErrorEvent | None = None
+        self.body_share: Share | None = None
         self.headers: dict[str, str] = {}  # of any answer, beside its own
         self.started = False
         self.ended = False  # every byte was handed to the server: a disconnect does not matter any more
@@ -48,6 +55,8 @@ class Reply:
         """`on_error` makes the last bytes of an answer that fails after its start. None: it is left incomplete."""
         self.started = True
         self.status = status
+        if self.body_share is not None:
+            self.body_share.close()
         self._on_error = on_error
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *_raw(self.headers)]})
 
@@ -67,7 +76,21 @@ class Reply:
         await self.end(content)
 
     async def json(self, status: int, body: Any, headers: Mapping[str, str] | None = None) -> None:
-        await self.whole(status, [JSON_TYPE, *_raw(headers or {})], orjson.dumps(body))
+        """`body` may have JsonLists. The next piece of a long one is made when the client has taken those before."""
+        raw, parts, num_bytes = [JSON_TYPE, *_raw(headers or {})], list[bytes](), 0
+        for part in json_pieces(body):
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > PIECE_BYTES:
+                if not self.started:
+                    await self.start(status, raw)
+                await self.write(b"".join(parts))
+                await asyncio.sleep(0)  # the socket may have taken it at once: other requests have a turn
+                parts, num_bytes = [], 0
+        if self.started:
+            await self.end(b"".join(parts))
+        else:
+            await self.whole(status, raw, b"".join(parts))
 
     async def fail(self, error: PdError) -> None:
         """Answer with `error`: as a status if nothing was sent, else as the last event of a stream.

@@ -15,6 +15,7 @@ from pd_connectors.protocol.ticket import NODE_ACTIONS
 from pd_http.cross_origin import cross_origin
 from pd_http.dialects import COUNT_TOKENS
 from pd_http.exception_handlers import exception_handlers
+from pd_http.held_bytes import HeldBytes
 from pd_router import headers as rules
 from pd_router.admission.key_admission import KeyAdmission
 from pd_router.admission.key_file import KeyFile
@@ -86,7 +87,9 @@ def create_app(
     recent = RecentRequests(clock)
     keys = KeyFile(config.api_keys) if config.api_keys else None
     admission = None if keys is None else KeyAdmission(config, table, metrics, keys.ring)
-    services = Services(config, table, upstream, metrics, background, sinks, recent, key, wall_clock, admission)
+    held = HeldBytes(config.max_held_bytes)
+    metrics.http.export_held(held)
+    services = Services(config, table, upstream, metrics, background, sinks, recent, key, wall_clock, held, admission)
     poller = HealthPoller(config, table, upstream)
     feeds = FeedFollower(table, upstream, services.metrics, key, wall_clock)
     discovery = Discovery(sources, table)

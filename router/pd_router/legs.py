@@ -18,11 +18,12 @@ from pd_http.frames import FRAMES_HEADER, FRAMES_TYPE, FRAMES_VERSION, StreamEnd
 from pd_http.names import MAX_NAME_CHARS
 from pd_http.node_answers import FailureKind, PrefillEvents, code_of, object_in
 from pd_http.node_report import REPORT_HEADER, NodeReport, decode_report
+from pd_http.reply import PIECE_BYTES
 from pd_http.sse import EVENT_STREAM
 from pd_router.body import RawObject
 from pd_router.framed_answer import FramedAnswer
 from pd_router.headers import PREFILL_BY
-from pd_router.upstream import LEG_ERRORS, Answer, LegFailed, Refused, Upstream, leg_failure, whole_answer
+from pd_router.upstream import LEG_ERRORS, Answer, LegFailed, Refused, Upstream, leg_failure
 
 if TYPE_CHECKING:
     import asyncio
@@ -159,7 +160,7 @@ def _refusal_in(event: Event) -> Refused | None:
 
 
 class DecodeLeg:
-    """D's leg. After `open` the answer is `whole` (not streamed), or what `splice` gives.
+    """D's leg. After `open` the answer is `whole` (not streamed), or what `splice` gives: a stream, or `is_long`.
 
     `record`: of the client's stream. A node that can write frames is asked for them; `told` is how such an answer
     failed by the node's own words.
@@ -172,7 +173,8 @@ class DecodeLeg:
         self._dialect = OPENAI
         self._framed: FramedAnswer | None = None
         self.whole: Answer | None = None
-        self._first_bytes = b""  # of frames, for the client
+        self.is_long = False  # an answer that is not streamed, but too long to be read whole
+        self._first_bytes = b""  # of frames or a long answer, for the client
         self._upstream = upstream
         self._charge = charge
         self._exchange: NodeExchange | None = None
@@ -180,7 +182,7 @@ class DecodeLeg:
     async def open(
         self, path: str, headers: Mapping[str, str], body: bytes, first_byte_s: float, body_timeout_s: float
     ) -> None:
-        """Send the request; wait for the first bytes of a stream, or for the whole of any other answer.
+        """Send the request; wait for the first bytes of a stream, or for PIECE_BYTES or all of any other answer.
 
         The client gets no byte before this returns, so another node may still take over. Raises LegFailed or Refused,
         with the leg closed.
@@ -202,7 +204,7 @@ class DecodeLeg:
                 if self._framed is not None:
                     await self._read_head(self._framed, exchange)
                 elif not is_stream:
-                    self.whole = await whole_answer(exchange)
+                    await self._read_whole(exchange)
                 elif not await exchange.has_more():
                     raise LegFailed(self.node, FailureKind.BROKEN, "the stream ended before its first byte")
             except LEG_ERRORS as error:
@@ -210,10 +212,17 @@ class DecodeLeg:
         except BaseException:
             self.close()
             raise
-        if self.whole is None:
+        if is_stream:
             self._charge.prefill_done()
         else:
             self._charge.prefill_over()  # long before the end of the answer
+
+    async def _read_whole(self, exchange: NodeExchange) -> None:
+        answer, body = _head_of(exchange), await exchange.read_most(PIECE_BYTES)
+        if len(body) <= PIECE_BYTES:
+            self.whole = Answer(answer.status, answer.headers, body)
+        else:
+            self.is_long, self._first_bytes = True, body
 
     @property
     def head(self) -> AnswerHead:
@@ -229,7 +238,7 @@ class DecodeLeg:
         """What the node told at the end of its answer. None: another engine, or the answer was cut."""
         if self._framed is not None:
             return self._framed.last.report if isinstance(self._framed.last, StreamEnd) else None
-        if self.whole is None:
+        if self.whole is None and not self.is_long:
             return None
         return decode_report(self.head.header(REPORT_HEADER.encode()).encode("latin-1"))
 
@@ -240,7 +249,9 @@ class DecodeLeg:
 
     def check_end(self, tail: bytes) -> None:
         """`tail`: the last bytes. Raises LegFailed unless the stream ends as a whole one, or with the node's error."""
-        if self._framed is None:
+        if self.is_long:
+            is_whole = True  # by its length or its last chunk
+        elif self._framed is None:
             is_whole = self._dialect.is_whole(tail)
         else:
             is_whole = self.is_complete
@@ -254,10 +265,11 @@ class DecodeLeg:
         """
         assert self._exchange is not None
         self._exchange.limit(inf)
+        first, self._first_bytes = self._first_bytes, b""
+        if first or self._framed is not None:
+            sink(first)
         if self._framed is None:
             return self._exchange.splice(sink)
-        first, self._first_bytes = self._first_bytes, b""
-        sink(first)
         self._check_frames(self._framed)
         return self._exchange.splice(partial(self._take, self._framed, sink))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Sink = Callable[[bytes], None]
 
 MAX_HEAD_BYTES = 64 * 1024  # of an answer: status line and headers; also of its trailers, and of each chunk's size line
-MAX_WHOLE_BYTES = 256 << 20  # of an answer that is passed on whole
+MAX_WHOLE_BYTES = 16 << 20  # of an answer that is read whole: those to clients above PIECE_BYTES are not
 UNREAD_BYTES = 64 * 1024  # of an answer that may wait for `read` before the connection stops reading
 
 
@@ -112,12 +112,17 @@ class NodeExchange:
 
     async def whole(self) -> bytes:
         """The rest of the body. Raises AnswerUnreadable if it is longer than MAX_WHOLE_BYTES."""
+        data = await self.read_most(MAX_WHOLE_BYTES)
+        if len(data) > MAX_WHOLE_BYTES:
+            raise AnswerUnreadable(f"the answer is longer than {MAX_WHOLE_BYTES} bytes")
+        return data
+
+    async def read_most(self, max_bytes: int) -> bytes:
+        """The rest of the body, or more than `max_bytes` of it."""
         parts: list[bytes] = []
         num_bytes = 0
-        while part := await self.read():
+        while num_bytes <= max_bytes and (part := await self.read()):
             num_bytes += len(part)
-            if num_bytes > MAX_WHOLE_BYTES:
-                raise AnswerUnreadable(f"the answer is longer than {MAX_WHOLE_BYTES} bytes")
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 

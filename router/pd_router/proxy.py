@@ -11,6 +11,7 @@ from pd_connectors.protocol.text_chain import chain_key
 from pd_http.body import ClientGone
 from pd_http.dialects import dialect_of
 from pd_http.errors import PdError
+from pd_http.held_bytes import Share
 from pd_http.names import CLIENT_HEADER, client_name
 from pd_router import headers as rules
 from pd_router.admission.api_keys import KEY_HEADERS
@@ -63,6 +64,8 @@ class Proxy:
             asked = rules.asked_order(given)
             user = self._user(call)
             raw = await call.read_body(s.longest_body)
+            reply.body_share = Share(s.held)
+            reply.body_share.grow(len(raw))
             await s.turns.take(len(raw))
             body = RequestBody(raw, dialect)
             if not body.has_chain:
@@ -107,6 +110,8 @@ class Proxy:
             outcome = exchange.outcome
         finally:
             s.metrics.num_in_flight -= 1
+            if reply.body_share is not None:
+                reply.body_share.close()
             if visit is not None:
                 visit.end(None if exchange is None else exchange.used(), outcome)
             record.key = call.key_name

@@ -11,6 +11,7 @@ from pd_http.body_turns import BodyTurns
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from pd_http.held_bytes import HeldBytes
     from pd_router.admission.key_admission import KeyAdmission
     from pd_router.background import Background
     from pd_router.config import RouterConfig
@@ -34,6 +35,7 @@ class Services:
     recent: RecentRequests
     key: bytes
     wall_clock: Callable[[], float]
+    held: HeldBytes
     admission: KeyAdmission | None = None  # None: every client may use the router
     turns: BodyTurns = field(default_factory=BodyTurns)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pd_router.reply import CallReply
 
 _SHORT_BYTES = 64  # a piece of the end of a stream, which a node may write byte by byte
+_LENGTH = b"content-length"
 _FRAMES = FRAMES_TYPE.encode()
 _EVENTS = (b"content-type", EVENT_STREAM.encode() + b"; charset=utf-8")
 
@@ -54,14 +55,18 @@ async def send_answer(
     goes on if one fails. `on_piece`: gets each piece of a stream when it leaves.
 
     Raises ClientGone, or LegFailed if a stream breaks off. The client then has an error event without an end of the
-    stream: the server closes the connection of an incomplete answer.
+    stream: the server closes the connection of an incomplete answer. Nothing is written behind a long answer that
+    breaks off, so it has no end either.
     """
     if leg.whole is not None:
         headers = _with_nodes(leg.whole.headers, nodes)
         await reply.whole(leg.whole.status, headers, leg.whole.body)
         return leg
-    await reply.start(leg.head.status, _with_nodes(leg.head.headers, nodes), partial(_cut_off, reply.dialect))
-    splice = StreamSplice(reply, idle_timeout_s, on_piece=on_piece)
+    headers, on_error, is_long = _with_nodes(leg.head.headers, nodes), partial(_cut_off, reply.dialect), leg.is_long
+    if is_long and (length := leg.head.header(_LENGTH)):
+        headers.append((_LENGTH, length.encode()))
+    await reply.start(leg.head.status, headers, None if is_long else on_error)
+    splice = StreamSplice(reply, idle_timeout_s, on_piece=None if is_long else on_piece)
     while True:
         try:
             await _pass_on(leg, splice, stream)
@@ -69,6 +74,8 @@ async def send_answer(
             return leg
         except LegFailed as failure:
             following = await stream.go_on(leg, failure)
+            if following is None and is_long:
+                raise
             if following is None and leg.told is not None:
                 await reply.end(leg.told.data)
                 raise

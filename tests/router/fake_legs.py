@@ -85,10 +85,13 @@ class FakeExchange:
         return bool(part)
 
     async def whole(self) -> bytes:
-        parts = []
-        while part := await self.read():
-            parts.append(part)
-        return b"".join(parts)
+        return await self.read_most(STUCK)
+
+    async def read_most(self, max_bytes: float) -> bytes:
+        data = b""
+        while len(data) <= max_bytes and (part := await self.read()):
+            data += part
+        return data
 
     def splice(self, sink: Callable[[bytes], None]) -> asyncio.Future[None]:
         done = self._done = asyncio.get_running_loop().create_future()

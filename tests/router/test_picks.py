@@ -10,6 +10,7 @@ import pytest
 
 from pd_connectors.protocol.ticket import OFFER_HEADER, Offer, verify
 from pd_http.errors import InvalidRequest, ModelNotFound, StartupError
+from pd_http.held_bytes import HeldBytes
 from pd_router.background import Background
 from pd_router.body import RequestBody
 from pd_router.endpoint_picker.config import PickerConfig
@@ -40,7 +41,8 @@ def services(num_prefill: int = 2, num_decode: int = 2, **settings: Any) -> Serv
         node.models = frozenset({"demo"})
     metrics = RouterMetrics(table)
     sinks, recent = RequestSinks(config, metrics), RecentRequests(lambda: NOW_S)
-    return Services(config, table, Upstream(config), metrics, Background(), sinks, recent, KEY, lambda: NOW_S)
+    upstream, background, held = Upstream(config), Background(), HeldBytes(1)
+    return Services(config, table, upstream, metrics, background, sinks, recent, KEY, lambda: NOW_S, held)
 
 
 def body(*, stream: bool = True, **fields: Any) -> RequestBody:
