@@ -91,7 +91,7 @@ class HealthPoller:
         status, reason, epoch = report.get("status"), report.get("reason"), report.get("epoch")
         if status == "draining" and isinstance(epoch, int):
             node.liveness.leaving_epoch = epoch
-        kind = {"frozen": FailureKind.FROZEN, "dead": FailureKind.DIED}.get(str(status))
+        kind = {"frozen": FailureKind.FROZEN, "dead": FailureKind.DIED}.get(str(status)) if "epoch" in report else None
         why = f"/health answers {answer.status}: {reason or status or 'no reason'}"
         self._set_down(node, why, kind, f"{answer.status} {status}")  # a reason may count seconds
 
@@ -108,9 +108,9 @@ class HealthPoller:
         node.liveness.judge(None if kind is None else Down(kind, why))
 
     def _read_identity(self, node: Node, body: bytes) -> bool:
-        """Read /health; other engines' /health is empty. Returns True if the node has restarted."""
+        """Read /health; other engines' has no epoch. Returns True if the node has restarted."""
         report = object_in(body)
-        if not report:
+        if "epoch" not in report:
             return False
         node_id = report.get("node_id")
         if isinstance(node_id, str) and node_id.isascii() and node_id.isprintable() and node_id:
