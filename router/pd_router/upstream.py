@@ -198,8 +198,8 @@ class Upstream:
             answer = await patiently(self.get(node, "/health", {}, None), self._probe_timeout_s)
         except TimeoutError:
             return is_silence_death and not node.liveness.has_left(epoch)
-        except LegFailed:
-            return not node.liveness.has_left(epoch)
+        except LegFailed as failure:  # two connections that were accepted, and closed, are no death
+            return failure.kind is FailureKind.CONNECT and not node.liveness.has_left(epoch)
         health = object_in(answer.body)
         if epoch is not None and health.get("epoch", epoch) != epoch:
             return not node.liveness.has_left(epoch)
