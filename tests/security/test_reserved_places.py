@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
@@ -34,10 +34,10 @@ def anyio_backend() -> str:
 @pytest.mark.parametrize("is_secure", [False, True])
 async def test_health_and_metrics_have_places_of_their_own(is_secure: bool, tmp_path: Path) -> None:
     files = Authority(tmp_path).issue()
-    tls = {"tls_cert": str(files.cert), "tls_key": str(files.key)} if is_secure else {}
+    tls: dict[str, Any] = {"tls_cert": str(files.cert), "tls_key": str(files.key)} if is_secure else {}
     context = trusting(files.ca) if is_secure else None
     node = FakeNode("mixed", fakes.decode_until_told)
-    limits = {"max_connections": NUM_PLACES, "max_connections_per_address": NUM_PLACES}
+    limits: dict[str, Any] = {"max_connections": NUM_PLACES, "max_connections_per_address": NUM_PLACES}
     async with running(node), serving(mixed=[node], **limits, **tls) as router:
         host, port = router.url.partition("://")[2].split(":")
 
