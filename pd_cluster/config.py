@@ -288,6 +288,15 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeHttpLimits(HttpLimits):
+    """As a router's, without a share for an address: a router is one, and may be a node's only client."""
+
+    max_connections_per_address: int = setting(
+        1_000_000, "Most open connections of one client address (IPv6: of one /64). 0: three quarters of all."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
     """Everything one node needs."""
 
@@ -296,7 +305,7 @@ class NodeConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
-    http: HttpLimits = field(default_factory=HttpLimits)
+    http: NodeHttpLimits = field(default_factory=NodeHttpLimits)
 
     def tokens_beside_decodes_on(self, device: str, role: str = "", measured: int = -1) -> int:
         """`max_tokens_beside_decodes` on this device ("cpu", "cuda:0", ...); 0: no limit, or targets of streams.

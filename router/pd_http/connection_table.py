@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from itertools import chain
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pd_http.refusal import Refusal
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
 Key = TypeVar("Key", bound="Hashable")
+HANDSHAKE_PART = 8  # connections in handshake give way first while they have more than an eighth of the places
 
 
 class ConnectionTable(Generic[Key]):
@@ -20,6 +22,9 @@ class ConnectionTable(Generic[Key]):
     share, the ended connection is one of that address. HTTP lets a server close idle connections; clients reopen them.
     So connections that are silent, or held open with half a request, push out each other, and a request that is sent
     at once is served. A new connection is refused only if every connection has a complete request under way.
+
+    Connections in a TLS handshake give way before all others, but hold an eighth of the places: else each new client
+    would end the handshake of the one before it, where the other places have idle connections.
     """
 
     def __init__(self, max_connections: int, max_per_address: int = 0) -> None:
@@ -30,28 +35,34 @@ class ConnectionTable(Generic[Key]):
         self._count: dict[str, int] = {}
         self._waiting: dict[Key, None] = {}  # oldest first
         self._waiting_of: dict[str, dict[Key, None]] = {}
+        self._shaking: dict[Key, None] = {}  # in a handshake, oldest first
+        self._shaking_of: dict[str, dict[Key, None]] = {}
 
     def __len__(self) -> int:
         return len(self._address_of)
 
-    def join(self, key: Key, host: str) -> Key | Refusal | None:
+    def join(self, key: Key, host: str, *, is_shaking: bool = False) -> Key | Refusal | None:
         """Add `key`, which waits for its client. Returns the connection to end for it, a Refusal, or None."""
         address = network_of(host)
         given_way: Key | None = None
         if self._count.get(address, 0) >= self.max_per_address:
-            given_way = next(iter(self._waiting_of[address]), None)
+            given_way = _first(self._shaking_of[address], self._waiting_of[address], self.max_per_address)
             if given_way is None:
                 return Refusal.CONNECTIONS_OF_ADDRESS
         elif len(self) >= self.max_connections:
-            given_way = next(iter(self._waiting), None)
+            given_way = _first(self._shaking, self._waiting, self.max_connections)
             if given_way is None:
                 return Refusal.CONNECTIONS
         if given_way is not None:
             self.leave(given_way)
         self._address_of[key] = address
         self._count[address] = self._count.get(address, 0) + 1
+        shaking_of = self._shaking_of.setdefault(address, {})
         self._waiting_of.setdefault(address, {})
-        self.waits(key)
+        if is_shaking:
+            self._shaking[key] = shaking_of[key] = None
+        else:
+            self.waits(key)
         return given_way
 
     def leave(self, key: Key) -> None:
@@ -60,10 +71,12 @@ class ConnectionTable(Generic[Key]):
         if address is None:
             return
         self.works(key)
+        self._shaking.pop(key, None)
+        self._shaking_of[address].pop(key, None)
         del self._address_of[key]
         self._count[address] -= 1
         if not self._count[address]:
-            del self._count[address], self._waiting_of[address]
+            del self._count[address], self._waiting_of[address], self._shaking_of[address]
 
     def waits(self, key: Key) -> None:
         """Note that `key` waits for its client from now on. A wait that had begun starts again."""
@@ -78,6 +91,12 @@ class ConnectionTable(Generic[Key]):
         if key in self._waiting:
             del self._waiting[key]
             del self._waiting_of[self._address_of[key]][key]
+
+
+def _first(shaking: dict[Key, None], waiting: dict[Key, None], places: int) -> Key | None:
+    """The connection that gives way, of those that share `places`."""
+    is_crowded = len(shaking) > places // HANDSHAKE_PART
+    return next(chain(shaking, waiting) if is_crowded else chain(waiting, shaking), None)
 
 
 def network_of(host: str) -> str:

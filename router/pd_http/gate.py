@@ -11,23 +11,31 @@ from typing import TYPE_CHECKING
 from pd_http.connection_table import ConnectionTable
 from pd_http.files import RESERVED_FILES, connections_for
 from pd_http.freed_memory import FreedMemory
+from pd_http.handshake import Handshake
 from pd_http.protocol import BoundedProtocol
 from pd_http.refusal import Refusal
 from pd_http.unfinished_requests import UnfinishedRequests
 
 if TYPE_CHECKING:
     import asyncio
+    import ssl
     from collections.abc import Callable
 
     from pd_http.limits import HttpLimits
 
 log = logging.getLogger("pd_http")
+Connection = BoundedProtocol | Handshake
 # Bytes that the kernel may buffer before they are sent. Without this limit a client that reads nothing is noticed after
 # 4 MB of answer on loopback (16,000 events of a stream), with it after about 0.1 MB.
 UNSENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 UNSENT_BYTES = 16 * 1024
 LOG_EVERY_S = 10.0  # per kind of refusal
 MAX_LINGERING = 256  # refused connections that still send their answer; at most a quarter of all places
+# Handshakes that OpenSSL has begun, of 54 to 90 kB each. Where there are more, the oldest gives way.
+MAX_HANDSHAKES = 1024
+# Beyond the others, for connections that ask for `RESERVED_PATHS`: a node's probes, its Prometheus and its routers.
+MAX_RESERVED = 64
+RESERVED_PATHS = (b"/health", b"/metrics", b"/pd/feed")
 
 
 class HttpGate:
@@ -46,11 +54,15 @@ class HttpGate:
         self.clock = clock
         self._count = count
         self._max_file = num_files - RESERVED_FILES // 2
-        places = min(limits.max_connections, connections_for(num_files, files_per_connection))
-        self._table: ConnectionTable[BoundedProtocol] = ConnectionTable(places, limits.max_connections_per_address)
+        reserved = min(MAX_RESERVED, max(2, num_files // 32))
+        places = min(limits.max_connections, connections_for(num_files - reserved, files_per_connection))
+        of_address = limits.max_connections_per_address
+        self._table: ConnectionTable[Connection] = ConnectionTable(places, of_address)
+        self._reserved: ConnectionTable[Connection] = ConnectionTable(reserved, of_address)
         self._unfinished: UnfinishedRequests[BoundedProtocol] = UnfinishedRequests(limits.max_unfinished_bytes)
         self._freed = FreedMemory()
-        self._open: set[BoundedProtocol] = set()  # including refused connections that linger
+        self._open: set[Connection] = set()  # including refused connections that linger
+        self._shaking: dict[Handshake, None] = {}  # handshakes under way, oldest first
         self._held: set[BoundedProtocol] = set()  # reading is stopped to save memory
         self._ticks = False
         self._logged_s: dict[Refusal, float] = {}
@@ -58,11 +70,11 @@ class HttpGate:
 
     def __len__(self) -> int:
         """Number of connections that were not refused."""
-        return len(self._table)
+        return len(self._table) + len(self._reserved)
 
     @property
     def may_linger(self) -> bool:
-        return len(self._open) - len(self._table) <= min(MAX_LINGERING, self._table.max_connections // 4)
+        return len(self._open) - len(self) <= min(MAX_LINGERING, self._table.max_connections // 4)
 
     @property
     def unfinished_bytes(self) -> int:
@@ -77,11 +89,18 @@ class HttpGate:
         """A `kind` that reports here."""
         return type("GatedProtocol", (kind,), {"gate": self})
 
+    def handshake_of(self, kind: type[BoundedProtocol], context: ssl.SSLContext) -> type[Handshake]:
+        """As `protocol_of`, over TLS."""
+        parts = {"gate": self, "context": context, "protocol": self.protocol_of(kind)}
+        return type("GatedHandshake", (Handshake,), parts)
+
     # --- what connections report
 
-    def joined(self, connection: BoundedProtocol, transport: asyncio.Transport) -> Refusal | None:
+    def joined(self, connection: Connection, transport: asyncio.Transport) -> Refusal | None:
         """Register a new connection, before its first byte. Returns the reason if it cannot stay."""
         self._open.add(connection)
+        if not connection.is_shaking and connection.handshake is not None:
+            self.left(connection.handshake)  # its place is free for this one
         if not self._ticks:
             self._ticks = True
             connection.loop.call_later(self.limits.tick_s, self._tick, connection.loop)
@@ -91,22 +110,41 @@ class HttpGate:
         if UNSENT is not None:
             with contextlib.suppress(OSError):  # the connection is closed already
                 peer.setsockopt(socket.IPPROTO_TCP, UNSENT, UNSENT_BYTES)
+        connection.no_place = self._join(self._table, connection)
+        return None if connection.no_place is None else self._join(self._reserved, connection)
+
+    def _join(self, table: ConnectionTable[Connection], connection: Connection) -> Refusal | None:
         host = connection.client[0] if connection.client else ""
-        outcome = self._table.join(connection, host)
+        outcome = table.join(connection, host, is_shaking=connection.is_shaking)
         if isinstance(outcome, Refusal):
             return outcome
+        connection.table = table
         if outcome is not None:
-            outcome.end(Refusal.CONNECTIONS if outcome.limits.in_body else Refusal.PLACE_NEEDED)
+            outcome.give_way()
         return None
 
-    def left(self, connection: BoundedProtocol) -> None:
+    def asks(self, connection: BoundedProtocol, target: bytes) -> Refusal | None:
+        """Note that a connection in a reserved place has sent a head. Returns the reason if it is not served."""
+        if target.partition(b"?")[0] in RESERVED_PATHS:
+            return None
+        self._reserved.leave(connection)
+        connection.no_place = self._join(self._table, connection)
+        return connection.no_place
+
+    def shakes(self, connection: Handshake) -> None:
+        """Note that a handshake begins, which needs memory."""
+        self._shaking[connection] = None
+        if len(self._shaking) > MAX_HANDSHAKES:
+            next(iter(self._shaking)).give_way()
+
+    def left(self, connection: Connection) -> None:
         self._open.discard(connection)
         self._forget(connection)
 
     def moved(self, connection: BoundedProtocol) -> None:
         """Note that the headers of a request, or an answer, are complete."""
         if connection.limits.is_waiting:
-            self._table.waits(connection)
+            connection.table.waits(connection)
         if connection.limits.discards:  # the rest of the body is not kept
             self._hold_bytes(connection, 0)
             if connection in self._held:
@@ -116,19 +154,21 @@ class HttpGate:
     def received(self, connection: BoundedProtocol) -> None:
         """Note that a connection has taken what arrived. Part of it may belong to an incomplete request."""
         if not connection.limits.is_waiting:
-            self._table.works(connection)
+            connection.table.works(connection)
         was_crowded = self._unfinished.is_crowded
         self._hold_bytes(connection, connection.unfinished_bytes if connection in self._open else 0)
         if self._unfinished.is_crowded:
             for one in (connection,) if was_crowded else list(self._open):
-                if one.unfinished_bytes and one not in self._held and not self._unfinished.may_read(one):
+                if one.is_shaking or not one.unfinished_bytes or one in self._held:
+                    continue
+                if not self._unfinished.may_read(one):
                     self._held.add(one)
                     one.hold()
 
-    def refused(self, connection: BoundedProtocol, refusal: Refusal) -> None:
-        """Free the place and the memory of a connection that ends."""
+    def refused(self, connection: Connection, refusal: Refusal, detail: str = "") -> None:
+        """Free the place and the memory of a connection that ends. `detail`: a word for the metric."""
         self._forget(connection)
-        self._count(refusal.word)
+        self._count(f"{refusal.word}_{detail}" if detail else refusal.word)
         if not refusal.is_logged:
             return
         now_s = self.clock()
@@ -136,15 +176,20 @@ class HttpGate:
         if now_s - self._logged_s.get(refusal, -LOG_EVERY_S) >= LOG_EVERY_S:
             self._logged_s[refusal] = now_s
             host = connection.client[0] if connection.client else "?"
+            message = f"{refusal.message}: {detail}" if detail else refusal.message
             log.warning(
                 "ended %d connections (%s), the last one from %s; %d are open",
-                self._unlogged.pop(refusal), refusal.message, host, len(self._table),
+                self._unlogged.pop(refusal), message, host, len(self),
             )  # fmt: skip
 
     # --- consequences
 
-    def _forget(self, connection: BoundedProtocol) -> None:
+    def _forget(self, connection: Connection) -> None:
         self._table.leave(connection)
+        self._reserved.leave(connection)
+        if connection.is_shaking:
+            self._shaking.pop(connection, None)
+            return
         self._held.discard(connection)
         self._hold_bytes(connection, 0)
 

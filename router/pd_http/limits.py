@@ -21,7 +21,9 @@ class HttpLimits(TlsFiles):
     client_keepalive_s: float = setting(
         75.0, "Seconds that a connection may stay open without a request.", positive=True
     )
-    head_timeout_s: float = setting(10.0, "Seconds from the first byte of a request to the end of its headers.")
+    head_timeout_s: float = setting(
+        10.0, "Seconds from the first byte of a request to the end of its headers, and for a TLS handshake."
+    )
     body_timeout_s: float = setting(
         30.0, "Seconds within which 64 KiB more of a request's body, or the rest of it, must arrive."
     )

@@ -131,5 +131,8 @@ def code_of(body: bytes) -> str:
 
 
 def has_lost_requests(health: Mapping[str, Any]) -> bool:
-    """Whether a node's /health says that its engine is dead, or that the process is too new to know a request."""
-    return health.get("status") in ("dead", "starting")
+    """Whether a node's /health says that its engine is dead, or that the process is too new to know a request.
+
+    Every report of a node has an epoch. What has none is by another server, or by the bounds of connections.
+    """
+    return "epoch" in health and health.get("status") in ("dead", "starting")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from uvicorn import Config
     from uvicorn.server import ServerState
 
+    from pd_http.connection_table import ConnectionTable
     from pd_http.limits import HttpLimits
 
 LINGER_S = 2.0  # a refused client may go on sending for so long: closing at once would destroy the answer under way
@@ -56,12 +57,18 @@ class ConnectionGate(Protocol):
 
     def refused(self, connection: BoundedProtocol, refusal: Refusal) -> None: ...
 
+    def asks(self, connection: BoundedProtocol, target: bytes) -> Refusal | None: ...
+
 
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. It reports to the gate; the gate ends it when a deadline has passed or a bound is exceeded."""
 
     gate: ClassVar[ConnectionGate]  # set by the subclass that HttpGate.protocol_of makes
     flow: HeldFlow
+    is_shaking: Literal[False] = False
+    handshake: Any = None  # the Handshake that this connection comes from
+    table: ConnectionTable[Any]  # where it has its place
+    no_place: Refusal | None = None  # why it has a reserved one
 
     def __init__(
         self,
@@ -156,6 +163,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         version = self.parser.get_http_version()
         head = RequestHead.of(version, self.headers)
+        if self.no_place is not None and not isinstance(head, Refusal):
+            head = self.gate.asks(self, self.url) or head
         if isinstance(head, Refusal):
             self._refusal = head
             raise httptools.HttpParserError(head.message)  # an exception of a callback ends parsing
@@ -164,6 +173,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.url.startswith(b"/"):
             self.url = origin_form(self.url)
         self.begin_cycle()
+        self.headers = []  # trailers go there: what follows the body decides nothing (RFC 9110, 6.5.1)
         self._has_head = True
         self.limits.head_ended(head.num_body, self._clock())
         self.gate.moved(self)
@@ -216,6 +226,10 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.transport.abort()
         elif now_s >= self.limits.deadline_s and (refusal := self.limits.due(now_s)) is not None:
             self.end(refusal)
+
+    def give_way(self) -> None:
+        """End the connection: another one has its place."""
+        self.end(self.no_place or (Refusal.CONNECTIONS if self.limits.in_body else Refusal.PLACE_NEEDED))
 
     def end(self, refusal: Refusal) -> None:
         """End the connection, with an answer if one can still be given. Its running request sees a disconnect."""

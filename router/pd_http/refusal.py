@@ -25,6 +25,8 @@ class Refusal(Enum):
     FILES = ("files", 503, "this process has no file descriptors left; try again")
     IDLE = ("idle", 0, "no request came")
     PLACE_NEEDED = ("place_needed", 0, "no request was under way, and a new connection needed the place")
+    SLOW_HANDSHAKE = ("slow_handshake", 0, "the TLS handshake did not end in time")
+    TLS = ("tls", 0, "the TLS handshake failed")
     READS_NOTHING = ("reads_nothing", 0, "the client did not read its answer")
 
     def __init__(self, word: str, status: int, message: str) -> None:

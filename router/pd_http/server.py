@@ -25,14 +25,17 @@ def server_config(
 ) -> uvicorn.Config:
     """uvicorn's settings for a server of router or node. `protocol`: of its connections. `settings`: more of uvicorn's.
 
+    TLS is the gate's: uvicorn would speak of a connection only when its handshake is over.
+
     Raises StartupError for a certificate that cannot be used. The server classes stay apart: the node's process
     handles signals itself, the router hands over on SIGHUP.
     """
     context = limits.server_context()
     watch = None if context is None else CertificateWatch(limits, context)
-    config = uvicorn.Config(
+    gate = metrics.make_gate(limits, raise_file_limit(), files_per_request)
+    return uvicorn.Config(
         app,
-        http=metrics.make_gate(limits, raise_file_limit(), files_per_request).protocol_of(protocol),
+        http=gate.protocol_of(protocol) if context is None else gate.handshake_of(protocol, context),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -43,7 +46,3 @@ def server_config(
         timeout_notify=1,
         **settings,
     )
-    if context is not None:
-        config.load()
-        config.ssl = context
-    return config

@@ -94,7 +94,7 @@ class HealthPoller:
         status, reason, epoch = report.get("status"), report.get("reason"), report.get("epoch")
         if status == "draining" and isinstance(epoch, int):
             node.liveness.leaving_epoch = epoch
-        kind = {"frozen": FailureKind.FROZEN, "dead": FailureKind.DIED}.get(str(status))
+        kind = {"frozen": FailureKind.FROZEN, "dead": FailureKind.DIED}.get(str(status)) if "epoch" in report else None
         why = f"/health answers {answer.status}: {str(reason or status or 'no reason')[:MAX_REASON_CHARS]}"
         self._set_down(node, why, kind, f"{answer.status} {status}"[:MAX_REASON_CHARS])  # a reason may count seconds
 
@@ -111,9 +111,9 @@ class HealthPoller:
         node.liveness.judge(None if kind is None else Down(kind, why))
 
     def _read_identity(self, node: Node, body: bytes) -> bool:
-        """Read /health; other engines' /health is empty. Returns True if the node has restarted."""
+        """Read /health; other engines' has no epoch. Returns True if the node has restarted."""
         report = object_in(body)
-        if not report:
+        if "epoch" not in report:
             return False
         if is_name(node_id := report.get("node_id")):
             node.node_id = node_id

@@ -191,16 +191,17 @@ class Upstream:
         """Whether the process with this boot epoch is gone, other than by order. For a node that broke a connection.
 
         is_silence_death: count a node that does not answer as dead. A frozen process breaks no connection, but a
-        successor that has not started yet may hold its listening socket.
+        successor that has not started yet may hold its listening socket. An answer without an epoch is no report of
+        the process, and no death: a server that has no place for a connection writes one.
         """
         try:
             answer = await patiently(self.get(node, "/health", {}, None), self._probe_timeout_s)
         except TimeoutError:
             return is_silence_death and not node.liveness.has_left(epoch)
-        except LegFailed:
-            return not node.liveness.has_left(epoch)
+        except LegFailed as failure:  # two connections that were accepted, and closed, are no death
+            return failure.kind is FailureKind.CONNECT and not node.liveness.has_left(epoch)
         health = object_in(answer.body)
-        if epoch is not None and health.get("epoch") != epoch:
+        if epoch is not None and health.get("epoch", epoch) != epoch:
             return not node.liveness.has_left(epoch)
         return has_lost_requests(health)
 

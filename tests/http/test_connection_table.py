@@ -31,6 +31,30 @@ def test_an_address_makes_room_among_its_own() -> None:
     assert table.join(11, "b") is None
 
 
+def test_handshakes_beyond_an_eighth_give_way_before_idle_connections() -> None:
+    table: ConnectionTable[str] = ConnectionTable(16, 16)
+    for number in range(13):
+        table.join(f"idle {number}", "a")
+    assert [table.join(f"new {number}", "b", is_shaking=True) for number in range(3)] == [None] * 3
+    assert table.join("new 3", "b", is_shaking=True) == "new 0"
+    assert table.join("idle 13", "a") == "new 1"
+    assert table.join("idle 14", "a") == "idle 0"  # two handshakes are an eighth
+    assert table.join("new 4", "b", is_shaking=True) == "idle 1"
+
+
+def test_handshakes_of_an_address_give_way_within_its_share() -> None:
+    table: ConnectionTable[str] = ConnectionTable(100, 2)
+    assert table.join("idle", "a") is None
+    assert table.join("new", "a", is_shaking=True) is None
+    assert table.join("of another", "b", is_shaking=True) is None
+    assert table.join("newer", "a", is_shaking=True) == "new"
+    table.works("idle")
+    table.leave("newer")
+    assert table.join("newest", "a", is_shaking=True) is None
+    table.waits("idle")
+    assert len(table) == 3
+
+
 def test_when_all_work_the_new_one_is_refused() -> None:
     table: ConnectionTable[int] = ConnectionTable(2, 2)
     for key in range(2):
@@ -42,13 +66,16 @@ def test_when_all_work_the_new_one_is_refused() -> None:
     assert table.join(3, "b") is None
 
 
-@given(st.lists(st.tuples(st.sampled_from(["join", "leave", "works", "waits"]), st.integers(0, 9)), max_size=60))
+ACTIONS = st.sampled_from(["join", "shake", "leave", "works", "waits"])
+
+
+@given(st.lists(st.tuples(ACTIONS, st.integers(0, 9)), max_size=60))
 def test_the_bounds_hold(steps: list[tuple[str, int]]) -> None:
     table: ConnectionTable[int] = ConnectionTable(5, 3)
     there: dict[int, str] = {}
     for action, key in steps:
-        if action == "join" and key not in there:
-            outcome = table.join(key, str(key % 3))
+        if action in ("join", "shake") and key not in there:
+            outcome = table.join(key, str(key % 3), is_shaking=action == "shake")
             if not isinstance(outcome, Refusal):
                 there[key] = str(key % 3)
                 if outcome is not None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from pd_http.errors import error_body
+
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator
@@ -63,6 +65,7 @@ class FakeNode:
         self.prompt_ids = [1, 2, 3]  # of every prompt, by its tickets
         self.is_up = True
         self.is_silent = False  # /health is heard and not answered
+        self.is_full = False  # /health answers as a server without a place for the connection
         self.is_frozen = False  # /health says so of the engine
         self.num_checks = 0  # of /health
         self.feed: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None  # answers GET /pd/feed
@@ -127,7 +130,9 @@ class FakeNode:
         if self.is_silent:
             await asyncio.Event().wait()
         if self.is_frozen:
-            return web.json_response({"status": "frozen", "reason": "no progress"}, status=503)
+            return web.json_response({"status": "frozen", "reason": "no progress", "epoch": self.epoch}, status=503)
+        if self.is_full:
+            return web.json_response(error_body("no place", "server_error", "connections"), status=503)
         told = {
             "status": "ok",
             "role": self.role,

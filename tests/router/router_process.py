@@ -108,11 +108,9 @@ async def serving(
     app = create_app(config, key, make_sources(config) if sources is None else sources)
     listener = bound("127.0.0.1", 0)
     gate = app.state.services.metrics.http.make_gate(config, num_files, FILES_PER_REQUEST)
-    protocol = gate.protocol_of(token_path(app.state.proxy))
+    path, context = token_path(app.state.proxy), config.server_context()
+    protocol = gate.protocol_of(path) if context is None else gate.handshake_of(path, context)
     url = f"{config.scheme}://127.0.0.1:{listener.getsockname()[1]}"
     served = uvicorn.Config(app, http=protocol, log_config=None, access_log=False, timeout_graceful_shutdown=1)
-    if (context := config.server_context()) is not None:
-        served.load()
-        served.ssl = context
     async with in_loop(served, listener), aiohttp.ClientSession() as session:
         yield Router(url, app.state.services, session)

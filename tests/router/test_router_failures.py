@@ -9,6 +9,7 @@ import aiohttp
 import orjson
 import pytest
 
+from pd_router.health import HealthPoller
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import Router, serving
@@ -104,8 +105,6 @@ async def collect(answer: aiohttp.ClientResponse, into: bytearray) -> None:
 
 
 async def poll(router: Router) -> None:
-    from pd_router.health import HealthPoller
-
     services = router.services
     await HealthPoller(services.config, services.table, services.upstream).poll_all()
 
@@ -343,3 +342,24 @@ async def test_a_kept_connection_that_the_node_has_closed_costs_no_request() -> 
             await node.start()
         status, headers, _ = await post(router)
         assert (status, headers["x-pd-route"]) == (200, "p-first; reason=default")
+
+
+async def test_an_answer_without_an_epoch_is_no_death() -> None:
+    """Nodes without a place for a connection break it, and answer /health as any other request: with 503."""
+
+    async def full(node: FakeNode, request: aiohttp.web.Request, seen: Any) -> aiohttp.web.StreamResponse:
+        node.is_full = True
+        return await fakes.hang_up(node, request, seen)
+
+    bad = [FakeNode("mixed", full, node_id=f"bad {number}") for number in range(3)]
+    good = FakeNode("mixed", fakes.decode, node_id="good")
+    async with running(*bad, good), serving(mixed=[*bad, good]) as router:
+        for _ in range(4):  # each may begin with another one
+            assert (await post(router))[0] == 200
+        assert sum(len(node.seen) for node in bad) >= 2
+        for node in router.services.table.nodes:
+            labels = {"leg": "decode", "node": node.node_id, "kind": "died"}
+            assert not router.count("pd_router_leg_failures_total", **labels)
+        await poll(router)
+        assert [node.epoch for node in router.services.table.nodes] == [7] * 4
+        await router.idle()

@@ -20,6 +20,7 @@ from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, Script, running
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Callable
 
 WAIT_S = 30.0
@@ -75,10 +76,15 @@ class Target:
     process: Launched
     url: str
     node: FakeNode | None = None
+    tls: ssl.SSLContext | None = None  # trusts a server that speaks TLS
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.url.partition("://")[2].partition(":")
+        return host, int(port)
 
     async def connect(self) -> Connection:
-        host, _, port = self.url.removeprefix("http://").partition(":")
-        return Connection(*await asyncio.open_connection(host, int(port)))
+        return Connection(*await asyncio.open_connection(*self.address, ssl=self.tls))
 
     async def ask(self, **fields: Any) -> int:
         """The status that an ordinary client gets. Raises TimeoutError after WAIT_S."""
@@ -86,14 +92,18 @@ class Target:
         async with (
             asyncio.timeout(WAIT_S),
             aiohttp.ClientSession() as session,
-            session.post(f"{self.url}/v1/completions", data=body) as answer,
+            session.post(f"{self.url}/v1/completions", data=body, ssl=self.tls or True) as answer,
         ):
             await answer.read()
             return answer.status
 
     async def count(self, sample: str) -> float:
         """A sample of /metrics; 0 when there is none."""
-        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as answer:
+        async with (
+            asyncio.timeout(WAIT_S),
+            aiohttp.ClientSession() as session,
+            session.get(f"{self.url}/metrics", ssl=self.tls or True) as answer,
+        ):
             found = re.search(rf"^{re.escape(sample)} (\S+)$", await answer.text(), re.MULTILINE)
             return float(found[1]) if found else 0.0
 
@@ -101,13 +111,19 @@ class Target:
         name = "pd_http_refusals_total" if self.node is None else "pd_router_http_refusals_total"
         return await self.count(f'{name}{{reason="{reason}"}}')
 
+    def num_files(self) -> int:
+        """Open files of the process that serves HTTP."""
+        return int(psutil.Process(self.process.pid).num_fds())
+
     def resident_bytes(self) -> int:
         """Of the process that serves HTTP."""
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
 
 @contextlib.asynccontextmanager
-async def router(*flags: str, script: Script = fakes.decode, num_files: int = 0) -> AsyncIterator[Target]:
+async def router(
+    *flags: str, script: Script = fakes.decode, num_files: int = 0, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Target]:
     """A router process before one fake decode node. `num_files`: what it may open; 0 for what this process may."""
     node = FakeNode("decode", script)
     command = [sys.executable, "-m", "pd_router", "--port=0", *flags]
@@ -118,7 +134,7 @@ async def router(*flags: str, script: Script = fakes.decode, num_files: int = 0)
             process = launcher.start("router", [*command, f"--decode={node.url}", "--drain-s=1"])
             line = await asyncio.to_thread(process.wait_line, "router ready on ")
             try:
-                yield Target(process, line.split()[-1], node)
+                yield Target(process, line.split()[-1], node, tls)
             finally:
                 await asyncio.to_thread(launcher.close)
 

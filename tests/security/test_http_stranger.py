@@ -203,6 +203,7 @@ async def test_when_every_place_works_the_next_is_told_so() -> None:
         asking = [asyncio.create_task(target.ask()) for _ in range(3)]
         await target.node.wait_seen(3)
         stranger = await target.connect()
+        await stranger.send(post(prompt="x"))
         assert error_in(await stranger.end()) == (503, "connections_of_address")
         stranger.close()
         target.node.go_on.set()

@@ -14,13 +14,13 @@ import uvicorn
 from transformers import AutoTokenizer
 
 import pd_cluster
-from pd_cluster.config import HandoffConfig, ModelConfig, NodeConfig, ServerConfig
+from pd_cluster.config import HandoffConfig, ModelConfig, NodeConfig, NodeHttpLimits, ServerConfig
 from pd_cluster.launch.http_server import FILES_PER_REQUEST
 from pd_cluster.server.app import create_app
 from pd_cluster.server.metrics import NodeMetrics
 from pd_cluster.server.state import NodeState
 from pd_cluster.server.tokenizer import Tokenizer
-from pd_http.limits import HttpLimits
+from pd_http.protocol import BoundedProtocol
 from tests.in_loop_server import in_loop
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
+    from pd_http.limits import HttpLimits
     from tests.server.fake_engine import FakeEngine
 
 KEY = b"k" * 32
@@ -94,7 +95,7 @@ class Node:
 @contextlib.asynccontextmanager
 async def serving(app: FastAPI) -> AsyncIterator[str]:
     """The app's URL while it is served."""
-    async with _served(app, NodeMetrics(), HttpLimits()) as server:
+    async with _served(app, NodeMetrics(), NodeHttpLimits()) as server:
         yield server.url
 
 
@@ -102,10 +103,11 @@ async def serving(app: FastAPI) -> AsyncIterator[str]:
 async def _served(app: FastAPI, metrics: NodeMetrics, limits: HttpLimits) -> AsyncIterator[Served]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    gate = metrics.http.make_gate(limits, NUM_FILES, FILES_PER_REQUEST).protocol
-    config = uvicorn.Config(app, http=gate, log_config=None, lifespan="on", timeout_graceful_shutdown=5)
+    gate, context = metrics.http.make_gate(limits, NUM_FILES, FILES_PER_REQUEST), limits.server_context()
+    protocol = gate.protocol if context is None else gate.handshake_of(BoundedProtocol, context)
+    config = uvicorn.Config(app, http=protocol, log_config=None, lifespan="on", timeout_graceful_shutdown=5)
     async with in_loop(config, listener) as server:
-        yield Served(f"http://127.0.0.1:{port}", server)
+        yield Served(f"{limits.scheme}://127.0.0.1:{port}", server)
 
 
 @contextlib.asynccontextmanager
@@ -121,7 +123,7 @@ async def running(
     """A node over `engine`."""
     state = make_state(engine, node_id=node_id, handoff=handoff, model_name=model_name, metrics_names=metrics_names)
     async with (
-        _served(create_app(state), state.metrics, limits or HttpLimits()) as server,
+        _served(create_app(state), state.metrics, limits or NodeHttpLimits()) as server,
         aiohttp.ClientSession() as session,
     ):
         yield Node(server, state, engine, session)

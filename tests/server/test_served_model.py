@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pd_cluster.config import ModelConfig
+from pd_cluster.config import ModelConfig, NodeHttpLimits
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.flags import config_from
 from pd_cluster.server.app import create_app
 from pd_cluster.server.sampling import SamplingDefaults
 from pd_cluster.server.tokenizer import Tokenizer
-from pd_http.limits import HttpLimits
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import MODEL_DIR, make_state, running, serving
 
@@ -81,7 +80,7 @@ async def shown(session: aiohttp.ClientSession, method: str, url: str, **kwargs:
 @pytest.mark.parametrize("allowed", [(), ("https://page.example",), ("*",), ("https://other.example",)])
 async def test_pages_of_allowed_origins_may_call(allowed: tuple[str, ...]) -> None:
     state = make_state(FakeEngine(says([5])))
-    state.config = replace(state.config, http=HttpLimits(allowed_origins=allowed))
+    state.config = replace(state.config, http=NodeHttpLimits(allowed_origins=allowed))
     may = PAGE["origin"] in allowed or "*" in allowed
     async with running(FakeEngine(says([5]))) as other, serving(create_app(state)) as url:
         status, origin = await shown(other.session, "OPTIONS", f"{url}/v1/chat/completions", headers=PREFLIGHT)

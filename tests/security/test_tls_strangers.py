@@ -1,0 +1,141 @@
+"""Connections to a TLS server that never end their handshake have bounds, and the others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.certificates import Authority, CertificateFiles
+from tests.cluster import CLI, Launcher
+from tests.security.stranger import MB, WAIT_S, Target, router, until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.anyio, pytest.mark.integration]
+
+NUM_PLACES = 24
+NUM_ADDRESSES = 8  # of strangers: one has three quarters of the places
+SOON_S = 2.0  # within which another client is served, at full size
+MAX_GROWTH = 150 * MB
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Without uvloop: its TLS connections end after the loop that a test closes."""
+    return "asyncio"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> CertificateFiles:
+    return Authority(tmp_path).issue()
+
+
+def trusting(files: CertificateFiles) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=files.ca)
+
+
+def hello(context: ssl.SSLContext) -> bytes:
+    """A ClientHello in its record."""
+    written = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), written, server_hostname="localhost").do_handshake()
+    return written.read()
+
+
+def crowd(target: Target, count: int, begin: bytes) -> list[socket.socket]:
+    """So many connections that have sent `begin`."""
+    strangers = []
+    for number in range(count):
+        source = f"127.0.0.{2 + number % NUM_ADDRESSES}", 0
+        strangers.append(socket.create_connection(target.address, timeout=WAIT_S, source_address=source))
+        with contextlib.suppress(ConnectionError):  # the server may have ended it
+            strangers[-1].sendall(begin)
+    return strangers
+
+
+def shake_hands(target: Target, context: ssl.SSLContext) -> None:
+    """Unlike asyncio's, a client that tells the server why it fails."""
+    with socket.create_connection(target.address, timeout=WAIT_S) as connection:
+        context.wrap_socket(connection, server_hostname="localhost")
+
+
+def gauge(target: Target) -> str:
+    return "pd_http_connections" if target.node is None else "pd_router_http_connections"
+
+
+async def test_unfinished_handshakes_do_not_lock_others_out(files: CertificateFiles) -> None:
+    """40 of each kind that a stranger can stop at, at a router with 24 places."""
+    tls = trusting(files)
+    whole = hello(tls)
+    async with router(f"--max-connections={NUM_PLACES}", "--head-timeout-s=3", *files.flags[:2], tls=tls) as target:
+        assert await target.ask() == 200
+        idle = target.num_files()
+        strangers = []
+        for begin in (b"", whole[: len(whole) // 2], whole):
+            strangers += await asyncio.to_thread(crowd, target, 40, begin)
+            assert await target.ask() == 200
+        counted = await target.count("pd_router_http_connections")
+        assert NUM_PLACES // 2 < counted <= NUM_PLACES
+        await until(lambda: counted - 1 <= target.num_files() - idle <= NUM_PLACES)  # the system counts the same
+        assert await target.refusals("place_needed") >= 120 - NUM_PLACES
+        assert "new connection needed the place" in target.process.output
+
+        strangers += await asyncio.to_thread(crowd, target, 1, b"GET / HTTP/1.1\r\n\r\n")
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await asyncio.to_thread(shake_hands, target, ssl.create_default_context())
+        for stranger in strangers:  # the last ones have a deadline
+            with contextlib.suppress(ConnectionError):
+                while await asyncio.to_thread(stranger.recv, 4096):
+                    pass
+            stranger.close()
+        assert await target.refusals("slow_handshake") > NUM_PLACES // 2
+        assert await target.refusals("tls_http_request") == 1
+        assert await target.refusals("tls_tlsv1_alert_unknown_ca") == 1
+        assert target.process.output.count("the TLS handshake failed: ") == 1  # in 10 s
+        assert "Traceback" not in target.process.output
+
+
+@contextlib.asynccontextmanager
+async def node(files: CertificateFiles, num_files: int) -> AsyncIterator[Target]:
+    with Launcher() as launcher:
+        limit = ("sh", "-c", f'ulimit -n {num_files}; exec "$@"', "sh")
+        flags = ("--port=0", "--num-threads=1", "--device=cpu", "--max-num-seqs=16", *files.flags[:2])
+        process = launcher.start("node", [*limit, *CLI, "mixed", *flags])
+        await asyncio.to_thread(process.wait_line, "ready: ")
+        yield Target(process, process.url, tls=trusting(files))
+        await asyncio.to_thread(launcher.close)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("num_files", "count"), [(1024, 1100), (20_000, 15_500)])
+@pytest.mark.parametrize("part", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["router", "node"])
+async def test_thousands_of_unfinished_handshakes(
+    kind: str, part: float, num_files: int, count: int, files: CertificateFiles
+) -> None:
+    tls = trusting(files)
+    whole = hello(tls)
+    server = router(*files.flags[:2], num_files=num_files, tls=tls) if kind == "router" else node(files, num_files)
+    async with server as target:
+        assert await target.ask() == 200
+        idle, before = target.num_files(), target.resident_bytes()
+        strangers = await asyncio.to_thread(crowd, target, count, whole[: int(part * len(whole))])
+        for _ in range(5):
+            begun_s = time.monotonic()
+            assert await target.ask() == 200
+            assert time.monotonic() - begun_s < SOON_S
+        counted = await target.count(gauge(target))
+        assert counted > num_files / 4
+        assert abs(target.num_files() - idle - counted) <= 4  # the node's own and the client's that has just asked
+        assert target.resident_bytes() - before < MAX_GROWTH
+        for stranger in strangers:
+            stranger.close()
