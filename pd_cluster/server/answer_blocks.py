@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from pd_cluster.server.output_parser import Reasoning, ToolCall
-from pd_cluster.server.schema import NOT_JSON
+from pd_http.member_bounds import BAD_JSON
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -38,7 +38,7 @@ class AnswerBlock:
         """Of a call: whether it was not cut off, and did not break, behind pieces that the client has."""
         try:
             msgspec.json.decode(self.text or "{}", type=dict[str, msgspec.Raw])
-        except NOT_JSON:
+        except BAD_JSON:
             return False
         return True
 

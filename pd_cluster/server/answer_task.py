@@ -12,6 +12,7 @@ from starlette.responses import Response
 from pd_cluster.errors import EngineUnavailable, PdError
 from pd_http.body import ClientGone, read_body
 from pd_http.dialects import dialect_of
+from pd_http.member_bounds import check_members
 from pd_http.reply import DisconnectWatch, Reply
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class AnswerTask(Response):
     async def _run(self, reply: CountedReply, scope: Scope, receive: Receive) -> str:
         try:
             body = await read_body(scope, receive, self._state.max_body_bytes)
+            check_members(body, reply.dialect.token_fields)
             with DisconnectWatch(receive, reply):
                 await self._guarded(reply, body)
         except ClientGone:

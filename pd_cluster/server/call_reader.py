@@ -12,7 +12,7 @@ import orjson
 import regex
 
 from pd_cluster.server.detokenizer import MARK
-from pd_cluster.server.schema import NOT_JSON
+from pd_http.member_bounds import BAD_JSON
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -196,7 +196,7 @@ class JsonReader(CallReader):
             msgspec.json.decode(written)
             if not self._is_said:
                 self._say_members(written)
-        except NOT_JSON:
+        except BAD_JSON:
             self.broken = True
             return
         self._object = []
@@ -342,7 +342,7 @@ def typed_json(text: str, types: set[str]) -> str:
     plain = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
     try:
         value = msgspec.json.decode(plain)
-    except NOT_JSON:
+    except BAD_JSON:
         return _dumps(text)
     name = _NAMES.get(type(value), "")
     return plain if name in types or (name == "integer" and "number" in types) else _dumps(text)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pd_cluster.errors import InvalidRequest
-from pd_cluster.server.schema import NOT_JSON
 from pd_cluster.server.template_traits import END, START, CallIds, Joint, NoContent, ResultForm
 from pd_cluster.server.tool_use import is_flat
+from pd_http.member_bounds import BAD_JSON
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -84,7 +84,7 @@ def _arguments_object(arguments: Any) -> dict[str, Any] | None:
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
-        except NOT_JSON:
+        except BAD_JSON:
             return None
         arguments = {} if arguments is None else arguments
     return arguments if isinstance(arguments, dict) and is_flat(arguments) else None

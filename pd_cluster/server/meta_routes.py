@@ -27,6 +27,7 @@ from pd_connectors.protocol.ticket import Ticket, verify
 from pd_http.body import read_body
 from pd_http.dialects import COUNT_TOKENS, dialect_of
 from pd_http.left_out import LeftOut
+from pd_http.member_bounds import check_members
 from pd_http.metrics import EXPOSITION_TYPE
 from pd_http.reply import json_response
 
@@ -90,7 +91,9 @@ def admin_routes(state: NodeState) -> APIRouter:
 
 
 async def _body(state: NodeState, request: Request) -> bytes:
-    return await read_body(request.scope, request.receive, state.max_body_bytes)
+    body = await read_body(request.scope, request.receive, state.max_body_bytes)
+    check_members(body, dialect_of(request.url.path).token_fields)
+    return body
 
 
 def _model_card(state: NodeState, name: str) -> dict[str, Any]:

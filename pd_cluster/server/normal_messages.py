@@ -15,7 +15,6 @@ import msgspec
 
 from pd_cluster.errors import InvalidRequest
 from pd_connectors.protocol.text_chain import TEXT_PARTS
-from pd_http.dialect import MAX_ENTRIES
 from pd_http.left_out import LeftOut
 from pd_http.readable import check_text_only, says_anything, text_of, text_of_block, texts_of
 
@@ -70,7 +69,6 @@ def normal_messages(messages: list[Message], left_out: LeftOut | None = None) ->
 class _Reader:
     def __init__(self, left_out: LeftOut) -> None:
         self._left_out = left_out
-        self._num_parts = 0
 
     def read(self, given: Message, place: str) -> list[Message]:
         role = given.get("role")
@@ -102,9 +100,6 @@ class _Reader:
             said.texts.append(content)
         elif isinstance(content, list) or (isinstance(content, dict) and (role == "tool" or "type" in content)):
             parts = content if isinstance(content, list) else [content]
-            self._num_parts += len(parts)
-            if self._num_parts > MAX_ENTRIES:
-                raise InvalidRequest(f"messages has more than {MAX_ENTRIES} parts", "messages")
             for i, part in enumerate(parts):
                 self._take(part, role, f"{place}[{i}]", said)
         elif role == "tool":

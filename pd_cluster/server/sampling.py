@@ -14,8 +14,6 @@ from pd_cluster.models.json_files import read_json
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.server.output_parser import DEFAULT_OPTIONS, ParserOptions
 from pd_cluster.server.schema import (
-    LISTS,
-    MAX_LIST_BYTES,
     MAX_LOGITS_ARGS_BYTES,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from pd_cluster.server.output_parser import ParserFactory
 
 SAMPLING_PARAM = "kv_transfer_params.sampling"
-MAX_SAMPLING_BYTES = len(LISTS) * MAX_LIST_BYTES  # each of a client's may have MAX_LIST_BYTES
 MAX_BAD_WORD_CHARS = 4096  # of all words together
 _SEED_LIMIT = 1 << 63
 
@@ -250,8 +247,6 @@ def decode_sampling(raw: bytes) -> SamplingParams:
     Raises InvalidRequest for a wrong type and for a field that this node does not know: a newer D must prefill
     elsewhere, because P would otherwise sample the first token without that field.
     """
-    if len(raw) > MAX_SAMPLING_BYTES:
-        raise InvalidRequest(f"{SAMPLING_PARAM} has {len(raw)} bytes; {MAX_SAMPLING_BYTES} are allowed", SAMPLING_PARAM)
     sampling: SamplingParams = decode_value(raw, SamplingParams, SAMPLING_PARAM)
     _check_seed(sampling.seed)
     return sampling

@@ -15,9 +15,7 @@ from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.fields import refuse
 from pd_http.dialect import whole_number
 from pd_http.frames import Continuation
-
-# what msgspec raises for bytes that are not JSON; RecursionError: nested too deeply
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+from pd_http.member_bounds import BAD_JSON, top_level
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -28,7 +26,6 @@ MAX_PROMPTS = 256  # prompts of one /v1/completions request
 MAX_LISTED_TOKENS = 1 << 20
 LISTS = ("logit_bias", "stop_token_ids", "allowed_token_ids")
 MAX_LOGITS_ARGS_BYTES = 64 << 10  # of all prompts together: each has a copy on the engine
-MAX_LIST_BYTES = 8 << 20  # of such a field: 262,144 entries of 17 digits; decoding blocks the event loop for 60 ms
 
 _TOKEN_KEYS = Meta(extra_json_schema={"propertyNames": {"pattern": "^-?[0-9]+$"}})
 
@@ -217,21 +214,18 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 def decode_body(raw: bytes, kind: type[Body]) -> tuple[Body, set[str]]:
     """The body, and the names of its fields that are not read. Raises InvalidRequest that names the wrong field."""
-    fields = object_fields(raw)
-    for name in LISTS:
-        if len(fields.get(name, b"")) > MAX_LIST_BYTES:
-            raise InvalidRequest(f"{name} has more than {MAX_LIST_BYTES} bytes, the most allowed", name)
+    fields = top_level(raw)
     try:
         body = _decoded(raw, fields, kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
-    except NOT_JSON as error:
+    except BAD_JSON as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
     unread = {name: value for name, value in fields.items() if name not in kind.__struct_fields__}
     refuse(unread)
     names = set(unread)
     if isinstance(body, GenerationBody) and body.stream_options is not None:
-        members = object_fields(bytes(fields["stream_options"])).keys() - set(StreamOptions.__struct_fields__)
+        members = top_level(bytes(fields["stream_options"])).keys() - set(StreamOptions.__struct_fields__)
         names |= {f"stream_options.{member}" for member in members}
     return body, names
 
@@ -251,18 +245,8 @@ def decode_value(raw: bytes, kind: Any, param: str) -> Any:
     """Decode a part of a body that was kept raw. Raises InvalidRequest that names `param`."""
     try:
         return msgspec.json.decode(raw, type=kind)
-    except NOT_JSON as error:
+    except BAD_JSON as error:
         raise InvalidRequest(f"{param}: {_reason(str(error))}", param, "invalid_type") from error
-
-
-def object_fields(raw: bytes) -> dict[str, msgspec.Raw]:
-    """The top level of a body. Raises InvalidRequest unless it is a JSON object."""
-    try:
-        return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    except msgspec.ValidationError as error:
-        raise InvalidRequest("the body must be a JSON object", code="invalid_json") from error
-    except NOT_JSON as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 
 def _invalid(message: str) -> InvalidRequest:

@@ -8,8 +8,8 @@ import msgspec
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.fields import ELSEWHERE, refuse
-from pd_cluster.server.schema import object_fields
 from pd_http.dialects import MESSAGES, dialect_of
+from pd_http.member_bounds import top_level
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,7 @@ class TranslatedBody(NamedTuple):
 
 def translated(path: str, raw: bytes) -> TranslatedBody:
     """The body `raw` of `path`. Raises InvalidRequest, also for fields of chat that have no place in that API."""
-    given = object_fields(raw)
+    given = top_level(raw)
     refuse(given, ELSEWHERE[path])
     if path == MESSAGES and bytes(given.get("max_tokens", b"null")).strip() == b"null":
         raise InvalidRequest("max_tokens is required", "max_tokens", "missing_required_parameter")

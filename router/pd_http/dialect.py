@@ -14,24 +14,17 @@ import msgspec
 
 from pd_http.errors import InvalidRequest
 from pd_http.left_out import EMPTY, known, members_of
+from pd_http.member_bounds import BAD_JSON, TOKEN_FIELDS
 from pd_http.sse import SSE_DONE, event_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from pd_http.errors import PdError
     from pd_http.left_out import Kind, LeftOut
 
 RawFields = Mapping[str, msgspec.Raw]
 Struct = TypeVar("Struct")
-# What msgspec raises: not JSON or of another type, not UTF-8, nested too deeply
-_BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-# Objects in lists (turns, blocks, items, tools) of one field: 10 us each on the event loop of a router, and again on
-# that of a node. All values of the field: about 1 us each.
-MAX_ENTRIES = 1 << 14
-MAX_VALUES = 1 << 17
-# Fields that Python reads by entries, and the only member to look into; "" for all
-_BOUNDED = {"messages": "", "system": "", "input": "", "tools": "tools", "tool_choice": ""}
 MANY_TOOLS = 4096  # of an API without a limit: agents send about 130
 _WHOLE = re.compile(rb"[ \t\n\r]*(-?[0-9]+)\.0+[ \t\n\r]*")
 
@@ -66,6 +59,7 @@ class Dialect:
     requires_limit = False
     tool_limits = ToolLimits(128, 64)
     params: Mapping[str, str] = {}  # the client's names of chat fields, for errors
+    token_fields: Collection[str] = TOKEN_FIELDS.keys()
 
     def to_chat(self, fields: RawFields) -> ChatRequest:
         """The chat request that the body with these fields asks for. Raises InvalidRequest."""
@@ -106,8 +100,6 @@ def read(
     names = kind.__struct_fields__  # type: ignore[attr-defined]
     given = {name: whole_number(fields[name]) for name in names if name in fields}
     try:
-        for name in given.keys() & _BOUNDED.keys():
-            check_size(given[name], name, _BOUNDED[name])
         try:
             return msgspec.json.decode(msgspec.json.encode(given), type=kind)
         except msgspec.ValidationError:
@@ -117,37 +109,8 @@ def read(
         shapes = members_of(kind)  # type: ignore[arg-type]
         pruned = {name: known(value, shapes[name], name, left_out) for name, value in values.items()}
         return msgspec.convert(pruned, kind)
-    except _BAD_JSON as error:
+    except BAD_JSON as error:
         raise refusal(str(error)) from error
-
-
-def check_size(raw: msgspec.Raw, name: str, only: str = "") -> None:
-    """Raises InvalidRequest if the field `name` has too many entries or values. `only`: the member to look into.
-
-    A value has at least 2 bytes, and brackets of text are an upper bound: most fields are not decoded for it.
-    """
-    json = bytes(raw)
-    if len(json) <= 3 * MAX_ENTRIES or (
-        len(json) <= 2 * MAX_VALUES and json.count(b"[") + json.count(b"{") <= MAX_ENTRIES
-    ):
-        return
-    num_entries = num_values = 0
-    rest: list[Any] = [msgspec.json.decode(raw)]
-    while rest:
-        one = rest.pop()
-        if isinstance(one, list):
-            inner = [value for value in one if isinstance(value, dict | list)]
-            num_entries += len(inner)
-        elif isinstance(one, dict):
-            looked = [one.get(only)] if only else one.values()
-            inner = [value for value in looked if isinstance(value, dict | list)]
-        else:
-            continue
-        num_values += len(one)
-        for number, limit, what in ((num_entries, MAX_ENTRIES, "entries"), (num_values, MAX_VALUES, "values")):
-            if number > limit:
-                raise InvalidRequest(f"{name} has more than {limit} {what}: {limit} are allowed", name)
-        rest += inner
 
 
 def whole_number(raw: msgspec.Raw) -> msgspec.Raw:

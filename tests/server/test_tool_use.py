@@ -309,7 +309,6 @@ def test_reasoning_fields() -> None:
             for part in ({"type": kind, kind: {"url": "data:"}},)
         ),
         ({"role": "user", "content": "x", "images": ["aGk="]}, "messages[0].images.type: 'image' is not supported"),
-        ({"role": "user", "content": [{"type": "text", "text": "x"}] * 20_000}, "messages has more than 16384 parts"),
         ({"role": "user", "content": ["x", 5]}, "messages[0].content[1] must be a string or"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[0].content[0].text must"),
         ({"role": "user", "content": None}, "messages[0].content is required"),

@@ -1,0 +1,177 @@
+"""Members of bodies are counted before anything is made of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from pd_http.dialects import MESSAGES, RESPONSES, dialect_of
+from pd_http.errors import InvalidRequest
+from pd_http.member_bounds import (
+    FREE_BYTES,
+    MAX_ENTRIES,
+    MAX_FIELDS,
+    MAX_UNLISTED_VALUES,
+    MAX_VALUES,
+    TOKEN_FIELDS,
+    Members,
+    check_members,
+    count_members,
+    top_level,
+)
+
+HOSTILE = ['"', "\\", '\\"', '\\\\"', "[", "]", "{", "}", ",", ":", "{}", "[]", ":{", ",[", " ", "\t", "\n", "\ud800",
+           "\U0001f600", "ä", "a", "", "\\u0022", "//", "0"]  # fmt: skip
+
+
+def text(rng: random.Random) -> str:
+    return "".join(rng.choices(HOSTILE, k=rng.randrange(5)))
+
+
+def value(rng: random.Random, levels: int) -> Any:
+    match rng.randrange(8 if levels else 5):
+        case 0 | 1:
+            return text(rng)
+        case 2:
+            return rng.choice([None, True, False, 0, -1.5e-9, 10**20])
+        case 3:
+            return []
+        case 4:
+            return {}
+        case 5 | 6:
+            return [value(rng, levels - 1) for _ in range(rng.randrange(5))]
+        case _:
+            return {text(rng): value(rng, levels - 1) for _ in range(rng.randrange(5))}
+
+
+def counted(one: Any) -> list[int]:
+    """The entries, values and strings below a value."""
+    total = [0, 0, int(isinstance(one, str))]
+    for member in one.values() if isinstance(one, dict) else one if isinstance(one, list) else ():
+        total[0] += isinstance(one, list) and isinstance(member, list | dict)
+        total[1] += 1
+        total[2] += isinstance(one, dict)
+        total = [a + b for a, b in zip(total, counted(member), strict=True)]
+    return total
+
+
+def test_the_count_is_exact() -> None:
+    rng = random.Random(7)
+    for _ in range(2000):
+        one = value(rng, 5)
+        layout: Any = rng.choice([{}, {"indent": 1}, {"separators": (" ,\t", "\n: ")}, {"separators": (",", ":")}])
+        raw = json.dumps(one, ensure_ascii=rng.random() < 0.5, **layout).encode(errors="surrogatepass")
+        assert list(count_members(raw)) == counted(one), raw
+
+
+def check(body: Any, path: str = "") -> None:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    check_members(raw, dialect_of(path).token_fields)
+
+
+def listed(name: str, number: int, member: str = "1") -> bytes:
+    return b'{"%s":[%s]}' % (name.encode(), ",".join([member] * number).encode())
+
+
+IDS = f"[{','.join('1' * 99)}]"
+
+
+@pytest.mark.parametrize(
+    ("path", "most", "word", "name", "member"),
+    [
+        ("", MAX_ENTRIES, "entries", "messages", "{}"),
+        ("", MAX_ENTRIES, "entries", "tools", "[ ]"),
+        ("", MAX_ENTRIES, "entries", "documents", '{"a":"b,[{"}'),
+        (MESSAGES, MAX_ENTRIES, "entries", "system", "{}"),
+        (RESPONSES, MAX_ENTRIES, "entries", "input", "{}"),
+        ("", MAX_VALUES - 1, "values", "documents", '""'),
+        ("", MAX_VALUES - 1, "values", "messages", r'"\\\",["'),
+        ("", MAX_UNLISTED_VALUES - 1, "values", "metadata", "1"),
+        ("", TOKEN_FIELDS["prompt"].entries, "entries", "prompt", IDS),
+        ("", TOKEN_FIELDS["prompt"].strings, "strings", "prompt", f'"{"a,[" * 99}"'),
+        ("", TOKEN_FIELDS["prompt"].values, "values", "prompt", "1"),
+        ("", TOKEN_FIELDS["input"].entries, "entries", "input", IDS),
+        ("", TOKEN_FIELDS["stop_token_ids"].values, "values", "stop_token_ids", "1"),
+        ("", TOKEN_FIELDS["kv_transfer_params"].entries, "entries", "kv_transfer_params", "[1,1]"),
+    ],
+)
+def test_one_more_than_a_bound_is_refused(path: str, most: int, word: str, name: str, member: str) -> None:
+    """The values of all fields together have the field itself among them."""
+    check(listed(name, most, member), path)
+    with pytest.raises(InvalidRequest, match=rf"has \d+ {word}.*; \d+ are allowed") as caught:
+        check(listed(name, most + 1, member), path)
+    assert caught.value.param in (name, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "inner"),
+    [
+        (MESSAGES, "messages", '{"role":"user","content":[%s]}'),
+        (MESSAGES, "messages", '{"content":[{"type":"tool_result","content":[%s]}]}'),
+        (MESSAGES, "messages", '{"content":[{"type":"document","source":{"content":[%s]}}]}'),
+        (RESPONSES, "input", '{"type":"x_call","results":{"x":[%s]}}'),
+        (RESPONSES, "tools", '{"type":"namespace","tools":[%s]}'),
+        ("", "tools", '{"function":{"parameters":{"anyOf":[%s]}}}'),
+    ],
+)
+def test_entries_count_wherever_they_are(path: str, field: str, inner: str) -> None:
+    """16 MiB of messages of a letter would hold an event loop, and so all streams, for seconds."""
+    for number, is_served in ((MAX_ENTRIES - 64, True), (MAX_ENTRIES + 64, False)):
+        nested = inner % ",".join(["{}"] * (number // 2))
+        raw = b'{"%s":[%s,%s]}' % (field.encode(), nested.encode(), nested.encode())
+        if is_served:
+            check(raw, path)
+            continue
+        with pytest.raises(InvalidRequest, match=f"entries, most of them in {field}; {MAX_ENTRIES} are") as caught:
+            check(raw, path)
+        assert caught.value.param == field
+
+
+def test_fields_are_bounded_before_they_become_a_dict() -> None:
+    assert len(top_level(json.dumps({str(i): i for i in range(MAX_FIELDS)}).encode())) == MAX_FIELDS
+    with pytest.raises(InvalidRequest, match=f"{MAX_FIELDS + 1} fields; {MAX_FIELDS} are allowed"):
+        top_level(json.dumps({str(i): i for i in range(MAX_FIELDS + 1)}).encode())
+    for name in (b"k", b"messages"):  # a name that is there twice takes as long
+        for end in (b"}", b"!"):
+            raw = b'{"prompt":"a"' + b',"%b":1' % name * (MAX_UNLISTED_VALUES + 1) + end
+            with pytest.raises(InvalidRequest, match=r"are allowed|not valid JSON"):
+                check(raw)
+
+
+def test_text_is_no_member() -> None:
+    for text in ("a,{[" * 100_000, '\\"[{,' * 100_000, "\\" * 100_000 + '",[' * 50_000):
+        check({"messages": [{"role": "user", "content": text}], "x": text, "metadata": {text: text}})
+        check({"prompt": text, "logit_bias": {"1": 1}})
+        check({"prompt": [text] * 3, "input": text})
+
+
+def test_random_bodies_are_refused_exactly_above_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(11)
+    names = ["messages", "tools", "x", "y", "prompt", "input"]
+    monkeypatch.setattr("pd_http.member_bounds.MAX_ENTRIES", 0)
+    for _ in range(2000):
+        body = {name: value(rng, 4) for name in rng.sample(names, 4)}
+        tokens = {name: one for name, one in body.items() if name in TOKEN_FIELDS}
+        unlisted = {name: one for name, one in body.items() if name in "xy"}
+        most = [rng.randrange(60) for _ in range(2)]
+        limits = Members(*most, 10**6)
+        monkeypatch.setattr("pd_http.member_bounds.ALL_FIELDS", limits)
+        monkeypatch.setattr("pd_http.member_bounds.UNLISTED", limits)
+        found = [counted(body)[i] - sum(counted(one)[i] for one in tokens.values()) for i in (0, 1)]
+        try:
+            check_members(json.dumps(body).replace("\\ud800", "").encode(), free_bytes=0)
+        except InvalidRequest:
+            assert any(a > b for a, b in zip(found, most, strict=True)), body
+        else:
+            assert all(a <= b for a, b in zip(found, most, strict=True)), body
+            assert len(unlisted) <= most[1]
+
+
+def test_small_bodies_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("pd_http.member_bounds._num_marks")
+    check(b" " * FREE_BYTES)
+    with pytest.raises(NameError):
+        check(b" " * (FREE_BYTES + 1))
