@@ -66,7 +66,6 @@ class AnswerTask(Response):
     async def _run(self, reply: CountedReply, scope: Scope, receive: Receive) -> str:
         try:
             body = await read_body(scope, receive, self._state.max_body_bytes)
-            check_members(body, reply.dialect.token_fields)
             with DisconnectWatch(receive, reply):
                 await self._guarded(reply, body)
         except ClientGone:
@@ -81,6 +80,8 @@ class AnswerTask(Response):
 
     async def _guarded(self, reply: CountedReply, body: bytes) -> None:
         try:
+            await self._state.turns.take(len(body))
+            check_members(body, reply.dialect.bounds)
             await self._work(reply, body)
         except PdError as error:
             if error.status >= 500:

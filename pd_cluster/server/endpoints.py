@@ -137,6 +137,8 @@ async def _chat(
     left_out: Mapping[str, Kind] = EMPTY,
 ) -> None:
     """`raw`: a chat body. `left_out`: what of the client's own body is not in it."""
+    if shape is not ChatShape:
+        await state.turns.take(len(raw))  # another one than for the translation
     body = decoded(state, reply, raw, ChatBody, left_out)
     _take_offer(caller, body)
     logprobs = chat_num_logprobs(body)

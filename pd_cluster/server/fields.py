@@ -9,6 +9,7 @@ body, see `pd_http.left_out`.
 from __future__ import annotations
 
 import re
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ from pd_cluster.errors import InvalidRequest
 from pd_http.dialects import COUNT_TOKENS, MESSAGES, RESPONSES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Mapping
 
 IGNORED_HEADER = "x-pd-ignored"
 MAX_NAMED = 32  # names in the header; of further names it has the number
@@ -219,14 +220,14 @@ def _is_one_of(raw: bytes, values: tuple[Any, ...]) -> bool:
     return any(type(given) is type(value) and given == value for value in values)  # 0 is not False
 
 
-def ignored_header(names: Iterable[str], before: Mapping[str, str] | None = None) -> dict[str, str]:
+def ignored_header(names: Collection[str], before: Mapping[str, str] | None = None) -> dict[str, str]:
     """The header that names these fields; {} for none. Clients choose the names, so they are cut and made printable.
 
     `before`: headers with names that were told earlier.
     """
-    ordered = sorted(names)
-    named = [re.sub(r"[^A-Za-z0-9_.\-\[\]]", "?", name[:MAX_NAME_CHARS]) or "?" for name in ordered[:MAX_NAMED]]
-    if len(ordered) > MAX_NAMED:
-        named.append(f"+{len(ordered) - MAX_NAMED}")
+    first = nsmallest(MAX_NAMED, names)
+    named = [re.sub(r"[^A-Za-z0-9_.\-\[\]]", "?", name[:MAX_NAME_CHARS]) or "?" for name in first]
+    if len(names) > MAX_NAMED:
+        named.append(f"+{len(names) - MAX_NAMED}")
     told = [before[IGNORED_HEADER]] if before and IGNORED_HEADER in before else []
     return {IGNORED_HEADER: ",".join([*told, *named])} if named else {}

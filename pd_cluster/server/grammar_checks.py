@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +61,7 @@ class GrammarChecks:
         if source.kind == "choice" and not (choices and all(choices)):
             raise InvalidRequest(f"{source.param}: a choice needs strings that are not empty", source.param)
         value = source.value if isinstance(source.value, str) else msgspec.json.encode(source.value).decode()
-        message = None if source.message is None else asdict(source.message)
+        message = source.message
         _check_size(value + (msgspec.json.encode(message).decode() if message else ""), num_prompts, source.param)
         options = {name: getattr(source, name) for name in ("coerces_one_of", "strict", "blanks")}
         return await self._written(

@@ -92,7 +92,8 @@ def admin_routes(state: NodeState) -> APIRouter:
 
 async def _body(state: NodeState, request: Request) -> bytes:
     body = await read_body(request.scope, request.receive, state.max_body_bytes)
-    check_members(body, dialect_of(request.url.path).token_fields)
+    await state.turns.take(len(body))
+    check_members(body, dialect_of(request.url.path).bounds)
     return body
 
 

@@ -16,6 +16,7 @@ from pd_cluster.server.sampling import check_prompt_and_tokens, check_room_for_o
 from pd_cluster.server.schema import LISTS, MAX_LISTED_TOKENS, ChatBody, GenerationBody, PromptFields, decode_body
 from pd_cluster.server.tool_use import choice_of, leave_out_tools
 from pd_http.left_out import EMPTY, LeftOut
+from pd_http.member_bounds import too_many
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -132,6 +133,8 @@ def decoded(
     for name in unread | disabled:
         ignored.add("field", name)
     if isinstance(body, ChatBody):
+        if len(body.messages) > state.ready.max_model_len:  # each has a token
+            raise too_many("messages", len(body.messages), "entries", state.ready.max_model_len, "messages")
         for name in leave_out_tools(body):
             ignored.add("tool", name)
         body.messages = normal_messages(body.messages, ignored)

@@ -25,6 +25,7 @@ from pd_cluster.server.tokenizer import Tokenizer
 from pd_cluster.server.tool_format import find_format
 from pd_connectors.protocol.keys import load_cluster_key
 from pd_http.body import longest_body
+from pd_http.body_turns import BodyTurns
 
 if TYPE_CHECKING:
     import aiohttp
@@ -61,6 +62,7 @@ class NodeState:
     draining: bool = False
     num_in_flight: int = 0
     settings_digest: bytes = field(init=False)  # see `stream_version`
+    turns: BodyTurns = field(default_factory=BodyTurns)
     peers: aiohttp.ClientSession | None = None  # to prefill nodes; the app's lifespan opens and closes it
 
     def __post_init__(self) -> None:

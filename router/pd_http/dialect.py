@@ -14,11 +14,11 @@ import msgspec
 
 from pd_http.errors import InvalidRequest
 from pd_http.left_out import EMPTY, known, members_of
-from pd_http.member_bounds import BAD_JSON, TOKEN_FIELDS
+from pd_http.member_bounds import BAD_JSON, CHAT_BOUNDS
 from pd_http.sse import SSE_DONE, event_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from pd_http.errors import PdError
     from pd_http.left_out import Kind, LeftOut
@@ -59,7 +59,7 @@ class Dialect:
     requires_limit = False
     tool_limits = ToolLimits(128, 64)
     params: Mapping[str, str] = {}  # the client's names of chat fields, for errors
-    token_fields: Collection[str] = TOKEN_FIELDS.keys()
+    bounds = CHAT_BOUNDS
 
     def to_chat(self, fields: RawFields) -> ChatRequest:
         """The chat request that the body with these fields asks for. Raises InvalidRequest."""

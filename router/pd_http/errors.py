@@ -61,6 +61,12 @@ class UnreadCoding(PdError, status=415, kind="invalid_request_error", code="unsu
     answer_headers = {"accept-encoding": "identity"}  # RFC 9110, 15.5.16
 
 
+class BodiesWait(PdError, status=503, kind="overloaded_error", code="overloaded"):
+    """Other large bodies were decoded for too long."""
+
+    retry_after_s = 1
+
+
 class NodesDied(PdError, code="nodes_died"):
     """Several nodes died while they served the request, perhaps because of it: it must not be tried again."""
 

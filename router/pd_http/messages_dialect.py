@@ -11,7 +11,7 @@ from pd_http.client_labels import is_label_of_system
 from pd_http.dialect import MANY_TOOLS, ChatRequest, Dialect, RawFields, ToolLimits, raw_fields, read
 from pd_http.errors import InvalidRequest
 from pd_http.left_out import BindingForm, LeftOut
-from pd_http.member_bounds import TOKEN_FIELDS
+from pd_http.member_bounds import TRANSLATED_BOUNDS
 from pd_http.messages_blocks import (
     BLOCKS,
     Block,
@@ -75,7 +75,7 @@ class MessagesDialect(Dialect):
 
     requires_limit = True
     tool_limits = ToolLimits(MANY_TOOLS, 128)
-    token_fields = TOKEN_FIELDS.keys() - {"input"}
+    bounds = TRANSLATED_BOUNDS
     params = {
         "stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config",
         "enable_thinking": "thinking",

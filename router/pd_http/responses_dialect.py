@@ -17,7 +17,7 @@ from pd_http.dialect import (
 )
 from pd_http.errors import InvalidRequest
 from pd_http.left_out import BindingForm, LeftOut
-from pd_http.member_bounds import TOKEN_FIELDS
+from pd_http.member_bounds import TRANSLATED_BOUNDS
 from pd_http.responses_items import ForeignItems, SaidItem, chat_messages
 from pd_http.responses_tools import ResponsesTools
 from pd_http.sse import event_bytes
@@ -76,7 +76,7 @@ class ResponsesDialect(Dialect):
 
     token_limit = "max_output_tokens"
     tool_limits = ToolLimits(MANY_TOOLS, 256)  # a name of 128, behind that of a namespace
-    token_fields = TOKEN_FIELDS.keys() - {"input"}
+    bounds = TRANSLATED_BOUNDS
     params = {
         "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text",
         "reasoning_effort": "reasoning",

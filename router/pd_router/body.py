@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pd_connectors.protocol.text_chain import read_canonical, step_hashes
+from pd_connectors.protocol.text_chain import is_short, read_canonical, step_hashes
 from pd_http.dialect import OPENAI, Dialect
 from pd_http.errors import InvalidRequest, PdError
-from pd_http.member_bounds import BAD_JSON, FREE_BYTES, check_members, top_level
+from pd_http.member_bounds import BAD_JSON, check_members, top_level
 from pd_http.node_answers import ASK_TICKET
 
 RawObject = dict[str, msgspec.Raw]
@@ -37,7 +37,7 @@ class RequestBody:
 
     def __init__(self, data: bytes, dialect: Dialect = OPENAI) -> None:
         self._dialect = dialect
-        check_members(data, dialect.token_fields, _FREE_BYTES if dialect is OPENAI else FREE_BYTES)
+        check_members(data, dialect.bounds, _FREE_BYTES)
         self._fields = top_level(data)
         # Dropped: a client must not steer transfers between nodes
         self.had_transfer = self._fields.pop(_KV, None) is not None
@@ -131,8 +131,15 @@ class RequestBody:
         """Whether the first byte of the answer shows that the whole prompt has been prefilled."""
         return self.wants_stream and not self.has_several_prompts and not self.get("use_beam_search", bool)
 
+    @property
+    def has_chain(self) -> bool:
+        """Whether the prompt's text is short enough for a chain."""
+        return is_short(self._fields)
+
     def text_chain(self, key: bytes) -> tuple[int, ...]:
         """The names of the prompt's text, as nodes publish them. Empty: it has none. `key`: of the cluster's chains."""
+        if not self.has_chain:
+            return ()
         try:
             read = read_canonical(self._dialect.to_chat(self._fields).fields)
         except PdError:  # the node judges

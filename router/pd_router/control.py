@@ -97,11 +97,12 @@ class Relay:
             raw = await read_body(scope, receive, self._s.longest_body)
             if admission is not None:
                 admission.let_relay(scope["headers"], raw)
+            await self._s.turns.take(len(raw))
             name = scope["path_params"].get("name")
             if name is not None:  # looked up in a node's list: a client's text never becomes part of a node's URL
                 answer = _card(await self._ask(scope, "/v1/models", request_id, name, None), name)
             else:
-                body = RequestBody(raw) if scope["method"] == "POST" else None
+                body = RequestBody(raw, reply.dialect) if scope["method"] == "POST" else None
                 model = body.model if body is not None else None
                 answer = self._rewrite(await self._ask(scope, scope["path"], request_id, model, body))
             await reply.whole(answer.status, rules.answered(answer.headers), answer.body)

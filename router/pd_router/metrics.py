@@ -76,6 +76,7 @@ class RouterMetrics:
         }
         self.client_gone = counter("client_disconnects", "Clients that left, by phase of the request.", "phase")
         self.releases = counter("ticket_releases", "Tickets released because no D took them.", "result")
+        self.unchained = counter("long_prompts", "Requests that go by load alone: their text is too long for a chain.")
         self.feed_losses = counter("feed_losses", "Feeds of nodes that ended or could not be read.", "node")
         self.refusals = counter("refusals", "Requests that were not let in, by the name of their key.", "key", "reason")
         self.key_files = counter("key_file_changes", "Changes of the file with API keys that were seen.", "result")

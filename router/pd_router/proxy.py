@@ -62,7 +62,10 @@ class Proxy:
             asked = rules.asked_order(given)
             user = self._user(call)
             raw = await call.read_body(s.longest_body)
+            await s.turns.take(len(raw))
             body = RequestBody(raw, dialect)
+            if not body.has_chain:
+                s.metrics.unchained.inc()
             record.model, record.stream = s.table.known_name(body.model), body.wants_stream
             if user is not None and s.admission is not None:
                 s.admission.shape(user, body)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pd_connectors.protocol.ticket import Offer, sign
+from pd_http.body_turns import BodyTurns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,6 +35,7 @@ class Services:
     key: bytes
     wall_clock: Callable[[], float]
     admission: KeyAdmission | None = None  # None: every client may use the router
+    turns: BodyTurns = field(default_factory=BodyTurns)
 
     @property
     def longest_body(self) -> int:

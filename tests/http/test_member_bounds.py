@@ -11,18 +11,21 @@ import pytest
 from pd_http.dialects import MESSAGES, RESPONSES, dialect_of
 from pd_http.errors import InvalidRequest
 from pd_http.member_bounds import (
+    CHAT_BOUNDS,
     FREE_BYTES,
-    MAX_ENTRIES,
     MAX_FIELDS,
-    MAX_UNLISTED_VALUES,
-    MAX_VALUES,
     TOKEN_FIELDS,
+    TRANSLATED_BOUNDS,
+    BodyBounds,
     Members,
     check_members,
     count_members,
     top_level,
 )
 
+MAX_ENTRIES, MAX_VALUES, _ = CHAT_BOUNDS.others
+MAX_ITEMS = TRANSLATED_BOUNDS.others.entries
+MAX_UNLISTED_VALUES = CHAT_BOUNDS.unlisted.values
 HOSTILE = ['"', "\\", '\\"', '\\\\"', "[", "]", "{", "}", ",", ":", "{}", "[]", ":{", ",[", " ", "\t", "\n", "\ud800",
            "\U0001f600", "ä", "a", "", "\\u0022", "//", "0"]  # fmt: skip
 
@@ -69,7 +72,7 @@ def test_the_count_is_exact() -> None:
 
 def check(body: Any, path: str = "") -> None:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    check_members(raw, dialect_of(path).token_fields)
+    check_members(raw, dialect_of(path).bounds)
 
 
 def listed(name: str, number: int, member: str = "1") -> bytes:
@@ -85,8 +88,8 @@ IDS = f"[{','.join('1' * 99)}]"
         ("", MAX_ENTRIES, "entries", "messages", "{}"),
         ("", MAX_ENTRIES, "entries", "tools", "[ ]"),
         ("", MAX_ENTRIES, "entries", "documents", '{"a":"b,[{"}'),
-        (MESSAGES, MAX_ENTRIES, "entries", "system", "{}"),
-        (RESPONSES, MAX_ENTRIES, "entries", "input", "{}"),
+        (MESSAGES, MAX_ITEMS, "entries", "system", "{}"),
+        (RESPONSES, MAX_ITEMS, "entries", "input", "{}"),
         ("", MAX_VALUES - 1, "values", "documents", '""'),
         ("", MAX_VALUES - 1, "values", "messages", r'"\\\",["'),
         ("", MAX_UNLISTED_VALUES - 1, "values", "metadata", "1"),
@@ -119,13 +122,14 @@ def test_one_more_than_a_bound_is_refused(path: str, most: int, word: str, name:
 )
 def test_entries_count_wherever_they_are(path: str, field: str, inner: str) -> None:
     """16 MiB of messages of a letter would hold an event loop, and so all streams, for seconds."""
-    for number, is_served in ((MAX_ENTRIES - 64, True), (MAX_ENTRIES + 64, False)):
+    most = dialect_of(path).bounds.others.entries
+    for number, is_served in ((most - 64, True), (most + 64, False)):
         nested = inner % ",".join(["{}"] * (number // 2))
         raw = b'{"%s":[%s,%s]}' % (field.encode(), nested.encode(), nested.encode())
         if is_served:
             check(raw, path)
             continue
-        with pytest.raises(InvalidRequest, match=f"entries, most of them in {field}; {MAX_ENTRIES} are") as caught:
+        with pytest.raises(InvalidRequest, match=f"entries, most of them in {field}; {most} are") as caught:
             check(raw, path)
         assert caught.value.param == field
 
@@ -148,30 +152,32 @@ def test_text_is_no_member() -> None:
         check({"prompt": [text] * 3, "input": text})
 
 
-def test_random_bodies_are_refused_exactly_above_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_bodies_are_refused_exactly_above_the_bounds() -> None:
     rng = random.Random(11)
-    names = ["messages", "tools", "x", "y", "prompt", "input"]
-    monkeypatch.setattr("pd_http.member_bounds.MAX_ENTRIES", 0)
     for _ in range(2000):
-        body = {name: value(rng, 4) for name in rng.sample(names, 4)}
-        tokens = {name: one for name, one in body.items() if name in TOKEN_FIELDS}
-        unlisted = {name: one for name, one in body.items() if name in "xy"}
-        most = [rng.randrange(60) for _ in range(2)]
-        limits = Members(*most, 10**6)
-        monkeypatch.setattr("pd_http.member_bounds.ALL_FIELDS", limits)
-        monkeypatch.setattr("pd_http.member_bounds.UNLISTED", limits)
-        found = [counted(body)[i] - sum(counted(one)[i] for one in tokens.values()) for i in (0, 1)]
+        names = rng.sample(["messages", "tools", "x", "y", "prompt", "input"], 4)
+        body = {name: value(rng, 4) for name in names}
+        of_tokens = [counted(one) for name, one in body.items() if name == "prompt"]
+        of_listed = [counted(one) for name, one in body.items() if name not in ("x", "y")]
+        others = Members(*(rng.randrange(-1, 60) for _ in range(2)), rng.randrange(120))
+        unlisted = Members(*(rng.randrange(40) for _ in range(2)), rng.randrange(80))
+        bounds = BodyBounds({"prompt": Members(99, 99, 99)}, others, unlisted)
+        is_within = all(
+            total - sum(part[i] for part in parts) <= most[i]
+            for parts, most in ((of_tokens, others), (of_listed, unlisted))
+            for i, total in enumerate(counted(body))
+        ) or (others.entries >= 0 and sum(json.dumps(body).count(mark) for mark in ",[{") <= others.entries)
+        raw = json.dumps(body).replace("\\ud800", "").encode()
         try:
-            check_members(json.dumps(body).replace("\\ud800", "").encode(), free_bytes=0)
+            check_members(raw, bounds, free_bytes=0)
         except InvalidRequest:
-            assert any(a > b for a, b in zip(found, most, strict=True)), body
+            assert not is_within, (raw, bounds)
         else:
-            assert all(a <= b for a, b in zip(found, most, strict=True)), body
-            assert len(unlisted) <= most[1]
+            assert is_within, (raw, bounds)
 
 
 def test_small_bodies_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("pd_http.member_bounds._num_marks")
+    monkeypatch.delattr("pd_http.member_bounds._Counted")
     check(b" " * FREE_BYTES)
     with pytest.raises(NameError):
         check(b" " * (FREE_BYTES + 1))

@@ -78,12 +78,22 @@ class GatewayExchange:
         try:
             yield from self._take(message)
         except PdError as error:
-            self._outcome = "refused" if error.status < 500 else "failed"
-            yield self._refusal(error)
+            yield self.refused(error)
         except Exception as error:
             self._outcome = "crashed"
             log.error("request %s: a bug", self._headers.get(REQUEST_ID), exc_info=error)
             yield self._refusal(PdError("internal error"))
+
+    def num_to_read(self, message: Any) -> int:
+        """The size of the body that ends with the message; 0: none does."""
+        part = message.request_body
+        is_last = part.end_of_stream or message.HasField("request_trailers")
+        return self._num_bytes + len(part.body) if is_last and self._pick is None else 0
+
+    def refused(self, error: PdError) -> Any:
+        """The answer to a message that is not taken: the client gets the error."""
+        self._outcome = "refused" if error.status < 500 else "failed"
+        return self._refusal(error)
 
     def _take(self, message: Any) -> Iterator[Any]:
         kind = message.WhichOneof("request")
@@ -168,6 +178,8 @@ class GatewayExchange:
         data = b"".join(self._parts)
         body = RequestBody(data, dialect_of(self._path))
         record, s = self._record, self._s
+        if not body.has_chain:
+            s.metrics.unchained.inc()
         record.model, record.stream = s.table.known_name(body.model), body.wants_stream
         self._pick = self._picker.pick(self._path, body, self._headers, self._subset)
         record.until(s.table.clock(), "plan")

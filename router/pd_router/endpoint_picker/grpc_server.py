@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from pd_http.errors import StartupError
+from pd_http.errors import PdError, StartupError
 from pd_router.endpoint_picker.config import PickerConfig
 from pd_router.endpoint_picker.gateway_exchange import GatewayExchange, UnfinishedBodies
 from pd_router.endpoint_picker.messages import ProcessingRequest, ProcessingResponse
@@ -81,6 +81,11 @@ class PickerServer:
         exchange = GatewayExchange(self._s, self._picker, self._unfinished)
         try:
             async for message in messages:
+                try:
+                    await self._s.turns.take(exchange.num_to_read(message))
+                except PdError as error:
+                    yield exchange.refused(error)
+                    return
                 for answer in exchange.take(message):
                     yield answer
                 if exchange.is_refused:
