@@ -8,13 +8,15 @@ messages and schemas, TEMPLATES name the places.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import inspect
 
 from pd_cluster.server.openapi import OPERATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LISTED = (b"{}", b"[]", b"0", b'""', b"null", b'{"a":[]}', b'"%d"')
 NAMED = (b'"a":0', b'"a":{}', b'"%d":0', b'"%d":[]')  # %d: a number, so that all of them differ
@@ -45,11 +47,13 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
             '{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"a","input":{<named>}}]}',
         )
     ),
-    "input": tuple(f"[{one}]" for one in (*_PARTS, '{"type":"function_call_output","call_id":"a","output":[<listed>]}')),
+    "input": tuple(
+        f"[{one}]" for one in (*_PARTS, '{"type":"function_call_output","call_id":"a","output":[<listed>]}')
+    ),
     "tools": tuple(
-        form % schema
+        f"[{form % schema}]"
         for schema in _SCHEMA
-        for form in ('[{"type":"function","function":{"name":"a","parameters":%s}}]', '[{"name":"a","input_schema":%s}]')
+        for form in ('{"type":"function","function":{"name":"a","parameters":%s}}', '{"name":"a","input_schema":%s}')
     ),
     **dict.fromkeys(("schema", "json", "guided_json", "json_schema"), _SCHEMA),
 }  # fmt: skip
@@ -180,5 +184,3 @@ def _example(name: str, shape: Any) -> bytes:
     if isinstance(shape, inspect.DictType | inspect.AnyType | inspect.RawType):
         return b"{}"
     return b"1" if isinstance(shape, inspect.IntType | inspect.FloatType) else b'"a"'
-
-
