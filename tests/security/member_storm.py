@@ -1,6 +1,6 @@
 """Large bodies to a real cluster of 2P + 2D, and what the others see meanwhile: /health, streams, judgements.
 
-    python -m tests.security.member_storm [--size 8000000] [--at-once 8] [--load 4] [--only fields]
+    python -m tests.security.member_storm [--at-once 8] [--load 4] [--only fields]
 
 One line of JSON for each body of REVIEW: those that froze nodes in turn when work was bounded by bytes alone.
 """
@@ -12,28 +12,48 @@ import asyncio
 import contextlib
 import io
 import json
+import multiprocessing
+import os
+import random
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import aiohttp
 
+from pd_http.dialects import dialect_of
+from pd_http.errors import InvalidRequest
+from pd_router.body import RequestBody
 from tests.cluster import Launched, Launcher
+from tests.security.smallest_members import Place, places
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SIZE = 8_000_000  # of a body; 8 MiB and 64 bytes for each token of the context are read
 FLAGS = ("--kv-cache-gb=0.1", "--num-threads=1")
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+LEAST_BYTES = 1 << 12
+REVIEW = ("fields", "calls", "tools", "messages", "parts")
+NUM_SLOWEST = 5
 LOOK_EVERY_S = 0.02
 ANSWER_S = 120.0  # of any request
 STREAM_TOKENS = 400
 JUDGED = "/health did not answer within"  # in the router's log, once for each judgement
 WARM = "The quick brown fox jumps over the lazy dog. " * 60  # so that nodes name blocks, and texts are looked up
+
+
+class Sent(NamedTuple):
+    """A request of the attack that has ended. `status` 0: without an answer."""
+
+    seconds: float
+    name: str
+    status: int
 
 
 class Body(NamedTuple):
@@ -44,20 +64,96 @@ class Body(NamedTuple):
     data: bytes
 
 
-def review(size: int = SIZE) -> Iterator[Body]:
+def review() -> Iterator[Body]:
     """The bodies of the second review, worst first."""
 
     def chat(name: str, begin: bytes, member: bytes, end: bytes) -> Body:
-        inner = b",".join([member] * (size // (len(member) + 1)))
+        inner = b",".join([member] * (SIZE // (len(member) + 1)))
         return Body(name, CHAT, b'{"max_tokens":1,' + begin + inner + end + b"}")
 
-    fields = b",".join(b'"k%d":1' % number for number in range(size * 6 // 80))  # 600,000 in 8 MB
+    fields = b",".join(b'"k%d":1' % number for number in range(600_000))
     yield Body("fields", COMPLETIONS, b'{"prompt":"a","max_tokens":1,' + fields + b"}")
     call = b'{"role":"assistant","tool_calls":[{"function":{"name":"a","arguments":"{}"}}]}'
     yield chat("calls", b'"messages":[', call, b"]")
     yield chat("tools", b'"messages":[{"role":"user","content":"a"}],"tools":[', b"{}", b"]")
     yield chat("messages", b'"messages":[', b"{}", b"]")
     yield chat("parts", b'"messages":[{"role":"user","content":[', b"{}", b"]}]")
+
+
+def drawn(turn: int) -> Iterator[Body]:
+    """Of each place, SIZE bytes of one of its members: another one in each turn."""
+    for number, place in enumerate(places()):
+        yield _body_of(place, place.members[(number + turn) % len(place.members)], SIZE)
+
+
+def largest(turn: int) -> Iterator[Body]:
+    """Of each place, nearly as many members as a router lets pass."""
+    for number, place in enumerate(places()):
+        member = place.members[(number + turn) % len(place.members)]
+        low, high = LEAST_BYTES, SIZE
+        while high - low > low // 50:
+            middle = (low + high) // 2
+            low, high = (middle, high) if _is_let_pass(_body_of(place, member, middle)) else (low, middle)
+        yield _body_of(place, member, low)
+
+
+def mixed(turn: int, count: int) -> Iterator[Body]:
+    """Some of both, in an order of chance, and those of the review."""
+    chance = random.Random(turn)
+    for place in chance.sample(places(), count):
+        yield _body_of(place, chance.choice(place.members), SIZE)
+    yield from chance.sample(list(largest(turn)), count)
+    yield from review()
+
+
+def _body_of(place: Place, member: bytes, size: int) -> Body:
+    return Body(f"{place.name} {member!r}", place.path, place.body(member, size))
+
+
+def _is_let_pass(body: Body) -> bool:
+    try:
+        RequestBody(body.data, dialect_of(body.path))
+    except InvalidRequest:
+        return False
+    return True
+
+
+def attack(url: str, make: Callable[[], Iterable[Body]], at_once: int) -> list[Sent]:
+    """Send the bodies. In a process of its own: `make` takes time."""
+    os.nice(10)
+
+    async def send_all() -> list[Sent]:
+        waiting, sent = iter(make()), list[Sent]()
+        timeout, connector = aiohttp.ClientTimeout(total=ANSWER_S), aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+
+            async def send() -> None:
+                for body in waiting:
+                    begun_s = time.monotonic()
+                    status = await _post(session, url, body)
+                    sent.append(Sent(round(time.monotonic() - begun_s, 3), f"{body.path} {body.name}", status))
+
+            await asyncio.gather(*(send() for _ in range(at_once)))
+        return sent
+
+    return asyncio.run(send_all())
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: Body) -> int:
+    """The status of the whole answer; 0 for none."""
+    headers = {"content-type": "application/json"}
+    try:
+        async with session.post(url + body.path, data=io.BytesIO(body.data), headers=headers) as answer:
+            await answer.read()
+            return answer.status
+    except (aiohttp.ClientError, TimeoutError):
+        return 0
+
+
+def same(name: str, count: int) -> Iterator[Body]:
+    """One body of the review, so many times."""
+    (body,) = (one for one in review() if one.name == name)
+    yield from [body] * count
 
 
 @dataclass
@@ -70,6 +166,7 @@ class Seen:
     broken: list[str] = field(default_factory=list)  # streams and requests of others that failed
     num_frozen: int = 0  # judgements
     statuses: Counter[int] = field(default_factory=Counter)  # of the attack's requests
+    slowest: list[Sent] = field(default_factory=list)  # of the attack's requests
     seconds: float = 0.0  # of the attack
 
     @property
@@ -81,6 +178,7 @@ class Seen:
         told = {"attack": name, "seconds": round(self.seconds, 2), "statuses": dict(self.statuses)}
         told |= {"health_ms": {key: round(value * 1e3) for key, value in self.health_s.items()}}
         told |= {"longest_gap_ms": round(self.longest_gap_s * 1e3), "streams": self.num_streams}
+        told |= {"slowest": self.slowest}
         return json.dumps(told | {"frozen": self.num_frozen, "broken": self.broken[:5], "num_broken": len(self.broken)})
 
 
@@ -102,36 +200,24 @@ class StormedCluster:
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 20)
         for _ in range(2):
             body = json.dumps({"prompt": WARM, "max_tokens": 8}).encode()
-            assert (await self.post(Body("warm", COMPLETIONS, body))) == 200
+            assert await _post(self._session, self.router.url, Body("warm", COMPLETIONS, body)) == 200
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def post(self, body: Body, to: str = "router") -> int:
-        """The status of the whole answer; 0 for none."""
-        headers = {"content-type": "application/json"}
-        try:
-            async with self._session.post(
-                self.urls[to] + body.path, data=io.BytesIO(body.data), headers=headers
-            ) as answer:
-                await answer.read()
-                return answer.status
-        except aiohttp.ClientError:
-            return 0
-
-    async def seen(self, bodies: Iterable[Body], at_once: int = 1, num_victims: int = 4, to: str = "router") -> Seen:
+    async def seen(
+        self, make: Callable[[], Iterable[Body]], at_once: int = 1, num_victims: int = 4, to: str = "router"
+    ) -> Seen:
         """What others see while the bodies are sent to `to`, `at_once` at a time."""
-        waiting = iter(bodies)
-
-        async def attack(seen: Seen) -> None:
-            for body in waiting:
-                seen.statuses[await self.post(body, to)] += 1
-
-        async with self.watched(num_victims) as seen:
-            begun_s = time.monotonic()
-            await asyncio.gather(*(attack(seen) for _ in range(at_once)))
-            seen.seconds = time.monotonic() - begun_s
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            await asyncio.wrap_future(pool.submit(time.monotonic))  # it has started
+            async with self.watched(num_victims) as seen:
+                begun_s = time.monotonic()
+                sent = await asyncio.wrap_future(pool.submit(attack, self.urls[to], make, at_once))
+                seen.seconds = time.monotonic() - begun_s
+        seen.statuses = Counter(one.status for one in sent)
+        seen.slowest = sorted(sent, reverse=True)[:NUM_SLOWEST]
         return seen
 
     @contextlib.asynccontextmanager
@@ -189,7 +275,6 @@ class StormedCluster:
 async def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=SIZE)
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--load", type=int, default=4, help="streams beside")
     parser.add_argument("--only", default="")
@@ -199,10 +284,11 @@ async def main() -> None:
             async with cluster.watched(options.load) as seen:
                 await asyncio.sleep(5)
             sys.stdout.write(seen.line("nothing") + "\n")
-            for body in review(options.size):
-                if options.only in body.name:
-                    seen = await cluster.seen([body] * options.at_once, options.at_once, options.load)
-                    sys.stdout.write(seen.line(f"{options.at_once} x {body.name}") + "\n")
+            for name in REVIEW:
+                if options.only in name:
+                    make = partial(same, name, options.at_once)
+                    seen = await cluster.seen(make, options.at_once, options.load)
+                    sys.stdout.write(seen.line(f"{options.at_once} x {name}") + "\n")
                     sys.stdout.flush()
 
 

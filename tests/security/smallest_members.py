@@ -148,9 +148,9 @@ def _of_shape(
         yield from _of_shape(path, f"{name}.a", shape.value_type, begin + b'{"a":', b"}" + end)
     elif isinstance(shape, inspect.StructType) and not shape.array_like:
         yield Place(path, f"{name} of {shape.cls.__name__}", begin + b"{" + _required(shape), b"}" + end, NAMED)
-        for one in shape.fields:
-            others = b"{" + _required(shape, one.encode_name) + b'"%b":' % one.encode_name.encode()
-            yield from _of_value(path, f"{name}.{one.encode_name}", one.type, begin + others, b"}" + end)
+        for field in shape.fields:
+            others = b"{" + _required(shape, field.encode_name) + b'"%b":' % field.encode_name.encode()
+            yield from _of_value(path, f"{name}.{field.encode_name}", field.type, begin + others, b"}" + end)
 
 
 _ANY = inspect.AnyType()
