@@ -22,9 +22,10 @@ LISTED = (b"{}", b"[]", b"0", b'""', b"null", b'{"a":[]}', b'"%d"')
 NAMED = (b'"a":0', b'"a":{}', b'"%d":0', b'"%d":[]')  # %d: a number, so that all of them differ
 TEXTS = (b"[,", b"},{", b'\\"', b"\\u00e9", b"\\\\")  # marks of JSON, which are none in a text
 DEPTH = b"depth"  # a list in a list in a list
+_LIMITS = ("max_tokens", "max_output_tokens")  # of answers: what is served is to end soon
 _EXAMPLES = {
     "messages": b'[{"role":"user","content":"a"}]', "prompt": b'"a"', "input": b'"a"', "role": b'"user"',
-    "max_tokens": b"1", "sampling": b"{}", "documents": b'["a"]', "tokens": b"[5]",
+    "max_tokens": b"1", "max_output_tokens": b"1", "sampling": b"{}", "documents": b'["a"]', "tokens": b"[5]",
 }  # fmt: skip
 _SCHEMA = (
     "{<named>}", '{"type":"object","properties":{<named>}}', '{"type":"object","required":[<listed>]}',
@@ -162,7 +163,7 @@ def _required(shape: Any, without: str = "") -> bytes:
     members += [
         b'"%b":%b' % (one.encode_name.encode(), _example(one.encode_name, one.type))
         for one in shape.fields
-        if one.encode_name != without and (one.required or one.encode_name == "max_tokens")
+        if one.encode_name != without and (one.required or one.encode_name in _LIMITS)
     ]
     return b"".join(member + b"," for member in members)
 
