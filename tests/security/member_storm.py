@@ -42,6 +42,7 @@ NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 LEAST_BYTES = 1 << 12
 REVIEW = ("fields", "calls", "tools", "messages", "parts")
 NUM_SLOWEST = 5
+SERVED = {200, 400, 413, 429, 503}
 LOOK_EVERY_S = 0.02
 ANSWER_S = 120.0  # of any request
 STREAM_TOKENS = 400
@@ -168,6 +169,7 @@ class Seen:
     num_frozen: int = 0  # judgements
     statuses: Counter[int] = field(default_factory=Counter)  # of the attack's requests
     slowest: list[Sent] = field(default_factory=list)  # of the attack's requests
+    odd: list[Sent] = field(default_factory=list)  # of the attack's requests, those with another status than SERVED
     seconds: float = 0.0  # of the attack
 
     @property
@@ -179,7 +181,7 @@ class Seen:
         told = {"attack": name, "seconds": round(self.seconds, 2), "statuses": dict(self.statuses)}
         told |= {"health_ms": {key: round(value * 1e3) for key, value in self.health_s.items()}}
         told |= {"longest_gap_ms": round(self.longest_gap_s * 1e3), "streams": self.num_streams}
-        told |= {"slowest": self.slowest}
+        told |= {"slowest": self.slowest, "odd": self.odd[:20]}
         return json.dumps(told | {"frozen": self.num_frozen, "broken": self.broken[:5], "num_broken": len(self.broken)})
 
 
@@ -218,6 +220,8 @@ class StormedCluster:
                 sent = await asyncio.wrap_future(pool.submit(attack, self.urls[to], make, at_once))
                 seen.seconds = time.monotonic() - begun_s
         seen.statuses = Counter(one.status for one in sent)
+        hidden = "/pd/" if to == "router" else "-"  # paths that it refuses without reading the body
+        seen.odd = [one for one in sent if one.status not in SERVED and not one.name.startswith(hidden)]
         seen.slowest = sorted(sent, reverse=True)[:NUM_SLOWEST]
         return seen
 
