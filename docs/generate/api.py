@@ -221,7 +221,11 @@ def _bounds() -> str:
         ("`tools`", f"{OPENAI.tool_limits.tools}", f"{MANY_TOOLS:,} in Messages and Responses"),
         ("`stop`", f"{MAX_STOP_STRINGS}", f"strings of {MAX_STOP_CHARS:,} characters"),
         ("`bad_words`", f"{MAX_BAD_WORD_CHARS:,}", "characters in all"),
-        ("a schema, grammar or choices", f"{MAX_GRAMMAR_BYTES >> 10} KiB", "as it is sent"),
+        (
+            "a schema, grammar or choices",
+            f"{MAX_GRAMMAR_BYTES >> 10} KiB",
+            "as JSON without blanks; 1 MiB for all prompts",
+        ),
         ("`logits_args`", f"{MAX_LOGITS_ARGS_BYTES >> 10} KiB", "for all prompts together"),
     ]
     for name, most in TOKEN_FIELDS.items():

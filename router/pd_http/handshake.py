@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from asyncio.sslproto import SSLProtocol
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import uvloop.loop
@@ -67,11 +68,12 @@ class Handshake(asyncio.Protocol):
     def _begin(self) -> None:
         inner = self.protocol(**self._of_uvicorn)
         inner.handshake = self
-        ended = self.loop.create_future()
-        ended.add_done_callback(self._ended)
         kind = uvloop.loop.SSLProtocol if isinstance(self.loop, uvloop.Loop) else SSLProtocol
         timeout_s = 2 * self.gate.limits.head_timeout_s  # `check` is earlier
-        tls = kind(self.loop, inner, self.context, ended, server_side=True, ssl_handshake_timeout=timeout_s)
+        # No name for the waiter: the frames of its exception know this one, and a cycle keeps 50 kB of OpenSSL
+        tls = kind(
+            self.loop, inner, self.context, self._waiter(inner), server_side=True, ssl_handshake_timeout=timeout_s
+        )
         self.gate.shakes(self)
         self.transport.set_protocol(tls)
         tls.connection_made(self.transport)
@@ -79,11 +81,18 @@ class Handshake(asyncio.Protocol):
         tls.buffer_updated(len(self._first))
         self._first = b""
 
-    def _ended(self, ended: asyncio.Future[None]) -> None:
+    def _waiter(self, inner: BoundedProtocol) -> asyncio.Future[None]:
+        waiter: asyncio.Future[None] = self.loop.create_future()
+        waiter.add_done_callback(partial(self._ended, inner))
+        return waiter
+
+    def _ended(self, inner: BoundedProtocol, ended: asyncio.Future[None]) -> None:
         error = ended.exception()
         self.connection_lost(None)
         if isinstance(error, ssl.SSLError):
             self.gate.refused(self, Refusal.TLS, (error.reason or "other").lower())
+        if error is not None:
+            inner.parser = None  # type: ignore[assignment]  # uvicorn does so at `connection_lost`: it knows `inner`
 
     # --- called by the gate, and by uvicorn when it stops
 

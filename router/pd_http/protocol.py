@@ -98,7 +98,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.gate.left(self)
         self._disconnect()
+        self._unset_keepalive_if_required()  # uvicorn leaves it after a reset, with 55 kB of TLS for 75 s
         super().connection_lost(exc)
+        self.pipeline.clear()  # requests know this object: such cycles wait for a collection, each with as much
+        self.cycle = self.serving = None  # type: ignore[assignment]
 
     def eof_received(self) -> None:
         if self._abort_at_s is not None:

@@ -63,7 +63,7 @@ class ClientConnection(BoundedProtocol):
     def _answer_headers(self) -> HeaderList:
         """Of the call under way."""
         headers = [*self.server_state.default_headers]
-        if self.gate.limits.allowed_origins:
+        if self.gate.limits.allowed_origins and self.serving is not None:  # else the client is gone
             origin = next((value for name, value in self.serving.headers if name == b"origin"), None)
             headers += consent(self.gate.limits, None if origin is None else origin.decode("latin-1"))
         if self.is_leaving():

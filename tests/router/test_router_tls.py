@@ -63,8 +63,8 @@ async def test_keys_limits_and_orders_over_tls_and_what_is_told_of_keys(tmp_path
     trusting = ssl.create_default_context(cafile=files.ca)
     told: list[str] = []
     async with running(p, d):
-        urls = "--prefill", p.url, "--decode", d.url
-        async with routers(tmp_path, *urls, *files.flags, f"--api-keys={keys}", "--workers=2") as router:
+        flags = "--prefill", p.url, "--decode", d.url, "--workers=2", "--max-queue-s=0.2"
+        async with routers(tmp_path, *flags, *files.flags, f"--api-keys={keys}") as router:
             assert router.url.startswith("https://")
 
             async def post(secret: str, body: dict[str, Any]) -> int:

@@ -131,21 +131,21 @@ def test_sizes_of_what_clients_send() -> None:
     assert len(session(2000)) == 2000
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "told"),
-    [
-        (CHAT, {"messages": HI, "tools": [chat_tool(i, 1) for i in range(129)]}, "tools has 129 entries; 128 are"),
-        (MESSAGES, {"max_tokens": 1, "messages": HI, "tools": [{"name": f"f{i}", "input_schema": {}} for i in
-         range(MANY_TOOLS + 1)]}, f"tools has {MANY_TOOLS + 1} entries; {MANY_TOOLS} are"),
-        (CHAT, {"messages": HI * (ENTRIES + 1)},
-         f"the body has {ENTRIES + 1} entries, most of them in messages; {ENTRIES} are"),
-        (RESPONSES, {"input": HI * (ITEMS + 1)},
-         f"the body has {ITEMS + 1} entries, most of them in input; {ITEMS} are"),
-        (CHAT, {"messages": HI, "stream_options": {f"k{i}": i for i in range(MAX_FIELDS + 1)}},
-         f"stream_options has {MAX_FIELDS + 1} fields; {MAX_FIELDS} are"),
-        (COMPLETIONS, {"prompt": [[7] * 999] * 257}, "prompt has 257 entries; 256 are"),
-    ],
+ONE_MORE: tuple[tuple[str, dict[str, Any], str], ...] = (
+    (CHAT, {"messages": HI, "tools": [chat_tool(i, 1) for i in range(129)]}, "tools has 129 entries; 128 are"),
+    (MESSAGES, {"max_tokens": 1, "messages": HI, "tools": [{"name": f"f{i}", "input_schema": {}} for i in
+     range(MANY_TOOLS + 1)]}, f"tools has {MANY_TOOLS + 1} entries; {MANY_TOOLS} are"),
+    (CHAT, {"messages": HI * (ENTRIES + 1)},
+     f"the body has {ENTRIES + 1} entries, most of them in messages; {ENTRIES} are"),
+    (RESPONSES, {"input": HI * (ITEMS + 1)},
+     f"the body has {ITEMS + 1} entries, most of them in input; {ITEMS} are"),
+    (CHAT, {"messages": HI, "stream_options": {f"k{i}": i for i in range(MAX_FIELDS + 1)}},
+     f"stream_options has {MAX_FIELDS + 1} fields; {MAX_FIELDS} are"),
+    (COMPLETIONS, {"prompt": [[7] * 999] * 257}, "prompt has 257 entries; 256 are"),
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "told"), ONE_MORE)
 def test_one_more_is_a_400_that_names_it(path: str, body: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(told)) as caught:
         through_node(path, json.dumps(body).encode())
