@@ -173,6 +173,7 @@ class PrefillSearch:
         self._ends_s = time.monotonic() + state.config.handoff.load_deadline_s
         self._legs: list[PrefillClient] = []
         self._dead: set[str] = set()  # prefill nodes that died while they served the request
+        self._num_frozen = 0
         ticket, is_open = request.kv_source.ticket, request.kv_source.work is Work.TAKE_OVER
         # None: not known, the engine may still send NeedsPrefill or prefill locally
         self.prefill_node: str | None = ticket.lease.engine_id if ticket else None if is_open else state.node_id
@@ -186,6 +187,7 @@ class PrefillSearch:
             self._fell_back(cause, reason)
             if await self._has_died(cause):
                 self._bury(self.prefill_node or "")
+            self._leave_frozen(cause)
         await self.close()  # close the connection to the node of the failed load
         while self._urls and (not reason or policy in ("any", "remote")):
             left_s = self._ends_s - time.monotonic()
@@ -201,6 +203,7 @@ class PrefillSearch:
                 self._fell_back(reason, str(error))
                 if error.kind is FailureKind.DIED:
                     self._bury(url)
+                self._leave_frozen(reason)
                 if error.kind is FailureKind.PROTOCOL_MISMATCH and policy == "any":
                     break  # during an upgrade the other nodes would answer with such tickets too
                 continue
@@ -268,6 +271,12 @@ class PrefillSearch:
             raise NodesDied(
                 f"{len(self._dead)} prefill nodes died while they served this request; it is not tried again"
             )
+
+    def _leave_frozen(self, cause: str) -> None:
+        """Ask no third node when two stood still. No final error: behind a cut network they look the same."""
+        self._num_frozen += cause == LoadFailure.PEER_FROZEN
+        if self._num_frozen >= self._state.config.handoff.max_node_deaths:
+            self._urls.clear()
 
     async def close(self) -> None:
         """Close the connections to all prefill nodes that were asked. Idempotent."""

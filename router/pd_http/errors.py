@@ -74,6 +74,15 @@ class NoRoom(PdError, status=503, kind="overloaded_error", code="no_memory"):
 class NodesDied(PdError, code="nodes_died"):
     """Several nodes died while they served the request, perhaps because of it: it must not be tried again."""
 
+    answer_headers = {"x-should-retry": "false"}  # to the SDKs of OpenAI and Anthropic, which try a 500 twice more
+
+
+class NodesFrozen(NodesDied, code="nodes_frozen"):
+    """Several nodes stood still before they gave the request its first token: it must not be tried again."""
+
+
+FINAL_CODES = frozenset({NodesDied.code, NodesFrozen.code})  # of errors behind which no node may be asked
+
 
 class OrderVersion(PdError, status=409, kind="invalid_request_error", code="protocol_mismatch"):
     """An order in another protocol version. The sender must be upgraded, or the receiver."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_http.errors import NodesDied
+from pd_http.errors import FINAL_CODES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,7 +21,7 @@ def may_continue(record: StreamRecord, told: StreamFailed | None) -> bool:
     """
     if not record.can_continue:
         return False
-    return told is None or (told.status >= 500 and told.status != 504 and told.code != NodesDied.code)
+    return told is None or (told.status >= 500 and told.status != 504 and told.code not in FINAL_CODES)
 
 
 # Of one stream without a token between them: more than a cluster loses at a time. Only deaths have another limit, and a

@@ -83,14 +83,16 @@ class ContinuedStream:
             return None
         try:
             self._heirs.fail(leg.node, self._casualties.epoch_of(leg.node))
+            if self.record.num_tokens > self._num_inherited:
+                self._casualties.ran()
             num_choices = max(self._body.num_samples, self.record.num_choices)
             if self.record.num_tokens - self._num_inherited >= OUTLIVED_TOKENS * num_choices:
                 self._casualties.outlive()
             self._num_inherited = self.record.num_tokens
             await self._judge("stream", failure)
             heir = await self._find()
-        except NodesDied:
-            count("nodes_died").inc()
+        except NodesDied as error:
+            count(error.code).inc()
             raise
         count("no_node" if heir is None else "continued").inc()
         log.warning(

@@ -63,6 +63,7 @@ class HealthPoller:
     async def poll(self, node: Node) -> None:
         was_reachable = node.reachable
         node.polled = True
+        node.liveness.num_polls += 1
         try:
             answer = await patiently(self._upstream.get(node, "/health", {}, None), self._health_timeout_s)
         except TimeoutError:

@@ -2,7 +2,7 @@
 
 the node ...                                 judged     requests that wait for its first byte
 answers /health with 200                     up         continue to wait
-does not answer within `health_timeout_s`    frozen     move, if another node can take them
+does not answer within `health_timeout_s`    frozen     move, if another node can take them (`casualties` counts)
 answers that its engine is frozen            frozen     the same
 refuses connections, or answers "dead"       died       the same, counted against the request
 answers with another boot epoch              died       the same; requests sent from now on are not affected
@@ -27,6 +27,10 @@ class Down:
     why: str
 
 
+def is_freeze(down: Down | None) -> bool:
+    return down is not None and down.kind is FailureKind.FROZEN
+
+
 class DownListener(Protocol):
     """A wait that a judgement may end."""
 
@@ -37,22 +41,26 @@ class DownListener(Protocol):
 class NodeLiveness:
     """Judgements of one node. When the health poller judges it to be down, guarded waits for it end."""
 
-    __slots__ = ("_guards", "doubted", "down", "leaving_epoch")
+    __slots__ = ("_guards", "doubted", "down", "frozen_at", "leaving_epoch", "num_polls")
 
     def __init__(self) -> None:
         self.down: Down | None = None
+        self.num_polls = 0  # of /health that have begun
+        self.frozen_at = 0  # number of the poll that first found the newest freeze
         self.leaving_epoch: int | None = None  # of the newest boot that has said that it ends by order
         self.doubted = asyncio.Event()  # set: /health is to be polled now
         self._guards: set[DownListener] = set()
 
     def doubt(self) -> None:
         """Have the node judged now, if it is not judged frozen already."""
-        if self.down is None or self.down.kind is not FailureKind.FROZEN:
+        if not is_freeze(self.down):
             self.doubted.set()
 
     def judge(self, down: Down | None) -> None:
         """Store the newest judgement. A node that stays down is judged at each poll: a wait that could not move before
         may be able to move now."""
+        if is_freeze(down) and not is_freeze(self.down):
+            self.frozen_at = self.num_polls
         self.down = down
         if down is not None:
             for guard in list(self._guards):

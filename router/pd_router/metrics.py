@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pd_http.errors import NodesDied, NodesFrozen
 from pd_http.metrics import HttpMetrics
 from pd_router.model_metrics import ModelMetrics
 from pd_router.node_view import FeedState
@@ -68,9 +69,11 @@ class RouterMetrics:
         self.exhausted = counter(
             "tries_exhausted", "Requests for which every healthy node of a role, or as many as allowed, failed.", "leg"
         )
-        self.node_killers = counter(
-            "requests_nodes_died", "Requests that ended because too many nodes died while they served them."
-        )
+        why = {NodesDied.code: "died while they served them", NodesFrozen.code: "stood still before a first token"}
+        self.stoppers = {
+            code: counter(f"requests_{code}", f"Requests that ended because too many nodes {what}.")
+            for code, what in why.items()
+        }
         self.client_gone = counter("client_disconnects", "Clients that left, by phase of the request.", "phase")
         self.releases = counter("ticket_releases", "Tickets released because no D took them.", "result")
         self.unchained = counter("long_prompts", "Requests that go by load alone: their text is too long for a chain.")

@@ -99,8 +99,8 @@ class NodeRequest(ABC, Generic[Plan]):
         except Refused as refusal:
             self.outcome = "refused"
             await self._pass_on(refusal.answer, refusal.answer.status)
-        except NodesDied:
-            self._s.metrics.node_killers.inc()
+        except NodesDied as error:
+            self._s.metrics.stoppers[error.code].inc()
             self._name_route()
             raise
         except PdError:
@@ -213,6 +213,8 @@ class NodeRequest(ABC, Generic[Plan]):
             elif failure.node.liveness.has_left(epoch):  # no illness: it would eject the boot that follows
                 failure.kind = FailureKind.LEFT
         self._note(leg, failure)
+        if failure.kind is FailureKind.FROZEN:
+            self._casualties.freeze(failure.node)
         if failure.kind in _NO_CASUALTY:
             self._casualties.spare(failure.node)
         if failure.kind is FailureKind.DIED:
@@ -221,6 +223,7 @@ class NodeRequest(ABC, Generic[Plan]):
             # dies, the writing node goes on alone, so its death does not end a stream
             if self.phase != "stream":
                 await self._look_for_others()
+        if failure.kind in _JUDGED:
             self._casualties.check()
 
     async def _look_for_others(self) -> None:

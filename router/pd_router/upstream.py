@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pd_connectors.protocol.clock import patiently
-from pd_http.errors import ENGINE_DIED, NodesDied
+from pd_http.errors import ENGINE_DIED, FINAL_CODES
 from pd_http.node_answers import FailureKind, code_of, has_lost_requests, object_in
 from pd_router.connection_pool import ConnectionPool, NoConnection
 from pd_router.node_connection import AnswerUnreadable, Unanswered
@@ -46,7 +46,7 @@ class LegFailed(Exception):
     @property
     def is_final(self) -> bool:
         """Whether the node says that the request must not be tried on any node again."""
-        return self.answer is not None and code_of(self.answer.body) == NodesDied.code
+        return self.answer is not None and code_of(self.answer.body) in FINAL_CODES
 
 
 # What a connection and `asyncio.timeout` raise while a leg waits.

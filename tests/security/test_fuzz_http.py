@@ -22,6 +22,7 @@ from tests.security.wire import Reply, exchange, replies
 if TYPE_CHECKING:
     from tests.security.live_cluster import LiveCluster
 
+TARGETS = ["router", "decode", pytest.param("prefill", marks=pytest.mark.slow)]  # both nodes run the same code
 COMPLETION = {"prompt": "Mira 4831. Mira?", "max_tokens": 2, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True,
         "stream_options": {"include_usage": True}, "stop": ["x"], "logit_bias": {"7": 1.5}, "seed": 3}  # fmt: skip
@@ -68,7 +69,7 @@ TO_NODE = (
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("target", ["router", "prefill", "decode"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_genuine_requests_are_answered_whole(cluster: LiveCluster, target: str) -> None:
     """Else the mutated ones would test little."""
     for raw in TO_ROUTER if target == "router" else TO_NODE:
@@ -80,7 +81,7 @@ def test_genuine_requests_are_answered_whole(cluster: LiveCluster, target: str) 
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("target", ["router", "prefill", "decode"])
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_mutated_bytes(cluster: LiveCluster, target: str, examples: int) -> None:
     requests = TO_ROUTER if target == "router" else TO_NODE

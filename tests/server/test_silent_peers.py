@@ -127,6 +127,22 @@ async def test_d_leaves_a_silent_node_for_the_next_one(silent_url: str) -> None:
         assert fallbacks(d, "peer_frozen") == 1
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("has_ticket", [False, True])
+async def test_d_asks_no_third_prefill_node_when_two_stood_still(has_ticket: bool, silent_url: str) -> None:
+    """Without a ticket, or behind it, while their KV is read. D computes, because behind a cut network they look so."""
+    async with (
+        running(FakeEngine(opens_only, engine_id="one"), node_id="one") as one,
+        running(FakeEngine(opens_only, engine_id="two"), node_id="two") as two,
+        running(engine_of_p(), node_id="p") as p,
+        decode_node(loses_each_load("peer_frozen: no progress")) as d,
+    ):
+        frozen = [one.url, two.url] if has_ticket else [silent_url, silent_url]
+        status, _, headers = await complete(d, {"offer": make_offer(*frozen, p.url)})
+        assert (status, headers["x-pd-prefill"]) == (200, "d")
+        assert fallbacks(d, "peer_frozen") == 2
+
+
 async def test_d_stops_when_two_prefill_nodes_died_of_a_request(dying_urls: list[str]) -> None:
     async with decode_node() as d:
         status, answer, _ = await complete(d, {"offer": make_offer(*dying_urls)})
