@@ -51,7 +51,7 @@ class Proxy:
         arrived_at = s.table.clock()
         given = rules.first_values(call.headers)
         request_id = rules.request_id(given)
-        reply = CallReply(call, request_id)
+        reply = CallReply(call, request_id, s.held)
         reply.dialect = dialect = dialect_of(call.path)
         record = CallRecord(call.path, request_id, arrived_at, s.wall_clock())
         if self._traces:
