@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pd_connectors.protocol.text_chain import is_short, read_canonical, step_hashes
+from pd_connectors.protocol.text_chain import MAX_CHAIN_BYTES, is_short, read_canonical, step_hashes
 from pd_http.dialect import OPENAI, Dialect
 from pd_http.errors import InvalidRequest, PdError
 from pd_http.member_bounds import BAD_JSON, check_members, top_level
@@ -158,7 +158,7 @@ class RequestBody:
     @property
     def has_chain(self) -> bool:
         """Whether the prompt's text is short enough for a chain."""
-        return is_short(self._fields)
+        return self.num_bytes <= MAX_CHAIN_BYTES or is_short(self._fields)
 
     def text_chain(self, key: bytes) -> tuple[int, ...]:
         """The names of the prompt's text, as nodes publish them. Empty: it has none. `key`: of the cluster's chains."""
