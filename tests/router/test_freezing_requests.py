@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -84,7 +85,7 @@ async def test_a_prefill_node_that_had_the_request_from_a_decode_node_counts(is_
     p = FakeNode("prefill", fakes.prefill, node_id="p")
 
     async def passes_on(node: FakeNode, request: web.Request, seen: Seen) -> web.StreamResponse:
-        assert verify(KEY, seen.body["kv_transfer_params"]["offer"], Offer, 0.0).prefill_urls == (p.url,)
+        assert verify(KEY, seen.body["kv_transfer_params"]["offer"], Offer, time.time()).prefill_urls == (p.url,)
         if is_p_frozen:
             await freeze(p)
             await until(lambda: router.services.table.nodes[0].liveness.down)
