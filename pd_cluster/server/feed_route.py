@@ -34,7 +34,7 @@ def feed_route(state: NodeState) -> APIRouter:
         order = check_order(state, request.headers.get(ORDER_HEADER, ""), FEED_ACTION)
         _ = state.ready
         wait_s = _wait_s(request.headers.get(WAIT_HEADER, "0"))
-        name = (order.reader or request.headers.get(CHARGE_HEADER, ""))[:MAX_NAME_CHARS]
+        name = (order.reader.partition(".")[0] or request.headers.get(CHARGE_HEADER, ""))[:MAX_NAME_CHARS]
         return _FeedAnswer(state.feed, FeedReader(name, wait_s, order.reader or str(order.expires_at_s), order.serial))
 
     return routes

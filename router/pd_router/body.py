@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pd_connectors.protocol.text_chain import is_short, read_canonical, step_hashes
+from pd_connectors.protocol.text_chain import MAX_CHAIN_BYTES, is_short, read_canonical, step_hashes
 from pd_http.dialect import OPENAI, Dialect
 from pd_http.errors import InvalidRequest, PdError
 from pd_http.member_bounds import BAD_JSON, check_members, top_level
@@ -29,6 +29,9 @@ _MAX_SAMPLES = 128  # a node refuses more; here it bounds the charge for one req
 _TEMPLATE_TOKENS = 4096  # that a chat template may add to a prompt
 _FREE_BYTES = 128 << 10  # of a body that is not counted: it is passed on, and its text chain takes up to 30 ms
 T = TypeVar("T")
+_DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (bool, int, float, str)
+}  # each request reads some ten fields: 0.1 us less each than by the type
 
 
 class RequestBody:
@@ -50,7 +53,8 @@ class RequestBody:
         if raw is None:
             return None
         try:
-            return msgspec.json.decode(raw, type=kind)
+            value: T = _DECODERS[kind].decode(raw)
+            return value
         except BAD_JSON:
             return None
 
@@ -93,8 +97,7 @@ class RequestBody:
         """Tokens to which the client limits an answer; `inf`: it does not."""
         most = -1.0
         for name in _LIMITS.get(self._dialect.token_limit, (self._dialect.token_limit,)):
-            if name in self._fields and self._has(name):
-                limit = self.get(name, int)
+            if name in self._fields and ((limit := self.get(name, int)) is not None or self._has(name)):
                 most = inf if limit is None or limit < 0 else max(most, limit)
         return inf if most < 0 else most
 
@@ -158,7 +161,7 @@ class RequestBody:
     @property
     def has_chain(self) -> bool:
         """Whether the prompt's text is short enough for a chain."""
-        return is_short(self._fields)
+        return self.num_bytes <= MAX_CHAIN_BYTES or is_short(self._fields)
 
     def text_chain(self, key: bytes) -> tuple[int, ...]:
         """The names of the prompt's text, as nodes publish them. Empty: it has none. `key`: of the cluster's chains."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from uvicorn.protocols.http.flow_control import FlowControl
 
+    from pd_http.held_bytes import Share
     from pd_http.reply import HeaderList
 
 log = logging.getLogger("pd_router")
@@ -36,6 +37,7 @@ class ClientCall:
         "_answer_headers", "_expects_continue", "_head", "_is_chunked", "_num_bytes", "_num_seen", "_on_complete",
         "_on_flow", "_parts", "_serve", "_task", "_transport", "_waiter", "body", "disconnected", "flow", "headers",
         "host", "is_gone", "keep_alive", "key_name", "more_body", "path", "response_complete", "response_started",
+        "share",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +63,7 @@ class ClientCall:
         self.flow = flow
         self.key_name = ""  # of the client's API key; "": the router has none, or refused it
         self.host = ""  # the client's address
+        self.share: Share | None = None  # of a large answer, until the client has taken it
         self.is_gone = False  # the connection ended before the answer was complete
         self._serve = serve
         self._transport = transport
@@ -99,6 +102,13 @@ class ClientCall:
             self._parts, self.body = [], bytearray()  # of a refused one: an idle connection keeps its last call
             if not self.response_complete and not self.disconnected:
                 self._transport.close()
+            if self.share is not None:
+                await self._give_back(self.share)
+
+    async def _give_back(self, share: Share) -> None:
+        """When the client has taken the answer, or is gone: the request itself has ended."""
+        with share:
+            await self.flow.drain()
 
     @property
     def message_event(self) -> ClientCall:

@@ -112,9 +112,9 @@ class RouterConfig(HttpLimits):
         "key has as many under way as it may.",
     )
     max_queue_mb: float = setting(
-        128.0,
-        "Memory in MB of the bodies of all requests that wait so; beyond it those served last are refused with 429. "
-        "At least one body of --max-body-mb may wait.",
+        48.0,
+        "Memory in MB of the bodies of all requests that wait so, at most a quarter of --max-held-mb; beyond it those "
+        "served last are refused with 429. At least one body of --max-body-mb may wait.",
         positive=True,
     )
     max_queue_s: float = setting(30.0, "How long such a request waits before it is refused with 429.", positive=True)
@@ -216,7 +216,8 @@ class RouterConfig(HttpLimits):
 
     @property
     def max_queue_bytes(self) -> int:
-        return max(int(self.max_queue_mb * 1e6), self.max_body_bytes)
+        """Half of what is held of bodies is left to those that do not wait: else one key's would refuse all others."""
+        return max(min(int(self.max_queue_mb * 1e6), self.max_held_bytes // 4), self.max_body_bytes)
 
 
 def check_node_url(url: str, kind: str = "node") -> None:

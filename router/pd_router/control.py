@@ -13,6 +13,7 @@ from starlette.responses import Response
 from pd_http.body import ClientGone, read_body
 from pd_http.dialects import dialect_of
 from pd_http.errors import ModelNotFound, PdError
+from pd_http.held_bytes import Share
 from pd_http.metrics import EXPOSITION_TYPE
 from pd_http.reply import json_response
 from pd_router import headers as rules
@@ -91,21 +92,8 @@ class Relay:
         reply = RouterReply(send, request_id)
         reply.dialect = dialect_of(scope["path"])
         try:
-            admission = self._s.admission
-            if admission is not None:
-                admission.find(scope["headers"])  # before the body is read
-            raw = await read_body(scope, receive, self._s.longest_body)
-            if admission is not None:
-                admission.let_relay(scope["headers"], raw)
-            await self._s.turns.take(len(raw))
-            name = scope["path_params"].get("name")
-            if name is not None:  # looked up in a node's list: a client's text never becomes part of a node's URL
-                answer = _card(await self._ask(scope, "/v1/models", request_id, name, None), name)
-            else:
-                body = RequestBody(raw, reply.dialect) if scope["method"] == "POST" else None
-                model = body.model if body is not None else None
-                answer = self._rewrite(await self._ask(scope, scope["path"], request_id, model, body))
-            await reply.whole(answer.status, rules.answered(answer.headers), answer.body)
+            with Share(self._s.held) as share:
+                await self._relay(scope, receive, reply, request_id, share)
         except ClientGone:
             return  # no node was asked
         except asyncio.CancelledError:
@@ -114,6 +102,32 @@ class Relay:
             await reply.fail(error)
         except Exception as error:
             await reply.crashed(error)
+
+    async def _relay(self, scope: Scope, receive: Receive, reply: RouterReply, request_id: str, share: Share) -> None:
+        """Returns when the client has taken all but a buffer of the answer. `share`: of the body and the answer.
+
+        Raises ClientGone, PdError.
+        """
+        admission = self._s.admission
+        if admission is not None:
+            admission.find(scope["headers"])  # before the body is read
+        raw = await read_body(scope, receive, self._s.longest_body)
+        share.grow(len(raw))
+        if admission is not None:
+            admission.let_relay(scope["headers"], raw)
+        await self._s.turns.take(len(raw))
+        name = scope["path_params"].get("name")
+        if name is not None:  # looked up in a node's list: a client's text never becomes part of a node's URL
+            answer = _card(await self._ask(scope, "/v1/models", request_id, name, None), name)
+        else:
+            body = RequestBody(raw, reply.dialect) if scope["method"] == "POST" else None
+            model = body.model if body is not None else None
+            answer = self._rewrite(await self._ask(scope, scope["path"], request_id, model, body))
+        share.grow(len(answer.body))
+        length = (b"content-length", b"%d" % len(answer.body))
+        await reply.start(answer.status, [*rules.answered(answer.headers), length])
+        await reply.write(answer.body)
+        await reply.end()
 
     async def _ask(
         self, scope: Scope, path: str, request_id: str, model: str | None, body: RequestBody | None

@@ -73,13 +73,14 @@ class FeedFollower:
         self._metrics = metrics
         self._key = key
         self._wall_clock = wall_clock
-        self._serials = itertools.count(1)
+        self._serials, self._places = itertools.count(1), itertools.count(1)
 
     async def follow(self, node: Node) -> None:
         """Read a node's feed until cancelled, connection after connection; then forget what it said."""
         loop = asyncio.get_running_loop()
         retry_s = FIRST_RETRY_S
-        with _Following(NodeFeed(self._table.prefixes, node), node) as following:
+        place = f"{self._table.router_name}.{next(self._places)}"
+        with _Following(NodeFeed(self._table.prefixes, node), node, place) as following:
             while True:
                 begun_s, wait_s = loop.time(), None
                 if node.reachable:  # else its id is not known, for which the order is signed
@@ -104,7 +105,7 @@ class FeedFollower:
         loop = asyncio.get_running_loop()
         parser: StreamParser[FeedMessage] = StreamParser(FeedMessage)
         following.feed.begin()
-        async with asyncio.timeout(SNAPSHOT_S) as limit, self._answer(node) as exchange:
+        async with asyncio.timeout(SNAPSHOT_S) as limit, self._answer(node, following.place) as exchange:
             while data := await exchange.read():
                 try:
                     messages = parser.feed(data)
@@ -124,11 +125,10 @@ class FeedFollower:
         raise FeedLost("the answer ended")
 
     @contextlib.asynccontextmanager
-    async def _answer(self, node: Node) -> AsyncIterator[NodeExchange]:
+    async def _answer(self, node: Node, place: str) -> AsyncIterator[NodeExchange]:
         """The answer to the request for a feed. Raises NoFeed, FeedLost."""
         order = NodeOrder(
-            "feed", node.node_id, self._wall_clock() + ORDER_LIFETIME_S,
-            reader=self._table.router_name, serial=next(self._serials),
+            "feed", node.node_id, self._wall_clock() + ORDER_LIFETIME_S, reader=place, serial=next(self._serials)
         )  # fmt: skip
         wait_ms = round(WAIT_MS_PER_NODE * len(self._table.nodes))
         headers = {
@@ -149,8 +149,10 @@ class FeedFollower:
 class _Following:
     """The state of one node's feed over its connections. `with` it: at the end the node's word is forgotten."""
 
-    def __init__(self, feed: NodeFeed, node: Node) -> None:
+    def __init__(self, feed: NodeFeed, node: Node, place: str) -> None:
+        """`place`: at the node. A node that is named by two addresses is followed twice."""
         self.feed = feed
+        self.place = place
         self._node = node
         self._loop = asyncio.get_running_loop()
         self._heard_s = self._loop.time()

@@ -13,6 +13,7 @@ from pd_http.dialects import dialect_of
 from pd_http.errors import PdError
 from pd_http.held_bytes import Share
 from pd_http.names import CLIENT_HEADER, client_name
+from pd_http.unfinished_requests import SMALL_BYTES
 from pd_router import headers as rules
 from pd_router.admission.api_keys import KEY_HEADERS
 from pd_router.body import RequestBody
@@ -51,7 +52,7 @@ class Proxy:
         arrived_at = s.table.clock()
         given = rules.first_values(call.headers)
         request_id = rules.request_id(given)
-        reply = CallReply(call, request_id)
+        reply = CallReply(call, request_id, s.held)
         reply.dialect = dialect = dialect_of(call.path)
         record = CallRecord(call.path, request_id, arrived_at, s.wall_clock())
         if self._traces:
@@ -64,9 +65,10 @@ class Proxy:
             asked = rules.asked_order(given)
             user = self._user(call)
             raw = await call.read_body(s.longest_body)
-            reply.body_share = Share(s.held)
-            reply.body_share.grow(len(raw))
-            await s.turns.take(len(raw))
+            if len(raw) > SMALL_BYTES:  # others are not counted, and wait for no turn
+                reply.body_share = Share(s.held)
+                reply.body_share.grow(len(raw))
+                await s.turns.take(len(raw))
             body = RequestBody(raw, dialect)
             if not body.has_chain:
                 s.metrics.unchained.inc()

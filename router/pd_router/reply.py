@@ -8,7 +8,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from pd_http.errors import PdError
+from pd_http.held_bytes import Share
 from pd_http.reply import Reply
+from pd_http.unfinished_requests import SMALL_BYTES
 from pd_router.errors import Stopping
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Send
 
+    from pd_http.held_bytes import HeldBytes
+    from pd_http.reply import HeaderList
     from pd_router.client_call import ClientCall
 
 log = logging.getLogger("pd_router")
@@ -57,11 +61,23 @@ class RouterReply(Reply):
 class CallReply(RouterReply):
     """The answer to a call on the token path: a stream's bytes need not wait for a task."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "_held")
 
-    def __init__(self, call: ClientCall, request_id: str) -> None:
+    def __init__(self, call: ClientCall, request_id: str, held: HeldBytes) -> None:
         super().__init__(call.send, request_id)
         self._call = call
+        self._held = held
+
+    async def whole(self, status: int, headers: HeaderList, content: bytes) -> None:
+        """Raises NoRoom for a large one."""
+        if len(content) > SMALL_BYTES:
+            self.hold(len(content))
+        await super().whole(status, headers, content)
+
+    def hold(self, num_bytes: int) -> None:
+        """Count so much of the answer until the client has taken it. Once, before the start. Raises NoRoom."""
+        self._call.share = Share(self._held)
+        self._call.share.grow(num_bytes)
 
     def write_now(self, content: bytes) -> None:
         """Send a part of a stream that has started. `watch_flow` tells when the client reads too slowly."""

@@ -10,6 +10,7 @@ from pd_http.body import ClientGone
 from pd_http.errors import PdError
 from pd_http.frames import FRAMES_TYPE
 from pd_http.node_answers import FailureKind
+from pd_http.reply import PIECE_BYTES
 from pd_http.sse import EVENT_STREAM, SSE_DONE
 from pd_router.headers import RawHeaders, answered
 from pd_router.upstream import LEG_ERRORS, LegFailed, leg_failure
@@ -63,8 +64,10 @@ async def send_answer(
         await reply.whole(leg.whole.status, headers, leg.whole.body)
         return leg
     headers, on_error, is_long = _with_nodes(leg.head.headers, nodes), partial(_cut_off, reply.dialect), leg.is_long
-    if is_long and (length := leg.head.header(_LENGTH)):
-        headers.append((_LENGTH, length.encode()))
+    if is_long:
+        reply.hold(PIECE_BYTES)
+        if length := leg.head.header(_LENGTH):
+            headers.append((_LENGTH, length.encode()))
     await reply.start(leg.head.status, headers, None if is_long else on_error)
     splice = StreamSplice(reply, idle_timeout_s, on_piece=None if is_long else on_piece)
     while True:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pd_connectors.protocol.clock import patiently
 from pd_http.errors import ENGINE_DIED, FINAL_CODES
 from pd_http.node_answers import FailureKind, code_of, has_lost_requests, object_in
+from pd_http.refusal import Refusal
 from pd_router.connection_pool import ConnectionPool, NoConnection
 from pd_router.node_connection import AnswerUnreadable, Unanswered
 
@@ -49,6 +50,7 @@ class LegFailed(Exception):
         return self.answer is not None and code_of(self.answer.body) in FINAL_CODES
 
 
+_NO_PLACE = frozenset(one.word for one in Refusal if one.status == 503)  # by the bounds of a node's connections
 # What a connection and `asyncio.timeout` raise while a leg waits.
 LEG_ERRORS = (TimeoutError, OSError)
 
@@ -192,7 +194,8 @@ class Upstream:
 
         is_silence_death: count a node that does not answer as dead. A frozen process breaks no connection, but a
         successor that has not started yet may hold its listening socket. An answer without an epoch is no report of
-        the process, and no death: a server that has no place for a connection writes one.
+        the process. It is no death where a server has no place for a connection; a proxy that does not reach the
+        process answers with a 5xx of its own.
         """
         try:
             answer = await patiently(self.get(node, "/health", {}, None), self._probe_timeout_s)
@@ -201,7 +204,11 @@ class Upstream:
         except LegFailed as failure:  # two connections that were accepted, and closed, are no death
             return failure.kind is FailureKind.CONNECT and not node.liveness.has_left(epoch)
         health = object_in(answer.body)
-        if epoch is not None and health.get("epoch", epoch) != epoch:
+        is_report = "epoch" in health
+        is_gone = (
+            health["epoch"] != epoch if is_report else answer.status >= 500 and code_of(answer.body) not in _NO_PLACE
+        )
+        if epoch is not None and is_gone:
             return not node.liveness.has_left(epoch)
         return has_lost_requests(health)
 

@@ -57,6 +57,7 @@ class FakeNode:
         self.models = models
         self.node_id = node_id or f"fake-{role}"
         self.epoch = 7
+        self.stand_in: str | None = None  # the text of a proxy, for its health
         self.num_slots: int | None = None  # as other engines, which do not tell
         self.kv_in_use: float | None = None  # the same
         self.stream_version: str | None = None  # the same
@@ -131,6 +132,8 @@ class FakeNode:
             await asyncio.Event().wait()
         if self.is_frozen:
             return web.json_response({"status": "frozen", "reason": "no progress", "epoch": self.epoch}, status=503)
+        if self.stand_in is not None:
+            return web.Response(status=503, text=self.stand_in)
         if self.is_full:
             return web.json_response(error_body("no place", "server_error", "connections"), status=503)
         told = {

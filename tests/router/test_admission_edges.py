@@ -238,6 +238,23 @@ async def test_those_that_wait_for_their_key_share_the_queue_s_bound_of_bytes(ke
         await router.idle()
 
 
+async def test_bodies_that_wait_for_their_key_leave_memory_to_others(keys: Path) -> None:
+    """400 KB of bodies are held at most, of those that wait 200: the third of 90 KB is refused."""
+    write(keys, line("one", concurrency=1) + line("two"))
+    node = FakeNode("mixed", fakes.decode_until_told)
+    sizes: dict[str, Any] = {"max_held_mb": 0.8, "max_body_mb": 0.1}
+    async with running(node), serving(mixed=[node], api_keys=str(keys), **sizes) as router:
+        long = BODY | {"user": "x" * 90_000}
+        ones = [*(await waiting_for_a_place(router, node, 90_000)), asyncio.create_task(post(router, "one", long))]
+        await until(lambda: router.count("pd_router_requests_queued") == 2)
+        assert (await post(router, "one", long))[0] == 429
+        two = asyncio.create_task(post(router, "two", long))
+        await node.wait_seen(2)
+        node.go_on.set()
+        assert [(await one)[0] for one in (*ones, two)] == [200] * 4
+        await router.idle()
+
+
 async def test_a_raised_limit_and_an_end_elsewhere_let_in_what_waits(keys: Path) -> None:
     write(keys, line("one", concurrency=1))
     node = FakeNode("mixed", fakes.decode_until_told)

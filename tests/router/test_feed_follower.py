@@ -122,6 +122,17 @@ async def test_a_router_knows_what_the_node_says_and_what_it_has_sent_since() ->
     assert view.load is None, "the router has stopped"
 
 
+async def test_a_node_with_two_addresses_has_two_places_for_the_router() -> None:
+    """With one place the two feeds ended each other, three times a second."""
+    feed = FakeFeed()
+    first, second = a_node(feed), a_node(feed)
+    async with running(first, second), serving(mixed=[first, second]) as router:
+        await until(lambda: len(feed.orders) == 2)
+        name = router.services.table.router_name
+        assert {one.reader for one in feed.orders} == {f"{name}.1", f"{name}.2"}
+        assert feed.routers == [name, name]
+
+
 async def test_the_more_nodes_the_longer_the_wait_between_their_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_follower, "WAIT_MS_PER_NODE", 20.0)
     first, second = FakeFeed(), FakeFeed()

@@ -292,3 +292,17 @@ def test_a_false_report_neither_keeps_a_key_out_nor_fills_its_budget(amount: int
     end(one, 100, (0, amount))
     admitted = sum(admit(one, MINUTE_S, 100) is None for _ in range(20))
     assert admitted == (1 if amount > 0 else 6)
+
+
+def test_other_processes_hear_of_the_last_end_of_a_key_that_is_taken_out() -> None:
+    world = KeyWorld()
+    visit = world.admission.limits_of(world.key)
+    admit(visit, 0.0)
+    assert visit.news() == (1, 1.0, 1)
+    end(visit)
+    world.take_file(None)
+    kept = world.admission._limits["k"].news()
+    assert kept is not None
+    assert kept[2] == 0
+    world.take_file(None)
+    assert "k" not in world.admission._limits

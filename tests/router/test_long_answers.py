@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.anyio
 PATHS = ("/v1/completions", "/v1/embeddings")
 PART = b" " * (1 << 16)
 PARTS = 8 * PIECE_BYTES // len(PART)
+WHOLE = PIECE_BYTES // len(PART) - 1  # are read whole
 REPORT = encode_report(NodeReport("demo", 11, 0, 5, 0.0, {}, "")).decode("latin-1")
 
 
@@ -143,6 +145,35 @@ async def test_a_client_that_leaves_ends_the_work() -> None:
         async with asyncio.timeout(WAIT_S):
             await nodes[0].seen[0].gone.wait()
         await router.idle()
+
+
+async def not_reading(router: Router, path: str) -> socket.socket:
+    """A client that has sent a request and reads nothing."""
+    host, port = router.url.removeprefix("http://").split(":")
+    client, content = socket.socket(), b'{"model":"demo","prompt":"hi"}'
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, (host, int(port)))
+    client.send(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(content), content))
+    return client
+
+
+@pytest.mark.parametrize(
+    ("path", "num_parts"),
+    [(PATHS[0], WHOLE), (PATHS[1], WHOLE), ("/tokenize", WHOLE), (PATHS[0], PARTS), (PATHS[1], PARTS)],
+)
+async def test_answers_that_clients_do_not_read_are_counted(path: str, num_parts: int) -> None:
+    nodes = cluster(Long(num_parts))
+    async with running(*nodes), serving(mixed=nodes, start_empty=True, max_held_mb=3.5) as router:
+        held = router.services.held
+        with await not_reading(router, path):
+            await until(lambda: held.num_come > PIECE_BYTES * 7 // 8)
+            answer, body = await read(router, path)
+            assert (answer.status, orjson.loads(body)["error"]["code"]) == (503, "no_memory")
+            if num_parts == WHOLE and path in PATHS:
+                await router.idle()  # nothing but memory is kept for the client
+        await until(lambda: held.num_come == 0)
+        assert (await read(router, path))[0].status == 200
 
 
 async def test_bodies_count_until_the_head_of_the_answer() -> None:

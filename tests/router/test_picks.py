@@ -79,9 +79,10 @@ def test_a_handoff_names_decode_nodes_and_carries_the_signed_offer() -> None:
 def test_the_gateway_names_the_client_by_its_address() -> None:
     """The last one is the gateway's word; those before it are the client's."""
     picker = EndpointPicker(services(), fallbacks=0)
-    for given, name in ((None, None), ("1.2.3.4", "net:1.2.3.4"), ("9.9.9.9, 2001:db8::1", "net:2001:db8::/64")):
+    told = {"1.2.3.4": "1.2.3.4", "9.9.9.9, 2001:db8::1": "2001:db8::/64", "x" * 60_000: "", "\u4f60": ""}
+    for given, name in ((None, ""), *told.items()):
         headers = {} if given is None else {"x-forwarded-for": given}
-        assert picker.pick(PATH, body(), headers, None).headers.get("x-pd-client") == name
+        assert picker.pick(PATH, body(), headers, None).headers.get("x-pd-client") == (f"net:{name}" if name else None)
 
 
 def test_equal_nodes_take_turns_and_charges_spread_a_burst() -> None:

@@ -344,7 +344,21 @@ async def test_a_kept_connection_that_the_node_has_closed_costs_no_request() -> 
         assert (status, headers["x-pd-route"]) == (200, "p-first; reason=default")
 
 
-async def test_an_answer_without_an_epoch_is_no_death() -> None:
+@pytest.mark.parametrize("text", ["", "<h1>no healthy upstream</h1>"])
+async def test_a_node_behind_a_proxy_that_does_not_reach_it_has_died(text: str) -> None:
+    """Else a request that kills nodes would reach all of them."""
+
+    async def dies(node: FakeNode, request: aiohttp.web.Request, seen: Any) -> aiohttp.web.StreamResponse:
+        node.stand_in = text
+        return await fakes.hang_up(node, request, seen)
+
+    nodes = [FakeNode("mixed", dies, node_id=f"n{number}") for number in range(4)]
+    async with running(*nodes), serving(mixed=nodes) as router:
+        assert (await post(router))[0] == 500
+        assert sum(len(node.seen) for node in nodes) == 2
+
+
+async def test_a_node_without_a_place_for_a_connection_has_not_died() -> None:
     """Nodes without a place for a connection break it, and answer /health as any other request: with 503."""
 
     async def full(node: FakeNode, request: aiohttp.web.Request, seen: Any) -> aiohttp.web.StreamResponse:

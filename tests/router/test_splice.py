@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 from pd_http.body import ClientGone
+from pd_http.held_bytes import HeldBytes
 from pd_http.node_answers import FailureKind
 from pd_router.legs import DecodeLeg
 from pd_router.node_table import Role
@@ -103,7 +104,7 @@ class Client:
 async def send(leg: FakeLeg, client: Client) -> None:
     await send_answer(
         as_any(leg),
-        CallReply(as_any(client), "id"),
+        CallReply(as_any(client), "id", HeldBytes(1 << 30)),
         {"x-pd-prefill": P, "x-pd-decode": leg.node},
         IDLE_S,
         as_any(Alone()),
@@ -271,13 +272,14 @@ async def test_a_client_that_leaves_ends_it_there() -> None:
 
 async def test_a_sink_may_stand_between_and_its_failure_ends_the_stream() -> None:
     client = Client()
-    splice = StreamSplice(CallReply(as_any(client), "id"), IDLE_S, lambda data: splice.pass_on(data.upper()))
+    reply = CallReply(as_any(client), "id", HeldBytes(1 << 30))
+    splice = StreamSplice(reply, IDLE_S, lambda data: splice.pass_on(data.upper()))
     await splice.run(as_any(stream(b"a", b"b")))
     assert client.body == splice.tail == b"AB"
 
     def refuse(_: bytes) -> None:
         raise ValueError("not a frame")
 
-    splice = StreamSplice(CallReply(as_any(client), "id"), IDLE_S, refuse)
+    splice = StreamSplice(CallReply(as_any(client), "id", HeldBytes(1 << 30)), IDLE_S, refuse)
     with pytest.raises(ValueError, match="not a frame"):
         await splice.run(as_any(stream(b"a", b"b")))

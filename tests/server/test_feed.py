@@ -282,6 +282,13 @@ async def test_of_a_router_s_orders_the_newest_reads() -> None:
         assert (await opened(order(reader="r2", serial=4))).status == 200
 
 
+async def test_a_router_that_names_a_node_twice_reads_it_twice() -> None:
+    """Its requests' charges are in both feeds."""
+    async with running(FakeEngine(says([5]))) as node, reading(node), routers(node) as opened:
+        assert [(await opened(order(reader=f"r2.{place}", serial=1))).status for place in (1, 2)] == [200, 200]
+        assert sorted(one.router for one in node.state.feed._readers) == ["r1", "r2", "r2"]
+
+
 async def test_two_orders_that_wait_for_the_engine_leave_one_reader() -> None:
     async with running(FakeEngine(says([5]))) as node:
         hub = node.state.feed

@@ -76,7 +76,7 @@ class NodeOrder(msgspec.Struct, frozen=True, tag=True):
     role: str = ""  # for "add" and "role": prefill, decode or mixed
     version: int = PROTOCOL_VERSION
     is_forced: bool = False  # for "role": even if no node is left that decodes
-    reader: str = ""  # for "feed": the name of the router's process; "": of a router that names it outside
+    reader: str = ""  # for "feed": "ROUTER.PLACE", of the router's process; "": of a router that names it outside
     serial: int = 0  # for "feed": higher in each order of that process
 
 

@@ -105,8 +105,9 @@ class KeyAdmission:
     def adopt(self, ring: KeyRing) -> None:
         """Take other keys. Requests under way stay; what keys have used stays used."""
         self._ring = ring
-        # Those of a key that is out stay while it has requests: else other processes would not hear of their end
-        self._limits = {name: one for name, one in self._limits.items() if name in ring.by_name or one.running}
+        # Those of a key that is out stay until other processes have heard that it has no requests any more
+        kept = (one for one in self._limits.values() if one.key.name in ring.by_name or one.running or not one.is_told)
+        self._limits = {one.key.name: one for one in kept}
         for name in self._limits.keys() & ring.by_name.keys():
             self._limits[name].configure(ring.by_name[name])
             self._limits[name].elsewhere = self._num_elsewhere(name)

@@ -120,6 +120,11 @@ class KeyLimits:
             return None
         return "tokens" if has_request else "requests"
 
+    @property
+    def is_told(self) -> bool:
+        """Whether other processes know how many requests are at the nodes."""
+        return self._told[2] == self.inside
+
     def news(self) -> tuple[int, float, int] | None:
         """Requests and tokens used here since the last call, and requests at the nodes. None: as before."""
         before, self._told = self._told, (self._used_requests, self._used_tokens, self.inside)

@@ -16,7 +16,7 @@ from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_connectors.protocol.text_chain import chain_key
 from pd_connectors.protocol.ticket import OFFER_HEADER
 from pd_http.errors import InvalidRequest
-from pd_http.names import CLIENT_HEADER, client_name
+from pd_http.names import CLIENT_HEADER, client_name, is_name
 from pd_router.choice import RouteChoice, choose
 from pd_router.config import HandoffOrder
 from pd_router.cost import PromptFacts
@@ -107,8 +107,9 @@ class EndpointPicker:
         own_bytes = 0 if offered else body.num_bytes
         decode_charge = self._charge(plan, nodes[0], own_bytes, body, sequences=body.num_samples)
         told = {CHARGE_HEADER: decode_charge.name}
-        if via := headers.get("x-forwarded-for"):  # gateways write the client's address behind what it sent
-            told[CLIENT_HEADER] = client_name("", via.rpartition(",")[2].strip())
+        # Gateways write the client's address behind what it sent. Without that the last one is what it sent
+        if is_name(address := headers.get("x-forwarded-for", "").rpartition(",")[2].strip()):
+            told[CLIENT_HEADER] = client_name("", address)
         if not offered:
             return Pick(plan, nodes, told, decode_charge, shows_reading=body.shows_reading)
         prefill_charge = self._charge(plan, offered[0], body.num_bytes, body)
