@@ -204,6 +204,8 @@ def _failures() -> Row:
 
     survived = [
         "streams and requests continue when their node dies, hangs or drains",
+        "a request that stops nodes ends at the second",
+        "[bounds](docs/security.md#bounds) by members, memory, connections and time",
         "rolling change of weights or build (prefill and decode nodes pair by fingerprint)",
     ]
     return Row("failures", survived, [], [])
