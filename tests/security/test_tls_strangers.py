@@ -139,3 +139,25 @@ async def test_thousands_of_unfinished_handshakes(
         assert target.resident_bytes() - before < MAX_GROWTH
         for stranger in strangers:
             stranger.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_strangers", [0, 8000])
+async def test_many_clients_at_once_are_all_served(num_strangers: int, files: CertificateFiles) -> None:
+    """3,000 handshakes at once; 300 beside strangers who have sent a whole hello each."""
+    tls = trusting(files)
+
+    async def ask(target: Target) -> None:
+        reader, writer = await asyncio.open_connection(*target.address, ssl=tls, ssl_handshake_timeout=100)
+        writer.write(b"GET /nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 404")
+        writer.close()
+
+    async with router(*files.flags[:2], num_files=20_000, tls=tls) as target:
+        before = target.resident_bytes()
+        strangers = await asyncio.to_thread(crowd, target, num_strangers, hello(tls))
+        await asyncio.gather(*(ask(target) for _ in range(300 if num_strangers else 3000)))
+        assert target.resident_bytes() - before < MAX_GROWTH
+        for stranger in strangers:
+            stranger.close()
