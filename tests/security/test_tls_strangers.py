@@ -145,7 +145,7 @@ async def test_thousands_of_unfinished_handshakes(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_strangers", [0, 8000])
 async def test_many_clients_at_once_are_all_served(num_strangers: int, files: CertificateFiles) -> None:
-    """3,000 handshakes at once; 300 beside strangers who have sent a whole hello each."""
+    """3,000 handshakes at once; 300 beside strangers that have sent a whole hello each."""
     tls = trusting(files)
 
     async def ask(target: Target) -> None:
