@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pd_http.connection_table import ConnectionTable
-from pd_http.files import RESERVED_FILES, connections_for
+from pd_http.files import RESERVED_FILES, connections_for, has_files
 from pd_http.freed_memory import FreedMemory
 from pd_http.handshake import Handshake
 from pd_http.handshake_turns import HandshakeTurns
@@ -31,6 +31,7 @@ Connection = BoundedProtocol | Handshake
 UNSENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 UNSENT_BYTES = 16 * 1024
 LOG_EVERY_S = 10.0  # per kind of refusal
+SHORT_EVERY_S = 1.0  # of a process without descriptors
 MAX_LINGERING = 256  # refused connections that still send their answer; at most a quarter of all places
 # Handshakes that OpenSSL has begun, of 54 to 90 kB each. Others wait for them
 MAX_HANDSHAKES = 256
@@ -72,6 +73,7 @@ class HttpGate:
         self._held: set[BoundedProtocol] = set()  # reading is stopped to save memory
         self._ticks = False
         self._logged_s: dict[Refusal, float] = {}
+        self._short_s = -SHORT_EVERY_S  # when descriptors were last seen to have run out
         self._unlogged: dict[Refusal, int] = {}
 
     def __len__(self) -> int:
@@ -228,7 +230,8 @@ class HttpGate:
             connection.go_on()
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._ticks = bool(self._open)
+        is_short = not has_files()  # an event loop tells of no connection that it could not accept
+        self._ticks = is_short or bool(self._open)
         if self._ticks:  # first, so that an exception below does not end the ticks
             loop.call_later(self.limits.tick_s, self._tick, loop)
         now_s = self.clock()
@@ -236,6 +239,10 @@ class HttpGate:
             connection.check(now_s)
         if slow := self._handshakes.slow(now_s):
             loop.call_later(UNREAD_S, self._end_handshakes, slow)
+        if is_short and now_s - self._short_s >= SHORT_EVERY_S:
+            self._short_s = now_s
+            self._count("no_files")
+            log.error("no connection can be accepted: all file descriptors of this process are open")
         self._end_excess()
         self._go_on()
         self._freed.give_back()

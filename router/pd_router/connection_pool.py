@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import socket
 import ssl
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
+from pd_http.files import has_files
 from pd_router.node_connection import AnswerBroken, NodeConnection, Unanswered
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _OWN = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.EN
 class NoConnection(OSError):
     """No connection to the node within the deadline. `is_own`: the cause is this process, and not the node."""
 
-    is_own = False
+    is_own = False  # the lookup of a name does not tell why it failed
 
 
 class _Origin:
@@ -126,7 +126,7 @@ class ConnectionPool:
         except OSError as error:
             limit = f"no answer within {self._connect_timeout_s:g} s" if isinstance(error, TimeoutError) else error
             failure = NoConnection(f"cannot connect to {origin.host}:{origin.port}: {limit}")
-            failure.is_own = error.errno in _OWN or not _has_files()
+            failure.is_own = error.errno in _OWN or not has_files()
             raise failure from error
         finally:
             origin.uses -= 1
@@ -162,12 +162,3 @@ class ConnectionPool:
                 del self._origins[url]
         if self._open:
             self._sweep_timer = self._loop.call_later(self._keepalive_s, self._sweep)
-
-
-def _has_files() -> bool:
-    """Whether this process can open a socket. The lookup of a name does not tell why it failed."""
-    try:
-        socket.socket().close()
-    except OSError:
-        return False
-    return True
