@@ -101,6 +101,25 @@ async def test_answers_wait_for_room_until_their_client_leaves() -> None:
         assert held_of(node) == (0, 0, 0)
 
 
+async def test_other_requests_come_to_their_place_between_scores_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, kept = 0, []
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    keep = PromptScores._keep
+    monkeypatch.setattr(PromptScores, "_keep", lambda *given: (kept.append(turns), keep(*given)))
+    async with running(FakeEngine(computes)) as node:
+        task = asyncio.create_task(others())
+        assert (await post(node, READ))[0] == 200
+        task.cancel()
+    assert len(kept) > 3
+    assert len(set(kept)) == len(kept)
+
+
 @pytest.mark.parametrize("how", ["fails", "leaves"])
 async def test_room_comes_back_from_an_answer_that_fails(how: str) -> None:
     async def script(line: Line) -> None:
