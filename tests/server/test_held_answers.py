@@ -102,7 +102,7 @@ async def test_answers_wait_for_room_until_their_client_leaves() -> None:
 
 
 async def test_other_requests_come_to_their_place_between_scores_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, kept = 0, []
+    turns, kept = 0, list[int]()
 
     async def others() -> None:
         nonlocal turns
@@ -111,7 +111,12 @@ async def test_other_requests_come_to_their_place_between_scores_of_a_prompt(mon
             await asyncio.sleep(0)
 
     keep = PromptScores._keep
-    monkeypatch.setattr(PromptScores, "_keep", lambda *given: (kept.append(turns), keep(*given)))
+
+    def noted(*given: Any) -> None:
+        kept.append(turns)
+        keep(*given)
+
+    monkeypatch.setattr(PromptScores, "_keep", noted)
     async with running(FakeEngine(computes)) as node:
         task = asyncio.create_task(others())
         assert (await post(node, READ))[0] == 200
