@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
 import struct
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from pd_router.node_connection import (
     NodeExchange,
     Unanswered,
 )
+from tests.few_files import no_files
 from tests.router.fake_nodes import WAIT_S
 from tests.router.router_process import until
 
@@ -374,16 +374,8 @@ async def test_an_early_answer_leaves_no_half_sent_request_on_a_kept_connection(
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 async def test_a_router_without_files_does_not_blame_the_node(host: str) -> None:
     pool = ConnectionPool(connect_timeout_s=5.0, keepalive_s=1.0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as unused:
-        lowest = unused.fileno()
-        unused.close()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-        try:
-            with pytest.raises(NoConnection) as raised:
-                await pool.send(f"http://{host}:{server.getsockname()[1]}", "GET", "/", [])
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with socket.create_server(("127.0.0.1", 0)) as server, no_files(), pytest.raises(NoConnection) as raised:
+        await pool.send(f"http://{host}:{server.getsockname()[1]}", "GET", "/", [])
     assert raised.value.is_own
 
 

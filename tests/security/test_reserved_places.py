@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
-import socket
 import ssl
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +11,7 @@ import aiohttp
 import pytest
 
 from tests.certificates import Authority
+from tests.few_files import no_files
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, running
 from tests.router.router_process import serving, until
@@ -74,18 +73,12 @@ async def test_health_and_metrics_have_places_of_their_own(is_secure: bool, tmp_
 
 async def test_descriptors_that_run_out_are_counted() -> None:
     node = FakeNode("mixed", fakes.decode)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with running(node), serving(mixed=[node], head_timeout_s=0.2) as router:
         assert await status_of(router, "/health", None) == 200
-        with socket.socket() as unused:
-            lowest = unused.fileno()
         host, port = router.url.partition("://")[2].split(":")
         client = Connection(*await asyncio.open_connection(host, int(port)))
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        with no_files():
             await until(lambda: bool(router.count("pd_router_http_refusals_total", reason="no_files")))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert await status_of(router, "/health", None) == 200
         client.close()
 
