@@ -216,6 +216,7 @@ def _bounds() -> str:
         ("entries", f"{chat.others.entries:,}", "objects and lists in lists, of all fields together"),
         ("", f"{translated.others.entries:,}", "the same, in Messages and Responses"),
         ("values", f"{chat.others.values:,}", "members of objects and lists at any level, of all fields together"),
+        ("", f"{chat.others.values:,}", "the same, in arguments of tool calls that are text"),
         ("messages", "the context", "a message has a token at least"),
         ("levels of a schema", f"{MAX_LEVELS}", f"{MAX_DEPTH} in tools"),
         ("`tools`", f"{OPENAI.tool_limits.tools}", f"{MANY_TOOLS:,} in Messages and Responses"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd_cluster.server.prompt_scores import PromptScores
+    from pd_cluster.server.tokenizer import Tokenizer
     from pd_connectors.protocol.messages import SampledToken
+
+TURN_TOKENS = 1 << 16  # become text in 5 ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,21 @@ class AnswerExtras:
 
 
 NO_EXTRAS = AnswerExtras()
+
+
+async def echo_texts(tokenizer: Tokenizer, prompts: Sequence[tuple[object, Sequence[int]]]) -> list[str]:
+    """The texts of prompts, each as the client sent it, or of its token ids, in turns: 2 million take 0.2 s."""
+    texts, num_tokens = list[str](), 0
+    for given, token_ids in prompts:
+        if isinstance(given, str):
+            texts.append(given)
+            continue
+        texts.append(tokenizer.text_of(token_ids, skip_special=True))
+        num_tokens += len(token_ids)
+        if num_tokens > TURN_TOKENS:
+            num_tokens = 0
+            await asyncio.sleep(0)
+    return texts
 
 
 def more_fields(fields: dict[str, Any]) -> bytes:

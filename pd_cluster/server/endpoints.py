@@ -13,7 +13,7 @@ import msgspec
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.models.model_task import GENERATE
 from pd_cluster.protocol.messages import Work
-from pd_cluster.server.answer_extras import AnswerExtras
+from pd_cluster.server.answer_extras import AnswerExtras, echo_texts
 from pd_cluster.server.beam_fields import check_beam_choice, with_beams
 from pd_cluster.server.chat import ChatShape, chat_num_logprobs, template_options
 from pd_cluster.server.chat_grammar import chat_grammar_source, check_format, parser_options
@@ -186,6 +186,7 @@ async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw
     """Serve `POST /v1/completions`: generate for the body `raw`, and answer through `reply`. Raises PdError."""
     body = decoded(state, reply, raw, CompletionBody)
     _take_offer(caller, body)
+    await state.turns.take(len(raw))  # 2 million tokens take 0.1 s to here, and again behind it
     prompts = prompts_of(body, state.tokenizer.vocab_size, state.ready.max_model_len)
     names = names_for(state, body, raw) if len(prompts) == 1 else None
 
@@ -238,7 +239,7 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
         reply.endpoint = "prefill"
         if len(prompts) > 1:
             state.metrics.fallbacks.labels("several_prompts").inc()
-            shape = _shape(state, caller, call, ())
+            shape = await _shape(state, caller, call, ())
             await answer_without_prefill(reply, shape, prompts, wants_ticket=caller.wants_ticket_stream)
             return
     check_lists(body, len(prompts))
@@ -262,7 +263,7 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
         call.ask.check_length(sum(len(one.prompt) * one.num_choices for one in requests))
         await reply.share.plan(call.ask.num_bytes([len(one.prompt) for one in requests], body.stream), call.ask.param)
     streams = [GenerationStream(state, request, caller.started_s) for request in requests]
-    shape = _shape(state, caller, call, requests, [one.scores for one in streams if one.scores is not None])
+    shape = await _shape(state, caller, call, requests, [one.scores for one in streams if one.scores is not None])
     if call.is_prefill_leg:
         await answer_prefill_whole(state, reply, streams[0], shape, echo_ids=call.echo_ids)
     elif body.stream:
@@ -283,7 +284,7 @@ def _take_offer(caller: Caller, body: GenerationBody) -> None:
         body.kv_transfer_params = KvTransferParams(do_remote_prefill=True, offer=caller.offer)
 
 
-def _shape(
+async def _shape(
     state: NodeState,
     caller: Caller,
     call: _Call,
@@ -291,18 +292,15 @@ def _shape(
     scores: Sequence[PromptScores] = (),
 ) -> ResponseShape:
     body = call.body
-    is_cut = body.truncate_prompt_tokens is not None
-    pairs = zip(call.echoes, requests, strict=False)
+    given = [None] * len(call.echoes) if body.truncate_prompt_tokens is not None else call.echoes
+    echoed = [(text, one.prompt) for text, one in zip(given, requests, strict=False)]
     extras = AnswerExtras(
         n=body.n or 1,
         names_are_ids=bool(body.return_tokens_as_token_ids),
         token_ids=bool(body.return_token_ids),
         skip_special=body.skip_special_tokens is not False,
         prompts=[request.prompt for request in requests] if body.return_token_ids else (),
-        echoes=[
-            text if isinstance(text, str) and not is_cut else state.tokenizer.text_of(request.prompt, skip_special=True)
-            for text, request in pairs
-        ],
+        echoes=await echo_texts(state.tokenizer, echoed),
         scores=scores,
     )
     return call.shape(

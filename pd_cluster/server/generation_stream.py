@@ -240,7 +240,7 @@ class GenerationStream:
                 if self.scores is None:
                     self._told.append(message)
                 else:
-                    self.scores.take(message.start, message.entries)
+                    await self.scores.take_in_turns(message)
             case PromptRead():
                 self._search.has_tokens()
                 self.num_cached_tokens = message.num_cached_tokens

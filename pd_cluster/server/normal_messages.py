@@ -16,6 +16,7 @@ import msgspec
 from pd_cluster.errors import InvalidRequest
 from pd_connectors.protocol.text_chain import TEXT_PARTS
 from pd_http.left_out import LeftOut
+from pd_http.member_bounds import check_texts
 from pd_http.readable import check_text_only, says_anything, text_of, text_of_block, texts_of
 
 if TYPE_CHECKING:
@@ -63,7 +64,10 @@ def normal_messages(messages: list[Message], left_out: LeftOut | None = None) ->
     if not messages:
         raise InvalidRequest("messages must not be empty: at least one message is required", "messages")
     reader = _Reader(LeftOut() if left_out is None else left_out)
-    return [one for i, message in enumerate(messages) for one in reader.read(message, f"messages[{i}]")]
+    normal = [one for i, message in enumerate(messages) for one in reader.read(message, f"messages[{i}]")]
+    given = [call["function"]["arguments"] for one in normal for call in one.get("tool_calls", ())]
+    check_texts([text for text in given if isinstance(text, str)], "tool_calls", "messages")
+    return normal
 
 
 class _Reader:

@@ -21,6 +21,7 @@ import orjson
 from pd_cluster.server.prompt_events import PROMPT_EVENT
 from pd_connectors.protocol.clock import patiently
 from pd_http.errors import ENGINE_DIED
+from pd_http.files import has_files
 from pd_http.node_answers import FailureKind, PrefillEvents, code_of, has_lost_requests, object_in
 from pd_http.sse import EVENT_STREAM
 
@@ -173,7 +174,7 @@ async def _lives(session: aiohttp.ClientSession, url: str) -> bool:
         async with asyncio.timeout(PROBE_S), session.get(f"{url.rstrip('/')}/health") as response:
             health = await response.read()
     except (aiohttp.ClientError, OSError, TimeoutError):
-        return False
+        return not has_files()  # a node without descriptors cannot tell
     return not has_lost_requests(object_in(health))
 
 

@@ -13,7 +13,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from pd_cluster.protocol.prompt_outputs import PromptOutputs
     from pd_cluster.server.caller import Caller
@@ -131,13 +131,13 @@ async def read_scores(state: NodeState, request: GenerationRequest, scores: Prom
     except TimeoutError as error:
         raise Overloaded(f"the prompt's log-probabilities had no turn within {SCORES_TURN_S:g} s") from error
     try:
-        await _read(state, read, lambda told: scores.take(told.start, told.entries))
+        await _read(state, read, scores.take_in_turns)
     finally:
         window.give(num_tokens)
 
 
 async def _read(
-    state: NodeState, request: AddRequest, note: Callable[[PromptLogprobs], None] | None = None
+    state: NodeState, request: AddRequest, note: Callable[[PromptLogprobs], Awaitable[None]] | None = None
 ) -> PromptRead:
     """Let the engine read the prompt of a READ. `note`: takes its log-probabilities. Raises PdError."""
     async with state.engine.open(request) as stream:
@@ -145,7 +145,7 @@ async def _read(
             if isinstance(message, RequestFailed):
                 raise error_named(message.error, message.message, message.param, message.code)
             if isinstance(message, PromptLogprobs) and note is not None:
-                note(message)
+                await note(message)
             if isinstance(message, PromptRead):
                 num_tokens = len(request.prompt_token_ids)
                 state.metrics.count_prompt(Work.READ, num_tokens, message.num_cached_tokens)

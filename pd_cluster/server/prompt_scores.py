@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from pd_http.json_pieces import JsonList
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd_cluster.protocol.messages import PromptLogprobs
     from pd_cluster.protocol.prompt_outputs import PromptToken
     from pd_cluster.server.detokenizer import Vocabulary
 
@@ -112,6 +114,12 @@ class PromptScores:
         self._next = end
         for first in range(0, len(entries), SHAPED_TOKENS):
             self._keep(entries[first : first + SHAPED_TOKENS])
+
+    async def take_in_turns(self, told: PromptLogprobs) -> None:
+        """As `take`, in turns of 4 ms: those of 20,000 tokens take 0.3 s, and may come at once."""
+        for first in range(0, len(told.entries), SHAPED_TOKENS):
+            self.take(told.start + first, told.entries[first : first + SHAPED_TOKENS])
+            await asyncio.sleep(0)
 
     def _keep(self, entries: Sequence[PromptToken]) -> None:
         ask = self._ask

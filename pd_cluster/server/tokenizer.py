@@ -212,8 +212,10 @@ class Tokenizer:
 
     def text_of(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of these ids within a text, as answers, echoes and offsets have it."""
-        shown = self._shown(token_ids, skip_special)
-        return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
+        texts, num_texts, hidden = self._bytes, len(self._bytes), self._special if skip_special else frozenset[int]()
+        return b"".join([texts[one] for one in token_ids if one < num_texts and one not in hidden]).decode(
+            errors="replace"
+        )
 
     def _shown(self, token_ids: Sequence[int], skip_special: bool) -> Sequence[int]:
         return [one for one in token_ids if not self.is_special(one)] if skip_special else token_ids

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ENGINE_DIED = "engine_died"  # `code` of a node's answer when its engine process has died
+MAX_MESSAGE_CHARS = 4096  # some name what a client sent: a model's name of 8 MB came back, and stood in logs
 
 
 class PdError(Exception):
@@ -31,7 +32,7 @@ class PdError(Exception):
         cls.status, cls.kind, cls.code = status or cls.status, kind or cls.kind, code or cls.code
 
     def __init__(self, message: str, param: str | None = None, code: str = "", *, status: int = 0) -> None:
-        super().__init__(message)
+        super().__init__(message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}...")
         self.param = param
         if code:
             self.code = code

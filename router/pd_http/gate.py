@@ -9,9 +9,10 @@ import time
 from typing import TYPE_CHECKING
 
 from pd_http.connection_table import ConnectionTable
-from pd_http.files import RESERVED_FILES, connections_for
+from pd_http.files import RESERVED_FILES, connections_for, has_files
 from pd_http.freed_memory import FreedMemory
 from pd_http.handshake import Handshake
+from pd_http.handshake_turns import HandshakeTurns
 from pd_http.protocol import BoundedProtocol
 from pd_http.refusal import Refusal
 from pd_http.unfinished_requests import UnfinishedRequests
@@ -30,9 +31,13 @@ Connection = BoundedProtocol | Handshake
 UNSENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 UNSENT_BYTES = 16 * 1024
 LOG_EVERY_S = 10.0  # per kind of refusal
+SHORT_EVERY_S = 1.0  # of a process without descriptors
 MAX_LINGERING = 256  # refused connections that still send their answer; at most a quarter of all places
-# Handshakes that OpenSSL has begun, of 54 to 90 kB each. Where there are more, the oldest gives way.
-MAX_HANDSHAKES = 1024
+# Handshakes that OpenSSL has begun, of 54 to 90 kB each. Others wait for them
+MAX_HANDSHAKES = 256
+# When one ends for another: where none has ended well for so long, and in any case
+SILENT_HANDSHAKE_S, SLOW_HANDSHAKE_S = 1.0, 5.0
+UNREAD_S = 0.05  # what such a handshake's client has sent is read meanwhile
 # Beyond the others, for connections that ask for `RESERVED_PATHS`: a node's probes, its Prometheus and its routers.
 MAX_RESERVED = 64
 RESERVED_PATHS = (b"/health", b"/metrics", b"/pd/feed")
@@ -62,10 +67,13 @@ class HttpGate:
         self._unfinished: UnfinishedRequests[BoundedProtocol] = UnfinishedRequests(limits.max_unfinished_bytes)
         self._freed = FreedMemory()
         self._open: set[Connection] = set()  # including refused connections that linger
-        self._shaking: dict[Handshake, None] = {}  # handshakes under way, oldest first
+        self._handshakes: HandshakeTurns[Handshake] = HandshakeTurns(
+            MAX_HANDSHAKES, SILENT_HANDSHAKE_S, SLOW_HANDSHAKE_S
+        )
         self._held: set[BoundedProtocol] = set()  # reading is stopped to save memory
         self._ticks = False
         self._logged_s: dict[Refusal, float] = {}
+        self._short_s = -SHORT_EVERY_S  # when descriptors were last seen to have run out
         self._unlogged: dict[Refusal, int] = {}
 
     def __len__(self) -> int:
@@ -100,6 +108,7 @@ class HttpGate:
         """Register a new connection, before its first byte. Returns the reason if it cannot stay."""
         self._open.add(connection)
         if not connection.is_shaking and connection.handshake is not None:
+            self._handshakes.ended(self.clock())
             self.left(connection.handshake)  # its place is free for this one
         if not self._ticks:
             self._ticks = True
@@ -132,10 +141,18 @@ class HttpGate:
         return connection.no_place
 
     def shakes(self, connection: Handshake) -> None:
-        """Note that a handshake begins, which needs memory."""
-        self._shaking[connection] = None
-        if len(self._shaking) > MAX_HANDSHAKES:
-            next(iter(self._shaking)).give_way()
+        """Let a handshake begin, which needs memory, when it has its turn."""
+        self._handshakes.wait(connection, connection.client[0] if connection.client else "")
+        self._begin_handshakes()
+
+    def _begin_handshakes(self) -> None:
+        for connection in self._handshakes.begin(self.clock()):
+            connection.begin()
+
+    def _end_handshakes(self, slow: list[Handshake]) -> None:
+        for connection in slow:
+            if connection in self._open:
+                connection.give_way()
 
     def left(self, connection: Connection) -> None:
         self._open.discard(connection)
@@ -188,7 +205,8 @@ class HttpGate:
         self._table.leave(connection)
         self._reserved.leave(connection)
         if connection.is_shaking:
-            self._shaking.pop(connection, None)
+            self._handshakes.leave(connection)
+            self._begin_handshakes()
             return
         self._held.discard(connection)
         self._hold_bytes(connection, 0)
@@ -212,12 +230,19 @@ class HttpGate:
             connection.go_on()
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._ticks = bool(self._open)
+        is_short = not has_files()  # an event loop tells of no connection that it could not accept
+        self._ticks = is_short or bool(self._open)
         if self._ticks:  # first, so that an exception below does not end the ticks
             loop.call_later(self.limits.tick_s, self._tick, loop)
         now_s = self.clock()
         for connection in list(self._open):
             connection.check(now_s)
+        if slow := self._handshakes.slow(now_s):
+            loop.call_later(UNREAD_S, self._end_handshakes, slow)
+        if is_short and now_s - self._short_s >= SHORT_EVERY_S:
+            self._short_s = now_s
+            self._count("no_files")
+            log.error("no connection can be accepted: all file descriptors of this process are open")
         self._end_excess()
         self._go_on()
         self._freed.give_back()

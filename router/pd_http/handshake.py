@@ -23,6 +23,7 @@ HANDSHAKE_RECORD = 22  # a record's first byte
 RECORD_HEAD_BYTES = 5
 # Of a first record that is kept until it is whole. Clients send 0.3 to 2 KB; a longer one is passed on as it comes.
 MAX_KEPT_BYTES = 4096
+TURN_DEADLINE_S = 30.0  # of a client that has sent its first record, until its handshake begins
 
 
 class Handshake(asyncio.Protocol):
@@ -63,9 +64,12 @@ class Handshake(asyncio.Protocol):
         num_bytes = RECORD_HEAD_BYTES + int.from_bytes(head[3:])
         is_part = len(head) < RECORD_HEAD_BYTES or len(self._first) < num_bytes <= MAX_KEPT_BYTES
         if not (is_part and head[0] == HANDSHAKE_RECORD) and not self.transport.is_closing():
-            self._begin()
+            self.transport.pause_reading()
+            self._deadline_s = self.gate.clock() + TURN_DEADLINE_S
+            self.gate.shakes(self)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin the handshake. Called by the gate."""
         inner = self.protocol(**self._of_uvicorn)
         inner.handshake = self
         kind = uvloop.loop.SSLProtocol if isinstance(self.loop, uvloop.Loop) else SSLProtocol
@@ -74,12 +78,13 @@ class Handshake(asyncio.Protocol):
         tls = kind(
             self.loop, inner, self.context, self._waiter(inner), server_side=True, ssl_handshake_timeout=timeout_s
         )
-        self.gate.shakes(self)
+        self._deadline_s = self.gate.clock() + self.gate.limits.head_timeout_s
         self.transport.set_protocol(tls)
         tls.connection_made(self.transport)
         tls.get_buffer(len(self._first))[: len(self._first)] = self._first
         tls.buffer_updated(len(self._first))
         self._first = b""
+        self.transport.resume_reading()
 
     def _waiter(self, inner: BoundedProtocol) -> asyncio.Future[None]:
         waiter: asyncio.Future[None] = self.loop.create_future()

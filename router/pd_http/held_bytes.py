@@ -71,6 +71,10 @@ class Share:
         self._held = held
         self._come = self._counted = self._planned = 0
 
+    @property
+    def num_come(self) -> int:
+        return self._come
+
     def grow(self, num_bytes: int) -> None:
         """Count what has come, in steps of SMALL_BYTES: less is not counted."""
         self._come += num_bytes

@@ -21,7 +21,7 @@ from msgspec import UNSET, Raw, UnsetType
 from pd_http.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 # What msgspec raises: not JSON or of another type, not UTF-8, nested too deeply
 BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -108,6 +108,17 @@ def top_level(raw: bytes | Raw, place: str = "", most: int = MAX_FIELDS) -> dict
 def too_many(place: str, number: int | str, what: str, most: int, param: str | None, at: str = "") -> InvalidRequest:
     """The error for `number` members of `place`, of which `most` are allowed."""
     return InvalidRequest(f"{place} has {number} {what}{at}; {most} are allowed", param)
+
+
+def check_texts(texts: Sequence[str], place: str, param: str) -> None:
+    """Raises InvalidRequest if JSON in these texts of a body has more values than a body: its own count has none."""
+    if sum(map(len, texts)) <= _VALUES:
+        return
+    counted = [CountedJson(text.encode(errors="surrogatepass")) for text in texts]
+    if sum(one.num_marks for one in counted) <= _VALUES:
+        return
+    if (number := sum(one.exact.values for one in counted)) > _VALUES:
+        raise too_many(place, number, "values", _VALUES, param, " in texts of JSON")
 
 
 class CountedJson:

@@ -28,6 +28,7 @@ class FailureKind(StrEnum):
     """Why a request to a node failed. The value is its name in metrics; a decode node writes `peer_` before it."""
 
     CONNECT = "connect"  # no process listens there, or no route
+    OWN = "own"  # this process cannot open a connection to any node, which tells nothing of this one
     BROKEN = "broken"  # the connection ended before the answer did
     UNREACHABLE = "unreachable"  # a decode node's name for the two above
     TIMEOUT = "timeout"  # a named deadline passed

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
+from pd_http.files import has_files
 from pd_router.node_connection import AnswerBroken, NodeConnection, Unanswered
 
 if TYPE_CHECKING:
@@ -15,8 +17,14 @@ if TYPE_CHECKING:
     from pd_router.node_connection import NodeExchange
 
 
+# Descriptors, ports or memory of this process or machine have run out
+_OWN = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
+
+
 class NoConnection(OSError):
-    """No connection to the node within the deadline."""
+    """No connection to the node within the deadline. `is_own`: the cause is this process, and not the node."""
+
+    is_own = False  # the lookup of a name does not tell why it failed
 
 
 class _Origin:
@@ -117,7 +125,9 @@ class ConnectionPool:
                 _, connection = await self._loop.create_connection(made, origin.host, origin.port, ssl=origin.tls)
         except OSError as error:
             limit = f"no answer within {self._connect_timeout_s:g} s" if isinstance(error, TimeoutError) else error
-            raise NoConnection(f"cannot connect to {origin.host}:{origin.port}: {limit}") from error
+            failure = NoConnection(f"cannot connect to {origin.host}:{origin.port}: {limit}")
+            failure.is_own = error.errno in _OWN or not has_files()
+            raise failure from error
         finally:
             origin.uses -= 1
         if not connection.is_open:

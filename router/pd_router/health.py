@@ -71,6 +71,9 @@ class HealthPoller:
             self._set_down(node, why, FailureKind.FROZEN)
             return
         except LegFailed as failure:
+            if failure.kind is FailureKind.OWN:  # no report of the node
+                log.warning("node %s (%s) was not polled: %s", node.node_id, node.url, failure)
+                return
             # A broken connection is not conclusive: the next poll decides
             self._set_down(node, str(failure), _gone(node, node.epoch) if failure.kind is FailureKind.CONNECT else None)
             return

@@ -43,7 +43,9 @@ _RETRYABLE = frozenset({429, 500, 502, 503, 529})
 _ILLNESS = frozenset({FailureKind.CONNECT, FailureKind.BROKEN, FailureKind.BAD_ANSWER})
 _JUDGED = frozenset({FailureKind.FROZEN, FailureKind.DIED, FailureKind.LEFT})
 # A node that failed a leg like this is not probed when another node dies while it serves the request.
-_NO_CASUALTY = frozenset({FailureKind.CONNECT, FailureKind.REFUSED, FailureKind.FROZEN, FailureKind.LEFT})
+_NO_CASUALTY = frozenset(
+    {FailureKind.CONNECT, FailureKind.OWN, FailureKind.REFUSED, FailureKind.FROZEN, FailureKind.LEFT}
+)
 
 
 class PlannedRoute(Protocol):
@@ -254,8 +256,8 @@ class NodeRequest(ABC, Generic[Plan]):
 
         Raises NoNode, NodesDied; NodeFailed if that node told none.
         """
-        if last is None:
-            raise NoNode(none_left)
+        if last is None or last.kind is FailureKind.OWN:
+            raise NoNode(none_left if last is None else f"no node could be asked; the last one: {last}")
         if last.is_final:
             raise NodesDied(f"nodes died while they served this request, by the answer of {last.node.node_id}")
         if last.answer is None:

@@ -58,7 +58,7 @@ LEG_ERRORS = (TimeoutError, OSError)
 def leg_failure(node: Node, error: Exception, wait: str, timeout: str) -> LegFailed:
     """The LegFailed for `error`, one of LEG_ERRORS. `wait`, `timeout`: name and message if a deadline passed."""
     if isinstance(error, NoConnection):
-        return LegFailed(node, FailureKind.CONNECT, str(error))
+        return LegFailed(node, FailureKind.OWN if error.is_own else FailureKind.CONNECT, str(error))
     if isinstance(error, TimeoutError):
         return LegFailed(node, FailureKind.TIMEOUT, timeout, wait=wait)
     kind = FailureKind.BAD_ANSWER if isinstance(error, AnswerUnreadable) else FailureKind.BROKEN

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_http import reply as replies
+from pd_http.held_bytes import HeldBytes, Share
 from pd_http.json_pieces import JsonList, json_pieces
-from pd_http.reply import Reply
+from pd_http.reply import PIECE_BYTES, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,16 +103,14 @@ async def test_a_short_answer_is_one_message_with_its_length() -> None:
     assert dict(client.messages[0]["headers"])[b"content-length"] == b"21"
 
 
-async def test_the_body_is_counted_until_the_head_of_the_answer() -> None:
+@pytest.mark.parametrize(("num_bytes", "held"), [(PIECE_BYTES, 0), (PIECE_BYTES + 1, PIECE_BYTES + 1)])
+async def test_the_body_is_counted_until_the_head_of_the_answer(num_bytes: int, held: int) -> None:
+    """A long one until its end, because it is kept."""
     client = Client()
     reply = Reply(client.send)
-    closed = []
-
-    class Body:
-        def close(self) -> None:
-            closed.append(len(client.messages))
-
-    reply.body_share = Body()  # type: ignore[assignment]
+    bytes_held = HeldBytes(8 * PIECE_BYTES)
+    reply.body_share = Share(bytes_held)
+    reply.body_share.grow(num_bytes)
     client.takes.release()
     await reply.start(200, [])
-    assert closed == [0]
+    assert bytes_held.num_come == held

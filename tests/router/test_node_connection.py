@@ -20,6 +20,7 @@ from pd_router.node_connection import (
     NodeExchange,
     Unanswered,
 )
+from tests.few_files import no_files
 from tests.router.fake_nodes import WAIT_S
 from tests.router.router_process import until
 
@@ -370,6 +371,14 @@ async def test_an_early_answer_leaves_no_half_sent_request_on_a_kept_connection(
     writers[0].transport.abort()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_a_router_without_files_does_not_blame_the_node(host: str) -> None:
+    pool = ConnectionPool(connect_timeout_s=5.0, keepalive_s=1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server, no_files(), pytest.raises(NoConnection) as raised:
+        await pool.send(f"http://{host}:{server.getsockname()[1]}", "GET", "/", [])
+    assert raised.value.is_own
+
+
 async def test_no_connection_in_time_or_at_all() -> None:
     pool = ConnectionPool(connect_timeout_s=0.05, keepalive_s=1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -379,8 +388,9 @@ async def test_no_connection_in_time_or_at_all() -> None:
         accepted, _ = silent.accept()
         with accepted:
             await until(lambda: _is_closed(accepted))
-    with pytest.raises(NoConnection, match=r"cannot connect to 127\.0\.0\.1"):
+    with pytest.raises(NoConnection, match=r"cannot connect to 127\.0\.0\.1") as refused:
         await pool.send(f"http://127.0.0.1:{port}", "GET", "/", [])
+    assert not refused.value.is_own
     assert not len(pool)
 
 

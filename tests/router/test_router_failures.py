@@ -9,6 +9,7 @@ import aiohttp
 import orjson
 import pytest
 
+from pd_router.connection_pool import NoConnection
 from pd_router.health import HealthPoller
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
@@ -377,3 +378,26 @@ async def test_a_node_without_a_place_for_a_connection_has_not_died() -> None:
         await poll(router)
         assert [node.epoch for node in router.services.table.nodes] == [7] * 4
         await router.idle()
+
+
+async def test_a_router_that_cannot_connect_judges_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own descriptors have run out: that ends the request, and no node is down or ejected."""
+    d = FakeNode("decode", fakes.decode)
+    async with running(d), serving([], [d]) as router:
+        failure = NoConnection("too many open files")
+        failure.is_own = True
+
+        async def fail(*_: object) -> None:
+            raise failure
+
+        pool = router.services.upstream.connections
+        with monkeypatch.context() as patched:
+            patched.setattr(pool, "_take", lambda _: None)
+            patched.setattr(pool, "_connect", fail)
+            await poll(router)
+            assert (await post(router))[0] == 503
+        node = router.services.table.nodes[0]
+        assert node.reachable
+        assert not node.failures_in_row
+        assert router.count("pd_router_leg_failures_total", leg="decode", node=node.node_id, kind="own") == 1
+        assert (await post(router))[0] == 200

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from tests.certificates import Authority
+from tests.few_files import no_files
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, running
 from tests.router.router_process import serving, until
@@ -68,6 +69,18 @@ async def test_health_and_metrics_have_places_of_their_own(is_secure: bool, tmp_
         for connection in (*asking, *strangers, late, waiting):
             connection.close()
         await until(lambda: not router.count("pd_router_http_connections"))
+
+
+async def test_descriptors_that_run_out_are_counted() -> None:
+    node = FakeNode("mixed", fakes.decode)
+    async with running(node), serving(mixed=[node], head_timeout_s=0.2) as router:
+        assert await status_of(router, "/health", None) == 200
+        host, port = router.url.partition("://")[2].split(":")
+        client = Connection(*await asyncio.open_connection(host, int(port)))
+        with no_files():
+            await until(lambda: bool(router.count("pd_router_http_refusals_total", reason="no_files")))
+        assert await status_of(router, "/health", None) == 200
+        client.close()
 
 
 def trusting(ca: Path) -> ssl.SSLContext:

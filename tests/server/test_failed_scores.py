@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
+from unittest.mock import AsyncMock
 
 import pytest
 from aiohttp import web
@@ -63,7 +64,8 @@ async def test_a_node_without_an_engine_asks_no_prefill_node(
     """The engine stops while the request is checked and tokenized."""
     async with pair() as (p, d):
         # the last thing that is made of a request before its prompts are admitted
-        monkeypatch.setattr("pd_cluster.server.endpoints._shape", lambda *_: setattr(d.engine, name, value))
+        stops = AsyncMock(side_effect=lambda *_: setattr(d.engine, name, value))
+        monkeypatch.setattr("pd_cluster.server.endpoints._shape", stops)
         assert await asked_in_vain(d, p.url) == (503, code)
         assert p.engine.requests == []
         await rests(d)

@@ -9,13 +9,13 @@ import aiohttp
 import pytest
 
 from pd_cluster.protocol.messages import FinishReason, RequestFailed, Work
-from pd_cluster.server import completions, logprobs, prompt_scores
+from pd_cluster.server import answer_extras, completions, logprobs, prompt_scores
 from pd_cluster.server.prompt_scores import PromptAsk, PromptScores
 from pd_http import reply
 from pd_http.held_bytes import HeldBytes
 from pd_http.json_pieces import JsonList
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line
-from tests.server.live_server import running
+from tests.server.live_server import demo_tokenizer, running
 from tests.server.merged_nodes import (
     ASKED,
     CHAT,
@@ -99,6 +99,49 @@ async def test_answers_wait_for_room_until_their_client_leaves() -> None:
         assert [(await one)[0] for one in (first, third)] == [200, 200]
         await rests(node)
         assert held_of(node) == (0, 0, 0)
+
+
+async def test_other_requests_come_to_their_place_between_scores_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, kept = 0, list[int]()
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    keep = PromptScores._keep
+
+    def noted(*given: Any) -> None:
+        kept.append(turns)
+        keep(*given)
+
+    monkeypatch.setattr(PromptScores, "_keep", noted)
+    async with running(FakeEngine(computes)) as node:
+        task = asyncio.create_task(others())
+        assert (await post(node, READ))[0] == 200
+        task.cancel()
+    assert len(kept) > 3
+    assert len(set(kept)) == len(kept)
+
+
+async def test_other_requests_come_to_their_place_between_echoed_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(answer_extras, "TURN_TOKENS", 999)
+    task = asyncio.create_task(others())
+    tokenizer = demo_tokenizer()
+    texts = await answer_extras.echo_texts(tokenizer, [("a", LONG), (None, LONG), ("b", LONG), (None, LONG[:1])])
+    task.cancel()
+    tokenizer.close()
+    assert texts == ["a", tokenizer.text_of(LONG), "b", tokenizer.text_of(LONG[:1])]
+    assert turns == 1
 
 
 @pytest.mark.parametrize("how", ["fails", "leaves"])

@@ -35,6 +35,16 @@ async def test_every_bad_body_is_a_400_however_often_it_comes() -> None:
         assert node.engine.requests == []
 
 
+async def test_an_error_repeats_little_of_what_was_sent() -> None:
+    body = json.dumps({"prompt": "x", "model": "m" * 1_000_000}).encode()
+    async with (
+        running(FakeEngine(says([5]))) as node,
+        node.session.post(f"{node.url}/v1/completions", data=body) as response,
+    ):
+        assert response.status == 404
+        assert len(await response.read()) < 5000
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/pd/release"])
 async def test_the_longest_body_follows_from_the_context_length(path: str) -> None:
     async with (

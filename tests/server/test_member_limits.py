@@ -40,6 +40,11 @@ ENTRIES, VALUES, _ = CHAT_BOUNDS.others
 ITEMS = TRANSLATED_BOUNDS.others.entries
 
 
+def calls(count: int, arguments: str) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "assistant", "tool_calls": [{"id": f"c{i}"} | call for i in range(count)]}]
+
+
 def through_router(path: str, raw: bytes) -> bytes:
     body = RequestBody(raw, dialect_of(path))
     body.text_chain(KEY)
@@ -141,6 +146,8 @@ ONE_MORE: tuple[tuple[str, dict[str, Any], str], ...] = (
      f"the body has {ITEMS + 1} entries, most of them in input; {ITEMS} are"),
     (CHAT, {"messages": HI, "stream_options": {f"k{i}": i for i in range(MAX_FIELDS + 1)}},
      f"stream_options has {MAX_FIELDS + 1} fields; {MAX_FIELDS} are"),
+    (CHAT, {"messages": [*HI, *calls(2, json.dumps({"a": [0] * (VALUES // 2)}))]},
+     f"tool_calls has {VALUES + 2} values in texts of JSON; {VALUES} are"),
     (COMPLETIONS, {"prompt": [[7] * 999] * 257}, "prompt has 257 entries; 256 are"),
 )  # fmt: skip
 
@@ -150,6 +157,12 @@ def test_one_more_is_a_400_that_names_it(path: str, body: dict[str, Any], told: 
     with pytest.raises(InvalidRequest, match=re.escape(told)) as caught:
         through_node(path, json.dumps(body).encode())
     assert caught.value.param in (*body, None)
+
+
+def test_texts_in_arguments_are_served() -> None:
+    """Code has the marks of JSON, and they stand in strings."""
+    code = json.dumps({"path": "a.py", "content": "f(a, [b, {c}]);\n" * VALUES})
+    through_node(CHAT, json.dumps({"messages": [*HI, *calls(2, code), *calls(2, code[:-9])]}).encode())
 
 
 def test_a_body_with_all_fields_reaches_its_node() -> None:
