@@ -1,4 +1,4 @@
-"""What clusters admit: Pod Security's level `restricted`, and OpenShift's SCC `restricted-v2`, as their documents say."""
+"""What clusters admit: Pod Security's level `restricted`, and OpenShift's SCC `restricted-v2`, by their documents."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def admit_to_project(spec: dict[str, Any]) -> dict[str, Any]:
     """The pod as `restricted-v2` admits it to a project: with the project's user and group. Raises ValueError."""
     admitted = copy.deepcopy(spec)
     pod = admitted.setdefault("securityContext", {})
-    wrong = [text for text in restricted(spec | {"securityContext": {"runAsNonRoot": True, "seccompProfile": {
-        "type": "RuntimeDefault"}} | pod})]  # fmt: skip
+    given = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    wrong = restricted(spec | {"securityContext": given | pod})
     contexts = [pod, *(container.get("securityContext", {}) for container in admitted["containers"])]
     users = {context["runAsUser"] for context in contexts if "runAsUser" in context}
     wrong += [f"user {user} is not of the project" for user in users if user not in PROJECT_UIDS]

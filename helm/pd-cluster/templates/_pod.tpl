@@ -2,7 +2,8 @@
        `kind` a key `podOf` with the settings of the router, a role, the pool or the test. Takes (list root text). */ -}}
 {{- define "pd-cluster.objects" -}}
 {{- $root := index . 0 -}}
-{{- include "pd-cluster.validate" $root -}}
+{{- /* first, and once: what is wrong may break the templates, with an error that is no sentence */ -}}
+{{- if not (hasKey $root "validated") }}{{ include "pd-cluster.validate" $root }}{{ $_ := set $root "validated" true }}{{ end -}}
 {{- range regexSplit "(?m)^---$" (index . 1) -1 }}
 {{- if trim . }}
 {{- $object := fromYaml . }}
