@@ -125,8 +125,10 @@ def _changes(before: _Lines, found: _Lines) -> Iterator[str]:
 
 
 def _nearest(name: str, found: _Lines) -> _Base | None:
+    """What is compared with an object that the defaults lack. None: no object of its kind is like it."""
     alike = [base for base in _bases() if base.title.split("/")[0] == name.split("/")[0]]
-    return min(alike, key=lambda base: _size(base.named(name), found), default=None)
+    nearest = min(alike, key=lambda base: _size(base.named(name), found), default=None)
+    return nearest if nearest and _size(nearest.named(name), found) < found.total() else None
 
 
 def _size(before: _Lines, found: _Lines) -> int:
