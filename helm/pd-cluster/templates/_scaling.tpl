@@ -61,7 +61,7 @@ spec:
 {{- $triggers = append $triggers $queued -}}
 {{- end -}}
 {{- if $fromZero -}}
-{{- $query := printf "(sum(rate(pd_router_prompt_tokens_total%s[2m])) - sum(rate(pd_router_cached_tokens_total%s[2m]))) > bool %d" $routers $routers (int $keda.promptTokensPerSecond) -}}
+{{- $query := printf "(sum(rate(pd_router_prompt_tokens_total%s[3m])) - sum(rate(pd_router_cached_tokens_total%s[3m]))) > bool %d" $routers $routers (int $keda.promptTokensPerSecond) -}}
 {{- /* no answer yet, no figure; 1 wakes one pod and asks for no second one */ -}}
 {{- $triggers = append $triggers (merge (dict "query" $query "threshold" "1" "ignoreNullValues" "true") $common) -}}
 {{- end -}}
