@@ -1,4 +1,4 @@
-"""A cluster whose only prefill pod comes and goes, as KEDA's minReplicas 0 has it: nothing fails, decode nodes read the
+"""The only prefill pod of a cluster comes and goes, as KEDA's minReplicas 0 has it: nothing fails, decode nodes read the
 prompts meanwhile, and what the routers export says all the time how many prompt tokens there are to compute."""
 
 from __future__ import annotations
