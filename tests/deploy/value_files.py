@@ -118,15 +118,20 @@ def difference(objects: list[Object]) -> str:
     return gone + "".join("".join(names) + text for text, names in alike.items())
 
 
-def _changes(before: _Lines, found: _Lines) -> Iterator[str]:
-    for sign, changed in (("-", before - found), ("+", found - before)):
-        for line in changed.elements():
-            yield f"{sign} {line.replace('spec.template.spec.', 'pod.', 1)}"
+def _changes(before: _Lines, found: _Lines) -> list[str]:
+    """Sorted by path, so that the order of keys in a template is no difference."""
+    changes = [(line, "-") for line in (before - found).elements()] + [
+        (line, "+") for line in (found - before).elements()
+    ]
+    paths = ((line.partition(": ")[0], sign == "+", line) for line, sign in changes)
+    return [f"{'+' if new else '-'} {line.replace('spec.template.spec.', 'pod.', 1)}" for _, new, line in sorted(paths)]
 
 
 def _nearest(name: str, found: _Lines) -> _Base | None:
+    """What is compared with an object that the defaults lack. None: no object of its kind is like it."""
     alike = [base for base in _bases() if base.title.split("/")[0] == name.split("/")[0]]
-    return min(alike, key=lambda base: _size(base.named(name), found), default=None)
+    nearest = min(alike, key=lambda base: _size(base.named(name), found), default=None)
+    return nearest if nearest and _size(nearest.named(name), found) < found.total() else None
 
 
 def _size(before: _Lines, found: _Lines) -> int:

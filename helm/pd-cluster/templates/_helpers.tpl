@@ -19,9 +19,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
-{{- /* Labels of an object. Takes (list root component). */ -}}
+{{- /* Labels of an object. Takes (list root component), and as a third item labels of its own, which win over commonLabels. */ -}}
 {{- define "pd-cluster.labels" -}}
-{{ include "pd-cluster.selectorLabels" . }}
+{{ include "pd-cluster.selectorLabels" (list (index . 0) (index . 1)) }}
+{{- range $key, $value := merge dict (kindIs "map" (last .) | ternary (last .) dict) (index . 0).Values.commonLabels }}
+{{ $key }}: {{ $value | quote }}
+{{- end }}
 {{- with index . 0 }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}

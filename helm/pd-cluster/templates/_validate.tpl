@@ -1,5 +1,6 @@
 {{- /* What a schema cannot say. Each message names what to change. */ -}}
 {{- define "pd-cluster.validate" -}}
+{{- include "pd-cluster.validateAround" . -}}
 {{- $roles := include "pd-cluster.roles" . | fromYaml -}}
 {{- $full := include "pd-cluster.fullname" . -}}
 {{- $routerAccount := include "pd-cluster.account" (list .Values.router.serviceAccount (printf "%s-router" $full)) -}}
@@ -39,9 +40,6 @@
   {{- end -}}
   {{- if gt (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas) -}}
     {{- fail (printf "roles.%s.autoscaling: minReplicas (%d) is above maxReplicas (%d)" $name (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas)) -}}
-  {{- end -}}
-  {{- if and $role.autoscaling.enabled (eq $role.autoscaling.by "keda") (not $role.autoscaling.keda.prometheus) -}}
-    {{- fail (printf "roles.%s.autoscaling.keda.prometheus: name the URL of the server that scrapes the routers" $name) -}}
   {{- end -}}
   {{- if eq $name "router" "pool" "models" "key" "preflight" "test" -}}
     {{- fail (printf "roles.%s: this name is taken by another part of the chart" $name) -}}
