@@ -224,6 +224,21 @@ def test_the_pod_of_a_model_that_is_written_is_as_before() -> None:
         assert environment(node)["HF_HOME"] == "/models/huggingface"
 
 
+def test_a_key_without_a_value_is_an_empty_one() -> None:
+    """`env:` with nothing behind it, as files of values often have it, is null."""
+    lists = dict.fromkeys(("env", "envFrom", "initContainers", "extraVolumes", "extraVolumeMounts"))
+    maps = dict.fromkeys(("image", "annotations", "extraPodSpec", "extraContainerSpec"))
+    values = {
+        "env": None, "envFrom": None, "podSecurityContext": None, "containerSecurityContext": None,
+        "nodeDefaults": {**lists, **maps, "updateStrategy": None}, "router": {**lists, **maps, "strategy": None},
+        "model": dict.fromkeys(("id", "volume", "subPath", "readOnly")),
+    }  # fmt: skip
+    for part in found_pods(PARTS | values).values():
+        assert part.spec["securityContext"] == {}
+    with pytest.raises(helm_python.HelmError, match="missing property 'serviceAccount'"):
+        render({"router": {"serviceAccount": None}})
+
+
 def test_the_pages_examples_render() -> None:
     text = (ROOT / "docs" / "kubernetes_pods.md").read_text()
     blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)

@@ -188,8 +188,9 @@ emptyDir: {sizeLimit: {{ .emptyDirSize }}}
 {{- /* Whether nodes cannot write the model's volume: "true" or nothing. Takes the root. */ -}}
 {{- define "pd-cluster.modelReadOnly" -}}
 {{- with .Values.model -}}
-{{- $source := values .volume | first | default dict -}}
-{{- if or .readOnly (hasKey .volume "image") $source.readOnly }}true{{ end -}}
+{{- $volume := default dict .volume -}}
+{{- $source := values $volume | first | default dict -}}
+{{- if or .readOnly (hasKey $volume "image") $source.readOnly }}true{{ end -}}
 {{- end -}}
 {{- end -}}
 

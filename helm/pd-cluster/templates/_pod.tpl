@@ -21,7 +21,9 @@
 {{- define "pd-cluster.podOf" -}}
 {{- $values := (index . 0).Values -}}
 {{- $own := index . 1 -}}
-{{- mergeOverwrite (deepCopy $own) (dict "path" (index . 2) "env" (concat $values.env $own.env) "envFrom" (concat $values.envFrom $own.envFrom)) | toJson -}}
+{{- $lists := dict "path" (index . 2) -}}
+{{- range list "env" "envFrom" }}{{ $_ := set $lists . (concat (get $values . | default list) (get $own . | default list)) }}{{ end -}}
+{{- mergeOverwrite (deepCopy $own) $lists | toJson -}}
 {{- end -}}
 
 {{- /* Changes the pod's spec in place. Takes a dict: root, of (settings), pod (a spec), name (of its object). */ -}}
@@ -31,14 +33,14 @@
 {{- $of := .of -}}
 {{- $pod := .pod -}}
 {{- $image := include "pd-cluster.imageOn" (list $values.image (default dict $of.image)) | fromJson -}}
-{{- $security := deepCopy $values.containerSecurityContext -}}
+{{- $security := deepCopy (default dict $values.containerSecurityContext) -}}
 {{- $locks := and (dig "rdma" "enabled" false $of) (dig "rdma" "rootWithIpcLock" false $of) -}}
 {{- if $locks -}}
   {{- $more := dict "runAsNonRoot" false "runAsUser" 0 "capabilities" (dict "add" (list "IPC_LOCK")) -}}
   {{- include "pd-cluster.merge" (list $security $more "") -}}
 {{- end -}}
 {{- /* a Service called pd-... would put PD_... variables into the environment; the router says that it needs a token */ -}}
-{{- $common := dict "enableServiceLinks" false "automountServiceAccountToken" false "securityContext" (deepCopy $values.podSecurityContext) -}}
+{{- $common := dict "enableServiceLinks" false "automountServiceAccountToken" false "securityContext" (deepCopy (default dict $values.podSecurityContext)) -}}
 {{- with $values.imagePullSecrets }}{{ $_ := set $common "imagePullSecrets" . }}{{ end -}}
 {{- with include "pd-cluster.account" (list (default dict $of.serviceAccount) .name) }}{{ $_ := set $common "serviceAccountName" . }}{{ end -}}
 {{- range $key, $value := $common }}{{ if not (hasKey $pod $key) }}{{ $_ := set $pod $key $value }}{{ end }}{{ end -}}
@@ -51,7 +53,7 @@
   {{- include "pd-cluster.merge" (list $container (default dict $of.extraContainerSpec) (printf "%s.extraContainerSpec" $of.path)) -}}
 {{- end -}}
 {{- range $given := default list $of.initContainers -}}
-  {{- $made := dict "securityContext" (deepCopy $values.containerSecurityContext) -}}
+  {{- $made := dict "securityContext" (deepCopy (default dict $values.containerSecurityContext)) -}}
   {{- if not $given.image }}{{ $made = mergeOverwrite $made (dict "image" (include "pd-cluster.image" (list $root $image)) "imagePullPolicy" $image.pullPolicy) }}{{ end -}}
   {{- include "pd-cluster.merge" (list $made $given $of.path) -}}
   {{- $_ := set $pod "initContainers" (append (default list $pod.initContainers) $made) -}}

@@ -14,14 +14,14 @@
     {{- $decoding = add $decoding (include "pd-cluster.fewestReplicas" $role | int) -}}
   {{- end -}}
   {{- include "pd-cluster.checkExtras" (list (printf "roles.%s" $name) $role $.Values.nodeDefaults.serviceAccount.create) -}}
-  {{- $strategy := $role.updateStrategy -}}
+  {{- $strategy := default dict $role.updateStrategy -}}
   {{- if and (eq (default "" $strategy.type) "OnDelete") $strategy.rollingUpdate -}}
     {{- fail (printf "roles.%s.updateStrategy: rollingUpdate is for type RollingUpdate; with OnDelete leave it out" $name) -}}
   {{- end -}}
   {{- if and $.Values.router.serviceAccount.create (eq (include "pd-cluster.account" (list $role.serviceAccount (printf "%s-%s" $full $name))) $routerAccount) -}}
     {{- fail (printf "roles.%s.serviceAccount: %s is the router's account, which may list pods; name another" $name $routerAccount) -}}
   {{- end -}}
-  {{- if and (dig "hostNetwork" false $role.extraPodSpec) (not $.Values.networkPolicy.hostNetworkIsClosed) -}}
+  {{- if and (dig "hostNetwork" false (default dict $role.extraPodSpec)) (not $.Values.networkPolicy.hostNetworkIsClosed) -}}
     {{- fail (printf "roles.%s.extraPodSpec: with hostNetwork the node's control and KV ports are open on the machine's network, where NetworkPolicy does not apply, and what reaches the KV ports can write the node's memory; close %d and %s there, then set networkPolicy.hostNetworkIsClosed" $name (int $.Values.nodePorts.control) $.Values.nodePorts.kv) -}}
   {{- end -}}
   {{- range $node := include "pd-cluster.podNodes" (list $ $role) | fromYamlArray -}}
@@ -68,13 +68,14 @@
 {{- end -}}
 {{- with .Values.router -}}
   {{- include "pd-cluster.checkExtras" (list "router" . false) -}}
-  {{- if and (eq (default "" .strategy.type) "Recreate") .strategy.rollingUpdate -}}
+  {{- $strategy := default dict .strategy -}}
+  {{- if and (eq (default "" $strategy.type) "Recreate") $strategy.rollingUpdate -}}
     {{- fail "router.strategy: rollingUpdate is for type RollingUpdate; with Recreate leave it out" -}}
   {{- end -}}
   {{- if and .podReader (not $routerAccount) -}}
     {{- fail "router.serviceAccount.name: the Role that lets the router read pods would go to the namespace's default account, and so to all pods in it; name an account, or set podReader to false" -}}
   {{- end -}}
-  {{- if and (dig "hostNetwork" false .extraPodSpec) (not $.Values.networkPolicy.hostNetworkIsClosed) -}}
+  {{- if and (dig "hostNetwork" false (default dict .extraPodSpec)) (not $.Values.networkPolicy.hostNetworkIsClosed) -}}
     {{- fail "router.extraPodSpec: with hostNetwork its ports are open on the machine's network, where NetworkPolicy does not apply; close them there, then set networkPolicy.hostNetworkIsClosed" -}}
   {{- end -}}
   {{- if and (eq .httpRoute.to "inferencePool") (not .inferencePool.enabled) -}}
@@ -91,22 +92,24 @@
   {{- end -}}
 {{- end -}}
 {{- with .Values.model -}}
-  {{- $sources := compact (list (ternary "existingClaim" "" (ne .existingClaim "")) (ternary "claim.create" "" .claim.create) (ternary "volume" "" (ne (len .volume) 0))) -}}
+  {{- $sources := compact (list (empty .existingClaim | ternary "" "existingClaim") (empty .claim.create | ternary "" "claim.create") (empty .volume | ternary "" "volume")) -}}
   {{- if gt (len $sources) 1 -}}
     {{- fail (printf "model: %s exclude each other" (join " and " $sources)) -}}
   {{- end -}}
   {{- if and .subPath (not $sources) -}}
     {{- fail "model.subPath: a new emptyDir has no directories; name the volume in existingClaim or volume" -}}
   {{- end -}}
-  {{- $scheme := regexFind "^[a-zA-Z][-+.a-zA-Z0-9]*://" .id | trimSuffix "://" | lower -}}
+  {{- $id := default "" .id -}}
+  {{- $scheme := regexFind "^[a-zA-Z][-+.a-zA-Z0-9]*://" $id | trimSuffix "://" | lower -}}
   {{- if $scheme -}}
     {{- $advice := dict "hf" "write the hub id without hf://" "oci" "mount the image: model.volume {image: {reference: ...}}, and the directory in model.id" "pvc" "name the claim in model.existingClaim, and the directory under /models in model.id" -}}
     {{- fail (printf "model.id: nodes read directories and hub ids, not %s://; %s" $scheme (get $advice $scheme | default "fetch it by nodeDefaults.initContainers or mount it by model.volume (csi), and name its directory under /models")) -}}
   {{- end -}}
-  {{- $isHub := and (contains "/" .id) (not (hasPrefix "/" .id)) -}}
+  {{- $isHub := and (contains "/" $id) (not (hasPrefix "/" $id)) -}}
   {{- range $name, $role := ternary $roles dict (eq (include "pd-cluster.modelReadOnly" $) "true") -}}
-    {{- $given := concat $.Values.envFrom $role.envFrom -}}
-    {{- range concat $.Values.env $role.env -}}{{- if has .name (list "HF_HOME" "HF_HUB_CACHE") -}}{{- $given = append $given . -}}{{- end -}}{{- end -}}
+    {{- $all := include "pd-cluster.podOf" (list $ $role $name) | fromJson -}}
+    {{- $given := default list $all.envFrom -}}
+    {{- range $all.env -}}{{- if has .name (list "HF_HOME" "HF_HUB_CACHE") -}}{{- $given = append $given . -}}{{- end -}}{{- end -}}
     {{- if and $isHub (not $given) -}}
       {{- fail (printf "model.id: %s is of the hub, and nothing can be downloaded to a read-only volume; name its directory under /models, or the hub's cache there by HF_HUB_CACHE and HF_HUB_OFFLINE in env" $.Values.model.id) -}}
     {{- end -}}
@@ -187,12 +190,12 @@ extraContainerSpec:
 {{- $settings := index . 1 -}}
 {{- range $part, $fields := include "pd-cluster.ownedFields" . | fromYaml -}}
   {{- range $field, $value := $fields -}}
-    {{- if hasKey (get $settings $part) $field -}}
+    {{- if hasKey (get $settings $part | default dict) $field -}}
       {{- fail (printf "%s.%s.%s: the chart writes this field; use %s" $path $part $field $value) -}}
     {{- end -}}
   {{- end -}}
 {{- end -}}
-{{- if dig "lifecycle" "preStop" "" $settings.extraContainerSpec -}}
+{{- if dig "lifecycle" "preStop" "" (default dict $settings.extraContainerSpec) -}}
   {{- fail (printf "%s.extraContainerSpec.lifecycle.preStop: the chart writes this field; use preStopSeconds" $path) -}}
 {{- end -}}
 {{- if and $settings.serviceAccount.annotations (not (or $settings.serviceAccount.create (index . 2))) -}}
