@@ -37,10 +37,21 @@ def render(values: dict[str, Any] | None = None, *, name: str = RELEASE) -> list
         return objects_of(chart.render(values, name=name, namespace=NAMESPACE))
 
 
+class _Strict(yaml.CSafeLoader):  # type: ignore[misc]
+    """Refuses a key that is there twice, of which YAML's libraries take the last one and API servers none."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise yaml.YAMLError(f"{twice} twice in one mapping{node.start_mark}")
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return mapping
+
+
 def objects_of(manifests: dict[str, str]) -> list[Object]:
     """The objects in rendered templates, notes left out."""
     texts = (text for path, text in sorted(manifests.items()) if not path.endswith("NOTES.txt"))
-    return [found for text in texts for found in yaml.load_all(text, Loader=yaml.CSafeLoader) if found is not None]
+    return [found for text in texts for found in yaml.load_all(text, Loader=_Strict) if found is not None]
 
 
 def of_kind(objects: Iterable[Object], *kinds: str) -> list[Object]:
@@ -64,6 +75,12 @@ class PodPart:
     @property
     def containers(self) -> list[dict[str, Any]]:
         return [*self.spec.get("initContainers", []), *self.spec["containers"]]
+
+    @property
+    def serving(self) -> list[dict[str, Any]]:
+        """Those that run all the time."""
+        containers: list[dict[str, Any]] = self.spec["containers"]
+        return containers
 
     @property
     def port_names(self) -> set[str]:
