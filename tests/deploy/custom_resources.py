@@ -27,11 +27,28 @@ def _list(items: dict[str, Any]) -> dict[str, Any]:
 
 
 _SELECTOR = _closed(["matchLabels"], matchLabels=_LABELS)
+_RELABELING = _closed(
+    [],
+    action={
+        "type": "string",
+        "pattern": "^(?i:replace|keep|drop|hashmod|labelmap|labeldrop|labelkeep|(upper|lower)case)$",
+    },
+    sourceLabels=_list(_TEXT),
+    targetLabel=_TEXT,
+    regex=_TEXT,
+    replacement={"type": "string"},
+    separator={"type": "string"},
+    modulus={"type": "integer"},
+)
+_NAMESPACES = _closed([], any={"type": "boolean"}, matchNames=_list(_TEXT))
 _ENDPOINT = _closed(
     ["port"],
     port=_TEXT,
     path={"type": "string", "pattern": "^/"},
     interval=_DURATION,
+    scrapeTimeout=_DURATION,
+    relabelings=_list(_RELABELING),
+    metricRelabelings=_list(_RELABELING),
     scheme={"enum": ["http", "https"]},
     tlsConfig=_closed([], insecureSkipVerify={"type": "boolean"}),
 )
@@ -75,24 +92,48 @@ _POOL = _closed(
         failureMode={"enum": ["FailClose", "FailOpen"]},
     ),
 )
+_PROMETHEUS = {
+    "required": ["serverAddress", "query", "threshold"],
+    "properties": {
+        "serverAddress": {"pattern": "^https?://"},
+        "query": _TEXT,
+        "threshold": {"pattern": r"^[0-9]+(\.[0-9]+)?$"},
+        "activationThreshold": {"pattern": r"^[0-9]+(\.[0-9]+)?$"},
+        "ignoreNullValues": {"enum": ["true", "false"]},
+    },
+}
+_TRIGGER = _closed(
+    ["type", "metadata"],
+    type=_TEXT,
+    name=_TEXT,
+    metadata=_LABELS,
+    metricType={"enum": ["AverageValue", "Value", "Utilization"]},
+    useCachedMetrics={"type": "boolean"},
+    authenticationRef=_closed(
+        ["name"], name=_TEXT, kind={"enum": ["TriggerAuthentication", "ClusterTriggerAuthentication"]}
+    ),
+)
+_FALLBACKS = ["static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower"]
 _SCALED_OBJECT = _closed(
     ["scaleTargetRef", "triggers"],
     scaleTargetRef=_closed(["apiVersion", "kind", "name"], apiVersion=_TEXT, kind=_TEXT, name=_TEXT),
     minReplicaCount={"type": "integer", "minimum": 0},
     maxReplicaCount={"type": "integer", "minimum": 1},
     pollingInterval={"type": "integer", "minimum": 1},
+    cooldownPeriod={"type": "integer", "minimum": 0},
+    fallback=_closed(
+        ["failureThreshold", "replicas"],
+        failureThreshold={"type": "integer", "minimum": 1},
+        replicas={"type": "integer", "minimum": 0},
+        behavior={"enum": _FALLBACKS},
+    ),
     advanced=_closed([], horizontalPodAutoscalerConfig=_closed(["behavior"], behavior={"type": "object"})),
     triggers=_list(
-        _closed(
-            ["type", "metadata"],
-            type={"const": "prometheus"},
-            metadata=_closed(
-                ["serverAddress", "query", "threshold"],
-                serverAddress={"type": "string", "pattern": "^https?://"},
-                query=_TEXT,
-                threshold={"type": "string", "pattern": "^[0-9]+$"},
-            ),
-        )
+        {
+            **_TRIGGER,
+            "if": {"properties": {"type": {"const": "prometheus"}}},
+            "then": {"properties": {"metadata": _PROMETHEUS}},
+        }
     ),
 )
 _SPECS = {
@@ -100,10 +141,11 @@ _SPECS = {
     ("keda.sh/v1alpha1", "ScaledObject"): _SCALED_OBJECT,
     ("monitoring.coreos.com/v1", "PodMonitor"): _closed(
         ["selector", "podMetricsEndpoints"],
-        selector=_SELECTOR, podTargetLabels=_list(_TEXT), podMetricsEndpoints=_list(_ENDPOINT),
+        selector=_SELECTOR, namespaceSelector=_NAMESPACES,
+        podTargetLabels=_list(_TEXT), podMetricsEndpoints=_list(_ENDPOINT),
     ),
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _closed(
-        ["selector", "endpoints"], selector=_SELECTOR, endpoints=_list(_ENDPOINT)
+        ["selector", "endpoints"], selector=_SELECTOR, namespaceSelector=_NAMESPACES, endpoints=_list(_ENDPOINT)
     ),
     ("monitoring.coreos.com/v1", "PrometheusRule"): _closed(
         ["groups"], groups=_list(_closed(["name", "rules"], name=_TEXT, rules=_list(_ALERT)))

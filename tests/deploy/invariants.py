@@ -235,7 +235,8 @@ def autoscalers(objects: list[Object]) -> list[str]:
         spec = found["spec"]
         word = "Replicas" if found["kind"] == "HorizontalPodAutoscaler" else "ReplicaCount"
         least, most = spec[f"min{word}"], spec[f"max{word}"]
-        if not 1 <= least <= most:
+        fewest = 0 if found["kind"] == "ScaledObject" else 1
+        if not fewest <= least <= most:
             wrong.append(f"{title(found)}: {least} to {most} replicas")
         target = workloads.get(f"{spec['scaleTargetRef']['kind']}/{spec['scaleTargetRef']['name']}")
         if target is None:

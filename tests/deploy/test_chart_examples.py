@@ -8,34 +8,26 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import helm_python
-import kubernetes_validate
 import pytest
 import yaml
 
 from pd_cluster.launch.cli import build_parser
 from tests.deploy import invariants
 from tests.deploy.chart import CHART, EXAMPLES, Object, example_values, load_chart, of_kind, pods, render, title
-from tests.deploy.custom_resources import check_custom_resource, check_with_crds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.deploy.custom_resources import check_with_crds
+from tests.deploy.validity import VERSIONS, faults, is_custom
 
 GOLDENS = Path(__file__).parent / "goldens"
-VERSIONS = ("1.29", "1.32", kubernetes_validate.latest_version())
 NEEDS_LATEST = ("pair",)  # a claim of devices by the name of its template
-CUSTOM = ("monitoring.coreos.com", "gateway.networking.k8s.io", "inference.networking.k8s.io", "keda.sh")
+INVARIANTS = (
+    invariants.names, invariants.selectors, invariants.ports, invariants.resources, invariants.autoscalers,
+    invariants.grace, invariants.probes, invariants.hardening, invariants.router_knows_nodes,
+    invariants.nodes_know_pool, invariants.node_network, invariants.inference_pools,
+)  # fmt: skip
 OUTSIDE = frozenset({"Secret/pd-cluster-key", "PersistentVolumeClaim/weights"})  # what users bring
-
-
-@pytest.fixture(scope="module", autouse=True)
-def schemas_that_are_read_once() -> Iterator[None]:
-    """kubernetes_validate reads all definitions of a version anew for each object."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kubernetes_validate.utils, "schema_contents", cache(kubernetes_validate.utils.schema_contents))
-        yield
 
 
 @cache
@@ -48,31 +40,21 @@ def example(name: str) -> list[Object]:
 def test_objects_are_valid_in_this_kubernetes(name: str, version: str) -> None:
     if name in NEEDS_LATEST and version != VERSIONS[-1]:
         pytest.skip("this example needs a newer Kubernetes, and says so")
-    validated = 0
-    for found in example(name):
-        if found["apiVersion"].split("/")[0] in CUSTOM:
-            assert check_custom_resource(found) == []
-        else:
-            kubernetes_validate.validate(found, version, strict=True)
-            validated += 1
-    assert validated >= 10
+    assert [fault for found in example(name) for fault in faults(found, version)] == []
+    assert len([found for found in example(name) if not is_custom(found)]) >= 10
 
 
 @pytest.mark.skipif("CRD_DIR" not in os.environ, reason="CRD_DIR names no directory of CRDs (*.yaml)")
 def test_custom_resources_are_valid_by_the_projects_own_definitions() -> None:
     crds = [yaml.safe_load(path.read_text()) for path in Path(os.environ["CRD_DIR"]).glob("*.yaml")]
-    resources = [found for name in EXAMPLES for found in example(name) if found["apiVersion"].split("/")[0] in CUSTOM]
+    resources = [found for name in EXAMPLES for found in example(name) if is_custom(found)]
     kinds = {"PodMonitor", "ServiceMonitor", "PrometheusRule", "HTTPRoute", "InferencePool", "ScaledObject"}
     assert {found["kind"] for found in resources} == kinds
     assert [text for found in resources for text in check_with_crds(found, crds)] == []
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.parametrize("invariant", [
-    invariants.names, invariants.selectors, invariants.ports, invariants.resources, invariants.autoscalers,
-    invariants.grace, invariants.probes, invariants.hardening, invariants.router_knows_nodes,
-    invariants.nodes_know_pool, invariants.node_network, invariants.inference_pools,
-])  # fmt: skip
+@pytest.mark.parametrize("invariant", INVARIANTS)
 def test_objects_hold_together(name: str, invariant: Any) -> None:
     assert invariant(example(name)) == []
 

@@ -68,6 +68,13 @@ def test_an_autoscaler_that_is_switched_on_or_upgraded_keeps_what_runs(kind: str
     assert replicas_in(kind, by, 0, []) == stopped, "an HPA would leave a workload of 0 alone for good"
 
 
+def test_prefill_from_0_begins_with_a_pod_and_stays_at_0() -> None:
+    values = {"roles": {"prefill": {"autoscaling": {"enabled": True, "by": "keda", "minReplicas": 0} | KEDA}}}
+    for objects, replicas in (({}, 1), (dict([workload("StatefulSet", "demo-pd-cluster-prefill", 0)]), 0)):
+        with api_server(objects, []) as url:
+            assert one(render_in_cluster(url, values), "StatefulSet", "-prefill")["spec"]["replicas"] == replicas
+
+
 @pytest.mark.parametrize(("kind", "by"), SCALED)
 def test_what_is_rendered_outside_of_the_cluster_leaves_replicas_out(kind: str, by: str) -> None:
     assert "replicas" not in one(render(scaling(kind, by)), kind, ROUTER if kind == "Deployment" else DECODE)["spec"]
@@ -101,6 +108,7 @@ def test_replicas_of_null_are_refused_and_not_0(part: str) -> None:
         ({"nodeDefaults": {"startDeadlineSeconds": 300}}, 420),
         ({"roles": {"prefill": {"startDeadlineSeconds": 3600}}}, 3720),
         ({"roles": {"host": {"kind": "pair", "startDeadlineSeconds": 1800}}}, 1920),
+        ({"router": {"minReadySeconds": 60}}, 1080),
     ],
 )
 def test_a_rollout_of_the_router_waits_for_the_slowest_node(values: dict[str, Any], seconds: int) -> None:
@@ -185,12 +193,16 @@ def variables(container: dict[str, Any]) -> list[Any]:
         ({"id": "Qwen/Qwen3-8B"}, False),
         ({"id": "/models/x"}, False),
         ({"id": "/models/x", "existingClaim": "weights"}, True),
+        ({"id": "/models/x", "volume": {"nfs": {"server": "nas", "path": "/x"}}}, True),
         ({"id": "/opt/x"}, True),
     ],
 )
 def test_preflight_downloads_no_model(model: dict[str, Any], is_checked: bool) -> None:
-    job = one(render({"model": model, "preflight": {"enabled": True}}), "Job", "-decode")
-    assert ("--skip-model" not in job["spec"]["template"]["spec"]["containers"][0]["args"]) is is_checked
+    values = {"model": model, "preflight": {"enabled": True}}
+    fetching = {"nodeDefaults": {"initContainers": [{"name": "fetch", "image": "aws-cli"}]}}
+    for given, expected in ((values, is_checked), (values | fetching, is_checked and not model)):
+        job = one(render(given), "Job", "-decode")
+        assert ("--skip-model" not in job["spec"]["template"]["spec"]["containers"][0]["args"]) is expected
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 from typing import Any
 
 import helm_python
@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 
 from tests.deploy import invariants
-from tests.deploy.chart import CHART, Object, of_kind, one, render
+from tests.deploy.chart import Object, of_kind, one, render
 from tests.deploy.test_chart_values import nodes_of
 
 VERSION = kubernetes_validate.latest_version()
@@ -76,7 +76,8 @@ def test_a_role_has_its_own_list() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"extraVolumes": [{"name": "models", "emptyDir": {}}]},
+        {"extraVolumes": [{"name": "tmp", "emptyDir": {}}]},
+        {"extraVolumeMounts": [{"name": "ca", "mountPath": "/tmp"}]},
         {"extraVolumes": [{"emptyDir": {}}]},
         {"extraVolumeMounts": [{"name": "ca"}]},
         {"extraVolumeMounts": [{"name": "ca", "mountPath": "relative"}]},
@@ -88,17 +89,23 @@ def test_what_kubernetes_would_refuse_is_refused(where: str, values: dict[str, A
         render({where: values})
 
 
-def test_no_volume_of_the_chart_can_be_taken() -> None:
-    """The schema names every volume that a template writes."""
-    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-    taken = set(schema["$defs"]["volumes"]["items"]["properties"]["name"]["not"]["enum"])
-    secrets = {"apiKeys": {"secret": "a"}, "tlsSecret": "b", "inferencePool": {"enabled": True, "tlsSecret": "c"}}
-    policy = {"networkPolicy": {"enabled": False}}
-    shapes = [EVERYWHERE, policy | {"router": secrets}, policy | {"nodeTls": {"secret": "d"}}]
-    written = {
-        volume["name"] for shape in shapes for spec in pods(render(shape)).values() for volume in spec["volumes"]
-    }
-    assert written - {"ca"} <= taken
+@pytest.mark.parametrize("where", ["roles.prefill", "router", "pool", "test"])
+def test_no_volume_of_the_chart_can_be_taken(where: str) -> None:
+    """Each volume that a template writes, in each shape of the release."""
+    tls = {"apiKeys": {"secret": "a"}, "tlsSecret": "b", "inferencePool": {"enabled": True, "tlsSecret": "c"}}
+    policy = {"networkPolicy": {"enabled": False}, "pool": {"enabled": True}}
+    for shape in (policy | {"router": tls}, policy | {"nodeTls": {"secret": "d"}}):
+        [spec] = [found for name, found in pods(render(shape)).items() if name.endswith(f"-{where.split('.')[-1]}")]
+        for taken in (volume["name"] for volume in spec["volumes"]):
+            values = copy.deepcopy(shape)
+            place = values
+            for key in where.split("."):
+                place = place.setdefault(key, {})
+            place["extraVolumes"] = [{"name": taken, "emptyDir": {}}]
+            with pytest.raises(
+                helm_python.HelmError, match=f"{where}.extraVolumes: the pod has {taken} among its volumes already"
+            ):
+                render(values)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
-{{- /* Labels of an object. Takes (list root component). */ -}}
+{{- /* Labels of an object. Takes (list root component), and as a third item labels of its own, which win over commonLabels. */ -}}
 {{- define "pd-cluster.labels" -}}
-{{ include "pd-cluster.selectorLabels" . }}
+{{ include "pd-cluster.selectorLabels" (list (index . 0) (index . 1)) }}
+{{- range $key, $value := merge dict (kindIs "map" (last .) | ternary (last .) dict) (index . 0).Values.commonLabels }}
+{{ $key }}: {{ $value | quote }}
+{{- end }}
 {{- with index . 0 }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
@@ -29,9 +32,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end -}}
 
+{{- /* Takes (list root image). */ -}}
 {{- define "pd-cluster.image" -}}
-{{- with .Values.image -}}
-{{- if .digest -}}{{ .repository }}@{{ .digest }}{{- else -}}{{ .repository }}:{{ default $.Chart.AppVersion .tag }}{{- end -}}
+{{- with index . 1 -}}
+{{- if .digest -}}{{ .repository }}@{{ .digest }}{{- else -}}{{ .repository }}:{{ default (index $ 0).Chart.AppVersion .tag }}{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -41,9 +45,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- /* Role name -> its settings on top of nodeDefaults. Read it with fromYaml. */ -}}
 {{- define "pd-cluster.roles" -}}
+{{- $shared := include "pd-cluster.imageOn" (list .Values.image .Values.nodeDefaults.image) | fromJson }}
 {{- range $name, $role := .Values.roles }}
+{{- $image := include "pd-cluster.imageOn" (list $shared (default dict $role.image)) | fromJson }}
 {{ $name }}:
-  {{- mergeOverwrite (deepCopy $.Values.nodeDefaults) $role | toYaml | nindent 2 }}
+  {{- set (mergeOverwrite (deepCopy $.Values.nodeDefaults) $role) "image" $image | toYaml | nindent 2 }}
 {{- end }}
 {{- end -}}
 
@@ -118,30 +124,6 @@ pd-cluster/part=node
 {{- include "pd-cluster.flags" (dict "served-model-name" (kindIs "string" $names | ternary (compact (list $names)) $names)) -}}
 {{- end -}}
 
-{{- define "pd-cluster.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {type: RuntimeDefault}
-{{- end -}}
-
-{{- /* Takes whether the container is root for IPC_LOCK. */ -}}
-{{- define "pd-cluster.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-{{- if . }}
-runAsNonRoot: false
-runAsUser: 0
-{{- end }}
-capabilities:
-  drop: [ALL]
-  {{- if . }}
-  add: [IPC_LOCK]
-  {{- end }}
-{{- end -}}
-
 {{- /* Takes (list root component entries): the selectors are the component's own. */ -}}
 {{- define "pd-cluster.topologySpread" -}}
 {{- $labels := include "pd-cluster.selectorLabels" . -}}
@@ -188,27 +170,35 @@ runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
-{{- /* What every pod of ours says. Takes the root. */ -}}
-{{- define "pd-cluster.podCommon" -}}
-# a Service called pd-... would put PD_... variables into the environment
-enableServiceLinks: false
-{{- with .Values.imagePullSecrets }}
-imagePullSecrets:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-securityContext:
-  {{- include "pd-cluster.podSecurity" . | nindent 2 }}
-{{- end -}}
-
 {{- define "pd-cluster.modelVolume" -}}
 name: models
-{{- if .Values.model.existingClaim }}
-persistentVolumeClaim: {claimName: {{ .Values.model.existingClaim | quote }}}
-{{- else if .Values.model.claim.create }}
-persistentVolumeClaim: {claimName: {{ include "pd-cluster.fullname" . }}-models}
+{{- with .Values.model }}
+{{- if .volume }}
+{{ toYaml .volume }}
+{{- else if .existingClaim }}
+persistentVolumeClaim: {claimName: {{ .existingClaim | quote }}{{ if .readOnly }}, readOnly: true{{ end }}}
+{{- else if .claim.create }}
+persistentVolumeClaim: {claimName: {{ include "pd-cluster.fullname" $ }}-models}
 {{- else }}
-emptyDir: {sizeLimit: {{ .Values.model.emptyDirSize }}}
+emptyDir: {sizeLimit: {{ .emptyDirSize }}}
 {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- /* Whether nodes cannot write the model's volume: "true" or nothing. Takes the root. */ -}}
+{{- define "pd-cluster.modelReadOnly" -}}
+{{- with .Values.model -}}
+{{- $source := values .volume | first | default dict -}}
+{{- if or .readOnly (hasKey .volume "image") $source.readOnly }}true{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Where a container has the model's volume. Takes (list root read-only). */ -}}
+{{- define "pd-cluster.modelMount" -}}
+{{- $mount := dict "name" "models" "mountPath" "/models" -}}
+{{- with (index . 0).Values.model.subPath }}{{ $_ := set $mount "subPath" . }}{{ end -}}
+{{- if index . 1 }}{{ $_ := set $mount "readOnly" true }}{{ end -}}
+{{- toJson $mount -}}
 {{- end -}}
 
 {{- define "pd-cluster.keyVolume" -}}

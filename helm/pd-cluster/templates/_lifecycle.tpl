@@ -69,7 +69,7 @@ replicas: {{ max 1 (int $scaling.minReplicas) }}
 {{- with $root.Values.slo }}
 {{- include "pd-cluster.targetFlags" (dict "slo-ttft-ms" .ttftMs "slo-tpot-ms" .tpotMs "slo-itl-ms" .itlMs) }}
 {{- end }}
-{{- if and $isCheck $model (not (include "pd-cluster.modelIsThere" $root)) }}
+{{- if and $isCheck $model (not (include "pd-cluster.modelIsThere" (list $root .))) }}
 - --skip-model
 {{- else if $model }}
 - {{ printf "--model=%s" $model | quote }}
@@ -85,9 +85,10 @@ replicas: {{ max 1 (int $scaling.minReplicas) }}
 {{- end }}
 {{- end -}}
 
-{{- /* Whether a preflight can read the model: it is in the image, or on a claim that exists. Takes the root. */ -}}
+{{- /* Whether a preflight can read the model: it is in the image or on a volume that exists, and nothing fetches it first.
+       Takes (list root node). */ -}}
 {{- define "pd-cluster.modelIsThere" -}}
-{{- with .Values.model -}}
-{{- if and (hasPrefix "/" .id) (or .existingClaim (not (hasPrefix "/models/" .id))) }}true{{ end -}}
-{{- end -}}
+{{- $model := (index . 0).Values.model -}}
+{{- $isMounted := or $model.existingClaim $model.volume (not (hasPrefix "/models/" $model.id)) -}}
+{{- if and (hasPrefix "/" $model.id) $isMounted (not (index . 1).initContainers) }}true{{ end -}}
 {{- end -}}

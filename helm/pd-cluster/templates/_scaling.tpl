@@ -27,7 +27,11 @@ metadata:
   labels:
     {{- include "pd-cluster.labels" (list .root .component) | nindent 4 }}
 spec:
-  maxUnavailable: {{ .budget.maxUnavailable }}
+  {{- if eq (toString .budget.minAvailable) "" }}
+  maxUnavailable: {{ eq (toString .budget.maxUnavailable) "" | ternary 1 .budget.maxUnavailable }}
+  {{- else }}
+  minAvailable: {{ .budget.minAvailable }}
+  {{- end }}
   unhealthyPodEvictionPolicy: AlwaysAllow # a node that never comes up must not hold a machine
   selector:
     matchLabels:
@@ -35,10 +39,37 @@ spec:
 {{- end -}}
 
 {{- /* KEDA's ScaledObject of a role, by what the routers' feeds tell of its nodes. Each router tells all nodes, hence
-       `max by (node)`. Takes a dict: root, component, name, kind (of the role), autoscaling. */ -}}
+       `max by (node)`. Takes a dict: root, component, name, kind (of the role), autoscaling.
+       minReplicas 0: without a pod of its own a prefill role has no figures. What wakes it are prompt tokens that wait at
+       any node of the release, as many as one of its pods is for, or what all routers' answers have cost. */ -}}
 {{- define "pd-cluster.scaledObject" -}}
-{{- $kind := .kind -}}
-{{- $nodes := printf "{namespace=%q,node=~%q}" .root.Release.Namespace (printf "%s-[0-9]+(-decode)?" .name) -}}
+{{- $keda := .autoscaling.keda -}}
+{{- $full := include "pd-cluster.fullname" .root -}}
+{{- $fromZero := eq (int .autoscaling.minReplicas) 0 -}}
+{{- $own := printf "{namespace=%q,node=~%q}" .root.Release.Namespace (printf "%s-[0-9]+(-decode)?" .name) -}}
+{{- $all := printf "{namespace=%q,node=~%q}" .root.Release.Namespace (printf "%s-.+" $full) -}}
+{{- $routers := printf "{namespace=%q,pod=~%q}" .root.Release.Namespace (printf "%s-router-.+" $full) -}}
+{{- $triggers := list -}}
+{{- if $keda.prometheus -}}
+{{- /* figures that are missing are an error, so that KEDA keeps what there is: as 0 they would remove pods */ -}}
+{{- $common := dict "serverAddress" $keda.prometheus "ignoreNullValues" "false" -}}
+{{- if ne .kind "decode" -}}
+{{- $query := printf "sum(max by (node) (pd_router_node_queued_tokens%s))" ($fromZero | ternary $all $own) -}}
+{{- $tokens := $keda.queuedTokens | int | toString -}}
+{{- $queued := merge (dict "query" $query "threshold" $tokens) $common -}}
+{{- if $fromZero }}{{ $_ := set $queued "activationThreshold" $tokens }}{{ end -}}
+{{- $triggers = append $triggers $queued -}}
+{{- end -}}
+{{- if $fromZero -}}
+{{- $query := printf "(sum(rate(pd_router_prompt_tokens_total%s[3m])) - sum(rate(pd_router_cached_tokens_total%s[3m]))) > bool %d" $routers $routers (int $keda.promptTokensPerSecond) -}}
+{{- /* no answer yet, no figure; 1 wakes one pod and asks for no second one */ -}}
+{{- $triggers = append $triggers (merge (dict "query" $query "threshold" "1" "ignoreNullValues" "true") $common) -}}
+{{- end -}}
+{{- if ne .kind "prefill" -}}
+{{- $query := printf "sum(max by (node) (pd_router_node_sequences%s))" $own -}}
+{{- $triggers = append $triggers (merge (dict "query" $query "threshold" ($keda.sequences | int | toString)) $common) -}}
+{{- end -}}
+{{- end -}}
 apiVersion: keda.sh/v1alpha1
 kind: ScaledObject
 metadata:
@@ -49,7 +80,13 @@ spec:
   scaleTargetRef: {apiVersion: apps/v1, kind: StatefulSet, name: {{ .name }}}
   minReplicaCount: {{ int .autoscaling.minReplicas }}
   maxReplicaCount: {{ int .autoscaling.maxReplicas }}
-  pollingInterval: {{ int .autoscaling.keda.pollingSeconds }}
+  pollingInterval: {{ int $keda.pollingSeconds }}
+  {{- if $fromZero }}
+  cooldownPeriod: {{ int $keda.cooldownPeriod }}
+  {{- end }}
+  {{- with $keda.fallback }}
+  fallback: {{ toJson . }}
+  {{- end }}
   {{- with .autoscaling.behavior }}
   advanced:
     horizontalPodAutoscalerConfig:
@@ -57,20 +94,12 @@ spec:
         {{- toYaml . | nindent 8 }}
   {{- end }}
   triggers:
-    {{- with .autoscaling.keda }}
-    {{- if ne $kind "decode" }}
+    {{- range $triggers }}
     - type: prometheus
       metadata:
-        serverAddress: {{ .prometheus | quote }}
-        query: {{ printf "sum(max by (node) (pd_router_node_queued_tokens%s))" $nodes | squote }}
-        threshold: {{ int .queuedTokens | quote }}
+        {{- toYaml . | nindent 8 }}
     {{- end }}
-    {{- if ne $kind "prefill" }}
-    - type: prometheus
-      metadata:
-        serverAddress: {{ .prometheus | quote }}
-        query: {{ printf "sum(max by (node) (pd_router_node_sequences%s))" $nodes | squote }}
-        threshold: {{ int .sequences | quote }}
-    {{- end }}
+    {{- with $keda.triggers }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end -}}

@@ -1,7 +1,9 @@
 {{- /* What a schema cannot say. Each message names what to change. */ -}}
 {{- define "pd-cluster.validate" -}}
+{{- include "pd-cluster.validateAround" . -}}
 {{- $roles := include "pd-cluster.roles" . | fromYaml -}}
 {{- $full := include "pd-cluster.fullname" . -}}
+{{- $routerAccount := include "pd-cluster.account" (list .Values.router.serviceAccount (printf "%s-router" $full)) -}}
 {{- $kinds := list -}}
 {{- $decoding := 0 -}}
 {{- $sizes := list -}}
@@ -10,6 +12,14 @@
   {{- $kinds = append $kinds $role.kind -}}
   {{- if has $role.kind (list "decode" "mixed" "pair") -}}
     {{- $decoding = add $decoding (include "pd-cluster.fewestReplicas" $role | int) -}}
+  {{- end -}}
+  {{- include "pd-cluster.checkExtras" (list (printf "roles.%s" $name) $role) -}}
+  {{- $strategy := $role.updateStrategy -}}
+  {{- if and (eq (default "" $strategy.type) "OnDelete") $strategy.rollingUpdate -}}
+    {{- fail (printf "roles.%s.updateStrategy: rollingUpdate is for type RollingUpdate; with OnDelete leave it out" $name) -}}
+  {{- end -}}
+  {{- if and $.Values.router.serviceAccount.create (eq (include "pd-cluster.account" (list $role.serviceAccount (printf "%s-%s" $full $name))) $routerAccount) -}}
+    {{- fail (printf "roles.%s.serviceAccount: %s is the router's account, which may list pods; name another" $name $routerAccount) -}}
   {{- end -}}
   {{- if and (dig "hostNetwork" false $role.extraPodSpec) (not $.Values.networkPolicy.hostNetworkIsClosed) -}}
     {{- fail (printf "roles.%s.extraPodSpec: with hostNetwork the node's control and KV ports are open on the machine's network, where NetworkPolicy does not apply, and what reaches the KV ports can write the node's memory; close %d and %s there, then set networkPolicy.hostNetworkIsClosed" $name (int $.Values.nodePorts.control) $.Values.nodePorts.kv) -}}
@@ -31,9 +41,6 @@
   {{- include "pd-cluster.validateReplicas" (list (printf "roles.%s" $name) $role) -}}
   {{- if gt (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas) -}}
     {{- fail (printf "roles.%s.autoscaling: minReplicas (%d) is above maxReplicas (%d)" $name (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas)) -}}
-  {{- end -}}
-  {{- if and $role.autoscaling.enabled (eq $role.autoscaling.by "keda") (not $role.autoscaling.keda.prometheus) -}}
-    {{- fail (printf "roles.%s.autoscaling.keda.prometheus: name the URL of the server that scrapes the routers" $name) -}}
   {{- end -}}
   {{- if eq $name "router" "pool" "models" "key" "preflight" "test" -}}
     {{- fail (printf "roles.%s: this name is taken by another part of the chart" $name) -}}
@@ -62,6 +69,16 @@
   {{- end -}}
 {{- end -}}
 {{- with .Values.router -}}
+  {{- include "pd-cluster.checkExtras" (list "router" .) -}}
+  {{- if and (eq (default "" .strategy.type) "Recreate") .strategy.rollingUpdate -}}
+    {{- fail "router.strategy: rollingUpdate is for type RollingUpdate; with Recreate leave it out" -}}
+  {{- end -}}
+  {{- if and .podReader (not $routerAccount) -}}
+    {{- fail "router.serviceAccount.name: the Role that lets the router read pods would go to the namespace's default account, and so to all pods in it; name an account, or set podReader to false" -}}
+  {{- end -}}
+  {{- if and (dig "hostNetwork" false .extraPodSpec) (not $.Values.networkPolicy.hostNetworkIsClosed) -}}
+    {{- fail "router.extraPodSpec: with hostNetwork its ports are open on the machine's network, where NetworkPolicy does not apply; close them there, then set networkPolicy.hostNetworkIsClosed" -}}
+  {{- end -}}
   {{- if and (eq .httpRoute.to "inferencePool") (not .inferencePool.enabled) -}}
     {{- fail "router.httpRoute.to: inferencePool needs router.inferencePool.enabled" -}}
   {{- end -}}
@@ -76,8 +93,33 @@
   {{- end -}}
 {{- end -}}
 {{- with .Values.model -}}
-  {{- if and .existingClaim .claim.create -}}
-    {{- fail "model: existingClaim and claim.create exclude each other" -}}
+  {{- $sources := compact (list (ternary "existingClaim" "" (ne .existingClaim "")) (ternary "claim.create" "" .claim.create) (ternary "volume" "" (ne (len .volume) 0))) -}}
+  {{- if gt (len $sources) 1 -}}
+    {{- fail (printf "model: %s exclude each other" (join " and " $sources)) -}}
+  {{- end -}}
+  {{- if and .subPath (not $sources) -}}
+    {{- fail "model.subPath: a new emptyDir has no directories; name the volume in existingClaim or volume" -}}
+  {{- end -}}
+  {{- $scheme := regexFind "^[a-zA-Z][-+.a-zA-Z0-9]*://" .id | trimSuffix "://" | lower -}}
+  {{- if $scheme -}}
+    {{- $advice := dict "hf" "write the hub id without hf://" "oci" "mount the image: model.volume {image: {reference: ...}}, and the directory in model.id" "pvc" "name the claim in model.existingClaim, and the directory under /models in model.id" -}}
+    {{- fail (printf "model.id: nodes read directories and hub ids, not %s://; %s" $scheme (get $advice $scheme | default "fetch it by nodeDefaults.initContainers or mount it by model.volume (csi), and name its directory under /models")) -}}
+  {{- end -}}
+  {{- $isHub := and (contains "/" .id) (not (hasPrefix "/" .id)) -}}
+  {{- range $name, $role := ternary $roles dict (eq (include "pd-cluster.modelReadOnly" $) "true") -}}
+    {{- $given := concat $.Values.envFrom $role.envFrom -}}
+    {{- range concat $.Values.env $role.env -}}{{- if has .name (list "HF_HOME" "HF_HUB_CACHE") -}}{{- $given = append $given . -}}{{- end -}}{{- end -}}
+    {{- if and $isHub (not $given) -}}
+      {{- fail (printf "model.id: %s is of the hub, and nothing can be downloaded to a read-only volume; name its directory under /models, or the hub's cache there by HF_HUB_CACHE and HF_HUB_OFFLINE in env" $.Values.model.id) -}}
+    {{- end -}}
+    {{- if and $.Values.model.id (not $sources) (not $role.initContainers) -}}
+      {{- fail (printf "model.readOnly: a new emptyDir is empty, and nodes of role %s cannot write it; name a volume, or what fills it in initContainers" $name) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- with .Values.podSecurityContext -}}
+  {{- if and (not (hasKey . "fsGroup")) .runAsGroup -}}
+    {{- fail (printf "podSecurityContext.fsGroup: without one, group %d cannot read the mounted Secrets; set it, or take runAsGroup out too, for the platform to choose both" (int .runAsGroup)) -}}
   {{- end -}}
 {{- end -}}
 {{- if and .Values.monitoring.podMonitor.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) -}}
@@ -115,5 +157,69 @@
 {{- define "pd-cluster.validateReplicas" -}}
 {{- if not (or (index . 1).autoscaling.enabled (hasKey (index . 1) "replicas")) -}}
 {{- fail (printf "%s.replicas: null is no number; to leave it to something else, set autoscaling: {enabled: true, by: external}" (index . 0)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* The fields of a pod and its container that have a value of their own. */ -}}
+{{- define "pd-cluster.ownedFields" -}}
+extraPodSpec:
+  affinity: affinity
+  containers: extraContainerSpec
+  imagePullSecrets: imagePullSecrets at the top
+  initContainers: initContainers
+  nodeSelector: nodeSelector
+  priorityClassName: priorityClassName
+  restartPolicy: Always, which is the only one
+  runtimeClassName: runtimeClassName
+  serviceAccount: serviceAccount.name
+  serviceAccountName: serviceAccount.name
+  terminationGracePeriodSeconds: preStopSeconds and drainSeconds
+  tolerations: tolerations
+  topologySpreadConstraints: topologySpread
+  volumes: extraVolumes
+extraContainerSpec:
+  args: args
+  env: env
+  envFrom: envFrom
+  image: image
+  imagePullPolicy: image.pullPolicy
+  name: the chart's, which probes and logs are found by
+  ports: nodePorts and router.port
+  volumeMounts: extraVolumeMounts
+{{- end -}}
+
+{{- /* Refuses fields in extra* that have a value of their own, and annotations of an account that is not made.
+       Takes (list path settings). */ -}}
+{{- define "pd-cluster.checkExtras" -}}
+{{- $path := index . 0 -}}
+{{- $settings := index . 1 -}}
+{{- range $part, $fields := include "pd-cluster.ownedFields" . | fromYaml -}}
+  {{- range $field, $value := $fields -}}
+    {{- if hasKey (get $settings $part) $field -}}
+      {{- fail (printf "%s.%s.%s: the chart writes this field; use %s" $path $part $field $value) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- if dig "lifecycle" "preStop" "" $settings.extraContainerSpec -}}
+  {{- fail (printf "%s.extraContainerSpec.lifecycle.preStop: the chart writes this field; use preStopSeconds" $path) -}}
+{{- end -}}
+{{- if and $settings.serviceAccount.annotations (not $settings.serviceAccount.create) -}}
+  {{- fail (printf "%s.serviceAccount.annotations: they are for an account that the chart makes; set create, or annotate %s yourself" $path (default "the account" $settings.serviceAccount.name)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Refuses a pod's users and privileges that contradict each other, as merged. Takes (list path pod). */ -}}
+{{- define "pd-cluster.checkSecurity" -}}
+{{- $path := index . 0 -}}
+{{- $pod := index . 1 -}}
+{{- range concat $pod.containers (default list $pod.initContainers) -}}
+  {{- $own := .securityContext -}}
+  {{- $all := mergeOverwrite (deepCopy $pod.securityContext) $own -}}
+  {{- if and (eq (toString $all.runAsUser) "0") $all.runAsNonRoot -}}
+    {{- fail (printf "%s: container %s has runAsUser 0 and runAsNonRoot true, and would never start; set runAsNonRoot to false, or another user" $path .name) -}}
+  {{- end -}}
+  {{- if and $own.privileged (eq (toString $own.allowPrivilegeEscalation) "false") -}}
+    {{- fail (printf "%s: container %s is privileged with allowPrivilegeEscalation false, which Kubernetes refuses; set that to true, or null" $path .name) -}}
+  {{- end -}}
 {{- end -}}
 {{- end -}}
