@@ -145,7 +145,9 @@ def test_a_node_with_gpus_must_find_one(role: dict[str, Any], flags: list[str]) 
     for kind in ("StatefulSet", "Job"):
         [container] = one(objects, kind, "-decode")["spec"]["template"]["spec"]["containers"]
         assert [argument for argument in container["args"] if argument.startswith("--device")] == flags
-        assert "nvidia.com/gpu" not in container["resources"]["limits"] or role["gpus"].get("resource") is None
+        asked = [name for name in container["resources"]["limits"] if name.endswith("/gpu")]
+        gpus = role.get("gpus", {})
+        assert asked == ([gpus.get("resource", "nvidia.com/gpu")] if gpus.get("count") else [])
 
 
 PAIR = {"kind": "pair", "gpus": {"count": 1, "claimTemplate": "three"}, "pair": {"decode": {"gpus": {"count": 2}}}}
