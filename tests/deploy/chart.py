@@ -66,6 +66,12 @@ class PodPart:
         return [*self.spec.get("initContainers", []), *self.spec["containers"]]
 
     @property
+    def serving(self) -> list[dict[str, Any]]:
+        """Those that run all the time."""
+        containers: list[dict[str, Any]] = self.spec["containers"]
+        return containers
+
+    @property
     def port_names(self) -> set[str]:
         return {port["name"] for container in self.containers for port in container.get("ports", [])}
 

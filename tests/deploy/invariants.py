@@ -114,7 +114,7 @@ def _listens(part: PodPart, port: dict[str, Any]) -> bool:
     """Whether a policy's port is one of the pod's: by name, or the range of its KV ports."""
     if "endPort" not in port:
         return port["port"] in part.port_names
-    return f"{port['port']}-{port['endPort']}" in [flag_of(container, "kv-ports") for container in part.containers]
+    return f"{port['port']}-{port['endPort']}" in [flag_of(container, "kv-ports") for container in part.serving]
 
 
 def node_network(objects: list[Object]) -> list[str]:
@@ -285,7 +285,7 @@ def inference_pools(objects: list[Object]) -> list[str]:
 
 
 def _serves_grpc(part: PodPart, picker: dict[str, Any]) -> bool:
-    [container] = part.containers
+    [container] = part.serving
     return container["args"][0] == "epp" and flag_of(container, "grpc-port") == str(picker["port"]["number"])
 
 
@@ -350,7 +350,7 @@ def hardening(objects: list[Object]) -> list[str]:
 def router_knows_nodes(objects: list[Object]) -> list[str]:
     """What the router looks for is what the node workloads make, and it may look."""
     [router] = [part for part in pods(objects) if _part(part) == "router"]
-    [container] = router.containers
+    [container] = router.serving
     wanted = dict(pair.split("=") for pair in flag_of(container, "kubernetes-selector").split(","))
     wrong = []
     for part in pods(objects):
@@ -358,7 +358,7 @@ def router_knows_nodes(objects: list[Object]) -> list[str]:
         if is_node is not found:
             wrong.append(f"{part.owner}: {'not found by' if is_node else 'a node for'} the router")
         if is_node:
-            made = [(node["args"][0], port["name"]) for node in part.containers for port in node["ports"]]
+            made = [(node["args"][0], port["name"]) for node in part.serving for port in node["ports"]]
             if [role for role, name in made if name == "http"] != [part.labels.get("pd-cluster/role")]:
                 wrong.append(f"{part.owner}: no port named http, or its role label is not its role")
             if [role for role, name in made if name == "http-decode"] not in ([], ["decode"]):
@@ -383,7 +383,7 @@ def nodes_know_pool(objects: list[Object]) -> list[str]:
     pools = [part for part in pods(objects) if _part(part) == "pool"]
     services = {found["metadata"]["name"]: found["spec"] for found in of_kind(objects, "Service")}
     for part in (part for part in pods(objects) if _part(part) == "node"):
-        node = part.containers[0]
+        node = part.serving[0]
         if (flag_of(node, "connector") == "lmcache") is not bool(pools):
             wrong.append(f"{part.owner}: connector {flag_of(node, 'connector')}, and {len(pools)} pools")
         elif pools:
@@ -394,7 +394,7 @@ def nodes_know_pool(objects: list[Object]) -> list[str]:
             elif port not in [str(offered["port"]) for offered in service["ports"]]:
                 wrong.append(f"{part.owner}: the pool does not listen on {port}")
     for pool in pools:
-        [server] = pool.containers
+        [server] = pool.serving
         if quantity(server["resources"]["limits"]["memory"]) < Decimal(flag_of(server, "max-gb")) * 10**9 * 6 / 5:
             wrong.append(f"{pool.owner}: killed before it is full")
         peers = [

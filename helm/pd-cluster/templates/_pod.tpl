@@ -2,6 +2,8 @@
        `kind` a key `podOf` with the settings of the router, a role, the pool or the test. Takes (list root text). */ -}}
 {{- define "pd-cluster.objects" -}}
 {{- $root := index . 0 -}}
+{{- /* first, and once: what is wrong may break the templates, with an error that is no sentence */ -}}
+{{- if not (hasKey $root "validated") }}{{ include "pd-cluster.validate" $root }}{{ $_ := set $root "validated" true }}{{ end -}}
 {{- range regexSplit "(?m)^---$" (index . 1) -1 }}
 {{- if trim . }}
 {{- $object := fromYaml . }}
@@ -77,11 +79,13 @@
     {{- $names := list -}}
     {{- $_ := set $base $key (concat $own $value | uniq) -}}
     {{- range get $base $key -}}
-      {{- $name := kindIs "map" . | ternary (dig "mountPath" (dig "name" "" .) .) "" -}}
-      {{- if and $name (has $name $names) -}}
-        {{- fail (printf "%s: the pod has %s among its %s already; choose another" $path $name $key) -}}
+      {{- if kindIs "map" . -}}
+        {{- $name := default .name .mountPath -}}
+        {{- if and $name (has $name $names) -}}
+          {{- fail (printf "%s: the pod has %s among its %s already; choose another" $path $name $key) -}}
+        {{- end -}}
+        {{- $names = append $names $name -}}
       {{- end -}}
-      {{- $names = append $names $name -}}
     {{- end -}}
   {{- else -}}
     {{- $_ := set $base $key $value -}}

@@ -13,7 +13,7 @@
   {{- if has $role.kind (list "decode" "mixed" "pair") -}}
     {{- $decoding = add $decoding (include "pd-cluster.fewestReplicas" $role | int) -}}
   {{- end -}}
-  {{- include "pd-cluster.checkExtras" (list (printf "roles.%s" $name) $role) -}}
+  {{- include "pd-cluster.checkExtras" (list (printf "roles.%s" $name) $role $.Values.nodeDefaults.serviceAccount.create) -}}
   {{- $strategy := $role.updateStrategy -}}
   {{- if and (eq (default "" $strategy.type) "OnDelete") $strategy.rollingUpdate -}}
     {{- fail (printf "roles.%s.updateStrategy: rollingUpdate is for type RollingUpdate; with OnDelete leave it out" $name) -}}
@@ -69,7 +69,7 @@
   {{- end -}}
 {{- end -}}
 {{- with .Values.router -}}
-  {{- include "pd-cluster.checkExtras" (list "router" .) -}}
+  {{- include "pd-cluster.checkExtras" (list "router" . false) -}}
   {{- if and (eq (default "" .strategy.type) "Recreate") .strategy.rollingUpdate -}}
     {{- fail "router.strategy: rollingUpdate is for type RollingUpdate; with Recreate leave it out" -}}
   {{- end -}}
@@ -188,8 +188,8 @@ extraContainerSpec:
   volumeMounts: extraVolumeMounts
 {{- end -}}
 
-{{- /* Refuses fields in extra* that have a value of their own, and annotations of an account that is not made.
-       Takes (list path settings). */ -}}
+{{- /* Refuses fields in extra* that have a value of their own, and annotations of an account that is not made, unless
+       they are of another's. Takes (list path settings whether-another-is-made). */ -}}
 {{- define "pd-cluster.checkExtras" -}}
 {{- $path := index . 0 -}}
 {{- $settings := index . 1 -}}
@@ -203,7 +203,7 @@ extraContainerSpec:
 {{- if dig "lifecycle" "preStop" "" $settings.extraContainerSpec -}}
   {{- fail (printf "%s.extraContainerSpec.lifecycle.preStop: the chart writes this field; use preStopSeconds" $path) -}}
 {{- end -}}
-{{- if and $settings.serviceAccount.annotations (not $settings.serviceAccount.create) -}}
+{{- if and $settings.serviceAccount.annotations (not (or $settings.serviceAccount.create (index . 2))) -}}
   {{- fail (printf "%s.serviceAccount.annotations: they are for an account that the chart makes; set create, or annotate %s yourself" $path (default "the account" $settings.serviceAccount.name)) -}}
 {{- end -}}
 {{- end -}}
