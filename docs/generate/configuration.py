@@ -92,7 +92,7 @@ def _up() -> str:
 
 def _check() -> str:
     parser = dict(parsers())["check"]
-    own = [action for action in parser._actions if action.dest == "ports"]
+    own = [action for action in parser._actions if action.dest in ("ports", "skip_model")]
     others = sorted(node_flags() - {flag for action in parser._actions for flag in action.option_strings})
     without = f", except {', '.join(map(code, others))}" if others else ""
     return f"{parser.description}\n\n{_table(own)}\nIt takes a node's flags besides{without}."

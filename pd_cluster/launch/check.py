@@ -29,6 +29,7 @@ from pd_cluster.launch.preflight import (
     machine_problems,
     model_problems,
     setting_problems,
+    tls_problems,
 )
 from pd_cluster.launch.sockets import listen
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
@@ -77,7 +78,8 @@ def run_check(namespace: argparse.Namespace) -> int:
         check_network(config.handoff)
         os.execv(sys.executable, _transfer_command("serve", config.handoff.advertise_host, config.handoff.kv_ports))
     table = Table("", "check", "result")
-    for finding in _findings(config, namespace.ports or DEFAULT_PORTS, namespace.read_link):
+    ports = [*(namespace.ports or DEFAULT_PORTS), *filter(None, [config.handoff.control_port])]
+    for finding in _findings(config, ports, namespace.read_link, namespace.skip_model):
         findings.append(finding)
         colour = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}[finding.verdict]
         table.add_row(f"[{colour}]{finding.verdict}[/]", finding.what, finding.detail.replace("[", r"\["))
@@ -85,11 +87,11 @@ def run_check(namespace: argparse.Namespace) -> int:
     return 1 if any(finding.verdict is Verdict.FAIL for finding in findings) else 0
 
 
-def _findings(config: NodeConfig, ports: Iterable[int], link: str) -> Iterator[Finding]:
+def _findings(config: NodeConfig, ports: Iterable[int], link: str, skip_model: bool) -> Iterator[Finding]:
     handoff = config.handoff
     yield check_python()
     yield from check_torch()
-    if problems := "; ".join(setting_problems(config)):
+    if problems := "; ".join((*setting_problems(config), *tls_problems(config))):
         yield Finding("settings", Verdict.FAIL, problems)
     if handoff.connector in ("nixl", *POOL_CONNECTORS):
         yield from check_transfer(handoff.advertise_host, handoff.kv_ports, link)
@@ -97,6 +99,9 @@ def _findings(config: NodeConfig, ports: Iterable[int], link: str) -> Iterator[F
     for port in ports:
         yield check_port(port)
     yield check_key(handoff.cluster_key_file, os.environ)
+    if skip_model:
+        yield Finding("model", Verdict.WARN, "not checked (--skip-model), nor what a node could serve at once")
+        return
     yield (model := check_model(config))
     if model.verdict is Verdict.OK and not problems:
         yield from check_capacity(config, resolve_model(config.model.model))
@@ -249,7 +254,7 @@ def check_model(settings: NodeConfig) -> Finding:
 
 
 def check_capacity(config: NodeConfig, model: Path) -> Iterator[Finding]:
-    """What the node would serve at once: on each GPU, else on the CPU. `config`: its settings."""
+    """What the node would serve at once: on each GPU, else on the CPU unless it must have a GPU."""
     try:
         import torch
 
@@ -264,8 +269,9 @@ def check_capacity(config: NodeConfig, model: Path) -> Iterator[Finding]:
     spec, line = choose_implementation(model, read_json(model / "config.json"), config.model.model_impl)
     if line:
         yield Finding("model implementation", Verdict.OK, line)
-    num_gpus = 0 if config.model.device == "cpu" else torch.cuda.device_count()
-    for device in [torch.device("cuda", index) for index in range(num_gpus)] or [torch.device("cpu")]:
+    asked = config.model.device
+    devices = [] if asked == "cpu" else [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for device in devices or ([] if asked == "cuda" else [torch.device("cpu")]):
         try:
             dtype = resolve_dtype(config.model.dtype, spec.dtype, device)
             if device.type == "cuda":

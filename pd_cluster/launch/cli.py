@@ -249,8 +249,10 @@ def _ray(namespace: argparse.Namespace) -> int:
 def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = "Check this machine before starting a node with these flags: packages, devices, transfer, ports, key, model."
     parser = _add(commands, "check", text, _check)
-    text = "Port to check; may be given several times (default: 8000)."
+    text = "Port to check, beside --control-port; may be given several times (default: 8000)."
     parser.add_argument("--port", dest="ports", type=port_number, action="append", metavar="N", help=text)
+    text = "Do not check the model: for a node that would download it at its start."
+    parser.add_argument("--skip-model", action="store_true", help=text)
     text = "Only serve memory for a --read-link elsewhere, until standard input ends. Prints one line for its FILE."
     parser.add_argument("--offer-link", action="store_true", help=text)
     text = "Measure the transfer from elsewhere. FILE has the line that --offer-link printed there."

@@ -12,8 +12,8 @@ import yaml
 
 from pd_cluster.launch import engine_process, node_process
 from tests.deploy import invariants
-from tests.deploy.chart import CHART, NAMESPACE, example_values, load_chart, objects_of, of_kind, one, render
-from tests.deploy.fake_api import api_server
+from tests.deploy.chart import CHART, NAMESPACE, example_values, load_chart, of_kind, one, render
+from tests.deploy.fake_api import api_server, render_in_cluster
 
 KEY_PATH = f"/api/v1/namespaces/{NAMESPACE}/secrets/demo-pd-cluster-key"
 
@@ -178,19 +178,6 @@ def test_install_makes_a_key_when_the_cluster_has_none() -> None:
     assert KEY_PATH in asked
     assert first != second
     assert len(first) >= 64
-
-
-def render_in_cluster(url: str) -> list[dict[str, Any]]:
-    """What `helm upgrade` would apply, `lookup` reading from the API server at `url`."""
-    kubeconfig = {
-        "apiVersion": "v1", "kind": "Config", "current-context": "test",
-        "clusters": [{"name": "test", "cluster": {"server": url}}],
-        "users": [{"name": "test", "user": {}}],
-        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": NAMESPACE}}],
-    }  # fmt: skip
-    content = yaml.safe_dump(kubeconfig)
-    with helm_python.Config(kubeconfig_content=content, namespace=NAMESPACE) as cluster, load_chart() as chart:
-        return objects_of(cluster.render(chart, name="demo", namespace=NAMESPACE, is_upgrade=True))
 
 
 def test_own_key_secret_is_mounted_and_none_is_made() -> None:

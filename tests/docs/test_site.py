@@ -28,8 +28,8 @@ TEXTS = {name_of(page): page.read_text() for page in PAGES}
 # Commits are labels of measurements. They have no place elsewhere.
 WITH_COMMITS = ("docs/benchmarks.md", "docs/decisions/")
 OTHERS_FLAGS = {
-    "--address", "--build", "--build-arg", "--create-namespace", "--generate", "--harness", "--head", "--logs",
-    "--namespace", "--set", "--target", "--timeout",
+    "--address", "--all-containers", "--build", "--build-arg", "--create-namespace", "--dry-run", "--force-conflicts",
+    "--generate", "--harness", "--head", "--logs", "--namespace", "--set", "--target", "--timeout",
 }  # fmt: skip
 SUFFIXES = r"py|md|sh|toml|ya?ml|jsonl?|txt"
 

@@ -173,6 +173,39 @@ def test_the_check_is_of_a_node_with_these_flags(
     assert checked("--max-num-seqs=9", "--max-num-batched-tokens=8")[0] == 2, "as for a node"
 
 
+def test_a_machine_is_checked_before_the_model_is_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PD_CLUSTER_KEY", "x")
+    monkeypatch.setattr(check, "DEFAULT_PORTS", ())
+    monkeypatch.setattr(MachineFacts, "num_cuda_devices", lambda machine: 0)
+    monkeypatch.setattr(check, "resolve_model", lambda model: pytest.fail("a download"))
+    node = ["--connector=none", "--role=decode", "--model=no-org/no-model", "--max-model-len=32768", "--tp=8"]
+    with contextlib.closing(listen("0.0.0.0", 0)) as listener:
+        taken = port_of(listener)
+        assert main(["check", "--skip-model", *node, f"--control-port={taken}"]) == 1
+        assert f"port {taken}" in capsys.readouterr().out
+    assert main(["check", "--skip-model", *node]) == 0
+    assert "not checked" in capsys.readouterr().out
+
+
+def test_a_node_that_must_have_a_gpu_is_no_node_on_the_cpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PD_CLUSTER_KEY", "x")
+    monkeypatch.setattr(check, "DEFAULT_PORTS", ())
+    monkeypatch.setattr(MachineFacts, "num_cuda_devices", lambda machine: 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert main(["check", "--connector=none", "--device=cuda"]) == 1
+    table = capsys.readouterr().out
+    assert "--device cuda: " in table
+    assert "node on cpu" not in table
+    assert main(["prefill", "--device=cuda"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pd-cluster: error: --device cuda: ")
+    assert error.count("\n") == 1
+
+
 @pytest.mark.integration
 def test_a_real_transfer() -> None:
     pytest.importorskip("nixl_cu13")

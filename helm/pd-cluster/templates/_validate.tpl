@@ -38,6 +38,7 @@
   {{- if and (eq $role.kind "pair") $role.gpus.count (not $role.gpus.claimTemplate) -}}
     {{- fail (printf "roles.%s.gpus.claimTemplate: GPUs by count are shown to one container alone, and then KV does not take NVLink; name a ResourceClaimTemplate with the GPUs of both nodes" $name) -}}
   {{- end -}}
+  {{- include "pd-cluster.validateReplicas" (list (printf "roles.%s" $name) $role) -}}
   {{- if gt (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas) -}}
     {{- fail (printf "roles.%s.autoscaling: minReplicas (%d) is above maxReplicas (%d)" $name (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas)) -}}
   {{- end -}}
@@ -61,6 +62,7 @@
 {{- if gt (len (uniq $dtypes)) 1 -}}
   {{- fail "roles: args.dtype differs; KV moves as it is, so set it alike in all roles (or in nodeDefaults)" -}}
 {{- end -}}
+{{- include "pd-cluster.validateReplicas" (list "router" .Values.router) -}}
 {{- with .Values.router.autoscaling -}}
   {{- if gt (int .minReplicas) (int .maxReplicas) -}}
     {{- fail "router.autoscaling: minReplicas is above maxReplicas" -}}
@@ -149,6 +151,12 @@
   {{- if and (le $low $port) (le $port $high) -}}
     {{- fail (printf "nodePorts.kv: %s contains nodePorts.%s (%d)" $.Values.nodePorts.kv $name $port) -}}
   {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- /* Takes (list where of): `replicas: null` would be 0 pods. */ -}}
+{{- define "pd-cluster.validateReplicas" -}}
+{{- if not (or (index . 1).autoscaling.enabled (hasKey (index . 1) "replicas")) -}}
+{{- fail (printf "%s.replicas: null is no number; to leave it to something else, set autoscaling: {enabled: true, by: external}" (index . 0)) -}}
 {{- end -}}
 {{- end -}}
 
