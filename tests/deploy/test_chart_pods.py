@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.deploy import invariants
 from tests.deploy.chart import (
     EXAMPLES,
     NAMESPACE,
+    ROOT,
     Object,
     PodPart,
     changed,
@@ -26,7 +28,7 @@ from tests.deploy.chart import (
 from tests.deploy.pod_security import SCC_ANNOTATION, admit_to_project, restricted
 
 PARTS: dict[str, Any] = {"pool": {"enabled": True}, "preflight": {"enabled": True}}  # with these every pod is there
-ROOT = ("xpyd-rdma",)  # rootWithIpcLock, which the level forbids: values.yaml says so
+AS_ROOT = ("xpyd-rdma",)  # rootWithIpcLock, which the level forbids: values.yaml says so
 DIGEST = "sha256:" + "1" * 64
 READ_ONLY: dict[str, dict[str, Any]] = {
     "claim": {"existingClaim": "weights", "readOnly": True},
@@ -56,7 +58,7 @@ def environment(container: dict[str, Any]) -> dict[str, str]:
     return {entry["name"]: entry.get("value", "") for entry in container["env"]}
 
 
-@pytest.mark.parametrize("name", ["", *(name for name in EXAMPLES if name not in ROOT)])
+@pytest.mark.parametrize("name", ["", *(name for name in EXAMPLES if name not in AS_ROOT)])
 def test_the_level_restricted_admits_every_pod(name: str) -> None:
     parts = list(pods(example(name) if name else render(PARTS)))
     assert {part.owner: restricted(part.spec) for part in parts if restricted(part.spec)} == {}
@@ -220,6 +222,17 @@ def test_the_pod_of_a_model_that_is_written_is_as_before() -> None:
         node = found_pods({"model": {"id": "Qwen/Qwen3-8B", **model}})["decode"].serving[0]
         assert {"name": "models", "mountPath": "/models"} in node["volumeMounts"]
         assert environment(node)["HF_HOME"] == "/models/huggingface"
+
+
+def test_the_pages_examples_render() -> None:
+    text = (ROOT / "docs" / "kubernetes_pods.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) >= 3
+    for block in blocks:
+        for part in pods(render(yaml.safe_load(block))):
+            assert restricted(part.spec) == []
+    for cell in re.findall(r"`model\.volume: (\{.*?\})`", text):
+        assert render({"model": {"volume": yaml.safe_load(cell)}})
 
 
 INIT = {"name": "get", "image": "x"}

@@ -30,6 +30,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"router": {"route": "sideways"}}, "route"),
     ({"router": {"httpRoute": {"enabled": True}}}, "parentRefs"),
     ({"env": [{"name": "A"}]}, "env"),
+    ({"router": {"envFrom": [{"name": "A"}]}}, "envFrom"),
     ({"nodePorts": {"http": 80}}, "http"),
     ({"nodeDefaults": {"podLabels": {"pd-cluster/part": "router"}}}, "pd-cluster/part"),
     ({"router": {"podLabels": {"app.kubernetes.io/instance": "x"}}}, "app.kubernetes.io/instance"),
