@@ -3,8 +3,8 @@
 Written from the resources' API references: Prometheus operator v0.7x, Gateway API v1.1, its Inference Extension v1,
 KEDA v2. They are stricter than the
 projects' own CRDs (a label selector may hold more than the chart ever writes), and no package that this project may use
-ships those. To compare with them: `CRD_DIR=... pytest tests/deploy` (last done with Prometheus operator 0.93.0 and
-Gateway API of August 2026).
+ships those. To compare with them: `CRD_DIR=... pytest tests/deploy` (last done with
+those of August 2026: Prometheus operator, KEDA, Gateway API and its Inference Extension).
 """
 
 from __future__ import annotations

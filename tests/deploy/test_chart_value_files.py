@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import helm_python
@@ -18,14 +19,14 @@ import yaml
 from pd_cluster.launch.cli import build_parser
 from tests.deploy import invariants
 from tests.deploy.chart import CHART, EXAMPLES, changed, example_values, one, pods, render
+from tests.deploy.custom_resources import check_with_crds
 from tests.deploy.test_chart_examples import GOLDENS, INVARIANTS
-from tests.deploy.validity import VERSIONS, faults
+from tests.deploy.validity import VERSIONS, faults, is_custom
 from tests.deploy.value_files import FOLDER, ValueFile, difference, file_names, value_file
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
-    from pathlib import Path
 
 FILES, REFUSED = file_names(), file_names(FOLDER / "refused")
 PROCESSES = ("node", "prefill", "decode", "router", "pool", "check")  # the containers that run `pd-cluster`
@@ -38,6 +39,14 @@ def test_values_are_valid_in_the_versions_that_they_are_for(name: str) -> None:
     assert versions[-1:] == [VERSIONS[-1]]
     wrong = [(version, fault) for version in versions for found in file.objects for fault in faults(found, version)]
     assert wrong == []
+
+
+@pytest.mark.skipif("CRD_DIR" not in os.environ, reason="CRD_DIR names no directory of CRDs (*.yaml)")
+def test_custom_resources_of_values_are_valid_by_the_projects_own_definitions() -> None:
+    crds = [yaml.safe_load(path.read_text()) for path in Path(os.environ["CRD_DIR"]).glob("*.yaml")]
+    found = [(name, body) for name in FILES for body in value_file(name).objects if is_custom(body)]
+    assert len(found) >= 20
+    assert [(name, text) for name, body in found for text in check_with_crds(body, crds)] == []
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,5 +1,5 @@
-"""The only prefill pod of a cluster comes and goes, as KEDA's minReplicas 0 has it: nothing fails, decode nodes read the
-prompts meanwhile, and what the routers export says all the time how many prompt tokens there are to compute."""
+"""The only prefill pod of a cluster comes and goes, as KEDA's minReplicas 0 has it: nothing fails, decode nodes read
+the prompts meanwhile, and the routers export all the time how many prompt tokens there are to compute."""
 
 from __future__ import annotations
 

@@ -41,14 +41,13 @@ spec:
 {{- /* KEDA's ScaledObject of a role, by what the routers' feeds tell of its nodes. Each router tells all nodes, hence
        `max by (node)`. Takes a dict: root, component, name, kind (of the role), autoscaling.
        minReplicas 0: without a pod of its own a prefill role has no figures. What wakes it are prompt tokens that wait at
-       any node of the release, as many as one of its pods is for, or what all routers' answers have cost. */ -}}
+       any node of the release, as many as one of its pods is for, or those that all answers have cost. */ -}}
 {{- define "pd-cluster.scaledObject" -}}
 {{- $keda := .autoscaling.keda -}}
 {{- $full := include "pd-cluster.fullname" .root -}}
 {{- $fromZero := eq (int .autoscaling.minReplicas) 0 -}}
 {{- $own := printf "{namespace=%q,node=~%q}" .root.Release.Namespace (printf "%s-[0-9]+(-decode)?" .name) -}}
 {{- $all := printf "{namespace=%q,node=~%q}" .root.Release.Namespace (printf "%s-.+" $full) -}}
-{{- $routers := printf "{namespace=%q,pod=~%q}" .root.Release.Namespace (printf "%s-router-.+" $full) -}}
 {{- $triggers := list -}}
 {{- if $keda.prometheus -}}
 {{- /* figures that are missing are an error, so that KEDA keeps what there is: as 0 they would remove pods */ -}}
@@ -61,9 +60,9 @@ spec:
 {{- $triggers = append $triggers $queued -}}
 {{- end -}}
 {{- if $fromZero -}}
-{{- $query := printf "(sum(rate(pd_router_prompt_tokens_total%s[3m])) - sum(rate(pd_router_cached_tokens_total%s[3m]))) > bool %d" $routers $routers (int $keda.promptTokensPerSecond) -}}
-{{- /* no answer yet, no figure; 1 wakes one pod and asks for no second one */ -}}
-{{- $triggers = append $triggers (merge (dict "query" $query "threshold" "1" "ignoreNullValues" "true") $common) -}}
+{{- $query := include "pd-cluster.promptRate" (list .root $keda.promptTokensPerSecond) -}}
+{{- /* 1 wakes one pod and asks for no second one */ -}}
+{{- $triggers = append $triggers (merge (dict "query" $query "threshold" "1") $common) -}}
 {{- end -}}
 {{- if ne .kind "prefill" -}}
 {{- $query := printf "sum(max by (node) (pd_router_node_sequences%s))" $own -}}
@@ -102,4 +101,17 @@ spec:
     {{- with $keda.triggers }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{- /* Query: 1 while the release's answers cost more prompt tokens per second, less those that a cache had, else 0, also
+       before the first answer. Gateways of an InferencePool pass the routers by, so there the nodes tell; a prompt that is
+       handed over counts where its stream is. Takes (list root tokens). */ -}}
+{{- define "pd-cluster.promptRate" -}}
+{{- $root := index . 0 -}}
+{{- $byNodes := $root.Values.router.inferencePool.enabled -}}
+{{- $from := ternary "pd" "pd_router" $byNodes -}}
+{{- $pods := printf "namespace=%q,pod=~%q" $root.Release.Namespace (printf "%s-.+" (include "pd-cluster.fullname" $root)) -}}
+{{- $served := printf "{%s%s}[3m]" $pods (ternary ",work!=\"prefill\"" "" $byNodes) -}}
+{{- $any := printf "%s{%s}" (ternary "pd_num_waiting" "pd_router_requests_in_flight" $byNodes) $pods -}}
+((sum(rate({{ $from }}_prompt_tokens_total{{ $served }})) - sum(rate({{ $from }}_cached_tokens_total{{ $served }}))) > bool {{ index . 1 | int }}) or 0 * count({{ $any }})
 {{- end -}}

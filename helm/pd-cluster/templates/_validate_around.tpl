@@ -25,8 +25,8 @@
   {{- include "pd-cluster.validateBudget" (list (printf "roles.%s" $name) $role.podDisruptionBudget) -}}
   {{- with $role.autoscaling -}}
     {{- $keda := and .enabled (eq .by "keda") -}}
-    {{- if and .enabled (eq (int .minReplicas) 0) (or (not $keda) (ne $role.kind "prefill")) -}}
-      {{- fail (printf "roles.%s.autoscaling.minReplicas: 0 is for kind prefill by keda, since decode nodes then read the prompts; give this role at least 1" $name) -}}
+    {{- if and .enabled (eq (int .minReplicas) 0) (or (eq .by "hpa") (ne $role.kind "prefill")) -}}
+      {{- fail (printf "roles.%s.autoscaling.minReplicas: 0 is for kind prefill by keda or external, where decode nodes read the prompts meanwhile; give this role at least 1" $name) -}}
     {{- end -}}
     {{- if and $keda (not .keda.prometheus) (not .keda.triggers) -}}
       {{- fail (printf "roles.%s.autoscaling.keda.prometheus: name the URL of the server that scrapes the routers, or triggers of your own" $name) -}}
