@@ -5,16 +5,58 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from math import inf
 from typing import TYPE_CHECKING
+
+from pd_router.node_table import Role
+from pd_router.sources.base import is_told
+from pd_router.sources.membership import Membership, Sight
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from pd_router.node_table import NodeTable
-    from pd_router.sources.base import NodeSource
+    from pd_router.node_table import Node, NodeSpec, NodeTable
+    from pd_router.sources.base import NodeSource, Told
 
 log = logging.getLogger("pd_router")
 RESTART_S = 1.0  # until a source that failed is started again
+LOOK_S = 0.5  # between two looks at the nodes of a doubted source
+
+
+class FollowedSource:
+    """One source, when it was heard, and its nodes. `clock`: monotonic seconds."""
+
+    def __init__(self, source: NodeSource, clock: Callable[[], float]) -> None:
+        self.source = source
+        self.membership = Membership()
+        self.heard = asyncio.Event()
+        self.told: Told | None = None
+        self.applied: tuple[NodeSpec, ...] | None = None
+        self._was_doubted = False
+        self._clock = clock
+        self._heard_s = clock()
+
+    def hear(self) -> None:
+        self._heard_s = self._clock()
+        self.heard.set()
+
+    def tell_doubt(self) -> None:
+        """Write to the log that a doubt has begun, or has ended, once each."""
+        name, member = self.source.name, self.membership
+        if member.is_doubted and not self._was_doubted:
+            log.warning(
+                "node source '%s' is doubted: it names no node that serves in place of %d that do. They stay in use "
+                "while they live: to take them out, drain them (`pd-cluster nodes drain`) or end their processes",
+                name, member.num_held,
+            )  # fmt: skip
+        elif self._was_doubted and not member.is_doubted:
+            log.info("node source '%s' is believed again; it has %d nodes", name, len(member.nodes))
+        self._was_doubted = member.is_doubted
+
+    @property
+    def age_s(self) -> float:
+        """Since the source could be read, or since the router's start."""
+        return self._clock() - self._heard_s
 
 
 class Discovery:
@@ -28,32 +70,73 @@ class Discovery:
     ) -> None:
         self._table = table
         self._sleep = sleep
-        self._heard = {source: asyncio.Event() for source in sources}
+        self._doubting = asyncio.Event()
+        self.followed = tuple(FollowedSource(source, table.clock) for source in sources)
 
     async def run(self) -> None:
         """Follow every source until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for source, heard in self._heard.items():
-                group.create_task(self._follow(source, heard))
+            for one in self.followed:
+                group.create_task(self._follow(one))
+            group.create_task(self._look())
 
     async def heard_all(self, deadline_s: float) -> None:
         """Wait until every source has named its nodes once, but not longer than `deadline_s`."""
         try:
             async with asyncio.timeout(deadline_s):
-                for heard in self._heard.values():
-                    await heard.wait()
+                for one in self.followed:
+                    await one.heard.wait()
         except TimeoutError:
-            silent = [source.name for source, heard in self._heard.items() if not heard.is_set()]
+            silent = [one.source.name for one in self.followed if not one.heard.is_set()]
             log.warning("starting without the nodes of sources that have not answered: %s", ", ".join(silent))
 
-    async def _follow(self, source: NodeSource, heard: asyncio.Event) -> None:
+    async def _follow(self, one: FollowedSource) -> None:
+        name = one.source.name
+        num_failures = 0
         while True:
             try:
-                async with contextlib.aclosing(source.watch()) as sets:
-                    async for nodes in sets:
-                        self._table.apply(source.name, nodes)
-                        heard.set()
-                log.error("node source '%s' has ended; starting it again", source.name)
+                async with contextlib.aclosing(one.source.watch()) as words:
+                    async for told in words:
+                        if told != one.told:  # most readings of a source change nothing
+                            one.told = told
+                            one.membership.hear(told, self._sights())
+                            self._apply(one)
+                        one.hear()
+                        num_failures = 0
+                log.error("node source '%s' has ended; starting it again", name)
             except Exception:  # a bug in one source: its last nodes stay, the other sources continue
-                log.exception("node source '%s' failed; starting it again", source.name)
+                num_failures += 1
+                if is_told(num_failures):
+                    log.exception("node source '%s' failed %d times; starting it again", name, num_failures)
             await self._sleep(RESTART_S)
+
+    async def _look(self) -> None:
+        """Look again at the nodes of doubted sources, and tell when a doubt begins and ends."""
+        while True:
+            await self._doubting.wait()
+            await self._sleep(LOOK_S)
+            sights = self._sights()
+            for one in self.followed:
+                one.membership.look(sights)
+                self._apply(one)
+                one.tell_doubt()
+            if not any(one.membership.is_doubted for one in self.followed):
+                self._doubting.clear()
+
+    def _apply(self, one: FollowedSource) -> None:
+        if one.membership.is_doubted:
+            self._doubting.set()
+        if one.membership.nodes != one.applied:
+            one.applied = one.membership.nodes
+            self._table.apply(one.source.name, one.applied)
+
+    def _sights(self) -> dict[str, Sight]:
+        now_s = self._table.clock()
+        return {node.url: _sight(node, now_s) for node in self._table.nodes}
+
+
+def _sight(node: Node, now_s: float) -> Sight:
+    was_up = (node.models is not None or node.epoch is not None) and not node.draining
+    down_s = 0.0 if node.down_since_s is None else now_s - node.down_since_s
+    serves = node.reachable and not node.draining
+    return Sight(serves, node.role is not Role.PREFILL, down_s if was_up else inf, node.restarts)
