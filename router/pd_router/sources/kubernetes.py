@@ -83,7 +83,7 @@ class KubernetesPods:
                     if is_told(self._num_failures):
                         log.warning(
                             "kubernetes, namespace %s: %s: %s (%d in a row); listing again in %.2f s",
-                            self._namespace, type(error).__name__, error, self._num_failures, delay_s,
+                            self._namespace, type(error).__name__, str(error).partition("\n")[0], self._num_failures, delay_s,
                         )  # fmt: skip
                     await self._sleep(delay_s)
         finally:
