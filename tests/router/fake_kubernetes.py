@@ -64,12 +64,12 @@ class FakeKubernetes:
     async def delete(self, name: str) -> None:
         await self._note("DELETED", self.pods[name], self.pods[name])
 
-    async def mark_all(self, *, ready: bool) -> None:
+    async def mark_all(self, *, ready: bool, kinds: tuple[str, ...] = ("Ready",)) -> None:
         """The controller-manager finds all kubelets silent, or they correct it."""
         for name in list(self.pods):
             pod = json.loads(json.dumps(self.pods[name]))
             for condition in pod["status"]["conditions"]:
-                if condition["type"] == "Ready":
+                if condition["type"] in kinds:
                     condition["status"] = str(ready)
             await self._note("MODIFIED", pod, self.pods[name])
 

