@@ -81,10 +81,9 @@ class KubernetesPods:
                     delay_s = min(RETRY_S * 2**self._num_failures, MAX_RETRY_S)
                     self._num_failures += 1
                     if is_told(self._num_failures):
-                        log.warning(
-                            "kubernetes, namespace %s: %s: %s (%d in a row); listing again in %.2f s",
-                            self._namespace, type(error).__name__, str(error).partition("\n")[0], self._num_failures, delay_s,
-                        )  # fmt: skip
+                        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+                        number = self._num_failures
+                        log.warning("kubernetes, namespace %s: %s (%d in a row)", self._namespace, why, number)
                     await self._sleep(delay_s)
         finally:
             await client.close()
@@ -194,21 +193,20 @@ def is_ready(pod: Pod) -> bool:
 
 def is_inside(api: SingleConfig) -> bool:
     """Whether this is the API server of the pod's own cluster or machine, which no proxy outside can reach."""
-    given = os.environ.get("KUBERNETES_SERVICE_HOST", "")
-    host = urlsplit(api.cluster.server).hostname or ""
-    if _plain(host) == _plain(given) or host == "kubernetes" or host.startswith("kubernetes.default"):
-        return bool(given)
-    address = _plain(host)
-    return host == "localhost" or (not isinstance(address, str) and address.is_loopback)
+    host = _plain(urlsplit(api.cluster.server).hostname or "")
+    if host == _plain(os.environ.get("KUBERNETES_SERVICE_HOST", "")):
+        return True
+    if isinstance(host, str):
+        return host in ("localhost", "kubernetes", "kubernetes.default") or host.startswith("kubernetes.default.svc")
+    return host.is_loopback
 
 
 def _plain(host: str) -> IPv4Address | IPv6Address | str:
-    """An address in any of its spellings, or a name."""
-    host = host.strip("[]").lower().rstrip(".")
+    """An address, however it is spelled, or a name."""
     try:
-        return ip_address(host)
+        return ip_address(host.strip("[]"))
     except ValueError:
-        return host
+        return host.lower().rstrip(".")
 
 
 def config_from_environment() -> SingleConfig:
