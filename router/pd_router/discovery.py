@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -16,47 +17,24 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from pd_router.node_table import Node, NodeSpec, NodeTable
-    from pd_router.sources.base import NodeSource, Told
+    from pd_router.sources.base import NodeSource, Roster
 
 log = logging.getLogger("pd_router")
 RESTART_S = 1.0  # until a source that failed is started again
 LOOK_S = 0.5  # between two looks at the nodes of a doubted source
 
 
+@dataclass(slots=True, eq=False)
 class FollowedSource:
-    """One source, when it was heard, and its nodes. `clock`: monotonic seconds."""
+    """One source and its nodes."""
 
-    def __init__(self, source: NodeSource, clock: Callable[[], float]) -> None:
-        self.source = source
-        self.membership = Membership()
-        self.heard = asyncio.Event()
-        self.told: Told | None = None
-        self.applied: tuple[NodeSpec, ...] | None = None
-        self._was_doubted = False
-        self._clock = clock
-        self._heard_s = clock()
-
-    def hear(self) -> None:
-        self._heard_s = self._clock()
-        self.heard.set()
-
-    def tell_doubt(self) -> None:
-        """Write to the log that a doubt has begun, or has ended, once each."""
-        name, member = self.source.name, self.membership
-        if member.is_doubted and not self._was_doubted:
-            log.warning(
-                "node source '%s' is doubted: it names no node that serves in place of %d that do. They stay in use "
-                "while they live: to take them out, drain them (`pd-cluster nodes drain`) or end their processes",
-                name, member.num_held,
-            )  # fmt: skip
-        elif self._was_doubted and not member.is_doubted:
-            log.info("node source '%s' is believed again; it has %d nodes", name, len(member.nodes))
-        self._was_doubted = member.is_doubted
-
-    @property
-    def age_s(self) -> float:
-        """Since the source could be read, or since the router's start."""
-        return self._clock() - self._heard_s
+    source: NodeSource
+    heard_s: float  # when it could be read, or the router's start
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    told: Roster | None = None
+    membership: Membership = field(default_factory=Membership)
+    applied: tuple[NodeSpec, ...] = ()
+    was_doubted: bool = False  # by the log
 
 
 class Discovery:
@@ -71,7 +49,7 @@ class Discovery:
         self._table = table
         self._sleep = sleep
         self._doubting = asyncio.Event()
-        self.followed = tuple(FollowedSource(source, table.clock) for source in sources)
+        self.followed = tuple(FollowedSource(source, table.clock()) for source in sources)
 
     async def run(self) -> None:
         """Follow every source until cancelled."""
@@ -91,24 +69,30 @@ class Discovery:
             log.warning("starting without the nodes of sources that have not answered: %s", ", ".join(silent))
 
     async def _follow(self, one: FollowedSource) -> None:
-        name = one.source.name
-        num_failures = 0
+        name, num_failures = one.source.name, 0
         while True:
             try:
                 async with contextlib.aclosing(one.source.watch()) as words:
                     async for told in words:
+                        one.heard_s, num_failures = self._table.clock(), 0
                         if told != one.told:  # most readings of a source change nothing
-                            one.told = told
                             one.membership.hear(told, self._sights())
                             self._apply(one)
-                        one.hear()
-                        num_failures = 0
+                            one.told = told
+                        one.heard.set()
                 log.error("node source '%s' has ended; starting it again", name)
             except Exception:  # a bug in one source: its last nodes stay, the other sources continue
                 num_failures += 1
                 if is_told(num_failures):
-                    log.exception("node source '%s' failed %d times; starting it again", name, num_failures)
+                    log.exception("node source '%s' failed (%d in a row); starting it again", name, num_failures)
             await self._sleep(RESTART_S)
+
+    def _apply(self, one: FollowedSource) -> None:
+        if one.membership.is_doubted:
+            self._doubting.set()
+        if one.membership.nodes != one.applied:
+            one.applied = one.membership.nodes
+            self._table.apply(one.source.name, one.applied)
 
     async def _look(self) -> None:
         """Look again at the nodes of doubted sources, and tell when a doubt begins and ends."""
@@ -119,16 +103,20 @@ class Discovery:
             for one in self.followed:
                 one.membership.look(sights)
                 self._apply(one)
-                one.tell_doubt()
-            if not any(one.membership.is_doubted for one in self.followed):
+                self._tell(one)
+            if not any(one.was_doubted for one in self.followed):
                 self._doubting.clear()
 
-    def _apply(self, one: FollowedSource) -> None:
-        if one.membership.is_doubted:
-            self._doubting.set()
-        if one.membership.nodes != one.applied:
-            one.applied = one.membership.nodes
-            self._table.apply(one.source.name, one.applied)
+    def _tell(self, one: FollowedSource) -> None:
+        before, one.was_doubted = one.was_doubted, one.membership.is_doubted
+        if one.was_doubted and not before:
+            log.warning(
+                "node source '%s' is doubted: it names no node that serves in place of %d that do. They stay in use "
+                "while they live: to take them out, drain them (`pd-cluster nodes drain`) or end their processes",
+                one.source.name, one.membership.num_held,
+            )  # fmt: skip
+        elif before and not one.was_doubted:
+            log.info("node source '%s' is believed again; it has %d nodes", one.source.name, len(one.applied))
 
     def _sights(self) -> dict[str, Sight]:
         now_s = self._table.clock()

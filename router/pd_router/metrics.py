@@ -30,6 +30,7 @@ class RouterMetrics:
 
     def __init__(self, table: NodeTable, slo: Slo = NO_SLO) -> None:
         self._slo = slo
+        self._clock = table.clock
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, help: str, *labels: str) -> Counter:
@@ -121,7 +122,8 @@ class RouterMetrics:
     def export_sources(self, sources: Iterable[FollowedSource]) -> None:
         for one in sources:
             self._doubted.labels(one.source.name).set_function(partial(getattr, one.membership, "is_doubted"))
-            self._source_age_s.labels(one.source.name).set_function(partial(getattr, one, "age_s"))
+            age_s = partial(lambda one: self._clock() - one.heard_s, one)
+            self._source_age_s.labels(one.source.name).set_function(age_s)
 
     def _child(self, metric: Counter | Histogram, *labels: str) -> Any:
         child = self._children.get((metric, labels))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_router.node_table import NodeSpec, Role
-from pd_router.sources.base import NamedNode, Told, is_told
+from pd_router.sources.base import NamedNode, Roster, is_told
 from pd_router.sources.membership import GONE_S, Membership, Sight
 
 UP = Sight(serves=True, decodes=True, down_s=0.0, restarts=0)
@@ -22,8 +22,8 @@ def node(name: str, *, ready: bool = True, uid: str = "1", role: Role = Role.DEC
     return NamedNode(NodeSpec(f"http://{name}:1", role, name), uid, ready)
 
 
-def told(*nodes: NamedNode, ended: tuple[NamedNode, ...] = ()) -> Told:
-    return Told(nodes, frozenset(one.key for one in ended))
+def told(*nodes: NamedNode, ended: tuple[NamedNode, ...] = ()) -> Roster:
+    return Roster(nodes, frozenset(one.key for one in ended))
 
 
 def sights(**by_name: Sight) -> dict[str, Sight]:
@@ -164,7 +164,7 @@ class World:
         role = Role.PREFILL if name == "a" else Role.DECODE
         return node(name, ready=self.ready[name], uid=str(self.uids[name]), role=role)
 
-    def tell(self, names: str, ended: tuple[NamedNode, ...] = ()) -> Told:
+    def tell(self, names: str, ended: tuple[NamedNode, ...] = ()) -> Roster:
         nodes = [self.named(name) for name in names if name in self.uids]
         self.ever_ready |= {(name, self.uids[name]) for name in names if self.ready.get(name) and name in self.uids}
         return told(*nodes, ended=ended)

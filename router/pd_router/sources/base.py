@@ -30,14 +30,14 @@ class NamedNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Roster:
     """What a source says at one time. `ended`: the keys of nodes of which it knows the end, not only an absence."""
 
     nodes: tuple[NamedNode, ...]
     ended: frozenset[tuple[str, str]] = frozenset()
 
     @classmethod
-    def of(cls, specs: Iterable[NodeSpec]) -> Told:
+    def of(cls, specs: Iterable[NodeSpec]) -> Roster:
         return cls(tuple(map(NamedNode, specs)))
 
 
@@ -46,7 +46,7 @@ class NodeSource(Protocol):
 
     name: str
 
-    def watch(self) -> AsyncGenerator[Told, None]:
+    def watch(self) -> AsyncGenerator[Roster, None]:
         """All nodes of the source, whenever it has been read, changed or not, until the generator is closed.
 
         Faults outside this process (no file, no API server) are logged and waited for; the last set stays valid.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd_router.sources.base import Told, make_spec
+from pd_router.sources.base import Roster, make_spec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -39,15 +39,15 @@ class NodesFile:
         self._path = Path(path)
         self._sleep = sleep
 
-    async def watch(self) -> AsyncGenerator[Told, None]:
+    async def watch(self) -> AsyncGenerator[Roster, None]:
         last: bytes | str | None = None  # the content, or the reason why there is none
-        told: Told | None = None  # None: the content is broken
+        told: Roster | None = None  # None: the content is broken
         while True:
             content = await asyncio.to_thread(self._content)  # the file system may block, the router must not
             if content != last:
                 last, told = content, None
                 try:
-                    told = Told.of(parse_nodes(content))
+                    told = Roster.of(parse_nodes(content))
                 except ValueError as error:
                     log.error("%s: %s; the nodes stay unchanged", self._path, error)
             if told is not None:

@@ -18,7 +18,7 @@ from lightkube.exceptions import ConfigError
 from lightkube.resources.core_v1 import Pod
 
 from pd_http.errors import StartupError
-from pd_router.sources.base import NamedNode, Told, is_told, make_spec
+from pd_router.sources.base import NamedNode, Roster, is_told, make_spec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
@@ -68,7 +68,7 @@ class KubernetesPods:
         self._is_quiet = False  # a watch has begun, and nothing was heard since
         self._pods: dict[str, tuple[NamedNode, ...]] = {}  # by name, at the last word of the API server
 
-    async def watch(self) -> AsyncGenerator[Told, None]:
+    async def watch(self) -> AsyncGenerator[Roster, None]:
         client = AsyncClient(self._api, trust_env=not is_inside(self._api))
         self._pace_watches(client)
         try:
@@ -88,7 +88,7 @@ class KubernetesPods:
         finally:
             await client.close()
 
-    async def _list_and_watch(self, client: AsyncClient) -> AsyncGenerator[Told, None]:
+    async def _list_and_watch(self, client: AsyncClient) -> AsyncGenerator[Roster, None]:
         """Ends when it is time to list again. Raises `_FAILURES`."""
         listing = client.list(Pod, namespace=self._namespace, labels=self._labels)
         async with asyncio.timeout(LIST_S):
@@ -136,11 +136,11 @@ class KubernetesPods:
             log.info("kubernetes, namespace %s: followed again", self._namespace)
         self._num_failures = 0
 
-    def _told(self, pods: Iterable[Pod], before: Iterable[NamedNode]) -> Told:
+    def _told(self, pods: Iterable[Pod], before: Iterable[NamedNode]) -> Roster:
         """Sorted by name, so that lists and watches yield equal sets. `pods`: just told, `before`: as they were."""
         nodes = tuple(node for _, found in sorted(self._pods.items()) for node in found)
         known = {node.key for pod in pods for node in _addressed(pod)} | {node.key for node in before}
-        return Told(nodes, frozenset(known.difference(node.key for node in nodes)))
+        return Roster(nodes, frozenset(known.difference(node.key for node in nodes)))
 
 
 def _name(pod: Pod) -> str:

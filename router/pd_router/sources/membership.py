@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pd_router.node_table import NodeSpec
-    from pd_router.sources.base import NamedNode, Told
+    from pd_router.sources.base import NamedNode, Roster
 
 GONE_S = 30.0  # ten checks of /health in a row that were late: a machine may be busy
 
@@ -56,7 +56,7 @@ class Membership:
     def num_held(self) -> int:
         return len(self._held)
 
-    def hear(self, told: Told, sights: Mapping[str, Sight]) -> None:
+    def hear(self, told: Roster, sights: Mapping[str, Sight]) -> None:
         """Take what the source says."""
         restarts = {url: sight.restarts for url, sight in sights.items()}
         before = {url: (node, restarts.get(url, 0)) for url, node in self._named.items()} | self._held
