@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import re
 import time
 from collections import Counter
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [pytest.mark.integration, pytest.mark.anyio]
+logger = logging.getLogger(__name__)
 BODY = {"model": "demo_model", "prompt": "Mira 4831. Oskar 2210.", "max_tokens": 4, "temperature": 0}
 NODE_FLAGS = ("--kv-cache-gb=0.05", "--max-model-len=512", "--max-num-seqs=16")
 WAIT_S = 90.0
@@ -194,11 +196,11 @@ async def test_an_outage_of_two_minutes_and_a_minute_of_pods_that_are_not_ready(
     async with cluster(tmp_path, num_decode=2) as made:
         await made.fake.leave()
         await asyncio.sleep(AWAY_S)
-        print(f"away: {made.load.answered.total()} answered, {len(made.load.failed)} failed")  # noqa: T201
+        logger.info("away: %d answered, %d failed", made.load.answered.total(), len(made.load.failed))
         await made.fake.mark_all(ready=False)
         await made.fake.come_back()
         await asyncio.sleep(NOT_READY_S)
         await made.fake.mark_all(ready=True)
         await asyncio.sleep(SHORT_S)
-        print(f"all: {made.load.answered.total()} answered, {len(made.load.failed)} failed")  # noqa: T201
+        logger.info("in all: %d answered, %d failed", made.load.answered.total(), len(made.load.failed))
         await made.check()

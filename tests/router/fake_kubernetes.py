@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightkube.config.kubeconfig import SingleConfig
 
 Pod = dict[str, Any]
+DELETED_AT = "2030-01-01T00:00:00Z"
 
 
 class FakeKubernetes:
@@ -62,7 +63,10 @@ class FakeKubernetes:
         await self._note("MODIFIED" if before else "ADDED", pod, before)
 
     async def delete(self, name: str) -> None:
-        await self._note("DELETED", self.pods[name], self.pods[name])
+        """The last word of a pod tells when it was deleted."""
+        gone = json.loads(json.dumps(self.pods[name]))
+        gone["metadata"]["deletionTimestamp"] = DELETED_AT
+        await self._note("DELETED", gone, self.pods[name])
 
     async def mark_all(self, *, ready: bool, kinds: tuple[str, ...] = ("Ready",)) -> None:
         """The controller-manager finds all kubelets silent, or they correct it."""
@@ -222,7 +226,7 @@ def make_pod(
     if scheme:
         metadata["labels"]["pd-cluster/scheme"] = scheme
     if terminating:
-        metadata["deletionTimestamp"] = "2030-01-01T00:00:00Z"
+        metadata["deletionTimestamp"] = DELETED_AT
     ports = [{"name": port_name, "containerPort": port}, {"name": "kv", "containerPort": 65000}]
     states = {
         "Ready": ready,

@@ -146,6 +146,15 @@ async def test_pods_come_and_go() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_pod_that_cannot_be_a_node_is_told_once_for_each_word_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    async with kubernetes() as (fake, api):
+        await fake.put("web-0", port_name="web")
+        async with followed(source(api)):
+            await fake.until_watches(1)
+            assert caplog.text.count("pod web-0 is not a node") == 1
+
+
+@pytest.mark.anyio
 async def test_what_happens_while_a_watch_is_cut_is_not_missed() -> None:
     async with kubernetes() as (fake, api):
         await fake.put("d-0", port=1)

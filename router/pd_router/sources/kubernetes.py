@@ -139,7 +139,7 @@ class KubernetesPods:
     def _told(self, pods: Iterable[Pod], before: Iterable[NamedNode]) -> Roster:
         """Sorted by name, so that lists and watches yield equal sets. `pods`: just told, `before`: as they were."""
         nodes = tuple(node for _, found in sorted(self._pods.items()) for node in found)
-        known = {node.key for pod in pods for node in _addressed(pod)} | {node.key for node in before}
+        known = {node.key for pod in pods if _is_over(pod) for node in _addressed(pod)} | {node.key for node in before}
         return Roster(nodes, frozenset(known.difference(node.key for node in nodes)))
 
 
@@ -151,11 +151,12 @@ def _name(pod: Pod) -> str:
 
 def nodes_of(pod: Pod) -> tuple[NamedNode, ...]:
     """The nodes of a pod; () for one that has ended or is being deleted."""
-    if pod.metadata is None or pod.metadata.deletionTimestamp is not None:
-        return ()
-    if pod.status is None or pod.status.phase in FINAL_PHASES:
-        return ()
-    return _addressed(pod)
+    return () if _is_over(pod) else _addressed(pod)
+
+
+def _is_over(pod: Pod) -> bool:
+    deleted = pod.metadata is not None and pod.metadata.deletionTimestamp is not None
+    return deleted or (pod.status is not None and pod.status.phase in FINAL_PHASES)
 
 
 def _addressed(pod: Pod) -> tuple[NamedNode, ...]:
