@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pd_router.node_table import NodeSpec, Role
+from pd_router.config import RouterConfig
+from pd_router.discovery import Discovery
+from pd_router.node_table import NodeSpec, NodeTable, Role
 from pd_router.sources.kubernetes import RETRY_S, KubernetesPods
 from pd_router.sources.membership import GONE_S
 from tests.router import fake_nodes as fakes
@@ -290,10 +294,6 @@ async def test_a_nodes_file_that_is_empty_broken_or_absent_for_a_moment(
 
 
 async def test_a_source_with_a_bug_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    from pd_router.config import RouterConfig
-    from pd_router.discovery import Discovery
-    from pd_router.node_table import NodeTable
-
     class Broken:
         name = "broken"
 
@@ -307,3 +307,63 @@ async def test_a_source_with_a_bug_does_not_fill_the_log(caplog: pytest.LogCaptu
     following.cancel()
     await asyncio.wait([following])
     assert 6 <= len([record for record in caplog.records if record.levelno == logging.ERROR]) <= 8
+
+
+TROUBLES = ("drop", "410", "away", "empty", "back")
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_in_any_history_living_pods_stay_and_deleted_ones_go(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The router's own look is played: what lives answers."""
+    draw = Random(seed)
+    table = NodeTable(RouterConfig(start_empty=True), lambda: 0.0)
+    used_ports = itertools.count(2)
+    ready: set[str] = set()  # pods that live and have been ready
+    seen: dict[str, Node] = {}  # the nodes of those, once they have answered
+    async with kubernetes() as (fake, api):
+
+        def look() -> set[str]:
+            alive = {url_of(pod) for pod in fake.pods.values()}
+            for node in table.nodes:
+                node.epoch = 1
+                table.set_up(node) if node.url in alive else table.set_down(node)
+            return {node.node_id for node in table.nodes}
+
+        following = asyncio.ensure_future(Discovery([KubernetesPods("serving", LABELS, api, Naps())], table).run())
+        for step in range(80):
+            name, uid = f"d-{draw.randrange(5)}", f"uid-{step}"
+            what = draw.choice(["ready", "starting", "delete", "unready", "replace", *TROUBLES])
+            if what in ("ready", "starting") and name not in fake.pods:
+                await fake.put(name, port=next(used_ports), ready=what == "ready", uid=uid)
+                ready |= {name} if what == "ready" else set()
+            elif what in ("delete", "replace") and name in fake.pods:
+                ready.discard(name)
+                seen.pop(name, None)
+                if what == "delete":
+                    await fake.delete(name)
+                else:
+                    await fake.put(name, port=next(used_ports), ready=False, uid=uid)
+            elif what == "unready":
+                await fake.mark_all(ready=False, kinds=draw.choice([("Ready",), ("Ready", "ContainersReady")]))
+            elif what in ("drop", "410"):
+                if what == "410":
+                    fake.compact()
+                await fake.drop()
+            fake.failing_with = {"away": 503, "back": 0}.get(what, fake.failing_with)
+            fake.lists_nothing = what == "empty" or (what != "back" and fake.lists_nothing)
+            await fake.drop()
+            await fake.until_asked(2)
+            look()
+            seen |= {node.node_id: node for node in table.nodes if node.reachable and node.node_id in ready}
+            assert set(seen.values()) <= set(table.nodes), (step, what, name)
+        fake.failing_with, fake.lists_nothing = 0, False
+        await fake.drop()
+        await fake.mark_all(ready=True, kinds=("Ready", "ContainersReady"))
+        await until(lambda: look() == fake.pods.keys())
+        assert "Traceback" not in caplog.text
+        following.cancel()
+        await asyncio.wait([following])
+
+
+def url_of(pod: dict[str, Any]) -> str:
+    return f"http://127.0.0.1:{pod['spec']['containers'][0]['ports'][0]['containerPort']}"
