@@ -63,7 +63,7 @@ class Load:
                 self.failed.append(f"{time.monotonic() - begun_s:.1f} s: {url} {status} {text[:200]}")
                 await asyncio.sleep(0.1)
 
-    async def more(self, number: int = 20) -> None:
+    async def more(self, number: int = 8) -> None:
         """Until each router has answered so many requests more."""
         before = self.answered.copy()
         await until(lambda: all(self.answered[url] >= before[url] + number for url in before))

@@ -191,7 +191,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(STEPS)
 def test_no_healthy_node_goes_without_cause_and_every_deleted_one_goes(steps: list[tuple[str, str]]) -> None:
     world, member = World(), Membership()
