@@ -123,10 +123,9 @@ class FakeKubernetes:
         await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
 
     async def until_asked(self, count: int) -> None:
-        """`count` requests more have come, whatever the answers are."""
-        wanted = self.num_asked + count
+        """`count` requests have come since the start, whatever the answers are."""
         async with asyncio.timeout(WAIT_S), self._changed:
-            await self._changed.wait_for(lambda: self.num_asked >= wanted)
+            await self._changed.wait_for(lambda: self.num_asked >= count)
 
     async def until_watches(self, count: int) -> None:
         """`count` watches have begun since the start, the last of them is open."""

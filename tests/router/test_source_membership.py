@@ -134,6 +134,17 @@ def test_a_node_that_is_named_again_is_no_longer_doubted() -> None:
     assert (names(member), member.is_doubted) == ("ab", False)
 
 
+def test_a_change_after_an_empty_reading_says_nothing_of_the_others() -> None:
+    """An empty list, then an event of one pod: only the next list tells that the other is gone."""
+    member = with_two()
+    member.hear(told(), BOTH_UP)
+    member.hear(replace(told(node("a")), is_whole=False), BOTH_UP)
+    member.look(BOTH_UP)
+    assert (names(member), member.is_doubted) == ("ab", True)
+    member.hear(told(node("a")), BOTH_UP)
+    assert (names(member), member.is_doubted) == ("a", False)
+
+
 def test_without_a_node_that_decodes_the_source_is_doubted() -> None:
     member, p_up = Membership(), replace(UP, decodes=False)
     both = node("p", role=Role.PREFILL), node("a")

@@ -351,8 +351,9 @@ async def test_in_any_history_living_pods_stay_and_deleted_ones_go(seed: int, ca
                 await fake.drop()
             fake.failing_with = {"away": 503, "back": 0}.get(what, fake.failing_with)
             fake.lists_nothing = what == "empty" or (what != "back" and fake.lists_nothing)
+            asked = fake.num_asked
             await fake.drop()
-            await fake.until_asked(2)
+            await fake.until_asked(asked + 1)
             look()
             seen |= {node.node_id: node for node in table.nodes if node.reachable and node.node_id in ready}
             assert set(seen.values()) <= set(table.nodes), (step, what, name)

@@ -31,10 +31,14 @@ class NamedNode:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """What a source says at one time. `ended`: the keys of nodes of which it knows the end, not only an absence."""
+    """What a source says at one time. `ended`: the keys of nodes of which it knows the end, not only an absence.
+
+    `is_whole`: read as a whole, and not the reading before with a change: only then an absence says something.
+    """
 
     nodes: tuple[NamedNode, ...]
     ended: frozenset[tuple[str, str]] = frozenset()
+    is_whole: bool = True
 
     @classmethod
     def of(cls, specs: Iterable[NodeSpec]) -> Roster:

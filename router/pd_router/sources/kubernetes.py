@@ -95,7 +95,7 @@ class KubernetesPods:
             pods = {_name(pod): pod async for pod in listing}
         before, self._pods = self._pods, {name: nodes_of(pod) for name, pod in pods.items()}
         self._is_quiet = False
-        yield self._told(pods.values(), [node for name in pods for node in before.get(name, ())])
+        yield self._told(pods.values(), [node for name in pods for node in before.get(name, ())], True)
         events = client.watch(
             Pod, namespace=self._namespace, labels=self._labels, resource_version=listing.resourceVersion
         )
@@ -114,7 +114,7 @@ class KubernetesPods:
                     before_it = self._pods.pop(_name(pod), ())
                     if kind != "DELETED":
                         self._pods[_name(pod)] = nodes_of(pod)
-                    yield self._told([pod], before_it)
+                    yield self._told([pod], before_it, False)
 
     def _pace_watches(self, client: AsyncClient) -> None:
         """Pause after a watch that ended without an event: lightkube begins the next one at once.
@@ -136,11 +136,11 @@ class KubernetesPods:
             log.info("kubernetes, namespace %s: followed again", self._namespace)
         self._num_failures = 0
 
-    def _told(self, pods: Iterable[Pod], before: Iterable[NamedNode]) -> Roster:
+    def _told(self, pods: Iterable[Pod], before: Iterable[NamedNode], is_whole: bool) -> Roster:
         """Sorted by name, so that lists and watches yield equal sets. `pods`: just told, `before`: as they were."""
         nodes = tuple(node for _, found in sorted(self._pods.items()) for node in found)
         known = {node.key for pod in pods if _is_over(pod) for node in _addressed(pod)} | {node.key for node in before}
-        return Roster(nodes, frozenset(known.difference(node.key for node in nodes)))
+        return Roster(nodes, frozenset(known.difference(node.key for node in nodes)), is_whole)
 
 
 def _name(pod: Pod) -> str:

@@ -11,8 +11,8 @@ nothing, and it names none that serves              *held*: in use as long as it
 
 A source that says the last is *doubted*. It is an error of the source rather than an order, since a node that was meant
 to go ends its process or is drained. So there is no time limit: a held node is out when it has not answered /health for
-GONE_S, when it has restarted (its address may be another node's now), when an order drains it, or when the source names
-a node that serves. Nodes that decode are looked at apart too: without one a router serves nothing.
+GONE_S, when it has restarted (its address may be another node's now), when an order drains it, or when a whole reading
+of the source names a node that serves. Nodes that decode are looked at apart too: without one a router serves nothing.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Membership:
     def __init__(self) -> None:
         self.is_doubted = False
         self._named: dict[str, NamedNode] = {}
+        self._read: set[str] = set()  # URLs that the last whole reading named
         self._held: dict[str, tuple[NamedNode, int]] = {}  # with its restarts when it was named last
 
     @property
@@ -66,6 +67,7 @@ class Membership:
             if node.is_ready or (known is not None and known.key == node.key):
                 self._named.setdefault(node.spec.url, node)
         spoken_of = {node.spec.url for node in told.nodes}
+        self._read = spoken_of if told.is_whole else self._read
         self._held = {
             url: held for url, held in before.items() if url not in spoken_of and held[0].key not in told.ended
         }
@@ -74,7 +76,7 @@ class Membership:
     def look(self, sights: Mapping[str, Sight]) -> None:
         """Judge again what is held: the nodes have answered or failed since."""
         held = {url: sights[url] for url, (_, restarts) in self._held.items() if _lives(sights.get(url), restarts)}
-        up = [sights[url] for url in self._named if url in sights and sights[url].serves]
+        up = [sights[url] for url in self._read.intersection(self._named, sights) if sights[url].serves]
         decode_is_lost = any(sight.decodes for sight in held.values()) and not any(sight.decodes for sight in up)
         self.is_doubted = bool(held) and (not up or decode_is_lost)
         self._held = {url: node for url, node in self._held.items() if self.is_doubted and url in held}
