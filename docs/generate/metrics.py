@@ -131,6 +131,7 @@ def _plain(annotations: dict[str, str]) -> str:
         ("{{ $value | humanizeDuration }}", "the limit"),
         ("{{ $labels.peer }}", "a prefill node"),
         ("{{ $value | humanize }}B/s", "less than 5 GB/s"),
+        ("node source {{ $labels.source }}", "source of nodes"),
         ("{{ $value }} ", ""),
     ):
         text = text.replace(old, new)

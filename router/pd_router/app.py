@@ -93,6 +93,7 @@ def create_app(
     poller = HealthPoller(config, table, upstream)
     feeds = FeedFollower(table, upstream, services.metrics, key, wall_clock)
     discovery = Discovery(sources, table)
+    metrics.export_sources(discovery.followed)
     posted = PostedNodes(table, key, wall_clock)
     workers = worker or OnlyWorker(posted)
     views = WorkerViews(table, services.metrics, workers)

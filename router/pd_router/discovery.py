@@ -5,16 +5,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
+
+from pd_router.node_table import Role
+from pd_router.sources.base import is_told
+from pd_router.sources.membership import Membership, Sight
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from pd_router.node_table import NodeTable
-    from pd_router.sources.base import NodeSource
+    from pd_router.node_table import Node, NodeSpec, NodeTable
+    from pd_router.sources.base import NodeSource, Roster
 
 log = logging.getLogger("pd_router")
 RESTART_S = 1.0  # until a source that failed is started again
+LOOK_S = 0.5  # between two looks at the nodes of a doubted source
+
+
+@dataclass(slots=True, eq=False)
+class FollowedSource:
+    """One source and its nodes."""
+
+    source: NodeSource
+    heard_s: float  # when it could be read, or the router's start
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    told: Roster | None = None
+    membership: Membership = field(default_factory=Membership)
+    applied: tuple[NodeSpec, ...] = ()
+    was_doubted: bool = False  # by the log
 
 
 class Discovery:
@@ -28,32 +48,83 @@ class Discovery:
     ) -> None:
         self._table = table
         self._sleep = sleep
-        self._heard = {source: asyncio.Event() for source in sources}
+        self._doubting = asyncio.Event()
+        self.followed = tuple(FollowedSource(source, table.clock()) for source in sources)
 
     async def run(self) -> None:
         """Follow every source until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for source, heard in self._heard.items():
-                group.create_task(self._follow(source, heard))
+            for one in self.followed:
+                group.create_task(self._follow(one))
+            group.create_task(self._look())
 
     async def heard_all(self, deadline_s: float) -> None:
         """Wait until every source has named its nodes once, but not longer than `deadline_s`."""
         try:
             async with asyncio.timeout(deadline_s):
-                for heard in self._heard.values():
-                    await heard.wait()
+                for one in self.followed:
+                    await one.heard.wait()
         except TimeoutError:
-            silent = [source.name for source, heard in self._heard.items() if not heard.is_set()]
+            silent = [one.source.name for one in self.followed if not one.heard.is_set()]
             log.warning("starting without the nodes of sources that have not answered: %s", ", ".join(silent))
 
-    async def _follow(self, source: NodeSource, heard: asyncio.Event) -> None:
+    async def _follow(self, one: FollowedSource) -> None:
+        name, num_failures = one.source.name, 0
         while True:
             try:
-                async with contextlib.aclosing(source.watch()) as sets:
-                    async for nodes in sets:
-                        self._table.apply(source.name, nodes)
-                        heard.set()
-                log.error("node source '%s' has ended; starting it again", source.name)
+                async with contextlib.aclosing(one.source.watch()) as words:
+                    async for told in words:
+                        one.heard_s, num_failures = self._table.clock(), 0
+                        if told != one.told:  # most readings of a source change nothing
+                            one.membership.hear(told, self._sights())
+                            self._apply(one)
+                            one.told = told
+                        one.heard.set()
+                log.error("node source '%s' has ended; starting it again", name)
             except Exception:  # a bug in one source: its last nodes stay, the other sources continue
-                log.exception("node source '%s' failed; starting it again", source.name)
+                num_failures += 1
+                if is_told(num_failures):
+                    log.exception("node source '%s' failed (%d in a row); starting it again", name, num_failures)
             await self._sleep(RESTART_S)
+
+    def _apply(self, one: FollowedSource) -> None:
+        if one.membership.is_doubted:
+            self._doubting.set()
+        if one.membership.nodes != one.applied:
+            one.applied = one.membership.nodes
+            self._table.apply(one.source.name, one.applied)
+
+    async def _look(self) -> None:
+        """Look again at the nodes of doubted sources, and tell when a doubt begins and ends."""
+        while True:
+            await self._doubting.wait()
+            await self._sleep(LOOK_S)
+            sights = self._sights()
+            for one in self.followed:
+                one.membership.look(sights)
+                self._apply(one)
+                self._tell(one)
+            if not any(one.was_doubted for one in self.followed):
+                self._doubting.clear()
+
+    def _tell(self, one: FollowedSource) -> None:
+        before, one.was_doubted = one.was_doubted, one.membership.is_doubted
+        if one.was_doubted and not before:
+            log.warning(
+                "node source '%s' is doubted: it names no node that serves in place of %d that do. They stay in use "
+                "while they live: to take them out, drain them (`pd-cluster nodes drain`) or end their processes",
+                one.source.name, one.membership.num_held,
+            )  # fmt: skip
+        elif before and not one.was_doubted:
+            log.info("node source '%s' is believed again; it has %d nodes", one.source.name, len(one.applied))
+
+    def _sights(self) -> dict[str, Sight]:
+        now_s = self._table.clock()
+        return {node.url: _sight(node, now_s) for node in self._table.nodes}
+
+
+def _sight(node: Node, now_s: float) -> Sight:
+    was_up = (node.models is not None or node.epoch is not None) and not node.draining
+    down_s = 0.0 if node.down_since_s is None else now_s - node.down_since_s
+    serves = node.reachable and not node.draining
+    return Sight(serves, node.role is not Role.PREFILL, down_s if was_up else inf, node.restarts)

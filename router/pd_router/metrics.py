@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -15,9 +16,10 @@ from pd_router.node_view import FeedState
 from pd_router.slo import NO_SLO, Slo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from pd_router.call_record import CallRecord
+    from pd_router.discovery import FollowedSource
     from pd_router.node_table import NodeTable
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -28,6 +30,7 @@ class RouterMetrics:
 
     def __init__(self, table: NodeTable, slo: Slo = NO_SLO) -> None:
         self._slo = slo
+        self._clock = table.clock
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, help: str, *labels: str) -> Counter:
@@ -87,6 +90,13 @@ class RouterMetrics:
         self.key_files = counter("key_file_changes", "Changes of the file with API keys that were seen.", "result")
         self.num_queued = Gauge("pd_router_requests_queued", "Requests that wait at the router.", registry=registry)
         self.queue_s = histogram("queue", "Waited at the router: for the nodes, or for another request of the key.")
+        self._doubted = Gauge(
+            "pd_router_source_doubted", "1 while nodes stay in use that the source no longer names.", ["source"],
+            registry=registry,
+        )  # fmt: skip
+        self._source_age_s = Gauge(
+            "pd_router_source_age_seconds", "Since the source of nodes could be read.", ["source"], registry=registry
+        )
         self.frozen_workers = counter("frozen_workers", "Processes before this worker that were killed as frozen.")
         self.http = HttpMetrics(registry, "pd_router")
         registry.register(_NodeCollector(table))
@@ -108,6 +118,12 @@ class RouterMetrics:
     def lost(self, kind: str) -> Callable[[str, int], None]:
         """Counts records of the outbox `kind` that were lost, by reason."""
         return lambda reason, count: self._lost.labels(kind, reason).inc(count)
+
+    def export_sources(self, sources: Iterable[FollowedSource]) -> None:
+        for one in sources:
+            self._doubted.labels(one.source.name).set_function(partial(getattr, one.membership, "is_doubted"))
+            age_s = partial(lambda one: self._clock() - one.heard_s, one)
+            self._source_age_s.labels(one.source.name).set_function(age_s)
 
     def _child(self, metric: Counter | Histogram, *labels: str) -> Any:
         child = self._children.get((metric, labels))

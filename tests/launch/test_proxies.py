@@ -12,14 +12,19 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import orjson
 import pytest
+from lightkube.config.kubeconfig import KubeConfig
+from lightkube.config.models import Cluster, User
 
 from pd_cluster.bench import load
 from pd_cluster.launch.cli import main
 from pd_cluster.launch.up import _healthy
 from pd_http.near_hosts import is_near
+from pd_router.sources.kubernetes import KubernetesPods, is_inside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from lightkube.config.kubeconfig import SingleConfig
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("pd_cluster", "router/pd_http", "router/pd_router", "connectors", "kernels", "helm", "deploy")
@@ -93,6 +98,55 @@ def test_addresses_of_the_cluster_are_asked_themselves(world: tuple[str, list[st
     assert main(["nodes", "list", "--router", url]) == 0
     asyncio.run(bench())
     assert (asked, len(proxied)) == (["/health", "/nodes", "/v1/models"], 1)
+
+
+def _api(server: str) -> SingleConfig:
+    config = KubeConfig.from_one(cluster=Cluster(server=server), user=User()).get()
+    assert config is not None
+    return config
+
+
+def test_the_api_server_of_this_machine_is_asked_itself(world: tuple[str, list[str], list[str]]) -> None:
+    url, asked, proxied = world
+
+    async def slept(_: float) -> None:
+        raise EOFError  # it was asked once; its answer is no list of pods
+
+    async def follow() -> None:
+        async for _ in KubernetesPods("serving", {}, _api(url), slept).watch():
+            pass
+
+    with pytest.raises(EOFError):
+        asyncio.run(follow())
+    assert [target.partition("?")[0] for target in asked] == ["/api/v1/namespaces/serving/pods"]
+    assert proxied == []
+
+
+@pytest.mark.parametrize(
+    ("server", "service_host", "inside"),
+    [
+        ("https://10.96.0.1:443", "10.96.0.1", True),
+        ("https://[fd00:10:96::1]:443", "fd00:10:96::1", True),
+        ("https://[FD00:10:96:0::1]", "fd00:10:96:0:0:0:0:1", True),
+        ("https://[fd00:10:96::1]:443", "[fd00:10:96::1]", True),
+        ("https://api.shoot.example.com", "API.shoot.example.com", True),  # as some providers set it
+        ("https://kubernetes.default.svc", "10.96.0.1", True),
+        ("https://kubernetes.default.svc.cluster.local.:443", "", True),
+        ("https://kubernetes", "10.96.0.1", True),
+        ("http://127.0.0.1:8001", "10.96.0.1", True),  # kubectl proxy
+        ("https://[::1]:6443", "", True),
+        ("https://localhost:6443", "", True),
+        ("https://10.1.2.3:6443", "10.96.0.1", False),
+        ("https://[fd00:10:96::2]", "fd00:10:96::1", False),
+        ("https://kubernetes.default.example.com", "10.96.0.1", False),
+        ("https://api.example.com:6443", "", False),
+    ],
+)
+def test_which_api_servers_are_asked_without_a_proxy(
+    server: str, service_host: str, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", service_host)
+    assert is_inside(_api(server)) is inside
 
 
 def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:

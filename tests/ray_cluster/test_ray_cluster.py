@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 COMMAND_DEADLINE_S = 180.0
 REQUEST_DEADLINE_S = 60.0
+HEAD_AWAY_S = 40.0
 PAUSE_S = 0.5  # between two requests of one thread: starting nodes need the cores too
 QUESTION = {
     "model": "demo_model",
@@ -215,6 +216,31 @@ def test_a_controller_that_hears_no_node_leaves_all_as_it_is(cluster: Cluster) -
     assert not load.failed
     assert {unit["name"]: unit["epoch"] for unit in told["units"] if unit["role"] != "router"} == nodes
     assert told["doubt"] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # as above
+def test_while_rays_head_is_away_all_nodes_serve(cluster: Cluster) -> None:
+    """Its GCS and the controller stand still, shorter than the 60 s after which Ray's other machines give up."""
+    told = cluster.status()
+    nodes = {unit["name"]: unit["epoch"] for unit in told["units"] if unit["role"] != "router"}
+    family = cluster.machines.head.family()
+    head = [process for process in family if "gcs_server" in cmdline(process)] + [cluster.machines.controller()]
+    assert len(head) == 2
+    with Load(url_of(told)) as load:
+        try:
+            for process in head:
+                process.suspend()
+            time.sleep(HEAD_AWAY_S)
+            table = httpx.get(f"{url_of(told)}/nodes", timeout=REQUEST_DEADLINE_S, trust_env=False).json()["nodes"]
+            assert [node["healthy"] for node in table] == [True] * len(nodes), table
+        finally:
+            for process in head:
+                process.resume()
+        told = cluster.await_change(set())
+    assert load.answered
+    assert not load.failed
+    assert {unit["name"]: unit["epoch"] for unit in told["units"] if unit["role"] != "router"} == nodes
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from pd_cluster.launch.on_ray.spec import ClusterSpec, RoleSpec
 from pd_cluster.launch.on_ray.unit import Secret, UnitPhase, UnitPlan, UnitReport
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
-from tests.router.router_process import KEY, Router, serving
+from tests.router.router_process import KEY, Router, serving, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
@@ -114,6 +114,7 @@ class Stage:
     world: FakeWorld
     router: Router
     routers: Routers
+    nodes: list[FakeNode] = field(default_factory=list)
     now_s: float = 1000.0
     spec: ClusterSpec = SPEC
     controller: Controller = field(init=False)
@@ -135,6 +136,17 @@ class Stage:
             while not self.controller.status().whole:
                 await self.rounds(1)
 
+    async def lose(self, name: str) -> None:
+        """Its machine is gone: it is silent, and the router sees that its node is down."""
+        self.world.silent.add(name)
+        (url,) = self.urls(name)
+        for node in self.nodes:
+            node.is_up = node.is_up and node.url != url
+        await until(lambda: not self.is_healthy(url))
+
+    def is_healthy(self, url: str) -> bool:
+        return any(node.url == url and node.reachable for node in self.router.services.table.nodes)
+
     def known(self) -> set[str]:
         """What the router would send requests to."""
         return {node.url for node in self.router.services.table.nodes if node.state == "active"}
@@ -155,7 +167,7 @@ async def stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
         }  # fmt: skip
         routers = Routers(KEY)
         try:
-            yield Stage(FakeWorld(urls), router, routers)
+            yield Stage(FakeWorld(urls), router, routers, [*prefills, *decodes])
         finally:
             await routers.close()
 
@@ -194,7 +206,7 @@ async def test_scaling_down_drains_before_it_stops(stage: Stage) -> None:
 async def test_a_silent_unit_leaves_the_router_and_is_replaced_elsewhere(stage: Stage) -> None:
     await stage.whole()
     home = stage.world.units["decode-2"].ray_node
-    stage.world.silent.add("decode-2")
+    await stage.lose("decode-2")
     url = stage.world.units["decode-2"].url
     await stage.rounds(int(policy.SILENT_S) + 1)
     assert url not in stage.known()
@@ -205,6 +217,24 @@ async def test_a_silent_unit_leaves_the_router_and_is_replaced_elsewhere(stage: 
     assert stage.world.choices["decode-5"].avoid == (home,)
     assert stage.controller.status().problems == ("decode-2: silent",)
     await stage.whole()
+
+
+async def test_a_silent_unit_with_a_node_that_its_router_finds_healthy_is_kept(stage: Stage) -> None:
+    """Its actor hangs, or Ray does: the node itself serves."""
+    await stage.whole()
+    known = stage.known()
+    stage.world.silent.add("decode-2")
+    (url,) = stage.urls("decode-2")
+    await stage.rounds(int(policy.LOST_S) + 5)
+    assert stage.known() == known
+    status = stage.controller.status()
+    assert (status.whole, status.doubt) == (False, "only 3 of 4 units answer this controller")
+    await stage.lose("decode-2")
+    await stage.rounds(int(policy.SILENT_S))  # the silence of before was perhaps Ray's
+    assert not stage.world.discarded
+    await stage.rounds(int(policy.LOST_S))
+    assert stage.world.discarded == ["decode-2"]
+    assert url not in stage.known()
 
 
 async def test_a_controller_that_loses_contact_removes_and_kills_nothing(stage: Stage) -> None:
@@ -220,7 +250,8 @@ async def test_a_controller_that_loses_contact_removes_and_kills_nothing(stage: 
     assert len(status.problems) == 1
     assert status.problems[0].startswith(f"{status.doubt}: silent units are kept")
     assert [(unit.phase, unit.silent_s >= policy.LOST_S) for unit in status.units[:3]] == [(UnitPhase.READY, True)] * 3
-    stage.world.silent = {"decode-2"}  # contact is back; one is silent in earnest
+    stage.world.silent.clear()  # contact is back
+    await stage.lose("decode-2")
     await stage.rounds(int(ASK_AGAIN_S) + 1)
     status = stage.controller.status()
     assert status.doubt == ""
@@ -279,10 +310,12 @@ async def test_at_the_end_silence_counts(stage: Stage) -> None:
 
 async def test_a_unit_that_answers_again_in_time_stays(stage: Stage) -> None:
     await stage.whole()
-    stage.world.silent.add("decode-2")
+    await stage.lose("decode-2")
     await stage.rounds(int(policy.SILENT_S) + 1)
     assert stage.known() == stage.urls("prefill-1", "decode-3")
     stage.world.silent.clear()
+    for node in stage.nodes:
+        node.is_up = True
     stage.controller = stage.another("boot-1")  # the old one's question is still open
     await stage.controller.resume()
     await stage.whole()
@@ -405,8 +438,11 @@ async def test_an_unexpected_answer_counts_as_silence_and_is_logged(stage: Stage
 
     stage.world.report = fail  # type: ignore[method-assign]
     await stage.rounds(int(policy.SILENT_S) + 1)
-    assert stage.controller.status().problems == ("decode-2: RuntimeError: Ray has a fit",)
-    assert stage.known() == stage.urls("prefill-1", "decode-3")
+    assert set(stage.controller.status().problems) == {
+        "decode-2: RuntimeError: Ray has a fit",
+        "only 3 of 4 units answer this controller: silent units are kept, unless Ray reports them as dead",
+    }
+    assert stage.known() == stage.urls("prefill-1", "decode-2", "decode-3")  # the node itself answers the router
     stage.world.report = answer  # type: ignore[method-assign]
     await stage.whole()
     assert not stage.world.discarded

@@ -92,6 +92,17 @@ def test_silence_of_half_is_believed() -> None:
     assert weighed([]) == []
 
 
+def test_a_silent_unit_with_a_healthy_node_is_spared() -> None:
+    """Until it must have ended by itself, because it was not asked."""
+    units = [*silent(*WHOLE[:2]), *WHOLE[2:]]
+    hearing = policy.weigh(units, "head", DOUBT_S, {"http://decode-2:80", "http://elsewhere:80"})
+    assert (hearing.is_doubted, hearing.spared) == (False, ("decode-2",))
+    assert decide(GOAL, list(hearing.units), [TABLE]).discard == ["prefill-1"]
+    assert unit_orders(hearing.units, TABLE) == [UnitOrder("remove", "prefill-1:80")]
+    late = silent(*WHOLE[:2], silent_s=DOUBT_S)
+    assert not policy.weigh([*late, *WHOLE[2:]], "head", DOUBT_S, {"http://decode-2:80"}).spared
+
+
 def test_a_short_silence_is_none() -> None:
     units = silent(*WHOLE, silent_s=policy.SILENT_S - 0.1)
     assert policy.weigh(units, "head", DOUBT_S) == policy.Hearing(tuple(units), 4, 4)

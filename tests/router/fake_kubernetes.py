@@ -1,4 +1,9 @@
-"""As much of a fake Kubernetes API server as finding pods needs: list and watch, with versions, drops and 410."""
+"""As much of a fake Kubernetes API server as finding pods needs: list and watch, with versions, and all their troubles.
+
+What happens to pods is taken from Kubernetes' sources: the node lifecycle controller (`MarkPodsNotReady`) sets the
+condition Ready of all pods of a silent kubelet to False and leaves ContainersReady and its gates; a kubelet that finds
+a container not ready writes both.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,12 @@ from lightkube.config.models import Cluster, User
 from tests.router.fake_nodes import WAIT_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
     from lightkube.config.kubeconfig import SingleConfig
 
 Pod = dict[str, Any]
+DELETED_AT = "2030-01-01T00:00:00Z"
 
 
 class FakeKubernetes:
@@ -32,11 +38,21 @@ class FakeKubernetes:
         self.lists = 0
         self.watches: list[int] = []  # from which version each began
         self.failing_with = 0  # this status, to everything
+        self.failing_watches_with = 0  # this status, to watches
+        self.hangs = False  # it accepts connections and says nothing
+        self.lists_nothing = False
+        self.closes_watches = False  # each one at once, in good order
+        self.num_asked = 0
         self.url = ""
         self._log: list[tuple[int, str, Pod, Pod | None]] = []  # version, event, pod, what it was
         self._changed = asyncio.Condition()
         self._dropped = 0
         self._open: list[web.Request] = []
+
+    def attach(self, runner: web.AppRunner) -> None:
+        """The server listens."""
+        self._runner, self.port = runner, int(runner.addresses[0][1])
+        self.url = f"http://127.0.0.1:{self.port}"
 
     # --- what happens to pods
 
@@ -47,7 +63,19 @@ class FakeKubernetes:
         await self._note("MODIFIED" if before else "ADDED", pod, before)
 
     async def delete(self, name: str) -> None:
-        await self._note("DELETED", self.pods[name], self.pods[name])
+        """The last word of a pod tells when it was deleted."""
+        gone = json.loads(json.dumps(self.pods[name]))
+        gone["metadata"]["deletionTimestamp"] = DELETED_AT
+        await self._note("DELETED", gone, self.pods[name])
+
+    async def mark_all(self, *, ready: bool, kinds: tuple[str, ...] = ("Ready",)) -> None:
+        """The controller-manager finds all kubelets silent, or they correct it."""
+        for name in list(self.pods):
+            pod = json.loads(json.dumps(self.pods[name]))
+            for condition in pod["status"]["conditions"]:
+                if condition["type"] in kinds:
+                    condition["status"] = str(ready)
+            await self._note("MODIFIED", pod, self.pods[name])
 
     async def _note(self, kind: str, pod: Pod, before: Pod | None) -> None:
         self.version += 1
@@ -78,6 +106,27 @@ class FakeKubernetes:
         self._dropped += 1
         await self._wake()
 
+    async def bookmark(self) -> None:
+        """Tell the open watches how far they are."""
+        self.version += 1
+        told = {"kind": "Pod", "apiVersion": "v1", "metadata": {"resourceVersion": str(self.version)}}
+        self._log.append((self.version, "BOOKMARK", told, None))
+        await self._wake()
+
+    async def leave(self) -> None:
+        """Nothing listens any more, and what was open is cut."""
+        for site in list(self._runner.sites):
+            await site.stop()
+        await self.drop()
+
+    async def come_back(self) -> None:
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
+
+    async def until_asked(self, count: int) -> None:
+        """`count` requests have come since the start, whatever the answers are."""
+        async with asyncio.timeout(WAIT_S), self._changed:
+            await self._changed.wait_for(lambda: self.num_asked >= count)
+
     async def until_watches(self, count: int) -> None:
         """`count` watches have begun since the start, the last of them is open."""
         async with asyncio.timeout(WAIT_S), self._changed:
@@ -90,23 +139,32 @@ class FakeKubernetes:
     # --- HTTP
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
+        self.num_asked += 1
+        await self._wake()
+        if self.hangs:
+            await asyncio.Event().wait()
         if self.failing_with:
             return web.json_response(_status(self.failing_with, "fake trouble"), status=self.failing_with)
         wanted = dict(pair.split("=") for pair in request.query.get("labelSelector", "").split(",") if pair)
         if request.query.get("watch") == "true":
             return await self._watch(request, wanted)
         self.lists += 1
-        items = [pod for pod in self.pods.values() if _matches(pod, wanted)]
+        items = [pod for pod in self.pods.values() if _matches(pod, wanted) and not self.lists_nothing]
         meta = {"resourceVersion": str(self.version)}
         return web.json_response({"kind": "PodList", "apiVersion": "v1", "metadata": meta, "items": items})
 
     async def _watch(self, request: web.Request, wanted: dict[str, str]) -> web.StreamResponse:
         since = int(request.query["resourceVersion"])
+        if status := self.failing_watches_with:
+            return web.json_response(_status(status, "fake trouble"), status=status)
         if since < self.oldest:
             return web.json_response(_status(410, "too old resource version"), status=410)
         response = web.StreamResponse(headers={"content-type": "application/json"})
         await response.prepare(request)
         self.watches.append(since)
+        if self.closes_watches:
+            await self._wake()
+            return response
         self._open.append(request)
         dropped = self._dropped
         await self._wake()
@@ -129,6 +187,8 @@ class FakeKubernetes:
 
 def _seen_as(kind: str, pod: Pod, before: Pod | None, wanted: dict[str, str]) -> str | None:
     """The event as a watch with a selector sees it: a pod that no longer matches is gone."""
+    if kind == "BOOKMARK":
+        return kind
     was, matches = before is not None and _matches(before, wanted), _matches(pod, wanted)
     if kind == "DELETED" or not matches:
         return "DELETED" if was else None
@@ -156,23 +216,41 @@ def make_pod(
     port: int = 1,
     port_name: str = "http",
     ready: bool = True,
+    containers_ready: bool | None = None,
+    gates: Mapping[str, bool] | None = None,
     terminating: bool = False,
+    phase: str = "Running",
+    uid: str = "",
     part: str = "node",
     scheme: str = "",
 ) -> Pod:
-    metadata: dict[str, Any] = {"name": name, "labels": {"pd-cluster/part": part, "pd-cluster/role": role}}
+    """`containers_ready`: None: as `ready`, as a kubelet tells it. `gates`: the readiness gates, and how they stand."""
+    metadata: dict[str, Any] = {
+        "name": name, "uid": uid or f"uid-{name}", "labels": {"pd-cluster/part": part, "pd-cluster/role": role},
+    }  # fmt: skip
     if scheme:
         metadata["labels"]["pd-cluster/scheme"] = scheme
     if terminating:
-        metadata["deletionTimestamp"] = "2030-01-01T00:00:00Z"
+        metadata["deletionTimestamp"] = DELETED_AT
     ports = [{"name": port_name, "containerPort": port}, {"name": "kv", "containerPort": 65000}]
+    states = {
+        "Ready": ready,
+        "ContainersReady": ready if containers_ready is None else containers_ready,
+        **(gates or {}),
+    }
     return {
         "kind": "Pod",
         "apiVersion": "v1",
         "metadata": metadata,
-        "spec": {"containers": [{"name": "node", "ports": ports}, {"name": "sidecar"}]},
-        "status": {"podIP": ip, "conditions": [{"type": "Ready", "status": "True" if ready else "False"}]},
-    }
+        "spec": {
+            "containers": [{"name": "node", "ports": ports}, {"name": "sidecar"}],
+            "readinessGates": [{"conditionType": kind} for kind in gates or ()],
+        },
+        "status": {
+            "podIP": ip, "phase": phase,
+            "conditions": [{"type": kind, "status": str(state)} for kind, state in states.items()],
+        },
+    }  # fmt: skip
 
 
 @contextlib.asynccontextmanager
@@ -185,7 +263,7 @@ async def kubernetes() -> AsyncIterator[tuple[FakeKubernetes, SingleConfig]]:
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        fake.attach(runner)
         api = KubeConfig.from_one(cluster=Cluster(server=fake.url), user=User()).get()
         assert api is not None
         yield fake, api

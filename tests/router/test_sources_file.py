@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pd_router.config import RouterConfig
 from pd_router.discovery import Discovery
 from pd_router.node_table import Node, NodeSpec, NodeTable, Role
+from pd_router.sources.base import Roster
 from pd_router.sources.file import NodesFile, parse_nodes
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
@@ -112,9 +113,9 @@ async def test_a_source_that_breaks_down_is_begun_again_and_its_nodes_stay() -> 
         name = "shaky"
         begun = 0
 
-        async def watch(self) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
+        async def watch(self) -> AsyncGenerator[Roster, None]:
             self.begun += 1
-            yield (D,)
+            yield Roster.of([D])
             raise RuntimeError("a bug")
 
     source, turns = Shaky(), Turns()
@@ -136,7 +137,7 @@ async def test_a_silent_source_holds_up_the_start_only_so_long(caplog: pytest.Lo
     class Silent:
         name = "silent"
 
-        def watch(self) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
+        def watch(self) -> AsyncGenerator[Roster, None]:
             raise AssertionError("not begun")
 
     table = NodeTable(RouterConfig(start_empty=True), lambda: 0.0)

@@ -16,7 +16,8 @@ from pd_http.errors import StartupError
 from pd_router.config import RouterConfig
 from pd_router.discovery import Discovery
 from pd_router.node_table import NodeSpec, NodeTable, Role
-from pd_router.sources.kubernetes import MAX_RETRY_S, KubernetesPods, nodes_of
+from pd_router.sources.base import NamedNode
+from pd_router.sources.kubernetes import MAX_RETRY_S, RETRY_S, KubernetesPods, nodes_of
 from pd_router.sources.make import make_sources
 from tests.router import fake_nodes as fakes
 from tests.router.fake_kubernetes import kubernetes, make_pod
@@ -64,6 +65,12 @@ def names(table: NodeTable) -> list[str]:
     return [node.node_id for node in table.nodes]
 
 
+def found(pod: dict[str, Any]) -> tuple[NamedNode, ...]:
+    typed = Pod.from_dict(pod)
+    assert isinstance(typed, Pod)
+    return nodes_of(typed)
+
+
 @pytest.mark.parametrize(
     ("fields", "url"),
     [
@@ -71,17 +78,34 @@ def names(table: NodeTable) -> list[str]:
         ({"port": 8100, "ip": "fd00::1"}, "http://[fd00::1]:8100"),
         ({"port": 8100, "scheme": "https"}, "https://127.0.0.1:8100"),
         ({"port": 8100, "scheme": "ftp"}, None),
-        ({"ready": False}, None),
         ({"terminating": True}, None),
+        ({"phase": "Succeeded"}, None),
+        ({"phase": "Failed"}, None),
         ({"ip": ""}, None),
         ({"port_name": "web"}, None),
         ({"role": "encode"}, None),
     ],
 )
-def test_which_pods_are_nodes(fields: dict[str, object], url: str | None) -> None:
-    pod = Pod.from_dict(make_pod("d-0", **fields))  # type: ignore[arg-type]
-    assert isinstance(pod, Pod)
-    assert nodes_of(pod) == (() if url is None else (NodeSpec(url, Role.DECODE, "d-0"),))
+def test_which_pods_are_nodes(fields: dict[str, Any], url: str | None) -> None:
+    spec = NodeSpec(url or "", Role.DECODE, "d-0")
+    assert found(make_pod("d-0", **fields)) == (() if url is None else (NamedNode(spec, "uid-d-0"),))
+
+
+@pytest.mark.parametrize(
+    ("fields", "ready"),
+    [
+        ({"ready": True}, True),
+        ({"ready": False}, False),  # by its kubelet
+        ({"ready": False, "containers_ready": True}, True),  # by the controller-manager
+        ({"ready": False, "containers_ready": True, "gates": {"lb": False}}, False),  # by its kubelet again
+        ({"ready": False, "containers_ready": True, "gates": {"lb": True, "mesh": False}}, False),
+        ({"ready": False, "containers_ready": True, "gates": {"lb": True}}, True),
+        ({"ready": False, "containers_ready": False, "gates": {"lb": True}}, False),
+    ],
+)
+def test_the_word_of_the_kubelet_counts(fields: dict[str, Any], ready: bool) -> None:
+    [node] = found(make_pod("d-0", **fields))
+    assert node.is_ready is ready
 
 
 def test_a_pod_may_hold_a_prefill_and_a_decode_node() -> None:
@@ -89,16 +113,12 @@ def test_a_pod_may_hold_a_prefill_and_a_decode_node() -> None:
     sidecar = {"name": "mesh", "ports": [{"name": "http-envoy-prom", "containerPort": 15090}]}
     ports = [{"name": "http-decode", "containerPort": 8102}, {"name": "control-decode", "containerPort": 8103}]
     told["spec"]["containers"] += [{"name": "decode", "ports": ports}, sidecar]
-    pod = Pod.from_dict(told)
-    assert isinstance(pod, Pod)
-    assert nodes_of(pod) == (
+    assert [node.spec for node in found(told)] == [
         NodeSpec("http://127.0.0.1:8100", Role.PREFILL, "host-0"),
         NodeSpec("http://127.0.0.1:8102", Role.DECODE, "host-0-decode"),
-    )
+    ]
     told["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
-    pod = Pod.from_dict(told)
-    assert isinstance(pod, Pod)
-    assert nodes_of(pod) == ()
+    assert [node.is_ready for node in found(told)] == [False, False]
 
 
 @pytest.mark.anyio
@@ -123,6 +143,15 @@ async def test_pods_come_and_go() -> None:
             await fake.delete("d-1")
             await until(lambda: names(table) == [])
             assert (fake.lists, len(fake.watches)) == (1, 1)  # all of that from one watch
+
+
+@pytest.mark.anyio
+async def test_a_pod_that_cannot_be_a_node_is_told_once_for_each_word_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    async with kubernetes() as (fake, api):
+        await fake.put("web-0", port_name="web")
+        async with followed(source(api)):
+            await fake.until_watches(1)
+            assert caplog.text.count("pod web-0 is not a node") == 1
 
 
 @pytest.mark.anyio
@@ -169,7 +198,8 @@ async def test_a_watch_that_may_not_go_on_where_it_was_lists_anew() -> None:
             fake.compact()
             await fake.end()
             await fake.until_watches(2)
-            assert (fake.lists, len(naps.taken), fake.watches[-1]) == (2, 1, fake.version)
+            assert (fake.lists, fake.watches[-1]) == (2, fake.version)
+            assert naps.taken == [RETRY_S, RETRY_S]  # after a watch without an event, and after 410
             await fake.put("d-1", port=2)
             await until(lambda: names(table) == ["d-0", "d-1"])
 

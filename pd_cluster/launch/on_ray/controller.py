@@ -229,7 +229,7 @@ class Controller:
         goal = self.goal
         known = list(tables.values())
         self._whole = not goal.closing and policy.is_whole(goal, views, known)
-        views = self._weigh(views)
+        views = self._weigh(views, {node.url for table in known for node in table if node.posted and node.healthy})
         for view in views:
             if view.phase is not UnitPhase.WAITING and view.silent_s >= policy.SILENT_S:
                 self._suspects[view.ray_node] = self._clock() + SUSPECT_S
@@ -288,22 +288,21 @@ class Controller:
         if unit.asking is None:
             unit.asking, unit.asked_s = asyncio.create_task(self._world.report(unit.name)), now_s
 
-    def _weigh(self, views: list[UnitView]) -> list[UnitView]:
+    def _weigh(self, views: list[UnitView], healthy: set[str]) -> list[UnitView]:
         """`views` without silence that `policy.weigh` ignores. Notes when such a doubt begins and ends."""
         doubt_s = 0.0 if self._ledger.closing else self._spec.orphan_s + DOUBT_MARGIN_S  # all units end in any case
-        hearing = policy.weigh(views, self._world.here, doubt_s)
+        hearing = policy.weigh(views, self._world.here, doubt_s, healthy)
         share = f"{hearing.num_heard} of {hearing.num_known} units answer this controller"
-        if hearing.spared and not self._spared:
-            self._note(f"only {share}: silent units are kept, unless Ray reports them as dead")
-        elif self._spared and not hearing.is_doubted:
-            self._note(f"{share}: silence counts again")
-            for unit in self._units.values():
-                if unit.name in self._spared:
-                    unit.silent_s = 0.0  # its answer may be on the way
-            hearing = replace(hearing, units=tuple(unit.view() for unit in self._units.values()))
+        before, self._spared = self._spared, hearing.spared
         self._doubt = f"only {share}" if hearing.spared else ""
-        self._spared = hearing.spared
-        return list(hearing.units)
+        if hearing.spared and not before:
+            self._note(f"only {share}: silent units are kept, unless Ray reports them as dead")
+        freed = () if hearing.is_doubted else set(before).difference(hearing.spared)
+        if freed and not hearing.spared:
+            self._note(f"{share}: silence counts again")
+        for name in freed:
+            self._units[name].silent_s = 0.0  # its answer may be on the way
+        return [replace(view, silent_s=0.0) if view.name in freed else view for view in hearing.units]
 
     def _hear(self, unit: _Record, asking: asyncio.Task[UnitReport]) -> None:
         try:

@@ -6,9 +6,9 @@ How a unit leaves:
     drained, or grace_s    stop      SIGTERM; the process finishes its requests and leases
     ended, lost            discard   actor and placement group are removed; a missing unit is then created
 
-A unit is *lost* as soon as Ray reports its actor or its Ray node as dead, or after LOST_S of silence. When most units
-are silent at the same time, the controller has probably lost its own connection: `weigh` then ignores their silence,
-and the units stay in place and in the routers' tables.
+A unit is *lost* as soon as Ray reports its actor or its Ray node as dead, or after LOST_S of silence. `weigh` ignores
+the silence of a node that a router finds healthy, and of all units when most are silent at the same time: then the
+controller has probably lost its own connection. Those units stay in place and in the routers' tables.
 """
 
 from __future__ import annotations
@@ -135,21 +135,23 @@ class Hearing:
         return 2 * self.num_heard < self.num_known
 
 
-def weigh(units: Sequence[UnitView], here: str, doubt_s: float) -> Hearing:
-    """Ignore silence shorter than `doubt_s` unless at least half of the witnesses answer.
+def weigh(units: Sequence[UnitView], here: str, doubt_s: float, healthy: Collection[str] = ()) -> Hearing:
+    """Ignore silence shorter than `doubt_s` of `healthy` nodes, and of all unless half of the witnesses answer.
 
     Witnesses are the units that may run on other Ray nodes than the controller's, `here`: units beside the controller
     answer even when its network is down. Without such units, all that may run are witnesses. So one of two witnesses
     may be silent. When a machine with most of the witnesses dies, only Ray's report counts.
 
     `doubt_s`: a unit that gets no questions for so long has ended (`UnitPlan.orphan_s`), whatever the cause.
+    `healthy`: URLs of the nodes with a /health that is good, by a router's own look.
     """
     running = [unit for unit in units if unit.may_run]
     witnesses = [unit for unit in running if unit.ray_node != here] or running
     hearing = Hearing(tuple(units), sum(unit.silent_s < SILENT_S for unit in witnesses), len(witnesses))
-    if not hearing.is_doubted:
-        return hearing
-    spared = {unit.name for unit in running if SILENT_S <= unit.silent_s < doubt_s}
+    spared = {
+        unit.name for unit in running
+        if SILENT_S <= unit.silent_s < doubt_s and (hearing.is_doubted or unit.url in healthy)
+    }  # fmt: skip
     weighed = tuple(replace(unit, silent_s=0.0) if unit.name in spared else unit for unit in units)
     return replace(hearing, units=weighed, spared=tuple(sorted(spared)))
 

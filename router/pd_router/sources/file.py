@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd_router.sources.base import make_spec
+from pd_router.sources.base import Roster, make_spec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -39,18 +39,19 @@ class NodesFile:
         self._path = Path(path)
         self._sleep = sleep
 
-    async def watch(self) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
+    async def watch(self) -> AsyncGenerator[Roster, None]:
         last: bytes | str | None = None  # the content, or the reason why there is none
+        told: Roster | None = None  # None: the content is broken
         while True:
             content = await asyncio.to_thread(self._content)  # the file system may block, the router must not
             if content != last:
-                last = content
+                last, told = content, None
                 try:
-                    nodes = parse_nodes(content)
+                    told = Roster.of(parse_nodes(content))
                 except ValueError as error:
                     log.error("%s: %s; the nodes stay unchanged", self._path, error)
-                else:
-                    yield nodes
+            if told is not None:
+                yield told
             await self._sleep(LOOK_EVERY_S)
 
     def read(self) -> tuple[NodeSpec, ...]:

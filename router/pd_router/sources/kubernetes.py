@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -17,23 +18,24 @@ from lightkube.exceptions import ConfigError
 from lightkube.resources.core_v1 import Pod
 
 from pd_http.errors import StartupError
-from pd_router.sources.base import make_spec
+from pd_router.sources.base import NamedNode, Roster, is_told, make_spec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+    from ipaddress import IPv4Address, IPv6Address
 
     from lightkube.config.kubeconfig import SingleConfig
     from lightkube.operators import Operator
-
-    from pd_router.node_table import NodeSpec
 
 log = logging.getLogger("pd_router")
 ROLE_LABEL = "pd-cluster/role"
 SCHEME_LABEL = "pd-cluster/scheme"  # of the pod's nodes: http, which is the default, or https
 PORT_NAME = "http"
 DECODE_PORT_NAME = "http-decode"
+FINAL_PHASES = ("Succeeded", "Failed")
 RELIST_S = 60.0  # a watch may end silently, so everything is listed again at least this often
-RETRY_S = 0.25  # after the first failure; doubles up to MAX_RETRY_S until a watch delivers an event
+LIST_S = 20.0  # for all pages of a list
+RETRY_S = 0.25  # after the first failure; doubles up to MAX_RETRY_S until a watch delivers an event, or lasts
 MAX_RETRY_S = 2.0
 _FAILURES = (httpx2.HTTPError, httpx2.StreamError, msgspec.MsgspecError, OSError, ConfigError)
 
@@ -41,9 +43,10 @@ _FAILURES = (httpx2.HTTPError, httpx2.StreamError, msgspec.MsgspecError, OSError
 class KubernetesPods:
     """Lists, then watches from the version of the list. Any end of the watch (410 too) leads to a new list.
 
-    A node is a ready pod that is not being deleted, with the label `pd-cluster/role` and a port named `http`. Its port
-    named `http-decode` is a decode node of the same pod. The label `pd-cluster/scheme: https` says that they have TLS.
-    While the API server does not answer, the last pods stay; their /health is still polled.
+    A node is a pod with the label `pd-cluster/role` and a port named `http`, from the moment that it is ready until it
+    is to be deleted, has ended, or has another address. Its port named `http-decode` is a decode node of the same pod.
+    The label `pd-cluster/scheme: https` says that they have TLS. That it is not ready any more says little: when the
+    API server was away for 50 s, the controller-manager marks every pod so until their kubelets correct it.
     """
 
     name = "kubernetes"
@@ -62,32 +65,37 @@ class KubernetesPods:
         self._sleep = sleep
         self._relist_s = relist_s
         self._num_failures = 0  # in a row
+        self._is_quiet = False  # a watch has begun, and nothing was heard since
+        self._pods: dict[str, tuple[NamedNode, ...]] = {}  # by name, at the last word of the API server
 
-    async def watch(self) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
+    async def watch(self) -> AsyncGenerator[Roster, None]:
         client = AsyncClient(self._api, trust_env=not is_inside(self._api))
+        self._pace_watches(client)
         try:
-            last: tuple[NodeSpec, ...] | None = None
             while True:
                 try:
-                    async with contextlib.aclosing(self._list_and_watch(client)) as sets:
-                        async for nodes in sets:
-                            if nodes != last:  # most changes of a pod do not change the node
-                                last = nodes
-                                yield nodes
+                    async with contextlib.aclosing(self._list_and_watch(client)) as words:
+                        async for told in words:
+                            yield told
                 except _FAILURES as error:
                     delay_s = min(RETRY_S * 2**self._num_failures, MAX_RETRY_S)
                     self._num_failures += 1
-                    why = f"{type(error).__name__}: {error}"
-                    log.warning("kubernetes, namespace %s: %s; listing again in %.2f s", self._namespace, why, delay_s)
+                    if is_told(self._num_failures):
+                        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+                        number = self._num_failures
+                        log.warning("kubernetes, namespace %s: %s (%d in a row)", self._namespace, why, number)
                     await self._sleep(delay_s)
         finally:
             await client.close()
 
-    async def _list_and_watch(self, client: AsyncClient) -> AsyncGenerator[tuple[NodeSpec, ...], None]:
+    async def _list_and_watch(self, client: AsyncClient) -> AsyncGenerator[Roster, None]:
         """Ends when it is time to list again. Raises `_FAILURES`."""
         listing = client.list(Pod, namespace=self._namespace, labels=self._labels)
-        nodes = {_name(pod): nodes_of(pod) async for pod in listing}
-        yield _found(nodes)
+        async with asyncio.timeout(LIST_S):
+            pods = {_name(pod): pod async for pod in listing}
+        before, self._pods = self._pods, {name: nodes_of(pod) for name, pod in pods.items()}
+        self._is_quiet = False
+        yield self._told(pods.values(), [node for name in pods for node in before.get(name, ())], True)
         events = client.watch(
             Pod, namespace=self._namespace, labels=self._labels, resource_version=listing.resourceVersion
         )
@@ -98,18 +106,41 @@ class KubernetesPods:
                     async with asyncio.timeout_at(until_s):
                         kind, pod = await anext(changes)
                 except (TimeoutError, StopAsyncIteration):
+                    self._note_success()
                     return
-                self._num_failures = 0
-                if kind == "DELETED":
-                    nodes.pop(_name(pod), None)
-                else:
-                    nodes[_name(pod)] = nodes_of(pod)
-                yield _found(nodes)
+                self._is_quiet = False
+                self._note_success()
+                if kind in ("ADDED", "MODIFIED", "DELETED"):  # a bookmark names no pod
+                    before_it = self._pods.pop(_name(pod), ())
+                    if kind != "DELETED":
+                        self._pods[_name(pod)] = nodes_of(pod)
+                    yield self._told([pod], before_it, False)
 
+    def _pace_watches(self, client: AsyncClient) -> None:
+        """Pause after a watch that ended without an event: lightkube begins the next one at once.
 
-def _found(nodes: Mapping[str, tuple[NodeSpec, ...]]) -> tuple[NodeSpec, ...]:
-    """Sorted by name, so that lists and watches yield equal sets."""
-    return tuple(node for _, found in sorted(nodes.items()) for node in found)
+        A server that closes each watch at once was asked 709 times a second; now it is 4 times.
+        """
+        send: Callable[[httpx2.Request, bool], Awaitable[httpx2.Response]] = client._client.send
+
+        async def paced(req: httpx2.Request, stream: bool = False) -> httpx2.Response:
+            if stream and self._is_quiet:
+                await self._sleep(RETRY_S)
+            self._is_quiet = stream
+            return await send(req, stream)
+
+        client._client.send = paced  # type: ignore[method-assign]
+
+    def _note_success(self) -> None:
+        if self._num_failures:
+            log.info("kubernetes, namespace %s: followed again", self._namespace)
+        self._num_failures = 0
+
+    def _told(self, pods: Iterable[Pod], before: Iterable[NamedNode], is_whole: bool) -> Roster:
+        """Sorted by name, so that lists and watches yield equal sets. `pods`: just told, `before`: as they were."""
+        nodes = tuple(node for _, found in sorted(self._pods.items()) for node in found)
+        known = {node.key for pod in pods if _is_over(pod) for node in _addressed(pod)} | {node.key for node in before}
+        return Roster(nodes, frozenset(known.difference(node.key for node in nodes)), is_whole)
 
 
 def _name(pod: Pod) -> str:
@@ -118,14 +149,20 @@ def _name(pod: Pod) -> str:
     return name
 
 
-def nodes_of(pod: Pod) -> tuple[NodeSpec, ...]:
-    """() for a pod that must get no requests: not ready, being deleted, or not a node."""
+def nodes_of(pod: Pod) -> tuple[NamedNode, ...]:
+    """The nodes of a pod; () for one that has ended or is being deleted."""
+    return () if _is_over(pod) else _addressed(pod)
+
+
+def _is_over(pod: Pod) -> bool:
+    deleted = pod.metadata is not None and pod.metadata.deletionTimestamp is not None
+    return deleted or (pod.status is not None and pod.status.phase in FINAL_PHASES)
+
+
+def _addressed(pod: Pod) -> tuple[NamedNode, ...]:
+    """The nodes at the pod's address, whatever has become of it; () for a pod that is not a node."""
     status, spec, metadata = pod.status, pod.spec, pod.metadata
-    if status is None or spec is None or metadata is None:
-        return ()
-    if metadata.deletionTimestamp is not None or not status.podIP:
-        return ()
-    if not any(condition.type == "Ready" and condition.status == "True" for condition in status.conditions or ()):
+    if status is None or spec is None or metadata is None or not status.podIP:
         return ()
     named = [(port.name, port.containerPort) for box in spec.containers for port in box.ports or ()]
     ports = [number for name, number in named if name == PORT_NAME]
@@ -137,19 +174,40 @@ def nodes_of(pod: Pod) -> tuple[NodeSpec, ...]:
         if len(ports) != 1:
             raise ValueError(f"{len(ports)} ports are named {PORT_NAME!r}, not one")
         first = make_spec(f"{scheme}://{host}:{ports[0]}", role, _name(pod))
-        return first, *(
-            make_spec(f"{scheme}://{host}:{number}", "decode", f"{_name(pod)}-decode") for number in further
-        )
+        decodes = (make_spec(f"{scheme}://{host}:{number}", "decode", f"{_name(pod)}-decode") for number in further)
+        return tuple(NamedNode(one, metadata.uid or "", is_ready(pod)) for one in (first, *decodes))
     except ValueError as error:
         log.warning("pod %s is not a node: %s", metadata.name, error)
         return ()
 
 
+def is_ready(pod: Pod) -> bool:
+    """Whether the pod's kubelet says that it is ready: its containers are, and so are its readiness gates.
+
+    The condition Ready says the same, until the controller-manager sets it to False. That leaves ContainersReady.
+    """
+    conditions = pod.status.conditions if pod.status is not None else None
+    true = {condition.type for condition in conditions or () if condition.status == "True"}
+    gates = pod.spec.readinessGates if pod.spec is not None else None
+    return "Ready" in true or ("ContainersReady" in true and all(gate.conditionType in true for gate in gates or ()))
+
+
 def is_inside(api: SingleConfig) -> bool:
-    """Whether this is the API server of the pod's own cluster, which no proxy outside can reach."""
-    given = os.environ.get("KUBERNETES_SERVICE_HOST", "").strip("[]").lower()
-    host = urlsplit(api.cluster.server).hostname or ""
-    return bool(given) and (host == given or host.startswith("kubernetes.default"))
+    """Whether this is the API server of the pod's own cluster or machine, which no proxy outside can reach."""
+    host = _plain(urlsplit(api.cluster.server).hostname or "")
+    if host == _plain(os.environ.get("KUBERNETES_SERVICE_HOST", "")):
+        return True
+    if isinstance(host, str):
+        return host in ("localhost", "kubernetes", "kubernetes.default") or host.startswith("kubernetes.default.svc")
+    return host.is_loopback
+
+
+def _plain(host: str) -> IPv4Address | IPv6Address | str:
+    """An address, however it is spelled, or a name."""
+    try:
+        return ip_address(host.strip("[]"))
+    except ValueError:
+        return host.lower().rstrip(".")
 
 
 def config_from_environment() -> SingleConfig:

@@ -1,0 +1,86 @@
+"""Which nodes of a source are in use: readiness admits nodes, and only their end takes them out. Pure: no IO, no clock.
+
+the source says of a node                           the node is
+it is ready                                         in use
+it is not ready (any more), and it was in use       in use: that its requests fail, the router sees by /health
+it is not ready, and it was not in use              not in use
+it has ended: deleted, final phase, new address,    out
+  or another instance is at its URL
+nothing, and it names other nodes that serve        out
+nothing, and it names none that serves              *held*: in use as long as it lives
+
+A source that says the last is *doubted*. It is an error of the source rather than an order, since a node that was meant
+to go ends its process or is drained. So there is no time limit: a held node is out when it has not answered /health for
+GONE_S, when it has restarted (its address may be another node's now), when an order drains it, or when a whole reading
+of the source names a node that serves. Nodes that decode are looked at apart too: without one a router serves nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pd_router.node_table import NodeSpec
+    from pd_router.sources.base import NamedNode, Roster
+
+GONE_S = 30.0  # ten checks of /health in a row that were late: a machine may be busy
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the router itself sees of a node. `down_s`: since its last good /health; inf: it had none, or is drained."""
+
+    serves: bool
+    decodes: bool
+    down_s: float
+    restarts: int
+
+
+class Membership:
+    """The nodes of one source. `sights`: by URL, of the nodes in the router's table."""
+
+    def __init__(self) -> None:
+        self.is_doubted = False
+        self._named: dict[str, NamedNode] = {}
+        self._read: set[str] = set()  # URLs that the last whole reading named
+        self._held: dict[str, tuple[NamedNode, int]] = {}  # with its restarts when it was named last
+
+    @property
+    def nodes(self) -> tuple[NodeSpec, ...]:
+        """The nodes in use."""
+        return tuple(node.spec for node in (*self._named.values(), *(node for node, _ in self._held.values())))
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def hear(self, told: Roster, sights: Mapping[str, Sight]) -> None:
+        """Take what the source says."""
+        restarts = {url: sight.restarts for url, sight in sights.items()}
+        before = {url: (node, restarts.get(url, 0)) for url, node in self._named.items()} | self._held
+        self._named = {}
+        for node in told.nodes:
+            known, _ = before.get(node.spec.url, (None, 0))
+            if node.is_ready or (known is not None and known.key == node.key):
+                self._named.setdefault(node.spec.url, node)
+        spoken_of = {node.spec.url for node in told.nodes}
+        self._read = spoken_of if told.is_whole else self._read
+        self._held = {
+            url: held for url, held in before.items() if url not in spoken_of and held[0].key not in told.ended
+        }
+        self.look(sights)
+
+    def look(self, sights: Mapping[str, Sight]) -> None:
+        """Judge again what is held: the nodes have answered or failed since."""
+        held = {url: sights[url] for url, (_, restarts) in self._held.items() if _lives(sights.get(url), restarts)}
+        up = [sights[url] for url in self._read.intersection(self._named, sights) if sights[url].serves]
+        decode_is_lost = any(sight.decodes for sight in held.values()) and not any(sight.decodes for sight in up)
+        self.is_doubted = bool(held) and (not up or decode_is_lost)
+        self._held = {url: node for url, node in self._held.items() if self.is_doubted and url in held}
+
+
+def _lives(sight: Sight | None, restarts: int) -> bool:
+    return sight is not None and sight.down_s < GONE_S and sight.restarts == restarts
