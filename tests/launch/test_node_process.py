@@ -129,6 +129,60 @@ def test_running_requests_are_finished(launcher: Launcher) -> None:
     assert node.wait() == 0
 
 
+def test_a_router_under_load_loses_nothing_with_a_node_that_leaves(launcher: Launcher) -> None:
+    """Requests that it had sent, and those on their way, are answered by this node or the other one."""
+    nodes = [start(launcher, "", f"--node-id={name}") for name in "ab"]
+    router = launcher.router(mixed=nodes)
+    failures: list[str] = []
+    counts = [0] * 8
+    stop = threading.Event()
+
+    def work(number: int) -> None:
+        body = {"model": DEMO_MODEL.name, "prompt": [65, 66], "max_tokens": 3}
+        with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
+            while not stop.is_set():
+                try:
+                    client.post(f"{router.url}/v1/completions", json=body).raise_for_status()
+                    counts[number] += 1
+                except httpx.HTTPError as error:
+                    failures.append(repr(error))
+
+    def until_served(more: int) -> None:
+        wanted = sum(counts) + more
+        while sum(counts) < wanted and not failures:
+            stop.wait(0.01)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(counts))]
+    for thread in threads:
+        thread.start()
+    until_served(60)
+    assert nodes[0].stop(signal.SIGTERM) == 0
+    until_served(40)
+    stop.set()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert failures == []
+
+
+def test_a_leaving_node_asks_its_clients_to_close(launcher: Launcher) -> None:
+    """One that has not heard of it is refused in good order, and never reset."""
+    node = start(launcher, "slow")
+    asking = Asking(node.url)
+    wait_in_flight(node.url)
+    with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
+        assert client.get(f"{node.url}/health").status_code == 200
+        node.send(signal.SIGTERM)
+        node.wait_line("stopping")
+        answer = client.get(f"{node.url}/health")
+        assert (answer.status_code, answer.headers["connection"]) == (503, "close")
+        answer = client.post(f"{node.url}/v1/completions", json={"prompt": "x"})
+        assert (answer.status_code, answer.headers["connection"]) == (503, "close")
+        engine_of(node).send_signal(signal.SIGUSR1)
+        answer = asking.result()
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+    assert node.wait() == 0
+
+
 def test_a_second_signal_ends_at_once(launcher: Launcher) -> None:
     node = start(launcher, "slow", "--drain-s=1000")
     asking = Asking(node.url)
