@@ -289,7 +289,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if now_s >= self._abort_at_s:
                 self.transport.abort()
         elif now_s >= self.limits.deadline_s and (refusal := self.limits.due(now_s)) is not None:
-            if refusal is Refusal.IDLE and self.gate.linger_s is not None:
+            if refusal is Refusal.IDLE and self.gate.linger_s:  # 0: nothing is waited for
                 self.hang_up()
             else:
                 self.end(refusal)
