@@ -51,7 +51,7 @@ class LeavingServer(uvicorn.Server):
         super().__init__(config)
         self._gate: HttpGate = config.http.gate  # type: ignore[union-attr]
         self.linger_s = linger_s if drain_s is None else min(linger_s, drain_s)
-        self._drain_s = drain_s
+        self.drain_s = drain_s
         self._left_s: float | None = None
         self._ends_s = 0.0  # of the farewell
 
@@ -78,9 +78,9 @@ class LeavingServer(uvicorn.Server):
             await asyncio.sleep(POLL_S)
         if not self.is_succeeded:
             await self._empty(sockets or [])
-        if self._drain_s is not None:
+        if self.drain_s is not None:
             assert self._left_s is not None
-            left_s = self._left_s + self._drain_s - time.monotonic()
+            left_s = self._left_s + self.drain_s - time.monotonic()
             self.config.timeout_graceful_shutdown = max(LEAST_DRAIN_S, left_s)  # type: ignore[assignment]
         await super().shutdown(sockets)
 

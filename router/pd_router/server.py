@@ -78,6 +78,7 @@ class RouterServer(LeavingServer):
         if self._handing_over is not None and not self._handing_over.done():
             self._handing_over.cancel()  # stopped during the handover: the successor must end too
             await asyncio.gather(self._handing_over, return_exceptions=True)
+        log.info("leaving: idle connections have %g s, running requests %g s", self.linger_s, self.drain_s or 0.0)
         if self.is_succeeded:
             self.leave(max(self.linger_s, SUCCEEDED_S))
         else:
