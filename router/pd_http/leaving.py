@@ -15,8 +15,8 @@ An answer that had begun cannot say more: its connection waits for the next requ
 way to close an idle connection without a risk, because a request may be on its way. So the server closes those that
 clients no longer use: httpx (openai and anthropic too) uses none that was idle for 5 s, Node's fetch none after 4 s.
 Other clients see the end when it comes. It meets a request on its way, of a client that sends one in linger_s, once in
-2 * linger_s / (time that a request travels): once in 12,000 in a network of 1 ms. A connection is closed in two steps,
-first the sending side: what still comes is read for a while, because unread bytes would turn the end into a reset.
+linger_s / (half a round trip): once in 12,000 where a round trip takes 1 ms. A connection is closed in two steps, first
+the sending side: what still comes is read for a while, because unread bytes would turn the end into a reset.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LeavingServer(uvicorn.Server):
         linger_s = self.linger_s if linger_s is None else linger_s
         ends_s = now_s + linger_s
         if self._left_s is None:
-            self._left_s, self._ends_s = now_s, ends_s
+            self._left_s = now_s
         elif ends_s >= self._ends_s:
             return
         self._ends_s = ends_s
@@ -95,7 +95,7 @@ class LeavingServer(uvicorn.Server):
         for queue in queues:
             queue.setblocking(False)
             with queue, contextlib.suppress(OSError):  # BlockingIOError: it is empty
-                while True:
+                for _ in range(self.config.backlog):
                     accepted, _ = queue.accept()
                     accepted.setblocking(False)
                     await loop.connect_accepted_socket(make, accepted)

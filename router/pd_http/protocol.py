@@ -249,11 +249,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._backlog = b""
         self.pipeline.clear()
         self.flow.held = False
-        if self.transport.can_write_eof():
+        if self.gate.linger_s and self.transport.can_write_eof():
             self._hung_up, self._abort_at_s = True, self._clock() + LINGER_S
             self.flow.resume_reading()
             self.transport.write_eof()
-        else:  # TLS says so in its own words, waits for the client's, and has a deadline for them
+        else:  # TLS says so in its own words, waits for the client's, and has a deadline for them. 0: no wait is wanted
             self._abort_at_s = inf
             self.transport.close()
 
@@ -283,16 +283,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def check(self, now_s: float) -> None:
         """Check the deadlines."""
-        if self._hung_up and self.transport.get_write_buffer_size() and not self.limits.due(now_s):
+        due = self.limits.due(now_s) if now_s >= self.limits.deadline_s else None
+        if self._hung_up and self.transport.get_write_buffer_size() and due is not Refusal.READS_NOTHING:
             self._abort_at_s = now_s + LINGER_S  # the client reads slowly, but it reads
         elif self._abort_at_s is not None:
             if now_s >= self._abort_at_s:
                 self.transport.abort()
-        elif now_s >= self.limits.deadline_s and (refusal := self.limits.due(now_s)) is not None:
-            if refusal is Refusal.IDLE and self.gate.linger_s:  # 0: nothing is waited for
-                self.hang_up()
-            else:
-                self.end(refusal)
+        elif due is Refusal.IDLE and self.gate.linger_s is not None:
+            self.hang_up()
+        elif due is not None:
+            self.end(due)
 
     def give_way(self) -> None:
         """End the connection: another one has its place."""

@@ -297,7 +297,11 @@ async def test_a_client_that_does_not_close_is_not_waited_for(monkeypatch: pytes
             await served.ended
 
 
-async def test_a_slow_reader_gets_all_of_the_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("linger_s", "is_told"), [(0.1, True), (0.1, False), (0.0, False)])
+async def test_a_slow_reader_gets_all_of_the_last_answer(
+    linger_s: float, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the app had ended it before the server left."""
     monkeypatch.setattr(protocol, "LINGER_S", 0.05)
     checks: list[float] = []
     check = BoundedProtocol.check
@@ -307,9 +311,10 @@ async def test_a_slow_reader_gets_all_of_the_last_answer(monkeypatch: pytest.Mon
         check(connection, now_s)
 
     monkeypatch.setattr(BoundedProtocol, "check", counted)
-    async with serving(head_timeout_s=0.2) as served:
+    async with serving(linger_s=linger_s, head_timeout_s=0.2) as served:
         client = await served.connect()
-        served.stop()
+        if is_told:
+            served.stop()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         client.send("large")
         while served.server.server_state.total_requests < 1:  # noqa: ASYNC110  # until the app has ended
@@ -317,11 +322,12 @@ async def test_a_slow_reader_gets_all_of_the_last_answer(monkeypatch: pytest.Mon
         [connection] = served.server.server_state.connections
         assert isinstance(connection, BoundedProtocol)
         assert connection.transport.get_write_buffer_size()
+        served.stop()
         first = len(checks)
         while len(checks) < first + 5:  # noqa: ASYNC110  # the time to hang up is long over then
             await asyncio.sleep(0.01)
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
-        assert await client.answer() == ("200", bytes(LARGE_BYTES), True)
+        assert await client.answer() == ("200", bytes(LARGE_BYTES), is_told)
         await client.ends()
         await served.ended
 
