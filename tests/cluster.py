@@ -184,7 +184,7 @@ class Launcher:
         """A router on a free port before these nodes; it serves when this returns."""
         roles = {"prefill": prefill, "decode": decode, "mixed": mixed}
         urls = [f"--{role}={node.url}" for role, nodes in roles.items() for node in nodes]
-        router = self.command("router", "--port=0", *urls, *flags)
+        router = self.command("router", "--port=0", "--linger-s=1", *urls, *flags)  # for clients left open by tests
         router.wait_line("router ready on ")
         return router
 

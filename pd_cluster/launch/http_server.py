@@ -1,4 +1,4 @@
-"""The node's HTTP server: uvicorn without its signal handling, on a socket that is already listening."""
+"""The node's HTTP server, without uvicorn's signal handling, on a socket that is already listening."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-import uvicorn
-
+from pd_http.leaving import LeavingServer
 from pd_http.server import server_config
 from pd_http.sockets import url_of
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
 
+    import uvicorn
     from fastapi import FastAPI
 
     from pd_cluster.config import NodeConfig
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from pd_cluster.server.state import NodeState
 
 FILES_PER_REQUEST = 2  # the client's connection, and one to a prefill node
+# Routers hear within 10 ms by the feed that a node drains, or at their next poll of /health. Those without a word keep
+# an idle connection; a request that comes on it later is refused, and asked of another node.
+LINGER_S = 1.0
 
 
-class _Uvicorn(uvicorn.Server):
+class _Uvicorn(LeavingServer):
     def __init__(self, config: uvicorn.Config, up: asyncio.Event) -> None:
-        super().__init__(config)
+        super().__init__(config, LINGER_S, None)
         self._up = up
 
     @contextlib.contextmanager
@@ -70,18 +73,21 @@ class HttpServer:
         """Whether a request is under way."""
         return self._state is not None and self._state.num_in_flight > 0
 
-    def drain(self) -> None:
-        """Answer new requests with 503, and /health with "draining".
+    def drain(self, linger_s: float = LINGER_S) -> None:
+        """Answer new requests with 503, and /health with "draining". Answers ask clients to close their connections.
 
-        Connections are still accepted: a router takes a node that refuses them for dead, and moves its streams.
+        Connections are still accepted: a router takes a node that refuses them for dead, and moves its streams. One on
+        which no request comes for `linger_s` is closed.
         """
         self._closing = True
+        if self._uvicorn is not None:
+            self._uvicorn.leave(linger_s)
         if self._state is not None:
             self._state.draining = True
             self._state.feed.close()
 
     def stop_accepting(self) -> None:
-        """Accept no new connection, close idle ones, and let `run` return when the last request is done."""
+        """Accept no new connection once the time of `drain` is over, and let `run` return with the last request."""
         self.drain()
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
@@ -92,7 +98,7 @@ class HttpServer:
         In this order: a router that finds the port closed takes the node for dead, and does not wait for last words.
         Then wait for `run` to return. All of it takes up to twice `flush_s`.
         """
-        self.drain()
+        self.drain(0.0)
         if self._uvicorn is not None:
             waiting = set(self._uvicorn.server_state.tasks)
             for task in waiting:

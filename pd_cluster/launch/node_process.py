@@ -3,7 +3,7 @@
 The life of a node:
 
     listen -> engine spawned, app built -> HTTP up (/health 503) -> engine ready, the ready line is printed -> serving
-      SIGTERM, SIGINT       drain: no new connections; running requests and leases get drain_s; engine stopped; exit 0
+      SIGTERM, SIGINT       drain: new requests get 503; running requests and leases get drain_s; engine stopped; exit 0
       a second signal       no waiting, exit 0
       the engine dies       its requests fail, exit 1
       the launcher dies     no waiting (lifeline.py); the end of its standard input stops the engine
@@ -153,6 +153,7 @@ class NodeProcess:
                 http.result()
                 raise StartupError("the HTTP server ended unexpectedly")
             logger.error("the engine is gone: %s", engine.result())
+            server.drain(0.0)
             server.stop_accepting()
             await asyncio.wait({http}, timeout=FLUSH_S)
             await server.cut(http, FLUSH_S)

@@ -173,7 +173,7 @@ class _Cluster:
 
     def _router(self, key: Mapping[str, str]) -> Service:
         fd = self._listener.fileno()
-        arguments = [*_SELF, "router", f"--listen-fd={fd}", f"--drain-s={self._drain_s:g}"]
+        arguments = [*_SELF, "router", f"--listen-fd={fd}", f"--drain-s={self._drain_s:g}", "--linger-s=0"]
         arguments += [f"--allowed-origins={origin}" for origin in self._config.http.allowed_origins]
         arguments += [f"--{plan.role}={plan.url}" for plan in self._plans]
         arguments += given_flags(self._namespace, OTHER_ROUTER_SETTINGS, (RouterConfig,))

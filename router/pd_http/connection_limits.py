@@ -27,11 +27,13 @@ class ConnectionLimits:
     """
 
     __slots__ = (
-        "_framing", "_is_held", "_limits", "_read_by_s", "_unanswered", "_window_bytes", "_write_by_s", "deadline_s"
+        "_framing", "_is_held", "_keepalive_s", "_limits", "_read_by_s", "_unanswered", "_window_bytes", "_write_by_s",
+        "deadline_s"
     )  # fmt: skip
 
     def __init__(self, limits: HttpLimits, now_s: float) -> None:
         self._limits = limits
+        self._keepalive_s = limits.client_keepalive_s
         self._framing = RequestFraming()
         self._unanswered = 0  # requests with a whole head and without a complete answer
         self._window_bytes = 0  # body_bytes at the start of the current window of body_timeout_s
@@ -93,6 +95,12 @@ class ConnectionLimits:
         self._unanswered -= 1
         self._set_read_deadline(now_s)
 
+    def leave(self, linger_s: float, now_s: float) -> None:
+        """Note that the server leaves: a connection that is idle, from now on or later, ends after `linger_s`."""
+        self._keepalive_s = linger_s
+        if not self._unanswered and not self.unfinished_bytes:
+            self._set_read_deadline(now_s)
+
     def hold(self) -> None:
         """Note that the server stops reading, to save memory."""
         self._is_held = True
@@ -134,4 +142,4 @@ class ConnectionLimits:
             return limits.body_timeout_s if self._unanswered <= 1 else inf  # else it waits for the answer before
         if self._unanswered:
             return inf
-        return limits.head_timeout_s if framing.head_bytes else limits.client_keepalive_s
+        return limits.head_timeout_s if framing.head_bytes else self._keepalive_s

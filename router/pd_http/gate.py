@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import time
 from typing import TYPE_CHECKING
@@ -75,6 +76,8 @@ class HttpGate:
         self._logged_s: dict[Refusal, float] = {}
         self._short_s = -SHORT_EVERY_S  # when descriptors were last seen to have run out
         self._unlogged: dict[Refusal, int] = {}
+        self.joined_s = -math.inf  # when the last connection came
+        self.linger_s: float | None = None  # once the server leaves: of an idle connection
 
     def __len__(self) -> int:
         """Number of connections that were not refused."""
@@ -102,6 +105,13 @@ class HttpGate:
         parts = {"gate": self, "context": context, "protocol": self.protocol_of(kind)}
         return type("GatedHandshake", (Handshake,), parts)
 
+    def leave(self, linger_s: float) -> None:
+        """Say farewell to clients, as leaving.py describes it. An idle connection ends after `linger_s`."""
+        self.linger_s = linger_s
+        for connection in self._open:
+            if not connection.is_shaking:
+                connection.leave(linger_s)
+
     # --- what connections report
 
     def joined(self, connection: Connection, transport: asyncio.Transport) -> Refusal | None:
@@ -113,6 +123,9 @@ class HttpGate:
         if not self._ticks:
             self._ticks = True
             connection.loop.call_later(self.limits.tick_s, self._tick, connection.loop)
+        self.joined_s = self.clock()
+        if self.linger_s is not None and not connection.is_shaking:
+            connection.leave(self.linger_s)
         peer = transport.get_extra_info("socket")
         if peer.fileno() >= self._max_file:
             return Refusal.FILES

@@ -113,4 +113,5 @@ class Handshake(asyncio.Protocol):
         self.transport.abort()
 
     def shutdown(self) -> None:
-        self.transport.abort()
+        if self.gate.linger_s is None:
+            self.transport.abort()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import httptools
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pd_http.connection_table import ConnectionTable
     from pd_http.limits import HttpLimits
 
-LINGER_S = 2.0  # a refused client may go on sending for so long: closing at once would destroy the answer under way
+LINGER_S = 2.0  # a client may go on sending for so long: closing at once would destroy the answer under way
 
 
 class HeldFlow(FlowControl):
@@ -42,6 +43,7 @@ class ConnectionGate(Protocol):
 
     limits: HttpLimits
     clock: Callable[[], float]
+    linger_s: float | None  # once the server leaves
 
     @property
     def may_linger(self) -> bool:
@@ -58,6 +60,17 @@ class ConnectionGate(Protocol):
     def refused(self, connection: BoundedProtocol, refusal: Refusal) -> None: ...
 
     def asks(self, connection: BoundedProtocol, target: bytes) -> Refusal | None: ...
+
+
+class _HangsUp:
+    """The transport of the last request of a connection: it is closed in good order."""
+
+    def __init__(self, connection: BoundedProtocol) -> None:
+        self._transport = connection.transport
+        self.close = connection.hang_up
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -86,6 +99,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal = Refusal.BAD_REQUEST  # why the parser stops
         self._abort_at_s: float | None = None  # set when the connection is over: until then its last bytes may be sent
         self.serving: Any = None  # the cycle of the last request that was begun; `cycle` may be one that waits for it
+        self._hung_up = False
+        self._last: Any = None  # the cycle that the leaving server has made the last one
 
     # --- called by the transport
 
@@ -101,7 +116,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()  # uvicorn leaves it after a reset, with 55 kB of TLS for 75 s
         super().connection_lost(exc)
         self.pipeline.clear()  # requests know this object: such cycles wait for a collection, each with as much
-        self.cycle = self.serving = None  # type: ignore[assignment]
+        self.cycle = self.serving = self._last = None  # type: ignore[assignment]
 
     def eof_received(self) -> None:
         if self._abort_at_s is not None:
@@ -176,6 +191,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.url.startswith(b"/"):
             self.url = origin_form(self.url)
         self.begin_cycle()
+        if self._last is not None:
+            self._choose_last()
         self.headers = []  # trailers go there: what follows the body decides nothing (RFC 9110, 6.5.1)
         self._has_head = True
         self.limits.head_ended(head.num_body, self._clock())
@@ -194,6 +211,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self.serving = cycle
+        if self.gate.linger_s is not None:
+            self._choose_last()
         super()._start_asgi_task(cycle, app_for(cycle, app) if isinstance(cycle, RequestResponseCycle) else app)
 
     def _disconnect(self) -> None:
@@ -209,7 +228,47 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._backlog and not self.pipeline and not self.transport.is_closing():
             self.data_received(b"")
 
-    # --- called by the gate
+    def _choose_last(self) -> None:
+        """While the server leaves: let the answer that is next say `connection: close`, if no request waits behind it.
+
+        An answer that has begun says nothing more.
+        """
+        cycle, waits = self.serving, bool(self.pipeline or self._backlog)
+        if cycle is None or cycle.response_started:
+            return
+        if waits and cycle is self._last:
+            cycle.keep_alive, self._last = True, None
+        elif cycle.keep_alive and not waits:
+            cycle.keep_alive, self._last = False, cycle
+            cycle.transport = _HangsUp(self)
+
+    def hang_up(self) -> None:
+        """End the connection behind what was sent. What still comes is read, or the client would get a reset."""
+        if self._abort_at_s is not None or self.transport.is_closing():
+            return
+        self._backlog = b""
+        self.pipeline.clear()
+        self.flow.held = False
+        if self.gate.linger_s and self.transport.can_write_eof():
+            self._hung_up, self._abort_at_s = True, self._clock() + LINGER_S
+            self.flow.resume_reading()
+            self.transport.write_eof()
+        else:  # TLS says so in its own words, waits for the client's, and has a deadline for them. 0: no wait is wanted
+            self._abort_at_s = inf
+            self.transport.close()
+
+    # --- called by the gate, and by uvicorn when it stops
+
+    def leave(self, linger_s: float) -> None:
+        """End the connection with its next answer, or when no request has come for `linger_s`."""
+        self.limits.leave(linger_s, self._clock())
+        self._choose_last()
+
+    def shutdown(self) -> None:
+        if self.gate.linger_s is None:
+            super().shutdown()
+        else:
+            self.check(self._clock())
 
     def hold(self) -> None:
         """Stop reading until `go_on`."""
@@ -224,11 +283,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def check(self, now_s: float) -> None:
         """Check the deadlines."""
-        if self._abort_at_s is not None:
+        due = self.limits.due(now_s) if now_s >= self.limits.deadline_s else None
+        if self._hung_up and self.transport.get_write_buffer_size() and due is not Refusal.READS_NOTHING:
+            self._abort_at_s = now_s + LINGER_S  # the client reads slowly, but it reads
+        elif self._abort_at_s is not None:
             if now_s >= self._abort_at_s:
                 self.transport.abort()
-        elif now_s >= self.limits.deadline_s and (refusal := self.limits.due(now_s)) is not None:
-            self.end(refusal)
+        elif due is Refusal.IDLE and self.gate.linger_s is not None:
+            self.hang_up()
+        elif due is not None:
+            self.end(due)
 
     def give_way(self) -> None:
         """End the connection: another one has its place."""

@@ -20,7 +20,6 @@ from pd_router.admission.key_file import KeyFile
 from pd_router.app import create_app
 from pd_router.client_connection import token_path
 from pd_router.config import RouterConfig
-from pd_router.farewell import Farewell
 from pd_router.otlp import check_exporter
 from pd_router.server import RouterServer
 from pd_router.sources.make import make_sources
@@ -115,19 +114,19 @@ def make_server(
     doors: Sequence[Door] = (),
 ) -> RouterServer:
     app = create_app(config, key, sources, heritage=heritage, worker=worker, doors=doors)
-    farewell = Farewell(app)
+    services = app.state.services
     settings = server_config(
-        farewell,
+        app,
         config,
-        app.state.services.metrics.http,
+        services.metrics.http,
         FILES_PER_REQUEST,
-        token_path(app.state.proxy, lambda: farewell.begun),
+        token_path(app.state.proxy),
         loop="uvloop",
         log_level=config.log_level,
         backlog=BACKLOG,
-        timeout_graceful_shutdown=max(1, round(config.drain_s)),
     )
-    server = RouterServer(app.state.posted, farewell, on_serving, settings)
+    server = RouterServer(app.state.posted, services.leaving, on_serving, settings, config)
+    server.has_heir = not doors
     if worker is not None:
         worker.on_lost = partial(setattr, server, "should_exit", True)
     return server

@@ -35,9 +35,9 @@ class ClientCall:
 
     __slots__ = (
         "_answer_headers", "_expects_continue", "_head", "_is_chunked", "_num_bytes", "_num_seen", "_on_complete",
-        "_on_flow", "_parts", "_serve", "_task", "_transport", "_waiter", "body", "disconnected", "flow", "headers",
-        "host", "is_gone", "keep_alive", "key_name", "more_body", "path", "response_complete", "response_started",
-        "share",
+        "_on_flow", "_parts", "_serve", "_task", "_waiter", "body", "disconnected", "flow", "headers", "host",
+        "is_gone", "keep_alive", "key_name", "more_body", "path", "response_complete", "response_started", "share",
+        "transport",
     )  # fmt: skip
 
     def __init__(
@@ -66,7 +66,7 @@ class ClientCall:
         self.share: Share | None = None  # of a large answer, until the client has taken it
         self.is_gone = False  # the connection ended before the answer was complete
         self._serve = serve
-        self._transport = transport
+        self.transport = transport
         self._expects_continue = expects_continue
         self._answer_headers = answer_headers
         self._on_complete = on_complete
@@ -101,7 +101,7 @@ class ClientCall:
             self._task = None
             self._parts, self.body = [], bytearray()  # of a refused one: an idle connection keeps its last call
             if not self.response_complete and not self.disconnected:
-                self._transport.close()
+                self.transport.close()
             if self.share is not None:
                 await self._give_back(self.share)
 
@@ -138,8 +138,8 @@ class ClientCall:
     async def read_body(self, max_bytes: int) -> bytes:
         """The whole body, as `pd_http.body.read_body` reads it."""
         check_declared(self.headers, max_bytes)
-        if self._expects_continue and not self._transport.is_closing():
-            self._transport.write(_CONTINUE)
+        if self._expects_continue and not self.transport.is_closing():
+            self.transport.write(_CONTINUE)
         while self.more_body and not self.is_gone and self._num_bytes <= max_bytes:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -175,9 +175,6 @@ class ClientCall:
         for name, value in (*self._answer_headers(), *headers):
             if name == b"content-length":
                 self._is_chunked = False
-            elif name == b"connection" and value == b"close":
-                self.keep_alive = False
-                continue
             lines += (name, b": ", value, b"\r\n")
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
@@ -193,15 +190,15 @@ class ClientCall:
         elif self._head:
             data = self._head + data
         self._head = b""
-        self._transport.write(data)
+        self.transport.write(data)
 
     def _end(self) -> None:
         if self._is_chunked:
-            self._transport.write(self._head + b"0\r\n\r\n")
+            self.transport.write(self._head + b"0\r\n\r\n")
             self._head = b""
         self.response_complete = True
         if not self.keep_alive:
-            self._transport.close()
+            self.transport.close()
         self._on_complete()
 
     def watch_flow(self, listener: Callable[[bool], None] | None) -> None:

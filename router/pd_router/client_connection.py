@@ -14,14 +14,11 @@ from pd_http.protocol import BoundedProtocol
 from pd_router.client_call import ClientCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pd_http.reply import HeaderList
     from pd_router.proxy import Proxy
 
 PROXY_PATHS = ("/v1/chat/completions", "/v1/completions", MESSAGES, RESPONSES, *PROMPT_PATHS)
 _PATHS = {path.encode(): path for path in PROXY_PATHS}
-_CLOSE = (b"connection", b"close")
 
 
 class ClientConnection(BoundedProtocol):
@@ -31,7 +28,6 @@ class ClientConnection(BoundedProtocol):
     """
 
     proxy: ClassVar[Proxy]  # set by the subclass that `token_path` makes
-    is_leaving: Callable[[], bool]  # static: whether answers ask clients to close the connection
 
     def begin_cycle(self) -> None:
         path = self._proxy_path() if self.parser.get_method() == b"POST" else None
@@ -66,8 +62,6 @@ class ClientConnection(BoundedProtocol):
         if self.gate.limits.allowed_origins and self.serving is not None:  # else the client is gone
             origin = next((value for name, value in self.serving.headers if name == b"origin"), None)
             headers += consent(self.gate.limits, None if origin is None else origin.decode("latin-1"))
-        if self.is_leaving():
-            headers.append(_CLOSE)
         return headers
 
     def pause_writing(self) -> None:
@@ -83,6 +77,6 @@ class ClientConnection(BoundedProtocol):
             self.serving.flow_changed()
 
 
-def token_path(proxy: Proxy, is_leaving: Callable[[], bool] = lambda: False) -> type[ClientConnection]:
-    """The class of the connections of one router. `is_leaving`: a successor serves."""
-    return type("TokenPath", (ClientConnection,), {"proxy": proxy, "is_leaving": staticmethod(is_leaving)})
+def token_path(proxy: Proxy) -> type[ClientConnection]:
+    """The class of the connections of one router."""
+    return type("TokenPath", (ClientConnection,), {"proxy": proxy})

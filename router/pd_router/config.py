@@ -160,6 +160,11 @@ class RouterConfig(HttpLimits):
         "the nodes' setting; otherwise nodes mistake a slow client for a hanging router.",
     )
     drain_s: float = setting(30.0, "Time that a stopping router gives its running requests.")
+    linger_s: float = setting(
+        6.0,
+        "Of that time: how long it accepts connections, and keeps those open on which no request comes; less where no "
+        "connection is open. Its answers ask clients to close theirs.",
+    )
     admin_endpoints: str = setting(
         "signed",
         "POST /reset_prefix_cache, /flush_cache, /start_profile and /stop_profile, which go to all nodes. signed: with "

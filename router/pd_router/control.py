@@ -46,17 +46,21 @@ class Control:
         self._views = views
 
     async def health(self, request: Request) -> Response:
-        """200 while a node can decode: then requests can be served, whichever other nodes are down."""
+        """200 while a node can decode: then requests can be served, whichever other nodes are down.
+
+        503 `draining` from the signal on that ends this router, which still serves: balancers shall turn to another.
+        """
         table = self._s.table
+        is_leaving = self._s.leaving.is_set()
         decodes = table.healthy((Role.DECODE, Role.MIXED), None)
         prefills = table.healthy((Role.PREFILL,), None)
         report = {
-            "status": "ok" if decodes else "unavailable",
+            "status": "draining" if is_leaving else "ok" if decodes else "unavailable",
             "role": "router",
             "healthy": {"prefill": len(prefills), "decode": len(decodes)},
             "nodes": len(table.nodes),
         }
-        return json_response(report, 200 if decodes else 503)
+        return json_response(report, 200 if decodes and not is_leaving else 503)
 
     async def version(self, request: Request) -> Response:
         try:

@@ -1,4 +1,4 @@
-"""The router's HTTP server: uvicorn with the router's signal handling."""
+"""The router's HTTP server: it leaves as every server of the cluster, and handles the router's signals."""
 
 from __future__ import annotations
 
@@ -9,39 +9,46 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-import uvicorn
-
+from pd_http.leaving import LeavingServer
 from pd_router.succession import SuccessionFailed
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator
 
-    from pd_router.farewell import Farewell
+    import uvicorn
+
+    from pd_router.config import RouterConfig
     from pd_router.sources.posted import PostedNodes
     from pd_router.succession import Succession
 
 log = logging.getLogger("pd_router")
-# How long connections stay open after a successor serves: the first request on a new connection may be on its way, and
-# the answer to the next request on an idle connection asks its client to close it.
-LINGER_S = 1.0
+SUCCEEDED_S = 1.0  # at least so long an idle connection stays open after a successor serves, whatever --linger-s says
 
 
-class RouterServer(uvicorn.Server):
+class RouterServer(LeavingServer):
     """The router's HTTP server. It calls `on_serving` when it serves, and exits with status 0 after a signal.
 
-    After SIGINT or SIGTERM the server accepts no new connection, and running requests get drain_s seconds to end. After
-    SIGHUP the server does the same once a successor serves, or at once if `succession` is None. SIGHUP stays ignored if
-    it was ignored when this process started (nohup).
+    It leaves after SIGINT or SIGTERM (a second SIGINT: at once), and after SIGHUP once a successor serves, or at once
+    if `succession` is None. SIGHUP stays ignored if it was ignored when this process started (nohup).
+
+    `leaving`: is set when it leaves without a successor. Balancers that ask /health then send no more.
     """
 
+    has_heir = True  # after SIGHUP: another process takes over all ports
+
     def __init__(
-        self, posted: PostedNodes, farewell: Farewell, on_serving: Callable[[], None], config: uvicorn.Config
+        self,
+        posted: PostedNodes,
+        leaving: asyncio.Event,
+        on_serving: Callable[[], None],
+        config: uvicorn.Config,
+        settings: RouterConfig,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, settings.linger_s, settings.drain_s)
         self.posted = posted
         self.succession: Succession | None = None
-        self._farewell = farewell
+        self._leaving = leaving
         self._on_serving = on_serving
         self._had_terminal = os.isatty(0)
         self._handing_over: asyncio.Task[None] | None = None
@@ -71,10 +78,11 @@ class RouterServer(uvicorn.Server):
         if self._handing_over is not None and not self._handing_over.done():
             self._handing_over.cancel()  # stopped during the handover: the successor must end too
             await asyncio.gather(self._handing_over, return_exceptions=True)
-        if self._farewell.begun:
-            for server in self.servers:
-                server.close()  # the successor has its own copy of the socket
-            await asyncio.sleep(LINGER_S)
+        log.info("leaving: idle connections have %g s, running requests %g s", self.linger_s, self.drain_s or 0.0)
+        if self.is_succeeded:
+            self.leave(max(self.linger_s, SUCCEEDED_S))
+        else:
+            self._leaving.set()
         await super().shutdown(sockets)
 
     def _hang_up(self) -> None:
@@ -85,7 +93,7 @@ class RouterServer(uvicorn.Server):
             self.should_exit = True
         elif self.succession is None:
             log.info("SIGHUP: draining; the supervisor starts the next router")
-            self._farewell.begun = self.should_exit = True
+            self.is_succeeded, self.should_exit = self.has_heir, True
         elif os.getpid() == 1:
             log.warning("SIGHUP ignored: this router is process 1 of its container, which would end with it")
         elif self._handing_over is None or self._handing_over.done():
@@ -101,4 +109,4 @@ class RouterServer(uvicorn.Server):
             log.error("there is no successor, this router continues: %s", error)
             return
         log.info("process %d serves now; this router drains", successor)
-        self._farewell.begun = self.should_exit = True
+        self.is_succeeded = self.should_exit = True

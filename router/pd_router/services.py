@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ class Services:
     held: HeldBytes
     admission: KeyAdmission | None = None  # None: every client may use the router
     turns: BodyTurns = field(default_factory=BodyTurns)
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)  # set when this router leaves without a successor
 
     @property
     def longest_body(self) -> int:

@@ -58,8 +58,8 @@ class WorkerSupervisor:
         """Serve until SIGINT, SIGTERM, or a successor serves. Exit code 1 if a worker ended before all served once."""
         loop = asyncio.get_running_loop()
         self._ending = loop.create_future()  # the signal for the workers, or None if they cannot start
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._end, signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGTERM, self._end, signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         tasks = [asyncio.ensure_future(self._keep(number)) for number in range(self._num_workers)]
@@ -68,6 +68,7 @@ class WorkerSupervisor:
         if self._handing_over is not None:  # done, or stopped meanwhile: the successor must end too
             self._handing_over.cancel()
             await asyncio.gather(self._handing_over, return_exceptions=True)
+        self._listener.close()  # the workers' copies, or a successor's, are the last: they empty the queue
         for process in self._processes.values():
             process.send_signal(number or signal.SIGTERM)
         await asyncio.wait(tasks[:-1], timeout=self._drain_s + KILL_S)
@@ -81,6 +82,13 @@ class WorkerSupervisor:
     def _end(self, number: signal.Signals | None) -> None:
         if not self._ending.done():
             self._ending.set_result(number)
+
+    def _interrupt(self) -> None:
+        """The second time nothing is waited for."""
+        if self._ending.done():
+            for process in self._processes.values():
+                process.send_signal(signal.SIGINT)
+        self._end(signal.SIGTERM)
 
     def _hang_up(self) -> None:
         if self._had_terminal and not os.isatty(0):

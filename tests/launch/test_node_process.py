@@ -119,14 +119,55 @@ def test_running_requests_are_finished(launcher: Launcher) -> None:
     asking = Asking(node.url)
     wait_in_flight(node.url)
     engine = engine_of(node)
-    node.send(signal.SIGTERM)
-    node.wait_line("stopping")
+    with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
+        assert client.get(f"{node.url}/health").status_code == 200
+        node.send(signal.SIGTERM)
+        node.wait_line("stopping")
+        health = client.get(f"{node.url}/health")  # on the connection that was kept, which ends in good order
+        assert (health.status_code, health.headers["connection"]) == (503, "close")
     health = httpx.get(f"{node.url}/health", timeout=TIMEOUT_S)  # on a new connection: a router probes with one
     assert (health.status_code, health.json()["status"]) == (503, "draining")
-    assert ask(node.url).status_code == 503
+    refused = ask(node.url)
+    assert (refused.status_code, refused.headers["connection"]) == (503, "close")
     engine.send_signal(signal.SIGUSR1)
-    assert asking.result().status_code == 200
+    answer = asking.result()
+    assert (answer.status_code, answer.headers["connection"]) == (200, "close")
     assert node.wait() == 0
+
+
+def test_a_router_under_load_loses_nothing_with_a_node_that_leaves(launcher: Launcher) -> None:
+    """Requests that it had sent, and those on their way, are answered by this node or the other one."""
+    nodes = [start(launcher, "", f"--node-id={name}") for name in "ab"]
+    router = launcher.router(mixed=nodes)
+    failures: list[str] = []
+    counts = [0] * 8
+    stop = threading.Event()
+
+    def work(number: int) -> None:
+        body = {"model": DEMO_MODEL.name, "prompt": [65, 66], "max_tokens": 3}
+        with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
+            while not stop.is_set():
+                try:
+                    client.post(f"{router.url}/v1/completions", json=body).raise_for_status()
+                    counts[number] += 1
+                except httpx.HTTPError as error:
+                    failures.append(repr(error))
+
+    def until_served(more: int) -> None:
+        wanted = sum(counts) + more
+        while sum(counts) < wanted and not failures:
+            stop.wait(0.01)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(counts))]
+    for thread in threads:
+        thread.start()
+    until_served(60)
+    assert nodes[0].stop(signal.SIGTERM) == 0
+    until_served(40)
+    stop.set()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert failures == []
 
 
 def test_a_second_signal_ends_at_once(launcher: Launcher) -> None:

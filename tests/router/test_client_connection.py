@@ -224,7 +224,7 @@ async def test_a_slow_reader_slows_its_node_and_gets_every_byte() -> None:
         writer.write(request(stream=True))
         await asyncio.wait_for(d.go_on.wait(), WAIT_S)  # every buffer on the way is full
         [call] = [one for one in gc.get_objects() if type(one) is ClientCall and one._task is not None]
-        assert call._transport.get_write_buffer_size() <= 1 << 20
+        assert call.transport.get_write_buffer_size() <= 1 << 20
         async with router.session.get(router.url + "/version") as other:
             assert other.status == 200
         transport.resume_reading()

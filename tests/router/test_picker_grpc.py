@@ -22,7 +22,7 @@ from pd_http.sockets import bound
 from pd_router.app import create_app
 from pd_router.endpoint_picker import cli
 from pd_router.endpoint_picker.config import PickerConfig
-from pd_router.endpoint_picker.grpc_server import EXT_PROC, NOT_SERVING, SERVING, PickerServer
+from pd_router.endpoint_picker.grpc_server import EXT_PROC, LIVENESS, NOT_SERVING, SERVING, PickerServer
 from pd_router.endpoint_picker.messages import ProcessingRequest, ProcessingResponse
 from tests.in_loop_server import in_loop
 from tests.router import fake_nodes as fakes
@@ -66,7 +66,7 @@ class Picker:
 async def serving(prefill: list[FakeNode], decode: list[FakeNode], **settings: Any) -> AsyncIterator[Picker]:
     config = PickerConfig(
         prefill=tuple(node.url for node in prefill), decode=tuple(node.url for node in decode), grpc_port=0,
-        health_interval_s=3600.0, prefill_on_decode="never", drain_s=0.1, **settings,
+        health_interval_s=3600.0, prefill_on_decode="never", **({"drain_s": 0.1} | settings),
     )  # fmt: skip
     doors: list[PickerServer] = []
 
@@ -119,6 +119,29 @@ async def test_a_gateway_that_goes_away_leaves_no_charge() -> None:
         await until(lambda: picker.services.metrics.num_in_flight)
         half.cancel()
         await picker.idle()
+
+
+async def test_a_picker_that_leaves_serves_gateways_that_have_not_heard_of_it() -> None:
+    """gRPC refuses what comes once it stops, also on connections that a gateway has open."""
+    decode = FakeNode("decode", fakes.decode)
+    async with running(decode), serving([], [decode], drain_s=WAIT_S, linger_s=WAIT_S) as picker:
+        held = picker.call()
+        await held.write(request_headers())
+        await held.write(request_body(completion()))
+        await held.read()
+        picker.services.leaving.set()
+        assert (await picker.check(), await picker.check(LIVENESS)) == (NOT_SERVING, SERVING)
+        call = picker.call()
+        await call.write(request_headers())
+        await call.write(request_body(completion()))
+        assert told(await call.read())["x-gateway-destination-endpoint"] in decode.url
+        for one in (call, held):
+            await one.done_writing()
+            while await one.read() is not grpc.aio.EOF:
+                pass
+        await picker.server._stop
+        with pytest.raises(grpc.aio.AioRpcError):
+            await picker.check()
 
 
 async def test_an_error_ends_the_stream() -> None:

@@ -122,6 +122,22 @@ async def test_a_successor_with_workers_of_its_own_takes_over(tmp_path: Path) ->
                 await asyncio.sleep(0.02)
 
 
+async def test_a_second_interrupt_ends_the_workers_at_once(tmp_path: Path) -> None:
+    d = FakeNode("decode", decode, node_id="d")
+    async with (
+        running(d),
+        routers(tmp_path, "--decode", d.url, "--workers", "2", "--drain-s", "1000") as router,
+        aiohttp.ClientSession() as session,
+        session.post(router.url + "/v1/completions", json=HELD) as held,
+    ):
+        assert await held.content.readany() == fakes.chunk("a")
+        router.first.send_signal(signal.SIGINT)
+        await router.wait_lines("leaving: ", 2)
+        router.first.send_signal(signal.SIGINT)
+        await router.wait_end(router.processes[0])
+        assert router.first.returncode == 0
+
+
 async def test_a_router_stops_with_its_terminal(tmp_path: Path) -> None:
     """It starts no successor, which would hold the port with no terminal to end it from."""
     d = FakeNode("decode", decode, node_id="d")

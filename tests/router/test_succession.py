@@ -53,7 +53,7 @@ class Routers:
         try:
             with output.open("wb") as stream:
                 self.first = subprocess.Popen(
-                    [sys.executable, "-m", "pd_router", "--port", "0", "--drain-s", "20", *flags],
+                    [sys.executable, "-m", "pd_router", "--port", "0", "--drain-s", "20", "--linger-s", "1", *flags],
                     stdin=stdin, stdout=stream, stderr=stream, env=os.environ | {"PD_CLUSTER_KEY": KEY},
                 )  # fmt: skip
         finally:

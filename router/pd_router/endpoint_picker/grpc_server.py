@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from pd_http.errors import PdError, StartupError
+from pd_http.leaving import POLL_S, QUIET_S
 from pd_router.endpoint_picker.config import PickerConfig
 from pd_router.endpoint_picker.gateway_exchange import GatewayExchange, UnfinishedBodies
 from pd_router.endpoint_picker.messages import ProcessingRequest, ProcessingResponse
@@ -34,7 +36,9 @@ LIVENESS = b"liveness"  # of the process; every other service needs a node that 
 class PickerServer:
     """The gRPC server of an endpoint picker. It serves as long as its `async with` block.
 
-    Leaving the block refuses new requests, and gives those under way `drain_s` seconds.
+    When the process leaves, the health check says NOT_SERVING. Requests are served until none comes for QUIET_S, or
+    `linger_s` is over: a gateway's connections stay open until it is told of other pickers, and gRPC refuses what comes
+    on them once it stops. Then those under way have the rest of `drain_s`. All of that is over when the block is left.
     """
 
     def __init__(self, services: Services) -> None:
@@ -44,6 +48,9 @@ class PickerServer:
         self._picker = EndpointPicker(services, config.fallbacks)
         self._unfinished = UnfinishedBodies(int(config.max_unfinished_mb * 1e6))
         self._server: Any = None
+        self._stop: asyncio.Future[None]
+        self._num_open = 0  # streams
+        self._last_s = 0.0  # when a stream began or ended
         self.port = 0  # while it serves
 
     async def __aenter__(self) -> PickerServer:
@@ -66,6 +73,7 @@ class PickerServer:
             raise StartupError(f"cannot serve gRPC on {host}:{config.grpc_port}: {error}") from error
         await server.start()
         log.info("picks endpoints for gateways at %s:%d (gRPC)", host, self.port)
+        self._stop = asyncio.ensure_future(self._leave())
         return self
 
     def _open(self, address: str) -> int:
@@ -77,11 +85,22 @@ class PickerServer:
         return int(self._server.add_secure_port(address, grpc.ssl_server_credentials((pair,))))
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._server.stop(self._config.drain_s)
+        self._s.leaving.set()
+        await self._stop
+
+    async def _leave(self) -> None:
+        await self._s.leaving.wait()
+        begun_s, drain_s = time.monotonic(), self._config.drain_s
+        while (now_s := time.monotonic()) < begun_s + min(self._config.linger_s, drain_s):
+            if not self._num_open and now_s >= self._last_s + QUIET_S:
+                break
+            await asyncio.sleep(POLL_S)
+        await self._server.stop(max(0.0, begun_s + drain_s - now_s))
 
     async def _process(self, messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """One HTTP request, from its headers to the end of the gateway's stream."""
         exchange, messages = GatewayExchange(self._s, self._picker, self._unfinished), aiter(messages)
+        self._num_open, self._last_s = self._num_open + 1, time.monotonic()
         try:
             while not exchange.is_refused:
                 message = None
@@ -100,9 +119,9 @@ class PickerServer:
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest, or nested too deeply")
         finally:
+            self._num_open, self._last_s = self._num_open - 1, time.monotonic()
             exchange.close()
 
     async def _check(self, request: bytes, context: Any) -> bytes:
-        if LIVENESS in request or self._s.table.healthy((Role.DECODE, Role.MIXED), None):
-            return SERVING
-        return NOT_SERVING
+        can_serve = self._s.table.healthy((Role.DECODE, Role.MIXED), None) and not self._s.leaving.is_set()
+        return SERVING if can_serve or LIVENESS in request else NOT_SERVING
