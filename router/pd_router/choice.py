@@ -143,14 +143,14 @@ class RouteChoice(msgspec.Struct, frozen=True):
             return min(meeting, key=costs.direct_s, default=None), "prefill-late"
         return None, ""
 
-    def _tries(self, node: Node, told_s: float, direct_s: float) -> bool:
-        """Whether the prompt goes to this idle prefill node though it takes `told_s` there, which is more than
-        `direct_s`, what it costs elsewhere. Not if it would miss the target."""
+    def _tries(self, node: Node, told_s: float, usual_s: float, doubt_s: float = 0.0) -> bool:
+        """Whether the prompt goes to this idle prefill node though it takes `told_s` there by the node's pace, and
+        `usual_s` elsewhere. Not if it would miss the target."""
         trial = node.view.trial
         likely_s = trial.likely_s(told_s)
         if node.view.ledger.total[2] or self.is_asked or 0 < self.slo_ttft_s < likely_s + HANDOVER_S:
             return False
-        return trial.is_due(likely_s - direct_s, direct_s)
+        return trial.is_due(likely_s, usual_s, doubt_s)
 
     def _may_be_sooner(self, nodes: Sequence[Node], prefill_s: float) -> bool:
         """False: no node costs clearly less than a handoff, not even an idle one. So it is mostly, and the sums that
@@ -315,7 +315,7 @@ def _better(handoff: RouteChoice, prefill_s: float, *, may_try: bool) -> RouteCh
         reason = "cached"
     if may_try and reason == BUSY:
         over_s, direct_s, _ = handoff.costs.decoding((node,))[0]
-        if handoff._tries(handoff.prefills[0], prefill_s, direct_s + DOUBT_S - over_s):
+        if handoff._tries(handoff.prefills[0], prefill_s, direct_s - over_s, DOUBT_S):
             return replace(handoff, reason=TRIED)
     return replace(handoff, order=HandoffOrder.DIRECT, reason=reason, otherwise=handoff)
 
