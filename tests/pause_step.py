@@ -1,7 +1,8 @@
-"""A logits stage that holds up a step, as `--logits-stage tests.pause_step:PauseStep` loads it."""
+"""Logits stages that hold up steps, as `--logits-stage tests.pause_step:PauseStep` loads them."""
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -39,3 +40,16 @@ class PauseStep(LogitsStage):
 
     def apply(self, logits: torch.Tensor, inputs: float) -> None:
         time.sleep(inputs)
+
+
+class SlowStep(LogitsStage):
+    """Prolongs each step that draws by PD_TEST_STEP_S seconds of the node's environment."""
+
+    def __init__(self, context: StageContext) -> None:
+        self._pause_s = float(os.environ.get("PD_TEST_STEP_S", "0"))
+
+    def start(self, row: int, start: SequenceStart) -> bool:
+        return bool(self._pause_s)
+
+    def apply(self, logits: torch.Tensor, inputs: None) -> None:
+        time.sleep(self._pause_s)
