@@ -222,7 +222,7 @@ class StepModel:
             return
         scale = median(seconds / self.seconds(work) for work, seconds in samples)
         self._restart([scale * own for own in self._seconds])
-        if most < inf:  # most of them may be decodes, whose scale says nothing of prompts
+        if most < inf:  # most of them may be decodes, and their scale says nothing of prompts
             for work, seconds in samples:
                 self._check_prices(work, seconds)
             self._ratios.clear()

@@ -236,7 +236,8 @@ class Costs:
     def knows_speed(self) -> bool:
         """Whether the speed of a prefill node was measured or learned, or can be guessed from what others tell:
         otherwise no wait there can be told."""
-        return self._told() > 0 or any(_known_s(node, self._now_s) is not None for node in self._prefills)
+        is_known = any(_known_s(node, self._now_s) is not None for node in self._prefills)
+        return is_known or self._told() > 0
 
     def _best_pace(self, nodes: Sequence[Node]) -> tuple[float, float]:
         """The least seconds for a prompt token at any of the nodes; zeros without nodes."""

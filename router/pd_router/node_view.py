@@ -112,8 +112,8 @@ class NodeView:
     def prefilled(self, entry: LedgerEntry, took_s: float) -> None:
         """Note that the prompt of an open charge was computed so long after the charge."""
         if entry.was_idle:
-            token_s, key_s, *_ = self.ledger.told
-            self.trial.note(took_s, entry.work.tokens * token_s + entry.work.keys * key_s)
+            told, work = self.ledger.told, entry.work
+            self.trial.note(took_s, work.tokens * told.token_s + work.keys * told.key_s)
 
     def forget(self) -> None:
         """Note that the feed's word no longer holds: only own charges are known until the next snapshot."""

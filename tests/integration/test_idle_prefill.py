@@ -39,7 +39,7 @@ class Cluster:
     """Nodes and a router that are killed and started again under their old addresses."""
 
     def __init__(self, launcher: Launcher, num_prefill: int, num_decode: int, *flags: str, slow: str = "") -> None:
-        """`slow`: P or D, the nodes whose steps are longer."""
+        """`slow`: P or D, the nodes with longer steps."""
         flags = ("--max-model-len=512", "--logits-stage=tests.pause_step:SlowStep", *flags)
         self.sides: dict[str, list[Member]] = {}
         for name, role, how_many in (("P", "prefill", num_prefill), ("D", "decode", num_decode)):

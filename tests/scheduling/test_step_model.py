@@ -131,7 +131,7 @@ def test_a_price_that_is_no_longer_true_is_replaced_within_few_prompts(factor: f
 
 
 def test_stalls_and_small_pieces_beside_decodes_change_no_price() -> None:
-    """Fewer stalls in a row than it takes; and pieces whose time is lost in that of the decodes beside them."""
+    """Fewer stalls in a row than it takes; and pieces of which the time is lost in that of many decodes."""
     model = StepModel()
     for _ in range(100):
         for work in (StepWork(2, 800), prompt(400), prompt(1500)):
