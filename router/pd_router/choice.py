@@ -235,7 +235,7 @@ def choose(
     may_keep = settings.decode_on_prefill == "auto" and heirs is None
     if may_keep and not prompt.is_several and (kept := _kept(handoff)) is not None:  # how many is not counted here
         return kept
-    may_try = heirs is None and handoff.reason == "default"
+    may_try = heirs is None and not prompt.is_told and not prompt.is_several
     if may_try and len(ranked) > 1 and (tried := _slow(handoff, reading_s)) is not None:
         return tried
     return _better(handoff, reading_s[ranked[0]], may_try=may_try) if settings.spills else handoff

@@ -132,6 +132,12 @@ def test_a_prompt_that_d_has_cached_stays_there() -> None:
     assert set(world.routes(2 * MOST, cached={world.d: 500})) == {"direct; reason=cached"}
 
 
+def test_a_system_prompt_that_all_nodes_have_cached_hinders_no_trial() -> None:
+    world = World()
+    world.tell(world.table.nodes[0], 3 * TOKEN_S)
+    assert TRIED in world.routes(2 * MOST, cached=dict.fromkeys(world.table.nodes, 200))
+
+
 def test_the_slowest_of_several_is_tried_too() -> None:
     """It would get nothing as long as the others are idle, so its pace would stay."""
     world = World(num_prefill=3)
