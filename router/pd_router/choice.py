@@ -315,7 +315,7 @@ def _better(handoff: RouteChoice, prefill_s: float, *, may_try: bool) -> RouteCh
         reason = "cached"
     if may_try and reason == BUSY:
         over_s, direct_s, _ = handoff.costs.decoding((node,))[0]
-        if handoff._tries(handoff.prefills[0], prefill_s, direct_s - over_s, DOUBT_S):
+        if handoff._tries(handoff.prefills[0], prefill_s, max(0.0, direct_s - over_s), DOUBT_S):
             return replace(handoff, reason=TRIED)
     return replace(handoff, order=HandoffOrder.DIRECT, reason=reason, otherwise=handoff)
 
