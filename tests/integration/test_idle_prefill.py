@@ -26,7 +26,7 @@ AWAY = 6  # requests between two events: so many answers have more decodes than 
 WITHIN = 100
 IN_USE = 10  # of them at least go P-first
 LEARNT = 40  # prompts after which each node tells its pace
-STEP_S = 0.25  # by which a slowed node's steps are longer; a prompt takes others 0.1 s
+TOKEN_S = 0.8e-3  # by which a prompt's token takes a slowed node longer; it takes others 0.25 ms
 BACK_DEADLINE_S = 60.0
 # -P: all prefill nodes are killed, +P: they are back; R: the router is killed and started again
 ORDERS = (
@@ -39,11 +39,11 @@ class Cluster:
     """Nodes and a router that are killed and started again under their old addresses."""
 
     def __init__(self, launcher: Launcher, num_prefill: int, num_decode: int, *flags: str, slow: str = "") -> None:
-        """`slow`: P or D, the nodes with longer steps."""
-        flags = ("--max-model-len=512", "--logits-stage=tests.pause_step:SlowStep", *flags)
+        """`slow`: P or D, the nodes that take longer."""
+        flags = ("--max-model-len=512", "--logits-stage=tests.pause_step:SlowPrompts", *flags)
         self.sides: dict[str, list[Member]] = {}
         for name, role, how_many in (("P", "prefill", num_prefill), ("D", "decode", num_decode)):
-            environment = {"PD_TEST_STEP_S": str(STEP_S)} if name == slow else None
+            environment = {"PD_TEST_TOKEN_S": str(TOKEN_S)} if name == slow else None
             self.sides[name] = [
                 Member(launcher, f"{name}{number}", role, *flags, environment=environment) for number in range(how_many)
             ]
@@ -144,7 +144,7 @@ def test_whatever_is_killed_in_whatever_order(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("slow", ["P", "D"])
 def test_nodes_of_unequal_speed(launcher: Launcher, slow: str) -> None:
-    """A P that takes three times as long gets a trial now and then; one that is faster than D gets all.
+    """A P that takes four times as long gets a trial now and then; one that is faster than D gets all.
 
     D reads prompts beside no P after its own start in these orders. Until then it tells no pace, and all go P-first.
     """
