@@ -26,7 +26,9 @@ AWAY = 6  # requests between two events: so many answers have more decodes than 
 WITHIN = 100
 IN_USE = 10  # of them at least go P-first
 LEARNT = 40  # prompts after which each node tells its pace
-TOKEN_S = 0.8e-3  # by which a prompt's token takes a slowed node longer; it takes others 0.25 ms
+TOKEN_S = (
+    1.6e-3  # by which a token of a prompt takes a slowed node longer; it takes others 0.25 ms, on a busy machine 0.7
+)
 BACK_DEADLINE_S = 60.0
 # -P: all prefill nodes are killed, +P: they are back; R: the router is killed and started again
 ORDERS = (
@@ -144,7 +146,7 @@ def test_whatever_is_killed_in_whatever_order(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("slow", ["P", "D"])
 def test_nodes_of_unequal_speed(launcher: Launcher, slow: str) -> None:
-    """A P that takes four times as long gets a trial now and then; one that is faster than D gets all.
+    """A P that takes several times as long gets a trial now and then; one that is faster than D gets all.
 
     D reads prompts beside no P after its own start in these orders. Until then it tells no pace, and all go P-first.
     """
@@ -158,6 +160,6 @@ def test_nodes_of_unequal_speed(launcher: Launcher, slow: str) -> None:
             routes = await cluster.ask_more(WITHIN)
             num_first = sum(route.startswith("p-first") for route in routes)
             logger.info("%s: %d of %d P-first", order, num_first, WITHIN)
-            assert 1 <= num_first < WITHIN / 4 if slow == "P" else num_first == WITHIN, (order, routes)
+            assert 1 <= num_first < WITHIN / 2 if slow == "P" else num_first == WITHIN, (order, routes)
 
     asyncio.run(run())
