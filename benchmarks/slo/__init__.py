@@ -69,7 +69,7 @@ def simulate(
         served += ours
     return SimulatedFigures(
         statistics.mean(shares), tuple(shares),
-        statistics.mean(one.reason.startswith("prefill-") for one in served),
+        statistics.mean(one.reason in ("prefill-busy", "prefill-late") for one in served),
         statistics.mean(one.reason == "decode-late" for one in served),
         percentiles([one.ttft_ms for one in served]), percentiles([one.tpot_ms for one in served]),
         percentiles([gap for one in served for gap in one.gaps_ms]),

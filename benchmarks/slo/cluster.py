@@ -14,13 +14,13 @@ from pd_cluster.protocol.messages import AddRequest, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.sequence import Request
 from pd_connectors.protocol.messages import SampledToken
-from pd_router.choice import choose
+from pd_router.choice import TRIED, choose
 from pd_router.config import HandoffOrder, RouterConfig
 from pd_router.cost import PromptFacts
 from pd_router.node_table import NodeTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pd_cluster.bench.workload import Arrival
 
@@ -57,7 +57,8 @@ class Served:
 
     arrival: Arrival
     tokens_s: list[float] = field(default_factory=list)
-    reason: str = ""  # "": two did; docs/routing.md lists them
+    reason: str = ""  # "": two did, as usual; docs/routing.md lists them
+    on_read: Callable[[], None] = lambda: None  # a prefill node has read the prompt
 
     @property
     def ttft_ms(self) -> float:
@@ -119,9 +120,14 @@ class SimulatedCluster:
         plan = choose(self._table, None, facts, self._config, asked=None, turn=next(self._turns))
         now_s = self.world.now_s
         if plan.order is not HandoffOrder.DIRECT:
-            decode = plan.best_decode(plan.decodes, now_s)
+            decode, first = plan.best_decode(plan.decodes, now_s), plan.prefills[0]
             assert decode is not None
-            return self._hand_over(self._nodes[plan.prefills[0]], self._nodes[decode], one, name)
+            if plan.reason == TRIED:
+                one.reason = TRIED
+            if not first.view.queued_tokens and first.view.ledger.told.token_s:
+                told_s = plan.costs.reading_s(first)
+                one.on_read = lambda: first.view.trial.note(self.world.now_s - now_s, told_s)
+            return self._hand_over(self._nodes[first], self._nodes[decode], one, name)
         alone = (plan.best_direct if plan.otherwise is None else plan.sooner)(plan.decodes, now_s)
         assert alone is not None
         one.reason = plan.reason
@@ -152,6 +158,7 @@ class SimulatedCluster:
             one.tokens_s.append(world.now_s)
 
         def is_read() -> None:
+            one.on_read()
             world.at(world.now_s + FIRST_TOKEN_S, give)
             world.at(world.now_s + LINK_S, load_ends)
 

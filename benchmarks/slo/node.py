@@ -66,10 +66,13 @@ class VirtualTime:
 class SimulatedNode:
     """A scheduler and its device. `prompts_first`: it is a prefill node."""
 
-    def __init__(self, world: VirtualTime, rule: Rule, device: Device, *, prompts_first: bool = False) -> None:
+    def __init__(
+        self, world: VirtualTime, rule: Rule, device: Device, *, prompts_first: bool = False, is_measured: bool = True
+    ) -> None:
+        """`is_measured`: its steps' model is fitted at start, else to its first steps."""
         self.world, self.device = world, device
         self.blocks = BlockManager(BLOCKS, BLOCK, prefix_caching=False)
-        self.model = StepModel(steps_at_start(device))
+        self.model = StepModel(steps_at_start(device) if is_measured else ())
         budget = FixedBudget(rule.limit, KEYS_PER_TOKEN)
         targets = rule.targets or Targets()
         self.room = StreamRoom(targets.tpot_s, SEQS, self.model, lambda: world.now_s)
@@ -91,10 +94,10 @@ class SimulatedNode:
     def load(self) -> NodeLoad:
         """As NewsReport tells it."""
         model, scheduler = self.model, self.scheduler
+        token_s, key_s = (model.token_s, model.key_s) if model.knows_prompts else (0.0, 0.0)
         load = replace(
-            scheduler.load, step_s=self._decode_s, token_s=model.token_s, key_s=model.key_s,
-            step_tokens=scheduler.step_tokens,
-        )  # fmt: skip
+            scheduler.load, step_s=self._decode_s, token_s=token_s, key_s=key_s, step_tokens=scheduler.step_tokens
+        )
         return self.room.told(load, scheduler.num_streams)
 
     def _busy_s(self) -> float:

@@ -14,11 +14,15 @@ The first coefficients are those of the 8B shape on an H200. `fit` replaces them
 first steps. `note` corrects them while the engine runs: least squares of the relative errors of some hundred steps that
 forget old ones, and a weak pull to the coefficients of `fit`, which keeps those of terms that no step has. A step
 counts as at most OUTLIER times its prediction: a process that was stopped for a minute changes predictions by 0.2%.
+Where the last steps with prompts all lie beyond that on one side, the prices of prompts are wrong, not the steps: they
+are multiplied by what these steps say. Without it a decode node on a CPU, fitted to decodes alone, told a token for
+39 us that took 290, and for 64 us after 30 prompts (the price of an H200, scaled by its decodes).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
@@ -121,6 +125,8 @@ class StepModel:
         self._early: list[tuple[StepWork, float]] = []
         self._num_noted = 0
         self._num_with_prompts = 0  # of them
+        self._most_decodes = 0  # of a step without prompts: so many are priced
+        self._ratios: deque[float] = deque(maxlen=ENOUGH_PROMPTS)  # see `_check_prices`
         self._restart([BASE_S, CONTEXT_S, KEY_S, DECODE_S, *TOKEN_S, *(FIRST_S for _ in FIRST_KNOTS)])
         if measured:
             self.fit(measured)
@@ -195,7 +201,10 @@ class StepModel:
         """Correct the model by a step of this work that took so long."""
         if seconds <= 0:
             return
+        if not work.num_tokens and work.num_decodes > self._most_decodes:
+            self._most_decodes = work.num_decodes
         if self.is_fitted:
+            self._check_prices(work, seconds)
             self._add(work, seconds, OUTLIER)
             if not self._num_noted % CORRECT_EVERY:
                 self._solve([PULL] * len(self._base), SWEEPS)
@@ -213,11 +222,32 @@ class StepModel:
             return
         scale = median(seconds / self.seconds(work) for work, seconds in samples)
         self._restart([scale * own for own in self._seconds])
+        if most < inf:  # most of them may be decodes, and their scale says nothing of prompts
+            for work, seconds in samples:
+                self._check_prices(work, seconds)
+            self._ratios.clear()
         for work, seconds in samples:
             self._add(work, seconds, most)
         self._solve(_MEASURED_PULLS if most == inf else _EARLY_PULLS, EARLY_SWEEPS)
         self._restart(self._seconds)
         self._early = []
+
+    def _check_prices(self, work: StepWork, seconds: float) -> None:
+        """Multiply the prices of prompts where the last steps that are mostly prompts all say that they are wrong."""
+        own, num_decodes = self._seconds, work.num_decodes
+        if not work.num_tokens or num_decodes > self._most_decodes:
+            return
+        prompts_s = own[2] * work.num_keys
+        prompts_s += self._tokens.seconds(num_decodes + work.num_tokens) - self._tokens.seconds(num_decodes)
+        rest_s = self.seconds(work) - prompts_s
+        if max(prompts_s, seconds - rest_s) < 2 * rest_s:
+            return  # what it says is more about decodes, or about the weights
+        self._ratios.append(max((seconds - rest_s) / prompts_s, LEAST))
+        least, most = min(self._ratios), max(self._ratios)
+        if len(self._ratios) == ENOUGH_PROMPTS and (least > OUTLIER or most < 1 / OUTLIER):
+            factor = least if least > OUTLIER else most
+            self._restart([price * factor if term in _PROMPTS else price for term, price in enumerate(own)])
+            self._ratios.clear()
 
     def _restart(self, seconds: Sequence[float]) -> None:
         """Set the coefficients, and forget the steps behind them."""
@@ -275,6 +305,7 @@ class StepModel:
 
 _TOKENS = 4  # index of the first coefficient of tokens, and of first tokens
 _FIRST = _TOKENS + len(TOKEN_S)
+_PROMPTS = (2, *range(_TOKENS, _FIRST))  # indices of the prices of prompts
 _MEASURED_PULLS, _EARLY_PULLS = (
     [EARLY_PULL] * 3 + [decode] + [EARLY_PULL] * len(TOKEN_S) + [first] * len(FIRST_KNOTS)
     for decode, first in (MEASURED_PULLS, FIRST_STEPS_PULLS)

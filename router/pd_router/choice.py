@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pd_router.config import RouterConfig
 
-KEPT = "decode-late"
+KEPT, BUSY, TRIED = "decode-late", "prefill-busy", "prefill-idle"
 
 
 class RouteChoice(msgspec.Struct, frozen=True):
@@ -135,13 +135,22 @@ class RouteChoice(msgspec.Struct, frozen=True):
             if direct_s < best_s and has_room:
                 best, best_s = nodes[at], direct_s
         if best_s + DOUBT_S < prefill_s + handing_over_s:
-            return best, "prefill-busy"
+            return best, BUSY
         slo_s = self.slo_ttft_s
         if slo_s and prefill_s + HANDOVER_S > slo_s:
             ready = [node for node, (_, _, has_room) in zip(nodes, costs.decoding(nodes), strict=True) if has_room]
             meeting = [node for node in ready if costs.reading_s(node) <= slo_s]
             return min(meeting, key=costs.direct_s, default=None), "prefill-late"
         return None, ""
+
+    def _tries(self, node: Node, told_s: float, usual_s: float, doubt_s: float = 0.0) -> bool:
+        """Whether the prompt goes to this idle prefill node though it takes `told_s` there by the node's pace, and
+        `usual_s` elsewhere. Not if it would miss the target."""
+        trial = node.view.trial
+        likely_s = trial.likely_s(told_s)
+        if node.view.ledger.total[2] or self.is_asked or 0 < self.slo_ttft_s < likely_s + HANDOVER_S:
+            return False
+        return trial.is_due(likely_s, usual_s, doubt_s)
 
     def _may_be_sooner(self, nodes: Sequence[Node], prefill_s: float) -> bool:
         """False: no node costs clearly less than a handoff, not even an idle one. So it is mostly, and the sums that
@@ -189,6 +198,8 @@ def choose(
 ) -> RouteChoice:
     """Choose for one request. `turn`: any counter; it breaks ties, so that nodes of equal cost take turns.
 
+    It changes nothing in the table but what idle prefill nodes have been waiting for (`trial.py`).
+
     `heirs`: of a stream that was cut, the only nodes that may decode. Raises ModelNotFound, NoNode.
     """
     table.require_model(model)
@@ -224,7 +235,10 @@ def choose(
     may_keep = settings.decode_on_prefill == "auto" and heirs is None
     if may_keep and not prompt.is_several and (kept := _kept(handoff)) is not None:  # how many is not counted here
         return kept
-    return _better(handoff, reading_s[ranked[0]]) if settings.spills else handoff
+    may_try = heirs is None and not prompt.is_told and not prompt.is_several
+    if may_try and len(ranked) > 1 and (tried := _slow(handoff, reading_s)) is not None:
+        return tried
+    return _better(handoff, reading_s[ranked[0]], may_try=may_try) if settings.spills else handoff
 
 
 def _best_version(
@@ -280,7 +294,15 @@ def _kept(handoff: RouteChoice) -> RouteChoice | None:
     return replace(handoff, order=HandoffOrder.DIRECT, reason=KEPT, decodes=keepers, otherwise=handoff)
 
 
-def _better(handoff: RouteChoice, prefill_s: float) -> RouteChoice:
+def _slow(handoff: RouteChoice, reading_s: Mapping[Node, float]) -> RouteChoice | None:
+    """The handoff from the last prefill node, if it is last because of its pace, and to be tried."""
+    first, last = handoff.prefills[0], handoff.prefills[-1]
+    if not handoff.costs.is_slower(last) or not handoff._tries(last, reading_s[last], reading_s[first]):
+        return None
+    return replace(handoff, reason=TRIED, prefills=(last, *handoff.prefills[:-1]))
+
+
+def _better(handoff: RouteChoice, prefill_s: float, *, may_try: bool) -> RouteChoice:
     """`handoff`, or that a decode node reads the prompt."""
     node, reason = handoff._sooner(handoff.decodes, prefill_s)
     if node is None:
@@ -291,6 +313,10 @@ def _better(handoff: RouteChoice, prefill_s: float) -> RouteChoice:
         return replace(handoff, order=HandoffOrder.D_FIRST, reason="cached")
     if cached > handoff.costs.num_cached(handoff.prefills[0]):
         reason = "cached"
+    if may_try and reason == BUSY:
+        over_s, direct_s, _ = handoff.costs.decoding((node,))[0]
+        if handoff._tries(handoff.prefills[0], prefill_s, max(0.0, direct_s - over_s), DOUBT_S):
+            return replace(handoff, reason=TRIED)
     return replace(handoff, order=HandoffOrder.DIRECT, reason=reason, otherwise=handoff)
 
 

@@ -62,8 +62,8 @@ class Costs:
     """
 
     __slots__ = (
-        "_best_decoding", "_best_reading", "_cached", "_even_decoding_s", "_even_reading_s", "_now_s", "_num_sequences",
-        "_num_units", "_prefills", "_ratio", "_usual_s",
+        "_best_decoding", "_best_reading", "_cached", "_decodes", "_even_decoding_s", "_even_reading_s", "_now_s",
+        "_num_sequences", "_num_units", "_prefills", "_ratio", "_told_s", "_usual_s",
     )  # fmt: skip
 
     def __init__(
@@ -74,9 +74,10 @@ class Costs:
         self._ratio = _COUNTED if prompt.num_tokens else None
         self._num_sequences = prompt.num_sequences
         self._cached = prompt.cached
-        self._prefills = prefills
+        self._prefills, self._decodes = prefills, decodes
         self._now_s = now_s
         self._usual_s: float | None = None
+        self._told_s: float | None = None
         self._best_reading = self._best_pace(prefills)
         self._best_decoding = self._best_pace(decodes)
         self._even_reading_s = self._best_reading[0] * ERROR_FACTOR
@@ -183,6 +184,10 @@ class Costs:
             )
         return costs_s
 
+    def is_slower(self, node: Node) -> bool:
+        """Whether the prefill node's pace is longer than the best one's by more than the error."""
+        return node.view.ledger.total[0] > self._even_reading_s
+
     def is_late(self, node: Node) -> bool:
         """Whether the node's streams would miss their target of time per token with this answer's sequences."""
         return node.view.ledger.total[7] < self._num_sequences
@@ -229,8 +234,10 @@ class Costs:
 
     @property
     def knows_speed(self) -> bool:
-        """Whether the speed of a prefill node was measured or learned: otherwise no wait there can be told."""
-        return any(_known_s(node, self._now_s) is not None for node in self._prefills)
+        """Whether the speed of a prefill node was measured or learned, or can be guessed from what others tell:
+        otherwise no wait there can be told."""
+        is_known = any(_known_s(node, self._now_s) is not None for node in self._prefills)
+        return is_known or self._told() > 0
 
     def _best_pace(self, nodes: Sequence[Node]) -> tuple[float, float]:
         """The least seconds for a prompt token at any of the nodes; zeros without nodes."""
@@ -247,12 +254,25 @@ class Costs:
         return (token_s, key_s) if token_s else self._guessed_pace(node)
 
     def _guessed_pace(self, node: Node) -> tuple[float, float]:
-        """Of a node that has measured none: as learned, or by the best prefill node."""
+        """Of a node that tells none: what others tell if it has a feed, else as learned, or by the best prefill node.
+
+        With a feed it tells its own after few prompts. What was learned from its legs is no measure beside what others
+        tell of their steps: 422 us a token of a busy machine stood for minutes beside the 250 that an equal D told.
+        """
         if not self._prefills:  # equals take turns, however their few samples differ
             return TOKEN_S / SPEEDS[node.role], 0.0
+        if node.view.load is not None and (told_s := self._told()):
+            return told_s / SPEEDS[node.role], 0.0
         per_byte = node.view.tokens_per_byte
         guess = SPEEDS[node.role] / (self._usual() * per_byte)
         return 1.0 / ((node.speed.at(self._now_s, guess=guess) or guess) * per_byte), 0.0
+
+    def _told(self) -> float:
+        """The least seconds for a token that a prefill node tells, or, if none does, a decode node; 0: none tells."""
+        if self._told_s is None:
+            told = [[node.view.ledger.told.token_s for node in nodes] for nodes in (self._prefills, self._decodes)]
+            self._told_s = min(filter(None, told[0]), default=0.0) or min(filter(None, told[1]), default=0.0)
+        return self._told_s
 
     def _usual(self) -> float:
         """Seconds for a token at the best prefill node."""

@@ -22,7 +22,6 @@ from pd_router.speed import ReadingSpeed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import TracebackType
 
     from pd_router.config import RouterConfig
 
@@ -184,7 +183,8 @@ class Charge:
         if self._is_hidden:
             return
         if self._prefill_bytes:
-            self._node.speed.note(self._prefill_bytes, self._begun_s, self._clock())
+            self._node.speed.note(self._prefill_bytes, self._begun_s, now_s := self._clock())
+            self._node.view.prefilled(self._entry, now_s - self._begun_s)
         self.prefill_over()
 
     def prefill_over(self) -> None:
@@ -205,9 +205,7 @@ class Charge:
     def __enter__(self) -> Charge:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

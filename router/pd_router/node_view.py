@@ -8,11 +8,13 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pd_router.ledger import ChargeLedger, ToldLoad
+from pd_router.trial import IdleTrial
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pd_connectors.protocol.feed import NodeLoad
+    from pd_router.ledger import LedgerEntry
 
 USUAL_TOKENS_PER_BYTE = 0.25  # English text and code, tokenizers of 32k to 128k tokens
 GUESS_BYTES = 4_000  # of text that the usual ratio weighs as much as
@@ -54,6 +56,7 @@ class NodeView:
     feed: FeedState = FeedState.NONE
     ledger: ChargeLedger = field(default_factory=ChargeLedger)
     ratio: TextRatio = field(default_factory=TextRatio)  # shared by all nodes with the same models
+    trial: IdleTrial = field(default_factory=IdleTrial)
 
     @property
     def tokens_per_byte(self) -> float:
@@ -105,6 +108,12 @@ class NodeView:
             load.stream_room if load.tpot_s else inf,
         )  # fmt: skip
         self.ledger.hear(told, charges)
+
+    def prefilled(self, entry: LedgerEntry, took_s: float) -> None:
+        """Note that the prompt of an open charge was computed so long after the charge."""
+        if entry.was_idle:
+            told, work = self.ledger.told, entry.work
+            self.trial.note(took_s, work.tokens * told.token_s + work.keys * told.key_s)
 
     def forget(self) -> None:
         """Note that the feed's word no longer holds: only own charges are known until the next snapshot."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pd_connectors.protocol.feed import NodeLoad
 from pd_connectors.protocol.ticket import OFFER_HEADER, Offer, verify
 from pd_http.errors import InvalidRequest, ModelNotFound, StartupError
 from pd_http.held_bytes import HeldBytes
@@ -21,6 +22,7 @@ from pd_router.node_table import Node, NodeTable, Role
 from pd_router.recent_requests import RecentRequests
 from pd_router.request_sinks import RequestSinks
 from pd_router.services import Services
+from pd_router.trial import MOST
 from pd_router.upstream import Upstream
 
 KEY = b"k" * 32
@@ -130,6 +132,20 @@ def test_unstreamed_prefills_end_by_their_estimate() -> None:
         assert load(made.table.nodes[0])[0] == 0
 
     asyncio.run(run())
+
+
+def test_an_idle_prefill_node_with_a_long_pace_is_offered_now_and_then() -> None:
+    """Not by each pick: one that was tried is not offered again before others have paid for it."""
+    made = services(num_prefill=1, num_decode=1)
+    for node, token_s in zip(made.table.nodes, (60e-6, 20e-6), strict=True):
+        node.view.hear(NodeLoad(num_slots=64, free_blocks=5000, block_size=64, token_s=token_s), ())
+    texts = []
+    for _ in range(2 * MOST):
+        found = pick(made)
+        texts.append((found.plan.text, found.prefill_node))
+        found.close()
+    assert set(texts) == {("direct; reason=prefill-busy", None), ("d-first; reason=prefill-idle", prefills(made)[0])}
+    assert 1 <= sum(node is not None for _, node in texts) <= 10
 
 
 def test_without_prefill_nodes_the_decode_node_reads_the_prompt() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_cluster.scheduling.batch import SequenceChunk
-from pd_cluster.scheduling.step_model import CORRECT_EVERY, NUM_EARLY, StepModel, StepWork, keys_of
+from pd_cluster.scheduling.step_model import CORRECT_EVERY, ENOUGH_PROMPTS, NUM_EARLY, StepModel, StepWork, keys_of
 
 CONTEXT = 1024
 # ms of steps with 32 decodes behind 1,024 tokens, by the tokens of the step ("Steps with prompts" in benchmarks/LOG.md)
@@ -87,6 +87,62 @@ def test_decodes_alone_tell_no_price_of_prompts() -> None:
         model.note(StepWork(0, 0, 300, keys_of(300, 0)), 0.08)
     assert model.knows_prompts
     assert StepModel(measured("8B")).knows_prompts
+
+
+def cpu_s(work: StepWork, factor: float = 1.0) -> float:
+    """The demo model on a core: 5 ms, 1 for a decode, 0.17 for a prompt's token, which is 8 times the default."""
+    prompts_s = 0.17e-3 * work.num_tokens + 80e-9 * work.num_keys
+    return 5e-3 + 1e-3 * work.num_decodes + factor * prompts_s
+
+
+def prompt(num_tokens: int, num_decodes: int = 0) -> StepWork:
+    return StepWork(num_decodes, 400 * num_decodes, num_tokens, keys_of(num_tokens, 0))
+
+
+@pytest.mark.parametrize("beside", [0, 3])
+@pytest.mark.parametrize("num_decode_steps", [0, 20, 28, NUM_EARLY, 200])
+def test_the_price_of_prompts_is_that_of_the_first_ones_whatever_came_before(
+    num_decode_steps: int, beside: int
+) -> None:
+    """A decode node computes its first prompts after many decodes. Before, it told a seventh of their price."""
+    model, rng = StepModel(), random.Random(num_decode_steps)
+    for number in range(num_decode_steps):
+        model.note(work := StepWork(1 + number % 3, 400), cpu_s(work) * rng.uniform(0.9, 1.1))
+    for number in range(max(NUM_EARLY - num_decode_steps, ENOUGH_PROMPTS)):
+        assert not model.knows_prompts
+        model.note(work := prompt((400, 1500)[number % 2], beside), cpu_s(work) * rng.uniform(0.9, 1.1))
+    assert model.knows_prompts
+    assert model.prefill_s(2048) == pytest.approx(cpu_s(prompt(2048)), rel=0.25)
+
+
+@pytest.mark.parametrize("factor", [0.25, 3.0])
+def test_a_price_that_is_no_longer_true_is_replaced_within_few_prompts(factor: float) -> None:
+    """A device that is slower or faster than before. Steps beyond OUTLIER alone would take hundreds of prompts."""
+    model = StepModel()
+    for _ in range(100):
+        for work in (StepWork(2, 800), prompt(400), prompt(1500)):
+            model.note(work, cpu_s(work))
+    before_s, decode_s = model.prefill_s(1000), model.decode_s(2, 800)
+    for count in range(ENOUGH_PROMPTS):
+        assert model.prefill_s(1000) == pytest.approx(before_s, rel=0.05), count
+        model.note(work := prompt(1500 - 100 * count), cpu_s(work, factor))
+    assert model.prefill_s(1000) == pytest.approx(factor * before_s, rel=0.1)
+    assert model.decode_s(2, 800) == pytest.approx(decode_s, rel=0.05)
+
+
+def test_stalls_and_small_pieces_beside_decodes_change_no_price() -> None:
+    """Fewer stalls in a row than it takes; and pieces of which the time is lost in that of many decodes."""
+    model = StepModel()
+    for _ in range(100):
+        for work in (StepWork(2, 800), prompt(400), prompt(1500)):
+            model.note(work, cpu_s(work))
+    before_s = model.prefill_s(1000)
+    for _ in range(10 * ENOUGH_PROMPTS):
+        model.note(work := prompt(2, num_decodes=30), cpu_s(work))  # ten times what the model knows of 30 decodes
+    for _ in range(ENOUGH_PROMPTS - 1):
+        model.note(prompt(400), 60.0)
+    model.note(work := prompt(400), cpu_s(work))
+    assert model.prefill_s(1000) == pytest.approx(before_s, rel=0.1)
 
 
 @given(works=st.lists(st.tuples(WORKS, st.floats(0, 100)), max_size=60), small=WORKS, more=WORKS)
