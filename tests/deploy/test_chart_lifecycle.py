@@ -214,7 +214,7 @@ def test_helm_deletes_all_but_what_the_readme_deletes(name: str) -> None:
     hooks = [found for found in objects if "helm.sh/hook" in found["metadata"].get("annotations", {})]
     assert {found["kind"] for found in hooks} == {"Pod", "Job"}
     for readme in (CHART / "README.md", ROOT / "docs" / "kubernetes.md"):
-        [line] = [line for line in readme.read_text().splitlines() if "delete pod,job -l " in line]
+        [line] = [line for line in readme.read_text().splitlines() if "delete pod,job,configmap -l " in line]
         wanted = line.partition(" -l ")[2].strip("`").split(",")
         for found in hooks:
             assert set(wanted) <= {f"{key}={value}" for key, value in found["metadata"]["labels"].items()}
