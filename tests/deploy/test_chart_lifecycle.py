@@ -10,7 +10,6 @@ import helm_python
 import kubernetes_validate
 import pytest
 
-from pd_cluster.launch.cli import build_parser
 from pd_cluster.launch.flags import config_from
 from tests.deploy import invariants
 from tests.deploy.chart import (
@@ -25,6 +24,7 @@ from tests.deploy.chart import (
     objects_of,
     of_kind,
     one,
+    parser,
     render,
     title,
 )
@@ -178,7 +178,7 @@ def test_preflight_checks_the_nodes_that_will_run(name: str) -> None:
 
 def configured(container: dict[str, Any], but: str = "") -> NodeConfig:
     """What a container's arguments configure, less what a preflight cannot know."""
-    given = vars(build_parser().parse_args(container["args"]))
+    given = vars(parser().parse_args(container["args"]))
     if "ports" in given:
         assert given["ports"] in ([8100], [8102])
     return config_from(Namespace(**{name: value for name, value in given.items() if name not in NOT_THERE_YET | {but}}))

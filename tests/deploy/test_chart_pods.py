@@ -246,9 +246,9 @@ def test_a_key_without_a_value_is_an_empty_one() -> None:
     assert render({"commonLabels": None, "nodeDefaults": dict.fromkeys(("args", "resources", "affinity"))} | PARTS)
     with pytest.raises(helm_python.HelmError, match=r"router.serviceAccount: it is missing. Either it is null"):
         render({"router": {"serviceAccount": None}})
-    for part, name in (("router", "ingress"), ("nodeDefaults", "gpus"), ("nodeDefaults", "startDeadlineSeconds")):
+    for where, name in (("router", "ingress"), ("nodeDefaults", "gpus"), ("nodeDefaults", "startDeadlineSeconds")):
         with pytest.raises(helm_python.HelmError, match=f"missing property '{name}'"):
-            render({part: {name: None}})
+            render({where: {name: None}})
 
 
 def test_the_pages_examples_render() -> None:
