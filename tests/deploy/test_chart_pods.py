@@ -243,6 +243,7 @@ def test_a_key_without_a_value_is_an_empty_one() -> None:
     }  # fmt: skip
     for part in found_pods(PARTS | values).values():
         assert part.spec["securityContext"] == {}
+    assert "securityContext" not in found_pods({"router": {"extraPodSpec": {"securityContext": None}}})["router"].spec
     assert render({"commonLabels": None, "nodeDefaults": dict.fromkeys(("args", "resources", "affinity"))} | PARTS)
     with pytest.raises(helm_python.HelmError, match=r"router.serviceAccount: it is missing. Either it is null"):
         render({"router": {"serviceAccount": None}})

@@ -89,6 +89,8 @@
         {{- $names = append $names $name -}}
       {{- end -}}
     {{- end -}}
+  {{- else if and (or (kindIs "map" $own) (kindIs "slice" $own)) (ne (kindOf $own) (kindOf $value)) -}}
+    {{- fail (printf "%s: %s is a %s in the pod, and a %s here; write it as Kubernetes has it" $path $key (kindOf $own) (kindOf $value)) -}}
   {{- else -}}
     {{- $_ := set $base $key $value -}}
   {{- end -}}

@@ -234,7 +234,7 @@ extraContainerSpec:
 {{- $pod := index . 1 -}}
 {{- range concat $pod.containers (default list $pod.initContainers) -}}
   {{- $own := .securityContext -}}
-  {{- $all := mergeOverwrite (deepCopy $pod.securityContext) $own -}}
+  {{- $all := mergeOverwrite (deepCopy (default dict $pod.securityContext)) (default dict $own) -}}
   {{- if and (eq (toString $all.runAsUser) "0") $all.runAsNonRoot -}}
     {{- fail (printf "%s: container %s has runAsUser 0 and runAsNonRoot true, and would never start; set runAsNonRoot to false, or another user" $path .name) -}}
   {{- end -}}
@@ -257,6 +257,11 @@ extraContainerSpec:
   {{- range .volumeMounts -}}
     {{- if not (has .name $volumes) -}}
       {{- fail (printf "%s: container %s mounts %s, which is no volume of the pod; add it to extraVolumes" (index $ 0) $container.name .name) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- range $probe := list "startupProbe" "readinessProbe" "livenessProbe" -}}
+    {{- if gt (len (pick (get $container $probe | default dict) "httpGet" "exec" "tcpSocket" "grpc")) 1 -}}
+      {{- fail (printf "%s.extraContainerSpec.%s: it asks in two ways, as the chart's httpGet is still there; add httpGet: null" (index $ 0) $probe) -}}
     {{- end -}}
   {{- end -}}
   {{- $limits := get (default dict .resources) "limits" | default dict -}}
