@@ -54,7 +54,7 @@ def test_volumes_are_added_to_every_pod_that_the_chart_makes() -> None:
 
 
 def test_a_preflight_mounts_no_volume_that_it_has_not() -> None:
-    """A directory of the model is mounted a second time; the preflight has the model's volume only where there is one."""
+    """The model's volume, mounted a second time, is there in a preflight only where it exists before the install."""
     mounts = [{"name": name, "mountPath": f"/again/{name}"} for name in ("models", "mine", "cluster-key")]
     values = {
         "preflight": {"enabled": True},
