@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
+import pickle
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import helm_python
 import yaml
 
+from pd_cluster.launch.cli import build_parser
+
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterable, Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,14 +33,26 @@ def load_chart() -> helm_python.Chart:
 
 
 def example_values(name: str) -> dict[str, Any]:
-    values: dict[str, Any] = yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())
+    values: dict[str, Any] = yaml.load((CHART / "examples" / f"{name}.yaml").read_text(), yaml.CSafeLoader)
     return values
+
+
+@cache
+def parser() -> argparse.ArgumentParser:
+    return build_parser()
 
 
 def render(values: dict[str, Any] | None = None, *, name: str = RELEASE) -> list[Object]:
     """Every object of the release, hooks included. Raises helm_python.HelmError for values that the chart refuses."""
+    objects: list[Object] = pickle.loads(_rendered(json.dumps(values, sort_keys=True), name))
+    return objects
+
+
+@cache
+def _rendered(values: str, name: str) -> bytes:
+    """Each values once: a rendering is most of a test's time. The test that two are alike does not come here."""
     with load_chart() as chart:
-        return objects_of(chart.render(values, name=name, namespace=NAMESPACE))
+        return pickle.dumps(objects_of(chart.render(json.loads(values), name=name, namespace=NAMESPACE)))
 
 
 class _Strict(yaml.CSafeLoader):  # type: ignore[misc]
@@ -42,7 +60,8 @@ class _Strict(yaml.CSafeLoader):  # type: ignore[misc]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
-        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        if len(set(keys)) < len(keys):
+            twice = sorted({key for key in keys if keys.count(key) > 1})
             raise yaml.YAMLError(f"{twice} twice in one mapping{node.start_mark}")
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return mapping
@@ -51,7 +70,13 @@ class _Strict(yaml.CSafeLoader):  # type: ignore[misc]
 def objects_of(manifests: dict[str, str]) -> list[Object]:
     """The objects in rendered templates, notes left out."""
     texts = (text for path, text in sorted(manifests.items()) if not path.endswith("NOTES.txt"))
-    return [found for text in texts for found in yaml.load_all(text, Loader=_Strict) if found is not None]
+    return [found for text in texts for found in pickle.loads(_read(text))]
+
+
+@cache
+def _read(text: str) -> bytes:
+    """Most values change few of the templates' texts."""
+    return pickle.dumps([found for found in yaml.load_all(text, Loader=_Strict) if found is not None])
 
 
 def of_kind(objects: Iterable[Object], *kinds: str) -> list[Object]:

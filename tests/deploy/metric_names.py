@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -62,7 +63,12 @@ def _engine_gauges() -> set[str]:
     return {key for key in _strings() if not key.partition("|")[0].endswith("_total")}
 
 
-def _strings() -> Iterator[str]:
+@cache
+def _strings() -> frozenset[str]:
+    return frozenset(_written())
+
+
+def _written() -> Iterator[str]:
     for folder in (
         ROOT / "pd_cluster" / "scheduling",
         ROOT / "pd_cluster" / "engine",

@@ -14,9 +14,22 @@ import helm_python
 import pytest
 import yaml
 
-from pd_cluster.launch.cli import build_parser
 from tests.deploy import invariants
-from tests.deploy.chart import CHART, EXAMPLES, Object, example_values, load_chart, of_kind, pods, render, title
+from tests.deploy.chart import (
+    CHART,
+    EXAMPLES,
+    NAMESPACE,
+    RELEASE,
+    Object,
+    example_values,
+    load_chart,
+    objects_of,
+    of_kind,
+    parser,
+    pods,
+    render,
+    title,
+)
 from tests.deploy.custom_resources import check_with_crds
 from tests.deploy.validity import VERSIONS, faults, is_custom
 
@@ -66,11 +79,11 @@ def test_volumes_are_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_our_command_line_takes_every_container(name: str) -> None:
-    parser, parsed = build_parser(), 0
+    parsed = 0
     for part in pods(example(name)):
         for container in part.containers:
             if "command" not in container:
-                parser.parse_args(container["args"])  # exits on a flag that is not there
+                parser().parse_args(container["args"])  # exits on a flag that is not there
                 parsed += 1
     assert parsed >= 3
 
@@ -96,9 +109,11 @@ def test_defaults_render_and_helm_lint_has_nothing_to_say() -> None:
 
 
 def test_rendering_is_the_same_each_time_but_for_the_key() -> None:
-    first, second = (of_kind(render(), "Secret")[0]["data"]["cluster-key"] for _ in range(2))
+    with load_chart() as chart:
+        rendered = [objects_of(chart.render(name=RELEASE, namespace=NAMESPACE)) for _ in range(2)]
+    first, second = (of_kind(objects, "Secret")[0]["data"]["cluster-key"] for objects in rendered)
     assert first != second
-    assert golden_text(render()) == golden_text(render())
+    assert golden_text(rendered[0]) == golden_text(rendered[1])
 
 
 def test_notes_name_the_service_and_the_test() -> None:

@@ -10,7 +10,6 @@ import helm_python
 import kubernetes_validate
 import pytest
 
-from pd_cluster.launch.cli import build_parser
 from pd_cluster.launch.flags import config_from
 from tests.deploy import invariants
 from tests.deploy.chart import (
@@ -25,6 +24,7 @@ from tests.deploy.chart import (
     objects_of,
     of_kind,
     one,
+    parser,
     render,
     title,
 )
@@ -178,7 +178,7 @@ def test_preflight_checks_the_nodes_that_will_run(name: str) -> None:
 
 def configured(container: dict[str, Any], but: str = "") -> NodeConfig:
     """What a container's arguments configure, less what a preflight cannot know."""
-    given = vars(build_parser().parse_args(container["args"]))
+    given = vars(parser().parse_args(container["args"]))
     if "ports" in given:
         assert given["ports"] in ([8100], [8102])
     return config_from(Namespace(**{name: value for name, value in given.items() if name not in NOT_THERE_YET | {but}}))
@@ -214,7 +214,7 @@ def test_helm_deletes_all_but_what_the_readme_deletes(name: str) -> None:
     hooks = [found for found in objects if "helm.sh/hook" in found["metadata"].get("annotations", {})]
     assert {found["kind"] for found in hooks} == {"Pod", "Job"}
     for readme in (CHART / "README.md", ROOT / "docs" / "kubernetes.md"):
-        [line] = [line for line in readme.read_text().splitlines() if "delete pod,job -l " in line]
+        [line] = [line for line in readme.read_text().splitlines() if "delete pod,job,configmap -l " in line]
         wanted = line.partition(" -l ")[2].strip("`").split(",")
         for found in hooks:
             assert set(wanted) <= {f"{key}={value}" for key, value in found["metadata"]["labels"].items()}

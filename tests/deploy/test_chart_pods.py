@@ -133,6 +133,14 @@ def test_the_most_particular_variable_holds_and_none_is_there_twice() -> None:
         assert parts[name].serving[0]["envFrom"] == sources
 
 
+def test_a_variable_comes_after_those_that_it_names() -> None:
+    """$(NAME) is replaced by an earlier variable only. Before, one in place of the chart's stood before the user's."""
+    given = [{"name": "CACHE", "value": "/cache"}, {"name": "HF_HOME", "value": "$(CACHE)/$(POD_NAME)"}]
+    own = [{"name": "CACHE", "value": "/mine"}]
+    names = list(environment(found_pods({"env": given, "nodeDefaults": {"env": own}})["decode"].serving[0]))
+    assert names.index("POD_NAME") < names.index("CACHE") < names.index("HF_HOME")
+
+
 def test_free_fields_are_merged_and_never_written_twice() -> None:
     """Before, resourceClaims and shareProcessNamespace were keys that came twice."""
     extra = {
@@ -235,8 +243,13 @@ def test_a_key_without_a_value_is_an_empty_one() -> None:
     }  # fmt: skip
     for part in found_pods(PARTS | values).values():
         assert part.spec["securityContext"] == {}
-    with pytest.raises(helm_python.HelmError, match="missing property 'serviceAccount'"):
+    assert "securityContext" not in found_pods({"router": {"extraPodSpec": {"securityContext": None}}})["router"].spec
+    assert render({"commonLabels": None, "nodeDefaults": dict.fromkeys(("args", "resources", "affinity"))} | PARTS)
+    with pytest.raises(helm_python.HelmError, match=r"router.serviceAccount: it is missing. Either it is null"):
         render({"router": {"serviceAccount": None}})
+    for where, name in (("router", "ingress"), ("nodeDefaults", "gpus"), ("nodeDefaults", "startDeadlineSeconds")):
+        with pytest.raises(helm_python.HelmError, match=f"missing property '{name}'"):
+            render({where: {name: None}})
 
 
 def test_the_pages_examples_render() -> None:

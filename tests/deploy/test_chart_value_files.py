@@ -8,7 +8,6 @@ REGENERATE_GOLDENS=1 pytest tests/deploy   writes the goldens anew; read the dif
 from __future__ import annotations
 
 import os
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +15,14 @@ import helm_python
 import pytest
 import yaml
 
-from pd_cluster.launch.cli import build_parser
 from tests.deploy import invariants
-from tests.deploy.chart import CHART, EXAMPLES, changed, example_values, one, pods, render
+from tests.deploy.chart import CHART, EXAMPLES, changed, example_values, one, parser, pods, render
 from tests.deploy.custom_resources import check_with_crds
 from tests.deploy.test_chart_examples import GOLDENS, INVARIANTS
 from tests.deploy.validity import VERSIONS, faults, is_custom
 from tests.deploy.value_files import FOLDER, ValueFile, difference, file_names, value_file
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterator
 
 FILES, REFUSED = file_names(), file_names(FOLDER / "refused")
@@ -66,15 +63,9 @@ def _is_brought(fault: str, file: ValueFile) -> bool:
 
 @pytest.mark.parametrize("name", FILES)
 def test_our_command_line_takes_the_containers_of_values(name: str) -> None:
-    parser = cached_parser()
     ours = [container for part in pods(value_file(name).own_objects) for container in part.containers]
-    parsed = [parser.parse_args(container["args"]) for container in ours if container["name"] in PROCESSES]
+    parsed = [parser().parse_args(container["args"]) for container in ours if container["name"] in PROCESSES]
     assert len(parsed) >= 2
-
-
-@cache
-def cached_parser() -> argparse.ArgumentParser:
-    return build_parser()
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -53,6 +53,18 @@ def test_volumes_are_added_to_every_pod_that_the_chart_makes() -> None:
     assert invariants.volumes(objects, frozenset({"ConfigMap/company-ca"})) == []
 
 
+def test_a_preflight_mounts_no_volume_that_it_has_not() -> None:
+    """The model's volume, mounted a second time, is there in a preflight only where it exists before the install."""
+    mounts = [{"name": name, "mountPath": f"/again/{name}"} for name in ("models", "mine", "cluster-key")]
+    values = {
+        "preflight": {"enabled": True},
+        "nodeDefaults": {"extraVolumes": [{"name": "mine", "emptyDir": {}}], "extraVolumeMounts": mounts},
+    }
+    for model, expected in (({}, {"mine"}), ({"existingClaim": "weights"}, {"mine", "models"})):
+        [check] = pods(render(values | {"model": model}))["Job demo-pd-cluster-preflight-decode"]["containers"]
+        assert {mount["name"] for mount in check["volumeMounts"] if mount in mounts} == expected
+
+
 def test_the_case_of_a_template_and_certificates() -> None:
     templates = [{"name": "templates", "configMap": {"name": "chat-templates"}}]
     mounts = [{"name": "templates", "mountPath": "/etc/templates", "readOnly": True}]

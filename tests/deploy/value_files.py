@@ -38,7 +38,7 @@ class ValueFile:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        values: dict[str, Any] = yaml.safe_load(self.text)
+        values: dict[str, Any] = yaml.load(self.text, yaml.CSafeLoader)
         return values
 
     @cached_property

@@ -29,7 +29,8 @@ TEXTS = {name_of(page): page.read_text() for page in PAGES}
 WITH_COMMITS = ("docs/benchmarks.md", "docs/decisions/")
 OTHERS_FLAGS = {
     "--address", "--all-containers", "--build", "--build-arg", "--create-namespace", "--dry-run", "--force-conflicts",
-    "--generate", "--harness", "--head", "--logs", "--namespace", "--set", "--target", "--timeout",
+    "--generate", "--harness", "--head", "--logs", "--namespace", "--reset-then-reuse-values", "--reuse-values",
+    "--set", "--target", "--timeout",
 }  # fmt: skip
 SUFFIXES = r"py|md|sh|toml|ya?ml|jsonl?|txt"
 

@@ -22,7 +22,7 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- /* Labels of an object. Takes (list root component), and as a third item labels of its own, which win over commonLabels. */ -}}
 {{- define "pd-cluster.labels" -}}
 {{ include "pd-cluster.selectorLabels" (list (index . 0) (index . 1)) }}
-{{- range $key, $value := merge dict (kindIs "map" (last .) | ternary (last .) dict) (index . 0).Values.commonLabels }}
+{{- range $key, $value := merge dict (kindIs "map" (last .) | ternary (last .) dict) (default dict (index . 0).Values.commonLabels) }}
 {{ $key }}: {{ $value | quote }}
 {{- end }}
 {{- with index . 0 }}
@@ -43,14 +43,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- default (printf "%s-key" (include "pd-cluster.fullname" .)) .Values.clusterKey.existingSecret -}}
 {{- end -}}
 
-{{- /* Role name -> its settings on top of nodeDefaults. Read it with fromYaml. */ -}}
+{{- /* Role name -> its settings on top of nodeDefaults. Read it with fromJson: YAML takes most of the time of a rendering. */ -}}
 {{- define "pd-cluster.roles" -}}
-{{- $shared := include "pd-cluster.imageOn" (list .Values.image .Values.nodeDefaults.image) | fromJson }}
-{{- range $name, $role := .Values.roles }}
-{{- $image := include "pd-cluster.imageOn" (list $shared (default dict $role.image)) | fromJson }}
-{{ $name }}:
-  {{- set (mergeOverwrite (deepCopy $.Values.nodeDefaults) $role) "image" $image | toYaml | nindent 2 }}
-{{- end }}
+{{- $shared := include "pd-cluster.imageOn" (list .Values.image .Values.nodeDefaults.image) | fromJson -}}
+{{- $roles := dict -}}
+{{- range $name, $role := .Values.roles -}}
+{{- $image := include "pd-cluster.imageOn" (list $shared (default dict $role.image)) | fromJson -}}
+{{- $merged := set (mergeOverwrite (deepCopy $.Values.nodeDefaults) $role) "image" $image -}}
+{{- range list "args" "resources" "affinity" }}{{ $_ := set $merged . (get $merged . | default dict) }}{{ end -}}
+{{- $_ := set $roles $name $merged -}}
+{{- end -}}
+{{- toJson $roles -}}
 {{- end -}}
 
 {{- /* Labels of the pods that are nodes, as one selector. */ -}}
@@ -65,22 +68,24 @@ pd-cluster/part=node
 {{- end -}}
 
 {{- /* The nodes in a role's pod, each on top of the role: one, or of a pair a prefill and a decode node.
-       Takes (list root role). Read it with fromYamlArray. */ -}}
+       Takes (list root role). Read it with fromJsonArray. */ -}}
 {{- define "pd-cluster.podNodes" -}}
 {{- $ports := (index . 0).Values.nodePorts -}}
 {{- $role := index . 1 -}}
 {{- if ne $role.kind "pair" -}}
-- {{ mergeOverwrite (deepCopy $role) (dict "container" "node" "suffix" "" "http" $ports.http "control" $ports.control) | toJson }}
+{{- list (mergeOverwrite (deepCopy $role) (dict "container" "node" "suffix" "" "http" $ports.http "control" $ports.control)) | toJson -}}
 {{- else -}}
 {{- $prefill := dict "kind" "prefill" "suffix" "" "http" $ports.http "control" $ports.control -}}
 {{- $decode := dict "kind" "decode" "suffix" "-decode" "http" $ports.decodeHttp "control" $ports.decodeControl -}}
-{{- $first := 0 }}
-{{- range $node := list $prefill $decode }}
-{{- $node = mergeOverwrite (deepCopy $role) (deepCopy (dig "pair" $node.kind dict $role)) $node (dict "container" $node.kind) }}
-{{- $end := add $first $node.gpus.count | int }}
-- {{ set $node "devices" (untilStep (int $first) $end 1 | join ",") | toJson }}
-{{- $first = $end }}
-{{- end }}
+{{- $first := 0 -}}
+{{- $nodes := list -}}
+{{- range $node := list $prefill $decode -}}
+{{- $node = mergeOverwrite (deepCopy $role) (deepCopy (dig "pair" $node.kind dict $role)) $node (dict "container" $node.kind) -}}
+{{- $end := add $first $node.gpus.count | int -}}
+{{- $nodes = append $nodes (set $node "devices" (untilStep (int $first) $end 1 | join ",")) -}}
+{{- $first = $end -}}
+{{- end -}}
+{{- toJson $nodes -}}
 {{- end -}}
 {{- end -}}
 
@@ -94,11 +99,11 @@ pd-cluster/part=node
 {{- range .Values.roles }}{{ if eq .kind "pair" }}true{{ end }}{{ end -}}
 {{- end -}}
 
-{{- /* A quantity of memory in bytes. */ -}}
+{{- /* A quantity in bytes, or CPUs. A number of Helm's is a float: 2147483648 is 2.147483648e+09 as text. */ -}}
 {{- define "pd-cluster.bytes" -}}
-{{- $number := regexFind "^[0-9.]+" (toString .) -}}
+{{- $number := regexFind "^[0-9.]+(e[+]?[0-9]+)?" (toString .) -}}
 {{- $units := dict "" 1 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 -}}
-{{- mulf (float64 $number) (get $units (trimPrefix $number (toString .))) -}}
+{{- mulf (float64 $number) (get $units (trimPrefix $number (toString .)) | default 1) -}}
 {{- end -}}
 
 {{- /* A map of flags as arguments: true -> --flag, false -> --no-flag, a list -> the flag for each. */ -}}
@@ -128,6 +133,9 @@ pd-cluster/part=node
 {{- define "pd-cluster.topologySpread" -}}
 {{- $labels := include "pd-cluster.selectorLabels" . -}}
 {{- range index . 2 }}
+{{- if and .minDomains (ne .whenUnsatisfiable "DoNotSchedule") }}
+{{- fail "topologySpread: minDomains is for whenUnsatisfiable DoNotSchedule" }}
+{{- end }}
 - {{ toYaml . | indent 2 | trim }}
   labelSelector:
     matchLabels:

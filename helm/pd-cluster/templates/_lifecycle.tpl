@@ -25,8 +25,8 @@ replicas: {{ max 1 (int $scaling.minReplicas) }}
 {{- /* Seconds that a rollout of the router may make no progress: it is ready only with a decode node. Takes the root. */ -}}
 {{- define "pd-cluster.progressSeconds" -}}
 {{- $longest := 0 -}}
-{{- range $role := include "pd-cluster.roles" . | fromYaml -}}
-{{- range $node := include "pd-cluster.podNodes" (list $ $role) | fromYamlArray -}}
+{{- range $role := include "pd-cluster.roles" . | fromJson -}}
+{{- range $node := include "pd-cluster.podNodes" (list $ $role) | fromJsonArray -}}
 {{- $longest = max $longest (int $node.startDeadlineSeconds) -}}
 {{- end -}}
 {{- end -}}

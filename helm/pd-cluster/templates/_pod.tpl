@@ -2,8 +2,7 @@
        `kind` a key `podOf` with the settings of the router, a role, the pool or the test. Takes (list root text). */ -}}
 {{- define "pd-cluster.objects" -}}
 {{- $root := index . 0 -}}
-{{- /* first, and once: what is wrong may break the templates, with an error that is no sentence */ -}}
-{{- if not (hasKey $root "validated") }}{{ include "pd-cluster.validate" $root }}{{ $_ := set $root "validated" true }}{{ end -}}
+{{- include "pd-cluster.validateOnce" $root -}}
 {{- range regexSplit "(?m)^---$" (index . 1) -1 }}
 {{- if trim . }}
 {{- $object := fromYaml . }}
@@ -46,7 +45,7 @@
 {{- range $key, $value := $common }}{{ if not (hasKey $pod $key) }}{{ $_ := set $pod $key $value }}{{ end }}{{ end -}}
 {{- range $container := $pod.containers -}}
   {{- $own := dict "image" (include "pd-cluster.image" (list $root $image)) "imagePullPolicy" $image.pullPolicy "securityContext" (deepCopy $security) -}}
-  {{- with concat (default list $container.env) (default list $of.env) }}{{ $_ := set $own "env" (include "pd-cluster.env" . | fromJsonArray) }}{{ end -}}
+  {{- with include "pd-cluster.env" (list $container.env $of.env) | fromJsonArray }}{{ $_ := set $own "env" . }}{{ end -}}
   {{- with $of.envFrom }}{{ $_ := set $own "envFrom" . }}{{ end -}}
   {{- range $key, $value := $own }}{{ $_ := set $container $key $value }}{{ end -}}
   {{- include "pd-cluster.merge" (list $container (dict "volumeMounts" (default list $of.extraVolumeMounts)) (printf "%s.extraVolumeMounts" $of.path)) -}}
@@ -61,6 +60,7 @@
 {{- include "pd-cluster.merge" (list $pod (dict "volumes" (default list $of.extraVolumes)) (printf "%s.extraVolumes" $of.path)) -}}
 {{- include "pd-cluster.merge" (list $pod (default dict $of.extraPodSpec) (printf "%s.extraPodSpec" $of.path)) -}}
 {{- include "pd-cluster.checkSecurity" (list $of.path $pod) -}}
+{{- include "pd-cluster.checkNames" (list $of.path $pod) -}}
 {{- if and $locks (eq (toString $pod.hostUsers) "false") -}}
   {{- fail (printf "%s.rdma.rootWithIpcLock: with hostUsers false the capability does not lift the machine's limit of locked memory; leave one of the two out" $of.path) -}}
 {{- end -}}
@@ -89,21 +89,24 @@
         {{- $names = append $names $name -}}
       {{- end -}}
     {{- end -}}
+  {{- else if and (or (kindIs "map" $own) (kindIs "slice" $own)) (ne (kindOf $own) (kindOf $value)) -}}
+    {{- fail (printf "%s: %s is a %s in the pod, and a %s here; write it as Kubernetes has it" $path $key (kindOf $own) (kindOf $value)) -}}
   {{- else -}}
     {{- $_ := set $base $key $value -}}
   {{- end -}}
 {{- end -}}
 {{- end -}}
 
-{{- /* Variables, of which a later one takes the place of an earlier one of its name. Takes a list; read it with
+{{- /* Variables, of which a later one takes the place of an earlier one of its name. One of the chart's own gives way
+       before that: a variable sees those before it, $(CACHE) in HF_HOME too. Takes (list chart's user's); read it with
        fromJsonArray. */ -}}
 {{- define "pd-cluster.env" -}}
 {{- $found := dict -}}
-{{- $names := list -}}
-{{- range . }}{{ $_ := set $found .name . }}{{ $names = append $names .name }}{{ end -}}
+{{- range index . 1 }}{{ $_ := set $found .name . }}{{ end -}}
 {{- $kept := list -}}
-{{- range uniq $names }}{{ $kept = append $kept (get $found .) }}{{ end -}}
-{{- toJson $kept -}}
+{{- range index . 0 }}{{ if not (hasKey $found .name) }}{{ $kept = append $kept . }}{{ end }}{{ end -}}
+{{- range index . 1 }}{{ $kept = append $kept (get $found .name) }}{{ end -}}
+{{- uniq $kept | toJson -}}
 {{- end -}}
 
 {{- /* Values of an image on top of others. A repository of its own has a tag and digest of its own, and a tag its own

@@ -1,7 +1,18 @@
+{{- /* Before anything else: what is wrong may break the templates, with an error that is no sentence. Helm begins with
+       templates/tests, and all templates have one root. */ -}}
+{{- define "pd-cluster.validateOnce" -}}
+{{- if not (hasKey . "validated") }}{{ include "pd-cluster.validate" . }}{{ $_ := set . "validated" true }}{{ end -}}
+{{- end -}}
+
 {{- /* What a schema cannot say. Each message names what to change. */ -}}
 {{- define "pd-cluster.validate" -}}
+{{- range $part := list "router" "nodeDefaults" -}}
+  {{- if not (get $.Values $part).serviceAccount -}}
+    {{- fail (printf "%s.serviceAccount: it is missing. Either it is null, which takes the default out: leave it out. Or the values are of an earlier version, as helm upgrade --reuse-values keeps them: use --reset-then-reuse-values, or give your files again" $part) -}}
+  {{- end -}}
+{{- end -}}
 {{- include "pd-cluster.validateAround" . -}}
-{{- $roles := include "pd-cluster.roles" . | fromYaml -}}
+{{- $roles := include "pd-cluster.roles" . | fromJson -}}
 {{- $full := include "pd-cluster.fullname" . -}}
 {{- $routerAccount := include "pd-cluster.account" (list .Values.router.serviceAccount (printf "%s-router" $full)) -}}
 {{- $kinds := list -}}
@@ -24,7 +35,7 @@
   {{- if and (dig "hostNetwork" false (default dict $role.extraPodSpec)) (not $.Values.networkPolicy.hostNetworkIsClosed) -}}
     {{- fail (printf "roles.%s.extraPodSpec: with hostNetwork the node's control and KV ports are open on the machine's network, where NetworkPolicy does not apply, and what reaches the KV ports can write the node's memory; close %d and %s there, then set networkPolicy.hostNetworkIsClosed" $name (int $.Values.nodePorts.control) $.Values.nodePorts.kv) -}}
   {{- end -}}
-  {{- range $node := include "pd-cluster.podNodes" (list $ $role) | fromYamlArray -}}
+  {{- range $node := include "pd-cluster.podNodes" (list $ $role) | fromJsonArray -}}
     {{- $sizes = append $sizes (dig "block-size" 0 $node.args | int) -}}
     {{- $dtypes = append $dtypes (dig "dtype" "auto" $node.args) -}}
     {{- $ranks := dig "tp" (int $node.gpus.count) $node.args | int -}}
@@ -32,11 +43,14 @@
       {{- fail (printf "roles.%s.args.tp: %d ranks, but gpus.count is %d; a rank has one GPU, so leave tp out" $name $ranks (int $node.gpus.count)) -}}
     {{- end -}}
     {{- if and (gt $ranks 1) (lt (include "pd-cluster.bytes" $role.shmSize | float64) 1073741824.0) -}}
-      {{- fail (printf "roles.%s.shmSize: %s is too little for the ranks of a node; give them at least 1Gi" $name $role.shmSize) -}}
+      {{- fail (printf "roles.%s.shmSize: %s is too little for the ranks of a node; give them at least 1Gi" $name (toString $role.shmSize)) -}}
     {{- end -}}
   {{- end -}}
   {{- if and (eq $role.kind "pair") $role.gpus.count (not $role.gpus.claimTemplate) -}}
     {{- fail (printf "roles.%s.gpus.claimTemplate: GPUs by count are shown to one container alone, and then KV does not take NVLink; name a ResourceClaimTemplate with the GPUs of both nodes" $name) -}}
+  {{- end -}}
+  {{- if or (hasKey (default dict $role.resources.limits) $role.gpus.resource) (hasKey (default dict $role.resources.requests) $role.gpus.resource) -}}
+    {{- fail (printf "roles.%s.resources: the chart writes %s; set gpus.count, from which the device and the ranks follow" $name $role.gpus.resource) -}}
   {{- end -}}
   {{- include "pd-cluster.validateReplicas" (list (printf "roles.%s" $name) $role) -}}
   {{- if gt (int $role.autoscaling.minReplicas) (int $role.autoscaling.maxReplicas) -}}
@@ -74,7 +88,7 @@
   {{- if and (eq (default "" $strategy.type) "Recreate") $strategy.rollingUpdate -}}
     {{- fail "router.strategy: rollingUpdate is for type RollingUpdate; with Recreate leave it out" -}}
   {{- end -}}
-  {{- if and .podReader (not $routerAccount) -}}
+  {{- if and .podReader (has $routerAccount (list "" "default")) -}}
     {{- fail "router.serviceAccount.name: the Role that lets the router read pods would go to the namespace's default account, and so to all pods in it; name an account, or set podReader to false" -}}
   {{- end -}}
   {{- if and (dig "hostNetwork" false (default dict .extraPodSpec)) (not $.Values.networkPolicy.hostNetworkIsClosed) -}}
@@ -97,6 +111,9 @@
   {{- $sources := compact (list (empty .existingClaim | ternary "" "existingClaim") (empty .claim.create | ternary "" "claim.create") (empty .volume | ternary "" "volume")) -}}
   {{- if gt (len $sources) 1 -}}
     {{- fail (printf "model: %s exclude each other" (join " and " $sources)) -}}
+  {{- end -}}
+  {{- if regexMatch "^/|(^|/)[.][.](/|$)" (default "" .subPath) -}}
+    {{- fail (printf "model.subPath: %s is no path inside the volume; write it without a leading / and without .." .subPath) -}}
   {{- end -}}
   {{- if and .subPath (not $sources) -}}
     {{- fail "model.subPath: a new emptyDir has no directories; name the volume in existingClaim or volume" -}}
@@ -217,12 +234,42 @@ extraContainerSpec:
 {{- $pod := index . 1 -}}
 {{- range concat $pod.containers (default list $pod.initContainers) -}}
   {{- $own := .securityContext -}}
-  {{- $all := mergeOverwrite (deepCopy $pod.securityContext) $own -}}
+  {{- $all := mergeOverwrite (deepCopy (default dict $pod.securityContext)) (default dict $own) -}}
   {{- if and (eq (toString $all.runAsUser) "0") $all.runAsNonRoot -}}
     {{- fail (printf "%s: container %s has runAsUser 0 and runAsNonRoot true, and would never start; set runAsNonRoot to false, or another user" $path .name) -}}
   {{- end -}}
   {{- if and $own.privileged (eq (toString $own.allowPrivilegeEscalation) "false") -}}
     {{- fail (printf "%s: container %s is privileged with allowPrivilegeEscalation false, which Kubernetes refuses; set that to true, or null" $path .name) -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Refuses names of a pod's containers, and mounts of its volumes, that the API server would. Takes (list path pod). */ -}}
+{{- define "pd-cluster.checkNames" -}}
+{{- $names := list -}}
+{{- $volumes := list -}}
+{{- range (index . 1).volumes }}{{ $volumes = append $volumes .name }}{{ end -}}
+{{- range $container := concat (index . 1).containers (default list (index . 1).initContainers) -}}
+  {{- if has .name $names -}}
+    {{- fail (printf "%s.initContainers: the pod has a container %s already; choose another name" (index $ 0) .name) -}}
+  {{- end -}}
+  {{- $names = append $names .name -}}
+  {{- range .volumeMounts -}}
+    {{- if not (has .name $volumes) -}}
+      {{- fail (printf "%s: container %s mounts %s, which is no volume of the pod; add it to extraVolumes" (index $ 0) $container.name .name) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- range $probe := list "startupProbe" "readinessProbe" "livenessProbe" -}}
+    {{- if gt (len (pick (get $container $probe | default dict) "httpGet" "exec" "tcpSocket" "grpc")) 1 -}}
+      {{- fail (printf "%s.extraContainerSpec.%s: it asks in two ways, as the chart's httpGet is still there; add httpGet: null" (index $ 0) $probe) -}}
+    {{- end -}}
+  {{- end -}}
+  {{- $limits := get (default dict .resources) "limits" | default dict -}}
+  {{- range $resource, $amount := get (default dict .resources) "requests" | default dict -}}
+    {{- $limit := get $limits $resource -}}
+    {{- if and (ne (toString $limit) "") (gt (include "pd-cluster.bytes" $amount | float64) (include "pd-cluster.bytes" $limit | float64)) -}}
+      {{- fail (printf "%s.resources: the request of %s for %s is above the limit (%s); each has a default, so set both" (index $ 0) (toString $amount) $resource (toString $limit)) -}}
+    {{- end -}}
   {{- end -}}
 {{- end -}}
 {{- end -}}

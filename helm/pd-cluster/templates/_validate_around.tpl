@@ -11,6 +11,14 @@
     {{- fail "router.service: loadBalancerClass and loadBalancerSourceRanges need type LoadBalancer" -}}
   {{- end -}}
 {{- end -}}
+{{- if and .Values.router.inferencePool.enabled (eq (int .Values.router.service.port) (int .Values.router.inferencePool.grpcPort)) -}}
+  {{- fail "router.service.port: it must differ from router.inferencePool.grpcPort, which the same Service has" -}}
+{{- end -}}
+{{- with dig "rollingUpdate" dict (default dict .Values.router.strategy) -}}
+  {{- if and (has (toString .maxSurge) (list "0" "0%")) (has (toString .maxUnavailable) (list "0" "0%")) -}}
+    {{- fail "router.strategy.rollingUpdate: with maxSurge and maxUnavailable 0 no pod could be replaced; set one of them to 1" -}}
+  {{- end -}}
+{{- end -}}
 {{- range $name := list "podMonitor" "serviceMonitor" -}}
   {{- with index $.Values.monitoring $name -}}
     {{- if .scrapeTimeout -}}
@@ -21,7 +29,7 @@
   {{- end -}}
 {{- end -}}
 {{- include "pd-cluster.validateBudget" (list "router" .Values.router.podDisruptionBudget) -}}
-{{- range $name, $role := include "pd-cluster.roles" . | fromYaml -}}
+{{- range $name, $role := include "pd-cluster.roles" . | fromJson -}}
   {{- include "pd-cluster.validateBudget" (list (printf "roles.%s" $name) $role.podDisruptionBudget) -}}
   {{- with $role.autoscaling -}}
     {{- $keda := and .enabled (eq .by "keda") -}}
@@ -41,5 +49,15 @@
   {{- if and (ne (toString .minAvailable) "") (ne (toString .maxUnavailable) "") -}}
     {{- fail (printf "%s.podDisruptionBudget: minAvailable and maxUnavailable exclude each other; leave one of them empty" (index $ 0)) -}}
   {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Whether a budget lets no pod go, so that drains of machines wait for good: "true" or nothing. Takes a role or the router. */ -}}
+{{- define "pd-cluster.blocksDrains" -}}
+{{- $pods := include "pd-cluster.fewestReplicas" . | int -}}
+{{- with .podDisruptionBudget -}}
+{{- $least := default "" .minAvailable | toString -}}
+{{- $needed := hasSuffix "%" $least | ternary (divf (mulf (trimSuffix "%" $least) $pods) 100 | ceil) $least | int -}}
+{{- if and .enabled $pods (or (has (toString .maxUnavailable) (list "0" "0%")) (and $least (ge $needed $pods))) }}true{{ end -}}
 {{- end -}}
 {{- end -}}
