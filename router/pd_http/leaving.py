@@ -71,7 +71,8 @@ class LeavingServer(uvicorn.Server):
         if self.is_succeeded:
             for server in self.servers:
                 server.close()
-        self.leave()
+        if self._left_s is None:
+            self.leave()
         while not self.force_exit and (now_s := time.monotonic()) < self._ends_s:
             if not self.server_state.connections and now_s - self._gate.joined_s >= QUIET_S:
                 break

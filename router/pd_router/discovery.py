@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from pd_router.node_table import Node, NodeSpec, NodeTable
-    from pd_router.sources.base import NodeSource, Roster
+    from pd_router.sources.base import NamedNode, NodeSource, Roster
+
+    Known = dict[str, tuple[NamedNode, ...]]  # by source: its nodes in use
 
 log = logging.getLogger("pd_router")
 RESTART_S = 1.0  # until a source that failed is started again
@@ -49,6 +51,7 @@ class Discovery:
         self._table = table
         self._sleep = sleep
         self._doubting = asyncio.Event()
+        self._on_change: Callable[[Known], None] | None = None
         self.followed = tuple(FollowedSource(source, table.clock()) for source in sources)
 
     async def run(self) -> None:
@@ -67,6 +70,25 @@ class Discovery:
         except TimeoutError:
             silent = [one.source.name for one in self.followed if not one.heard.is_set()]
             log.warning("starting without the nodes of sources that have not answered: %s", ", ".join(silent))
+
+    def known(self) -> Known:
+        return {one.source.name: one.membership.in_use for one in self.followed}
+
+    def inherit(self, known: Known) -> None:
+        """Use what another process had in use, at this one's start: a source may be away just now, or wrong."""
+        if self._on_change is not None:
+            return
+        for one in self.followed:
+            one.membership.inherit(known.get(one.source.name, ()), one.told, self._sights())
+            self._apply(one)
+        urls = {named.spec.url for nodes in known.values() for named in nodes}
+        for node in self._table.nodes:
+            node.was_up |= node.url in urls
+
+    def tell(self, on_change: Callable[[Known], None]) -> None:
+        """Call it with what is known now, and whenever that changes."""
+        self._on_change = on_change
+        on_change(self.known())
 
     async def _follow(self, one: FollowedSource) -> None:
         name, num_failures = one.source.name, 0
@@ -93,6 +115,8 @@ class Discovery:
         if one.membership.nodes != one.applied:
             one.applied = one.membership.nodes
             self._table.apply(one.source.name, one.applied)
+            if self._on_change is not None:
+                self._on_change(self.known())
 
     async def _look(self) -> None:
         """Look again at the nodes of doubted sources, and tell when a doubt begins and ends."""
@@ -124,7 +148,6 @@ class Discovery:
 
 
 def _sight(node: Node, now_s: float) -> Sight:
-    was_up = (node.models is not None or node.epoch is not None) and not node.draining
     down_s = 0.0 if node.down_since_s is None else now_s - node.down_since_s
     serves = node.reachable and not node.draining
-    return Sight(serves, node.role is not Role.PREFILL, down_s if was_up else inf, node.restarts)
+    return Sight(serves, node.role is not Role.PREFILL, down_s if node.was_up else inf, node.restarts, node.draining)

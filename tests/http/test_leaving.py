@@ -400,3 +400,18 @@ async def test_what_outlasts_the_drain_is_cut() -> None:
         served.stop()
         await served.ended
         client.writer.close()
+
+
+async def test_a_farewell_that_was_given_more_time_keeps_it() -> None:
+    """A router whose successor serves leaves idle connections a second, also with --linger-s 0."""
+    async with serving(linger_s=0.0) as served:
+        client = await served.connect()
+        client.send("first")
+        assert not (await client.answer())[2]
+        served.server.leave(LONG_S)
+        served.server.stop.set()
+        other = await served.connect()  # so that the end has begun
+        for one in (other, client):
+            one.send("last")
+            assert (await one.answer())[2]
+            await one.ends()

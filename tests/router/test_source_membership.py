@@ -91,14 +91,43 @@ def test_of_an_empty_source_the_living_nodes_stay() -> None:
     assert (names(member), member.is_doubted) == ("", False)
 
 
-@pytest.mark.parametrize(
-    "sight", [replace(UP, restarts=1), replace(UP, serves=False, down_s=inf)], ids=["other", "drained"]
-)
-def test_what_is_held_goes_when_another_process_is_there_or_an_order_drains_it(sight: Sight) -> None:
+def test_what_is_held_goes_when_another_process_is_there() -> None:
     member = with_two()
     member.hear(told(), BOTH_UP)
-    member.look(sights(a=UP, b=sight))
+    member.look(sights(a=UP, b=replace(UP, restarts=1)))
     assert names(member) == "a"
+
+
+def test_a_drained_node_is_held_with_the_others_and_goes_when_all_are_drained() -> None:
+    """Without its place in the table it would come back without its order, when the source is right again."""
+    member = with_two()
+    drained = replace(UP, serves=False, is_drained=True)
+    member.hear(told(), sights(a=UP, b=drained))
+    assert (names(member), member.is_doubted) == ("ab", True)
+    member.look(sights(a=drained, b=drained))
+    assert (names(member), member.is_doubted) == ("", False)
+
+
+@pytest.mark.parametrize("word", [None, told(), told(node("a", ready=False), node("b", ready=False))])
+def test_what_another_router_had_in_use_is_held_until_its_first_check(word: Roster | None) -> None:
+    """A worker or a successor that starts while the source is away, names none, or calls every node not ready."""
+    member = Membership()
+    if word is not None:
+        member.hear(word, {})
+    assert names(member) == ""
+    member.inherit([node("a"), node("b")], word, {})
+    assert names(member) == "ab"
+    member.hear(told(node("a", ready=False)), BOTH_UP)
+    assert names(member) == "a"
+
+
+def test_what_another_router_had_in_use_goes_with_its_end() -> None:
+    member = Membership()
+    member.inherit([node("a"), node("b")], None, {})
+    member.look(sights(a=replace(DOWN, down_s=GONE_S), b=UP))
+    assert names(member) == "b"
+    member.hear(told(node("b", uid="2", ready=False)), sights(b=UP))
+    assert names(member) == ""
 
 
 def test_a_restart_before_the_doubt_does_not_count() -> None:
