@@ -7,7 +7,7 @@
     drain     when the socket's queue   the same for what is open; a connection on which     when none is open, or
               is empty and it is        no request has come for linger_s is closed           drain_s after the signal
               closed
-    cut       with drain_s              each request that still runs gets its last words     when they are told
+    cut       with drain_s              no request begins; each that runs gets its last words    when they are told
 
 A second SIGINT (at a node any second signal) ends the process at once.
 
@@ -82,7 +82,8 @@ class LeavingServer(uvicorn.Server):
         if self.drain_s is not None:
             assert self._left_s is not None
             left_s = self._left_s + self.drain_s - time.monotonic()
-            self.config.timeout_graceful_shutdown = max(LEAST_DRAIN_S, left_s)  # type: ignore[assignment]
+            self.config.timeout_graceful_shutdown = left_s = max(LEAST_DRAIN_S, left_s)  # type: ignore[assignment]
+            asyncio.get_running_loop().call_later(left_s, self._gate.cut)
         await super().shutdown(sockets)
 
     async def _empty(self, sockets: list[socket.socket]) -> None:
