@@ -10,14 +10,14 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pd_router.node_table import Role
-from pd_router.sources.base import is_told
+from pd_router.sources.base import Roster, is_told
 from pd_router.sources.membership import Membership, Sight
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from pd_router.node_table import Node, NodeSpec, NodeTable
-    from pd_router.sources.base import NamedNode, NodeSource, Roster
+    from pd_router.sources.base import NamedNode, NodeSource
 
     Known = dict[str, tuple[NamedNode, ...]]  # by source: its nodes in use
 
@@ -50,7 +50,6 @@ class Discovery:
     ) -> None:
         self._table = table
         self._sleep = sleep
-        self._doubting = asyncio.Event()
         self._on_change: Callable[[Known], None] | None = None
         self.followed = tuple(FollowedSource(source, table.clock()) for source in sources)
 
@@ -79,7 +78,7 @@ class Discovery:
         if self._on_change is not None:
             return
         for one in self.followed:
-            one.membership.inherit(known.get(one.source.name, ()), one.told, self._sights())
+            one.membership.inherit(known.get(one.source.name, ()), one.told or Roster(()), self._sights())
             self._apply(one)
         urls = {named.spec.url for nodes in known.values() for named in nodes}
         for node in self._table.nodes:
@@ -110,10 +109,8 @@ class Discovery:
             await self._sleep(RESTART_S)
 
     def _apply(self, one: FollowedSource) -> None:
-        if one.membership.is_doubted:
-            self._doubting.set()
-        if one.membership.nodes != one.applied:
-            one.applied = one.membership.nodes
+        if (nodes := tuple(node.spec for node in one.membership.in_use)) != one.applied:
+            one.applied = nodes
             self._table.apply(one.source.name, one.applied)
             if self._on_change is not None:
                 self._on_change(self.known())
@@ -121,26 +118,21 @@ class Discovery:
     async def _look(self) -> None:
         """Look again at the nodes of doubted sources, and tell when a doubt begins and ends."""
         while True:
-            await self._doubting.wait()
-            await self._sleep(LOOK_S)
-            sights = self._sights()
+            await asyncio.sleep(LOOK_S)
             for one in self.followed:
-                one.membership.look(sights)
-                self._apply(one)
-                self._tell(one)
-            if not any(one.was_doubted for one in self.followed):
-                self._doubting.clear()
-
-    def _tell(self, one: FollowedSource) -> None:
-        before, one.was_doubted = one.was_doubted, one.membership.is_doubted
-        if one.was_doubted and not before:
-            log.warning(
-                "node source '%s' is doubted: it names no node that serves in place of %d that do. They stay in use "
-                "while they live: to take them out, drain them (`pd-cluster nodes drain`) or end their processes",
-                one.source.name, one.membership.num_held,
-            )  # fmt: skip
-        elif before and not one.was_doubted:
-            log.info("node source '%s' is believed again; it has %d nodes", one.source.name, len(one.applied))
+                before, member = one.was_doubted, one.membership
+                if before or member.is_doubted:
+                    member.look(self._sights())
+                    self._apply(one)
+                one.was_doubted = member.is_doubted
+                if one.was_doubted and not before:
+                    log.warning(
+                        "node source '%s' is doubted: it names no node that serves in place of %d that do. They stay "
+                        "in use while they live: to take them out, drain them all (`pd-cluster nodes drain`) or end "
+                        "their processes", one.source.name, len(member.held),
+                    )  # fmt: skip
+                elif before and not one.was_doubted:
+                    log.info("node source '%s' is believed again; it has %d nodes", one.source.name, len(one.applied))
 
     def _sights(self) -> dict[str, Sight]:
         now_s = self._table.clock()

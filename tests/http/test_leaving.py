@@ -423,7 +423,7 @@ async def test_behind_the_cut_no_request_begins() -> None:
 
 
 async def test_a_farewell_that_was_given_more_time_keeps_it() -> None:
-    """A router whose successor serves leaves idle connections a second, also with --linger-s 0."""
+    """When a successor serves, idle connections have a second, also with --linger-s 0."""
     async with serving(linger_s=0.0) as served:
         client = await served.connect()
         client.send("first")

@@ -80,9 +80,8 @@ class KubernetesPods:
                 except _FAILURES as error:
                     delay_s = min(RETRY_S * 2**self._num_failures, MAX_RETRY_S)
                     self._num_failures += 1
-                    if is_told(self._num_failures):
+                    if is_told(number := self._num_failures):
                         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-                        number = self._num_failures
                         log.warning("kubernetes, namespace %s: %s (%d in a row)", self._namespace, why, number)
                     await self._sleep(delay_s)
         finally:

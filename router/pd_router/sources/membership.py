@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from pd_router.node_table import NodeSpec
     from pd_router.sources.base import NamedNode, Roster
 
 GONE_S = 30.0  # ten checks of /health in a row that were late: a machine may be busy
@@ -51,33 +50,21 @@ class Membership:
         self.is_doubted = False
         self._named: dict[str, NamedNode] = {}
         self._read: set[str] = set()  # URLs that the last whole reading named
-        self._held: dict[str, tuple[NamedNode, int]] = {}  # with its restarts when it was named last
+        self.held: dict[str, tuple[NamedNode, int]] = {}  # with its restarts when it was named last
 
     @property
     def in_use(self) -> tuple[NamedNode, ...]:
-        return (*self._named.values(), *(node for node, _ in self._held.values()))
+        return (*self._named.values(), *(node for node, _ in self.held.values()))
 
-    @property
-    def nodes(self) -> tuple[NodeSpec, ...]:
-        """The nodes in use."""
-        return tuple(node.spec for node in self.in_use)
-
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
-
-    def inherit(self, nodes: Iterable[NamedNode], told: Roster | None, sights: Mapping[str, Sight]) -> None:
-        """Hold what another router had in use. `told`: what the source has said to this one."""
-        self._held |= {node.spec.url: (node, 0) for node in nodes if node.spec.url not in self._named}
-        if told is None:
-            self.look(sights)
-        else:
-            self.hear(told, sights)
+    def inherit(self, nodes: Iterable[NamedNode], told: Roster, sights: Mapping[str, Sight]) -> None:
+        """Hold what another router had in use. `told`: what the source has said to this one, nothing perhaps."""
+        self.held |= {node.spec.url: (node, 0) for node in nodes if node.spec.url not in self._named}
+        self.hear(told, sights)
 
     def hear(self, told: Roster, sights: Mapping[str, Sight]) -> None:
         """Take what the source says."""
         restarts = {url: sight.restarts for url, sight in sights.items()}
-        before = {url: (node, restarts.get(url, 0)) for url, node in self._named.items()} | self._held
+        before = {url: (node, restarts.get(url, 0)) for url, node in self._named.items()} | self.held
         self._named = {}
         for node in told.nodes:
             known, _ = before.get(node.spec.url, (None, 0))
@@ -85,17 +72,17 @@ class Membership:
                 self._named.setdefault(node.spec.url, node)
         spoken_of = {node.spec.url for node in told.nodes}
         self._read = spoken_of if told.is_whole else self._read
-        self._held = {
+        self.held = {
             url: held for url, held in before.items() if url not in spoken_of and held[0].key not in told.ended
         }
         self.look(sights)
 
     def look(self, sights: Mapping[str, Sight]) -> None:
         """Judge again what is held: the nodes have answered or failed since."""
-        seen = {url: (sights.get(url, NOT_SEEN), restarts) for url, (_, restarts) in self._held.items()}
+        seen = {url: (sights.get(url, NOT_SEEN), restarts) for url, (_, restarts) in self.held.items()}
         held = {url: one for url, (one, known) in seen.items() if one.down_s < GONE_S and one.restarts == known}
         live = [sight for sight in held.values() if not sight.is_drained]
         up = [sights[url] for url in self._read.intersection(self._named, sights) if sights[url].serves]
         decode_is_lost = any(sight.decodes for sight in live) and not any(sight.decodes for sight in up)
         self.is_doubted = bool(live) and (not up or decode_is_lost)
-        self._held = {url: node for url, node in self._held.items() if self.is_doubted and url in held}
+        self.held = {url: node for url, node in self.held.items() if self.is_doubted and url in held}
