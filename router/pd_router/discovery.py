@@ -43,10 +43,7 @@ class Discovery:
     """Writes the nodes of each source to the table, under the name of the source."""
 
     def __init__(
-        self,
-        sources: Sequence[NodeSource],
-        table: NodeTable,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        self, sources: Sequence[NodeSource], table: NodeTable, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
         self._table = table
         self._sleep = sleep

@@ -52,4 +52,6 @@ class Heritage:
     @classmethod
     def from_line(cls, line: bytes) -> Heritage:
         """Raises ValueError."""
+        if not line.startswith(b'{"posted":'):
+            raise ValueError("it tells no orders")
         return msgspec.json.decode(line, type=cls)

@@ -52,13 +52,9 @@ class KubernetesPods:
     name = "kubernetes"
 
     def __init__(
-        self,
-        namespace: str,
-        labels: Mapping[str, str],
-        api: SingleConfig,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        relist_s: float = RELIST_S,
-    ) -> None:
+        self, namespace: str, labels: Mapping[str, str], api: SingleConfig,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep, relist_s: float = RELIST_S,
+    ) -> None:  # fmt: skip
         self._namespace = namespace
         self._labels: dict[str, str | Operator[Any] | Iterable[Any] | None] = dict(labels)
         self._api = api
