@@ -90,6 +90,13 @@ class RouterMetrics:
         self.key_files = counter("key_file_changes", "Changes of the file with API keys that were seen.", "result")
         self.num_queued = Gauge("pd_router_requests_queued", "Requests that wait at the router.", registry=registry)
         self.queue_s = histogram("queue", "Waited at the router: for the nodes, or for another request of the key.")
+        self._doubted = Gauge(
+            "pd_router_source_doubted", "1 while nodes stay in use that the source no longer names.", ["source"],
+            registry=registry,
+        )  # fmt: skip
+        self._source_age_s = Gauge(
+            "pd_router_source_age_seconds", "Since the source of nodes could be read.", ["source"], registry=registry
+        )
         self.frozen_workers = counter("frozen_workers", "Processes before this worker that were killed as frozen.")
         self.http = HttpMetrics(registry, "pd_router")
         registry.register(_NodeCollector(table))
@@ -113,14 +120,10 @@ class RouterMetrics:
         return lambda reason, count: self._lost.labels(kind, reason).inc(count)
 
     def export_sources(self, sources: Iterable[FollowedSource]) -> None:
-        def gauge(name: str, help: str) -> Gauge:
-            return Gauge(f"pd_router_source_{name}", help, ["source"], registry=self.registry)
-
-        doubted = gauge("doubted", "1 while nodes stay in use that the source no longer names.")
-        age_s = gauge("age_seconds", "Since the source of nodes could be read.")
         for one in sources:
-            doubted.labels(one.source.name).set_function(partial(getattr, one.membership, "is_doubted"))
-            age_s.labels(one.source.name).set_function(partial(lambda one: self._clock() - one.heard_s, one))
+            self._doubted.labels(one.source.name).set_function(partial(getattr, one.membership, "is_doubted"))
+            age_s = partial(lambda one: self._clock() - one.heard_s, one)
+            self._source_age_s.labels(one.source.name).set_function(age_s)
 
     def _child(self, metric: Counter | Histogram, *labels: str) -> Any:
         child = self._children.get((metric, labels))
