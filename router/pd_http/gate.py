@@ -112,6 +112,12 @@ class HttpGate:
             if not connection.is_shaking:
                 connection.leave(linger_s)
 
+    def cut(self) -> None:
+        """Let no request begin: the app ends."""
+        for connection in self._open:
+            if not connection.is_shaking:
+                connection.cut()
+
     # --- what connections report
 
     def joined(self, connection: Connection, transport: asyncio.Transport) -> Refusal | None:

@@ -7,7 +7,7 @@
     drain     when the socket's queue   the same for what is open; a connection on which     when none is open, or
               is empty and it is        no request has come for linger_s is closed           drain_s after the signal
               closed
-    cut       with drain_s              each request that still runs gets its last words     when they are told
+    cut       with drain_s              no request begins; each that runs gets its last words    when they are told
 
 A second SIGINT (at a node any second signal) ends the process at once.
 
@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import time
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -52,26 +53,22 @@ class LeavingServer(uvicorn.Server):
         self._gate: HttpGate = config.http.gate  # type: ignore[union-attr]
         self.linger_s = linger_s if drain_s is None else min(linger_s, drain_s)
         self.drain_s = drain_s
-        self._left_s: float | None = None
-        self._ends_s = 0.0  # of the farewell
+        self._left_s = self._ends_s = inf  # when the farewell began, and when it ends
 
     def leave(self, linger_s: float | None = None) -> None:
         """Begin the farewell, or shorten it to `linger_s` from now on."""
         now_s = time.monotonic()
         linger_s = self.linger_s if linger_s is None else linger_s
-        ends_s = now_s + linger_s
-        if self._left_s is None:
-            self._left_s = now_s
-        elif ends_s >= self._ends_s:
-            return
-        self._ends_s = ends_s
-        self._gate.leave(linger_s)
+        if now_s + linger_s < self._ends_s:
+            self._left_s, self._ends_s = min(self._left_s, now_s), now_s + linger_s
+            self._gate.leave(linger_s)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.is_succeeded:
             for server in self.servers:
                 server.close()
-        self.leave()
+        if self._left_s == inf:
+            self.leave()
         while not self.force_exit and (now_s := time.monotonic()) < self._ends_s:
             if not self.server_state.connections and now_s - self._gate.joined_s >= QUIET_S:
                 break
@@ -79,9 +76,9 @@ class LeavingServer(uvicorn.Server):
         if not self.is_succeeded:
             await self._empty(sockets or [])
         if self.drain_s is not None:
-            assert self._left_s is not None
             left_s = self._left_s + self.drain_s - time.monotonic()
-            self.config.timeout_graceful_shutdown = max(LEAST_DRAIN_S, left_s)  # type: ignore[assignment]
+            self.config.timeout_graceful_shutdown = left_s = max(LEAST_DRAIN_S, left_s)  # type: ignore[assignment]
+            asyncio.get_running_loop().call_later(left_s, self._gate.cut)
         await super().shutdown(sockets)
 
     async def _empty(self, sockets: list[socket.socket]) -> None:

@@ -264,6 +264,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self.limits.leave(linger_s, self._clock())
         self._choose_last()
 
+    def cut(self) -> None:
+        """Take no further request. The one under way may still be answered."""
+        if self.serving is None or self.serving.response_complete:
+            self.hang_up()
+        else:
+            self._backlog, self._abort_at_s = b"", inf
+            self.pipeline.clear()
+
     def shutdown(self) -> None:
         if self.gate.linger_s is None:
             super().shutdown()

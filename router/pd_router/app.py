@@ -95,12 +95,18 @@ def create_app(
     discovery = Discovery(sources, table)
     metrics.export_sources(discovery.followed)
     posted = PostedNodes(table, key, wall_clock)
+    posted.known = discovery.known
+
+    def adopt(inherited: Heritage) -> None:
+        discovery.inherit(inherited.known)  # first: some of them may be drained
+        posted.adopt(inherited)
+
     workers = worker or OnlyWorker(posted)
     views = WorkerViews(table, services.metrics, workers)
     dashboard = Dashboard(services, views, workers)
     if worker is not None:
         metrics.frozen_workers.inc(worker.num_frozen)
-        worker.adopt, worker.topics = posted.adopt, views.topics | dashboard.topics
+        worker.adopt, worker.topics = adopt, views.topics | dashboard.topics
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -112,7 +118,7 @@ def create_app(
                     running.append(asyncio.ensure_future(worker.run()))
                     await worker.adopted()
                 elif heritage is not None:
-                    posted.adopt(heritage)  # before the first health check, which finds restarted nodes
+                    adopt(heritage)  # before the first health check, which finds restarted nodes
                 await poller.poll_all()  # so that the first request finds the healthy nodes
                 running.append(asyncio.ensure_future(NodeTasks(table, poller.follow, feeds.follow).run()))
                 if keys is not None and admission is not None:
@@ -124,6 +130,7 @@ def create_app(
                         running.append(asyncio.ensure_future(admission.share_usage(worker.share)))
                 if worker is not None:
                     await worker.ready()
+                    discovery.tell(worker.know)
                 async with contextlib.AsyncExitStack() as stack:
                     for door in doors:
                         await stack.enter_async_context(door(services))

@@ -10,14 +10,16 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pd_router.node_table import Role
-from pd_router.sources.base import is_told
+from pd_router.sources.base import Roster, is_told
 from pd_router.sources.membership import Membership, Sight
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from pd_router.node_table import Node, NodeSpec, NodeTable
-    from pd_router.sources.base import NodeSource, Roster
+    from pd_router.sources.base import NamedNode, NodeSource
+
+    Known = dict[str, tuple[NamedNode, ...]]  # by source: its nodes in use
 
 log = logging.getLogger("pd_router")
 RESTART_S = 1.0  # until a source that failed is started again
@@ -41,14 +43,11 @@ class Discovery:
     """Writes the nodes of each source to the table, under the name of the source."""
 
     def __init__(
-        self,
-        sources: Sequence[NodeSource],
-        table: NodeTable,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        self, sources: Sequence[NodeSource], table: NodeTable, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
         self._table = table
         self._sleep = sleep
-        self._doubting = asyncio.Event()
+        self._on_change: Callable[[Known], None] | None = None
         self.followed = tuple(FollowedSource(source, table.clock()) for source in sources)
 
     async def run(self) -> None:
@@ -67,6 +66,25 @@ class Discovery:
         except TimeoutError:
             silent = [one.source.name for one in self.followed if not one.heard.is_set()]
             log.warning("starting without the nodes of sources that have not answered: %s", ", ".join(silent))
+
+    def known(self) -> Known:
+        return {one.source.name: one.membership.in_use for one in self.followed}
+
+    def inherit(self, known: Known) -> None:
+        """Use what another process had in use, at this one's start: a source may be away just now, or wrong."""
+        if self._on_change is not None:
+            return
+        for one in self.followed:
+            one.membership.inherit(known.get(one.source.name, ()), one.told or Roster(()), self._sights())
+            self._apply(one)
+        urls = {named.spec.url for nodes in known.values() for named in nodes}
+        for node in self._table.nodes:
+            node.was_up |= node.url in urls
+
+    def tell(self, on_change: Callable[[Known], None]) -> None:
+        """Call it with what is known now, and whenever that changes."""
+        self._on_change = on_change
+        on_change(self.known())
 
     async def _follow(self, one: FollowedSource) -> None:
         name, num_failures = one.source.name, 0
@@ -88,35 +106,30 @@ class Discovery:
             await self._sleep(RESTART_S)
 
     def _apply(self, one: FollowedSource) -> None:
-        if one.membership.is_doubted:
-            self._doubting.set()
-        if one.membership.nodes != one.applied:
-            one.applied = one.membership.nodes
+        if (nodes := tuple(node.spec for node in one.membership.in_use)) != one.applied:
+            one.applied = nodes
             self._table.apply(one.source.name, one.applied)
+            if self._on_change is not None:
+                self._on_change(self.known())
 
     async def _look(self) -> None:
         """Look again at the nodes of doubted sources, and tell when a doubt begins and ends."""
         while True:
-            await self._doubting.wait()
-            await self._sleep(LOOK_S)
-            sights = self._sights()
+            await asyncio.sleep(LOOK_S)
             for one in self.followed:
-                one.membership.look(sights)
-                self._apply(one)
-                self._tell(one)
-            if not any(one.was_doubted for one in self.followed):
-                self._doubting.clear()
-
-    def _tell(self, one: FollowedSource) -> None:
-        before, one.was_doubted = one.was_doubted, one.membership.is_doubted
-        if one.was_doubted and not before:
-            log.warning(
-                "node source '%s' is doubted: it names no node that serves in place of %d that do. They stay in use "
-                "while they live: to take them out, drain them (`pd-cluster nodes drain`) or end their processes",
-                one.source.name, one.membership.num_held,
-            )  # fmt: skip
-        elif before and not one.was_doubted:
-            log.info("node source '%s' is believed again; it has %d nodes", one.source.name, len(one.applied))
+                before, member = one.was_doubted, one.membership
+                if before or member.is_doubted:
+                    member.look(self._sights())
+                    self._apply(one)
+                one.was_doubted = member.is_doubted
+                if one.was_doubted and not before:
+                    log.warning(
+                        "node source '%s' is doubted: it names no node that serves in place of %d that do. They stay "
+                        "in use while they live: to take them out, drain them all (`pd-cluster nodes drain`) or end "
+                        "their processes", one.source.name, len(member.held),
+                    )  # fmt: skip
+                elif before and not one.was_doubted:
+                    log.info("node source '%s' is believed again; it has %d nodes", one.source.name, len(one.applied))
 
     def _sights(self) -> dict[str, Sight]:
         now_s = self._table.clock()
@@ -124,7 +137,6 @@ class Discovery:
 
 
 def _sight(node: Node, now_s: float) -> Sight:
-    was_up = (node.models is not None or node.epoch is not None) and not node.draining
     down_s = 0.0 if node.down_since_s is None else now_s - node.down_since_s
     serves = node.reachable and not node.draining
-    return Sight(serves, node.role is not Role.PREFILL, down_s if was_up else inf, node.restarts)
+    return Sight(serves, node.role is not Role.PREFILL, down_s if node.was_up else inf, node.restarts, node.draining)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
+
+from pd_router.sources.base import NamedNode  # noqa: TC001  # msgspec reads the fields' types
 
 ChangeKind = Literal["add", "remove", "drain", "resume"]
 
@@ -21,13 +23,14 @@ class NodeChange(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Heritage:
-    """All that orders have changed, for a successor and for the other workers of a router.
+    """What orders have changed and sources have told, for a successor and for the other workers of a router.
 
-    Loads and speeds are not handed over: a router learns them again in seconds.
+    A source may be away when a process starts. Loads and speeds are not handed over: they are learned in seconds.
     """
 
     posted: tuple[tuple[str, str], ...] = ()  # (URL, role) of nodes that were added
     drained: dict[str, int | None] = field(default_factory=dict)  # URL -> epoch of nodes that were drained
+    known: dict[str, tuple[NamedNode, ...]] = field(default_factory=dict)  # by source: its nodes in use
 
     def changed(self, change: NodeChange) -> Heritage:
         posted, drained = dict(self.posted), dict(self.drained)
@@ -41,13 +44,14 @@ class Heritage:
                 drained[change.url] = change.epoch
             case "resume":
                 drained.pop(change.url, None)
-        return Heritage(tuple(posted.items()), drained)
+        return replace(self, posted=tuple(posted.items()), drained=drained)
 
     def to_line(self) -> bytes:
-        return msgspec.json.encode({"posted": self.posted, "drained": self.drained}) + b"\n"
+        return msgspec.json.encode(self) + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> Heritage:
-        """Raises ValueError, KeyError, TypeError."""
-        values = msgspec.json.decode(line)
-        return cls(tuple((url, role) for url, role in values["posted"]), dict(values["drained"]))
+        """Raises ValueError."""
+        if not line.startswith(b'{"posted":'):
+            raise ValueError("it tells no orders")
+        return msgspec.json.decode(line, type=cls)

@@ -55,6 +55,7 @@ class Node:
     node_id: str  # from /health; until then host:port
     reachable: bool = False  # the last /health was good, and no connection failed since
     polled: bool = False  # /health has been polled
+    was_up: bool = False  # /health was good once, here or at the router before this one
     draining: bool = False  # gets no new requests until it is resumed or restarts
     drained_epoch: int | None = None  # that an order drained; another worker may have seen that boot first
     gone: bool = False  # no source names it any more; its running requests are finished
@@ -269,7 +270,7 @@ class NodeTable:
             log.info("node %s (%s, %s) was added (source: %s)", node.node_id, node.role.value, node.url, source)
         if node.gone:  # a source names it again before its last request ended: of its state only the load is valid
             self._leaving.remove(node)
-            node.gone = node.draining = node.reachable = node.polled = False
+            node.gone = node.draining = node.reachable = node.polled = node.was_up = False
             node.models = node.role_changes = node.drained_epoch = None
         self.changed.set()
 
@@ -351,7 +352,7 @@ class NodeTable:
     def set_up(self, node: Node) -> None:
         if not node.reachable:
             node.reachable, self._longest_body = True, _NOT_KNOWN
-        node.down_since_s = None
+        node.down_since_s, node.was_up = None, True
 
     def report(self) -> list[dict[str, object]]:
         """The answer to `GET /nodes`: all nodes, and those that are leaving with requests under way."""

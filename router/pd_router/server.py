@@ -38,13 +38,9 @@ class RouterServer(LeavingServer):
     has_heir = True  # after SIGHUP: another process takes over all ports
 
     def __init__(
-        self,
-        posted: PostedNodes,
-        leaving: asyncio.Event,
-        on_serving: Callable[[], None],
-        config: uvicorn.Config,
+        self, posted: PostedNodes, leaving: asyncio.Event, on_serving: Callable[[], None], config: uvicorn.Config,
         settings: RouterConfig,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(config, settings.linger_s, settings.drain_s)
         self.posted = posted
         self.succession: Succession | None = None

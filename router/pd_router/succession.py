@@ -88,7 +88,7 @@ class Predecessor:
                 line = stream.readline(MAX_HERITAGE_BYTES)
             try:
                 self.heritage = Heritage.from_line(line)
-            except (ValueError, KeyError, TypeError) as error:
+            except ValueError as error:
                 self._channel.close()
                 raise OSError(f"the router before this one sent {line[:80]!r}") from error
 

@@ -14,12 +14,12 @@ import msgspec
 
 from pd_router import worker_messages as messages
 from pd_router.errors import HandingOver, Stopping
-from pd_router.node_change import Heritage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
-    from pd_router.node_change import NodeChange
+    from pd_router.node_change import Heritage, NodeChange
+    from pd_router.sources.base import NamedNode
 
 log = logging.getLogger("pd_router")
 
@@ -84,6 +84,10 @@ class WorkerChannel:
     def serving(self) -> None:
         self._tell(messages.Serving())
 
+    def know(self, nodes: dict[str, tuple[NamedNode, ...]]) -> None:
+        """Tell the supervisor the nodes of the sources, for processes that start while a source is away."""
+        self._tell(messages.Known(nodes))
+
     async def commit(self, change: NodeChange) -> None:
         number = next(self._ids)
         if (await self._answer_to(number, messages.Commit(number, change))).is_refused:
@@ -111,8 +115,8 @@ class WorkerChannel:
 
     def _take(self, message: messages.ToWorker) -> None:
         match message:
-            case messages.State(version, posted, drained):
-                self.adopt(Heritage(posted, drained))
+            case messages.State(version, heritage):
+                self.adopt(heritage)
                 self._adopted.set()
                 self._tell(messages.Applied(version))
             case messages.Asked(worker, number, topic):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pd_router import worker_messages as messages
@@ -85,6 +85,8 @@ class WorkerHub:
                 member.send(messages.Go())
             case messages.Serving():
                 member.is_serving = True
+            case messages.Known(nodes):
+                self.heritage = replace(self.heritage, known=nodes)
             case messages.Applied(version):
                 for one in [one for one in self._waiting if 0 < one.version <= version]:
                     one.missing.discard(worker)
@@ -133,7 +135,7 @@ class WorkerHub:
         return frozen
 
     def _state(self) -> messages.State:
-        return messages.State(self._version, self.heritage.posted, self.heritage.drained)
+        return messages.State(self._version, self.heritage)
 
     def _ready(self) -> set[int]:
         return {number for number, member in self._members.items() if member.is_ready}

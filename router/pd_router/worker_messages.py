@@ -1,10 +1,11 @@
 """What the workers of a router and their supervisor tell each other: lines of JSON on a socket pair.
 
 worker                                        supervisor
-  (starts)                                ◄──  State      all that orders have changed
+  (starts)                                ◄──  State      what orders changed, sources told
   Ready      it has applied that, polled  ──►
              the nodes, does not accept   ◄──  Go         from now on changes wait for its Applied
   Serving    it accepts                   ──►
+  Known      by sources, when it changes  ──►
   Commit     of an order                  ──►
                                           ◄──  State      to every worker, in one order
   Applied                                 ──►
@@ -24,7 +25,8 @@ from typing import Any
 
 import msgspec
 
-from pd_router.node_change import NodeChange
+from pd_router.node_change import Heritage, NodeChange
+from pd_router.sources.base import NamedNode
 
 # By the key's name: requests and tokens since the last message, and requests under way
 KeyUsage = dict[str, tuple[int, float, int]]
@@ -36,8 +38,7 @@ MAX_LINE_BYTES = 64 << 20  # a worker's /metrics with thousands of nodes
 
 class State(msgspec.Struct, tag=True, frozen=True):
     version: int
-    posted: tuple[tuple[str, str], ...]
-    drained: dict[str, int | None]
+    heritage: Heritage
 
 
 class Go(msgspec.Struct, tag=True, frozen=True):
@@ -72,6 +73,10 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
+class Known(msgspec.Struct, tag=True, frozen=True):
+    nodes: dict[str, tuple[NamedNode, ...]]  # by source: in use at this worker
+
+
 class Commit(msgspec.Struct, tag=True, frozen=True):
     id: int
     change: NodeChange
@@ -102,7 +107,7 @@ class UsedBy(msgspec.Struct, tag=True, frozen=True):
 
 
 ToWorker = State | Go | Committed | Asked | AllTold | UsedBy
-ToSupervisor = Alive | Ready | Serving | Commit | Applied | Ask | Told | Used
+ToSupervisor = Alive | Ready | Serving | Known | Commit | Applied | Ask | Told | Used
 
 
 def line_of(message: ToWorker | ToSupervisor) -> bytes:

@@ -91,6 +91,8 @@ class WorkerSupervisor:
         self._end(signal.SIGTERM)
 
     def _hang_up(self) -> None:
+        if self._ending.done():  # the listener is closed
+            return
         if self._had_terminal and not os.isatty(0):
             log.info("the terminal was closed: stopping")
             self._end(signal.SIGTERM)

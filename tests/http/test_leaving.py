@@ -400,3 +400,38 @@ async def test_what_outlasts_the_drain_is_cut() -> None:
         served.stop()
         await served.ended
         client.writer.close()
+
+
+async def test_behind_the_cut_no_request_begins() -> None:
+    """The app has ended: each request of a client that sends without a pause was a traceback in the log."""
+    async with serving() as served:
+        client, idle = await served.connect(), await served.connect()
+        idle.send("first")
+        await idle.answer()
+        client.send("late", "late", "late")
+        while not served.server.server_state.tasks:  # noqa: ASYNC110  # the head is on its way
+            await asyncio.sleep(0)
+        served.server.leave()
+        served.server._gate.cut()
+        await idle.ends()
+        served.go_on.set()
+        assert (await client.answer())[1] == b"late", "what ran gets its last words"
+        while tasks := served.server.server_state.tasks:
+            await asyncio.wait(tasks)
+        assert served.server.server_state.total_requests == 2
+        client.writer.close()
+
+
+async def test_a_farewell_that_was_given_more_time_keeps_it() -> None:
+    """When a successor serves, idle connections have a second, also with --linger-s 0."""
+    async with serving(linger_s=0.0) as served:
+        client = await served.connect()
+        client.send("first")
+        assert not (await client.answer())[2]
+        served.server.leave(LONG_S)
+        served.server.stop.set()
+        other = await served.connect()  # so that the end has begun
+        for one in (other, client):
+            one.send("last")
+            assert (await one.answer())[2]
+            await one.ends()

@@ -158,6 +158,7 @@ async def cluster(tmp_path: Path, num_decode: int) -> AsyncIterator[Cluster]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow  # the quick tests of sources_away hold each of these troubles with a router in the process
 async def test_no_trouble_of_the_api_server_fails_a_request(tmp_path: Path) -> None:
     async with cluster(tmp_path, num_decode=1) as made:
         fake, load = made.fake, made.load

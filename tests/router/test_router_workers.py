@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pty
 import signal
@@ -133,9 +134,34 @@ async def test_a_second_interrupt_ends_the_workers_at_once(tmp_path: Path) -> No
         assert await held.content.readany() == fakes.chunk("a")
         router.first.send_signal(signal.SIGINT)
         await router.wait_lines("leaving: ", 2)
+        router.first.send_signal(signal.SIGHUP)  # too late for a successor
         router.first.send_signal(signal.SIGINT)
         await router.wait_end(router.processes[0])
         assert router.first.returncode == 0
+        assert "successor" not in (tmp_path / "output").read_text()
+
+
+@pytest.mark.parametrize("flags", [(), ("--workers", "2")], ids=["one process", "workers"])
+async def test_processes_that_start_while_a_source_errs_have_its_nodes(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """A worker that replaces a dead one, and successors. An order to drain is not lost with the source either."""
+    d, spare = FakeNode("decode", fakes.decode, node_id="d"), FakeNode("decode", fakes.decode, node_id="spare")
+    path = tmp_path / "nodes.json"
+    async with running(d, spare), aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+        path.write_text(json.dumps([{"url": node.url, "role": "decode"} for node in (d, spare)]))
+        async with routers(tmp_path, "--nodes-file", str(path), *flags) as router:
+            assert await order(router, session, "POST", "/nodes/spare/drain", "drain", "spare") == 200
+            path.write_text("[]")
+            await router.wait_lines("source 'file' is doubted", 2 if flags else 1)
+            if flags:
+                workers_of(router)[0].kill()
+                await router.wait_lines("source 'file' is doubted", 3)
+            for _ in range(2):
+                await router.succeed()
+                for _ in range(8):  # the workers take turns
+                    async with session.post(router.url + "/v1/completions", json=BODY) as answer:
+                        assert (answer.status, answer.headers["x-pd-decode"]) == (200, "d")
+            async with session.get(router.url + "/nodes") as answer:
+                assert {node["state"] for node in (await answer.json())["nodes"]} == {"active", "draining"}
 
 
 async def test_a_router_stops_with_its_terminal(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pd_router.config import RouterConfig
 from pd_router.discovery import Discovery
 from pd_router.node_table import Node, NodeSpec, NodeTable, Role
-from pd_router.sources.base import Roster
+from pd_router.sources.base import NamedNode, Roster
 from pd_router.sources.file import NodesFile, parse_nodes
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
@@ -115,7 +115,7 @@ async def test_a_source_that_breaks_down_is_begun_again_and_its_nodes_stay() -> 
 
         async def watch(self) -> AsyncGenerator[Roster, None]:
             self.begun += 1
-            yield Roster.of([D])
+            yield Roster((NamedNode(D),))
             raise RuntimeError("a bug")
 
     source, turns = Shaky(), Turns()

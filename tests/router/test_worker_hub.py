@@ -31,8 +31,8 @@ class SimulatedWorker:
 
     def read(self) -> None:
         match self.to_worker.popleft():
-            case messages.State(version, posted, drained):
-                self.state = Heritage(posted, drained)
+            case messages.State(version, heritage):
+                self.state = heritage
                 self.to_hub.append(messages.Applied(version))
             case messages.Go():
                 self.serves = True

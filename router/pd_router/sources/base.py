@@ -10,7 +10,7 @@ from pd_router.config import check_node_url
 from pd_router.node_table import NodeSpec, Role
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable
+    from collections.abc import AsyncGenerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,6 @@ class Roster:
     nodes: tuple[NamedNode, ...]
     ended: frozenset[tuple[str, str]] = frozenset()
     is_whole: bool = True
-
-    @classmethod
-    def of(cls, specs: Iterable[NodeSpec]) -> Roster:
-        return cls(tuple(map(NamedNode, specs)))
 
 
 class NodeSource(Protocol):

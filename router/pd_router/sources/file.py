@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd_router.sources.base import Roster, make_spec
+from pd_router.sources.base import NamedNode, Roster, make_spec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -47,7 +47,7 @@ class NodesFile:
             if content != last:
                 last, told = content, None
                 try:
-                    told = Roster.of(parse_nodes(content))
+                    told = Roster(tuple(map(NamedNode, parse_nodes(content))))
                 except ValueError as error:
                     log.error("%s: %s; the nodes stay unchanged", self._path, error)
             if told is not None:

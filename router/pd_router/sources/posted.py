@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_router.node_table import Node, NodeSpec, NodeTable
+    from pd_router.sources.base import NamedNode
 
 log = logging.getLogger("pd_router")
 POSTED = "posted"
@@ -33,6 +34,7 @@ class PostedNodes:
         self._key = key
         self._wall_clock = wall_clock
         self._specs: dict[str, NodeSpec] = {}  # by URL
+        self.known: Callable[[], dict[str, tuple[NamedNode, ...]]] = dict  # the nodes of the sources, for a successor
         self.is_handed_over = False  # a successor has a copy, or is about to get one: it would miss further orders
 
     def read(self, signed: str | None, action: str) -> NodeOrder:
@@ -68,9 +70,10 @@ class PostedNodes:
         return spec, known is None or known.role is not spec.role
 
     def heritage(self) -> Heritage:
-        """The changes that orders have made, for a successor."""
+        """The changes that orders have made, and the nodes that sources have told, for a successor."""
         posted = tuple((spec.url, spec.role.value) for spec in self._specs.values())
-        return Heritage(posted, {node.url: node.epoch for node in self._table.nodes if node.draining})
+        drained = {node.url: node.epoch for node in self._table.nodes if node.draining}
+        return Heritage(posted, drained, self.known())
 
     def adopt(self, heritage: Heritage) -> None:
         """Take over all that orders have changed. A node that has restarted since it was drained is not drained.
