@@ -46,7 +46,6 @@ class LedgerEntry(msgspec.Struct, eq=False, gc=False):
 
     number: int
     work: NodeWork
-    was_idle: bool  # when it was opened, no prompt was to be computed
     is_included: bool = False  # in the node's load
 
 
@@ -71,7 +70,7 @@ class ChargeLedger:
         self._entries: dict[int, LedgerEntry] = {}
 
     def open(self, work: NodeWork) -> LedgerEntry:
-        entry = LedgerEntry(next(self._numbers), work, not self.total[2])
+        entry = LedgerEntry(next(self._numbers), work)
         self._entries[entry.number] = entry
         self._count(work, 1)
         self._add_up()

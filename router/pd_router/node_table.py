@@ -122,7 +122,8 @@ class Charge:
     """Work booked on a node when it is chosen, so that a burst spreads over nodes. Released exactly once."""
 
     __slots__ = (
-        "_begun_s", "_clock", "_entry", "_is_hidden", "_node", "_num_bytes", "_prefill_bytes", "_sequences", "_timer",
+        "_begun_s", "_clock", "_entry", "_found_idle", "_is_hidden", "_node", "_num_bytes", "_prefill_bytes",
+        "_sequences", "_timer",
     )  # fmt: skip
 
     def __init__(
@@ -142,6 +143,9 @@ class Charge:
         node.prefill_bytes += prefill_bytes
         node.decode_sequences += sequences
         tokens = round(prefill_bytes * node.view.tokens_per_byte) if prompt_tokens is None else prompt_tokens
+        self._found_idle = prefill_bytes > 0 and not sequences and not node.view.ledger.total[2]
+        if self._found_idle:
+            node.view.trial.begin()
         self._entry = node.view.ledger.open(NodeWork(tokens, cached_tokens, sequences))
         self._node = node
         self._clock = clock
@@ -184,7 +188,8 @@ class Charge:
             return
         if self._prefill_bytes:
             self._node.speed.note(self._prefill_bytes, self._begun_s, now_s := self._clock())
-            self._node.view.prefilled(self._entry, now_s - self._begun_s)
+            if self._found_idle:
+                self._node.view.prefilled(self._entry.work, now_s - self._begun_s)
         self.prefill_over()
 
     def prefill_over(self) -> None:
