@@ -142,11 +142,12 @@ class Charge:
         """
         node.prefill_bytes += prefill_bytes
         node.decode_sequences += sequences
-        tokens = round(prefill_bytes * node.view.tokens_per_byte) if prompt_tokens is None else prompt_tokens
-        self._found_idle = prefill_bytes > 0 and not sequences and not node.view.ledger.total[2]
-        if self._found_idle:
-            node.view.trial.begin()
-        self._entry = node.view.ledger.open(NodeWork(tokens, cached_tokens, sequences))
+        view, ledger = node.view, node.view.ledger
+        tokens = round(prefill_bytes * view.ratio.value) if prompt_tokens is None else prompt_tokens
+        self._found_idle = prefill_bytes > 0 and not sequences and not ledger.total[2]
+        if self._found_idle and view.trial.num_waited:
+            view.trial.begin()
+        self._entry = ledger.open(NodeWork(tokens, cached_tokens, sequences))
         self._node = node
         self._clock = clock
         self._begun_s = clock()
@@ -202,7 +203,8 @@ class Charge:
             self._timer.cancel()
 
     def release(self) -> None:
-        self.prefill_over()
+        if self._prefill_bytes or self._entry.work.tokens:
+            self.prefill_over()
         self._node.decode_sequences -= self._sequences
         self._sequences = 0
         self._node.view.ledger.close(self._entry)

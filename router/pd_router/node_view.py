@@ -113,8 +113,8 @@ class NodeView:
 
     def prefilled(self, work: NodeWork, took_s: float) -> None:
         """Note that a prompt that found the node idle was computed so long after its charge."""
-        told = self.ledger.told
-        self.trial.note(took_s, work.tokens * told.token_s + work.keys * told.key_s)
+        token_s, key_s, _, _, _, _, _, _ = self.ledger.told
+        self.trial.note(took_s, work.tokens * token_s + work.keys * key_s)
 
     def forget(self) -> None:
         """Note that the feed's word no longer holds: only own charges are known until the next snapshot."""

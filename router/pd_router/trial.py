@@ -19,16 +19,16 @@ MOST = 48  # prompts, after which one of usual length is a trial whatever it cos
 class IdleTrial:
     """Of one node, at one router."""
 
-    __slots__ = ("_factor", "_num_waited", "_saved_s")
+    __slots__ = ("_factor", "num_waited", "_saved_s")
 
     def __init__(self) -> None:
         self._factor = 1.0
-        self._num_waited = 0
+        self.num_waited = 0
         self._saved_s = 0.0
 
     def begin(self) -> None:
         """Begin saving anew: the node has a prompt."""
-        self._num_waited, self._saved_s = 0, 0.0
+        self.num_waited, self._saved_s = 0, 0.0
 
     def note(self, took_s: float, told_s: float) -> None:
         """Note a prompt that found the node idle. `told_s`: what it takes by the node's pace; 0: it tells none."""
@@ -47,7 +47,7 @@ class IdleTrial:
         """
         if likely_s <= usual_s + doubt_s:
             return True
-        self._num_waited += 1
+        self.num_waited += 1
         self._saved_s += SAVED * usual_s
-        is_long = self._num_waited * SAVED * usual_s > 1.01 * self._saved_s
-        return self._saved_s >= likely_s - usual_s or self._num_waited >= (2 * most if is_long else most)
+        is_long = self.num_waited * SAVED * usual_s > 1.01 * self._saved_s
+        return self._saved_s >= likely_s - usual_s or self.num_waited >= (2 * most if is_long else most)

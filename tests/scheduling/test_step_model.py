@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +10,6 @@ from hypothesis import strategies as st
 
 from pd_cluster.scheduling.batch import SequenceChunk
 from pd_cluster.scheduling.step_model import CORRECT_EVERY, ENOUGH_PROMPTS, NUM_EARLY, StepModel, StepWork, keys_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 CONTEXT = 1024
 # ms of steps with 32 decodes behind 1,024 tokens, by the tokens of the step ("Steps with prompts" in benchmarks/LOG.md)
@@ -177,7 +173,7 @@ def test_rare_stalls_of_short_prompts_change_no_price(num_tokens: int) -> None:
 def test_noise_within_the_bound_and_few_outliers_never_multiply_a_price(
     sizes: list[tuple[int, int, float]], burst: list[float]
 ) -> None:
-    model, restarts = settled(), list[Sequence[float]]()
+    model, restarts = settled(), list[object]()
     model._restart = restarts.append  # type: ignore[method-assign]
     model._solve = lambda *_: None  # type: ignore[method-assign]  # which follows the noise
     for num_tokens, num_decodes, noise in sizes:
