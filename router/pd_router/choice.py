@@ -144,15 +144,17 @@ class RouteChoice(msgspec.Struct, frozen=True):
             return min(meeting, key=costs.direct_s, default=None), "prefill-late"
         return None, ""
 
-    def _tries(self, node: Node, most: int, told_s: float, usual_s: float, doubt_s: float = 0.0) -> bool:
+    def _tries(self, node: Node, workers: int, told_s: float, usual_s: float, doubt_s: float = 0.0) -> bool:
         """Whether the prompt goes to this idle prefill node though it takes `told_s` there by the node's pace, and
         `usual_s` elsewhere. Not if it would miss the target, nor if it would wait for memory; and without the node's
-        feed nothing says that it is idle."""
+        feed nothing says that it is idle. `workers`: of the router, which all get their part of its requests."""
         view, trial = node.view, node.view.trial
         likely_s = trial.likely_s(told_s)
         if view.ledger.total[2] or view.load is None or view.ledger.total[6] < self.costs.num_tokens(node):
             return False
-        return not 0 < self.slo_ttft_s < likely_s + HANDOVER_S and trial.is_due(likely_s, usual_s, doubt_s, most)
+        return not 0 < self.slo_ttft_s < likely_s + HANDOVER_S and trial.is_due(
+            likely_s, usual_s, doubt_s, max(FEWEST, MOST // workers)
+        )
 
     def _may_be_sooner(self, nodes: Sequence[Node], prefill_s: float) -> bool:
         """False: no node costs clearly less than a handoff, not even an idle one. So it is mostly, and the sums that
@@ -237,11 +239,10 @@ def choose(
     may_keep = settings.decode_on_prefill == "auto" and heirs is None
     if may_keep and not prompt.is_several and (kept := _kept(handoff)) is not None:  # how many is not counted here
         return kept
-    may_try = heirs is None and not prompt.is_told and not prompt.is_several
-    most = max(FEWEST, MOST // settings.workers) if may_try else 0  # the workers' requests together are so many
-    if most and len(ranked) > 1 and (tried := _slow(handoff, reading_s, most)) is not None:
+    workers = 0 if prompt.is_told or prompt.is_several or heirs is not None else settings.workers
+    if len(ranked) > 1 and workers and (tried := _slow(handoff, reading_s, workers)) is not None:
         return tried
-    return _better(handoff, reading_s[ranked[0]], most) if settings.spills else handoff
+    return _better(handoff, reading_s[ranked[0]], workers) if settings.spills else handoff
 
 
 def _best_version(
@@ -297,16 +298,16 @@ def _kept(handoff: RouteChoice) -> RouteChoice | None:
     return replace(handoff, order=HandoffOrder.DIRECT, reason=KEPT, decodes=keepers, otherwise=handoff)
 
 
-def _slow(handoff: RouteChoice, reading_s: Mapping[Node, float], most: int) -> RouteChoice | None:
+def _slow(handoff: RouteChoice, reading_s: Mapping[Node, float], workers: int) -> RouteChoice | None:
     """The handoff from the last prefill node, if it is last because of its pace, and to be tried."""
     first, last = handoff.prefills[0], handoff.prefills[-1]
-    if not handoff.costs.is_slower(last) or not handoff._tries(last, most, reading_s[last], reading_s[first]):
+    if not handoff.costs.is_slower(last) or not handoff._tries(last, workers, reading_s[last], reading_s[first]):
         return None
     return replace(handoff, reason=TRIED, prefills=(last, *handoff.prefills[:-1]))
 
 
-def _better(handoff: RouteChoice, prefill_s: float, most: int) -> RouteChoice:
-    """`handoff`, or that a decode node reads the prompt. `most`: see `IdleTrial.is_due`; 0: nothing is tried."""
+def _better(handoff: RouteChoice, prefill_s: float, workers: int) -> RouteChoice:
+    """`handoff`, or that a decode node reads the prompt. `workers`: see `_tries`; 0: nothing is tried."""
     node, reason = handoff._sooner(handoff.decodes, prefill_s)
     if node is None:
         return handoff
@@ -317,10 +318,10 @@ def _better(handoff: RouteChoice, prefill_s: float, most: int) -> RouteChoice:
         return replace(handoff, order=HandoffOrder.D_FIRST, reason="cached")
     # A cache that saves D less than half of the prompt is no reason against a trial: a P that was killed has lost the
     # system prompt that all share
-    may_try = most and reason == BUSY and 2 * (cached - costs.num_cached(first)) <= costs.num_tokens(node)
+    may_try = workers and reason == BUSY and 2 * (cached - costs.num_cached(first)) <= costs.num_tokens(node)
     if may_try and first.view.ledger.total[0] > ERROR_FACTOR * node.view.ledger.total[0]:
         over_s, direct_s, _ = costs.decoding((node,))[0]
-        if handoff._tries(first, most, prefill_s, max(0.0, direct_s - over_s), DOUBT_S):
+        if handoff._tries(first, workers, prefill_s, max(0.0, direct_s - over_s), DOUBT_S):
             return replace(handoff, reason=TRIED)
     if cached > costs.num_cached(first):
         reason = "cached"

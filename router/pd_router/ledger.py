@@ -41,6 +41,9 @@ class NodeWork(msgspec.Struct, frozen=True, gc=False):
         return self.tokens * (2 * self.cached_tokens + self.tokens) // 2
 
 
+NO_WORK = NodeWork()
+
+
 class LedgerEntry(msgspec.Struct, eq=False, gc=False):
     """One charge. Written by the ledger only."""
 
@@ -86,7 +89,8 @@ class ChargeLedger:
 
     def close(self, entry: LedgerEntry) -> None:
         """End a charge. Idempotent."""
-        if self._entries.pop(entry.number, None) is not None and not entry.is_included:
+        is_counted = self._entries.pop(entry.number, None) is not None and not entry.is_included
+        if is_counted and entry.work is not NO_WORK:
             self._count(entry.work, -1)
             self._add_up()
 

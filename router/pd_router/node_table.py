@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from pd_http.body import longest_body
 from pd_http.errors import ModelNotFound
-from pd_router.ledger import ChargeLedger, NodeWork
+from pd_router.ledger import NO_WORK, ChargeLedger, NodeWork
 from pd_router.liveness import NodeLiveness
 from pd_router.node_view import NodeView, TextRatio
 from pd_router.prefix_index import PrefixIndex
@@ -190,7 +190,8 @@ class Charge:
         if self._prefill_bytes:
             self._node.speed.note(self._prefill_bytes, self._begun_s, now_s := self._clock())
             if self._found_idle:
-                self._node.view.prefilled(self._entry.work, now_s - self._begun_s)
+                view, work = self._node.view, self._entry.work
+                view.trial.note(now_s - self._begun_s, view.ledger.told, work.tokens, work.keys)
         self.prefill_over()
 
     def prefill_over(self) -> None:
@@ -198,7 +199,9 @@ class Charge:
         self._node.prefill_bytes -= self._prefill_bytes
         self._prefill_bytes = 0
         if self._entry.work.tokens:
-            self._node.view.ledger.change(self._entry, NodeWork(sequences=self._sequences))
+            self._node.view.ledger.change(
+                self._entry, NodeWork(sequences=self._sequences) if self._sequences else NO_WORK
+            )
         if self._timer is not None:
             self._timer.cancel()
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pd_connectors.protocol.feed import NodeLoad
-    from pd_router.ledger import NodeWork
 
 USUAL_TOKENS_PER_BYTE = 0.25  # English text and code, tokenizers of 32k to 128k tokens
 GUESS_BYTES = 4_000  # of text that the usual ratio weighs as much as
@@ -110,11 +109,6 @@ class NodeView:
         self.ledger.hear(told, charges)
         if load.queued_tokens:  # also of another router's trial
             self.trial.begin()
-
-    def prefilled(self, work: NodeWork, took_s: float) -> None:
-        """Note that a prompt that found the node idle was computed so long after its charge."""
-        token_s, key_s, _, _, _, _, _, _ = self.ledger.told
-        self.trial.note(took_s, work.tokens * token_s + work.keys * key_s)
 
     def forget(self) -> None:
         """Note that the feed's word no longer holds: only own charges are known until the next snapshot."""
