@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SAVED = 1 / 50
 SHORT_S = 0.02  # told for a prompt that is no evidence: the way to the node and back may take as long
 FEWEST = 8  # of one of many workers
-MOST = 48  # prompts, after which one of usual length is a trial whatever it costs; after twice as many any is
+MOST = 40  # prompts, after which one of usual length is a trial whatever it costs; after twice as many any is
 
 
 class IdleTrial:

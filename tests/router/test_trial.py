@@ -186,6 +186,26 @@ def test_the_prompts_of_all_workers_wait_for_one_trial(workers: int) -> None:
     assert world.routes(MOST).index(TRIED) == max(FEWEST, MOST // workers) - 1
 
 
+@pytest.mark.parametrize("factor", [1.5, 3.0, 1000.0])
+@pytest.mark.parametrize(("num_routers", "workers"), [(1, 1), (2, 1), (2, 2), (4, 4)])
+def test_several_routers_use_an_idle_node_within_100_prompts(num_routers: int, workers: int, factor: float) -> None:
+    """Its pace was long; it is as fast as D, and tells so from its fourth prompt on."""
+    routers, pace_s, num_read = [World(workers=workers) for _ in range(num_routers)], factor * TOKEN_S, 0
+    for turn in range(100):
+        for router in routers:
+            router.tell(router.table.nodes[0], pace_s)
+        router = routers[turn % num_routers]
+        if router.choose(turn=turn).order is HandoffOrder.DIRECT:
+            continue
+        for other in routers:
+            if other is not router:
+                other.tell(other.table.nodes[0], pace_s, queued=NUM_TOKENS)
+        router.read(router.table.nodes[0], TOKEN_S * NUM_TOKENS)
+        num_read += 1
+        pace_s = TOKEN_S if num_read >= 4 else pace_s
+    assert num_read >= 9
+
+
 def test_no_trial_waits_for_memory_or_at_a_node_that_may_be_busy() -> None:
     world = World()
     p = world.table.nodes[0]
