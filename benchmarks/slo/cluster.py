@@ -126,8 +126,8 @@ class SimulatedCluster:
                 one.reason = TRIED
                 first.view.trial.begin()
             if not first.view.queued_tokens and first.view.ledger.told.token_s:
-                told, keys = first.view.ledger.told, facts.num_tokens**2 // 2
-                one.on_read = lambda: first.view.trial.note(self.world.now_s - now_s, told, facts.num_tokens, keys)
+                told_s = plan.costs.reading_s(first)
+                one.on_read = lambda: first.view.trial.note(self.world.now_s - now_s, told_s)
             return self._hand_over(self._nodes[first], self._nodes[decode], one, name)
         alone = (plan.best_direct if plan.otherwise is None else plan.sooner)(plan.decodes, now_s)
         assert alone is not None

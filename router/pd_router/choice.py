@@ -152,9 +152,8 @@ class RouteChoice(msgspec.Struct, frozen=True):
         likely_s = trial.likely_s(told_s)
         if view.ledger.total[2] or view.load is None or view.ledger.total[6] < self.costs.num_tokens(node):
             return False
-        return not 0 < self.slo_ttft_s < likely_s + HANDOVER_S and trial.is_due(
-            likely_s, usual_s, doubt_s, max(FEWEST, MOST // workers)
-        )
+        is_late = 0 < self.slo_ttft_s < likely_s + HANDOVER_S
+        return not is_late and trial.is_due(likely_s, usual_s, doubt_s, max(FEWEST, MOST // workers))
 
     def _may_be_sooner(self, nodes: Sequence[Node], prefill_s: float) -> bool:
         """False: no node costs clearly less than a handoff, not even an idle one. So it is mostly, and the sums that

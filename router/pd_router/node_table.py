@@ -191,7 +191,8 @@ class Charge:
             self._node.speed.note(self._prefill_bytes, self._begun_s, now_s := self._clock())
             if self._found_idle:
                 view, work = self._node.view, self._entry.work
-                view.trial.note(now_s - self._begun_s, view.ledger.told, work.tokens, work.keys)
+                told = view.ledger.told
+                view.trial.note(now_s - self._begun_s, work.tokens * told[0] + work.keys * told[1])
         self.prefill_over()
 
     def prefill_over(self) -> None:
@@ -199,9 +200,8 @@ class Charge:
         self._node.prefill_bytes -= self._prefill_bytes
         self._prefill_bytes = 0
         if self._entry.work.tokens:
-            self._node.view.ledger.change(
-                self._entry, NodeWork(sequences=self._sequences) if self._sequences else NO_WORK
-            )
+            rest = NodeWork(sequences=self._sequences) if self._sequences else NO_WORK
+            self._node.view.ledger.change(self._entry, rest)
         if self._timer is not None:
             self._timer.cancel()
 

@@ -8,11 +8,6 @@ begins anew. If it is faster, its pace counts as that much shorter while it is i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pd_router.ledger import ToldLoad
-
 # Of each prompt's time. Beside nodes 1.5, 2, 3 and 8 times as slow the mean time to the first token was 3.1, 2.3, 2.7
 # and 5.2% longer than without trials (simulated, prompts of 400 and 1,500 tokens), with 1/20 it was 6.5, 6.3 and 5.4%.
 SAVED = 1 / 50
@@ -35,9 +30,8 @@ class IdleTrial:
         """Begin saving anew: the node has a prompt."""
         self.num_waited, self._saved_s = 0, 0.0
 
-    def note(self, took_s: float, told: ToldLoad, tokens: int, keys: int) -> None:
-        """Note how long after its charge a prompt was computed that found the node idle."""
-        told_s = tokens * told[0] + keys * told[1]  # by the node's pace; 0: it tells none
+    def note(self, took_s: float, told_s: float) -> None:
+        """Note a prompt that found the node idle. `told_s`: what it takes by the node's pace; 0: it tells none."""
         if told_s > SHORT_S:
             self._factor = min(1.0, took_s / told_s)
 

@@ -12,7 +12,6 @@ from pd_connectors.protocol.feed import NodeLoad
 from pd_router.choice import RouteChoice, choose
 from pd_router.config import HandoffOrder, RouterConfig
 from pd_router.cost import PromptFacts
-from pd_router.ledger import ToldLoad
 from pd_router.node_table import Charge, Node, NodeTable
 from pd_router.trial import FEWEST, MOST, SAVED, SHORT_S, IdleTrial
 
@@ -101,14 +100,14 @@ def test_a_node_that_is_no_later_gets_every_prompt() -> None:
 def test_a_prompt_that_was_faster_than_told_counts_until_the_next() -> None:
     trial = IdleTrial()
     assert trial.likely_s(2.0) == 2.0
-    trial.note(0.5, ToldLoad(1.0), 1, 0)
+    trial.note(0.5, 1.0)
     assert trial.likely_s(2.0) == 1.0
-    trial.note(3.0, ToldLoad(1.0), 1, 0)
+    trial.note(3.0, 1.0)
     assert trial.likely_s(2.0) == 2.0, "a slow one is no reason to leave it more than its own word is"
-    trial.note(0.5, ToldLoad(0.0), 1, 0)
+    trial.note(0.5, 0.0)
     assert trial.likely_s(2.0) == 2.0, "it tells no pace"
-    trial.note(0.5, ToldLoad(1.0), 1, 0)
-    trial.note(0.018, ToldLoad(SHORT_S), 1, 0)
+    trial.note(0.5, 1.0)
+    trial.note(0.018, SHORT_S)
     assert trial.likely_s(2.0) == 1.0, "a short one says nothing: the way to the node takes as long"
 
 
