@@ -124,6 +124,7 @@ class SimulatedCluster:
             assert decode is not None
             if plan.reason == TRIED:
                 one.reason = TRIED
+                first.view.trial.begin()
             if not first.view.queued_tokens and first.view.ledger.told.token_s:
                 told_s = plan.costs.reading_s(first)
                 one.on_read = lambda: first.view.trial.note(self.world.now_s - now_s, told_s)

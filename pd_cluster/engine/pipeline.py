@@ -75,6 +75,7 @@ class Pipeline:
         self._clock = clock
         self._flights: deque[Flight] = deque()
         self._retired_s = 0.0
+        self._was_over = False  # the step that retired last, before the host looked
         self._timing = StepTiming()
         self._unlearned: list[tuple[StepWork, float, bool]] = []  # of retired steps: work, seconds, whether exact
 
@@ -154,7 +155,11 @@ class Pipeline:
         duration_s = now_s - max(flight.launched_s, self._retired_s)
         self._timing.note_step(flight.batch, duration_s, was_over=was_over)
         self._forecast.note_step(flight.kind, duration_s)
-        self._unlearned.append((flight.work, duration_s, not was_over or duration_s < flight.predicted_s))
+        # A step behind one that the host saw late had begun before: 0 s of it were noted, and its longer likes never
+        is_begin_seen = not self._was_over or flight.launched_s >= self._retired_s
+        is_exact = is_begin_seen and (not was_over or duration_s < flight.predicted_s)
+        self._was_over = was_over
+        self._unlearned.append((flight.work, duration_s, is_exact))
         self.total_s += duration_s
         self._retired_s = now_s
         if flight.loads_behind:

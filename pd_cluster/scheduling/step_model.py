@@ -22,7 +22,6 @@ are multiplied by what these steps say. Without it a decode node on a CPU, fitte
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
@@ -94,6 +93,10 @@ def keys_of(num_tokens: int, start: int) -> int:
     return num_tokens * (2 * start + num_tokens - 1) // 2
 
 
+def is_near(seconds: float, predicted_s: float) -> bool:
+    return predicted_s < OUTLIER * seconds and seconds < OUTLIER * predicted_s
+
+
 class _Ladder:
     """What a number of tokens costs in all, where the price of one more changes at knots. The first knot is 0."""
 
@@ -125,8 +128,7 @@ class StepModel:
         self._early: list[tuple[StepWork, float]] = []
         self._num_noted = 0
         self._num_with_prompts = 0  # of them
-        self._most_decodes = 0  # of a step without prompts: so many are priced
-        self._ratios: deque[float] = deque(maxlen=ENOUGH_PROMPTS)  # see `_check_prices`
+        self._most_decodes = 0  # so many are priced: a step of them alone took as long as predicted
         self._restart([BASE_S, CONTEXT_S, KEY_S, DECODE_S, *TOKEN_S, *(FIRST_S for _ in FIRST_KNOTS)])
         if measured:
             self.fit(measured)
@@ -201,9 +203,9 @@ class StepModel:
         """Correct the model by a step of this work that took so long."""
         if seconds <= 0:
             return
-        if not work.num_tokens and work.num_decodes > self._most_decodes:
-            self._most_decodes = work.num_decodes
         if self.is_fitted:
+            if not work.num_tokens and work.num_decodes > self._most_decodes and is_near(seconds, self.seconds(work)):
+                self._most_decodes = work.num_decodes
             self._check_prices(work, seconds)
             self._add(work, seconds, OUTLIER)
             if not self._num_noted % CORRECT_EVERY:
@@ -222,10 +224,10 @@ class StepModel:
             return
         scale = median(seconds / self.seconds(work) for work, seconds in samples)
         self._restart([scale * own for own in self._seconds])
+        self._most_decodes = max((work.num_decodes for work, _ in samples if not work.num_tokens), default=0)
         if most < inf:  # most of them may be decodes, and their scale says nothing of prompts
             for work, seconds in samples:
                 self._check_prices(work, seconds)
-            self._ratios.clear()
         for work, seconds in samples:
             self._add(work, seconds, most)
         self._solve(_MEASURED_PULLS if most == inf else _EARLY_PULLS, EARLY_SWEEPS)
@@ -233,26 +235,39 @@ class StepModel:
         self._early = []
 
     def _check_prices(self, work: StepWork, seconds: float) -> None:
-        """Multiply the prices of prompts where the last steps that are mostly prompts all say that they are wrong."""
-        own, num_decodes = self._seconds, work.num_decodes
+        """Multiply prices of prompts where steps in a row that are mostly prompts all say that they are wrong.
+
+        Those that lie beyond OUTLIER. A step within it ends the row if the row's prices would have it elsewhere.
+        """
+        num_decodes, predicted_s = work.num_decodes, self.seconds(work)
         if not work.num_tokens or num_decodes > self._most_decodes:
             return
-        prompts_s = own[2] * work.num_keys
-        prompts_s += self._tokens.seconds(num_decodes + work.num_tokens) - self._tokens.seconds(num_decodes)
-        rest_s = self.seconds(work) - prompts_s
+        keys_s = self._seconds[2] * work.num_keys
+        tokens_s = self._tokens.seconds(num_decodes + work.num_tokens) - self._tokens.seconds(num_decodes)
+        is_keys = keys_s > tokens_s  # then only their price is wrong
+        prompts_s = keys_s if is_keys else keys_s + tokens_s
+        rest_s, row = predicted_s - prompts_s, self._rows[is_keys]
+        if is_near(seconds, predicted_s):
+            if row and (prompts_s > 2 * rest_s or not is_near(rest_s + row[0] * prompts_s, predicted_s)):
+                row.clear()
+            return
         if max(prompts_s, seconds - rest_s) < 2 * rest_s:
             return  # what it says is more about decodes, or about the weights
-        self._ratios.append(max((seconds - rest_s) / prompts_s, LEAST))
-        least, most = min(self._ratios), max(self._ratios)
-        if len(self._ratios) == ENOUGH_PROMPTS and (least > OUTLIER or most < 1 / OUTLIER):
-            factor = least if least > OUTLIER else most
-            self._restart([price * factor if term in _PROMPTS else price for term, price in enumerate(own)])
-            self._ratios.clear()
+        factor = max((seconds - rest_s) / prompts_s, LEAST)
+        if row and (row[0] > 1) != (factor > 1):
+            row.clear()
+        row.append(factor)
+        row.sort(reverse=factor < 1)  # the first changes least
+        if len(row) == ENOUGH_PROMPTS:
+            # What made long ones dearer may have been their keys: short ones that say the opposite leave those alone
+            wrong = _KEYS if is_keys else _TOKEN_PRICES if factor < 1 and 8 * keys_s < tokens_s else _PROMPTS
+            self._restart([price * row[0] if at in wrong else price for at, price in enumerate(self._seconds)])
 
     def _restart(self, seconds: Sequence[float]) -> None:
         """Set the coefficients, and forget the steps behind them."""
         count = len(seconds)
         self._base = list(seconds)
+        self._rows: tuple[list[float], list[float]] = ([], [])  # see `_check_prices`: of tokens, and of keys
         self._use(self._base)
         self._factors = [1.0] * count  # `_seconds` / `_base`
         self._products = [[0.0] * count for _ in seconds]  # of terms' shares of steps, summed up
@@ -305,7 +320,8 @@ class StepModel:
 
 _TOKENS = 4  # index of the first coefficient of tokens, and of first tokens
 _FIRST = _TOKENS + len(TOKEN_S)
-_PROMPTS = (2, *range(_TOKENS, _FIRST))  # indices of the prices of prompts
+_KEYS, _TOKEN_PRICES = (2,), tuple(range(_TOKENS, _FIRST))  # indices of the prices of prompts
+_PROMPTS = (*_KEYS, *_TOKEN_PRICES)
 _MEASURED_PULLS, _EARLY_PULLS = (
     [EARLY_PULL] * 3 + [decode] + [EARLY_PULL] * len(TOKEN_S) + [first] * len(FIRST_KNOTS)
     for decode, first in (MEASURED_PULLS, FIRST_STEPS_PULLS)

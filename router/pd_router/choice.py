@@ -10,9 +10,10 @@ import msgspec
 from msgspec.structs import replace
 
 from pd_router.config import HandoffOrder
-from pd_router.cost import DOUBT_S, FEW_NODES, HANDOVER_S, LOCAL_TOKENS, Costs, PromptFacts
+from pd_router.cost import DOUBT_S, ERROR_FACTOR, FEW_NODES, HANDOVER_S, LOCAL_TOKENS, Costs, PromptFacts
 from pd_router.errors import NoNode
 from pd_router.node_table import Node, NodeTable, Role
+from pd_router.trial import FEWEST, MOST
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -143,14 +144,16 @@ class RouteChoice(msgspec.Struct, frozen=True):
             return min(meeting, key=costs.direct_s, default=None), "prefill-late"
         return None, ""
 
-    def _tries(self, node: Node, told_s: float, usual_s: float, doubt_s: float = 0.0) -> bool:
+    def _tries(self, node: Node, workers: int, told_s: float, usual_s: float, doubt_s: float = 0.0) -> bool:
         """Whether the prompt goes to this idle prefill node though it takes `told_s` there by the node's pace, and
-        `usual_s` elsewhere. Not if it would miss the target."""
-        trial = node.view.trial
+        `usual_s` elsewhere. Not if it would miss the target, nor if it would wait for memory; and without the node's
+        feed nothing says that it is idle. `workers`: of the router, which all get their part of its requests."""
+        view, trial = node.view, node.view.trial
         likely_s = trial.likely_s(told_s)
-        if node.view.ledger.total[2] or self.is_asked or 0 < self.slo_ttft_s < likely_s + HANDOVER_S:
+        if view.ledger.total[2] or view.load is None or view.ledger.total[6] < self.costs.num_tokens(node):
             return False
-        return trial.is_due(likely_s, usual_s, doubt_s)
+        is_late = 0 < self.slo_ttft_s < likely_s + HANDOVER_S
+        return not is_late and trial.is_due(likely_s, usual_s, doubt_s, max(FEWEST, MOST // workers))
 
     def _may_be_sooner(self, nodes: Sequence[Node], prefill_s: float) -> bool:
         """False: no node costs clearly less than a handoff, not even an idle one. So it is mostly, and the sums that
@@ -198,7 +201,7 @@ def choose(
 ) -> RouteChoice:
     """Choose for one request. `turn`: any counter; it breaks ties, so that nodes of equal cost take turns.
 
-    It changes nothing in the table but what idle prefill nodes have been waiting for (`trial.py`).
+    It changes nothing in the table but how long idle prefill nodes have waited (`trial.py`).
 
     `heirs`: of a stream that was cut, the only nodes that may decode. Raises ModelNotFound, NoNode.
     """
@@ -235,10 +238,10 @@ def choose(
     may_keep = settings.decode_on_prefill == "auto" and heirs is None
     if may_keep and not prompt.is_several and (kept := _kept(handoff)) is not None:  # how many is not counted here
         return kept
-    may_try = heirs is None and not prompt.is_told and not prompt.is_several
-    if may_try and len(ranked) > 1 and (tried := _slow(handoff, reading_s)) is not None:
+    workers = 0 if prompt.is_told or prompt.is_several or heirs is not None else settings.workers
+    if len(ranked) > 1 and workers and (tried := _slow(handoff, reading_s, workers)) is not None:
         return tried
-    return _better(handoff, reading_s[ranked[0]], may_try=may_try) if settings.spills else handoff
+    return _better(handoff, reading_s[ranked[0]], workers) if settings.spills else handoff
 
 
 def _best_version(
@@ -294,29 +297,33 @@ def _kept(handoff: RouteChoice) -> RouteChoice | None:
     return replace(handoff, order=HandoffOrder.DIRECT, reason=KEPT, decodes=keepers, otherwise=handoff)
 
 
-def _slow(handoff: RouteChoice, reading_s: Mapping[Node, float]) -> RouteChoice | None:
+def _slow(handoff: RouteChoice, reading_s: Mapping[Node, float], workers: int) -> RouteChoice | None:
     """The handoff from the last prefill node, if it is last because of its pace, and to be tried."""
     first, last = handoff.prefills[0], handoff.prefills[-1]
-    if not handoff.costs.is_slower(last) or not handoff._tries(last, reading_s[last], reading_s[first]):
+    if not handoff.costs.is_slower(last) or not handoff._tries(last, workers, reading_s[last], reading_s[first]):
         return None
     return replace(handoff, reason=TRIED, prefills=(last, *handoff.prefills[:-1]))
 
 
-def _better(handoff: RouteChoice, prefill_s: float, *, may_try: bool) -> RouteChoice:
-    """`handoff`, or that a decode node reads the prompt."""
+def _better(handoff: RouteChoice, prefill_s: float, workers: int) -> RouteChoice:
+    """`handoff`, or that a decode node reads the prompt. `workers`: see `_tries`; 0: nothing is tried."""
     node, reason = handoff._sooner(handoff.decodes, prefill_s)
     if node is None:
         return handoff
-    cached = handoff.costs.num_cached(node)
-    is_whole = cached and handoff.costs.num_missing(node) < LOCAL_TOKENS
+    costs, first = handoff.costs, handoff.prefills[0]
+    cached = costs.num_cached(node)
+    is_whole = cached and costs.num_missing(node) < LOCAL_TOKENS
     if is_whole and node.pairs_with(handoff.kv_version):  # D's own word is newer, and it may still ask a P
         return replace(handoff, order=HandoffOrder.D_FIRST, reason="cached")
-    if cached > handoff.costs.num_cached(handoff.prefills[0]):
-        reason = "cached"
-    if may_try and reason == BUSY:
-        over_s, direct_s, _ = handoff.costs.decoding((node,))[0]
-        if handoff._tries(handoff.prefills[0], prefill_s, max(0.0, direct_s - over_s), DOUBT_S):
+    # A cache that saves D less than half of the prompt is no reason against a trial: a P that was killed has lost the
+    # system prompt that all share
+    may_try = workers and reason == BUSY and 2 * (cached - costs.num_cached(first)) <= costs.num_tokens(node)
+    if may_try and first.view.ledger.total[0] > ERROR_FACTOR * node.view.ledger.total[0]:
+        over_s, direct_s, _ = costs.decoding((node,))[0]
+        if handoff._tries(first, workers, prefill_s, max(0.0, direct_s - over_s), DOUBT_S):
             return replace(handoff, reason=TRIED)
+    if cached > costs.num_cached(first):
+        reason = "cached"
     return replace(handoff, order=HandoffOrder.DIRECT, reason=reason, otherwise=handoff)
 
 

@@ -41,12 +41,14 @@ class NodeWork(msgspec.Struct, frozen=True, gc=False):
         return self.tokens * (2 * self.cached_tokens + self.tokens) // 2
 
 
+NO_WORK = NodeWork()
+
+
 class LedgerEntry(msgspec.Struct, eq=False, gc=False):
     """One charge. Written by the ledger only."""
 
     number: int
     work: NodeWork
-    was_idle: bool  # when it was opened, no prompt was to be computed
     is_included: bool = False  # in the node's load
 
 
@@ -71,7 +73,7 @@ class ChargeLedger:
         self._entries: dict[int, LedgerEntry] = {}
 
     def open(self, work: NodeWork) -> LedgerEntry:
-        entry = LedgerEntry(next(self._numbers), work, not self.total[2])
+        entry = LedgerEntry(next(self._numbers), work)
         self._entries[entry.number] = entry
         self._count(work, 1)
         self._add_up()
@@ -87,7 +89,8 @@ class ChargeLedger:
 
     def close(self, entry: LedgerEntry) -> None:
         """End a charge. Idempotent."""
-        if self._entries.pop(entry.number, None) is not None and not entry.is_included:
+        is_counted = self._entries.pop(entry.number, None) is not None and not entry.is_included
+        if is_counted and entry.work is not NO_WORK:
             self._count(entry.work, -1)
             self._add_up()
 

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from pd_http.body import longest_body
 from pd_http.errors import ModelNotFound
-from pd_router.ledger import ChargeLedger, NodeWork
+from pd_router.ledger import NO_WORK, ChargeLedger, NodeWork
 from pd_router.liveness import NodeLiveness
 from pd_router.node_view import NodeView, TextRatio
 from pd_router.prefix_index import PrefixIndex
@@ -123,7 +123,8 @@ class Charge:
     """Work booked on a node when it is chosen, so that a burst spreads over nodes. Released exactly once."""
 
     __slots__ = (
-        "_begun_s", "_clock", "_entry", "_is_hidden", "_node", "_num_bytes", "_prefill_bytes", "_sequences", "_timer",
+        "_begun_s", "_clock", "_entry", "_found_idle", "_is_hidden", "_node", "_num_bytes", "_prefill_bytes",
+        "_sequences", "_timer",
     )  # fmt: skip
 
     def __init__(
@@ -142,8 +143,12 @@ class Charge:
         """
         node.prefill_bytes += prefill_bytes
         node.decode_sequences += sequences
-        tokens = round(prefill_bytes * node.view.tokens_per_byte) if prompt_tokens is None else prompt_tokens
-        self._entry = node.view.ledger.open(NodeWork(tokens, cached_tokens, sequences))
+        view, ledger = node.view, node.view.ledger
+        tokens = round(prefill_bytes * view.ratio.value) if prompt_tokens is None else prompt_tokens
+        self._found_idle = prefill_bytes > 0 and not sequences and not ledger.total[2]
+        if self._found_idle and view.trial.num_waited:
+            view.trial.begin()
+        self._entry = ledger.open(NodeWork(tokens, cached_tokens, sequences))
         self._node = node
         self._clock = clock
         self._begun_s = clock()
@@ -185,7 +190,10 @@ class Charge:
             return
         if self._prefill_bytes:
             self._node.speed.note(self._prefill_bytes, self._begun_s, now_s := self._clock())
-            self._node.view.prefilled(self._entry, now_s - self._begun_s)
+            if self._found_idle:
+                view, work = self._node.view, self._entry.work
+                told = view.ledger.told
+                view.trial.note(now_s - self._begun_s, work.tokens * told[0] + work.keys * told[1])
         self.prefill_over()
 
     def prefill_over(self) -> None:
@@ -193,12 +201,14 @@ class Charge:
         self._node.prefill_bytes -= self._prefill_bytes
         self._prefill_bytes = 0
         if self._entry.work.tokens:
-            self._node.view.ledger.change(self._entry, NodeWork(sequences=self._sequences))
+            rest = NodeWork(sequences=self._sequences) if self._sequences else NO_WORK
+            self._node.view.ledger.change(self._entry, rest)
         if self._timer is not None:
             self._timer.cancel()
 
     def release(self) -> None:
-        self.prefill_over()
+        if self._prefill_bytes or self._entry.work.tokens:
+            self.prefill_over()
         self._node.decode_sequences -= self._sequences
         self._sequences = 0
         self._node.view.ledger.close(self._entry)

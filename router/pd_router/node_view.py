@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pd_connectors.protocol.feed import NodeLoad
-    from pd_router.ledger import LedgerEntry
 
 USUAL_TOKENS_PER_BYTE = 0.25  # English text and code, tokenizers of 32k to 128k tokens
 GUESS_BYTES = 4_000  # of text that the usual ratio weighs as much as
@@ -108,12 +107,8 @@ class NodeView:
             load.stream_room if load.tpot_s else inf,
         )  # fmt: skip
         self.ledger.hear(told, charges)
-
-    def prefilled(self, entry: LedgerEntry, took_s: float) -> None:
-        """Note that the prompt of an open charge was computed so long after the charge."""
-        if entry.was_idle:
-            told, work = self.ledger.told, entry.work
-            self.trial.note(took_s, work.tokens * told.token_s + work.keys * told.key_s)
+        if load.queued_tokens:  # also of another router's trial
+            self.trial.begin()
 
     def forget(self) -> None:
         """Note that the feed's word no longer holds: only own charges are known until the next snapshot."""

@@ -218,6 +218,30 @@ def test_the_model_learns_from_steps_that_the_host_waited_for(device: FakeDevice
     assert [seconds for _, seconds in all_noted] == pytest.approx([step_s * 5 / 4, step_s * 10]), "all of the time"
 
 
+def test_a_step_behind_one_that_was_seen_late_teaches_nothing(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began before the host saw the end of the one before it, so that it seems to take no time at all."""
+    now_s, noted = [100.0], list[float]()
+    steps = pipeline(device, 2)
+    steps._clock = lambda: now_s[0]
+    steps._model.note = lambda work, seconds: noted.append(seconds)  # type: ignore[method-assign]
+    step_s = steps._model.seconds(StepWork(1, 7))
+    steps.launch(lambda: step(7))
+    steps.launch(lambda: step(7))
+    now_s[0] += 10 * step_s
+    monkeypatch.setattr(FakePending, "is_over", True)
+    steps.retire()
+    steps.retire()
+    steps.learn()
+    assert not noted
+    steps.launch(lambda: step(7))  # nothing ran before it
+    now_s[0] += step_s / 2
+    steps.retire()
+    steps.learn()
+    assert noted == pytest.approx([step_s / 2])
+
+
 def test_at_depth_1_every_step_is_timed(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU's step is over when its launch returns. Nothing ran beside it, so its time is exact."""
     monkeypatch.setattr(FakePending, "is_over", True)

@@ -98,11 +98,11 @@ class Cluster:
             await self.seen()
             await self.ask_more(AWAY)
 
-    async def until_in_use(self) -> list[str]:
-        """The routes until IN_USE prompts went P-first by the router's own choice."""
+    async def until_in_use(self, how_many: int = IN_USE) -> list[str]:
+        """The routes until so many prompts went P-first by the router's own choice."""
         routes: list[str] = []
-        while sum(route.startswith("p-first") for route in routes) < IN_USE:
-            assert len(routes) < WITHIN, f"{routes[-IN_USE:]} of {WITHIN}"
+        while sum(route.startswith("p-first") for route in routes) < how_many:
+            assert len(routes) < WITHIN, f"{routes[-how_many:]} of {WITHIN}"
             routes.append(await self.ask())
         return routes
 
@@ -116,7 +116,7 @@ def test_a_prefill_node_that_was_killed_is_in_use_again(launcher: Launcher) -> N
         await cluster.seen()
         await cluster.ask_more(AWAY)
         await cluster.play("-P +P")
-        await cluster.until_in_use()
+        await cluster.until_in_use(3)
 
     asyncio.run(run())
 

@@ -13,7 +13,7 @@ from pd_router.choice import RouteChoice, choose
 from pd_router.config import HandoffOrder, RouterConfig
 from pd_router.cost import PromptFacts
 from pd_router.node_table import Charge, Node, NodeTable
-from pd_router.trial import MOST, SAVED, IdleTrial
+from pd_router.trial import FEWEST, MOST, SAVED, SHORT_S, IdleTrial
 
 TOKEN_S = 100e-6
 NUM_TOKENS = 1000
@@ -33,9 +33,9 @@ class World:
             self.tell(node)
         self.d = self.table.nodes[-1]
 
-    def tell(self, node: Node, token_s: float = TOKEN_S, queued: int = 0) -> None:
+    def tell(self, node: Node, token_s: float = TOKEN_S, queued: int = 0, free_blocks: int = 5000) -> None:
         node.view.hear(
-            NodeLoad(queued, num_slots=64, free_blocks=5000, num_blocks=5000, block_size=64, token_s=token_s), ()
+            NodeLoad(queued, num_slots=64, free_blocks=free_blocks, num_blocks=5000, block_size=64, token_s=token_s), ()
         )
 
     def choose(self, asked: HandoffOrder | None = None, turn: int = 0, **facts: Any) -> RouteChoice:
@@ -43,7 +43,16 @@ class World:
         return choose(self.table, None, PromptFacts(4 * NUM_TOKENS, **facts), self.config, asked, turn, heirs)
 
     def routes(self, count: int, **facts: Any) -> list[str]:
-        return [self.choose(turn=turn, **facts).text for turn in range(count)]
+        return [choice.text for choice in self.choices(count, **facts)]
+
+    def choices(self, count: int, **facts: Any) -> list[RouteChoice]:
+        """A trial is begun, and the node is idle again at once."""
+        choices = []
+        for turn in range(count):
+            choices.append(choice := self.choose(turn=turn, **facts))
+            if choice.text == TRIED:
+                choice.prefills[0].view.trial.begin()
+        return choices
 
     def read(self, node: Node, took_s: float) -> None:
         """The node computes a prompt."""
@@ -52,11 +61,19 @@ class World:
             charge.prefill_done()
 
 
+def tries(trial: IdleTrial, likely_s: float, usual_s: float, doubt_s: float = 0.0) -> bool:
+    """Whether the prompt goes to the node, which begins it then."""
+    is_due = trial.is_due(likely_s, usual_s, doubt_s)
+    if is_due and likely_s > usual_s + doubt_s:
+        trial.begin()
+    return is_due
+
+
 @given(prompts=st.lists(st.tuples(st.floats(1e-6, 100.0), st.floats(1e-3, 10.0)), max_size=400))
 def test_trials_are_paid_for_and_none_waits_for_long(prompts: list[tuple[float, float]]) -> None:
     """`prompts`: seconds that each would lose, and that it takes elsewhere."""
     trial = IdleTrial()
-    tried = [trial.is_due(usual_s + lost_s, usual_s) for lost_s, usual_s in prompts]
+    tried = [tries(trial, usual_s + lost_s, usual_s) for lost_s, usual_s in prompts]
     last, saved_s = -1, 0.0
     for at, (lost_s, usual_s) in enumerate(prompts):
         saved_s += SAVED * usual_s
@@ -68,9 +85,9 @@ def test_trials_are_paid_for_and_none_waits_for_long(prompts: list[tuple[float, 
 
 def test_what_a_trial_may_cost_whatever_it_costs_is_that_of_a_prompt_of_usual_length() -> None:
     trial = IdleTrial()
-    tried = [usual_s for usual_s in (0.1, 0.4) * (2 * MOST) if trial.is_due(20 * usual_s, usual_s)]
+    tried = [usual_s for usual_s in (0.1, 0.4) * (2 * MOST) if tries(trial, 20 * usual_s, usual_s)]
     assert tried == [0.1] * 3
-    tried = [usual_s for usual_s in (0.1,) * MOST + (0.4,) * (2 * MOST) if trial.is_due(20 * usual_s, usual_s)]
+    tried = [usual_s for usual_s in (0.1,) * MOST + (0.4,) * (2 * MOST) if tries(trial, 20 * usual_s, usual_s)]
     assert 0.4 in tried, "short ones have ended"
 
 
@@ -89,6 +106,9 @@ def test_a_prompt_that_was_faster_than_told_counts_until_the_next() -> None:
     assert trial.likely_s(2.0) == 2.0, "a slow one is no reason to leave it more than its own word is"
     trial.note(0.5, 0.0)
     assert trial.likely_s(2.0) == 2.0, "it tells no pace"
+    trial.note(0.5, 1.0)
+    trial.note(0.018, SHORT_S)
+    assert trial.likely_s(2.0) == 1.0, "a short one says nothing: the way to the node takes as long"
 
 
 @pytest.mark.parametrize("factor", [1.5, 3.0, 20.0, 1000.0])
@@ -129,7 +149,72 @@ def test_requests_with_an_order_or_a_target_and_cut_streams_try_nothing() -> Non
 def test_a_prompt_that_d_has_cached_stays_there() -> None:
     world = World()
     world.tell(world.table.nodes[0], 3 * TOKEN_S)
-    assert set(world.routes(2 * MOST, cached={world.d: 500})) == {"direct; reason=cached"}
+    assert set(world.routes(2 * MOST, cached={world.d: 550})) == {"direct; reason=cached"}
+    world.tell(world.table.nodes[0], 1.05 * TOKEN_S)
+    assert set(world.routes(2 * MOST, cached={world.d: 400})) == {"direct; reason=cached"}, "its pace is no reason"
+
+
+def test_a_system_prompt_that_only_d_has_cached_hinders_no_trial() -> None:
+    """A P that was killed has lost it, and gets none back: before, each prompt was `cached` at D for good."""
+    world = World()
+    world.tell(world.table.nodes[0], 3 * TOKEN_S)
+    assert set(world.routes(2 * MOST, cached={world.d: 200})) == {"direct; reason=cached", TRIED}
+
+
+def test_a_trial_stays_due_until_the_node_has_a_prompt() -> None:
+    """A request that waits for its turn is chosen for twice, and may be refused between. Before, 48 prompts that were
+    chosen for twice lost each trial."""
+    world = World()
+    p = world.table.nodes[0]
+    world.tell(p, 30 * TOKEN_S)
+    routes = [world.choose(turn=turn).text for turn in range(MOST + 5)]
+    assert routes == [BUSY] * (MOST - 1) + [TRIED] * 6
+    with Charge(p, lambda: world.now_s, prefill_bytes=400):
+        pass
+    assert world.choose().text == BUSY
+    world.routes(MOST - 3)
+    world.tell(p, 30 * TOKEN_S, queued=1)  # another router's trial
+    world.tell(p, 30 * TOKEN_S)
+    assert set(world.routes(MOST - 1)) == {BUSY}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 64])
+def test_the_prompts_of_all_workers_wait_for_one_trial(workers: int) -> None:
+    world = World(workers=workers)
+    world.tell(world.table.nodes[0], 30 * TOKEN_S)
+    assert world.routes(MOST).index(TRIED) == max(FEWEST, MOST // workers) - 1
+
+
+@pytest.mark.parametrize("factor", [1.5, 3.0, 1000.0])
+@pytest.mark.parametrize(("num_routers", "workers"), [(1, 1), (2, 1), (2, 2), (4, 4)])
+def test_several_routers_use_an_idle_node_within_100_prompts(num_routers: int, workers: int, factor: float) -> None:
+    """Its pace was long; it is as fast as D, and tells so from its fourth prompt on."""
+    routers, pace_s, num_read = [World(workers=workers) for _ in range(num_routers)], factor * TOKEN_S, 0
+    for turn in range(100):
+        for router in routers:
+            router.tell(router.table.nodes[0], pace_s)
+        router = routers[turn % num_routers]
+        if router.choose(turn=turn).order is HandoffOrder.DIRECT:
+            continue
+        for other in routers:
+            if other is not router:
+                other.tell(other.table.nodes[0], pace_s, queued=NUM_TOKENS)
+        router.read(router.table.nodes[0], TOKEN_S * NUM_TOKENS)
+        num_read += 1
+        pace_s = TOKEN_S if num_read >= 4 else pace_s
+    assert num_read >= 9
+
+
+def test_no_trial_waits_for_memory_or_at_a_node_that_may_be_busy() -> None:
+    world = World()
+    p = world.table.nodes[0]
+    world.tell(p, 30 * TOKEN_S, free_blocks=15)  # of 64 tokens; the prompt has 1,000
+    assert set(world.routes(2 * MOST)) == {BUSY}
+    world.tell(p, 30 * TOKEN_S, free_blocks=16)
+    assert TRIED in world.routes(MOST)
+    p.view.forget()
+    p.speed.note(4 * 10_000, 0.0, world.now_s)
+    assert set(world.routes(2 * MOST)) == {BUSY}
 
 
 def test_a_system_prompt_that_all_nodes_have_cached_hinders_no_trial() -> None:
@@ -143,7 +228,7 @@ def test_the_slowest_of_several_is_tried_too() -> None:
     world = World(num_prefill=3)
     p0, p1, p2 = world.table.nodes[:3]
     world.tell(p1, 3 * TOKEN_S)
-    choices = [world.choose(turn=turn) for turn in range(2 * MOST)]
+    choices = world.choices(2 * MOST)
     tried = [choice for choice in choices if choice.text == TRIED]
     assert 1 <= len(tried) <= 5
     assert {choice.prefills[0] for choice in tried} == {p1}
