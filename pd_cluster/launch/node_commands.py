@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx
 
@@ -120,11 +120,14 @@ def _carry_out(orders: RouterOrders, namespace: argparse.Namespace) -> int:
         sys.stdout.write("".join(f"{node}\n" for node in orders.give_all(namespace.action)))
         return 0
     role, is_forced = getattr(namespace, "role", ""), getattr(namespace, "force", False)
-    row = orders.give(namespace.action, namespace.node, role, is_forced=is_forced)
+    node = namespace.node
+    if namespace.action != "add" and "://" in node:  # routers call a node by its id or by host:port
+        node = urlsplit(node).netloc or node
+    row = orders.give(namespace.action, node, role, is_forced=is_forced)
     end_s = time.monotonic() + getattr(namespace, "wait_s", 0.0)
     while _is_busy(row) and time.monotonic() < end_s:
         time.sleep(LOOK_EVERY_S)
-        row = orders.give(namespace.action, namespace.node)
+        row = orders.give(namespace.action, node)
     _show([row])
     return 1 if getattr(namespace, "wait_s", 0.0) and _is_busy(row) else 0
 

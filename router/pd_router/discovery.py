@@ -124,9 +124,9 @@ class Discovery:
                 one.was_doubted = member.is_doubted
                 if one.was_doubted and not before:
                     log.warning(
-                        "node source '%s' is doubted: it names no node that serves in place of %d that do. They stay "
-                        "in use while they live: to take them out, drain them all (`pd-cluster nodes drain`) or end "
-                        "their processes", one.source.name, len(member.held),
+                        "node source '%s' is doubted: it names no node that serves, or none that decodes, and %d that "
+                        "it no longer names do. They stay in use while they live: to take them out, drain them all "
+                        "(`pd-cluster nodes drain`) or end their processes", one.source.name, len(member.held),
                     )  # fmt: skip
                 elif before and not one.was_doubted:
                     log.info("node source '%s' is believed again; it has %d nodes", one.source.name, len(one.applied))

@@ -115,14 +115,17 @@ class HealthPoller:
         node.liveness.judge(None if kind is None else Down(kind, why))
 
     def _read_identity(self, node: Node, body: bytes) -> bool:
-        """Read /health; other engines' has no epoch. Returns True if the node has restarted."""
+        """Read /health; other engines' has no epoch. Returns True if another boot of the node answers, or another node.
+
+        A process at the address of a node that has ended may tell no epoch: it is not that node.
+        """
         report = object_in(body)
-        if "epoch" not in report:
+        if "epoch" not in report and node.epoch is None:
             return False
         if is_name(node_id := report.get("node_id")):
             node.node_id = node_id
         epoch = report.get("epoch")
-        restarted = isinstance(epoch, int) and node.epoch is not None and epoch != node.epoch
+        restarted = node.epoch is not None and epoch != node.epoch
         if restarted:
             log.warning("node %s has restarted (epoch %s -> %s)", node.node_id, node.epoch, epoch)
             node.failures_in_row, node.ejected_until_s = 0, 0.0

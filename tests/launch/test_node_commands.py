@@ -47,7 +47,7 @@ def test_a_node_is_added_drained_and_removed(nodes: Callable[..., str]) -> None:
     assert row.split() == ["127.0.0.1:9", "decode", "active", "no", "posted", NODE, "0", "0", "none", "0", "-"]
     assert "draining" in nodes("drain", "127.0.0.1:9", "--wait-s=30")  # nothing runs there, so nothing is waited for
     assert "draining" in nodes("list")
-    assert "active" in nodes("undrain", "127.0.0.1:9")
+    assert "active" in nodes("undrain", NODE)  # by its URL, as it was added
     assert "leaving" in nodes("remove", "127.0.0.1:9")
     assert nodes("list").count("\n") == 1  # the titles
 

@@ -147,6 +147,7 @@ class FakeNode:
             "model": self.models[0],
             "max_model_len": self.max_model_len,
         } | self.facts
+        told = {name: value for name, value in told.items() if value is not None}
         return web.json_response(told, status=200 if self.is_up else 503)
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -175,12 +175,13 @@ async def test_a_list_without_a_pod_is_doubted_while_the_nodes_answer(
         assert stage.traffic.statuses == {200}
 
 
-async def test_nodes_that_have_ended_leave_a_doubted_source(nodes: list[FakeNode]) -> None:
+@pytest.mark.parametrize("boot", [8, None], ids=["another boot", "a stranger that tells none"])
+async def test_nodes_that_have_ended_leave_a_doubted_source(nodes: list[FakeNode], boot: int | None) -> None:
     async with staged(nodes) as stage:
         stage.fake.lists_nothing = True
         await stage.fake.drop()
         await until(lambda: stage.doubted() == 1.0)
-        nodes[1].epoch += 1  # another process is at this address
+        nodes[1].facts = {"epoch": boot}  # another process is at this address
         await until(lambda: [node.node_id for node in stage.in_use()] == ["d-0"])
         [last] = stage.in_use()
         await stage.traffic.close()
