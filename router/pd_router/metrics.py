@@ -95,7 +95,7 @@ class RouterMetrics:
             registry=registry,
         )  # fmt: skip
         self._source_age_s = Gauge(
-            "pd_router_source_age_seconds", "Seconds since the source of nodes was last read.", ["source"], registry=registry
+            "pd_router_source_age_seconds", "Seconds since the source was last read.", ["source"], registry=registry
         )
         self.frozen_workers = counter("frozen_workers", "Processes before this worker that were killed as frozen.")
         self.http = HttpMetrics(registry, "pd_router")
