@@ -174,7 +174,7 @@ def test_noise_within_the_bound_and_few_outliers_never_multiply_a_price(
     sizes: list[tuple[int, int, float]], burst: list[float]
 ) -> None:
     model, restarts = settled(), list[object]()
-    model._restart = restarts.append  # type: ignore[method-assign]
+    model._restart = restarts.append  # type: ignore[method-assign, assignment]
     model._solve = lambda *_: None  # type: ignore[method-assign]  # which follows the noise
     for num_tokens, num_decodes, noise in sizes:
         work = prompt(num_tokens, num_decodes)
