@@ -80,6 +80,10 @@ class LeavingServer(uvicorn.Server):
             self.config.timeout_graceful_shutdown = left_s = max(LEAST_DRAIN_S, left_s)  # type: ignore[assignment]
             asyncio.get_running_loop().call_later(left_s, self._gate.cut)
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves the app as it is, and its log has a traceback then
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LEAST_DRAIN_S):
+                    await self.lifespan.shutdown()
 
     async def _empty(self, sockets: list[socket.socket]) -> None:
         """Stop accepting behind the last connection of the queue: to close it would reset those."""
