@@ -42,25 +42,17 @@ class PauseStep(LogitsStage):
         time.sleep(inputs)
 
 
-class SlowPrompts(LogitsStage):
+class SlowPrompts(PauseStep):
     """Prolongs the last step of each prompt that is computed here by PD_TEST_TOKEN_S seconds for each of its tokens.
 
     PD_TEST_TOKEN_S is in the node's environment.
     """
 
     def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
         self._token_s = float(os.environ.get("PD_TEST_TOKEN_S", "0"))
-        self._pauses_s = np.zeros(context.num_rows)
 
     def start(self, row: int, start: SequenceStart) -> bool:
         is_new = len(start.token_ids) == start.num_prompt_tokens
         self._pauses_s[row] = self._token_s * start.num_prompt_tokens if is_new else 0.0
         return bool(self._pauses_s[row])
-
-    def prepare(self, rows: Ints, lengths: Ints) -> float:
-        pause_s = float(self._pauses_s[rows].max(initial=0.0))
-        self._pauses_s[rows] = 0.0
-        return pause_s
-
-    def apply(self, logits: torch.Tensor, inputs: float) -> None:
-        time.sleep(inputs)

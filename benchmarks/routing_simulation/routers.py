@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from pd_router.charge import Charge
 from pd_router.choice import choose
 from pd_router.config import HandoffOrder, RouterConfig
 from pd_router.cost import PromptFacts
-from pd_router.node_table import Charge, Node, NodeTable
+from pd_router.node_table import Node, NodeTable
 from pd_router.prefix_index import PrefixIndex
 from pd_router.speed import ReadingSpeed
 

@@ -11,12 +11,13 @@ from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_connectors.protocol.text_chain import chain_key
 from pd_http.errors import NodesDied
 from pd_http.node_answers import FailureKind
+from pd_router.charge import Charge
 from pd_router.continuation import Heirs, may_continue
 from pd_router.continued_route import choose_heir
 from pd_router.headers import REQUEST_ID
 from pd_router.legs import DecodeLeg
 from pd_router.liveness_guard import LivenessGuard
-from pd_router.node_table import Charge, Node, Role
+from pd_router.node_table import Node, Role
 from pd_router.prompt_facts import prompt_facts
 from pd_router.stream_record import StreamRecord
 from pd_router.upstream import LegFailed, Refused

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pd_http.sse import Event
+    from pd_router.charge import Charge
     from pd_router.node_connection import AnswerHead, NodeExchange, Sink
-    from pd_router.node_table import Charge, Node
+    from pd_router.node_table import Node
     from pd_router.stream_record import StreamRecord
 
 log = logging.getLogger("pd_router")

@@ -16,11 +16,11 @@ from pd_http.errors import NodesDied, PdError
 from pd_http.node_answers import FailureKind, usage_in
 from pd_http.reply import JSON_TYPE
 from pd_router.casualties import Casualties
+from pd_router.charge import Charge
 from pd_router.errors import NodeFailed, NoNode
 from pd_router.headers import ROUTE, Headers
 from pd_router.legs import DecodeLeg
 from pd_router.liveness_guard import LivenessGuard
-from pd_router.node_table import Charge, Node, Role
 from pd_router.upstream import Answer, LegFailed, Refused
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pd_router.candidates import Candidates
     from pd_router.config import HandoffOrder
     from pd_router.cost import Costs
+    from pd_router.node_table import Node, Role
     from pd_router.reply import CallReply
     from pd_router.services import Services
     from pd_router.stream_record import StreamRecord

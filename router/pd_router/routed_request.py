@@ -19,7 +19,7 @@ from pd_router.headers import DECODE_BY, PREFILL_BY, TICKET, Headers
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
 from pd_router.liveness_guard import LivenessGuard
 from pd_router.node_request import NodeRequest, may_be_tried_again
-from pd_router.node_table import Charge, Node, Role
+from pd_router.node_table import Node, Role
 from pd_router.splice import send_answer
 from pd_router.upstream import LegFailed, Refused
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from pd_router.body import RequestBody
     from pd_router.call_record import CallRecord
+    from pd_router.charge import Charge
     from pd_router.reply import CallReply
     from pd_router.services import Services
 

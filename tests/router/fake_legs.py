@@ -8,9 +8,10 @@ from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
+from pd_router.charge import Charge
 from pd_router.config import RouterConfig
 from pd_router.node_connection import AnswerHead
-from pd_router.node_table import FLAGS, Charge, Node, NodeSpec, NodeTable, Role
+from pd_router.node_table import FLAGS, Node, NodeSpec, NodeTable, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -11,11 +11,12 @@ from msgspec.structs import replace
 
 from pd_connectors.protocol.feed import NodeLoad
 from pd_http.errors import ModelNotFound
+from pd_router.charge import Charge
 from pd_router.choice import RouteChoice, choose
 from pd_router.config import HandoffOrder, RouterConfig
 from pd_router.cost import LOCAL_TOKENS, SPEEDS, Costs, PromptFacts
 from pd_router.errors import NoNode
-from pd_router.node_table import FULL_KV, Charge, Node, NodeTable, Role
+from pd_router.node_table import FULL_KV, Node, NodeTable, Role
 
 NOW_S = 100.0
 TOKEN_S, KEY_S = 20e-6, 1e-9

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pd_connectors.protocol.feed import FeedSnapshot, NodeLoad
 from pd_router.admission.node_room import NodeRoom
+from pd_router.charge import Charge
 from pd_router.config import HandoffOrder
-from pd_router.node_table import Charge, Node, NodeTable
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.framed_nodes import End, FramedScript, framed_nodes
@@ -18,6 +18,9 @@ from tests.router.router_process import Router, serving, until
 from tests.router.test_choice import NOW_S, chosen, table, tell
 from tests.router.test_feed_follower import FakeFeed
 from tests.router.test_router_spill import BODY, COMPLETIONS, post
+
+if TYPE_CHECKING:
+    from pd_router.node_table import Node, NodeTable
 
 TPOT_S = 0.010
 

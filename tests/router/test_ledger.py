@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pd_connectors.protocol.feed import FeedDelta, FeedMessage, FeedSnapshot, NodeLoad
+from pd_router.charge import Charge
 from pd_router.config import RouterConfig
 from pd_router.node_feed import NodeFeed
-from pd_router.node_table import Charge, Node, NodeTable, Role
+from pd_router.node_table import Node, NodeTable, Role
 from pd_router.prefix_index import PrefixIndex
 
 SIZES = (1, 10)  # prompt tokens of the two requests: the digits of a sum say which are counted, and how often

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from pd_connectors.protocol.feed import NodeLoad
 from pd_http.body import longest_body
+from pd_router.charge import Charge
 from pd_router.choice import RouteChoice, choose
 from pd_router.config import HandoffOrder, RouterConfig
 from pd_router.cost import FEW_NODES, Costs, PromptFacts
-from pd_router.node_table import FLAGS, Charge, NodeSpec, NodeTable, Role
+from pd_router.node_table import FLAGS, NodeSpec, NodeTable, Role
 from pd_router.node_view import TextRatio
 
 if TYPE_CHECKING:

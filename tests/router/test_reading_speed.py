@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pd_router.node_table import Charge, Node, Role
+from pd_router.charge import Charge
+from pd_router.node_table import Node, Role
 from pd_router.speed import DOUBT_S, FORGET_S, ODD, ReadingSpeed
 
 

@@ -13,8 +13,9 @@ from pd_http.errors import InvalidRequest
 from pd_http.sse import Event, SseParser
 from pd_router import headers
 from pd_router.body import RequestBody
+from pd_router.charge import Charge
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.node_table import Charge, Node, NodeTable, Role
+from pd_router.node_table import Node, NodeTable, Role
 
 NAMES = st.sampled_from(["ticket", "done", "error", "message"])
 JSON = st.recursive(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pd_router.node_table import Charge
+from pd_router.charge import Charge
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import Router, serving, until

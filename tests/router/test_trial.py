@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_connectors.protocol.feed import NodeLoad
+from pd_router.charge import Charge
 from pd_router.choice import RouteChoice, choose
 from pd_router.config import HandoffOrder, RouterConfig
 from pd_router.cost import PromptFacts
-from pd_router.node_table import Charge, Node, NodeTable
+from pd_router.node_table import Node, NodeTable
 from pd_router.trial import FEWEST, MOST, SAVED, SHORT_S, IdleTrial
 
 TOKEN_S = 100e-6

@@ -17,12 +17,12 @@ from pd_connectors.protocol.text_chain import chain_key
 from pd_connectors.protocol.ticket import OFFER_HEADER
 from pd_http.errors import InvalidRequest
 from pd_http.names import CLIENT_HEADER, client_name, is_name
+from pd_router.charge import Charge
 from pd_router.choice import RouteChoice, choose
 from pd_router.config import HandoffOrder
 from pd_router.cost import PromptFacts
 from pd_router.errors import NoNode
 from pd_router.headers import ROUTE, asked_order
-from pd_router.node_table import Charge
 from pd_router.prompt_facts import prompt_facts
 from pd_router.prompt_route import reads_only
 
