@@ -8,6 +8,7 @@
 #   CONNECTOR=lmcache        `make up` with a pool behind the nodes: on LMCache's server, or `mooncake`
 #   ARGS="--prefill 2"       more flags for `pd-cluster up`
 #   PYTEST_ARGS="-k router"  more arguments for pytest
+#   WORKERS=4                how many run tests at once (default: 3, for two cores)
 #   MUTANTS_ARGS="lease"     more arguments for `make mutants` (--help names them)
 
 SHELL := bash
@@ -27,32 +28,25 @@ PINNED_BUILD := $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONS
 PIP := $(PINNED_BUILD) $(BIN)/python -m pip install --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 INPUTS := pyproject.toml $(wildcard $(CONSTRAINTS))
 # The tests run small tensors in several processes at once: one thread each is fastest and repeatable.
-# The tests start some 200 processes. These keep their compiled files even if PYTHONDONTWRITEBYTECODE is set.
+# The tests start many processes. These keep their compiled files even if PYTHONDONTWRITEBYTECODE is set.
 TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
-PYTEST_TWICE := $(TEST_ENV) $(BIN)/python -m tests.second_try
+# Tests of whole clusters often wait, so there is one worker more than cores
+WORKERS ?= 3
 
-.PHONY: up test test-clusters test-others test-fast fast-rules fast-http test-slow mutants lint format docs docs-serve clean
+.PHONY: up test test-fast fast-rules fast-http test-slow mutants lint format docs docs-serve clean
 .DELETE_ON_ERROR:
 
 up: $(VENV)/.installed $(POOL:%=$(VENV)/.installed-%)
 	@$(BIN)/pd-cluster up --connector=$(CONNECTOR) $(ARGS)
 
-# Two halves at once on two cores, because tests of whole clusters often wait. They have deadlines, so the other half
-# yields to them. Up to four tests that failed run once more, alone (tests/second_try.py). A half that fails fails
-# `make test` once both have ended. pytest's status 5 says that PYTEST_ARGS="-k ..." left no test in this half.
-test: lint
-	@echo "two halves run at once, some 20 minutes on two cores: tests with clusters, and all others; each is shown when it ends"
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-clusters test-others
+# One queue of files for all workers, the longest first (tests/work_queue.py). `lint` is among the tests
+# (tests/test_lint.py). A test that fails fails: nothing runs it again.
+test: $(VENV)/.installed-dev
+	$(PYTEST) -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
 
-CLUSTERS := tests/conformance tests/integration tests/launch tests/ray_cluster
-test-clusters: PATHS := $(CLUSTERS)
-test-others: PATHS := $(CLUSTERS:%=--ignore=%)
-test-others: PYTEST_TWICE := nice -n 10 $(PYTEST_TWICE)
-test-clusters test-others: $(VENV)/.installed-dev
-	@$(PYTEST_TWICE) -m "not slow" $(PYTEST_ARGS) $(PATHS) || [ $$? = 5 ]
-
-# Two halves at once on two cores: what decides, and what speaks HTTP. Half a minute; `make test` has all others.
+# Two halves at once on two cores: what decides, and what speaks HTTP. pytest's status 5 says that PYTEST_ARGS left no
+# test in this half.
 FAST_RULES := tests/test_house.py tests/connectors tests/launch tests/models tests/mutation tests/scheduling
 FAST_HTTP := tests/http tests/router tests/server
 
@@ -67,7 +61,7 @@ fast-rules fast-http: $(VENV)/.installed-dev
 # A package of tests/world that cannot be had is named, and its tests are skipped
 test-slow: $(VENV)/.installed-dev
 	-$(BIN)/python -m tests.world.install
-	$(PYTEST) -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m slow --record-slow $(PYTEST_ARGS)
 
 mutants: $(VENV)/.installed-dev
 	$(TEST_ENV) $(BIN)/python -m tests.mutation $(MUTANTS_ARGS)
@@ -76,7 +70,6 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/mypy tests
 	$(BIN)/lint-imports
 
 format: $(VENV)/.installed-dev

@@ -1,4 +1,4 @@
-"""Fixtures for all tests."""
+"""Fixtures and plugins for all tests."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from tests.integration.system import System
+
+pytest_plugins = ["tests.recorded_runs", "tests.work_queue"]
 
 # By default an example may take 0.2 s of wall time: one of 0.02 s took 0.6 s on a busy machine
 settings.register_profile("busy machine", deadline=None)

@@ -19,6 +19,7 @@ PAGES = {
     "dashboard": "the Grafana dashboard of the chart, helm/pd-cluster/files/dashboard.json, all of it",
     "clients": "the tables of docs/clients.md, from the bodies of clients in tests/world/clients",
     "matrix": "the support matrix in README.md, from the registries and the request bodies",
+    "suite": "the table of the tests in CONTRIBUTING.md, from their recorded runs",
 }
 """Modules of this package, and what each one writes."""
 

@@ -52,13 +52,11 @@ def test_a_connector_brings_its_pool(tmp_path: Path, connector: str) -> None:
     assert any(f",{connector}]" in line for line in installs(lines)) == (connector != "nixl")
 
 
-def test_the_two_halves_of_the_tests_are_all_tests(tmp_path: Path) -> None:
-    clusters, others = (line for line in plan(tmp_path, "test", "PYTEST_ARGS=-k x") if "-m tests.second_try" in line)
-    same, status = '-m "not slow" -k x', "|| [ $? = 5 ]"
-    paths = clusters.partition(f"-m tests.second_try {same} ")[2].removesuffix(f" {status}").split()
-    assert "tests/integration" in paths
-    assert all((ROOT / path).is_dir() for path in paths)
-    assert others.endswith(f"-m tests.second_try {same} {' '.join(f'--ignore={path}' for path in paths)} {status}")
+def test_all_tests_but_slow_ones_are_in_one_queue(tmp_path: Path) -> None:
+    (line,) = (line for line in plan(tmp_path, "test", "PYTEST_ARGS=-k x", "WORKERS=4") if "-m pytest" in line)
+    assert line.endswith('python -m pytest -n 4 -m "not slow" -k x')
+    (line,) = (line for line in plan(tmp_path, "test-slow") if "-m pytest" in line)
+    assert line.rstrip().endswith("-m slow --record-slow")
 
 
 def test_build_and_run_time_requirements_are_pinned() -> None:

@@ -1,0 +1,129 @@
+"""The queue of test files: longest first, what shares a cluster together, and a test that fails fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import recorded_runs, work_queue
+from tests.recorded_runs import ROOT, folder_of
+from tests.work_queue import UNKNOWN_S, SharedFixtures, seconds_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONFTEST = """
+import pytest
+
+@pytest.fixture(scope="session")
+def cluster():
+    yield 1
+
+@pytest.fixture(scope="session")
+def part(cluster):
+    return cluster
+
+@pytest.fixture
+def cheap():
+    yield 2
+
+@pytest.fixture(scope="session")
+def number():
+    return 3
+"""
+FILES = {
+    "test_uses.py": "def test_one(cluster): pass",
+    "test_uses_part.py": "async def test_two(*, part): pass",
+    "test_makes_its_own.py": "def cluster(): pass\ndef test_three(cluster): pass",
+    "test_cheap.py": "def test_four(cheap, number): pass",
+    "test_speaks_of_it.py": "def test_five(): assert 'cluster'",
+}
+
+
+def test_files_that_share_a_cluster_are_one_group(tmp_path: Path) -> None:
+    folder = tmp_path / "tests" / "deep" / "er"
+    folder.mkdir(parents=True)
+    (tmp_path / "tests" / "deep" / "conftest.py").write_text(CONFTEST)
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    shared = SharedFixtures(tmp_path)
+    groups = {name: shared.group(f"tests/deep/er/{name}") for name in FILES}
+    assert groups.pop("test_uses.py") == groups.pop("test_uses_part.py") == "tests/deep: cluster"
+    assert groups == {name: f"tests/deep/er/{name}" for name in groups}, "each alone"
+    assert shared.group("not/there.py") == "not/there.py"
+
+
+def test_groups_take_the_sum_of_their_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_queue, "seconds_by_file", lambda: {"a.py": 3.0, "b.py": 4.5})
+    groups = {"both": ["a.py::one", "a.py::two", "b.py::one"], "new": ["c.py::one[x::y]"]}
+    assert seconds_of(groups) == {"both": 7.5, "new": UNKNOWN_S}
+
+
+TESTS = """
+import pytest
+
+@pytest.mark.parametrize("number", range(4))
+def test_of_this_file(number, worker_id, tmp_path_factory):
+    with open({log!r}, "a") as log:
+        log.write(f"{name} {{worker_id}}\\n")
+    assert number != {wrong}
+"""
+
+
+@pytest.mark.long
+def test_workers_take_files_whole_and_a_test_that_fails_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing runs it again."""
+    log = tmp_path / "log"
+    for name in ("first", "second", "third"):
+        text = TESTS.format(log=str(log), name=name, wrong=2 if name == "second" else -1)
+        (tmp_path / f"test_{name}.py").write_text(text)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # else it imports all plugins, for a second each time
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    plugins = ["-p", "xdist", "-p", "tests.work_queue", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n2", *plugins, f"--rootdir={tmp_path}", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout
+    assert "1 failed, 11 passed" in done.stdout
+    lines = log.read_text().splitlines()
+    assert len(lines) == 12, "each test once"
+    assert len({*lines}) == 3, "each file on one worker"
+
+
+def test_no_plugin_runs_a_failed_test_again() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    told = [*project["project"]["optional-dependencies"]["dev"], project["tool"]["pytest"]["ini_options"]["addopts"]]
+    told += (ROOT / "Makefile").read_text().splitlines()
+    assert [line for line in told if re.search(r"rerun|flaky|--lf|--last-failed|second_try", line)] == []
+
+
+def test_a_record_keeps_what_did_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "seconds.json"
+    recorded_runs.write(path, {"b.py": 1.5, "a.py": 2.0})
+    assert path.read_text() == '{\n"a.py": 2.0,\n"b.py": 1.5\n}\n'
+    assert recorded_runs.read(path) == {"a.py": 2.0, "b.py": 1.5}
+    assert recorded_runs.read(tmp_path / "none.json") == {}
+
+
+def test_recorded_files_exist() -> None:
+    """A file that was renamed takes its seconds along, or it begins too late."""
+    known = recorded_runs.seconds_by_file()
+    assert [file for file in known if not (ROOT / file).is_file()] == []
+
+
+def test_folders_are_the_first_two_parts() -> None:
+    assert folder_of("tests/integration/faults/test_x.py") == "tests/integration"
+    assert folder_of("tests/test_house.py") == "tests"
+
+
+def test_records_are_lines_that_merge() -> None:
+    for path in (recorded_runs.SECONDS, recorded_runs.SLOW_RUNS):
+        text = path.read_text()
+        keys = [line.partition(":")[0] for line in text.splitlines()[1:-1]]
+        assert keys == sorted(keys)
+        assert json.loads(text).keys() == {json.loads(key) for key in keys}
