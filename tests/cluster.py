@@ -35,6 +35,7 @@ STOP_DEADLINE_S = 30.0
 GONE_DEADLINE_S = 10.0
 POLL_S = 0.02
 TEST_KEY = "a key that only tests know"
+REAL = os.environ.get("PD_TEST_REAL") == "1"  # no command is forked
 DEVICE = os.environ.get("PD_TEST_DEVICE", "cpu")  # of the nodes; "cuda": for tests that fix the size of the KV cache
 
 
@@ -178,7 +179,7 @@ class Launcher:
     def command(self, *arguments: str, environment: Mapping[str, str] | None = None, real: bool = False) -> Launched:
         """`pd-cluster` with these arguments. `real`: not forked, see fork_server.py; some commands never are."""
         given = {**base_environment(), **(environment or {})}
-        if real or arguments[0] not in COMMANDS or FORK_SERVER.differs(given):
+        if real or REAL or arguments[0] not in COMMANDS or FORK_SERVER.differs(given):
             return self.start(arguments[0], [*CLI, *arguments], environment)
         return self._add(arguments[0], FORK_SERVER.start(arguments, given, self._cwd))
 

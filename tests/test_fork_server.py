@@ -115,7 +115,8 @@ def test_a_server_that_died_is_named_with_what_it_wrote_and_replaced() -> None:
 def test_the_server_ends_with_its_client_however_that_ends() -> None:
     code = (
         "from tests.cluster import *; s = ForkServer(base_environment, ROOT, 'none');"
-        f"c = s.start(['sleep'], base_environment(), ROOT, '{SHOWN}'); print(c.pid, flush=True); c.wait()"
+        f"c = s.start(['sleep'], base_environment(), ROOT, '{SHOWN}'); c.stdout.readline();"
+        "print(c.pid, flush=True); c.wait()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=base_environment()) as client:
         assert client.stdout is not None
