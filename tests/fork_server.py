@@ -13,10 +13,13 @@ the environment that it was given. /proc shows the command line that it stands f
 - The API process has torch, which a process of its own does without (`node_process.leave_out_torch`).
 - /proc/PID/environ shows the server's environment.
 - Memory that it shares with the server counts as its own.
+- It ends without clearing its modules, once what is registered for the exit has run (forked_command.end_process).
 
 Tests of these things, and of processes that start processes, keep the real command (`Launcher.start`, `real=True`):
 `up` (all that it starts), `ray`, `pool` and `check`; the wheel, the lifeline and `supervise`; workers and successors of
-a router; the starts of test_real_command.py. So does a start with a variable that may matter to an import, see FREE.
+a router; the API process with a fake engine (test_node_process.py); `cli.main` (test_environment.py, test_cli.py,
+test_node_commands.py); tests of security that measure memory. So does a start with a variable that may matter to an
+import, see FREE, and with PD_TEST_REAL=1 every one.
 
 PD_TEST_ENGINE_HOOK=module:function is called in a node's engine before it starts.
 """
@@ -45,8 +48,9 @@ COMMANDS = ("prefill", "decode", "mixed", "router", "nodes", "epp")
 SHOWN_BYTES = 4000  # for the command line that a child shows; the kernel shows one page
 MAX_ANSWER_BYTES = 32
 DEATH_S = 60.0  # from the end of the server's socket to the end of its process
-# No import depends on variables with these beginnings. UCX_TLS is read when a backend is created
-FREE = ("PD_", "PYTEST_", "KUBECONFIG", "UCX_TLS")
+# No import of the server's depends on variables with these beginnings: UCX is loaded when a node makes its agent, what
+# uses LMCache, Mooncake or Ray imports it, and the product itself sets the level of NIXL's log
+FREE = ("PD_", "PYTEST_", "KUBECONFIG", "UCX_", "GLOO_", "LMCACHE_", "MC_", "GLOG_", "RAY_", "NIXL_LOG_LEVEL")
 
 
 class ForkServerDied(AssertionError):

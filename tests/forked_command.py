@@ -43,7 +43,6 @@ MODULES = (
     "fastapi",
     "httpcore",
     "llguidance",
-    "nixl_cu13._bindings",
     "pydantic.v1",
     "uvicorn.lifespan.on",
     "uvicorn.loops.uvloop",
@@ -90,13 +89,15 @@ class ForkingServer:
             os.setpgid(0, 0)
             os.close(answers)
             self._close()
-            return Command(*json.loads(order), streams)
+            module, arguments, environment, cwd = json.loads(order)
+            return Command(module, arguments, environment, cwd, streams)
         with suppress(OSError):  # the child has done it and has ended, or both do it: a signal to the group finds it
             os.setpgid(pid, pid)
         for fd in streams:
             os.close(fd)
         pidfd, channel = os.pidfd_open(pid), socket.socket(fileno=answers)
-        socket.send_fds(channel, [str(pid).encode()], [pidfd])
+        with suppress(OSError):  # the client may be gone
+            socket.send_fds(channel, [str(pid).encode()], [pidfd])
         self._children[pidfd] = pid, channel
         self._poll.register(pidfd, select.POLLIN)
         return None
@@ -106,7 +107,7 @@ class ForkingServer:
         self._poll.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
-        with channel, suppress(OSError):  # the client may not listen any more
+        with channel, suppress(OSError):
             channel.sendall(str(os.waitstatus_to_exitcode(status)).encode())
 
     def _close(self) -> None:
@@ -283,12 +284,17 @@ def show_command(command: list[str]) -> None:
 
 def import_all() -> None:
     """Import what commands need. Asserts that no thread, no device and no file is left open by that."""
+    from pd_connectors.nixl import agent
+    from pd_connectors.protocol.errors import ConnectorUnavailable
+
     environment = dict(os.environ)
     opened = os.listdir("/proc/self/fd")
     engine: Any = importlib.import_module(ENGINE_MODULE)
     engine.bound_programs(os.environ)  # for engines: torch reads these variables when it is imported
+    with suppress(ConnectorUnavailable):  # not every machine has NIXL
+        agent._bindings()
     for name in MODULES:
-        with suppress(ImportError):  # not every machine has NIXL
+        with suppress(ImportError):  # not every machine has LLGuidance
             importlib.import_module(name)
     command_line: Any = sys.modules[CLI_MODULE]
     command_line.build_parser()

@@ -18,12 +18,13 @@ import psutil
 
 
 def shown() -> dict[str, Any]:
-    streams = (sys.stdin, sys.stdout, sys.stderr)
+    streams: list[Any] = [sys.stdin, sys.stdout, sys.stderr]
+    main: Any = sys.modules["__main__"]
     return {
         "argv": sys.argv,
         "orig_argv": sys.orig_argv,
         "path": sys.path,
-        "main": [sys.modules["__main__"].__name__, str(sys.modules["__main__"].__spec__.name)],
+        "main": [main.__name__, main.__spec__.name],
         "cmdline": psutil.Process().cmdline(),
         "environment": dict(os.environ),
         "cwd": os.getcwd(),
