@@ -121,8 +121,10 @@ def measure(
     started_s = time.monotonic()
     with Launcher() as launcher:
         common = (f"--kv-cache-gb={CACHE_GB}", *flags)
-        nodes = {role: launcher.node(role, *common, environment=environment) for role in ("prefill", "decode")}
-        router = launcher.router(prefill=[nodes["prefill"]], decode=[nodes["decode"]])
+        nodes = {
+            role: launcher.node(role, *common, environment=environment, real=True) for role in ("prefill", "decode")
+        }
+        router = launcher.router(prefill=[nodes["prefill"]], decode=[nodes["decode"]], real=True)
         processes = processes_of(nodes, router)
 
         def on_sample(num_done: int) -> None:

@@ -59,8 +59,8 @@ def num_loads_done(node: Launched) -> int:
 def test_handoffs_go_on_under_attack_and_memory_comes_back() -> None:
     port, flags = free_port(), ("--min-remote-tokens=1", "--num-threads=1")
     with Launcher() as launcher:
-        prefill = launcher.node("prefill", f"--control-port={port}", *flags)
-        decode = launcher.node("decode", *flags)
+        prefill = launcher.node("prefill", f"--control-port={port}", *flags, real=True)
+        decode = launcher.node("decode", *flags, real=True)
         router = launcher.router(prefill=[prefill], decode=[decode])
         engines = [engine_of(prefill), engine_of(decode)]
         for engine in engines:

@@ -78,7 +78,7 @@ async def test_strangers_learn_nothing_of_the_inside() -> None:
 async def real_node() -> AsyncIterator[Target]:
     with Launcher() as launcher:
         flags = ("--max-num-seqs=16", "--write-timeout-s=1", "--head-timeout-s=1", "--body-timeout-s=1")
-        node = await asyncio.to_thread(launcher.node, "mixed", *flags)
+        node = await asyncio.to_thread(launcher.node, "mixed", *flags, real=True)
         yield Target(node, node.url)
         await asyncio.to_thread(launcher.close)
 

@@ -80,8 +80,8 @@ async def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, int]:
 
 
 async def test_one_request_does_not_take_the_memory(launcher: Launcher) -> None:
-    p, d = launcher.node("prefill"), launcher.node("decode")
-    router = launcher.router(prefill=[p], decode=[d])
+    p, d = launcher.node("prefill", real=True), launcher.node("decode", real=True)
+    router = launcher.router(prefill=[p], decode=[d], real=True)
     status, size = await post(router.url, COMPLETIONS, BOTH | {"prompt": prompts(1, 4095, 9)})
     assert (status, size > 8e6) == (200, True)
     for name, (path, bodies) in ATTACKS.items():
