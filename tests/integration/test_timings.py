@@ -56,7 +56,9 @@ def test_handovers_of_a_real_cluster(
     system: System, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
-    arguments = f"handover --url {system.router_url} --route p-first --tokens 200 --samples 4 --batches 0 4"
+    arguments = (
+        f"handover --url {system.router_url} --route p-first --tokens 200 --samples 4 --batches 0 4 --every-s 0.05"
+    )
     status = main([*arguments.split(), "--vocab-size=2048", f"--json={out}"])
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["batch"] for record in records] == [0, 4]

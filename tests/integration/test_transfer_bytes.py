@@ -29,7 +29,7 @@ def moved_blocks(system: System, path: Path, prompt: Sequence[int], *, num_loads
     before = system.metrics("decode")
     system.ask(path, COMPLETIONS, {"prompt": list(prompt), "max_tokens": 4, "temperature": 0, "ignore_eos": True})
     done = before["pd_loads_done_total"] + num_loads
-    wait_until(lambda: system.metric("decode", "pd_loads_done_total") == done, lambda: str(system.metrics("decode")))
+    wait_until(lambda: system.told("decode")["pd_loads_done_total"] == done, lambda: str(system.told("decode")))
     system.settle()
     after = system.metrics("decode")
     assert after["pd_loads_done_total"] == done
