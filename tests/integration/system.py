@@ -120,24 +120,24 @@ class System:
 
     # what nodes say
 
-    def metrics(self, node: str) -> dict[str, float]:
+    def settled_metrics(self, node: str) -> dict[str, float]:
         """Sample with its labels, as it is written -> value, with all that the node counted before it answered.
 
         An engine tells its counters up to 0.1 s behind an answer. One more token makes it tell them: figures that
         come behind the answers so far and count another step hold all of these answers. Some of these tokens are
         counted, too.
         """
-        seen = self.told(node).get(STEPS, 0.0)
+        seen = self.metrics(node).get(STEPS, 0.0)
         endpoint, body = self._one_token
         assert self._http.post(self.urls[node] + endpoint, json=body).status_code == 200
-        wait_until(lambda: self.told(node).get(STEPS, 0.0) > seen, lambda: f"{node} counts no step behind {seen}")
-        return self.told(node)
+        wait_until(lambda: self.metrics(node).get(STEPS, 0.0) > seen, lambda: f"{node} counts no step behind {seen}")
+        return self.metrics(node)
 
-    def metric(self, node: str, name: str) -> float:
+    def settled_metric(self, node: str, name: str) -> float:
         """One of these."""
-        return self.metrics(node)[name]
+        return self.settled_metrics(node)[name]
 
-    def told(self, node: str) -> dict[str, float]:
+    def metrics(self, node: str) -> dict[str, float]:
         """GET /metrics: what the node's engine has told so far. Asserts that no sample is there twice."""
         samples: dict[str, float] = {}
         for line in self._http.get(f"{self.urls[node]}/metrics").text.splitlines():
@@ -147,14 +147,20 @@ class System:
                 samples[name] = float(value)
         return samples
 
+    def metric(self, node: str, name: str) -> float:
+        """One of these."""
+        return self.metrics(node)[name]
+
     def settle(self) -> None:
         """Wait until no request, lease or load holds a block on any node. Asserts that it comes to that.
 
-        All that was answered before is counted then, as `metrics` says it.
+        All that was answered before is counted then, as `settled_metrics` says it.
         """
         for node in self.urls:
-            self.metrics(node)
-            wait_until(lambda node=node: not _held(self.told(node)), lambda node=node: f"{node}: {self.told(node)}")  # type: ignore[misc]
+            self.settled_metrics(node)
+            wait_until(
+                lambda node=node: not _held(self.metrics(node)), lambda node=node: f"{node}: {self.metrics(node)}"
+            )  # type: ignore[misc]
 
 
 @contextmanager
