@@ -158,9 +158,10 @@ class System:
         """
         for node in self.urls:
             self.settled_metrics(node)
-            wait_until(
-                lambda node=node: not _held(self.metrics(node)), lambda node=node: f"{node}: {self.metrics(node)}"
-            )  # type: ignore[misc]
+            self._wait_idle(node)
+
+    def _wait_idle(self, node: str) -> None:
+        wait_until(lambda: not _held(self.metrics(node)), lambda: f"{node}: {self.metrics(node)}")
 
 
 @contextmanager
