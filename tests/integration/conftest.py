@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SEED = 20
-PART_OF_EACH_LENGTH = 4
+PART_OF_EACH_LENGTH = 8
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -67,6 +67,24 @@ def some_references(demo_model: DemoModel) -> list[Reference]:
             left[len(prompt)] -= 1
             some.append(prompt)
     return demo_model.generate(some)
+
+
+@pytest.fixture(scope="session")
+def short_of_memory() -> Iterator[System]:
+    """D's cache cannot hold the sequences that run there; P's holds everything. No logits stage."""
+    decode = ["--num-blocks=40"]
+    with running_system("--load-deadline-s=400", "--max-num-seqs=10", role_flags={"decode": decode}) as system:
+        yield system
+
+
+@pytest.fixture(scope="session")
+def chunked_fp8() -> Iterator[System]:
+    """Caches in fp8. Prompts are computed in chunks, by P in small ones, and D reads beside its streams."""
+    prefill = ["--max-num-batched-tokens=64"]
+    decode = ["--max-tokens-beside-decodes=80", "--max-num-batched-tokens=256"]
+    flags = ("--kv-cache-dtype=fp8", "--kv-cache-gb=0.15")
+    with running_system(*flags, role_flags={"prefill": prefill, "decode": decode}) as system:
+        yield system
 
 
 @pytest.fixture(scope="session")

@@ -27,4 +27,4 @@ def two_legs(system: System, legs: Sequence[tuple[dict[str, Any], dict[str, Any]
 
 def num_redraws(system: System, reason: str = "sampling_mismatch") -> int:
     """First tokens that D has drawn itself on KV from elsewhere."""
-    return int(system.metric("decode", REDRAWS % reason))
+    return int(system.settled_metric("decode", REDRAWS % reason))

@@ -22,8 +22,16 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 BLOCK_BYTES = 4 * 6 * 2 * BLOCK_SIZE * 64 * 4  # KV heads, layers, K and V, tokens, head size, float32
 ANSWER_DEADLINE_S = 240.0
-SETTLE_DEADLINE_S = 30.0  # more than the life of a lease that is no longer renewed
-POLL_S = 0.05
+SETTLE_DEADLINE_S = 60.0  # more than the life of a lease that is no longer renewed
+POLL_S = 0.02
+NO_REUSE = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # a node may just close an idle connection
+STEPS = "pd_engine_steps_total"
+HELD = (
+    "pd_num_running", "pd_num_waiting", "pd_num_waiting_for_remote_kv",
+    *(f'pd_kv_blocks{{state="{state}"}}' for state in ("in_use", "leased", "quarantined")),
+)  # fmt: skip
+ONE_TOKEN = ("/v1/completions", {"prompt": [5], "max_tokens": 1})
+ONE_VECTOR = ("/v1/embeddings", {"input": [[5]]})
 
 
 class Path(StrEnum):
@@ -60,6 +68,8 @@ class System:
         roles = ("prefill", "decode", "mixed") if own_mixed else ("prefill", "decode")
         common = ("--min-remote-tokens=1", *flags)
         own = role_flags or {}
+        self._one_token: tuple[str, dict[str, Any]] = ONE_VECTOR if "--task=embed" in flags else ONE_TOKEN
+        self._http = httpx.Client(timeout=ANSWER_DEADLINE_S, limits=NO_REUSE, trust_env=False)
         nodes = {
             role: launcher.node(role, f"--node-id={role}", *common, *own.get(role, ()), wait=False) for role in roles
         }
@@ -76,6 +86,7 @@ class System:
 
     def stop(self) -> None:
         """End all nodes at once. Asserts that each ends well."""
+        self._http.close()
         with ThreadPoolExecutor() as pool:
             assert set(pool.map(Launched.stop, self._nodes)) == {0}
 
@@ -109,17 +120,27 @@ class System:
 
     # what nodes say
 
-    def kv(self, node: str) -> dict[str, Any]:
-        """GET /kv."""
-        response = httpx.get(f"{self.urls[node]}/kv", trust_env=False)
-        assert response.status_code == 200, response.text
-        body: dict[str, Any] = response.json()
-        return body
+    def settled_metrics(self, node: str) -> dict[str, float]:
+        """Sample with its labels, as it is written -> value, with all that the node counted before it answered.
+
+        An engine tells its counters up to 0.1 s behind an answer. One more token makes it tell them: figures that
+        come behind the answers so far and count another step hold all of these answers. Some of these tokens are
+        counted, too.
+        """
+        seen = self.metrics(node).get(STEPS, 0.0)
+        endpoint, body = self._one_token
+        assert self._http.post(self.urls[node] + endpoint, json=body).status_code == 200
+        wait_until(lambda: self.metrics(node).get(STEPS, 0.0) > seen, lambda: f"{node} counts no step behind {seen}")
+        return self.metrics(node)
+
+    def settled_metric(self, node: str, name: str) -> float:
+        """One of these."""
+        return self.settled_metrics(node)[name]
 
     def metrics(self, node: str) -> dict[str, float]:
-        """Sample with its labels, as it is written -> value. Asserts that none is there twice."""
+        """GET /metrics: what the node's engine has told so far. Asserts that no sample is there twice."""
         samples: dict[str, float] = {}
-        for line in httpx.get(f"{self.urls[node]}/metrics", trust_env=False).text.splitlines():
+        for line in self._http.get(f"{self.urls[node]}/metrics").text.splitlines():
             if line and not line.startswith("#"):
                 name, value = line.rsplit(" ", 1)
                 assert name not in samples, f"{name} is exported twice"
@@ -127,13 +148,20 @@ class System:
         return samples
 
     def metric(self, node: str, name: str) -> float:
-        """One sample of /metrics."""
+        """One of these."""
         return self.metrics(node)[name]
 
     def settle(self) -> None:
-        """Wait until no request, lease or load holds a block on any node. Asserts that it comes to that."""
+        """Wait until no request, lease or load holds a block on any node. Asserts that it comes to that.
+
+        All that was answered before is counted then, as `settled_metrics` says it.
+        """
         for node in self.urls:
-            wait_until(lambda node=node: not _held(self.kv(node)), lambda node=node: f"{node}: {self.kv(node)}")  # type: ignore[misc]
+            self.settled_metrics(node)
+            self._wait_idle(node)
+
+    def _wait_idle(self, node: str) -> None:
+        wait_until(lambda: not _held(self.metrics(node)), lambda: f"{node}: {self.metrics(node)}")
 
 
 @contextmanager
@@ -154,8 +182,7 @@ def ask_url(url: str, requests: Iterable[tuple[str, dict[str, Any]]]) -> list[An
 
 
 async def _ask_all(url: str, headers: dict[str, str], requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Answer]:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(timeout=ANSWER_DEADLINE_S, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=ANSWER_DEADLINE_S, limits=NO_REUSE, trust_env=False) as client:
 
         async def one(endpoint: str, body: dict[str, Any]) -> Answer:
             response = await client.post(f"{url}{endpoint}", json=body, headers=headers)
@@ -179,8 +206,8 @@ def _url(node: Launched) -> str:
     return node.url
 
 
-def _held(kv: Mapping[str, int]) -> int:
-    return kv["in_use"] + kv["leased"] + kv["quarantined"]
+def _held(samples: Mapping[str, float]) -> float:
+    return sum(samples[name] for name in HELD)
 
 
 def _joined(events: bytes) -> dict[str, Any]:

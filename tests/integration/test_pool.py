@@ -94,18 +94,30 @@ class PoolCluster:
 
     def settle(self, node: Launched, num_tokens: float) -> None:
         """Wait until the node says that it has computed this many, and has sent to the pool what it had to."""
+        self.wait_computed(node, num_tokens)
+        wait_until(lambda: self.metric(node, "pd_pool_backlog_bytes") == 0, lambda: f"{node.name} stores in the pool")
+
+    def wait_computed(self, node: Launched, num_tokens: float) -> None:
+        """Wait until the node says that it has computed this many.
+
+        What it stores then it tells a second later if nothing else happens.
+        """
         wait_until(
-            lambda: (
-                self.metric(node, COMPUTED) >= num_tokens
-                and self.metric(node, "pd_pool_backlog_bytes") == 0
-                and self.metric(node, "pd_num_running") == 0
-            ),
+            lambda: self.metric(node, COMPUTED) >= num_tokens and self.metric(node, "pd_num_running") == 0,
             lambda: f"{node.name}: {self.metric(node, COMPUTED)} of {num_tokens}",
         )
 
     def computed(self, node: Launched) -> float:
         """Tokens in this node's steps so far."""
         return self.metric(node, COMPUTED)
+
+    def hits(self) -> float:
+        """Tokens that P2 and D have taken from the pool."""
+        return self.metric(self.p2, HIT_TOKENS) + self.metric(self.d, HIT_TOKENS)
+
+    def misses(self) -> float:
+        """How often these two could not reach the pool."""
+        return self.metric(self.p2, UNAVAILABLE) + self.metric(self.d, UNAVAILABLE)
 
 
 COMPUTED = "pd_engine_step_tokens_total"
@@ -157,7 +169,7 @@ def test_a_second_prefill_node_computes_only_the_suffix(cluster: PoolCluster) ->
         cluster.settle(cluster.p1, before_1 + len(prompt) + NUM_NEW_TOKENS - 1)
         second = cluster.ask(cluster.p2, prompt)
         expected = before_2 + len(prompt) - num_poolable(prompt) + NUM_NEW_TOKENS - 1
-        cluster.settle(cluster.p2, expected)
+        cluster.wait_computed(cluster.p2, expected)
         assert cluster.computed(cluster.p2) == expected
         assert second["cached"] == num_poolable(prompt)
         assert second["tokens"] == first["tokens"] == cluster.ask(cluster.plain, prompt)["tokens"]
@@ -170,7 +182,7 @@ def test_a_decode_node_takes_a_prompt_from_the_pool_without_a_prefill_node(clust
         cluster.settle(cluster.p1, before_1 + len(prompt) + NUM_NEW_TOKENS - 1)
         answer = cluster.ask(cluster.router, prompt, "d-first")
         expected = before_d + len(prompt) - num_poolable(prompt) + NUM_NEW_TOKENS - 1
-        cluster.settle(cluster.d, expected)
+        cluster.wait_computed(cluster.d, expected)
         assert cluster.computed(cluster.d) == expected
         assert cluster.computed(cluster.p2) == before_2
         assert answer["prefill"] == "d"
@@ -187,7 +199,7 @@ def test_a_longer_prompt_is_prefilled_from_where_the_pool_ends(cluster: PoolClus
         cluster.settle(cluster.p1, before_1 + len(prompt) + NUM_NEW_TOKENS - 1)
         answer = cluster.ask(cluster.router, longer, route)
         num_pooled = len(prompt) // BLOCK_SIZE * BLOCK_SIZE
-        cluster.settle(cluster.p2, before_2 + len(longer) - num_pooled)
+        cluster.wait_computed(cluster.p2, before_2 + len(longer) - num_pooled)
         assert cluster.computed(cluster.p2) == before_2 + len(longer) - num_pooled
         assert answer["prefill"] == "p2"
         assert answer["tokens"] == cluster.ask(cluster.plain, longer)["tokens"]
@@ -203,7 +215,7 @@ def test_tokens_are_those_of_transformers(
     longest = max(len(one.prompt) for one in references) if is_all else SHORT
     chosen = [one for one in references if len(one.prompt) <= longest][:num_prompts]
     assert len(chosen) == num_prompts
-    hits = cluster.metric(cluster.p2, HIT_TOKENS) + cluster.metric(cluster.d, HIT_TOKENS)
+    before_1, hits = cluster.computed(cluster.p1), cluster.hits()
     tally = Tally()
 
     def ask(index: int) -> list[Answer]:
@@ -219,8 +231,9 @@ def test_tokens_are_those_of_transformers(
                 compare(answer, chosen[index], demo_model, tally)
     assert tally.num_prompts == 3 * num_prompts
     assert tally.num_ties <= MOST_TIES * tally.num_prompts
-    gained = cluster.metric(cluster.p2, HIT_TOKENS) + cluster.metric(cluster.d, HIT_TOKENS) - hits
-    assert gained > sum(num_poolable(one.prompt) for one in chosen) / 2, "most came from the pool"
+    most = sum(num_poolable(one.prompt) for one in chosen) / 2
+    wait_until(lambda: cluster.hits() - hits > most, lambda: f"{cluster.hits() - hits} tokens came from the pool")
+    cluster.settle(cluster.p1, before_1 + sum(len(one.prompt) + NUM_PARITY_TOKENS - 1 for one in chosen))
 
 
 def test_tenants_share_nothing(cluster: PoolCluster) -> None:
@@ -233,9 +246,9 @@ def test_tenants_share_nothing(cluster: PoolCluster) -> None:
 
 
 def test_a_pool_that_dies_under_load_fails_no_request(cluster: PoolCluster) -> None:
-    prompts = [prompt for seed in range(10, 16) for prompt in make_prompts(seed) if len(prompt) > BLOCK_SIZE]
+    prompts = [prompt for seed in range(10, 14) for prompt in make_prompts(seed) if len(prompt) > BLOCK_SIZE]
     expected = [cluster.ask(cluster.plain, prompt)["tokens"] for prompt in prompts]
-    misses_before = cluster.metric(cluster.p2, UNAVAILABLE) + cluster.metric(cluster.d, UNAVAILABLE)
+    misses_before = cluster.misses()
     served, killed = threading.Semaphore(0), threading.Event()
 
     def ask(index: int) -> None:
@@ -254,7 +267,7 @@ def test_a_pool_that_dies_under_load_fails_no_request(cluster: PoolCluster) -> N
         killed.set()
         for future in asked:
             future.result(ANSWER_DEADLINE_S)
-    assert cluster.metric(cluster.p2, UNAVAILABLE) + cluster.metric(cluster.d, UNAVAILABLE) > misses_before
+    wait_until(lambda: cluster.misses() > misses_before, lambda: "no node has missed the pool")
 
     cluster.server.start()
     seeds = count(100)

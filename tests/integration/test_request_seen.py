@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster import Launched, Launcher
 from tests.deploy import metric_names
+from tests.integration.system import wait_until
 from tests.otlp_receiver import Collector, collecting
 
 if TYPE_CHECKING:
@@ -153,13 +154,19 @@ def test_timings_of_an_answer_that_is_not_streamed(seen: Seen) -> None:
 def test_metrics_of_the_client_s_side(seen: Seen) -> None:
     seen.ask("acd2", stream=True)
     seen.line("acd2")
-    text = httpx.get(f"{seen.router.url}/metrics", trust_env=False).text
-    assert 'pd_router_time_to_first_token_seconds_count{model="demo_model",order="p-first"}' in text
-    assert 'pd_router_inter_token_latency_seconds_count{model="demo_model"}' in text
-    assert 'pd_router_slo_requests_total{model="demo_model",result="met"}' in text
-    assert 'pd_router_generation_tokens_total{model="demo_model"}' in text
-    assert "_created" not in text
-    assert "_created" not in httpx.get(f"{seen.system.urls['decode']}/metrics", trust_env=False).text
+    samples = (
+        'pd_router_time_to_first_token_seconds_count{model="demo_model",order="p-first"}',
+        'pd_router_inter_token_latency_seconds_count{model="demo_model"}',
+        'pd_router_slo_requests_total{model="demo_model",result="met"}',
+        'pd_router_generation_tokens_total{model="demo_model"}',
+    )
+
+    def router_page() -> str:
+        return httpx.get(f"{seen.router.url}/metrics", trust_env=False).text
+
+    wait_until(lambda: all(sample in router_page() for sample in samples), router_page)
+    for page in (router_page(), httpx.get(f"{seen.system.urls['decode']}/metrics", trust_env=False).text):
+        assert "_created" not in page
 
 
 def test_a_live_cluster_exports_every_metric_of_dashboard_and_alerts(seen: Seen) -> None:

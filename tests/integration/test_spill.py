@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.integration.calls import Call, Outcome
-from tests.integration.system import System, running_system, wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.integration.system import System, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -28,16 +25,11 @@ PEOPLE = {
     "Zoe": 1384,
 }
 DIRECT = "direct; reason=prefill-busy"
-FLAGS = {
-    "prefill": ("--max-num-batched-tokens=64",),
-    "decode": ("--max-tokens-beside-decodes=80", "--max-num-batched-tokens=256"),
-}
 
 
-@pytest.fixture(scope="module")
-def system() -> Iterator[System]:
-    with running_system("--kv-cache-gb=0.15", role_flags=FLAGS) as system:
-        yield system
+@pytest.fixture
+def system(chunked_fp8: System) -> System:
+    return chunked_fp8
 
 
 def body(name: str, *, stream: bool, salt: str) -> dict[str, Any]:
@@ -85,4 +77,9 @@ def test_long_prompts_at_once_are_read_by_both_nodes_and_none_is_lost(system: Sy
     system.settle()
     wait_until(lambda: not any(outstanding(system)), lambda: str(outstanding(system)))
     sample = 'pd_router_requests_total{order="direct",outcome="ok",reason="prefill-busy"}'
-    assert f"{sample} {routes.count(DIRECT)}.0" in httpx.get(f"{system.router_url}/metrics", trust_env=False).text
+    line = f"{sample} {routes.count(DIRECT)}.0"
+
+    def counted() -> str:
+        return httpx.get(f"{system.router_url}/metrics", trust_env=False).text
+
+    wait_until(lambda: line in counted(), counted)

@@ -13,7 +13,7 @@ import pydantic
 import pytest
 
 from tests.integration.foreign import num_redraws
-from tests.integration.system import Answer, Path, System, running_system
+from tests.integration.system import ANSWER_DEADLINE_S, Answer, Path, System, running_system
 from tests.integration.test_sampling_parity import CHAT, COMPLETIONS, HANDOFFS, STORY, check_same
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -111,7 +111,7 @@ def test_a_refused_grammar_is_a_400_and_opens_no_lease(path: Path, system: Syste
     for more in ({"regex": "("}, {"guided_json": {"uniqueItems": True}}, {"ebnf": "start: <nothing>"}):
         response = httpx.post(
             f"{system.router_url}{COMPLETIONS}", json={"prompt": STORY} | more, headers={"x-pd-route": path.value},
-            timeout=30, trust_env=False,
+            timeout=ANSWER_DEADLINE_S, trust_env=False,
         )  # fmt: skip
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == next(iter(more))
@@ -125,7 +125,7 @@ def test_a_grammar_that_leads_nowhere_ends_its_request_alone(path: Path, system:
     url, headers = (system.urls[system.mixed], {}) if path is Path.MIXED else (
         system.router_url, {"x-pd-route": path.value},
     )  # fmt: skip
-    response = httpx.post(f"{url}{COMPLETIONS}", json=dead, headers=headers, timeout=30, trust_env=False)
+    response = httpx.post(f"{url}{COMPLETIONS}", json=dead, headers=headers, timeout=ANSWER_DEADLINE_S, trust_env=False)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["code"] == "grammar_failed"
     system.settle()
@@ -167,7 +167,8 @@ def test_preemption_on_d_changes_no_answer(path: Path, system: System) -> None:
     mixed = system.ask_all(Path.MIXED, [(COMPLETIONS, body) for body in bodies])
     with running_system("--kv-cache-gb=0.006") as small:
         answers = small.ask_all(path, [(COMPLETIONS, body) for body in bodies])
-        preempted = [value for name, value in small.metrics("decode").items() if name.startswith("pd_preemptions_")]
+        samples = small.settled_metrics("decode")
+    preempted = [value for name, value in samples.items() if name.startswith("pd_preemptions_")]
     assert sum(preempted) > 0
     for ours, theirs in zip(answers, mixed, strict=True):
         assert ours.choices[0]["text"] == theirs.choices[0]["text"]

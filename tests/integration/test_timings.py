@@ -45,7 +45,7 @@ def test_a_request_that_was_handed_over_tells_every_step(system: System, path: P
     )
     steps_ms = sum(found[name] for name in HANDOVER_STEPS)
     assert steps_ms < found["queue"] + found["transfer"] + found["announce"], "they are parts of it"
-    assert system.metric("decode", 'pd_handover_step_seconds_count{step="link"}') >= 2
+    assert system.settled_metric("decode", 'pd_handover_step_seconds_count{step="link"}') >= 2
 
 
 def test_a_request_that_was_not_handed_over_tells_its_prefill(system: System) -> None:
@@ -57,7 +57,7 @@ def test_handovers_of_a_real_cluster(
 ) -> None:
     out = tmp_path / "out.jsonl"
     arguments = f"handover --url {system.router_url} --route p-first --tokens 200 --samples 4 --batches 0 4"
-    status = main([*arguments.split(), "--vocab-size=2048", f"--json={out}"])
+    status = main([*arguments.split(), "--every-s=0.05", "--vocab-size=2048", f"--json={out}"])
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["batch"] for record in records] == [0, 4]
     for record in records:

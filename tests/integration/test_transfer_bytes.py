@@ -26,7 +26,7 @@ def system(shared_system: System) -> System:
 
 def moved_blocks(system: System, path: Path, prompt: Sequence[int], *, num_loads: int = 1) -> float:
     """Send one prompt; blocks that came over while it was served, whole loads that it took being `num_loads`."""
-    before = system.metrics("decode")
+    before = system.settled_metrics("decode")
     system.ask(path, COMPLETIONS, {"prompt": list(prompt), "max_tokens": 4, "temperature": 0, "ignore_eos": True})
     done = before["pd_loads_done_total"] + num_loads
     wait_until(lambda: system.metric("decode", "pd_loads_done_total") == done, lambda: str(system.metrics("decode")))
@@ -72,7 +72,7 @@ def test_cached_on_p_only(path: Path, system: System, demo_model: DemoModel) -> 
     """P's own hits save computing, not moving."""
     prompt = draw(demo_model, 300_000 + (path is Path.P_FIRST), 100)
     direct = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
-    hits = system.metric("prefill", "pd_prefix_cache_hit_tokens_total")
+    hits = system.settled_metric("prefill", "pd_prefix_cache_hit_tokens_total")
     system.ask_node("prefill", COMPLETIONS, direct)
     assert moved_blocks(system, path, prompt) == 7
-    assert system.metric("prefill", "pd_prefix_cache_hit_tokens_total") - hits == 96
+    assert system.settled_metric("prefill", "pd_prefix_cache_hit_tokens_total") - hits == 96
