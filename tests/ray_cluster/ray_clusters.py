@@ -129,7 +129,7 @@ class Cluster:
             self._watch.stop()
         down = self.run("down")
         assert down.returncode == 0, down.output
-        assert "is down" in down.output
+        down.wait_line("is down")
         nodes = [p for m in self.machines.running for p in m.family() if "pd_cluster.launch.cli" in cmdline(p)]
         assert not nodes
 

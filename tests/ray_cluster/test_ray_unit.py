@@ -76,6 +76,12 @@ async def reach(unit: Unit, phase: UnitPhase) -> UnitReport:
     return unit.report()
 
 
+async def freeze(pid: int) -> None:
+    """A signal that follows at once could be taken before this one."""
+    os.kill(pid, signal.SIGSTOP)
+    await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+
+
 async def test_it_starts_serves_and_stops() -> None:
     unit = make()
     assert unit.report().phase is UnitPhase.STARTING
@@ -118,7 +124,7 @@ async def test_one_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unit_module, "HEALTH_PERIOD_S", 0.1)
     unit = make()
     report = await reach(unit, UnitPhase.READY)
-    os.kill(report.pid, signal.SIGSTOP)
+    await freeze(report.pid)
     monkeypatch.setattr(unit_module, "HUNG_S", 0.5)  # from now on: a busy machine answers late
     assert (await reach(unit, UnitPhase.ENDED)).detail.startswith("gave no answer for 0.5 s")
 
@@ -128,7 +134,7 @@ async def test_one_that_hangs_while_it_stops_is_killed(monkeypatch: pytest.Monke
     monkeypatch.setattr(unit_module, "STOP_MARGIN_S", 0.1)
     unit = make()
     report = await reach(unit, UnitPhase.READY)
-    os.kill(report.pid, signal.SIGSTOP)
+    await freeze(report.pid)
     unit.stop(0.1)
     assert (await reach(unit, UnitPhase.ENDED)).detail == "had to be killed"
 

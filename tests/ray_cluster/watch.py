@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
+import threading
 from dataclasses import asdict
 
 from pd_cluster.errors import StartupError
@@ -19,15 +19,15 @@ PERIOD_S = 0.5
 
 def main(name: str, address: str) -> None:
     """Entry point; ends with a signal."""
+    over = threading.Event()
     with connected(name, address):
-        while True:
+        while not over.wait(PERIOD_S):
             try:
                 line = json.dumps(asdict(_ask(find_controller(name).status)))
             except StartupError as error:  # the controller is starting again
                 line = str(error)
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
-            time.sleep(PERIOD_S)
 
 
 if __name__ == "__main__":
