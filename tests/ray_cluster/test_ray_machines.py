@@ -69,7 +69,7 @@ def test_a_controller_that_hears_no_node_leaves_all_as_it_is(cluster: Cluster) -
 
             def are_silent(told: dict[str, Any]) -> bool:
                 assert nodes.keys() <= {unit["name"] for unit in told["units"]}, told
-                return min(unit["silent_s"] for unit in told["units"] if unit["name"] in nodes) >= LOST_S + 5.0
+                return bool(min(unit["silent_s"] for unit in told["units"] if unit["name"] in nodes) >= LOST_S + 5.0)
 
             told = cluster.await_status(are_silent)
             assert told["doubt"].startswith("only 0 of 4 units answer"), told

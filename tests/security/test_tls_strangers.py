@@ -7,7 +7,7 @@ import contextlib
 import socket
 import ssl
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -111,7 +111,7 @@ async def test_unfinished_handshakes_do_not_lock_others_out(files: CertificateFi
 async def test_unfinished_handshakes_have_a_deadline(files: CertificateFiles) -> None:
     """Of each kind: without a byte, with a part of a hello, with a whole one."""
     whole, node = hello(trusting(files)), FakeNode("mixed", fakes.decode)
-    tls = {"tls_cert": str(files.cert), "tls_key": str(files.key)}
+    tls: dict[str, Any] = {"tls_cert": str(files.cert), "tls_key": str(files.key)}
     async with running(node), serving(mixed=[node], head_timeout_s=0.5, **tls) as router:
         host, _, port = router.url.partition("://")[2].partition(":")
         strangers = []
@@ -130,7 +130,8 @@ async def test_failed_handshakes_are_told_once_in_a_while(
     files: CertificateFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("pd_http.gate.LOG_EVERY_S", 3600.0)
-    node, tls = FakeNode("mixed", fakes.decode), {"tls_cert": str(files.cert), "tls_key": str(files.key)}
+    node = FakeNode("mixed", fakes.decode)
+    tls: dict[str, Any] = {"tls_cert": str(files.cert), "tls_key": str(files.key)}
     async with running(node), serving(mixed=[node], **tls) as router:
         host, _, port = router.url.partition("://")[2].partition(":")
         strangers = await asyncio.to_thread(crowd, (host, int(port)), 5, b"GET / HTTP/1.1\r\n\r\n")
