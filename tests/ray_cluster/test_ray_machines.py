@@ -27,7 +27,7 @@ grace_s: 60
 flags: {kv-cache-gb: 0.1, num-threads: 1, device: cpu}
 prefill: {count: 2, cpus: 0, gpus: 1}
 decode: {count: 2, cpus: 0, gpus: 1}
-router: {count: 1, cpus: 0, resources: {edge: 1}, flags: {port: 0}}
+router: {count: 1, cpus: 0, resources: {edge: 1}, flags: {port: 0, linger-s: 1}}
 """
 
 
