@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from tests.deadlines import HANG_S
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-START_S = 10.0
 POLL_S = 0.001
 
 
@@ -65,12 +66,12 @@ async def in_loop(config: uvicorn.Config, listener: socket.socket) -> AsyncItera
     task = asyncio.create_task(server.serve([listener]))
     up = asyncio.create_task(server.up.wait())
     try:
-        await asyncio.wait({task, up}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, up}, timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED)
         assert server.up.is_set(), "the server did not start"
         yield server
     finally:
         up.cancel()
         server.stop.set()
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(HANG_S):
             await task
         listener.close()

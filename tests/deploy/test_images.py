@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from pd_cluster.launch.cli import build_parser
+from tests.deadlines import HANG_S
 from tests.deploy.chart import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -21,7 +22,7 @@ HADOLINT = Path(sys.executable).parent / "hadolint"
 
 def hadolint(dockerfile: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [HADOLINT, "--no-color", str(dockerfile)], capture_output=True, text=True, timeout=60, cwd=dockerfile.parent
+        [HADOLINT, "--no-color", str(dockerfile)], capture_output=True, text=True, timeout=HANG_S, cwd=dockerfile.parent
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from tests.deadlines import HANG_S
 from tests.deploy import metric_names
 from tests.deploy.chart import one, render
 
@@ -120,5 +121,5 @@ def ask(spec: dict[str, Any], series: dict[str, str], values: list[int | None], 
     test = {"interval": "1m", "input_series": given, "promql_expr_test": asked}
     cases = folder / "keda.test.yaml"
     cases.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [test]}))
-    done = subprocess.run([PROMTOOL, "test", "rules", str(cases)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([PROMTOOL, "test", "rules", str(cases)], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.deadlines import HANG_S
 from tests.deploy import metric_names
 from tests.deploy.chart import ROOT, one, render
 
@@ -81,7 +82,7 @@ def test_chart_carries_alerts_and_dashboard_as_they_are() -> None:
 def test_promtool_accepts_the_alerts() -> None:
     assert PROMTOOL is not None
     done = subprocess.run(
-        [PROMTOOL, "check", "rules", str(metric_names.ALERTS)], capture_output=True, text=True, timeout=30
+        [PROMTOOL, "check", "rules", str(metric_names.ALERTS)], capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -90,7 +91,7 @@ def test_promtool_accepts_the_alerts() -> None:
 def test_alerts_fire_when_they_should_and_only_then() -> None:
     assert PROMTOOL is not None
     cases = Path(__file__).parent / "alerts.test.yaml"
-    done = subprocess.run([PROMTOOL, "test", "rules", str(cases)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([PROMTOOL, "test", "rules", str(cases)], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -105,7 +106,7 @@ def test_promtool_understands_every_expression_of_the_dashboard(tmp_path: Path) 
     ]
     path = tmp_path / "dashboard.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
-    done = subprocess.run([PROMTOOL, "check", "rules", str(path)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([PROMTOOL, "check", "rules", str(path)], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(rules)} rules found" in done.stdout
 
@@ -116,5 +117,5 @@ def test_promtool_accepts_compose_s_prometheus(tmp_path: Path) -> None:
     text = (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text()
     config = tmp_path / "prometheus.yml"
     config.write_text(text.replace("/etc/prometheus/alerts.yaml", str(metric_names.ALERTS)))
-    done = subprocess.run([PROMTOOL, "check", "config", str(config)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([PROMTOOL, "check", "config", str(config)], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from tests.deadlines import HANG_S
 from tests.deploy import metric_names
 from tests.deploy.chart import CHART
 from tests.deploy.fake_api import api_server
@@ -22,7 +23,7 @@ SCRIPT = CHART / "files" / "ask.py"
 
 
 def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=HANG_S)
 
 
 @pytest.mark.integration
@@ -39,7 +40,8 @@ def test_script_and_metrics_of_a_live_cluster(shared_system: System) -> None:
     lines = [line for text in told for line in text.splitlines() if not line.startswith("#")]
     live = {line.split("{")[0].split(" ")[0] for line in lines}
     for text in told if PROMTOOL else ():
-        checked = subprocess.run([PROMTOOL, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30)
+        check = [PROMTOOL, "check", "metrics"]
+        checked = subprocess.run(check, input=text, capture_output=True, text=True, timeout=HANG_S)
         assert (checked.returncode, checked.stderr) == (0, "")
     created = {name for name in live if name.endswith("_created")}  # prometheus_client's own addition
     assert live - created <= metric_names.exported()

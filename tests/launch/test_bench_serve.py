@@ -15,14 +15,13 @@ from aiohttp import web
 from pd_cluster.bench.load import Target, run_load
 from pd_cluster.bench.workload import Arrival
 from pd_cluster.launch.cli import main
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from pd_cluster.bench.statistics import RequestRecord
-
-START_DEADLINE_S = 20.0
 
 
 class FakeServer:
@@ -107,11 +106,11 @@ def serving() -> Iterator[FakeServer]:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     try:
-        assert started.wait(START_DEADLINE_S)
+        assert started.wait(HANG_S)
         yield server
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(START_DEADLINE_S)
+        thread.join(HANG_S)
         loop.close()
 
 

@@ -13,6 +13,7 @@ from pd_cluster.launch.cli import main
 from pd_cluster.launch.sockets import listen, port_of
 from pd_router.admission.api_keys import parse_keys
 from tests.cluster import CLI, ROOT, SOURCES
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,7 +106,7 @@ def test_help_and_router_start_without_torch() -> None:
     run = "from pd_cluster.launch.cli import main; sys.exit(main(sys.argv[1:]))"
     for arguments in (["--help"], ["router", "--port=0"]):
         done = subprocess.run(
-            [sys.executable, "-c", block + run, *arguments], capture_output=True, text=True, timeout=60, cwd=ROOT,
+            [sys.executable, "-c", block + run, *arguments], capture_output=True, text=True, timeout=HANG_S, cwd=ROOT,
             env={"PYTHONPATH": SOURCES, "PATH": ""},
         )  # fmt: skip
         assert "ModuleNotFoundError" not in done.stderr, done.stderr
@@ -114,7 +115,7 @@ def test_help_and_router_start_without_torch() -> None:
 
 def test_as_a_program() -> None:
     done = subprocess.run(
-        [*CLI, "--version"], capture_output=True, text=True, timeout=60, check=True, env={"PYTHONPATH": SOURCES}
+        [*CLI, "--version"], capture_output=True, text=True, timeout=HANG_S, check=True, env={"PYTHONPATH": SOURCES}
     )
     assert done.stdout.startswith("pd-cluster ")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.launch.supervise import Supervisor
 from pd_cluster.launch.up import stop_signals
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     import pytest
@@ -41,7 +42,6 @@ sys.stdout.write("all said\\n")
 sys.stdout.flush()
 signal.pause()
 """
-WAIT_S = 30.0
 
 
 def _talk(stdout: int) -> subprocess.Popen[bytes]:
@@ -50,7 +50,7 @@ def _talk(stdout: int) -> subprocess.Popen[bytes]:
 
 
 def _check_end(process: subprocess.Popen[bytes]) -> None:
-    _, errors = process.communicate(b"go on\n", timeout=WAIT_S)
+    _, errors = process.communicate(b"go on\n", timeout=HANG_S)
     assert (process.returncode, errors.decode()) == (0, "ended well")
 
 
@@ -82,8 +82,8 @@ def test_what_cannot_be_shown_holds_up_no_child(caplog: pytest.LogCaptureFixture
     async def run() -> tuple[list[str], int | None]:
         async with Supervisor(show) as supervisor:
             child = await supervisor.start("chatty", [sys.executable, "-c", CHATTY], "all said", {})
-            await supervisor.wait_ready([child], WAIT_S)
-            killed = await supervisor.stop([child], WAIT_S)
+            await supervisor.wait_ready([child], HANG_S)
+            killed = await supervisor.stop([child], HANG_S)
             return [one.name for one in killed], child.process.returncode
 
     with caplog.at_level(logging.ERROR):

@@ -16,8 +16,8 @@ from pd_cluster.errors import StartupError
 from pd_cluster.launch import environment
 from pd_cluster.launch.cli import main
 from pd_connectors.protocol.keys import load_cluster_key
+from tests.deadlines import HANG_S
 
-DEADLINE_S = 60.0
 NO_HOME = ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CONFIG_HOME", "PD_CLUSTER_KEY", "HF_HOME")
 # Each line is a command that ends by itself: what it must say, and with which status
 COMMANDS = {
@@ -35,7 +35,7 @@ def run(command: list[str], before: str = "", **settings: object) -> subprocess.
     """`pd-cluster` with these arguments, after the lines of shell in `before`."""
     words = [sys.executable, "-m", "pd_cluster.launch.cli", *command]
     shell = ["bash", "-c", f'{before}\nexec "$@"', "bash", *words]
-    return subprocess.run(shell, capture_output=True, text=True, encoding="utf-8", timeout=DEADLINE_S, **settings)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(shell, capture_output=True, text=True, encoding="utf-8", timeout=HANG_S, **settings)  # type: ignore[call-overload,no-any-return]
 
 
 def without_home(**more: str) -> dict[str, str]:
@@ -60,7 +60,7 @@ def test_a_user_without_an_entry_and_a_home(command: str, tmp_path: Path) -> Non
     if not can_unshare():
         pytest.skip("unshare -U --map-user does not work here")
     words = [*UNMAPPED.split(), sys.executable, "-m", "pd_cluster.launch.cli", *command.split()]
-    done = subprocess.run(words, capture_output=True, text=True, env=without_home(), cwd=tmp_path, timeout=DEADLINE_S)
+    done = subprocess.run(words, capture_output=True, text=True, env=without_home(), cwd=tmp_path, timeout=HANG_S)
     status, words_said = COMMANDS[command]
     assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
     assert words_said in done.stderr
@@ -186,7 +186,7 @@ def test_closed_streams_are_opened_again() -> None:
     )
     told = subprocess.run(
         ["bash", "-c", 'exec "$@" 0<&- 1>&-', "bash", sys.executable, "-c", code, "/dev/stderr"],
-        stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S,
+        stderr=subprocess.PIPE, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert told.stderr == "done"
 

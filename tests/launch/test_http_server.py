@@ -13,7 +13,8 @@ from pd_cluster.launch import http_server
 from pd_cluster.launch.http_server import HttpServer
 from pd_cluster.server.app import create_app
 from pd_http.reply import Reply
-from tests.server.fake_engine import WAIT_S, FakeEngine, Line
+from tests.deadlines import HANG_S
+from tests.server.fake_engine import FakeEngine, Line
 from tests.server.live_server import make_state
 
 if TYPE_CHECKING:
@@ -58,12 +59,12 @@ async def test_the_port_closes_behind_the_last_words(monkeypatch: pytest.MonkeyP
         async with session.post(f"{server.url}/v1/completions", json={"prompt": "a"}) as answer:
             return answer.status, (await answer.json())["error"]["code"]
 
-    async with asyncio.timeout(WAIT_S), aiohttp.ClientSession() as session:
+    async with asyncio.timeout(HANG_S), aiohttp.ClientSession() as session:
         await server.up.wait()
         asked = [asyncio.create_task(ask(session)) for _ in range(3)]
         while state.num_in_flight < len(asked):  # noqa: ASYNC110 (the requests are on their way)
             await asyncio.sleep(0)
-        await server.cut(run, WAIT_S)
+        await server.cut(run, HANG_S)
         assert await asyncio.gather(*asked) == [(503, "engine_unavailable")] * len(asked)
     assert order == ["words"] * len(asked) + ["port"]
     assert run.done()

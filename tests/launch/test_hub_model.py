@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pd_cluster.launch.model_path import DEMO_MODEL
+from tests.deadlines import HANG_S
 from tests.launch.hub_server import serving_hub
 from tests.worker.conftest import save_model
 
@@ -44,11 +45,11 @@ def test_a_model_of_the_hub_is_downloaded_once_and_served(launcher: Launcher, tm
         cluster.wait_line("Ctrl-C stops everything")
         url = cluster.wait_line("ready: http://").split()[1]
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0, trust_env=False)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=HANG_S, trust_env=False)
         cluster.send(signal.SIGKILL)
         assert cluster.wait() == -signal.SIGKILL
         assert len(cluster.family()) >= 3, "a node, its engine, the router"
-        assert cluster.leftovers(20) == []
+        assert cluster.leftovers(HANG_S) == []
     assert answer.status_code == 200, answer.text
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
     expected = tokenizer.decode(saved.generate(PROMPT, NUM_TOKENS), skip_special_tokens=True)

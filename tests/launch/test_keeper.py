@@ -19,12 +19,12 @@ from pd_cluster.launch.restarts import Restarts
 from pd_cluster.launch.sockets import listen, port_of, reserve
 from pd_cluster.launch.supervise import Supervisor, session_members
 from pd_http.sockets import inherited
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
     from pathlib import Path
 
-DEADLINE_S = 30.0
 SERVE = """
 import os, socket, sys, threading
 listener = socket.socket(fileno=int(sys.argv[1]))
@@ -35,11 +35,16 @@ while True:
     connection.sendall(str(os.getpid()).encode())
     connection.close()
 """
-# leaves a process behind that goes on for a moment, as an orphaned engine does
+# leaves a process behind that goes on until there is a file, as an orphaned engine does for a moment
 LEAVER = """
 import subprocess, sys, threading
-code = "import sys, time; time.sleep(0.3); open(sys.argv[1], 'a').write('left ')"
-subprocess.Popen([sys.executable, "-c", code, sys.argv[1]])
+code = '''
+import os, sys, time
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.01)
+open(sys.argv[1], "a").write("left ")
+'''
+subprocess.Popen([sys.executable, "-c", code, *sys.argv[1:]])
 open(sys.argv[1], "a").write("start ")
 sys.stdout.write("ready: now\\n")
 sys.stdout.flush()
@@ -67,16 +72,20 @@ SLOW_AGAIN = FAIL_AGAIN.replace("sys.exit(7)", "threading.Event().wait()")
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And patience where a process ends: a busy machine tells late of it."""
+    monkeypatch.setattr(supervise, "KILL_WAIT_S", HANG_S)
+    monkeypatch.setattr(supervise, "REMAINS_S", HANG_S)
+    monkeypatch.setattr(supervise, "OUTPUT_TAIL_S", HANG_S)
     monkeypatch.setattr(policy, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(policy, "MAX_DELAY_S", 0.05)
 
 
 def run(test: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, DEADLINE_S))
+    asyncio.run(asyncio.wait_for(test, HANG_S))
 
 
-def service(name: str, code: str, *arguments: str, sockets: tuple[int, ...] = (), deadline_s: float = 20.0) -> Service:
-    return Service(name, (sys.executable, "-c", code, *arguments), "ready: ", deadline_s, sockets=sockets)
+def service(name: str, code: str, *arguments: str, sockets: tuple[int, ...] = (), start_s: float = HANG_S) -> Service:
+    return Service(name, (sys.executable, "-c", code, *arguments), "ready: ", start_s, sockets=sockets)
 
 
 class Said:
@@ -110,7 +119,7 @@ def test_connections_wait_while_the_process_is_started_again() -> None:
                 keeper = Keeper(supervisor, Restarts({"serve": ["a"]}), said)
                 fd = listener.fileno()
                 first = await keeper.start(service("a", SERVE, str(fd), sockets=(fd,)))
-                await supervisor.wait_ready([first], DEADLINE_S)
+                await supervisor.wait_ready([first], HANG_S)
                 running = asyncio.create_task(keeper.run())
                 assert await ask(port_of(listener)) == str(first.pid)
                 first.process.send_signal(signal.SIGKILL)
@@ -136,20 +145,34 @@ def test_a_reserved_port_refuses_until_its_process_listens() -> None:
                 socket.create_connection(("127.0.0.1", port)).close()
 
 
-@pytest.mark.long
-def test_what_the_dead_process_left_running_ends_first(tmp_path: Path) -> None:
-    log = tmp_path / "log"
+def test_what_the_dead_process_left_running_ends_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may end when the keeper has looked for it five times."""
+    log, may_end = tmp_path / "log", tmp_path / "may end"
+    num_looks = 0
+
+    def look(session: int) -> list[int]:
+        nonlocal num_looks
+        num_looks += 1
+        assert num_looks > 5 or log.read_text() == "start "
+        if num_looks == 5:
+            may_end.touch()
+        return session_members(session)
+
+    monkeypatch.setattr(supervise, "OUTPUT_TAIL_S", 0.05)  # which it holds open
+    monkeypatch.setattr(supervise, "REMAINS_POLL_S", 0.05)
 
     async def test() -> None:
         said = Said()
         async with Supervisor(lambda name, line: None) as supervisor:
             keeper = Keeper(supervisor, Restarts({}), said)
-            child = await keeper.start(service("a", LEAVER, str(log)))
-            await supervisor.wait_ready([child], DEADLINE_S)
+            child = await keeper.start(service("a", LEAVER, str(log), str(may_end)))
+            await supervisor.wait_ready([child], HANG_S)
             assert child.pid in session_members(child.pid)
+            monkeypatch.setattr(supervise, "session_members", look)
             running = asyncio.create_task(keeper.run())
             child.process.send_signal(signal.SIGKILL)
             await said.wait("a is back")
+            monkeypatch.setattr(supervise, "OUTPUT_TAIL_S", HANG_S)
             assert session_members(child.pid) == []
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -158,21 +181,22 @@ def test_what_the_dead_process_left_running_ends_first(tmp_path: Path) -> None:
     assert log.read_text().startswith("start left start ")
 
 
-@pytest.mark.long
 def test_what_the_dead_process_left_hanging_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the output open, as an engine does; the death is seen all the same."""
-    monkeypatch.setattr(supervise, "REMAINS_S", 0.2)
+    monkeypatch.setattr(supervise, "REMAINS_S", 0.1)
+    monkeypatch.setattr(supervise, "OUTPUT_TAIL_S", 0.05)
 
     async def test() -> None:
         said = Said()
         async with Supervisor(lambda name, line: None) as supervisor:
             keeper = Keeper(supervisor, Restarts({}), said)
             child = await keeper.start(service("a", HANGER))
-            await supervisor.wait_ready([child], DEADLINE_S)
+            await supervisor.wait_ready([child], HANG_S)
             assert len(session_members(child.pid)) == 2
             running = asyncio.create_task(keeper.run())
             child.process.send_signal(signal.SIGKILL)
             await said.wait("a is back")
+            monkeypatch.setattr(supervise, "OUTPUT_TAIL_S", HANG_S)
             assert session_members(child.pid) == []
             for pid in session_members(supervisor.children[0].pid):  # the new one's remains end with this test
                 os.kill(pid, signal.SIGKILL)
@@ -182,7 +206,6 @@ def test_what_the_dead_process_left_hanging_is_killed(monkeypatch: pytest.Monkey
     run(test())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("code", "how"), [(FAIL_AGAIN, "exited with status 7"), (SLOW_AGAIN, "was killed by SIGKILL")])
 def test_starts_that_fail_end_the_run(code: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "MAX_FAILED_STARTS", 2)
@@ -192,9 +215,9 @@ def test_starts_that_fail_end_the_run(code: str, how: str, tmp_path: Path, monke
         async with Supervisor(lambda name, line: None) as supervisor:
             keeper = Keeper(supervisor, Restarts({"serve": ["a"]}), said)
             child = await keeper.start(
-                service("a", code, str(tmp_path / "was-here"), deadline_s=0.3 if code == SLOW_AGAIN else 20.0)
+                service("a", code, str(tmp_path / "was-here"), start_s=0.1 if code == SLOW_AGAIN else HANG_S)
             )
-            await supervisor.wait_ready([child], DEADLINE_S)
+            await supervisor.wait_ready([child], HANG_S)
             keeper.revise("a", (*child_arguments(code, tmp_path),))
             child.process.send_signal(signal.SIGKILL)
             reason = await keeper.run()

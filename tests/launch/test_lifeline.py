@@ -11,14 +11,16 @@ import psutil
 import pytest
 
 from pd_cluster.launch.lifeline import LIFELINE_ENV, hold_lifeline
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from tests.cluster import Launcher
 
 CHILD = """
 import signal, sys, threading
-from pd_cluster.launch.lifeline import hold_lifeline
-orphaned = hold_lifeline()
+from pd_cluster.launch import lifeline
+lifeline.ORPHAN_GRACE_S = 0.1 if "{mode}" == "stubborn" else 600.0
+orphaned = lifeline.hold_lifeline()
 if "{mode}" == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sys.stdout.write("child waits\\n"); sys.stdout.flush()
@@ -43,7 +45,7 @@ def test_children_of_a_killed_launcher_end(mode: str, launcher: Launcher) -> Non
     parent.wait_line("child waits")
     parent.send(signal.SIGKILL)
     assert parent.wait() == -signal.SIGKILL
-    child.wait(timeout=20)
+    child.wait(timeout=HANG_S)
     assert not child.is_running()
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import HANG_S
+
 ROOT = Path(__file__).parents[2]
 INDEX = "http://index.invalid/cpu"
 
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 def plan(tmp_path: Path, *arguments: str) -> list[str]:
     """The lines that `make` would run."""
     command = ["make", "-n", "-C", str(ROOT), f"VENV={tmp_path}/venv", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S)
     return run.stdout.splitlines()
 
 

@@ -12,6 +12,7 @@ import pytest
 from pd_cluster.launch.cli import main
 from pd_cluster.launch.node_commands import OrderRefused, RouterOrders
 from tests.cluster import TEST_KEY, Launcher
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,7 +46,7 @@ def test_a_node_is_added_drained_and_removed(nodes: Callable[..., str]) -> None:
         "FEED", "QUEUED_TOKENS", "FREE_TOKENS",
     ]  # fmt: skip
     assert row.split() == ["127.0.0.1:9", "decode", "active", "no", "posted", NODE, "0", "0", "none", "0", "-"]
-    assert "draining" in nodes("drain", "127.0.0.1:9", "--wait-s=30")  # nothing runs there, so nothing is waited for
+    assert "draining" in nodes("drain", "127.0.0.1:9", "--wait-s=60")  # nothing runs there, so nothing is waited for
     assert "draining" in nodes("list")
     assert "active" in nodes("undrain", NODE)  # by its URL, as it was added
     assert "leaving" in nodes("remove", "127.0.0.1:9")
@@ -87,7 +88,7 @@ def test_something_else_on_that_port_is_no_router() -> None:
         serving.start()
         try:
             with (
-                httpx.Client(base_url=f"http://127.0.0.1:{server.server_address[1]}", timeout=30.0) as client,
+                httpx.Client(base_url=f"http://127.0.0.1:{server.server_address[1]}", timeout=HANG_S) as client,
                 pytest.raises(OrderRefused, match="no answer from a router"),
             ):
                 RouterOrders(client, b"k" * 32).list()

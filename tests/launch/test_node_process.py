@@ -13,38 +13,19 @@ import psutil
 import pytest
 
 from pd_cluster.launch.model_path import DEMO_MODEL
+from tests.deadlines import HANG_S, wait_equal, wait_until
 
 if TYPE_CHECKING:
     from tests.cluster import Launched, Launcher
 
 pytestmark = pytest.mark.integration
 
-NODE = """
-import sys
-from pd_cluster.launch import cli, engine_process
-from pd_cluster.launch.node_process import run_node
-from pd_cluster.launch.flags import config_from
-from pd_cluster.errors import StartupError
-from tests.launch.fake_engine import spawn_fake
-engine_process.ENGINE_STOP_S = 0.5
-arguments = cli.build_parser().parse_args(["mixed", "--port=0", "--node-id=n", *sys.argv[1:]])
-try:
-    sys.exit(run_node(config_from(arguments), spawn_fake))
-except StartupError as error:
-    sys.stderr.write(f"error: {error}\\n")
-    sys.exit(2)
-"""
-TIMEOUT_S = 30.0
-
-
-INHERIT = """
-import socket, sys
-sys.argv.append(f"--listen-fd={socket.create_server(('127.0.0.1', 0)).detach()}")
-"""
+MODULE = "tests.launch.fake_node"
 
 
 def start(launcher: Launcher, behaviour: str, *flags: str) -> Launched:
-    node = launcher.start("node", [sys.executable, "-c", NODE, *flags], {"FAKE_ENGINE": behaviour})
+    """A node with a fake engine, ready if it can be."""
+    node = launcher.start("node", [sys.executable, "-m", MODULE, *flags], {"FAKE_ENGINE": behaviour})
     if behaviour not in ("silent", "refuse"):
         node.wait_line("ready: ")
     return node
@@ -57,7 +38,7 @@ def engine_of(node: Launched) -> psutil.Process:
 
 def ask(url: str) -> httpx.Response:
     body = {"model": DEMO_MODEL.name, "prompt": [65, 66], "max_tokens": 3}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=HANG_S)
 
 
 class Asking(threading.Thread):
@@ -73,27 +54,24 @@ class Asking(threading.Thread):
         self.answer = ask(self._url)
 
     def result(self) -> httpx.Response:
-        self.join(TIMEOUT_S)
+        self.join(HANG_S)
         assert self.answer is not None
         return self.answer
 
 
 def wait_in_flight(url: str) -> None:
     """Until the node says that a request is open."""
-    with httpx.Client(timeout=TIMEOUT_S) as client:
-        for _ in range(3000):
-            if client.get(f"{url}/health").json().get("num_in_flight") == 1:
-                return
-    raise AssertionError("the request never arrived")
+    with httpx.Client(timeout=HANG_S) as client:
+        wait_equal(lambda: client.get(f"{url}/health").json().get("num_in_flight"), 1)
 
 
 def test_ready_serve_stop(launcher: Launcher) -> None:
     """On an inherited socket, as with systemd's socket activation: its address counts, not --host and --port."""
-    node = launcher.start("node", [sys.executable, "-c", INHERIT + NODE, "--port=1"], {"FAKE_ENGINE": ""})
+    node = start(launcher, "", "--inherit", "--port=1")
     assert not node.url.endswith(":1")
     line = node.wait_line("ready: ")
     assert line.startswith(f"ready: mixed node n on {node.url} (engine fake, epoch 1, 8 blocks of 16 tokens")
-    health = httpx.get(f"{node.url}/health", timeout=TIMEOUT_S)
+    health = httpx.get(f"{node.url}/health", timeout=HANG_S)
     assert (health.status_code, health.json()["role"]) == (200, "mixed")
     answer = ask(node.url)
     assert answer.status_code == 200, answer.text
@@ -101,8 +79,8 @@ def test_ready_serve_stop(launcher: Launcher) -> None:
     mapped = [Path(file.path).name for file in psutil.Process(node.pid).memory_maps()]
     assert not [name for name in mapped if name.startswith("libtorch")], "the API process is small and starts fast"
     assert "tokenizers.abi3.so" in mapped
-    assert "PyTorch was not found" not in node.output
     assert node.stop(signal.SIGTERM) == 0
+    assert "PyTorch was not found" not in node.output
     assert node.leftovers() == []
 
 
@@ -110,22 +88,22 @@ def test_health_is_503_while_the_engine_starts(launcher: Launcher) -> None:
     node = start(launcher, "silent")
     engine_of(node)
     port = next(c.laddr.port for c in psutil.Process(node.pid).net_connections("tcp") if c.status == "LISTEN")
-    assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=TIMEOUT_S).status_code == 503
+    assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=HANG_S).status_code == 503
     assert node.stop(signal.SIGINT) == 0
 
 
 def test_running_requests_are_finished(launcher: Launcher) -> None:
-    node = start(launcher, "slow")
+    node = start(launcher, "slow", f"--drain-s={HANG_S:g}")
     asking = Asking(node.url)
     wait_in_flight(node.url)
     engine = engine_of(node)
-    with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
+    with httpx.Client(timeout=HANG_S, trust_env=False) as client:
         assert client.get(f"{node.url}/health").status_code == 200
         node.send(signal.SIGTERM)
         node.wait_line("stopping")
         health = client.get(f"{node.url}/health")  # on the connection that was kept, which ends in good order
         assert (health.status_code, health.headers["connection"]) == (503, "close")
-    health = httpx.get(f"{node.url}/health", timeout=TIMEOUT_S)  # on a new connection: a router probes with one
+    health = httpx.get(f"{node.url}/health", timeout=HANG_S)  # on a new connection: a router probes with one
     assert (health.status_code, health.json()["status"]) == (503, "draining")
     refused = ask(node.url)
     assert (refused.status_code, refused.headers["connection"]) == (503, "close")
@@ -145,8 +123,8 @@ def test_a_router_under_load_loses_nothing_with_a_node_that_leaves(launcher: Lau
 
     def work(number: int) -> None:
         body = {"model": DEMO_MODEL.name, "prompt": [65, 66], "max_tokens": 3}
-        with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
-            while not stop.is_set():
+        with httpx.Client(timeout=HANG_S, trust_env=False) as client:
+            while not stop.wait(0.01):  # without a pause they took 30 s of CPU until the node had left
                 try:
                     client.post(f"{router.url}/v1/completions", json=body).raise_for_status()
                     counts[number] += 1
@@ -155,18 +133,17 @@ def test_a_router_under_load_loses_nothing_with_a_node_that_leaves(launcher: Lau
 
     def until_served(more: int) -> None:
         wanted = sum(counts) + more
-        while sum(counts) < wanted and not failures:
-            stop.wait(0.01)
+        wait_until(lambda: sum(counts) >= wanted or failures, lambda: f"{sum(counts)} of {wanted} answers")
 
     threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(counts))]
     for thread in threads:
         thread.start()
     until_served(60)
-    assert nodes[0].stop(signal.SIGTERM) == 0
+    assert nodes[0].stop(signal.SIGTERM, HANG_S) == 0
     until_served(40)
     stop.set()
     for thread in threads:
-        thread.join(TIMEOUT_S)
+        thread.join(HANG_S)
     assert failures == []
 
 
@@ -209,7 +186,7 @@ def test_no_engine_outlives_a_killed_api_process(launcher: Launcher) -> None:
     engine = engine_of(node)
     node.send(signal.SIGKILL)
     assert node.wait() == -signal.SIGKILL
-    engine.wait(timeout=TIMEOUT_S)
+    engine.wait(timeout=HANG_S)
     assert not engine.is_running()
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.connectors.mooncake_master import needs_mooncake
 from tests.connectors.store_server import needs_lmcache
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from tests.cluster import Launcher
@@ -29,8 +30,8 @@ def test_probes_do_it_no_harm_and_sigterm_ends_it_in_good_order(
     address = pool.wait_line("pool ready on ").rpartition(f"{scheme}://")[2]
     host, _, port = address.partition(":")
     for _ in range(20):
-        socket.create_connection((host, int(port)), timeout=30.0).close()
-    with socket.create_connection((host, int(port)), timeout=30.0):  # a client that is still there
+        socket.create_connection((host, int(port)), timeout=HANG_S).close()
+    with socket.create_connection((host, int(port)), timeout=HANG_S):  # a client that is still there
         assert pool.stop(signal.SIGTERM) == 0
     assert "Traceback" not in pool.output
     assert pool.leftovers() == []

@@ -22,6 +22,7 @@ from pd_cluster.launch.preflight import (
     setting_problems,
 )
 from tests.cluster import ROOT, SOURCES
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -252,7 +253,7 @@ def test_no_torch_is_imported() -> None:
     )
     for flags in (["decode", "--max-model-len=1000000"], ["up", "--port=0", "--device=cuda", "--block-size=17"]):
         done = subprocess.run(
-            [sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=60, cwd=ROOT,
+            [sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=HANG_S, cwd=ROOT,
             env={"PYTHONPATH": SOURCES, "PATH": "", "HOME": "/nonexistent", "PD_CLUSTER_KEY": "x"},
         )  # fmt: skip
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr

@@ -6,7 +6,6 @@ import json
 import shlex
 import shutil
 import signal
-import time
 from typing import TYPE_CHECKING
 
 import httpx
@@ -22,6 +21,7 @@ from pd_cluster.launch.up_flags import OTHER_ROUTER_SETTINGS, ROUTER_SETTINGS
 from pd_router.config import RouterConfig
 from tests.connectors.mooncake_master import needs_mooncake
 from tests.connectors.store_server import needs_lmcache
+from tests.deadlines import HANG_S, wait_equal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,7 +97,7 @@ def ask(cluster: Launched) -> httpx.Response:
     """Send what `up` says to try."""
     words = shlex.split(cluster.wait_line("curl "))
     headers = {"Content-Type": "application/json"}
-    return httpx.post(words[1], content=words[words.index("-d") + 1], headers=headers, timeout=60.0)
+    return httpx.post(words[1], content=words[words.index("-d") + 1], headers=headers, timeout=HANG_S)
 
 
 @pytest.mark.integration
@@ -111,12 +111,11 @@ def test_up_answers_and_heals_and_stops(launcher: Launcher) -> None:
 
     process_of(cluster, "decode").children()[0].kill()
     process_of(cluster, "router").kill()
-    assert httpx.get(f"{url}/nodes", timeout=60.0).status_code == 200, "it waited for the router"
+    assert httpx.get(f"{url}/nodes", timeout=HANG_S).status_code == 200, "it waited for the router"
     cluster.wait_line("router was killed by SIGKILL: restarting it in 0.5 s (restart 1)")
     cluster.wait_line("decode-0 exited with status 1: restarting it in 0.5 s (restart 1)")
     cluster.wait_line("decode-0 is back: it was down for ")
-    while httpx.get(f"{url}/health", timeout=60.0).status_code != 200:
-        time.sleep(0.1)  # the router looks at its nodes once a second
+    wait_equal(lambda: httpx.get(f"{url}/health", timeout=HANG_S).status_code, 200)  # it looks once a second
     answer = ask(cluster)
     assert answer.json()["choices"][0]["message"]["content"] == "Oskar 2210"
     assert (answer.headers["x-pd-prefill"], answer.headers["x-pd-decode"]) == ("prefill-0", "decode-0")
@@ -188,4 +187,4 @@ def test_a_master_does_not_outlive_a_killed_pool(launcher: Launcher) -> None:
     assert [process.name() for process in pool.family()] == ["mooncake_master"]
     pool.send(signal.SIGKILL)
     assert pool.wait() == -signal.SIGKILL
-    assert pool.leftovers(20) == []
+    assert pool.leftovers(HANG_S) == []

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,26 +24,30 @@ if TYPE_CHECKING:
 
 TOKEN = "7e57" * 16
 RAY = Path(sys.executable).with_name("ray")
-START_DEADLINE_S = 90.0
+START_DEADLINE_S = 300.0
+# What Ray starts beside a head or worker, and no test looks at: 9 s of CPU
+LEFT_OUT = ("--include-log-monitor=false", "--disable-usage-stats")
+LEFT_OUT_OF_HEAD = ("--include-dashboard=false", "--no-monitor")
 
 
 class Machines:
     """A head and workers. At the end all are killed, and nothing that they started may be left."""
 
-    def __init__(self, launcher: Launcher, root: Path, token: str = TOKEN) -> None:
-        """`root`: a directory with a short path, for Ray's sockets."""
+    def __init__(self, launcher: Launcher, root: Path, head_gpus: int = 0) -> None:
+        """`root`: a directory with a short path, for Ray's sockets. `head_gpus`: see `worker`."""
         self._launcher = launcher
         self._environment = {
-            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(root),
+            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(root),
             "RAY_ADDRESS": "",
         }  # fmt: skip
         self.running: list[Launched] = []
         head = self.head = self._start(
             "--head",
             "--port=0",
-            "--num-cpus=0",
+            f"--num-gpus={head_gpus}",
             '--resources={"edge": 1}',
-            "--include-dashboard=false",
+            *LEFT_OUT_OF_HEAD,
+            f"--ray-client-server-port={free_port()}",  # it cannot be left out, and is 10001 for each head else
             f"--temp-dir={root}",
         )
         found = re.search(r"'([\d.]+:\d+)'", head.wait_line("--address=", START_DEADLINE_S))
@@ -58,12 +63,12 @@ class Machines:
         for machine in reversed(self.running):
             self.kill(machine)
 
-    def worker(self, cpus: int, gpus: int) -> Launched:
+    def worker(self, gpus: int) -> Launched:
         """One more Ray node, which has joined when this returns. `gpus`: what Ray counts; they need not be there.
 
         One by one: two that start on one machine at the same moment take the same files.
         """
-        machine = self._start(f"--address={self.address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}")
+        machine = self._start(f"--address={self.address}", f"--num-gpus={gpus}")
         machine.wait_line("Ray runtime started", START_DEADLINE_S)
         return machine
 
@@ -89,11 +94,30 @@ class Machines:
             "ray", command, *arguments, environment={**self._environment, **(environment or {})}
         )
 
+    def start(self, name: str, command: list[str]) -> Launched:
+        """Any command, with the token."""
+        return self._launcher.start(name, command, self._environment)
+
     def _start(self, *arguments: str) -> Launched:
-        command = [str(RAY), "start", "--block", "--object-store-memory=80000000", "--disable-usage-stats", *arguments]
-        machine = self._launcher.start("ray node", command, self._environment)
+        # without CPUs: Ray would start as many processes before they are asked for
+        command = [
+            str(RAY),
+            "start",
+            "--block",
+            "--object-store-memory=80000000",
+            "--num-cpus=0",
+            *LEFT_OUT,
+            *arguments,
+        ]
+        machine = self.start("ray node", command)
         self.running.append(machine)
         return machine
+
+
+def free_port() -> int:
+    """One that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def cmdline(process: psutil.Process) -> str:

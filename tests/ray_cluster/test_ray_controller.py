@@ -18,6 +18,7 @@ from pd_cluster.launch.on_ray.policy import Placement, RayNode, RoutedNode
 from pd_cluster.launch.on_ray.routers import Routers
 from pd_cluster.launch.on_ray.spec import ClusterSpec, RoleSpec
 from pd_cluster.launch.on_ray.unit import Secret, UnitPhase, UnitPlan, UnitReport
+from tests.deadlines import HANG_S
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import KEY, Router, serving, until
@@ -132,7 +133,7 @@ class Stage:
 
     async def whole(self) -> None:
         """Rounds until the cluster is whole: the router asks a new node's health by itself."""
-        async with asyncio.timeout(fakes.WAIT_S):
+        async with asyncio.timeout(HANG_S):
             while not self.controller.status().whole:
                 await self.rounds(1)
 
@@ -158,6 +159,7 @@ class Stage:
 @pytest.fixture
 async def stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
     monkeypatch.setattr("pd_cluster.launch.on_ray.controller.ANSWER_S", 0.02)
+    monkeypatch.setattr("pd_cluster.launch.on_ray.routers.DEADLINE_S", HANG_S)
     prefills = [FakeNode("prefill", fakes.prefill) for _ in range(2)]
     decodes = [FakeNode("decode", fakes.decode) for _ in range(4)]
     async with running(*prefills, *decodes), serving(start_empty=True, health_interval_s=0.02) as router:
@@ -418,9 +420,7 @@ async def test_a_unit_that_ray_refuses_to_make_is_tried_again(stage: Stage, monk
     with monkeypatch.context() as patch:
         patch.setattr(stage.world, "create", refuse)
         running = asyncio.create_task(stage.controller.run())
-        async with asyncio.timeout(fakes.WAIT_S):
-            while not stage.controller.status().problems:  # noqa: ASYNC110  # a status is polled
-                await asyncio.sleep(0)
+        await until(lambda: stage.controller.status().problems)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     assert stage.controller.status().problems == ("controller: RuntimeError: the store is full",)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from tests.ray_cluster.test_ray_cluster import QUESTION
+from tests.ray_cluster.ray_clusters import QUESTION
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,6 +20,7 @@ import yaml
 from pd_cluster.launch.cli import build_parser
 from pd_cluster.launch.on_ray.spec import read_spec
 from tests.cluster import ROOT
+from tests.deadlines import HANG_S
 
 DEPLOY = ROOT / "deploy" / "ray"
 KUBERNETES = ("1.30", "1.34")
@@ -163,7 +164,7 @@ def test_ray_is_of_one_version_everywhere(objects: dict[str, dict[str, Any]]) ->
 def test_dockerfile_is_clean() -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
     done = subprocess.run(
-        [hadolint, "--no-color", str(DEPLOY / "Dockerfile")], capture_output=True, text=True, timeout=60, cwd=DEPLOY
+        [hadolint, "--no-color", str(DEPLOY / "Dockerfile")], capture_output=True, text=True, timeout=HANG_S, cwd=DEPLOY
     )
     assert (done.returncode, done.stdout) == (0, "")
     assert (DEPLOY / "Dockerfile.dockerignore").read_text() == (ROOT / "deploy/Dockerfile.dockerignore").read_text()

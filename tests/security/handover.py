@@ -9,6 +9,7 @@ import psutil
 
 from pd_connectors.base import LoadDone, LoadReady, LoadSpec
 from tests.connectors.remote_node import is_stamped, runs
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from tests.connectors.remote_node import Node, RemoteNode
@@ -21,7 +22,7 @@ def hand_over(prefill: RemoteNode, decode: Node) -> None:
     """One prompt's KV, which must arrive whole."""
     load_id = f"load-{next(_serials)}"
     ticket = prefill.open(32)
-    decode.connector.begin_load(load_id, ticket, 20.0)
+    decode.connector.begin_load(load_id, ticket, HANG_S)
     prefill.publish(ticket.lease.lease_id, (3, 4), 32)
     prefill.finish(ticket.lease.lease_id)
     decode.wait_for(LoadReady, load_id)

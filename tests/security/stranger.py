@@ -16,14 +16,14 @@ import orjson
 import psutil
 
 from tests.cluster import Launched, Launcher
+from tests.deadlines import HANG_S
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, Script, running
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
-WAIT_S = 30.0
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 MB = 1_000_000
 
@@ -42,7 +42,7 @@ class Connection:
 
     async def end(self) -> bytes:
         """All that comes until the other side closes; b"" also when it resets the connection."""
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANG_S):
             try:
                 return await self._reader.read()
             except ConnectionError:
@@ -58,7 +58,7 @@ class Connection:
 def deaf(url: str, request: bytes) -> socket.socket:
     """A connection that has sent `request` and from which nothing is ever read."""
     host, _, port = url.removeprefix("http://").partition(":")
-    connection = socket.create_connection((host, int(port)), timeout=WAIT_S)
+    connection = socket.create_connection((host, int(port)), timeout=HANG_S)
     connection.sendall(request)
     return connection
 
@@ -87,10 +87,10 @@ class Target:
         return Connection(*await asyncio.open_connection(*self.address, ssl=self.tls))
 
     async def ask(self, **fields: Any) -> int:
-        """The status that an ordinary client gets. Raises TimeoutError after WAIT_S."""
+        """The status that an ordinary client gets. Raises TimeoutError after HANG_S."""
         body = io.BytesIO(orjson.dumps({"prompt": "hi", "max_tokens": 2, **fields}))
         async with (
-            asyncio.timeout(WAIT_S),
+            asyncio.timeout(HANG_S),
             aiohttp.ClientSession() as session,
             session.post(f"{self.url}/v1/completions", data=body, ssl=self.tls or True) as answer,
         ):
@@ -100,7 +100,7 @@ class Target:
     async def count(self, sample: str) -> float:
         """A sample of /metrics; 0 when there is none."""
         async with (
-            asyncio.timeout(WAIT_S),
+            asyncio.timeout(HANG_S),
             aiohttp.ClientSession() as session,
             session.get(f"{self.url}/metrics", ssl=self.tls or True) as answer,
         ):
@@ -146,10 +146,3 @@ def error_in(answer: bytes) -> tuple[int, str]:
     error = orjson.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return int(head.split()[1]), error["code"]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Polls: what other processes do has no event here."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.certificates import Authority
-from tests.security.stranger import MB, POST, WAIT_S, Target, router, until
+from tests.deadlines import HANG_S, until
+from tests.security.stranger import MB, POST, Target, router
 from tests.security.test_tls_strangers import hello, trusting
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def meet(target: Target, begin: bytes) -> None:
     """Send `begin` in place of a handshake, and what follows where it is a ClientHello, and leave."""
-    with socket.create_connection(target.address, timeout=WAIT_S) as stranger, contextlib.suppress(ConnectionError):
+    with socket.create_connection(target.address, timeout=HANG_S) as stranger, contextlib.suppress(ConnectionError):
         stranger.sendall(begin)
         stranger.recv(4096)
 
@@ -35,7 +36,7 @@ def meet(target: Target, begin: bytes) -> None:
 def break_off(target: Target, context: ssl.SSLContext, request: bytes) -> None:
     """Send `request` over TLS, and reset the connection when the answer begins, if there is to be one."""
     with (
-        socket.create_connection(target.address, timeout=WAIT_S) as plain,
+        socket.create_connection(target.address, timeout=HANG_S) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as client,
     ):
         client.sendall(request)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster import Launcher
+from tests.deadlines import HANG_S
 from tests.integration.fault_cluster import RouterMember, start, until
 from tests.security.chaos_load import Case, Load, Request, judge, make_cases
 from tests.security.chaos_storm import DRAIN_S, Event, Fault, Storm, StormNode, charges
@@ -32,7 +33,7 @@ CLIENTS = int(os.environ.get("PD_CHAOS_CLIENTS", "32"))
 SEED = int(os.environ.get("PD_CHAOS_SEED", "1"))
 MIN_STREAMS = int(os.environ.get("PD_CHAOS_STREAMS", "100"))
 REQUEST_DEADLINE_S = float(os.environ.get("PD_CHAOS_DEADLINE_S", "60"))
-CLEAN_DEADLINE_S = 30.0  # until nothing of any request is left on any node or router
+CLEAN_DEADLINE_S = HANG_S  # until nothing of any request is left on any node or router
 FULL_S = 200.0  # every member must be hit in a run of this length
 CASES_PER_KIND = 12
 COMMON = (

@@ -76,8 +76,8 @@ def test_handoffs_go_on_under_attack_and_memory_comes_back() -> None:
         ]  # fmt: skip
         for run, num_threads in attacks:
             begun = number
-            with under(Attack(port), run, num_threads) as threads:
-                while number - begun < NUM_REQUESTS or any(thread.is_alive() for thread in threads):
+            with under(attack := Attack(port), run, num_threads):
+                while number - begun < NUM_REQUESTS or not attack.is_full.is_set():
                     ask(router, number := number + 1)
                     growth = [engine.memory_info().rss - rss for engine, rss in zip(engines, before, strict=True)]
                     assert max(growth) < MAX_GROWTH_BYTES, growth

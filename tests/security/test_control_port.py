@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,8 @@ import psutil
 import pytest
 import zmq
 
-from tests.connectors.remote_node import PATIENCE_S, Node, RemoteNode, context, remote_node
-from tests.integration.system import wait_until
+from tests.connectors.remote_node import Node, RemoteNode, context, remote_node
+from tests.deadlines import HANG_S, wait_until
 from tests.security.handover import NUM_BLOCKS, hand_over
 
 if TYPE_CHECKING:
@@ -26,7 +25,8 @@ MAX_GROWTH_BYTES = 64 << 20  # of any process under any attack
 ENDLESS_BYTES = 200 << 20
 FRAME = bytes(8 << 20)
 HANDOFFS = 10  # at least so many while an attack goes on
-ATTACK_S = 1.5
+NUM_FRAMES = 20  # of each thread of an attack with long ones
+NUM_HELLOS = 300
 
 
 def greeting(mechanism: bytes) -> bytes:
@@ -49,19 +49,20 @@ class Attack:
     def __init__(self, port: int) -> None:
         self.address = ("127.0.0.1", port)
         self.stop = threading.Event()
+        self.is_full = threading.Event()  # all is sent that is to be sent
         self.num_bytes = 0  # that the node has taken, or the kernel for it
         self.num_connections = 0
 
     def send(self, *parts: bytes, most: int) -> None:
         """One connection: the parts, then the last of them over and over, until it is cut or `most` is sent."""
-        with socket.create_connection(self.address, 5.0) as stranger, suppress(OSError):
+        with socket.create_connection(self.address, HANG_S) as stranger, suppress(OSError):
             self.num_connections += 1
-            stranger.settimeout(5.0)
             for part in parts[:-1]:
                 stranger.sendall(part)
             while self.num_bytes < most and not self.stop.is_set():
                 stranger.sendall(parts[-1])
                 self.num_bytes += len(parts[-1])
+        self.is_full.set()
 
 
 def endless_message(attack: Attack) -> None:
@@ -78,48 +79,48 @@ def long_frames(attack: Attack) -> None:
         stranger.setsockopt(zmq.SNDTIMEO, 100)
         stranger.connect(f"tcp://127.0.0.1:{attack.address[1]}")
         attack.num_connections += 1
-        end_s = time.monotonic() + ATTACK_S
-        while not attack.stop.is_set() and time.monotonic() < end_s:
+        for _ in range(NUM_FRAMES):
             with suppress(zmq.Again):
                 stranger.send(FRAME, copy=False)
+        attack.is_full.set()
 
 
 def unfinished_hellos(attack: Attack) -> None:
     """Connections that begin the right handshake with a frame of the greatest length, and send all of it but a byte."""
-    end_s = time.monotonic() + ATTACK_S
     with ExitStack() as held:
-        while not attack.stop.is_set() and time.monotonic() < end_s and attack.num_connections < 300:
-            with suppress(OSError):
-                stranger = held.enter_context(socket.create_connection(attack.address, 0.2))
-                stranger.sendall(greeting(b"CURVE") + b"\6" + (16000).to_bytes(8, "big") + bytes(15999))
+        while not attack.stop.is_set() and attack.num_connections < NUM_HELLOS:
+            with suppress(ConnectionError):
+                stranger = held.enter_context(socket.create_connection(attack.address, HANG_S))
                 attack.num_connections += 1
-        attack.stop.wait(max(0.0, end_s - time.monotonic()))
+                stranger.sendall(greeting(b"CURVE") + b"\6" + (16000).to_bytes(8, "big") + bytes(15999))
+        attack.is_full.set()
+        attack.stop.wait(HANG_S)
 
 
 @pytest.fixture(scope="module")
 def prefill() -> Iterator[RemoteNode]:
-    with remote_node("nixl", context("P"), NUM_BLOCKS) as node:
+    with remote_node("nixl", context("P", lease_ttl_s=HANG_S), NUM_BLOCKS) as node:
         yield node
 
 
 @pytest.fixture(scope="module")
 def decode() -> Iterator[Node]:
-    node = Node.start("nixl", context("D", connect_deadline_s=PATIENCE_S), NUM_BLOCKS)
+    node = Node.start("nixl", context("D", connect_deadline_s=HANG_S, confirm_deadline_s=HANG_S), NUM_BLOCKS)
     yield node
     node.connector.close()
 
 
 @contextmanager
-def under(attack: Attack, run: Callable[[Attack], None], number: int) -> Iterator[list[threading.Thread]]:
+def under(attack: Attack, run: Callable[[Attack], None], number: int) -> Iterator[None]:
     threads = [threading.Thread(target=run, args=(attack,)) for _ in range(number)]
     for thread in threads:
         thread.start()
     try:
-        yield threads
+        yield
     finally:
         attack.stop.set()
         for thread in threads:
-            thread.join(30.0)
+            thread.join(HANG_S)
             assert not thread.is_alive()
 
 
@@ -136,8 +137,8 @@ def test_a_stranger_costs_no_memory_and_no_handoff(
     before, most = process.memory_info().rss, 0
     attack = Attack(prefill.port)
     num_handoffs = 0
-    with under(attack, run, number) as threads:
-        while num_handoffs < HANDOFFS or any(thread.is_alive() for thread in threads):
+    with under(attack, run, number):
+        while num_handoffs < HANDOFFS or not attack.is_full.is_set():
             hand_over(prefill, decode)
             num_handoffs += 1
             most = max(most, process.memory_info().rss)

@@ -48,6 +48,7 @@ from pd_connectors.zmq_channel import ZmqChannel
 from tests.connectors.layouts import full_layout, runs
 from tests.connectors.simulation import CONTEXT, LAYOUT
 from tests.connectors.test_reader import OWNER, Bench
+from tests.deadlines import HANG_S
 from tests.security.mutations import EXAMPLES, fuzzing, mutated_bytes
 
 if TYPE_CHECKING:
@@ -186,9 +187,9 @@ def test_a_channel_counts_what_is_wrong_and_hears_what_follows(monkeypatch: pyte
         owner.close()
 
 
-def heard(channel: Channel, patience_s: float = 10.0) -> list[ToOwner]:
+def heard(channel: Channel) -> list[ToOwner]:
     """The first messages that come through."""
-    end_s = time.monotonic() + patience_s
+    end_s = time.monotonic() + HANG_S
     while time.monotonic() < end_s:
         messages = [one.message for one in channel.receive() if isinstance(one, FromReader)]
         if messages:
@@ -215,7 +216,7 @@ def test_strangers_bytes_to_the_control_port(cluster: LiveCluster, examples: int
     @fuzzing(examples)
     @given(st.sampled_from(CONVERSATIONS).flatmap(mutated_bytes))
     def fuzz(raw: bytes) -> None:
-        with socket.create_connection(("127.0.0.1", int(ticket["remote_port"])), 5.0) as connection:
+        with socket.create_connection(("127.0.0.1", int(ticket["remote_port"])), HANG_S) as connection:
             connection.sendall(raw)
 
     fuzz()

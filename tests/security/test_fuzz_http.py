@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pd_connectors.protocol.keys import derive_key
 from pd_connectors.protocol.ticket import NodeOrder, sign
 from tests.cluster import TEST_KEY
+from tests.deadlines import HANG_S
 from tests.security.mutations import EXAMPLES, fuzzing, mutated_bytes
 from tests.security.wire import Reply, exchange, replies
 
@@ -73,7 +74,7 @@ TO_NODE = (
 def test_genuine_requests_are_answered_whole(cluster: LiveCluster, target: str) -> None:
     """Else the mutated ones would test little."""
     for raw in TO_ROUTER if target == "router" else TO_NODE:
-        (reply,), _ = exchange(getattr(cluster, target), raw)
+        (reply,), _ = exchange(getattr(cluster, target), raw, HANG_S)
         drained = raw.startswith(b"POST /nodes") or raw.startswith(b"POST /pd/release")
         assert reply.status == (200 if not drained else 404 if b"/nodes" in raw else 400), (raw, reply)
         check(reply, waited=True)

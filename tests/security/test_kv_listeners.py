@@ -14,7 +14,8 @@ import pytest
 
 from pd_connectors.nixl.machine import listening_sockets, read_machine
 from pd_connectors.protocol.errors import ConnectorUnavailable
-from tests.connectors.remote_node import PATIENCE_S, Node, context, remote_node
+from tests.connectors.remote_node import Node, context, remote_node
+from tests.deadlines import HANG_S
 from tests.security.handover import NUM_BLOCKS, hand_over, listeners
 
 pytest.importorskip("nixl_cu13")
@@ -45,7 +46,7 @@ def free_range(size: int) -> tuple[int, int]:
 def test_a_loopback_node_listens_on_loopback_alone_and_hands_over() -> None:
     """The control port, and one port of UCX, of those that it was given."""
     low, high = free_range(20)
-    with remote_node("nixl", context("P", kv_ports=(low, high)), NUM_BLOCKS) as prefill:
+    with remote_node("nixl", context("P", kv_ports=(low, high), lease_ttl_s=HANG_S), NUM_BLOCKS) as prefill:
         places = listeners(prefill.pid)
         assert {address for address, _ in places} == {"127.0.0.1"}
         ports = {port for _, port in places}
@@ -56,7 +57,7 @@ def test_a_loopback_node_listens_on_loopback_alone_and_hands_over() -> None:
             for port in ports:
                 with pytest.raises(OSError), socket.create_connection((address, port), 5.0):
                     pass
-        decode = Node.start("nixl", context("D", connect_deadline_s=PATIENCE_S), NUM_BLOCKS)
+        decode = Node.start("nixl", context("D", connect_deadline_s=HANG_S, confirm_deadline_s=HANG_S), NUM_BLOCKS)
         with closing(decode.connector):
             hand_over(prefill, decode)
 

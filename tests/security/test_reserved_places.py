@@ -11,9 +11,10 @@ import aiohttp
 import pytest
 
 from tests.certificates import Authority
+from tests.deadlines import HANG_S
 from tests.few_files import no_files
 from tests.router import fake_nodes as fakes
-from tests.router.fake_nodes import WAIT_S, FakeNode, running
+from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import serving, until
 from tests.security.stranger import Connection, error_in, post
 
@@ -73,7 +74,7 @@ async def test_health_and_metrics_have_places_of_their_own(is_secure: bool, tmp_
 
 async def test_descriptors_that_run_out_are_counted() -> None:
     node = FakeNode("mixed", fakes.decode)
-    async with running(node), serving(mixed=[node], head_timeout_s=0.2) as router:
+    async with running(node), serving(mixed=[node], write_timeout_s=0.2) as router:
         assert await status_of(router, "/health", None) == 200
         host, port = router.url.partition("://")[2].split(":")
         client = Connection(*await asyncio.open_connection(host, int(port)))
@@ -89,7 +90,7 @@ def trusting(ca: Path) -> ssl.SSLContext:
 
 async def status_of(router: Router, path: str, context: ssl.SSLContext | None) -> int:
     async with (
-        asyncio.timeout(WAIT_S),
+        asyncio.timeout(HANG_S),
         aiohttp.ClientSession() as session,
         session.get(router.url + path, ssl=context or True) as answer,
     ):

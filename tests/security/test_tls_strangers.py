@@ -7,13 +7,17 @@ import contextlib
 import socket
 import ssl
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.certificates import Authority, CertificateFiles
 from tests.cluster import CLI, Launcher
-from tests.security.stranger import MB, WAIT_S, Target, router
+from tests.deadlines import HANG_S, until, until_equal
+from tests.router import fake_nodes as fakes
+from tests.router.fake_nodes import FakeNode, running
+from tests.router.router_process import serving
+from tests.security.stranger import MB, Target, router
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -50,12 +54,12 @@ def hello(context: ssl.SSLContext) -> bytes:
     return written.read()
 
 
-def crowd(target: Target, count: int, begin: bytes) -> list[socket.socket]:
+def crowd(address: tuple[str, int], count: int, begin: bytes) -> list[socket.socket]:
     """So many connections that have sent `begin`."""
     strangers = []
     for number in range(count):
         source = f"127.0.0.{2 + number % NUM_ADDRESSES}", 0
-        strangers.append(socket.create_connection(target.address, timeout=WAIT_S, source_address=source))
+        strangers.append(socket.create_connection(address, timeout=HANG_S, source_address=source))
         with contextlib.suppress(ConnectionError):  # the server may have ended it
             strangers[-1].sendall(begin)
     return strangers
@@ -63,7 +67,7 @@ def crowd(target: Target, count: int, begin: bytes) -> list[socket.socket]:
 
 def shake_hands(target: Target, context: ssl.SSLContext) -> None:
     """Unlike asyncio's, a client that tells the server why it fails."""
-    with socket.create_connection(target.address, timeout=WAIT_S) as connection:
+    with socket.create_connection(target.address, timeout=HANG_S) as connection:
         context.wrap_socket(connection, server_hostname="localhost")
 
 
@@ -75,34 +79,66 @@ async def test_unfinished_handshakes_do_not_lock_others_out(files: CertificateFi
     """40 of each kind that a stranger can stop at, at a router with 24 places."""
     tls = trusting(files)
     whole = hello(tls)
-    async with router(f"--max-connections={NUM_PLACES}", "--head-timeout-s=5", *files.flags[:2], tls=tls) as target:
+    limits = (f"--max-connections={NUM_PLACES}", f"--head-timeout-s={HANG_S:g}")
+    async with router(*limits, *files.flags[:2], tls=tls) as target:
         assert await target.ask() == 200
         idle = target.num_files()
         strangers = []
         for begin in (b"", whole[: len(whole) // 2], whole):
-            strangers += await asyncio.to_thread(crowd, target, 40, begin)
+            strangers += await asyncio.to_thread(crowd, target.address, 40, begin)
             assert await target.ask() == 200
         counted = await target.count("pd_router_http_connections")
         assert NUM_PLACES // 2 < counted <= NUM_PLACES
-        async with asyncio.timeout(WAIT_S):  # the system counts the same, while they reach their deadline
-            while abs(await target.count(gauge(target)) - (target.num_files() - idle)) > 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        assert await target.refusals("place_needed") >= 120 - NUM_PLACES
-        assert "new connection needed the place" in target.process.output
 
-        strangers += await asyncio.to_thread(crowd, target, 1, b"GET / HTTP/1.1\r\n\r\n")
+        async def is_counted_right() -> bool:  # the system counts the same
+            return abs(await target.count(gauge(target)) - (target.num_files() - idle)) <= 2
+
+        await until(is_counted_right)
+        assert await target.refusals("place_needed") >= 120 - NUM_PLACES
+        await until(lambda: "new connection needed the place" in target.process.output)
+
+        strangers += await asyncio.to_thread(crowd, target.address, 1, b"GET / HTTP/1.1\r\n\r\n")
         with pytest.raises(ssl.SSLCertVerificationError):
             await asyncio.to_thread(shake_hands, target, ssl.create_default_context())
-        for stranger in strangers:  # the last ones have a deadline
+        await until_equal(lambda: target.refusals("tls_http_request"), 1)
+        await until_equal(lambda: target.refusals("tls_tlsv1_alert_unknown_ca"), 1)
+        await until(lambda: "the TLS handshake failed: " in target.process.output)
+        assert "Traceback" not in target.process.output
+        for stranger in strangers:
+            stranger.close()
+
+
+async def test_unfinished_handshakes_have_a_deadline(files: CertificateFiles) -> None:
+    """Of each kind: without a byte, with a part of a hello, with a whole one."""
+    whole, node = hello(trusting(files)), FakeNode("mixed", fakes.decode)
+    tls: dict[str, Any] = {"tls_cert": str(files.cert), "tls_key": str(files.key)}
+    async with running(node), serving(mixed=[node], head_timeout_s=0.5, **tls) as router:
+        host, _, port = router.url.partition("://")[2].partition(":")
+        strangers = []
+        for begin in (b"", whole[: len(whole) // 2], whole):
+            strangers += await asyncio.to_thread(crowd, (host, int(port)), 4, begin)
+        for stranger in strangers:
             with contextlib.suppress(ConnectionError):
                 while await asyncio.to_thread(stranger.recv, 4096):
                     pass
             stranger.close()
-        assert await target.refusals("slow_handshake") > NUM_PLACES // 2
-        assert await target.refusals("tls_http_request") == 1
-        assert await target.refusals("tls_tlsv1_alert_unknown_ca") == 1
-        assert target.process.output.count("the TLS handshake failed: ") == 1  # in 10 s
-        assert "Traceback" not in target.process.output
+        await until_equal(lambda: router.count("pd_router_http_refusals_total", reason="slow_handshake"), 12)
+        await until_equal(lambda: router.count("pd_router_http_connections"), 0)
+
+
+async def test_failed_handshakes_are_told_once_in_a_while(
+    files: CertificateFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pd_http.gate.LOG_EVERY_S", 3600.0)
+    node = FakeNode("mixed", fakes.decode)
+    tls: dict[str, Any] = {"tls_cert": str(files.cert), "tls_key": str(files.key)}
+    async with running(node), serving(mixed=[node], **tls) as router:
+        host, _, port = router.url.partition("://")[2].partition(":")
+        strangers = await asyncio.to_thread(crowd, (host, int(port)), 5, b"GET / HTTP/1.1\r\n\r\n")
+        await until_equal(lambda: router.count("pd_router_http_refusals_total", reason="tls_http_request"), 5)
+        for stranger in strangers:
+            stranger.close()
+    assert caplog.text.count("the TLS handshake failed: http_request") == 1
 
 
 @contextlib.asynccontextmanager
@@ -130,7 +166,7 @@ async def test_thousands_of_unfinished_handshakes(
     async with server as target:
         assert await target.ask() == 200
         idle, before = target.num_files(), target.resident_bytes()
-        strangers = await asyncio.to_thread(crowd, target, count, whole[: int(part * len(whole))])
+        strangers = await asyncio.to_thread(crowd, target.address, count, whole[: int(part * len(whole))])
         for _ in range(5):
             begun_s = time.monotonic()
             assert await target.ask() == 200
@@ -158,7 +194,7 @@ async def test_many_clients_at_once_are_all_served(num_strangers: int, files: Ce
 
     async with router(*files.flags[:2], num_files=20_000, tls=tls) as target:
         before = target.resident_bytes()
-        strangers = await asyncio.to_thread(crowd, target, num_strangers, hello(tls))
+        strangers = await asyncio.to_thread(crowd, target.address, num_strangers, hello(tls))
         await asyncio.gather(*(ask(target) for _ in range(300 if num_strangers else 3000)))
         assert target.resident_bytes() - before < MAX_GROWTH
         for stranger in strangers:

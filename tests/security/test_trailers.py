@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
+from tests.deadlines import HANG_S
 from tests.router import fake_nodes as fakes
-from tests.router.fake_nodes import WAIT_S, FakeNode
+from tests.router.fake_nodes import FakeNode
 from tests.router.fake_nodes import running as nodes
 from tests.router.router_process import serving
 from tests.server.fake_engine import FakeEngine, says
@@ -35,7 +36,7 @@ async def post(url: str, *headers: str, trailers: tuple[str, ...] = TRAILERS, ho
     sent = "\r\n".join(lines).encode() + b"%x\r\n%b\r\n0\r\n" % (len(body), body)
     sent += "".join(f"{trailer}\r\n" for trailer in trailers).encode() + b"\r\n"
     address, _, port = url.removeprefix("http://").partition(":")
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         reader, writer = await asyncio.open_connection(address, int(port))
         writer.write(sent[:-20])
         writer.write(sent[-20:])
@@ -91,7 +92,7 @@ async def test_heads_that_are_refused_by_both(host: str, coding: str, status: by
             address, _, port = url.removeprefix("http://").partition(":")
             reader, writer = await asyncio.open_connection(address, int(port))
             writer.write("\r\n".join(lines).encode())
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(HANG_S):
                 assert (await reader.read()).split()[1] == status
             writer.close()
         assert not node.seen

@@ -12,12 +12,13 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from tests.deadlines import HANG_S
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ANSWER_S = 2.0  # a complete request has its first byte of an answer before this, usually
 INCOMPLETE_S = 0.01  # what is incomplete waits for more: a moment for a refusal, then the end
-END_DEADLINE_S = 20.0
 RECEIVED = 65536
 
 
@@ -31,19 +32,20 @@ class Reply:
     is_whole: bool
 
 
-def exchange(url: str, raw: bytes) -> tuple[list[Reply], bool]:
+def exchange(url: str, raw: bytes, answer_s: float = ANSWER_S) -> tuple[list[Reply], bool]:
     """Send `raw`, then read until the server closes; (answers, whether this side closed first, after a silence).
 
-    AssertionError when the server does neither answer nor close within END_DEADLINE_S of a half-closed connection.
+    `answer_s`: the silence after which a complete request is given up.
+    AssertionError when the server does neither answer nor close within HANG_S.
     """
     parts = urlsplit(url)
     assert parts.hostname
     assert parts.port
     received = bytearray()
     gave_up = False
-    silence_s = ANSWER_S if is_complete(raw) else INCOMPLETE_S
-    with socket.create_connection((parts.hostname, parts.port), END_DEADLINE_S) as connection:
-        end_s = time.monotonic() + END_DEADLINE_S
+    silence_s = answer_s if is_complete(raw) else INCOMPLETE_S
+    with socket.create_connection((parts.hostname, parts.port), HANG_S) as connection:
+        end_s = time.monotonic() + HANG_S
         try:
             connection.sendall(raw)
             connection.settimeout(silence_s)
