@@ -7,7 +7,8 @@ import itertools
 import signal
 from typing import TYPE_CHECKING, Any
 
-from tests.integration.calls import REQUEST_DEADLINE_S, Call, Outcome
+from tests.deadlines import HANG_S
+from tests.integration.calls import Call, Outcome
 from tests.integration.fault_cluster import (
     DECODE_FLAGS,
     Member,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 PROMPTS = (40, 150, 300)  # tokens
 SAMPLINGS: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 11})
 NODE_FLAGS = ("--drain-s=0.3",)  # shorter than any stream, so that a drain cuts
-DRAIN_DEADLINE_S = 30.0
 
 
 class StreamCluster:
@@ -44,7 +44,7 @@ class StreamCluster:
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = DECODE_FLAGS,
         router_flags: Sequence[str] = (),
-        deadline_s: float = REQUEST_DEADLINE_S,
+        deadline_s: float = HANG_S,
     ) -> None:
         """`num_tokens`: of the answers to each prompt of PROMPTS. `deadline_s`: of each request."""
         self.prefills = [Member(launcher, f"p{i}", "prefill", *NODE_FLAGS, *prefill_flags) for i in range(prefills)]
@@ -118,7 +118,7 @@ class StreamCluster:
 
 async def drain(node: Member) -> None:
     node.process.send(signal.SIGTERM)
-    assert await asyncio.to_thread(node.process.wait, DRAIN_DEADLINE_S) == 0, node.process.output
+    assert await asyncio.to_thread(node.process.wait, HANG_S) == 0, node.process.output
 
 
 async def stop(node: Member) -> None:
