@@ -9,6 +9,7 @@ with Launcher() as launcher:
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+
+from tests.fork_server import COMMANDS, Forked, ForkServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -42,15 +45,12 @@ class LaunchFailed(AssertionError):
 class Launched:
     """One process; a thread collects its output."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], cwd: Path) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[str] | Forked) -> None:
         self.name = name
         self.lines: list[str] = []
         self._changed = threading.Condition()
         self._ended = False
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, **environment}, cwd=cwd, process_group=0,
-        )  # fmt: skip
+        self._process = process
         self._family: dict[int, psutil.Process] = {}
         self._reader = threading.Thread(target=self._read, name=f"read {name}", daemon=True)
         self._reader.start()
@@ -142,6 +142,18 @@ class Launched:
             self._changed.notify_all()
 
 
+def base_environment() -> dict[str, str]:
+    """Of every command: this process's, and what makes this source tree importable and tests repeatable."""
+    path = os.pathsep.join(part for part in (SOURCES, os.environ.get("PYTHONPATH", "")) if part)
+    given = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PD_CLUSTER_KEY": TEST_KEY}
+    return {**os.environ, **given}
+
+
+# The only one of this process, with which it ends. It takes 400 MB, and begins with the first command
+FORK_SERVER = ForkServer(base_environment, ROOT)
+atexit.register(FORK_SERVER.close)
+
+
 class Launcher:
     """Starts processes and, at its end, stops them all and asserts that none of their descendants is left."""
 
@@ -156,20 +168,27 @@ class Launcher:
         self.close()
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Launched:
-        """Any command, with this source tree importable."""
-        path = os.pathsep.join(part for part in (SOURCES, os.environ.get("PYTHONPATH", "")) if part)
-        base = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PD_CLUSTER_KEY": TEST_KEY}
-        launched = Launched(name, command, {**base, **(environment or {})}, self._cwd)
-        self._launched.append(launched)
-        return launched
+        """Any command, with this source tree importable. Always a process of its own."""
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**base_environment(), **(environment or {})}, cwd=self._cwd, process_group=0,
+        )  # fmt: skip
+        return self._add(name, process)
 
-    def command(self, *arguments: str, environment: Mapping[str, str] | None = None) -> Launched:
-        """`pd-cluster` with these arguments."""
-        return self.start(arguments[0], [*CLI, *arguments], environment)
+    def command(self, *arguments: str, environment: Mapping[str, str] | None = None, real: bool = False) -> Launched:
+        """`pd-cluster` with these arguments. `real`: not forked, see fork_server.py; some commands never are."""
+        given = {**base_environment(), **(environment or {})}
+        if real or arguments[0] not in COMMANDS or FORK_SERVER.differs(given):
+            return self.start(arguments[0], [*CLI, *arguments], environment)
+        return self._add(arguments[0], FORK_SERVER.start(arguments, given, self._cwd))
 
-    def node(self, role: str, *flags: str, environment: Mapping[str, str] | None = None, wait: bool = True) -> Launched:
+    def node(
+        self, role: str, *flags: str, environment: Mapping[str, str] | None = None, wait: bool = True,
+        real: bool = False,
+    ) -> Launched:  # fmt: skip
         """A node on a free port; ready when this returns, unless `wait` is false."""
-        node = self.command(role, "--port=0", "--num-threads=1", f"--device={DEVICE}", *flags, environment=environment)
+        always = ("--port=0", "--num-threads=1", f"--device={DEVICE}")
+        node = self.command(role, *always, *flags, environment=environment, real=real)
         if wait:
             node.wait_line("ready: ")
         return node
@@ -180,13 +199,19 @@ class Launcher:
         prefill: Iterable[Launched] = (),
         decode: Iterable[Launched] = (),
         mixed: Iterable[Launched] = (),
+        real: bool = False,
     ) -> Launched:
         """A router on a free port before these nodes; it serves when this returns."""
         roles = {"prefill": prefill, "decode": decode, "mixed": mixed}
         urls = [f"--{role}={node.url}" for role, nodes in roles.items() for node in nodes]
-        router = self.command("router", "--port=0", "--linger-s=1", *urls, *flags)  # for clients left open by tests
+        flags = ("--port=0", "--linger-s=1", *urls, *flags)  # to linger for clients that tests left open
+        router = self.command("router", *flags, real=real)
         router.wait_line("router ready on ")
         return router
+
+    def _add(self, name: str, process: subprocess.Popen[str] | Forked) -> Launched:
+        self._launched.append(launched := Launched(name, process))
+        return launched
 
     def close(self) -> None:
         """Idempotent. All are told to stop, the last started first, and then waited for: each takes a second."""

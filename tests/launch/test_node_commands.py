@@ -22,7 +22,7 @@ NODE = "http://127.0.0.1:9"  # no server listens there, and none is needed
 @pytest.fixture(scope="module")
 def router() -> Iterator[str]:
     with Launcher() as launcher:
-        yield launcher.router("--start-empty").url
+        yield launcher.router("--start-empty", real=True).url
 
 
 @pytest.fixture

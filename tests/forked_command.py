@@ -1,0 +1,293 @@
+"""The process that `fork_server` talks to, and what its children do until they run a command.
+
+`python -P -m tests.forked_command FD all|none FILLER`: FD is the socket on which starts are ordered, then comes what is
+imported before, and FILLER is room for the command lines that children show.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pd_cluster.config import NodeConfig
+
+CLI_MODULE = "pd_cluster.launch.cli"
+ENGINE_MODULE = "pd_cluster.engine.process"
+NODES = ("prefill", "decode", "mixed")
+ENGINE_HOOK_ENV = "PD_TEST_ENGINE_HOOK"
+MAX_ORDER_BYTES = 1 << 20
+# What the commands of nodes and routers import by the time that they are ready
+MODULES = (
+    "torch",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_tokenizers",
+    "fastapi",
+    "uvloop",
+    "nixl_cu13._bindings",
+    "llguidance",
+    CLI_MODULE,
+    ENGINE_MODULE,
+    "pd_cluster.launch.node_process",
+    "pd_cluster.launch.preflight",
+    "pd_cluster.launch.node_commands",
+    "pd_cluster.server.app",
+    "pd_cluster.server.state",
+    "pd_cluster.worker.device_executor",
+    "pd_connectors.nixl.connector",
+    "pd_router.cli",
+)
+
+
+class ForkingServer:
+    """Forks a child for each order, and tells of its start and its end on the order's own socket."""
+
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
+        self._children: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
+        self._poll = select.poll()
+        self._poll.register(orders, select.POLLIN)
+
+    def serve(self) -> Command | None:
+        """Until the client closes its socket, or is gone. In a child: returns what the child is to run."""
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd != self._orders.fileno():
+                    self._tell_end(fd)
+                    continue
+                order, fds, _, _ = socket.recv_fds(self._orders, MAX_ORDER_BYTES, 4)  # a whole one, by SOCK_SEQPACKET
+                if not order:
+                    return None
+                if (command := self._fork(order, fds)) is not None:
+                    return command
+
+    def _fork(self, order: bytes, fds: list[int]) -> Command | None:
+        *streams, answers = fds
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)
+            os.close(answers)
+            self._close()
+            return Command(*json.loads(order), streams)
+        with suppress(OSError):  # the child has done it and has ended, or both do it: a signal to the group finds it
+            os.setpgid(pid, pid)
+        for fd in streams:
+            os.close(fd)
+        pidfd, channel = os.pidfd_open(pid), socket.socket(fileno=answers)
+        socket.send_fds(channel, [str(pid).encode()], [pidfd])
+        self._children[pidfd] = pid, channel
+        self._poll.register(pidfd, select.POLLIN)
+        return None
+
+    def _tell_end(self, pidfd: int) -> None:
+        pid, channel = self._children.pop(pidfd)
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        with channel, suppress(OSError):  # the client may not listen any more
+            channel.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+
+    def _close(self) -> None:
+        self._orders.close()
+        for pidfd, (_, channel) in self._children.items():
+            os.close(pidfd)
+            channel.close()
+
+
+class Command:
+    """`python -m MODULE ARGUMENTS` in the child that runs it."""
+
+    def __init__(
+        self, module: str, arguments: list[str], environment: dict[str, str], cwd: str, streams: list[int]
+    ) -> None:
+        self._module = module
+        self._arguments = arguments
+        self._environment = environment
+        self._cwd = cwd
+        self._streams = streams
+
+    def run(self) -> None:
+        """Raises what the module raises, such as SystemExit with its status."""
+        os.chdir(self._cwd)
+        sys.path.insert(0, self._cwd)  # as -m does
+        for number, fd in enumerate(self._streams):
+            os.dup2(fd, number)
+            os.close(fd)
+        renew(self._environment)
+        if self._module == CLI_MODULE and self._arguments[0] in NODES:
+            spare = SpareEngine()
+            importlib.import_module(ENGINE_MODULE).spawn_engine = spare.spawn  # type: ignore[attr-defined]
+        run_module(self._module, [], self._arguments)
+
+
+class SpareEngine:
+    """A child of the node that is forked before the node has a thread, and becomes its engine when one is spawned.
+
+    It ends when the node ends without an engine.
+    """
+
+    def __init__(self) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._orders.close()
+            _become_engine(theirs)  # raises SystemExit, and so ends as a process of its own does
+        theirs.close()
+
+    def spawn(self, config: NodeConfig, address: str) -> SpawnedEngine:
+        """As `pd_cluster.engine.process.spawn_engine`."""
+        import msgspec
+
+        theirs, ours = os.pipe()
+        with self._orders, suppress(BrokenPipeError):
+            order = json.dumps({"address": address, "environment": dict(os.environ)}).encode()
+            socket.send_fds(self._orders, [order], [theirs])
+        os.close(theirs)
+        engine = SpawnedEngine(self._pid, ours)
+        with suppress(BrokenPipeError):
+            engine.stdin.write(msgspec.json.encode(config) + b"\n")
+            engine.stdin.flush()
+        return engine
+
+
+class SpawnedEngine:
+    """What a node uses of `subprocess.Popen`, for a child that exists already."""
+
+    def __init__(self, pid: int, stdin: int) -> None:
+        self.pid = pid
+        self.stdin = os.fdopen(stdin, "wb")
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._look(os.WNOHANG)
+
+    def wait(self) -> int:
+        status = self._look(0)
+        assert status is not None
+        return status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _look(self, how: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def _become_engine(orders: socket.socket) -> None:
+    """As `python -P -m pd_cluster.engine.process ADDRESS`, once the node orders it."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    show_command([sys.executable, "-c", "a spare engine"])
+    with orders:
+        order, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 1)
+    if not order:
+        os._exit(0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    del sys.path[0]  # because of -P
+    os.dup2(fds[0], 0)
+    os.close(fds[0])
+    told = json.loads(order)
+    renew(told["environment"])
+    if hook := os.environ.get(ENGINE_HOOK_ENV):
+        module, _, function = hook.partition(":")
+        getattr(importlib.import_module(module), function)()
+    run_module(ENGINE_MODULE, ["-P"], [told["address"]])
+
+
+def renew(environment: dict[str, str]) -> None:
+    """Give a forked process what an executed one has of its own: environment, standard input, random numbers."""
+    os.environ.clear()
+    os.environ.update(environment)
+    open_input()
+    tempfile.tempdir = None  # it was chosen by the environment
+    if "torch" in sys.modules:
+        sys.modules["numpy"].random.seed()  # `random` does so itself
+        sys.modules["torch"].default_generator.seed()
+
+
+def open_input() -> None:
+    """Read standard input from what it is now, as it is read at the start of the interpreter."""
+    before: Any = sys.stdin
+    buffer: Any = os.fdopen(0, "rb", closefd=False)
+    buffer.raw.name = before.name
+    stdin: Any = io.TextIOWrapper(
+        buffer, before.encoding, before.errors, None, before.line_buffering, before.write_through
+    )
+    stdin.mode = before.mode
+    sys.stdin = sys.__stdin__ = stdin  # type: ignore[misc]
+
+
+def run_module(module: str, flags: list[str], arguments: list[str]) -> None:
+    """Run it as `__main__`, as `python FLAGS -m MODULE ARGUMENTS` does. Raises SystemExit."""
+    command = [sys.executable, *flags, "-m", module, *arguments]
+    show_command(command)
+    sys.orig_argv[:] = command  # a router starts its successor by it
+    sys.argv[:] = ["-m", *arguments]
+    sys.modules.pop(module, None)  # it is imported under this name, too, but only later
+    sys.modules["__main__"] = ModuleType("__main__")
+    runpy._run_module_as_main(module)  # type: ignore[attr-defined]
+
+
+def show_command(command: list[str]) -> None:
+    """Let the kernel, and so `ps`, show this command line. Its words are separated by spaces, as by setproctitle(3)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, fields 48 and 49
+    text = os.fsencode(" ".join(command))[: end - start - 2]
+    # The last byte is not zero: by that the kernel knows that the text ends at the first zero
+    ctypes.memmove(start, text.ljust(end - start - 1, b"\0") + b".", end - start)
+
+
+def import_all() -> None:
+    """Import what commands need. Asserts that no thread, no device and no file is left open by that."""
+    environment = dict(os.environ)
+    opened = os.listdir("/proc/self/fd")
+    engine: Any = importlib.import_module(ENGINE_MODULE)
+    engine.bound_programs(os.environ)  # for engines: torch reads these variables when it is imported
+    for name in MODULES:
+        with suppress(ImportError):  # not every machine has NIXL
+            importlib.import_module(name)
+    command_line: Any = sys.modules[CLI_MODULE]
+    command_line.build_parser()
+    os.environ.clear()
+    os.environ.update(environment)
+    torch: Any = sys.modules["torch"]
+    assert not torch.cuda.is_initialized()
+    assert len(os.listdir("/proc/self/task")) == 1, "an import has started a thread"
+    assert len(os.listdir("/proc/self/fd")) == len(opened), "an import has opened a file"
+    gc.collect()
+    gc.freeze()  # a search for garbage in a child would copy all of it
+
+
+def main() -> None:
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    show_command([sys.executable, "-P", "-m", "tests.forked_command"])
+    if (modules := sys.argv[2]) == "all":
+        import_all()
+    assert modules in ("all", "none"), modules
+    command = ForkingServer(orders).serve()
+    if command is None:
+        os._exit(0)
+    command.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The fork server: its children are like processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from tests.cluster import FORK_SERVER, ROOT, Launched, Launcher, base_environment
+from tests.fork_server import ForkServer, ForkServerDied
+from tests.forked_command import ENGINE_HOOK_ENV
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SHOWN = "tests.shown_process"
+HANG_S = 60.0
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """One that imports nothing, and so is there at once."""
+    server = ForkServer(base_environment, ROOT, "none")
+    yield server
+    server.close()
+
+
+def run(server: ForkServer, *arguments: str, environment: dict[str, str] | None = None) -> tuple[int, list[str]]:
+    """Exit status and lines of output."""
+    child = Launched("child", server.start(arguments, environment or base_environment(), ROOT, SHOWN))
+    status = child.wait()
+    return status, child.lines
+
+
+def test_a_child_is_like_a_process_of_its_own(server: ForkServer, launcher: Launcher, tmp_path: Path) -> None:
+    environment = {**base_environment(), "PD_ADDED": "ä and \udcff"}
+    del environment["HOME"]
+    forked = Launched("forked", server.start(["show", "5"], environment, tmp_path, SHOWN))
+    command = [sys.executable, "-m", SHOWN, "show", "5"]
+    executed = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, env=environment, cwd=tmp_path, process_group=0
+    )
+    assert (forked.wait(), executed.returncode) == (5, 5)
+    told, expected = (json.loads(lines[0]) for lines in (forked.lines, executed.stdout.splitlines()))
+    assert (told["threads"], told["environment"]) == (1, environment)
+    assert told == expected
+    assert forked.lines[1:] == ["the end"]
+
+
+def test_children_of_the_server_of_all_commands_share_no_thread_and_no_random_numbers() -> None:
+    (first, second), (_, lines) = (
+        [json.loads(run(FORK_SERVER, "draw", "0")[1][0]) for _ in range(2)],
+        run(FORK_SERVER, "show", "0"),
+    )
+    assert len(first) == len(second) == 3
+    assert not set(first) & set(second)
+    told = json.loads(lines[0])
+    assert (told["threads"], [*told["files"]], told["inheritable"]) == (1, ["0", "1", "2"], ["0", "1", "2"])
+
+
+def test_an_error_is_told_and_ends_the_process_with_status_1(server: ForkServer) -> None:
+    status, lines = run(server, "fail")
+    assert status == 1
+    assert "Traceback (most recent call last):" in lines
+    assert lines[-2:] == ["RuntimeError: as it was told", "the end"]
+
+
+def test_signals_and_waits(server: ForkServer) -> None:
+    child = server.start(["sleep"], base_environment(), ROOT, SHOWN)
+    launched = Launched("asleep", child)
+    launched.wait_line("asleep")
+    assert child.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.01)
+    assert psutil.Process(child.pid).cmdline() == [sys.executable, "-m", SHOWN, "sleep"]
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == child.poll() == -signal.SIGKILL
+    child.kill()  # harmless
+    assert not psutil.pid_exists(child.pid)
+
+
+def test_threads_start_commands_at_once(server: ForkServer) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(lambda number: run(server, "draw", str(number))[0], range(32))]
+    assert found == [*range(32)]
+
+
+def test_a_server_that_died_is_named_with_what_it_wrote_and_replaced() -> None:
+    server = ForkServer(base_environment, ROOT, "no such modules")
+    with pytest.raises(ForkServerDied, match="no such modules"):
+        server.start(["draw", "0"], base_environment(), ROOT, SHOWN)
+    server = ForkServer(base_environment, ROOT, "none")
+    child = server.start(["sleep"], base_environment(), ROOT, SHOWN)
+    psutil.Process(psutil.Process(child.pid).ppid()).kill()
+    with pytest.raises(ForkServerDied, match="ended with status -9"):
+        server.start(["draw", "0"], base_environment(), ROOT, SHOWN)
+    child.kill()
+    with pytest.raises(ForkServerDied):
+        child.wait()
+    assert run(server, "draw", "3")[0] == 3
+    child.stdout.close()
+    server.close()
+
+
+def test_the_server_ends_with_its_client_however_that_ends() -> None:
+    code = (
+        "from tests.cluster import *; s = ForkServer(base_environment, ROOT, 'none');"
+        f"c = s.start(['sleep'], base_environment(), ROOT, '{SHOWN}'); print(c.pid, flush=True); c.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=base_environment()) as client:
+        assert client.stdout is not None
+        child = psutil.Process(int(client.stdout.readline()))
+        server = child.parent()
+        client.kill()
+    psutil.wait_procs([server], timeout=HANG_S)
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+    assert child.is_running()
+    child.kill()
+
+
+def test_a_variable_that_may_matter_to_an_import_needs_a_process_of_its_own() -> None:
+    environment = {**base_environment(), "PD_ANY": "1", "UCX_TLS": "tcp", "PYTEST_CURRENT_TEST": "another"}
+    server = ForkServer(base_environment, ROOT)
+    assert server.differs(environment) == set()
+    del environment["HOME"]
+    assert server.differs({**environment, "OMP_NUM_THREADS": "2", "UCX_LOG_LEVEL": "info"}) == {
+        "HOME", "OMP_NUM_THREADS", "UCX_LOG_LEVEL",
+    }  # fmt: skip
+
+
+def say_what_the_engine_is() -> None:
+    """Called in an engine before it starts."""
+    from tests.shown_process import shown
+
+    sys.stdout.write(json.dumps({**shown(), "parent": os.getppid()}) + "\n")
+
+
+def test_a_nodes_engine_is_its_child_and_calls_the_hook(launcher: Launcher) -> None:
+    hook = f"{__name__}:{say_what_the_engine_is.__name__}"
+    node = launcher.node("mixed", environment={ENGINE_HOOK_ENV: hook})
+    told: dict[str, Any] = json.loads(node.wait_line('"parent"'))
+    assert (told["parent"], told["threads"], [*told["files"]]) == (node.pid, 1, ["0", "1", "2"])
+    [engine] = psutil.Process(node.pid).children()
+    assert engine.cmdline()[:4] == [sys.executable, "-P", "-m", "pd_cluster.engine.process"]
+    assert psutil.Process(node.pid).cmdline()[:4] == [sys.executable, "-m", "pd_cluster.launch.cli", "mixed"]
+    assert node.stop() == 0
+    assert node.leftovers() == []
+
+
+def test_a_node_that_starts_no_engine_leaves_no_spare_one(launcher: Launcher) -> None:
+    node = launcher.node("mixed", "--block-size=-1", wait=False)
+    node.family()
+    assert node.wait() == 2
+    assert node.leftovers() == []
+    assert node.output.count("\n") < 4, node.output
