@@ -30,15 +30,16 @@ NUM_TOKENS = 12
 SPOKEN = 20  # tokens of a longer answer that has begun
 BLOCK_SIZE = 16
 P0_BLOCKS = 71  # one long prompt and 100 tokens, so that the next one overwrites it
-D0_BLOCKS = 200  # a long prompt does not fit beside one of 2,200 tokens
+D0_BLOCKS = 162  # a long prompt does not fit beside one of 1,600 tokens
 ROLES = {"p": "prefill", "d": "decode", "s": "decode"}
 PATIENT_FLAGS = (f"--load-deadline-s={LONG_S:g}", f"--drain-s={LONG_S:g}")
+READER_FLAGS = (*DECODE_FLAGS, "--max-model-len=2560")  # d0 holds so much: streams go on at nodes of equal limits only
 FLAGS = {
     "p0": ("--max-num-seqs=8", f"--max-num-batched-tokens={STEP}", f"--num-blocks={P0_BLOCKS}"),
     "p1": (f"--max-num-batched-tokens={STEP}", f"--lease-ttl-s={LONG_S:g}"),
-    "d0": (*DECODE_FLAGS, f"--num-blocks={D0_BLOCKS}"),
-    "d1": DECODE_FLAGS,
-    "strict": (*DECODE_FLAGS, "--on-load-failure=fail"),
+    "d0": (*READER_FLAGS, f"--num-blocks={D0_BLOCKS}"),
+    "d1": READER_FLAGS,
+    "strict": (*READER_FLAGS, "--on-load-failure=fail"),
 }
 # As between machines: over shared memory a reader needs no help of the other process, so nothing could be late
 NETWORK = {"UCX_TLS": "tcp"}

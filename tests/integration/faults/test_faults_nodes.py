@@ -21,7 +21,7 @@ from tests.integration.fault_cluster import LEASE_TTL_S, Member, Part, fetch, un
 from tests.integration.gated_cluster import BLOCK_SIZE, D0_BLOCKS, LONG, LONG_S, SHORT, SPOKEN, GatedCluster
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
 pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
 logger = logging.getLogger(__name__)
@@ -48,6 +48,18 @@ async def reading(cluster: GatedCluster, by: str, url: str = "", route: str = P_
     assert not call.done
     await until(cluster.p0.is_busy, "p0 tells that it computes")
     return call
+
+
+async def parted(one: Member, other: Member, probe: Callable[[Member], Awaitable[bool]]) -> tuple[Member, Member]:
+    """The node of the two that the router has chosen, as `probe` shows it, and the other one."""
+    found: list[Member] = []
+
+    async def is_chosen() -> bool:
+        found[:] = [node for node in (one, other) if await probe(node)]
+        return bool(found)
+
+    await until(is_chosen, f"the request is at {one.name} or {other.name}")
+    return (one, other) if found[0] is one else (other, one)
 
 
 async def wait_fallback(node: Member, before: dict[str, float]) -> None:
@@ -118,15 +130,18 @@ async def test_p_killed_another_p_lives(part: Part, route: str, cluster: GatedCl
     long = await cluster.expected(LONG)
     router = cluster.new_router(["p0", "p1"], ["d0"])
     moved = await cluster.d0.metric("pd_kv_transfer_bytes_total")
-    with cluster.held():
-        call = await reading(cluster, "d0", router.url, route)
-        await cluster.p0.kill(part)
-        outcome = await call.outcome()
+    with cluster.held(), cluster.held("p1"):
+        call = cluster.call(LONG, route, url=router.url)
+        await until(cluster.d0.is_reading, "d0 reads")
+        asked, other = await parted(cluster.p0, cluster.nodes["p1"], Member.is_busy)
+        await asked.kill(part)
+        await until(other.is_busy, f"{other.name} is asked")
+    outcome = await call.outcome()
     outcome.check(long)
-    assert (outcome.headers["x-pd-prefill"], outcome.headers["x-pd-decode"]) == ("p1", "d0")
+    assert (outcome.headers["x-pd-prefill"], outcome.headers["x-pd-decode"]) == (other.name, "d0")
     await cluster.d0.wait_more("pd_kv_transfer_bytes_total", moved)
-    logger.info("answered after %.2f s by p1 and d0", outcome.seconds)
-    await cluster.check_clean(cluster.d0, cluster.nodes["p1"])
+    logger.info("answered after %.2f s by %s and d0", outcome.seconds, other.name)
+    await cluster.check_clean(cluster.d0, other)
 
 
 @asynccontextmanager
@@ -325,29 +340,33 @@ async def test_d_killed_another_d_lives(part: Part, route: str, cluster: GatedCl
     long = await cluster.expected(LONG)
     router = cluster.new_router(["p0"], ["d0", "strict"])
     with cluster.held():
-        call = await reading(cluster, "d0", router.url, route)
-        await cluster.d0.kill(part)
-        await until(cluster.nodes["strict"].is_reading, "strict reads")
+        call = cluster.call(LONG, route, url=router.url)
+        reader, other = await parted(cluster.d0, cluster.nodes["strict"], Member.is_reading)
+        await reader.kill(part)
+        await until(other.is_reading, f"{other.name} reads")
+        assert not call.done
     outcome = await call.outcome()
     outcome.check(long)
-    assert (outcome.headers["x-pd-prefill"], outcome.headers["x-pd-decode"]) == ("p0", "strict")
-    logger.info("answered after %.2f s by p0 and strict", outcome.seconds)
-    await cluster.check_clean(cluster.p0, cluster.nodes["strict"])
+    assert (outcome.headers["x-pd-prefill"], outcome.headers["x-pd-decode"]) == ("p0", other.name)
+    logger.info("answered after %.2f s by p0 and %s", outcome.seconds, other.name)
+    await cluster.check_clean(cluster.p0, other)
 
 
 async def test_d_killed_in_the_middle_of_a_stream(cluster: GatedCluster) -> None:
     """Another one goes on behind what the client has."""
-    bodies = [cluster.body(SHORT, num_tokens=60, stream=True) for _ in range(2)]  # the router sends cached ones there
-    expected = await Call(cluster.nodes["strict"].url, bodies[0]).outcome()
-    with cluster.spoken():
+    strict = cluster.nodes["strict"]
+    bodies = [cluster.body(SHORT, num_tokens=3 * SPOKEN, stream=True) for _ in range(2)]
+    expected = await Call(strict.url, bodies[0]).outcome()
+    with cluster.spoken(), cluster.spoken("strict"):
         call = Call(cluster.new_router(["p0"], ["d0", "strict"]).url, bodies[1])
         await call.begun()
-        await cluster.d0.kill(Part.API)
-        outcome = await call.outcome()
+        speaker, other = await parted(cluster.d0, strict, Member.is_busy)
+        await speaker.kill(Part.API)
+    outcome = await call.outcome()
     outcome.check(expected)
-    assert outcome.headers["x-pd-decode"] == "d0"
+    assert outcome.headers["x-pd-decode"] == speaker.name
     logger.info("the longest gap was %.2f s", outcome.longest_gap_s)
-    await cluster.check_clean(cluster.p0, cluster.nodes["strict"])
+    await cluster.check_clean(cluster.p0, other)
 
 
 async def generates(cluster: GatedCluster, stream: Call) -> None:
