@@ -88,8 +88,9 @@ class Member:
     def _control_port(self) -> int:
         """A ticket tells it."""
         body = {"prompt": [5], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-        answer = httpx.post(self.url + COMPLETIONS, json=body, trust_env=False).json()["kv_transfer_params"]
-        httpx.post(f"{self.url}/pd/release", json={"ticket": answer["ticket"]}, trust_env=False).raise_for_status()
+        with httpx.Client(base_url=self.url, trust_env=False, timeout=HANG_S) as client:
+            answer = client.post(COMPLETIONS, json=body).json()["kv_transfer_params"]
+            client.post("/pd/release", json={"ticket": answer["ticket"]}).raise_for_status()
         return int(answer["remote_port"])
 
     # faults

@@ -12,6 +12,7 @@ import pytest
 from pd_cluster.launch.node_commands import OrderRefused, RouterOrders
 from pd_connectors.protocol.keys import derive_key
 from tests.cluster import TEST_KEY, Launcher
+from tests.deadlines import HANG_S
 from tests.integration.calls import Call, Outcome
 from tests.integration.fault_cluster import Member, fetch, make_prompt, start, until, wait_clean
 from tests.router.router_process import Router, serving
@@ -122,7 +123,7 @@ async def test_roles_change_under_load(members: list[Member]) -> None:
         serving([n0], [n1, n2], **settings) as other,
         Load([one.url, other.url], expected) as load,
     ):
-        with httpx.Client(base_url=one.url, trust_env=False, timeout=30.0) as client:
+        with httpx.Client(base_url=one.url, trust_env=False, timeout=HANG_S) as client:
             orders = RouterOrders(client, KEY)
             known = roles(one)
 
