@@ -12,7 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from tests.integration.calls import Call, Outcome
-from tests.integration.fault_cluster import DECODE_FLAGS, Member, RouterMember, make_prompt, start, wait_clean
+from tests.integration.fault_cluster import DECODE_FLAGS, Member, RouterMember, make_prompt, start, until, wait_clean
 from tests.integration.gate import Gate
 
 if TYPE_CHECKING:
@@ -141,6 +141,22 @@ class GatedCluster:
     ) -> Call:
         """A request to `url`, by default that of `router`."""
         return Call(url or self.router.url, self.body(length, num_tokens=num_tokens, stream=stream), route)
+
+    async def reading(self, by: str = "d0", route: str = "p-first", *, url: str = "", stream: bool = False) -> Call:
+        """A request with a long prompt: node `by` has read its first blocks, and a prefill node is `held` behind them.
+
+        On a machine that keeps a process waiting for seconds D takes P for frozen, and answers: then it is asked again.
+        """
+        calls: list[Call] = []
+
+        async def is_there() -> bool:
+            if not calls or calls[-1].done:
+                calls.append(self.call(LONG, route, stream=stream, url=url))
+            return await self.nodes[by].is_reading()
+
+        await until(is_there, f"{by} reads", explain=lambda: f"{len(calls)} requests")
+        assert not calls[-1].done
+        return calls[-1]
 
     async def check_transfer(self, length: int, route: str = "p-first") -> None:
         """A request through the router is right, and its KV came from p0 to d0."""

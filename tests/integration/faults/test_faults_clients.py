@@ -82,6 +82,8 @@ async def test_client_leaves(phase: Phase, route: str, stream: bool, cluster: Ga
             await until(cluster.p0.is_busy, "p0 computes the first one")
         if phase is Phase.DECODE:
             calls.append(cluster.call(SHORT, route, stream=stream, num_tokens=2 * SPOKEN))
+        elif phase is Phase.LOAD:
+            calls.append(await cluster.reading("d0", route, stream=stream))
         else:
             calls.append(cluster.call(LONG, route, stream=stream))
         await in_phase(cluster, phase, calls[-1])
@@ -105,8 +107,7 @@ async def under_load(cluster: GatedCluster, gates: ExitStack) -> list[Call]:
     gates.enter_context(cluster.spoken())
     calls = [cluster.call(SHORT, ROUTES[i % 2], stream=True, num_tokens=2 * SPOKEN) for i in range(NUM_STREAMS)]
     await asyncio.gather(*(call.begun() for call in calls))
-    calls.append(cluster.call(LONG, P_FIRST))
-    await until(cluster.d0.is_reading, "d0 reads the long one")
+    calls.append(await cluster.reading())
     assert not any(call.done for call in calls)
     return calls
 
@@ -178,8 +179,7 @@ async def test_the_router_counts_clients_that_left(cluster: GatedCluster) -> Non
         return parse_metrics((await fetch(f"{cluster.router.url}/metrics")).text).get(name, 0.0)
 
     with cluster.held():
-        call = cluster.call(LONG, P_FIRST)
-        await until(cluster.d0.is_reading, "d0 reads")
+        call = await cluster.reading()
         before = await count()
         await call.leave()
 

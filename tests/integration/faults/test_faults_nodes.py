@@ -41,15 +41,6 @@ async def cluster(nodes: GatedCluster) -> AsyncIterator[GatedCluster]:
     await asyncio.to_thread(nodes.stop_new_routers)
 
 
-async def reading(cluster: GatedCluster, by: str, url: str = "", route: str = P_FIRST, *, stream: bool = False) -> Call:
-    """A request with a long prompt: node `by` has read its first blocks, and p0 is held in the middle of it."""
-    call = cluster.call(LONG, route, stream=stream, url=url)
-    await until(cluster.nodes[by].is_reading, f"{by} reads")
-    assert not call.done
-    await until(cluster.p0.is_busy, "p0 tells that it computes")
-    return call
-
-
 async def parted(one: Member, other: Member, probe: Callable[[Member], Awaitable[bool]]) -> tuple[Member, Member]:
     """The node of the two that the router has chosen, as `probe` shows it, and the other one."""
     found: list[Member] = []
@@ -88,7 +79,7 @@ async def test_p_killed_while_d_reads(part: Part, route: str, stream: bool, clus
     outlived = await with_ticket(cluster, BRIEF)
     failed = await failed_loads(cluster.d0)
     with cluster.held():
-        call = await reading(cluster, "d0", route=route, stream=stream)
+        call = await cluster.reading("d0", route, stream=stream)
         await asyncio.gather(cluster.p0.kill(part), wait_fallback(cluster.d0, failed))
         outcome = await call.outcome()
     outcome.check(long)
@@ -131,8 +122,7 @@ async def test_p_killed_another_p_lives(part: Part, route: str, cluster: GatedCl
     router = cluster.new_router(["p0", "p1"], ["d0"])
     moved = await cluster.d0.metric("pd_kv_transfer_bytes_total")
     with cluster.held(), cluster.held("p1"):
-        call = cluster.call(LONG, route, url=router.url)
-        await until(cluster.d0.is_reading, "d0 reads")
+        call = await cluster.reading("d0", route, url=router.url)
         asked, other = await parted(cluster.p0, cluster.nodes["p1"], Member.is_busy)
         await asked.kill(part)
         await until(other.is_busy, f"{other.name} is asked")
@@ -241,7 +231,7 @@ async def test_p_killed_and_d_may_not_prefill(cluster: GatedCluster) -> None:
     strict = cluster.nodes["strict"]
     router = cluster.new_router(["p0"], ["strict"])
     with cluster.held():
-        call = await reading(cluster, "strict", router.url, stream=True)
+        call = await cluster.reading("strict", url=router.url, stream=True)
         await cluster.p0.kill(Part.ENGINE)
         outcome = await call.outcome()
     check_error(outcome, 502, "prefill_unavailable")
@@ -256,7 +246,7 @@ async def test_p_stopped_while_d_reads(route: str, parts: tuple[Part, ...], clus
     long, short = await cluster.expected(LONG), await cluster.expected(SHORT)
     failed = await failed_loads(cluster.d0)
     with cluster.held():
-        call = await reading(cluster, "d0", route=route)
+        call = await cluster.reading("d0", route)
         cluster.p0.stop(*parts)
         await wait_fallback(cluster.d0, failed)
         outcome = await call.outcome()
@@ -296,7 +286,7 @@ async def test_d_stopped_while_it_reads(route: str, cluster: GatedCluster) -> No
     """P's lease runs out, and its blocks go to others; D, going on, believes nothing that it has read."""
     long = await cluster.expected(LONG)
     with cluster.held():
-        call = await reading(cluster, "d0", route=route)
+        call = await cluster.reading("d0", route)
         cluster.d0.stop()
     clean_s = await cluster.check_clean(cluster.p0)
     logger.info("p0 clean %.2f s after its reader was stopped, with a ttl of %.1f s", clean_s, LEASE_TTL_S)
@@ -318,7 +308,7 @@ async def test_d_killed_while_it_reads(part: Part, cluster: GatedCluster) -> Non
     with cluster.held(), cluster.spoken():
         begun = cluster.call(SHORT, P_FIRST, stream=True, num_tokens=2 * SPOKEN, url=router.url)
         await generates(cluster, begun)
-        call = await reading(cluster, "d0", route=route, stream=part is Part.API)
+        call = await cluster.reading("d0", route, stream=part is Part.API)
         await cluster.d0.kill(part)
         outcome = await call.outcome()
         check_error(outcome, *((503, "engine_died") if part is Part.ENGINE else (502, "node_failed")))

@@ -45,8 +45,7 @@ async def check_gone(node: Member) -> None:
 
 async def test_p_told_to_stop_sees_its_handoff_through(cluster: GatedCluster) -> None:
     with cluster.held():
-        call = cluster.call(LONG, "p-first", stream=True)
-        await until(cluster.d0.is_reading, "d0 reads")
+        call = await cluster.reading("d0", "p-first", stream=True)
         cluster.p0.process.send(signal.SIGTERM)
         await cluster.router.wait_healthy(cluster.p0, False)
         other = await cluster.call(SHORT, "p-first").outcome()
@@ -65,8 +64,7 @@ async def test_d_told_to_stop_finishes_what_it_reads(cluster: GatedCluster) -> N
     p1 = cluster.nodes["p1"]
     router = cluster.new_router(["p1"], ["d0"])
     with cluster.held("p1"):
-        call = cluster.call(LONG, "d-first", stream=True, url=router.url)
-        await until(cluster.d0.is_reading, "d0 reads")
+        call = await cluster.reading("d0", "d-first", url=router.url, stream=True)
         cluster.d0.process.send(signal.SIGTERM)
         await router.wait_healthy(cluster.d0, False)
         assert not call.done
@@ -116,8 +114,7 @@ async def test_p_drained_by_order_finishes_and_comes_back(
         return capsys.readouterr().out
 
     with cluster.held():
-        call = cluster.call(LONG, "p-first", stream=True)
-        await until(cluster.d0.is_reading, "d0 reads")
+        call = await cluster.reading("d0", "p-first", stream=True)
         draining = asyncio.create_task(order("drain", "p0", f"--wait-s={LONG_S:g}"))
         await cluster.router.wait_healthy(cluster.p0, False)
         other = await cluster.call(SHORT, "p-first").outcome()
