@@ -1,7 +1,6 @@
 """Nodes that tests kill, stop and start again under their old address, and requests that are left on the way.
 
 Every test drives one request into a phase that it can see in the nodes' own words (`/metrics`, `/kv`), then acts.
-P computes in steps of 16 tokens, so that a long prompt keeps it busy for seconds while D reads what is there already.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ import logging
 import random
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
 
-from tests.integration.calls import COMPLETIONS, Call, Outcome
+from tests.deadlines import HANG_S
+from tests.integration.calls import COMPLETIONS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -28,30 +26,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEASE_TTL_S = 2.0
+LEASE_TTL_S = 2.0  # for tests that wait for its end
 LOAD_DEADLINE_S = 8.0
-SLACK_S = 2.0  # what a busy machine may add to a deadline
-PHASE_DEADLINE_S = 15.0  # until a request is where a test wants it
-CLEAN_DEADLINE_S = LEASE_TTL_S + 4.0  # until nothing of a request is left on any node
-FETCH_DEADLINE_S = 15.0  # of one look at a process that runs, on a machine where others wait for the cores too
-START_DEADLINE_S = 180.0  # four nodes at once
+START_DEADLINE_S = 400.0  # four nodes at once took 145 s at a load of 8
 POLL_S = 0.05  # a look takes a node some milliseconds
 VOCABULARY = range(3, 3072)  # the demo model's, without special tokens
-SHORT, LONG = 200, 2008  # prompt tokens; p0 computes the long one for seconds
-NUM_TOKENS = 12
-P0_BLOCKS = 134  # one long prompt, and the next one overwrites it
-BLOCK_SIZE = 16
-D0_BLOCKS = 338  # a long prompt does not fit beside one of 3,400 tokens
 DECODE_FLAGS = ("--max-num-seqs=32", "--max-num-batched-tokens=512", "--min-remote-tokens=1")
-ROLES = {"p": "prefill", "d": "decode", "s": "decode"}
 COMMON_FLAGS = ("--kv-cache-gb=0.15", f"--lease-ttl-s={LEASE_TTL_S:g}", f"--load-deadline-s={LOAD_DEADLINE_S:g}")
-FLAGS = {
-    "p0": ("--max-num-seqs=8", "--max-num-batched-tokens=16", f"--num-blocks={P0_BLOCKS}"),
-    "p1": ("--max-num-batched-tokens=512",),
-    "d0": (*DECODE_FLAGS, f"--num-blocks={D0_BLOCKS}"),
-    "d1": DECODE_FLAGS,
-    "strict": (*DECODE_FLAGS, "--on-load-failure=fail", "--load-deadline-s=30"),
-}
 
 
 class Part(StrEnum):
@@ -107,8 +88,9 @@ class Member:
     def _control_port(self) -> int:
         """A ticket tells it."""
         body = {"prompt": [5], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-        answer = httpx.post(self.url + COMPLETIONS, json=body, trust_env=False).json()["kv_transfer_params"]
-        httpx.post(f"{self.url}/pd/release", json={"ticket": answer["ticket"]}, trust_env=False).raise_for_status()
+        with httpx.Client(base_url=self.url, trust_env=False, timeout=HANG_S) as client:
+            answer = client.post(COMPLETIONS, json=body).json()["kv_transfer_params"]
+            client.post("/pd/release", json={"ticket": answer["ticket"]}).raise_for_status()
         return int(answer["remote_port"])
 
     # faults
@@ -160,6 +142,14 @@ class Member:
         """One sample; 0 before it is first counted."""
         return (await self.metrics()).get(name, 0.0)
 
+    async def wait_more(self, name: str, before: float) -> None:
+        """Until a sample, which is counted a moment after what it counts, is more than `before`."""
+
+        async def is_more() -> bool:
+            return await self.metric(name) > before
+
+        await until(is_more, f"{name} of {self.name} is more than {before:g}")
+
     async def is_reading(self) -> bool:
         """A load has read some of its blocks and is not done."""
         return await self.metric("pd_loads_reading") > 0
@@ -204,6 +194,11 @@ class RouterMember:
         process.wait_line("router ready on ")
         return process
 
+    async def is_draining(self) -> bool:
+        """Whether it takes no more requests, and tells so."""
+        async with httpx.AsyncClient(timeout=HANG_S, trust_env=False) as client:
+            return bool((await client.get(f"{self.url}/health")).json()["status"] == "draining")
+
     async def wait_healthy(self, node: Member, healthy: bool = True) -> None:
         """Until it thinks so of `node`."""
 
@@ -212,111 +207,6 @@ class RouterMember:
             return any(one["url"] == node.url and one["healthy"] is healthy for one in nodes)
 
         await until(agrees, f"the router thinks that {node.name} is {'' if healthy else 'not '}healthy")
-
-
-class FaultCluster:
-    """Nodes by name, see FLAGS; started together, ended by `launcher`. `router` knows only p0 and d0.
-
-    p0 is slow. p1 is not, so that what falls back to it is done before the deadline. strict reports every failed load.
-    """
-
-    def __init__(
-        self, launcher: Launcher, *names: str, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
-    ) -> None:
-        """`flags`: of all nodes."""
-        self.launcher = launcher
-        self.nodes = {
-            name: Member(launcher, name, ROLES[name[0]], *FLAGS[name], *flags, environment=environment)
-            for name in names
-        }
-        start(list(self.nodes.values()))
-        self._routers: list[RouterMember] = []
-        self.router = self.new_router(["p0"], ["d0"])
-        self._salts = count()
-        self._expected: dict[int, Outcome] = {}
-
-    @property
-    def p0(self) -> Member:
-        return self.nodes["p0"]
-
-    @property
-    def d0(self) -> Member:
-        return self.nodes["d0"]
-
-    @property
-    def running(self) -> list[Member]:
-        """The nodes that no test has ended, or that were started again."""
-        return [node for node in self.nodes.values() if node.is_running]
-
-    def stop(self) -> None:
-        """End all processes at once. Asserts that nodes end well; what they leave behind is found by `launcher`."""
-        with ThreadPoolExecutor() as pool:
-            stopping = [pool.submit(router.process.stop) for router in self._routers]
-            statuses = list(pool.map(lambda node: node.process.stop(), self.running))
-        assert set(statuses) <= {0}
-        assert {one.result() for one in stopping} <= {0, -signal.SIGKILL}
-
-    def stop_new_routers(self) -> None:
-        """End all routers but the first: each asks its nodes for their health five times a second."""
-        first, *others = self._routers
-        self._routers = [first]
-        with ThreadPoolExecutor() as pool:
-            assert set(pool.map(lambda router: router.process.stop(), others)) <= {0}
-
-    def new_router(self, prefill: Sequence[str], decode: Sequence[str], *flags: str) -> RouterMember:
-        """A router before these nodes. Its first request goes to the first node of each role."""
-        prefills, decodes = ([self.nodes[name] for name in names] for names in (prefill, decode))
-        router = RouterMember(self.launcher, prefills, decodes, *flags)
-        self._routers.append(router)
-        return router
-
-    def body(self, length: int, *, num_tokens: int = NUM_TOKENS, stream: bool = False) -> dict[str, Any]:
-        """A greedy request. Prompts of one length are equal, but under another salt each, so that nothing is cached."""
-        return {
-            "prompt": make_prompt(length),
-            "max_tokens": num_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": stream,
-            "cache_salt": f"salt {next(self._salts)}",
-        }
-
-    async def expected(self, length: int) -> Outcome:
-        """What d0 alone makes of the prompt of this length, with nothing going wrong."""
-        if length not in self._expected:
-            self._expected[length] = await Call(self.d0.url, self.body(length)).outcome()
-            assert self._expected[length].error is None
-        return self._expected[length]
-
-    def call(
-        self, length: int, route: str, *, stream: bool = False, num_tokens: int = NUM_TOKENS, url: str = ""
-    ) -> Call:
-        """A request to `url`, by default that of `router`."""
-        return Call(url or self.router.url, self.body(length, num_tokens=num_tokens, stream=stream), route)
-
-    async def check_transfer(self, length: int, route: str = "p-first") -> None:
-        """A request through the router is right, and its KV came from p0 to d0."""
-        before = await self.d0.metric("pd_kv_transfer_bytes_total")
-        outcome = await self.call(length, route).outcome()
-        outcome.check(await self.expected(length))
-        assert (outcome.headers["x-pd-prefill"], outcome.headers["x-pd-decode"]) == ("p0", "d0")
-        assert await self.d0.metric("pd_kv_transfer_bytes_total") > before
-
-    async def check_clean(self, *members: Member) -> float:
-        """Wait until no node of `members` (default: all) has anything left. Returns the seconds that took."""
-        return max(await asyncio.gather(*(wait_clean(member) for member in members or self.nodes.values())))
-
-    def go_on(self) -> None:
-        """Let all nodes that stand still go on."""
-        for node in self.running:
-            node.go_on()
-
-    async def restore(self) -> None:
-        """Start what is dead, so that the next test finds the cluster whole. A test's own end comes first."""
-        self.go_on()
-        await asyncio.to_thread(start, [node for node in self.nodes.values() if not node.is_running])
-        for node in (self.p0, self.d0):
-            await self.router.wait_healthy(node)
 
 
 def start(members: Sequence[Member]) -> None:
@@ -328,7 +218,7 @@ def start(members: Sequence[Member]) -> None:
 
 
 async def wait_clean(member: Member) -> float:
-    """Until `member` is idle and holds nothing. Returns the seconds that took."""
+    """Until `member` is idle and holds nothing. Returns the seconds that took, for logs."""
     found: dict[str, float] = {}
 
     async def is_clean() -> bool:
@@ -336,31 +226,16 @@ async def wait_clean(member: Member) -> float:
         found.update(await member.held())
         return not found
 
-    return await until(is_clean, f"{member.name} holds nothing", CLEAN_DEADLINE_S, lambda: str(found))
-
-
-async def wait_clean_but_for_reads(member: Member) -> None:
-    """Until `member` holds at most the blocks of one long prompt, which a read from a stopped peer may still write."""
-    found: dict[str, float] = {}
-
-    async def is_clean() -> bool:
-        found.clear()
-        found.update(await member.held())
-        others = found.keys() - {"orphaned_loads", "loads_open", "in_use", "quarantined"}
-        num_loads = max(found.get("orphaned_loads", 0), found.get("loads_open", 0))
-        in_use, quarantined = found.get("in_use", 0), found.get("quarantined", 0)
-        return not others and num_loads <= 1 and in_use == quarantined <= num_loads * -(-LONG // BLOCK_SIZE)
-
-    await until(is_clean, f"{member.name} holds only what is read", CLEAN_DEADLINE_S, lambda: str(found))
+    return await until(is_clean, f"{member.name} holds nothing", explain=lambda: str(found))
 
 
 async def until(
     probe: Callable[[], Awaitable[bool]],
     what: str,
-    deadline_s: float = PHASE_DEADLINE_S,
+    deadline_s: float = HANG_S,
     explain: Callable[[], str] = str,
 ) -> float:
-    """Poll until `probe` is true. Returns the seconds that took; AssertionError after the deadline."""
+    """Poll until `probe` is true. Returns the seconds that took, for logs; AssertionError after the deadline."""
     started_s = time.monotonic()
     while not await probe():
         assert time.monotonic() < started_s + deadline_s, f"not within {deadline_s:g} s: {what}; {explain()}"
@@ -368,9 +243,7 @@ async def until(
     return time.monotonic() - started_s
 
 
-async def fetch(
-    url: str, body: dict[str, Any] | None = None, *, deadline_s: float = FETCH_DEADLINE_S
-) -> httpx.Response:
+async def fetch(url: str, body: dict[str, Any] | None = None, *, deadline_s: float = HANG_S) -> httpx.Response:
     """GET, or POST a body. Asserts that it is a 200."""
     async with httpx.AsyncClient(timeout=deadline_s, trust_env=False) as client:
         response = await (client.get(url) if body is None else client.post(url, json=body))

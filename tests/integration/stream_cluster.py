@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import signal
 from typing import TYPE_CHECKING, Any
 
-from tests.integration.calls import REQUEST_DEADLINE_S, Call, Outcome
+from tests.deadlines import HANG_S
+from tests.integration.calls import Call, Outcome
 from tests.integration.fault_cluster import (
     DECODE_FLAGS,
     Member,
@@ -18,16 +20,18 @@ from tests.integration.fault_cluster import (
     parse_metrics,
     start,
 )
+from tests.integration.gate import Gate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from tests.cluster import Launcher
 
 PROMPTS = (40, 150, 300)  # tokens
+SPOKEN = 8
 SAMPLINGS: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 11})
 NODE_FLAGS = ("--drain-s=0.3",)  # shorter than any stream, so that a drain cuts
-DRAIN_DEADLINE_S = 30.0
 
 
 class StreamCluster:
@@ -44,12 +48,18 @@ class StreamCluster:
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = DECODE_FLAGS,
         router_flags: Sequence[str] = (),
-        deadline_s: float = REQUEST_DEADLINE_S,
+        deadline_s: float = HANG_S,
+        directory: Path | None = None,
     ) -> None:
-        """`num_tokens`: of the answers to each prompt of PROMPTS. `deadline_s`: of each request."""
-        self.prefills = [Member(launcher, f"p{i}", "prefill", *NODE_FLAGS, *prefill_flags) for i in range(prefills)]
-        self.decodes = [Member(launcher, f"d{i}", "decode", *NODE_FLAGS, *decode_flags) for i in range(decodes)]
+        """`num_tokens`: of the answers to each prompt of PROMPTS. `deadline_s`: of each request.
+
+        `directory`: an empty one, for gates of the decode nodes; else they have none.
+        """
         self._launcher = launcher
+        self.prefills = [Member(launcher, f"p{i}", "prefill", *NODE_FLAGS, *prefill_flags) for i in range(prefills)]
+        names = [f"d{i}" for i in range(decodes)]
+        self._gates = {} if directory is None else {name: Gate(directory, name) for name in names}
+        self.decodes = [self._decode(name, *decode_flags) for name in names]
         self._router_flags = router_flags
         self._deadline_s = deadline_s
         start([*self.prefills, *self.decodes])
@@ -59,6 +69,19 @@ class StreamCluster:
             for (length, num), sampling in itertools.product(zip(PROMPTS, num_tokens, strict=True), SAMPLINGS)
         ]
         self._expected: list[Outcome] = []
+
+    def _decode(self, name: str, *flags: str) -> Member:
+        gate = self._gates.get(name)
+        more, environment = (gate.flags, gate.environment) if gate else ((), None)
+        return Member(self._launcher, name, "decode", *NODE_FLAGS, *flags, *more, environment=environment)
+
+    @contextlib.contextmanager
+    def spoken(self, *nodes: Member) -> Iterator[None]:
+        """These decode nodes go on with no answer that has SPOKEN tokens, until the end."""
+        with contextlib.ExitStack() as gates:
+            for node in nodes:
+                gates.enter_context(self._gates[node.name].held(answer=SPOKEN))
+            yield
 
     def new_router(self, *flags: str, prefills: Sequence[Member] = ()) -> RouterMember:
         """One more router before all decode nodes and these prefill nodes; before all if none is named."""
@@ -118,7 +141,7 @@ class StreamCluster:
 
 async def drain(node: Member) -> None:
     node.process.send(signal.SIGTERM)
-    assert await asyncio.to_thread(node.process.wait, DRAIN_DEADLINE_S) == 0, node.process.output
+    assert await asyncio.to_thread(node.process.wait, HANG_S) == 0, node.process.output
 
 
 async def stop(node: Member) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-pytestmark = [pytest.mark.integration, pytest.mark.anyio]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.anyio]
 logger = logging.getLogger(__name__)
 BODY = {"model": "demo_model", "prompt": "Mira 4831. Oskar 2210.", "max_tokens": 4, "temperature": 0}
 NODE_FLAGS = ("--kv-cache-gb=0.05", "--max-model-len=512", "--max-num-seqs=16")
@@ -158,8 +158,8 @@ async def cluster(tmp_path: Path, num_decode: int) -> AsyncIterator[Cluster]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow  # the quick tests of sources_away hold each of these troubles with a router in the process
 async def test_no_trouble_of_the_api_server_fails_a_request(tmp_path: Path) -> None:
+    """The quick tests of sources_away hold each of these troubles with a router in the process."""
     async with cluster(tmp_path, num_decode=1) as made:
         fake, load = made.fake, made.load
         await fake.leave()
@@ -191,7 +191,6 @@ async def test_no_trouble_of_the_api_server_fails_a_request(tmp_path: Path) -> N
         await made.check()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_an_outage_of_two_minutes_and_a_minute_of_pods_that_are_not_ready(tmp_path: Path) -> None:
     async with cluster(tmp_path, num_decode=2) as made:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster import Launcher
-from tests.integration.fault_cluster import FaultCluster, Part, RouterMember, fetch, parse_metrics, until
+from tests.integration.fault_cluster import Part, RouterMember, fetch, parse_metrics, until
+from tests.integration.gated_cluster import GatedCluster
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.slow, pyte
 logger = logging.getLogger(__name__)
 
 LENGTH = 300  # prompt tokens: 19 steps of p0
+SLOW = ("--max-num-batched-tokens=16", "--num-blocks=134")
 REFUSED_AFTER_TICKET = [
     f'pd_router_leg_failures_total{{kind="refused",leg="prefill_after_ticket",node="{node}"}}' for node in ("p0", "p1")
 ]
@@ -46,20 +48,22 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[FaultCluster]:
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatedCluster]:
     with Launcher() as launcher:
-        cluster = FaultCluster(launcher, "p0", "p1", "d0", "d1", environment={"UCX_TLS": "tcp"})
+        cluster = GatedCluster(
+            launcher, tmp_path_factory.mktemp("gates"), "p0", "p1", "d0", "d1", flags=(), p0_flags=SLOW
+        )
         yield cluster
         cluster.stop()
 
 
 @pytest.fixture(scope="module")
-def router(nodes: FaultCluster) -> RouterMember:
+def router(nodes: GatedCluster) -> RouterMember:
     return nodes.new_router(["p0", "p1"], ["d0", "d1"], *DEFAULTS)
 
 
 @pytest.fixture
-async def cluster(nodes: FaultCluster, router: RouterMember) -> AsyncIterator[FaultCluster]:
+async def cluster(nodes: GatedCluster, router: RouterMember) -> AsyncIterator[GatedCluster]:
     """All nodes are healthy before a test, and hold nothing after it."""
     for node in nodes.nodes.values():
         await router.wait_healthy(node)
@@ -68,7 +72,7 @@ async def cluster(nodes: FaultCluster, router: RouterMember) -> AsyncIterator[Fa
     await nodes.check_clean()
 
 
-async def moves(router: RouterMember, cluster: FaultCluster) -> dict[str, float]:
+async def moves(router: RouterMember, cluster: GatedCluster) -> dict[str, float]:
     """Waits that left a node that was judged frozen: the router's, and those of decode nodes for a prefill node."""
     told = [parse_metrics((await fetch(f"{router.url}/metrics")).text)]
     told += [await node.metrics() for name, node in cluster.nodes.items() if name.startswith("d")]
@@ -82,7 +86,7 @@ async def moves(router: RouterMember, cluster: FaultCluster) -> dict[str, float]
     }
 
 
-async def moved(router: RouterMember, cluster: FaultCluster) -> float:
+async def moved(router: RouterMember, cluster: GatedCluster) -> float:
     return sum((await moves(router, cluster)).values())
 
 
@@ -92,7 +96,7 @@ async def moved(router: RouterMember, cluster: FaultCluster) -> float:
     ids=lambda value: ("whole", "streamed")[value] if isinstance(value, bool) else str(value),
 )
 async def test_what_waits_for_a_frozen_node_is_served_by_others(
-    name: str, part: Part, route: str, stream: bool, cluster: FaultCluster, router: RouterMember
+    name: str, part: Part, route: str, stream: bool, cluster: GatedCluster, router: RouterMember
 ) -> None:
     expected, frozen = await cluster.expected(LENGTH), cluster.nodes[name]
     before = await moved(router, cluster)
@@ -131,7 +135,7 @@ async def test_what_waits_for_a_frozen_node_is_served_by_others(
     assert answered_s < ANSWERED_S
 
 
-async def measured_rate(cluster: FaultCluster, router: RouterMember) -> float:
+async def measured_rate(cluster: GatedCluster, router: RouterMember) -> float:
     """Requests a second that the cluster serves when it always has enough to do."""
     served = 0
 
@@ -146,12 +150,12 @@ async def measured_rate(cluster: FaultCluster, router: RouterMember) -> float:
     return served / CAPACITY_S
 
 
-async def num_given_up(cluster: FaultCluster) -> float:
+async def num_given_up(cluster: GatedCluster) -> float:
     """Loads that did not end within LOAD_DEADLINE_S."""
     return sum([await cluster.nodes[name].metric('pd_loads_failed_total{reason="deadline"}') for name in ("d0", "d1")])
 
 
-async def test_at_three_times_the_capacity_nothing_moves(cluster: FaultCluster, router: RouterMember) -> None:
+async def test_at_three_times_the_capacity_nothing_moves(cluster: GatedCluster, router: RouterMember) -> None:
     """Queues grow for a minute, and no node is taken for a frozen one."""
     freezes = [await node.metric("pd_engine_freezes_total") for node in cluster.nodes.values()]
     rate = 3 * await measured_rate(cluster, router)

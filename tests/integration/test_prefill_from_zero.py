@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster import Launcher
 from tests.integration.fault_cluster import Member, fetch, parse_metrics, start, until
-from tests.integration.test_role_change import CHANGE_DEADLINE_S, FLAGS, Load, learn
+from tests.integration.test_role_change import FLAGS, Load, learn
 from tests.router.fake_kubernetes import FakeKubernetes, kubernetes
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ async def test_prefill_comes_from_zero_and_goes_again_under_load(tmp_path: Path)
                 async def is_alone() -> bool:
                     return WITHOUT_PREFILL in load.reasons[begun:]
 
-                await until(is_alone, "d0 answers alone again", CHANGE_DEADLINE_S)
+                await until(is_alone, "d0 answers alone again")
                 assert "direct; reason=prefill-failed" not in load.reasons
                 assert await demand(url) > both
             assert router.returncode is None

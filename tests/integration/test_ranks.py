@@ -1,7 +1,7 @@
 """Nodes of two ranks (`--tp 2`) beside a node of one: equal answers, and ranks that are killed or stand still.
 
-A node ends within 2 s of a rank's death and 5 s of a rank's stop, its requests are answered by the other node, and no
-process of it is left. Times are logged: `pytest -o log_cli=true --log-cli-level=INFO`.
+A node ends by a rank's death or stop, its requests are answered by the other node, and no process of it is
+left. Times are logged: `pytest -o log_cli=true --log-cli-level=INFO`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import httpx
 import pytest
 
 from tests.cluster import Launcher
+from tests.deadlines import wait_until
 from tests.integration.calls import Call
-from tests.integration.fault_cluster import SLACK_S, fetch, make_prompt, parse_metrics, until
+from tests.integration.fault_cluster import fetch, make_prompt, parse_metrics, until
+from tests.integration.gate import Gate
 from tests.integration.system import ask_url
 from tests.integration.test_unequal import check_pair
 
@@ -55,7 +57,8 @@ BODIES: list[dict[str, Any]] = [
     | STREAMS[number % len(STREAMS)]
     for number in range(6)
 ]
-MARGIN_S = {signal.SIGKILL: 2.0, signal.SIGSTOP: 5.0}
+MARGIN_S = {signal.SIGKILL: 4.0, signal.SIGSTOP: 7.0}  # 2 s of them for a busy machine
+SPOKEN = 20  # tokens of the answers of `ranked` when a rank fails
 PAUSE_S = 4.2  # an engine that is silent is frozen after 2.25 s; a process that does not run is ended after 3 s
 STATUS = 1  # of a node that has lost its engine
 
@@ -72,11 +75,19 @@ def launcher() -> Iterator[Launcher]:
 
 
 @pytest.fixture(scope="module")
-def nodes(launcher: Launcher) -> list[Launched]:
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
+    """Of the nodes of two ranks."""
+    return Gate(tmp_path_factory.mktemp("gates"), "ranked")
+
+
+@pytest.fixture(scope="module")
+def nodes(launcher: Launcher, gate: Gate) -> list[Launched]:
     """Of one rank, and of two. They start at once."""
     found = [
         launcher.node("mixed", "--node-id=plain", *COMMON, wait=False),
-        launcher.node("mixed", "--node-id=ranked", *COMMON, *RANKED, wait=False),
+        launcher.node(
+            "mixed", "--node-id=ranked", *COMMON, *RANKED, *gate.flags, environment=gate.environment, wait=False
+        ),
     ]
     for node in found:
         node.wait_line("ready: ")
@@ -99,6 +110,10 @@ def rank_process(node: Launched, rank: int) -> psutil.Process:
     return next(one for one in node.family() if module in " ".join(one.cmdline()))
 
 
+def num_swapped(node: Launched) -> float:
+    return parse_metrics(httpx.get(f"{node.url}/metrics", trust_env=False).text)["pd_preemptions_swap_total"]
+
+
 def test_answers_equal_those_of_one_rank(plain: Launched, ranked: Launched) -> None:
     """All at once, so that the sequences do not fit: some are preempted to host memory and come back."""
     requests = [
@@ -106,8 +121,7 @@ def test_answers_equal_those_of_one_rank(plain: Launched, ranked: Launched) -> N
         for number, asked in enumerate((*ASKED, *ASKED[:2]))
     ]
     expected, found = ask_url(plain.url, requests), ask_url(ranked.url, requests)
-    told = parse_metrics(httpx.get(f"{ranked.url}/metrics", trust_env=False).text)
-    assert told["pd_preemptions_swap_total"] > 0
+    wait_until(lambda: num_swapped(ranked) > 0, lambda: "no sequence was preempted")
     for (_, body), theirs, ours in zip(requests, expected, found, strict=True):
         for their, our in zip(theirs.choices, ours.choices, strict=True):
             assert (our["text"], our["finish_reason"]) == (their["text"], their["finish_reason"]), body
@@ -157,23 +171,33 @@ async def fail(node: Launched, rank: int, signum: signal.Signals) -> float:
 
 
 async def check_fault(
-    launcher: Launcher, plain: Launched, ranked: Launched, expected: list[Outcome], rank: int, signum: signal.Signals
-) -> None:
+    launcher: Launcher,
+    plain: Launched,
+    ranked: Launched,
+    gate: Gate,
+    expected: list[Outcome],
+    rank: int,
+    signum: signal.Signals,
+) -> float:
+    """-> seconds from the signal to the node's end."""
     router = launcher.router("--health-interval-s=0.2", "--continue-wait-s=60", mixed=[plain, ranked])
 
     async def counted(name: str) -> float:
         told = parse_metrics((await fetch(f"{router.url}/metrics")).text)
         return sum(value for key, value in told.items() if key.startswith(name))
 
-    calls = [Call(router.url, body) for body in BODIES]
-    await asyncio.gather(*(call.begun() for call in calls))
-    seconds = await fail(ranked, rank, signum)
+    with gate.held(answer=SPOKEN):
+        calls = [Call(router.url, body) for body in BODIES]
+        await asyncio.gather(*(call.begun() for call in calls))
+        seconds = await fail(ranked, rank, signum)
     for call, outcome in zip(calls, expected, strict=True):
         (await call.outcome()).check(outcome)
-    continued = await counted("pd_router_continuations_total")
-    logger.info("%s of rank %d: the node ended after %.1f s; %g streams moved", signum.name, rank, seconds, continued)
-    assert continued >= 1
-    assert seconds < MARGIN_S[signum] + SLACK_S
+
+    async def has_moved() -> bool:
+        return await counted("pd_router_continuations_total") >= 1
+
+    await until(has_moved, "the router counts a stream that it has moved")
+    logger.info("%s of rank %d: the node ended after %.1f s", signum.name, rank, seconds)
 
     async def holds_nothing() -> bool:
         kv = (await fetch(f"{plain.url}/kv")).json()
@@ -181,18 +205,25 @@ async def check_fault(
 
     await until(holds_nothing, "the other node holds nothing")
     router.stop()
+    return seconds
 
 
-async def test_a_killed_rank(launcher: Launcher, plain: Launched, ranked: Launched, expected: list[Outcome]) -> None:
+async def test_a_killed_rank(
+    launcher: Launcher, plain: Launched, ranked: Launched, gate: Gate, expected: list[Outcome]
+) -> None:
     """The last test of `ranked`."""
-    await check_fault(launcher, plain, ranked, expected, 1, signal.SIGKILL)
+    await check_fault(launcher, plain, ranked, gate, expected, 1, signal.SIGKILL)
+    assert "rank 1 has ended" in ranked.output, "noticed before it was missed"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_rank_that_fails(
-    launcher: Launcher, plain: Launched, expected: list[Outcome], rank: int, signum: signal.Signals
+    launcher: Launcher, plain: Launched, gate: Gate, expected: list[Outcome], rank: int, signum: signal.Signals
 ) -> None:
-    ranked = launcher.node("mixed", f"--node-id=ranked-{rank}-{signum.name}", *COMMON, *RANKED)
-    await check_fault(launcher, plain, ranked, expected, rank, signum)
+    ranked = launcher.node(
+        "mixed", f"--node-id=ranked-{rank}-{signum.name}", *COMMON, *RANKED, *gate.flags, environment=gate.environment
+    )
+    seconds = await check_fault(launcher, plain, ranked, gate, expected, rank, signum)
+    assert seconds < MARGIN_S[signum]

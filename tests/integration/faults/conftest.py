@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cluster import Launcher
-from tests.integration.fault_cluster import FaultCluster
+from tests.integration.gated_cluster import GatedCluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-# As between machines: over shared memory a reader needs no help of the other process, so nothing could be late.
-NETWORK = {"UCX_TLS": "tcp"}
 
 
 @pytest.fixture
@@ -22,8 +19,8 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="package")
-def nodes() -> Iterator[FaultCluster]:
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatedCluster]:
     with Launcher() as launcher:
-        cluster = FaultCluster(launcher, "p0", "p1", "d0", "strict", environment=NETWORK)
+        cluster = GatedCluster(launcher, tmp_path_factory.mktemp("gates"), "p0", "p1", "d0", "strict")
         yield cluster
         cluster.stop()

@@ -8,112 +8,103 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 
 from pd_cluster.launch.cli import main
 from tests.cluster import TEST_KEY
-from tests.integration.calls import COMPLETIONS
-from tests.integration.fault_cluster import (
-    LEASE_TTL_S,
-    LOAD_DEADLINE_S,
-    LONG,
-    SHORT,
-    SLACK_S,
-    FaultCluster,
-    Member,
-    until,
-)
+from tests.deadlines import HANG_S
+from tests.integration.calls import COMPLETIONS, Call
+from tests.integration.fault_cluster import Member, fetch, until
+from tests.integration.gated_cluster import LONG, LONG_S, SHORT, GatedCluster
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
 pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
 
-DRAIN_S = 30.0  # the nodes' own default, as their grace before they are cut short
-STOP_S = 6.0  # what a node needs to stop its engine once it is drained
-
-
-@pytest.fixture(scope="module")
-def patient_nodes(nodes: FaultCluster) -> Iterator[FaultCluster]:
-    """No load is to fail here: on two cores with other work the long prompt takes more than LOAD_DEADLINE_S."""
-    d0 = nodes.d0
-    if d0.is_running:
-        assert d0.process.stop() == 0
-    d0.begin(f"--load-deadline-s={DRAIN_S:g}")
-    d0.wait_ready()
-    yield nodes
-    if d0.is_running:
-        assert d0.process.stop() == 0
-    d0.add_flags(f"--load-deadline-s={LOAD_DEADLINE_S:g}")  # `restore` starts it for the tests of another module
+BRIEF = 100  # tokens of a prompt that fits p0's memory beside the long one
 
 
 @pytest.fixture
-async def cluster(patient_nodes: FaultCluster) -> AsyncIterator[FaultCluster]:
-    nodes = patient_nodes
+async def cluster(nodes: GatedCluster) -> AsyncIterator[GatedCluster]:
     await nodes.restore()
     await nodes.expected(LONG)
     await nodes.expected(SHORT)
     yield nodes
     await nodes.restore()
     await nodes.check_clean()
+    await asyncio.to_thread(nodes.stop_new_routers)
 
 
-async def gone(node: Member, told_at: float) -> float:
-    """Its exit, in good order. Returns the seconds since it was told."""
-    assert await asyncio.to_thread(node.process.wait, DRAIN_S + STOP_S) == 0, node.process.output
-    return time.monotonic() - told_at
+async def check_gone(node: Member) -> None:
+    """Asserts that it ends in good order. It would wait LONG_S for what it could not see through."""
+    assert await asyncio.to_thread(node.process.wait, HANG_S) == 0, node.process.output
 
 
-async def test_p_told_to_stop_sees_its_handoff_through(cluster: FaultCluster) -> None:
-    call = cluster.call(LONG, "p-first", stream=True)
-    await until(cluster.d0.is_reading, "d0 reads")
-    assert await cluster.p0.metric("pd_leases_open") == 1
-    assert not call.done
-    cluster.p0.process.send(signal.SIGTERM)
-    told_at = time.monotonic()
-    await cluster.router.wait_healthy(cluster.p0, False)
-    other = await cluster.call(SHORT, "p-first").outcome()
-    other.check(await cluster.expected(SHORT))
-    assert other.headers["x-pd-route"] == "direct; reason=no-prefill-node"
+async def test_p_told_to_stop_sees_its_handoff_through(cluster: GatedCluster) -> None:
+    with cluster.held():
+        call = await cluster.reading("d0", "p-first", stream=True)
+        cluster.p0.process.send(signal.SIGTERM)
+        await cluster.router.wait_healthy(cluster.p0, False)
+        other = await cluster.call(SHORT, "p-first").outcome()
+        other.check(await cluster.expected(SHORT))
+        assert other.headers["x-pd-route"] == "direct; reason=no-prefill-node"
+        assert not call.done
     outcome = await call.outcome()
     outcome.check(await cluster.expected(LONG))
     assert (outcome.headers["x-pd-prefill"], outcome.headers["x-pd-decode"]) == ("p0", "d0")
-    assert await gone(cluster.p0, told_at) < DRAIN_S + STOP_S
+    await check_gone(cluster.p0)
     await cluster.check_clean(cluster.d0)
 
 
-async def test_d_told_to_stop_finishes_what_it_reads(cluster: FaultCluster) -> None:
-    call = cluster.call(LONG, "d-first", stream=True)
-    await until(cluster.d0.is_reading, "d0 reads")
-    assert not call.done
-    cluster.d0.process.send(signal.SIGTERM)
-    told_at = time.monotonic()
+async def test_d_told_to_stop_finishes_what_it_reads(cluster: GatedCluster) -> None:
+    """And gives its lease back: p1's do not run out."""
+    p1 = cluster.nodes["p1"]
+    router = cluster.new_router(["p1"], ["d0"])
+    with cluster.held("p1"):
+        call = await cluster.reading("d0", "d-first", url=router.url, stream=True)
+        cluster.d0.process.send(signal.SIGTERM)
+        await router.wait_healthy(cluster.d0, False)
+        assert not call.done
     outcome = await call.outcome()
     outcome.check(await cluster.expected(LONG))
-    assert outcome.headers["x-pd-prefill"] == "p0"
-    assert await gone(cluster.d0, told_at) < DRAIN_S + STOP_S
-    assert await cluster.check_clean(cluster.p0) < LEASE_TTL_S + SLACK_S  # it gave its lease back
+    assert outcome.headers["x-pd-prefill"] == "p1"
+    await check_gone(cluster.d0)
+    await cluster.check_clean(p1)
 
 
-async def test_a_lease_without_a_reader_is_kept_for_its_ttl_and_no_longer(cluster: FaultCluster) -> None:
-    """Its prompt is still being computed when the node is told to stop: the lease outlives the answer."""
-    body = cluster.body(LONG) | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-    async with httpx.AsyncClient(timeout=DRAIN_S, trust_env=False) as client:
-        asked = asyncio.create_task(client.post(cluster.p0.url + COMPLETIONS, json=body))
-        await until(cluster.p0.is_busy, "p0 computes")
-        assert not asked.done()
-        cluster.p0.process.send(signal.SIGTERM)
-        assert (await asked).status_code == 200
-    after_s = await gone(cluster.p0, time.monotonic())
-    assert 0.9 * LEASE_TTL_S < after_s < LEASE_TTL_S + STOP_S + SLACK_S
+async def test_a_lease_without_a_reader_is_kept_for_its_ttl_and_no_longer(cluster: GatedCluster) -> None:
+    """Its prompt is still being computed when the node is told to stop: the lease outlives the answer.
+
+    Of two leases one gets a reader then. P ends though the other one does not.
+    """
+    asks = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    bodies = [cluster.body(length) for length in (LONG, BRIEF)]
+    moved = await cluster.d0.metric("pd_kv_transfer_bytes_total")
+    with cluster.held():
+        asked = [asyncio.create_task(fetch(cluster.p0.url + COMPLETIONS, bodies[0] | asks))]
+        await until(cluster.p0.is_busy, "p0 computes the long one")
+        with cluster.held(prompt=0):
+            asked.append(asyncio.create_task(fetch(cluster.p0.url + COMPLETIONS, bodies[1] | asks)))
+
+            async def has_both() -> bool:
+                return await cluster.p0.metric("pd_requests_in_flight") == len(asked)
+
+            await until(has_both, "p0 has both")
+            cluster.p0.process.send(signal.SIGTERM)
+            await cluster.router.wait_healthy(cluster.p0, False)
+            assert not any(one.done() for one in asked)
+    long, _ = await asyncio.gather(*asked)
+    late = await Call(cluster.d0.url, bodies[0] | {"kv_transfer_params": long.json()["kv_transfer_params"]}).outcome()
+    late.check(await cluster.expected(LONG))
+    await cluster.d0.wait_more("pd_kv_transfer_bytes_total", moved)
+    await check_gone(cluster.p0)
 
 
 async def test_p_drained_by_order_finishes_and_comes_back(
-    cluster: FaultCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: GatedCluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`pd-cluster nodes drain --wait-s` returns when the router has nothing there any more."""
     monkeypatch.setenv("PD_CLUSTER_KEY", TEST_KEY)
@@ -122,14 +113,14 @@ async def test_p_drained_by_order_finishes_and_comes_back(
         assert await asyncio.to_thread(main, ["nodes", *arguments, "--router", cluster.router.url]) == 0
         return capsys.readouterr().out
 
-    call = cluster.call(LONG, "p-first", stream=True)
-    await until(cluster.d0.is_reading, "d0 reads")
-    draining = asyncio.create_task(order("drain", "p0", f"--wait-s={DRAIN_S:g}"))
-    await cluster.router.wait_healthy(cluster.p0, False)
-    assert not call.done
-    assert not draining.done()
-    other = await cluster.call(SHORT, "p-first").outcome()
-    assert other.headers["x-pd-route"] == "direct; reason=no-prefill-node"
+    with cluster.held():
+        call = await cluster.reading("d0", "p-first", stream=True)
+        draining = asyncio.create_task(order("drain", "p0", f"--wait-s={LONG_S:g}"))
+        await cluster.router.wait_healthy(cluster.p0, False)
+        other = await cluster.call(SHORT, "p-first").outcome()
+        assert other.headers["x-pd-route"] == "direct; reason=no-prefill-node"
+        assert not call.done
+        assert not draining.done()
     assert "draining" in await draining
     (await call.outcome()).check(await cluster.expected(LONG))
     await cluster.check_clean()

@@ -1,0 +1,71 @@
+"""Gates that hold sequences at a chosen token, so that "D reads while P computes the rest" is a state and no race.
+
+    gate = Gate(directory, "p0")
+    node = launcher.node("prefill", *gate.flags, environment=gate.environment)
+    with gate.held(prompt=512):  # no step computes a sequence that has 512 tokens or more
+        ...                      # all else goes on: messages, heartbeats, renewals, aborts, shorter sequences
+    with gate.held(answer=20):   # or one with an answer of 20 tokens
+        ...
+
+A limit holds what comes after it was set. `held_nixl` is the node's side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+VARIABLE = "PD_TEST_GATE"  # in the engine's environment: the path of the gate's file
+
+
+class Gate:
+    """The limits of one node. They outlive its processes.
+
+    The file holds them. A byte in the pipe beside it wakes the engine, which sleeps while it may compute
+    nothing.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._path = directory / name
+        self._pipe = pipe_of(self._path)
+        os.mkfifo(self._pipe)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Of the node."""
+        return ("--connector=tests.integration.held_nixl:HeldNixl",)
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Of the node."""
+        return {VARIABLE: str(self._path)}
+
+    @contextlib.contextmanager
+    def held(self, *, prompt: float = inf, answer: float = inf) -> Iterator[None]:
+        """No step computes a sequence of so many tokens, or with an answer of so many, until the end or `let_go`."""
+        new = self._path.with_suffix(".new")
+        new.write_text(f"{prompt} {answer}")
+        new.replace(self._path)  # at once: the engine must not read a part of it
+        try:
+            yield
+        finally:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """What is held goes on. Idempotent."""
+        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # no engine runs
+            pipe = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
+            os.write(pipe, b"\0")
+            os.close(pipe)
+
+
+def pipe_of(path: Path) -> Path:
+    """The pipe of the gate with its file at `path`."""
+    return path.with_suffix(".pipe")
