@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from pd_http.errors import error_body
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator
 
-WAIT_S = 10.0  # every wait of a test
+WAIT_S = HANG_S  # every wait of a test
 
 
 @dataclass
