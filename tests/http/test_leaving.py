@@ -24,6 +24,7 @@ from pd_http.protocol import BoundedProtocol
 from pd_http.server import server_config
 from pd_http.sockets import bound
 from tests.certificates import Authority
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 pytestmark = pytest.mark.anyio
-WAIT_S = 60.0
+WAIT_S = HANG_S
 LONG_S = 1000.0
 LARGE_BYTES = 32 << 20  # more than the kernel holds of a connection
 

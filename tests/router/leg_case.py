@@ -184,7 +184,7 @@ class World:
             name, illness = case.falls.split()
             await named[name].wait_seen(1)
             named[name].is_silent, named[name].is_frozen = illness == "silent", illness == "frozen"
-            await router.poll(named[name], timeout_s=SOON_S if illness == "silent" else HANG_S)
+            await router.poll(named[name], limit_s=SOON_S if illness == "silent" else HANG_S)
             down = [str(node["down"]) for node in router.services.table.report() if node["node_id"] == name]
             assert ("did not answer" if illness == "silent" else "no progress") in down[0]
         if case.leaves not in ("", "stream"):

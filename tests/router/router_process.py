@@ -82,10 +82,10 @@ class Router:
         await until(lambda: not len(self.services.background))
         assert set(self.outstanding()) == {(0, 0)}
 
-    async def poll(self, *nodes: HasUrl, timeout_s: float = HANG_S) -> None:
-        """Have /health of these nodes checked once, or of all. `timeout_s`: short for nodes that shall not answer."""
+    async def poll(self, *nodes: HasUrl, limit_s: float = HANG_S) -> None:
+        """Have /health of these nodes checked once, or of all. `limit_s`: short for nodes that shall not answer."""
         services, urls = self.services, {node.url for node in nodes}
-        poller = HealthPoller(replace(services.config, health_timeout_s=timeout_s), services.table, services.upstream)
+        poller = HealthPoller(replace(services.config, health_timeout_s=limit_s), services.table, services.upstream)
         await asyncio.gather(*(poller.poll(n) for n in services.table.nodes if not urls or n.url in urls))
 
     def outstanding(self) -> list[tuple[int, int]]:

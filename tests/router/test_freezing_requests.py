@@ -24,8 +24,8 @@ from tests.router.router_process import KEY, Router, serving, until
 if TYPE_CHECKING:
     from aiohttp import web
 
-pytestmark = [pytest.mark.anyio, pytest.mark.long]
-QUICK: dict[str, Any] = {"health_interval_s": 0.02, "health_timeout_s": 0.5}
+pytestmark = [pytest.mark.anyio, pytest.mark.long, pytest.mark.usefixtures("sure_checks")]
+QUICK: dict[str, Any] = {"health_interval_s": 0.02}
 STREAM = make_stream(5)
 
 
@@ -98,10 +98,13 @@ async def test_a_node_that_stood_still_before_the_request_came_does_not_count() 
     """The request was sent while a check of /health waited for its answer."""
     nodes = decodes(fakes.silent, freezer, fakes.decode)
     async with running(*nodes), serving(decode=nodes, **QUICK) as router:
-        nodes[0].is_silent = True
+        nodes[0].holds_checks = True
         checks = nodes[0].num_checks
         await until(lambda: nodes[0].num_checks > checks)
-        assert (await ask(router))[:2] == (200, "d2")
+        request = asyncio.ensure_future(ask(router))
+        await nodes[0].wait_seen(1)
+        nodes[0].is_silent = True
+        assert (await request)[:2] == (200, "d2")
         assert [len(node.seen) for node in nodes] == [1, 1, 1]
         assert num_ended(router) == 0
 

@@ -49,7 +49,7 @@ async def test_with_no_other_node_the_wait_goes_on(*, recovers: bool) -> None:
         request = asyncio.ensure_future(post(router, COMPLETIONS, PROMPT))
         await slow.wait_seen(1)
         slow.is_silent = True
-        await router.poll(slow, timeout_s=SOON_S)
+        await router.poll(slow, limit_s=SOON_S)
         assert router.services.table.nodes[0].liveness.down
         if recovers:
             slow.is_silent = False
@@ -57,7 +57,7 @@ async def test_with_no_other_node_the_wait_goes_on(*, recovers: bool) -> None:
         else:
             other.is_up = True
             await router.poll(other)
-            await router.poll(slow, timeout_s=SOON_S)
+            await router.poll(slow, limit_s=SOON_S)
         got = await request
         assert (got.status, got.decoded_by) == (200, "d0" if recovers else "d1")
 

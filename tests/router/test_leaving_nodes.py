@@ -10,6 +10,7 @@ from pd_connectors.protocol.feed import FeedDelta, FeedSnapshot, NodeLoad
 from pd_router.continuation import MAX_FAILURES, Heirs
 from pd_router.node_table import Node, Role
 from pd_router.stream_record import StreamRecord
+from tests.deadlines import HANG_S
 from tests.http.answer import COMPLETIONS, PROMPT, post
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 STREAM = make_stream(3)
 MIDDLE = sum(map(len, STREAM.messages()[1:3]))
-QUICK: dict[str, Any] = {"health_interval_s": 0.05, "probe_timeout_s": 0.5, "continue_wait_s": 0.0}
+QUICK: dict[str, Any] = {"health_interval_s": 0.05, "probe_timeout_s": HANG_S, "continue_wait_s": 0.0}
 
 
 async def say_by_health(router: Router, node: FakeNode) -> None:
