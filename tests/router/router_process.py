@@ -100,12 +100,13 @@ async def serving(
     sources: list[NodeSource] | None = None,
     key: bytes = KEY,
     num_files: int = NUM_FILES,
+    clock: Callable[[], float] = time.monotonic,
     **settings: object,
 ) -> AsyncIterator[Router]:
     """Starts the router over nodes that run already. Health is polled once, then only when a test asks; no order is
     changed for a queue, unless it is asked for.
 
-    `sources`: instead of those that the settings ask for.
+    `sources`: instead of those that the settings ask for. `clock`: of the bounds of connections.
     """
     config = RouterConfig(
         prefill=tuple(n.url for n in prefill or []),
@@ -116,6 +117,7 @@ async def serving(
     app = create_app(config, key, make_sources(config) if sources is None else sources)
     listener = bound("127.0.0.1", 0)
     gate = app.state.services.metrics.http.make_gate(config, num_files, FILES_PER_REQUEST)
+    gate.clock = clock
     path, context = token_path(app.state.proxy), config.server_context()
     protocol = gate.protocol_of(path) if context is None else gate.handshake_of(path, context)
     url = f"{config.scheme}://127.0.0.1:{listener.getsockname()[1]}"
