@@ -205,7 +205,7 @@ async def test_hostile_grammars_are_served_or_refused() -> None:
     """Some of them end the fork that checks them; the next one has the vocabulary from its start on.
 
     A check takes 0.2 s of CPU at most: the kernel ends it. Five times as much leaves room for the reading of 64 KiB, a
-    fork, and a processor that others share; without the limit the worst ones take minutes.
+    fork, and a processor that others share.
     """
     async with running(FakeEngine(says([5]))) as node:
 
