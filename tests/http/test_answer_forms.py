@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from pd_http.refusal import Refusal
 from pd_http.request_head import RequestHead, origin_form
+from tests.deadlines import HANG_S
 from tests.router.router_process import serving
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import running
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 pytestmark = pytest.mark.anyio
-WAIT_S = 30.0
+WAIT_S = HANG_S
 CHAT = "/v1/chat/completions"
 BODY = orjson.dumps({"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1})
 STREAM = orjson.dumps(orjson.loads(BODY) | {"stream": True})

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pd_http.errors import InvalidRequest, NoRoom
 from pd_http.held_bytes import HeldBytes, Share
 from pd_http.unfinished_requests import SMALL_BYTES
+from tests.deadlines import HANG_S
 
 pytestmark = pytest.mark.anyio
 HALF = 10 * SMALL_BYTES
@@ -142,7 +143,7 @@ def test_nothing_is_lost_whatever_ends_when(asked: list[tuple[int, str]], seed: 
             doomed = [one for one, (_, how) in zip(tasks, asked, strict=False) if how == "cancel" and not one.done()]
             if doomed and rng.random() < 0.5:
                 rng.choice(doomed).cancel()
-        async with asyncio.timeout(10.0):  # a wake-up that is lost ends here
+        async with asyncio.timeout(HANG_S):  # a wake-up that is lost ends here
             await asyncio.gather(*tasks, return_exceptions=True)
         assert (held.num_come, held.num_planned, held.num_waiting) == (0, 0, 0)
         assert all(before < after for before, after in pairwise(begun))

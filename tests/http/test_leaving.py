@@ -7,6 +7,7 @@ import contextlib
 import random
 import socket
 import ssl
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from pd_http import leaving, protocol
+from pd_http import leaving
 from pd_http.leaving import LeavingServer
 from pd_http.limits import HttpLimits
 from pd_http.metrics import HttpMetrics
@@ -24,6 +25,7 @@ from pd_http.protocol import BoundedProtocol
 from pd_http.server import server_config
 from pd_http.sockets import bound
 from tests.certificates import Authority
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 pytestmark = pytest.mark.anyio
-WAIT_S = 60.0
+WAIT_S = HANG_S
 LONG_S = 1000.0
 LARGE_BYTES = 32 << 20  # more than the kernel holds of a connection
 
@@ -41,6 +43,18 @@ LARGE_BYTES = 32 << 20  # more than the kernel holds of a connection
 @pytest.fixture
 def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "asyncio", {"use_uvloop": True}
+
+
+class Clock:
+    """Of the bounds of connections. It stands still; when it runs, each look at it takes a second."""
+
+    def __init__(self) -> None:
+        self.runs = False
+        self._now_s = 0.0
+
+    def __call__(self) -> float:
+        self._now_s += self.runs
+        return self._now_s
 
 
 class Server(LeavingServer):
@@ -111,7 +125,12 @@ def request(path: str, body: bytes = b"") -> bytes:
 
 @contextlib.asynccontextmanager
 async def serving(
-    *, linger_s: float = LONG_S, drain_s: float = LONG_S, folder: Path | None = None, **limits: Any
+    *,
+    linger_s: float = LONG_S,
+    drain_s: float = LONG_S,
+    folder: Path | None = None,
+    clock: Clock | None = None,
+    **limits: Any,
 ) -> AsyncIterator[Served]:
     go_on = asyncio.Event()
 
@@ -140,7 +159,10 @@ async def serving(
         files = Authority(folder).issue("server")
         limits |= {"tls_cert": str(files.cert), "tls_key": str(files.key)}
         tls = ssl.create_default_context(cafile=str(files.ca))
+    if clock is not None:
+        limits["head_timeout_s"] = 0.02  # a quarter of it is between two looks at the clock
     settings = server_config(app, HttpLimits(**limits), HttpMetrics(CollectorRegistry(), "t"), 2)
+    settings.http.gate.clock = clock or time.monotonic  # type: ignore[union-attr]
     server, listener = Server(settings, linger_s, drain_s), bound("127.0.0.1", 0)
     async with asyncio.timeout(WAIT_S):
         ended = asyncio.create_task(server.serve([listener]))
@@ -279,21 +301,24 @@ async def test_of_requests_in_a_row_the_last_that_came_is_the_last_that_is_answe
 
 
 async def test_idle_connections_end_when_no_request_came_in_time(folder: Path | None) -> None:
-    async with serving(folder=folder, linger_s=0.2, head_timeout_s=0.2) as served:
+    clock = Clock()
+    async with serving(folder=folder, linger_s=0.02, clock=clock) as served:
         used, fresh = await served.connect(), await served.connect()
         used.send("one")
         await used.answer()
         served.stop()
+        clock.runs = True
         for one in (used, fresh):
             await one.ends()
         await served.ended
 
 
-async def test_a_client_that_does_not_close_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 0.05)
-    async with serving(linger_s=0.1, head_timeout_s=0.2) as served:
+async def test_a_client_that_does_not_close_is_not_waited_for() -> None:
+    clock = Clock()
+    async with serving(linger_s=0.02, clock=clock) as served:
         with socket.create_connection(("127.0.0.1", served.port)):
             served.stop()
+            clock.runs = True
             await served.ended
 
 
@@ -302,16 +327,19 @@ async def test_a_slow_reader_gets_all_of_the_last_answer(
     linger_s: float, is_told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when the app had ended it before the server left."""
-    monkeypatch.setattr(protocol, "LINGER_S", 0.05)
-    checks: list[float] = []
+    clock, is_over, checks = Clock(), asyncio.Event(), list[float]()
     check = BoundedProtocol.check
 
     def counted(connection: BoundedProtocol, now_s: float) -> None:
-        checks.append(now_s)
+        """The time to hang up is over with the fifth look. Then no time passes: reading is a matter of the machine."""
+        checks.extend([now_s] * clock.runs)
+        if len(checks) == 5:
+            clock.runs = False
+            is_over.set()
         check(connection, now_s)
 
     monkeypatch.setattr(BoundedProtocol, "check", counted)
-    async with serving(linger_s=linger_s, head_timeout_s=0.2) as served:
+    async with serving(linger_s=linger_s, clock=clock) as served:
         client = await served.connect()
         if is_told:
             served.stop()
@@ -323,9 +351,8 @@ async def test_a_slow_reader_gets_all_of_the_last_answer(
         assert isinstance(connection, BoundedProtocol)
         assert connection.transport.get_write_buffer_size()
         served.stop()
-        first = len(checks)
-        while len(checks) < first + 5:  # noqa: ASYNC110  # the time to hang up is long over then
-            await asyncio.sleep(0.01)
+        clock.runs = True
+        await is_over.wait()
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
         assert await client.answer() == ("200", bytes(LARGE_BYTES), is_told)
         await client.ends()
@@ -380,12 +407,14 @@ async def test_a_server_without_connections_leaves_at_once() -> None:
 
 
 async def test_the_farewell_can_be_cut_short() -> None:
-    async with serving(head_timeout_s=0.2) as served:
+    clock = Clock()
+    async with serving(clock=clock) as served:
         client = await served.connect()
         client.send("one")
         await client.answer()
         served.stop()
         served.server.leave(0.0)
+        clock.runs = True
         await client.ends()
         await served.ended
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from tests.deadlines import HANG_S, until
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell")
-WAIT_S = 60.0  # for a start on a busy machine, and for each answer
 
 
 def find_chromium() -> str:
@@ -49,7 +50,7 @@ class Page:
         number = next(self._ids)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANG_S):
             told = await self._waiting[number]
         assert "error" not in told, told
         return told["result"]
@@ -70,7 +71,7 @@ class Page:
 
     async def until(self, condition: str) -> Any:
         """Return the value of a JavaScript expression as soon as it is true."""
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(HANG_S):
             while not (value := await self.evaluate(condition)):  # noqa: ASYNC110  # in another process
                 await asyncio.sleep(0.05)
         return value
@@ -111,12 +112,14 @@ async def browser(program: str) -> AsyncIterator[Page]:
 
 async def _page_url(session: aiohttp.ClientSession, told: Path) -> str:
     """The address of the first tab. `told`: the file in which the browser tells its port."""
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            with contextlib.suppress(OSError, IndexError, StopIteration, aiohttp.ClientError):
-                port = (await asyncio.to_thread(told.read_text)).split()[0]
-                async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
-                    tabs = await answer.json()
-                url: str = next(tab for tab in tabs if tab["type"] == "page")["webSocketDebuggerUrl"]
-                return url
-            await asyncio.sleep(0.05)
+    urls: list[str] = []
+
+    async def look() -> bool:
+        with contextlib.suppress(OSError, IndexError, aiohttp.ClientError):
+            port = (await asyncio.to_thread(told.read_text)).split()[0]
+            async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
+                urls.extend(tab["webSocketDebuggerUrl"] for tab in await answer.json() if tab["type"] == "page")
+        return bool(urls)
+
+    await until(look)
+    return urls[0]

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from pd_http.errors import error_body
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator
 
-WAIT_S = 10.0  # every wait of a test
+WAIT_S = HANG_S  # every wait of a test
+SILENT: set[str] = set()  # URLs of nodes that do not answer /health
 
 
 @dataclass
@@ -65,7 +67,7 @@ class FakeNode:
         self.max_model_len = max_model_len  # the same
         self.prompt_ids = [1, 2, 3]  # of every prompt, by its tickets
         self.is_up = True
-        self.is_silent = False  # /health is heard and not answered
+        self.holds_checks = False  # of /health: they wait
         self.is_full = False  # /health answers as a server without a place for the connection
         self.is_frozen = False  # /health says so of the engine
         self.num_checks = 0  # of /health
@@ -77,6 +79,15 @@ class FakeNode:
         self.tls: ssl.SSLContext | None = None
         self._arrival = asyncio.Condition()
         self._runner: web.AppRunner | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Checks of /health are not answered, and `sure_checks` gives them up."""
+        return self.url in SILENT
+
+    @is_silent.setter
+    def is_silent(self, is_silent: bool) -> None:
+        (SILENT.add if is_silent else SILENT.discard)(self.url)
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
@@ -99,6 +110,7 @@ class FakeNode:
             await site.stop()
 
     async def stop(self) -> None:
+        self.is_silent = False  # its port may become another node's
         if self._runner is not None:
             await self.vanish()
             await _turns()  # a connection that was accepted just now must be known to the cleanup, which closes it
@@ -128,7 +140,7 @@ class FakeNode:
 
     async def _health(self, request: web.Request) -> web.Response:
         self.num_checks += 1
-        if self.is_silent:
+        if self.holds_checks or self.is_silent:
             await asyncio.Event().wait()
         if self.is_frozen:
             return web.json_response({"status": "frozen", "reason": "no progress", "epoch": self.epoch}, status=503)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import aiohttp
@@ -16,9 +17,10 @@ from pd_router.app import create_app
 from pd_router.cli import FILES_PER_REQUEST
 from pd_router.client_connection import token_path
 from pd_router.config import RouterConfig
+from pd_router.health import HealthPoller
 from pd_router.sources.make import make_sources
+from tests.deadlines import HANG_S
 from tests.in_loop_server import in_loop
-from tests.router.fake_nodes import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -46,12 +48,12 @@ def signed(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the event loop run until `condition` holds; fails after WAIT_S.
+    """Let the event loop run until `condition` holds; fails after HANG_S.
 
     What takes longer than SPIN_S waits for a clock or a socket: then the loop may rest, and the processor is free.
     """
     spins_until_s = time.monotonic() + SPIN_S
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(HANG_S):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
             await asyncio.sleep(0 if time.monotonic() < spins_until_s else REST_S)
 
@@ -80,6 +82,12 @@ class Router:
         await until(lambda: not len(self.services.background))
         assert set(self.outstanding()) == {(0, 0)}
 
+    async def poll(self, *nodes: HasUrl, limit_s: float = HANG_S) -> None:
+        """Have /health of these nodes checked once, or of all. `limit_s`: short for nodes that shall not answer."""
+        services, urls = self.services, {node.url for node in nodes}
+        poller = HealthPoller(replace(services.config, health_timeout_s=limit_s), services.table, services.upstream)
+        await asyncio.gather(*(poller.poll(n) for n in services.table.nodes if not urls or n.url in urls))
+
     def outstanding(self) -> list[tuple[int, int]]:
         return [(n.prefill_bytes, n.decode_sequences) for n in self.services.table.nodes]
 
@@ -92,22 +100,24 @@ async def serving(
     sources: list[NodeSource] | None = None,
     key: bytes = KEY,
     num_files: int = NUM_FILES,
+    clock: Callable[[], float] = time.monotonic,
     **settings: object,
 ) -> AsyncIterator[Router]:
     """Starts the router over nodes that run already. Health is polled once, then only when a test asks; no order is
     changed for a queue, unless it is asked for.
 
-    `sources`: instead of those that the settings ask for.
+    `sources`: instead of those that the settings ask for. `clock`: of the bounds of connections.
     """
     config = RouterConfig(
         prefill=tuple(n.url for n in prefill or []),
         decode=tuple(n.url for n in decode or []),
         mixed=tuple(n.url for n in mixed or []),
-        **{"health_interval_s": 3600.0, "connect_timeout_s": 2.0, "prefill_on_decode": "never", **settings},  # type: ignore[arg-type]
+        **{"health_interval_s": 3600.0, "connect_timeout_s": HANG_S, "prefill_on_decode": "never", **settings},  # type: ignore[arg-type]
     )
     app = create_app(config, key, make_sources(config) if sources is None else sources)
     listener = bound("127.0.0.1", 0)
     gate = app.state.services.metrics.http.make_gate(config, num_files, FILES_PER_REQUEST)
+    gate.clock = clock
     path, context = token_path(app.state.proxy), config.server_context()
     protocol = gate.protocol_of(path) if context is None else gate.handshake_of(path, context)
     url = f"{config.scheme}://127.0.0.1:{listener.getsockname()[1]}"

@@ -18,6 +18,7 @@ from pd_router.node_connection import NodeExchange
 from pd_router.reply import CallReply
 from pd_router.routed_request import RoutedRequest
 from pd_router.splice import StreamSplice
+from tests.http.answer import CHAT, HI
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, running
 from tests.router.router_process import Router, serving, until
@@ -31,12 +32,10 @@ if TYPE_CHECKING:
     from tests.router.fake_nodes import Seen
 
 pytestmark = pytest.mark.anyio
-BODY: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
-CHAT = "/v1/chat/completions"
 
 
 def request(target: str = CHAT, *headers: str, version: str = "1.1", method: str = "POST", **fields: object) -> bytes:
-    body = orjson.dumps(BODY | fields)
+    body = orjson.dumps(HI | fields)
     lines = [f"{method} {target} HTTP/{version}", "host: x", f"content-length: {len(body)}", *headers]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
@@ -123,7 +122,7 @@ async def test_every_spelling_of_the_path_is_served(target: str) -> None:
 
 async def test_a_client_may_wait_until_its_body_is_wanted() -> None:
     d = FakeNode("mixed", fakes.decode)
-    body = orjson.dumps(BODY)
+    body = orjson.dumps(HI)
     async with running(d), serving(mixed=[d], max_body_mb=0.001) as router, connected(router) as (reader, writer):
         head = "POST {} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: {}\r\n\r\n"
         writer.write(head.format(CHAT, len(body)).encode())
@@ -139,7 +138,7 @@ async def test_a_client_may_wait_until_its_body_is_wanted() -> None:
 
 async def test_a_body_in_chunks_is_read_within_its_bound() -> None:
     d = FakeNode("mixed", fakes.decode)
-    body = orjson.dumps(BODY)
+    body = orjson.dumps(HI)
     head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     async with running(d), serving(mixed=[d], max_body_mb=0.3) as router:
         async with connected(router) as (reader, writer):
@@ -191,7 +190,7 @@ async def test_pages_get_the_consent_that_every_other_endpoint_gives(allowed: tu
             async with router.session.get(router.url + "/version", headers=headers) as answer:
                 expected = consent(answer)
             assert bool(expected) == bool(allowed)
-            for body in (BODY, BODY | {"stream": True}, {"model": "nope"}):
+            for body in (HI, HI | {"stream": True}, {"model": "nope"}):
                 async with router.session.post(router.url + CHAT, json=body, headers=headers) as answer:
                     await answer.read()
                     assert consent(answer) == expected

@@ -15,6 +15,7 @@ from pd_connectors.protocol.stream_codec import encode_message
 from pd_connectors.protocol.ticket import Offer, verify
 from pd_http.frames import ChoiceProgress, Frame
 from pd_router.continued_stream import OUTLIVED_TOKENS
+from tests.deadlines import HANG_S
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, Seen, running
 from tests.router.framed_nodes import ERROR_EVENT, End, FramedScript, foreign, framed_nodes
@@ -24,7 +25,7 @@ from tests.router.router_process import KEY, Router, serving, until
 if TYPE_CHECKING:
     from aiohttp import web
 
-pytestmark = [pytest.mark.anyio, pytest.mark.long]
+pytestmark = [pytest.mark.anyio, pytest.mark.long, pytest.mark.usefixtures("sure_checks")]
 STREAM = make_stream(3, num_choices=2)
 FRAME_ENDS = [sum(map(len, STREAM.messages()[1:][:count])) for count in range(len(STREAM.messages()))]
 MIDDLE = FRAME_ENDS[4]
@@ -33,9 +34,9 @@ LENIENT: dict[str, Any] = {
     "eject_after": 1 << 20,
     "max_node_deaths": 99,
     "continue_wait_s": 0.0,
-    "probe_timeout_s": 0.5,
+    "probe_timeout_s": HANG_S,
 }
-QUICK: dict[str, Any] = {"health_interval_s": 0.05, "health_timeout_s": 0.5}
+QUICK: dict[str, Any] = {"health_interval_s": 0.02}
 
 
 async def ask(router: Router) -> tuple[bytes, bool]:

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from tests.deadlines import HANG_S
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.kept_clients import BODY, PATH, Balancer, sending
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from tests.router.kept_clients import Tally
 
 pytestmark = [pytest.mark.anyio, pytest.mark.integration]
-DEADLINE_S = 60.0
+DEADLINE_S = HANG_S
 NUM_BEFORE = 200  # answers before the signal, so that every connection is in use
 STREAM = {**BODY, "stream": True}
 END = b"data: [DONE]\n\n"
@@ -81,33 +82,31 @@ async def test_ten_times_and_sixteen_connections_each(flags: tuple[str, ...]) ->
             assert (await stop_one(routers, balancer, 16)).failures == []
 
 
-async def paced(node: FakeNode, request: web.Request, seen: Seen) -> web.StreamResponse:
-    """A stream of as many parts as tokens are asked for, one in 0.1 s."""
-    response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-    await response.prepare(request)
-    for number in range(seen.body["max_tokens"]):
-        await response.write(fakes.chunk(str(number)))
-        await asyncio.sleep(0.1)
-    await response.write(END)
-    await response.write_eof()
-    return response
-
-
 @pytest.mark.slow
 async def test_streams_of_twenty_seconds_end_right() -> None:
-    whole = b"".join(fakes.chunk(str(number)) for number in range(200)) + END
+    parts = [*(fakes.chunk(str(number)) for number in range(200)), END]
+
+    async def paced(node: FakeNode, request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for part in parts:
+            await response.write(part)
+            await asyncio.sleep(0.1)
+        await response.write_eof()
+        return response
+
     async with two_routers("--drain-s", "60") as (routers, _, d), aiohttp.ClientSession() as session:
         d.script = paced
         [(process, url), _] = routers
 
         async def stream() -> bytes:
-            async with session.post(url + PATH, json={**STREAM, "max_tokens": 200}) as answer:
+            async with session.post(url + PATH, json=STREAM) as answer:
                 return await answer.read()
 
         streams = [asyncio.create_task(stream()) for _ in range(16)]
         await d.wait_seen(len(streams))
         process.send_signal(signal.SIGTERM)
-        assert set(await asyncio.gather(*streams)) == {whole}
+        assert set(await asyncio.gather(*streams)) == {b"".join(parts)}
         assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
 
 

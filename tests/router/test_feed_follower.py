@@ -191,9 +191,9 @@ async def test_a_feed_that_cannot_go_on_is_read_again_from_a_snapshot(wrong: Fee
 
 async def test_a_silent_feed_is_dropped_and_then_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that sends bytes and no message. Until it comes back, own charges count alone."""
-    monkeypatch.setattr(feed_follower, "SILENCE_S", 0.2)
-    monkeypatch.setattr(feed_follower, "SNAPSHOT_S", 1.0)
-    monkeypatch.setattr(feed_follower, "LOAD_LIFE_S", 0.3)
+    monkeypatch.setattr(feed_follower, "SILENCE_S", 0.1)
+    monkeypatch.setattr(feed_follower, "SNAPSHOT_S", 0.1)
+    monkeypatch.setattr(feed_follower, "LOAD_LIFE_S", 0.15)
     feed = FakeFeed()
     node = a_node(feed)
     async with running(node), serving(mixed=[node]) as router:

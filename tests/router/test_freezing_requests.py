@@ -6,7 +6,6 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import pytest
 
 from pd_connectors.protocol.ticket import Offer, verify
@@ -15,6 +14,7 @@ from pd_http.node_answers import FailureKind
 from pd_router.casualties import Casualties
 from pd_router.liveness import Down
 from pd_router.node_table import Node, Role
+from tests.http.answer import COMPLETIONS, PROMPT, post
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, Seen, running
 from tests.router.framed_nodes import End, FramedScript, framed_nodes
@@ -24,8 +24,8 @@ from tests.router.router_process import KEY, Router, serving, until
 if TYPE_CHECKING:
     from aiohttp import web
 
-pytestmark = [pytest.mark.anyio, pytest.mark.long]
-QUICK: dict[str, Any] = {"health_interval_s": 0.02, "health_timeout_s": 0.5}
+pytestmark = [pytest.mark.anyio, pytest.mark.long, pytest.mark.usefixtures("sure_checks")]
+QUICK: dict[str, Any] = {"health_interval_s": 0.02}
 STREAM = make_stream(5)
 
 
@@ -46,15 +46,11 @@ def decodes(*scripts: fakes.Script) -> list[FakeNode]:
     return [FakeNode("decode", script, node_id=f"d{i}") for i, script in enumerate(scripts)]
 
 
-async def post(router: Router, *, stream: bool = False, order: str = "") -> tuple[int, str, str]:
+async def ask(router: Router, *, stream: bool = False, order: str = "") -> tuple[int, str, str]:
     """(status, the decode node or the error's code, `x-should-retry`)"""
-    url, body = router.url + "/v1/completions", {"model": "demo", "prompt": "x", "stream": stream}
-    headers = {"x-pd-route": order} if order else {}
-    async with asyncio.timeout(fakes.WAIT_S), router.session.post(url, json=body, headers=headers) as answer:
-        told = answer.headers.get("x-pd-decode", "")
-        if answer.status != 200:
-            told = orjson.loads(await answer.read())["error"]["code"]
-        return answer.status, told, answer.headers.get("x-should-retry", "")
+    got = await post(router, COMPLETIONS, PROMPT, {"x-pd-route": order} if order else {}, stream=stream)
+    told = got.decoded_by if got.status == 200 else got.error["code"]
+    return got.status, told, got.headers.get("x-should-retry", "")
 
 
 def num_ended(router: Router, by: str = "frozen") -> float:
@@ -65,7 +61,7 @@ def num_ended(router: Router, by: str = "frozen") -> float:
 async def test_a_request_that_freezes_nodes_stops_at_the_second(stream: bool) -> None:
     nodes = decodes(*[freezer] * 4)
     async with running(*nodes), serving(decode=nodes, **QUICK) as router:
-        assert await post(router, stream=stream) == (500, "nodes_frozen", "false")
+        assert await ask(router, stream=stream) == (500, "nodes_frozen", "false")
         assert sum(len(node.seen) for node in nodes) == 2
         assert (num_ended(router), num_ended(router, "died")) == (1, 0)
         await router.idle()
@@ -75,7 +71,7 @@ async def test_two_prefill_nodes_that_freeze_are_not_followed_by_a_decode_node()
     prefills = [FakeNode("prefill", freezer, node_id=f"p{i}") for i in range(3)]
     d = FakeNode("decode", fakes.decode)
     async with running(*prefills, d), serving(prefills, [d], **QUICK) as router:
-        assert await post(router, order="p-first") == (500, "nodes_frozen", "false")
+        assert await ask(router, order="p-first") == (500, "nodes_frozen", "false")
         assert sum(len(node.seen) for node in prefills) == 2
         assert not d.seen
 
@@ -93,7 +89,7 @@ async def test_a_prefill_node_that_had_the_request_from_a_decode_node_counts(is_
 
     nodes = decodes(passes_on, fakes.decode)
     async with running(p, *nodes), serving([p], nodes, **QUICK) as router:
-        answer = await post(router, order="d-first")
+        answer = await ask(router, order="d-first")
         assert answer == ((500, "nodes_frozen", "false") if is_p_frozen else (200, "d1", ""))
         assert len(nodes[1].seen) == (not is_p_frozen)
 
@@ -102,18 +98,15 @@ async def test_a_node_that_stood_still_before_the_request_came_does_not_count() 
     """The request was sent while a check of /health waited for its answer."""
     nodes = decodes(fakes.silent, freezer, fakes.decode)
     async with running(*nodes), serving(decode=nodes, **QUICK) as router:
-        nodes[0].is_silent = True
+        nodes[0].holds_checks = True
         checks = nodes[0].num_checks
         await until(lambda: nodes[0].num_checks > checks)
-        assert (await post(router))[:2] == (200, "d2")
+        request = asyncio.ensure_future(ask(router))
+        await nodes[0].wait_seen(1)
+        nodes[0].is_silent = True
+        assert (await request)[:2] == (200, "d2")
         assert [len(node.seen) for node in nodes] == [1, 1, 1]
         assert num_ended(router) == 0
-
-
-async def read(router: Router) -> bytes:
-    url, body = router.url + "/v1/completions", {"model": "demo", "prompt": "x", "stream": True}
-    async with asyncio.timeout(fakes.WAIT_S), router.session.post(url, json=body) as answer:
-        return await answer.read()
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
@@ -133,7 +126,7 @@ async def test_a_stream_goes_on_from_nodes_that_wrote_it_and_ends_by_those_that_
     for node in nodes[:4]:
         node.script = stands
     async with running(*nodes), serving(decode=nodes, **QUICK, continue_wait_s=0.0) as router:
-        body = await read(router)
+        body = (await post(router, COMPLETIONS, PROMPT, stream=True)).body
         assert [len(node.seen) for node in nodes] == ([1] * 5 if has_tokens else [1, 1, 1, 0, 0])
         assert (body == STREAM.text, b"nodes_frozen" in body) == (has_tokens, not has_tokens)
         assert num_ended(router) == (not has_tokens)

@@ -10,6 +10,7 @@ from pd_connectors.protocol.feed import FeedSnapshot, NodeLoad
 from pd_router.admission.node_room import NodeRoom
 from pd_router.charge import Charge
 from pd_router.config import HandoffOrder
+from tests.http.answer import CHAT, COMPLETIONS, HI, PROMPT, post
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.framed_nodes import End, FramedScript, framed_nodes
@@ -17,7 +18,6 @@ from tests.router.framed_streams import make_stream
 from tests.router.router_process import Router, serving, until
 from tests.router.test_choice import NOW_S, chosen, table, tell
 from tests.router.test_feed_follower import FakeFeed
-from tests.router.test_router_spill import BODY, COMPLETIONS, post
 
 if TYPE_CHECKING:
     from pd_router.node_table import Node, NodeTable
@@ -204,10 +204,10 @@ async def test_the_node_that_reads_the_prompt_answers(stream: bool) -> None:
     p, d = telling("prefill", fakes.decode, 4), telling("decode", fakes.decode, 0)
     async with running(p, d), serving([p], [d]) as router:
         await heard(router)
-        status, headers, data = await post(router, BODY | {"stream": stream})
-        assert (status, headers["x-pd-route"]) == (200, "direct; reason=decode-late")
-        assert headers["x-pd-prefill"] == headers["x-pd-decode"] == "fake-prefill"
-        assert not stream or data == fakes.WHOLE_STREAM
+        got = await post(router, CHAT, HI, stream=stream)
+        assert (got.status, got.route) == (200, "direct; reason=decode-late")
+        assert got.prefilled_by == got.decoded_by == "fake-prefill"
+        assert not stream or got.body == fakes.WHOLE_STREAM
         assert "kv_transfer_params" not in p.seen[0].body
         assert d.seen == []
         await router.idle()
@@ -222,9 +222,9 @@ async def test_a_stream_that_no_prefill_node_keeps_is_handed_over() -> None:
     p, d = telling("prefill", refuses_alone, 4), telling("decode", fakes.decode, 0)
     async with running(p, d), serving([p], [d]) as router:
         await heard(router)
-        status, headers, data = await post(router, BODY | {"stream": True})
-        assert (status, headers["x-pd-route"], data) == (200, "p-first; reason=default", fakes.WHOLE_STREAM)
-        assert headers["x-pd-decode"] == "fake-decode"
+        got = await post(router, CHAT, HI, stream=True)
+        assert (got.status, got.route, got.body) == (200, "p-first; reason=default", fakes.WHOLE_STREAM)
+        assert got.decoded_by == "fake-decode"
         await router.idle()
 
 
@@ -237,7 +237,7 @@ async def test_a_decode_node_goes_on_with_a_kept_stream(end: End) -> None:
     p.role, p.feed, d.feed = "prefill", feed(4), feed(0)
     async with running(p, d), serving([p], [d], continue_wait_s=0.0) as router:
         await heard(router)
-        status, headers, data = await post(router, {"model": "demo", "prompt": "x", "stream": True}, COMPLETIONS)
-        assert (status, headers["x-pd-route"], data) == (200, "direct; reason=decode-late", stream.text)
+        got = await post(router, COMPLETIONS, PROMPT, stream=True)
+        assert (got.status, got.route, got.body) == (200, "direct; reason=decode-late", stream.text)
         assert (len(p.seen), len(d.seen), script.counts) == (1, 1, [2])
         await router.idle()

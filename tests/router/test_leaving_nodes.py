@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import pytest
 
 from pd_connectors.protocol.feed import FeedDelta, FeedSnapshot, NodeLoad
 from pd_router.continuation import MAX_FAILURES, Heirs
 from pd_router.node_table import Node, Role
 from pd_router.stream_record import StreamRecord
+from tests.deadlines import HANG_S
+from tests.http.answer import COMPLETIONS, PROMPT, post
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.framed_nodes import End, FramedScript, framed_nodes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
 STREAM = make_stream(3)
 MIDDLE = sum(map(len, STREAM.messages()[1:3]))
-QUICK: dict[str, Any] = {"health_interval_s": 0.05, "probe_timeout_s": 0.5, "continue_wait_s": 0.0}
+QUICK: dict[str, Any] = {"health_interval_s": 0.05, "probe_timeout_s": HANG_S, "continue_wait_s": 0.0}
 
 
 async def say_by_health(router: Router, node: FakeNode) -> None:
@@ -75,12 +75,6 @@ class Leaving:
         return await (self._stream if seen.body.get("stream") else fakes.hang_up)(node, request, seen)
 
 
-async def post(router: Router, **more: Any) -> tuple[int, bytes]:
-    body = {"model": "demo", "prompt": "x"} | more
-    async with asyncio.timeout(fakes.WAIT_S), router.session.post(router.url + "/v1/completions", json=body) as answer:
-        return answer.status, await answer.read()
-
-
 def with_feeds(nodes: list[FakeNode]) -> list[FakeNode]:
     for node in nodes:
         node.feed = FakeFeed(FeedSnapshot(node.epoch, 1, NodeLoad()))
@@ -101,8 +95,8 @@ async def test_drains_do_not_count(say: Any, end: Any, *, stream: bool) -> None:
     settings = QUICK if say is say_by_health else QUICK | {"health_interval_s": 3600.0}
     async with running(*nodes), serving(decode=nodes, **settings) as router:
         leaving.router = router
-        status, body = await post(router, stream=stream)
-        assert (status, not stream or body == STREAM.text) == (200, True)
+        got = await post(router, COMPLETIONS, PROMPT, stream=stream)
+        assert (got.status, not stream or got.body == STREAM.text) == (200, True)
         assert leaving.left
         await router.idle()
 
@@ -116,7 +110,8 @@ async def test_a_stream_leaves_a_node_that_is_gone_by_order() -> None:
         node.script = leaving
     async with running(*nodes), serving(decode=nodes, **QUICK, max_node_deaths=1) as router:
         leaving.router = router
-        assert await post(router, stream=True) == (200, STREAM.text)
+        got = await post(router, COMPLETIONS, PROMPT, stream=True)
+        assert (got.status, got.body) == (200, STREAM.text)
         first = leaving.left[0].node_id
         assert router.count("pd_router_legs_moved_total", leg="stream", node=first, kind="left") == 1
 
@@ -130,7 +125,8 @@ async def test_streams_that_a_drain_breaks_eject_no_node() -> None:
         node.script = leaving
     async with running(*nodes), serving(decode=nodes, **QUICK | {"health_interval_s": 3600.0}, eject_after=1) as router:
         leaving.router = router
-        assert await post(router, stream=True) == (200, STREAM.text)
+        got = await post(router, COMPLETIONS, PROMPT, stream=True)
+        assert (got.status, got.body) == (200, STREAM.text)
         assert [node.ejected_until_s for node in router.services.table.nodes] == [0.0, 0.0]
         first = leaving.left[0].node_id
         assert router.count("pd_router_leg_failures_total", leg="stream", node=first, kind="left") == 1
@@ -143,8 +139,8 @@ async def test_an_engine_that_dies_in_a_drain_counts() -> None:
 
     nodes = [FakeNode("decode", engine_died, node_id=f"d{number}") for number in range(3)]
     async with running(*nodes), serving(decode=nodes, **QUICK) as router:
-        status, body = await post(router)
-        assert (status, orjson.loads(body)["error"]["code"]) == (500, "nodes_died")
+        got = await post(router, COMPLETIONS, PROMPT)
+        assert (got.status, got.error["code"]) == (500, "nodes_died")
 
 
 async def test_a_p_that_drained_behind_its_ticket_is_no_second_death() -> None:
@@ -160,7 +156,7 @@ async def test_a_p_that_drained_behind_its_ticket_is_no_second_death() -> None:
 
     d0.script = dies
     async with running(p, d0, d1), serving([p], [d0, d1], **QUICK) as router:
-        assert (await post(router))[0] == 200
+        assert (await post(router, COMPLETIONS, PROMPT)).status == 200
         assert (len(d0.seen), len(d1.seen)) == (1, 1)
 
 

@@ -289,6 +289,7 @@ async def test_a_kept_connection_has_a_deadline_for_each_exchange(before_s: floa
     """The timer of the exchange before is still set: it must neither end the next one nor let it go on."""
     async with scripted([OK], [b""]) as (node, pool):
         before = await post(pool, node)
+        await before.head()  # the body is there too
         before.limit(before_s)
         await answer_of(before)
         exchange = await post(pool, node)
@@ -373,7 +374,7 @@ async def test_an_early_answer_leaves_no_half_sent_request_on_a_kept_connection(
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 async def test_a_router_without_files_does_not_blame_the_node(host: str) -> None:
-    pool = ConnectionPool(connect_timeout_s=5.0, keepalive_s=1.0)
+    pool = ConnectionPool(connect_timeout_s=WAIT_S, keepalive_s=1.0)
     with socket.create_server(("127.0.0.1", 0)) as server, no_files(), pytest.raises(NoConnection) as raised:
         await pool.send(f"http://{host}:{server.getsockname()[1]}", "GET", "/", [])
     assert raised.value.is_own
@@ -388,6 +389,8 @@ async def test_no_connection_in_time_or_at_all() -> None:
         accepted, _ = silent.accept()
         with accepted:
             await until(lambda: _is_closed(accepted))
+    assert not len(pool)
+    pool = ConnectionPool(connect_timeout_s=WAIT_S, keepalive_s=1.0)
     with pytest.raises(NoConnection, match=r"cannot connect to 127\.0\.0\.1") as refused:
         await pool.send(f"http://127.0.0.1:{port}", "GET", "/", [])
     assert not refused.value.is_own

@@ -15,9 +15,10 @@ from pd_http.prompt_paths import PROMPT_PATHS
 from pd_router.body import RequestBody
 from pd_router.client_connection import PROXY_PATHS
 from pd_router.prompt_route import reads_only
+from tests.http.answer import COMPLETIONS, PROMPT, post
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, running
-from tests.router.router_process import Router, serving, until
+from tests.router.router_process import serving, until
 
 if TYPE_CHECKING:
     from tests.router.fake_nodes import Seen
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 EMBEDDINGS = "/v1/embeddings"
 BODY: dict[str, Any] = {"model": "demo", "input": ["hi", "there"]}
-COMPLETIONS = "/v1/completions"
 
 
 async def reads(node: FakeNode, request: web.Request, seen: Seen) -> web.StreamResponse:
@@ -41,23 +41,14 @@ def node(role: str, script: fakes.Script = reads, name: str = "") -> FakeNode:
     return FakeNode(role, script, node_id=name)
 
 
-async def post(
-    router: Router, path: str = EMBEDDINGS, body: dict[str, Any] | None = None
-) -> tuple[Any, dict[str, str]]:
-    async with router.session.post(router.url + path, json=BODY if body is None else body) as answer:
-        assert answer.status == 200, await answer.text()
-        return await answer.json(), {name.lower(): value for name, value in answer.headers.items()}
-
-
 @pytest.mark.parametrize("path", PROMPT_PATHS)
 async def test_one_prefill_node_answers_alone(path: str) -> None:
     p, d = node("prefill"), node("decode")
     async with running(p, d), serving([p], [d]) as router:
-        answer, headers = await post(router, path)
-        assert answer == {"by": p.node_id}
-        assert headers["x-pd-route"] == "prompt; reason=default"
-        assert headers["x-pd-prefill"] == p.node_id
-        assert "x-pd-decode" not in headers
+        got = await post(router, path, BODY)
+        assert (got.ok, got.route) == ({"by": p.node_id}, "prompt; reason=default")
+        assert got.prefilled_by == p.node_id
+        assert "x-pd-decode" not in got.headers
         (leg,) = p.seen
         assert (leg.path, leg.body) == (path, BODY)
         assert "x-pd-ticket" not in leg.headers
@@ -92,8 +83,7 @@ async def test_completions_that_need_no_decode_node(more: dict[str, Any], order:
     if order == "prompt":
         p.script = reads
     async with running(p, d), serving([p], [d]) as router:
-        _, headers = await post(router, COMPLETIONS, {"model": "demo", "prompt": "hi"} | more)
-        assert headers["x-pd-route"].startswith(order)
+        assert (await post(router, COMPLETIONS, PROMPT, **more)).route.startswith(order)
 
 
 def test_chat_always_generates() -> None:
@@ -108,13 +98,13 @@ async def test_the_least_charged_of_prefill_and_mixed_nodes() -> None:
         calls = []
         for _ in range(4):
             num_seen = len(p.seen) + len(m.seen)
-            calls.append(asyncio.create_task(post(router)))
+            calls.append(asyncio.create_task(post(router, EMBEDDINGS, BODY)))
             await until(lambda: len(p.seen) + len(m.seen) > num_seen)  # noqa: B023 - it is called in this turn
         assert (len(p.seen), len(m.seen), len(d.seen)) == (2, 2, 0)
         assert sorted(router.outstanding())[-1][0] > 0
         p.go_on.set()
         m.go_on.set()
-        await asyncio.gather(*calls)
+        assert {got.status for got in await asyncio.gather(*calls)} == {200}
         await router.idle()
 
 
@@ -125,19 +115,19 @@ async def test_clusters_of_one_role(role: str, on_prefill_failure: str) -> None:
     prefill, decode, mixed = ([one] if role == which else None for which in ("prefill", "decode", "mixed"))
     settings = {"start_empty": True, "on_prefill_failure": on_prefill_failure}
     async with running(one), serving(prefill, decode, mixed, **settings) as router:  # type: ignore[arg-type]
-        _, headers = await post(router)
-        assert headers["x-pd-route"] == f"prompt; reason={'no-prefill-node' if role == 'decode' else 'default'}"
+        got = await post(router, EMBEDDINGS, BODY)
+        assert got.route == f"prompt; reason={'no-prefill-node' if role == 'decode' else 'default'}"
         assert len(one.seen) == 1
 
 
 async def test_without_nodes_it_is_unavailable_and_without_the_model_not_found() -> None:
     p = node("prefill")
     async with running(p), serving([p], start_empty=True) as router:
-        async with router.session.post(router.url + EMBEDDINGS, json=BODY | {"model": "other"}) as answer:
-            assert (answer.status, (await answer.json())["error"]["code"]) == (404, "model_not_found")
+        got = await post(router, EMBEDDINGS, BODY, model="other")
+        assert (got.status, got.error["code"]) == (404, "model_not_found")
         router.services.table.set_down(router.services.table.nodes[0])
-        async with router.session.post(router.url + EMBEDDINGS, json=BODY) as answer:
-            assert (answer.status, (await answer.json())["error"]["code"]) == (503, "no_healthy_node")
+        got = await post(router, EMBEDDINGS, BODY)
+        assert (got.status, got.error["code"]) == (503, "no_healthy_node")
         assert router.count("pd_router_requests_total", order="none", reason="none", outcome="failed") == 1
         for data in (b"", b"[1]", b'{"input": '):
             async with router.session.post(router.url + EMBEDDINGS, data=data) as answer:
@@ -153,8 +143,8 @@ async def test_a_node_that_fails_before_the_answer_is_complete_is_replaced(scrip
     p.go_on.set()
     q.go_on.set()
     async with running(p, q, d), serving([p, q], [d], max_node_deaths=3) as router:
-        answer, headers = await post(router)
-        assert (answer, headers["x-pd-route"]) == ({"by": "d"}, "prompt; reason=prefill-failed")
+        got = await post(router, EMBEDDINGS, BODY)
+        assert (got.ok, got.route) == ({"by": "d"}, "prompt; reason=prefill-failed")
         num_asked = 2 if script is fakes.hang_up else 1  # an idle connection may just have been closed
         assert (len(p.seen), len(q.seen), len(d.seen)) == (num_asked, num_asked, 1)
         await router.idle()
@@ -170,10 +160,9 @@ async def test_a_node_that_fails_before_the_answer_is_complete_is_replaced(scrip
 async def test_decode_nodes_are_spared_if_the_settings_say_so() -> None:
     p, d = node("prefill", fakes.refuse(503), "p"), node("decode", reads, "d")
     async with running(p, d), serving([p], [d], on_prefill_failure="fail") as router:
-        async with router.session.post(router.url + EMBEDDINGS, json=BODY) as answer:
-            assert answer.status == 503
-            assert "no (p)" in (await answer.json())["error"]["message"]
-            assert answer.headers["x-pd-route"] == "prompt; reason=default"
+        got = await post(router, EMBEDDINGS, BODY)
+        assert (got.status, got.route) == (503, "prompt; reason=default")
+        assert "no (p)" in got.error["message"]
         assert d.seen == []
         assert router.count("pd_router_requests_total", order="prompt", reason="default", outcome="failed") == 1
 
@@ -181,8 +170,7 @@ async def test_decode_nodes_are_spared_if_the_settings_say_so() -> None:
 async def test_a_refusal_reaches_the_client_and_no_other_node_is_asked() -> None:
     p, q = node("prefill", fakes.refuse(400)), node("prefill", fakes.refuse(400))
     async with running(p, q), serving([p, q], start_empty=True) as router:
-        async with router.session.post(router.url + EMBEDDINGS, json=BODY) as answer:
-            assert answer.status == 400
+        assert (await post(router, EMBEDDINGS, BODY)).status == 400
         assert len(p.seen) + len(q.seen) == 1
         await router.idle()
 
@@ -194,8 +182,8 @@ async def test_a_request_that_kills_nodes_does_not_reach_all_of_them() -> None:
 
     nodes = [node("prefill", dies, f"p{i}") for i in range(4)]
     async with running(*nodes), serving(nodes, start_empty=True) as router:
-        async with router.session.post(router.url + EMBEDDINGS, json=BODY) as answer:
-            assert (answer.status, (await answer.json())["error"]["code"]) == (500, "nodes_died")
+        got = await post(router, EMBEDDINGS, BODY)
+        assert (got.status, got.error["code"]) == (500, "nodes_died")
         assert sum(len(one.seen) for one in nodes) == 2
 
 
@@ -218,8 +206,7 @@ async def test_a_stream_is_passed_on_and_one_that_breaks_off_ends_with_an_error(
     body = {"model": "demo", "prompt": "hi", "max_tokens": 0, "echo": True, "stream": True}
     p, d = node("prefill", fakes.decode), node("decode")
     async with running(p, d), serving([p], [d]) as router:
-        async with router.session.post(router.url + COMPLETIONS, json=body) as answer:
-            assert await answer.read() == fakes.WHOLE_STREAM
+        assert (await post(router, COMPLETIONS, body)).body == fakes.WHOLE_STREAM
         p.script = fakes.decode_dies
         p.go_on.set()
         async with router.session.post(router.url + COMPLETIONS, json=body) as answer:
@@ -237,5 +224,5 @@ async def test_512_inputs_of_a_kilobyte_pass_whole() -> None:
     p, d = node("prefill"), node("decode")
     inputs = [f"{i:04}" * 256 for i in range(512)]
     async with running(p, d), serving([p], [d]) as router:
-        await post(router, body={"model": "demo", "input": inputs})
+        assert (await post(router, EMBEDDINGS, {"model": "demo", "input": inputs})).status == 200
         assert p.seen[0].body["input"] == inputs

@@ -17,12 +17,13 @@ from pd_router.node_table import NodeTable
 from pd_router.outbox import Outbox
 from pd_router.request_sinks import RequestSinks, write_lines
 from pd_router.trace_context import TraceContext
+from tests.deadlines import HANG_S
 from tests.otlp_receiver import collecting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-WAIT_S = 30.0
+WAIT_S = HANG_S
 
 
 def ended(outcome: str = "ok", total_s: float = 0.1, *, is_sampled: bool = False) -> CallRecord:

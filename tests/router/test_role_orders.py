@@ -13,6 +13,7 @@ from pd_connectors.protocol.feed import FeedDelta, FeedSnapshot, NodeLoad
 from pd_connectors.protocol.ticket import ROLE_PATH, NodeOrder, verify
 from pd_router.config import RouterConfig
 from pd_router.node_table import FLAGS, NodeSpec, NodeTable, Role
+from tests.http.answer import COMPLETIONS, PROMPT
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, Seen, running
 from tests.router.router_process import KEY, Router, serving, signed, until
@@ -20,7 +21,6 @@ from tests.router.test_feed_follower import FakeFeed
 from tests.router.test_pairing import poll
 from tests.router.test_sources_posted import call
 
-BODY = {"model": "demo", "prompt": "x", "stream": True}
 DECODE = {"d-1": "decode", "d-2": "decode"}
 
 
@@ -52,7 +52,7 @@ def roles(router: Router) -> dict[str, str]:
 
 
 async def route(router: Router) -> str:
-    async with router.session.post(router.url + "/v1/completions", json=BODY) as answer:
+    async with router.session.post(router.url + COMPLETIONS, json=PROMPT | {"stream": True}) as answer:
         assert answer.status == 200, await answer.text()
         await answer.read()
         return answer.headers["x-pd-route"]
@@ -186,7 +186,7 @@ async def test_a_drained_node_changes_and_stays_drained_but_a_leaving_one_does_n
         assert (status, told["role"], told["state"]) == (200, "mixed", "draining")
         await call(router, "DELETE", "/nodes/d-1/drain", signed("resume", "d-1"))
         await call(router, "POST", "/nodes/d-2/drain", signed("drain", "d-2"))
-        async with router.session.post(router.url + "/v1/completions", json=BODY) as answer:
+        async with router.session.post(router.url + COMPLETIONS, json=PROMPT | {"stream": True}) as answer:
             assert await answer.content.readany() == fakes.chunk("a")
             assert (await call(router, "DELETE", "/nodes/d-1", signed("remove", "d-1")))[1]["state"] == "leaving"
             status, told = await change(router, "d-1", "prefill")

@@ -10,13 +10,12 @@ import pytest
 from yarl import URL
 
 from pd_http.body import longest_body
+from tests.http.answer import CHAT, HI
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import serving
 
 pytestmark = pytest.mark.anyio
-CHAT = "/v1/chat/completions"
-BODY: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize", "/detokenize"])
@@ -36,20 +35,20 @@ async def test_malformed_json_is_a_400(path: str, raw: bytes) -> None:
 async def test_an_unknown_model_is_a_404_and_a_known_one_goes_where_it_is() -> None:
     d, e = FakeNode("decode", fakes.decode, node_id="d"), FakeNode("decode", fakes.decode, ("other",), node_id="e")
     async with running(d, e), serving(None, [d, e]) as router:
-        async with router.session.post(router.url + CHAT, json=BODY | {"model": "nope"}) as answer:
+        async with router.session.post(router.url + CHAT, json=HI | {"model": "nope"}) as answer:
             assert answer.status == 404
             error = (await answer.json())["error"]
             assert error["code"] == "model_not_found"
             assert error["message"] == "no node serves the model 'nope'; served: demo, other"
         for _ in range(3):
-            async with router.session.post(router.url + CHAT, json=BODY | {"model": "other"}) as answer:
+            async with router.session.post(router.url + CHAT, json=HI | {"model": "other"}) as answer:
                 assert (answer.status, answer.headers["x-pd-decode"]) == (200, "e")
         assert d.seen == []
 
 
 async def test_too_large_a_body_is_a_413() -> None:
     d = FakeNode("decode", fakes.decode)
-    big = BODY | {"x": "y" * 2000}
+    big = HI | {"x": "y" * 2000}
     async with (
         running(d),
         serving(None, [d], max_body_mb=0.001) as router,
@@ -92,7 +91,7 @@ async def test_mixed_nodes_serve_alone_and_before_decode_nodes() -> None:
     d, m = FakeNode("decode", fakes.decode, node_id="d"), FakeNode("mixed", fakes.decode, node_id="m")
     async with running(d, m), serving(None, [d], [m]) as router:
         for _ in range(3):
-            async with router.session.post(router.url + CHAT, json=BODY, headers={"x-pd-route": "p-first"}) as answer:
+            async with router.session.post(router.url + CHAT, json=HI, headers={"x-pd-route": "p-first"}) as answer:
                 assert answer.headers["x-pd-route"] == "direct; reason=no-prefill-node"
                 assert answer.headers["x-pd-prefill"] == answer.headers["x-pd-decode"] == "m"
         assert d.seen == []
@@ -103,7 +102,7 @@ async def test_no_node_that_decodes_is_a_503() -> None:
     p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
     d.is_up = False
     async with running(p, d), serving([p], [d]) as router:
-        async with router.session.post(router.url + CHAT, json=BODY) as answer:
+        async with router.session.post(router.url + CHAT, json=HI) as answer:
             assert answer.status == 503
             assert (await answer.json())["error"]["code"] == "no_healthy_node"
         async with router.session.get(router.url + "/health") as answer:
@@ -127,7 +126,7 @@ async def test_what_the_router_tells_about_itself() -> None:
                 "cached_blocks": 0, "engine": None,
             },
         }  # fmt: skip
-        async with router.session.post(router.url + CHAT, json=BODY):
+        async with router.session.post(router.url + CHAT, json=HI):
             pass
         async with router.session.get(router.url + "/metrics") as answer:
             text = await answer.text()

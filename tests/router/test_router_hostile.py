@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 import pytest
@@ -15,6 +15,7 @@ from pd_cluster.server.app import create_app
 from pd_http.node_report import NodeReport, encode_report
 from pd_router.health import MAX_MODELS, HealthPoller
 from tests.bad_bodies import BAD_BODIES, OVERSIZED, check_error, nested
+from tests.http.answer import CHAT, HI
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, Seen, running
 from tests.router.router_process import serving, until
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from pd_router.body import RequestBody
 
 pytestmark = pytest.mark.anyio
-CHAT = "/v1/chat/completions"
-BODY: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 
 
 class RealNode(FakeNode):
@@ -115,7 +114,7 @@ async def test_a_bug_is_a_500_in_openais_shape_and_logged_once(
     async with running(d), serving(None, [d]) as router:
         monkeypatch.setattr("pd_router.body.RequestBody.model", property(broken))
         with caplog.at_level(logging.ERROR):
-            async with router.session.post(router.url + path, json=BODY) as answer:
+            async with router.session.post(router.url + path, json=HI) as answer:
                 assert answer.status == 500
                 error = (await answer.json())["error"]
                 assert (error["type"], error["code"]) == ("server_error", "internal_error")
@@ -124,36 +123,16 @@ async def test_a_bug_is_a_500_in_openais_shape_and_logged_once(
         await router.idle()
 
 
-@pytest.mark.long
 async def test_a_stopped_node_does_not_slow_the_looks_at_the_others() -> None:
     """One node accepts connections and never answers: the other is looked at many times within that one's timeout."""
-    looks = 0
-
-    class Counted(FakeNode):
-        async def _health(self, request: Any) -> Any:
-            nonlocal looks
-            looks += 1
-            return await super()._health(request)
-
-    held: list[asyncio.StreamWriter] = []
-
-    async def swallow(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        held.append(writer)
-
-    stopped = await asyncio.start_server(swallow, "127.0.0.1", 0)
-    silent = RealNode("prefill", f"http://127.0.0.1:{stopped.sockets[0].getsockname()[1]}")
-    d = Counted("decode", fakes.decode)
-    try:
-        async with running(d), serving([silent], [d], health_interval_s=0.01, health_timeout_s=2.0) as router:
-            looks, begun = 0, len(held)
-            await until(lambda: looks >= 20)
-            assert len(held) <= begun + 1, "twenty looks at one node took no longer than one at the other"
-            assert [node["healthy"] for node in router.services.table.report()] == [False, True]
-    finally:
-        for writer in held:
-            writer.close()
-        stopped.close()
-        await stopped.wait_closed()
+    stopped, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
+    async with running(stopped, d), serving([stopped], [d], health_interval_s=0.01, health_timeout_s=fakes.WAIT_S):
+        looks = stopped.num_checks
+        stopped.is_silent = True
+        await until(lambda: stopped.num_checks > looks)
+        looks, begun = stopped.num_checks, d.num_checks
+        await until(lambda: d.num_checks >= begun + 20)
+        assert stopped.num_checks == looks, "twenty looks at one node took no longer than one at the other"
 
 
 async def test_names_that_a_node_tells_are_bounded_wherever_they_go() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -256,8 +255,8 @@ async def test_a_pod_that_goes_gets_no_new_request_within_a_second(trouble: str)
     async with running(old, new), kubernetes() as (fake, api):
         for name, node in (("d-0", old), ("d-1", new)):
             await fake.put(name, port=port_of(node))
-        pods = KubernetesPods("serving", LABELS, api)
-        async with serving(sources=[pods], start_empty=True) as router:
+        naps = Naps()
+        async with serving(sources=[source(api, naps)], start_empty=True) as router:
             await fake.until_watches(1)
             table = router.services.table
             assert [n.is_healthy(table.clock()) for n in table.nodes] == [True, True]
@@ -266,10 +265,9 @@ async def test_a_pod_that_goes_gets_no_new_request_within_a_second(trouble: str)
                 fake.compact()
             elif trouble == "dropped":
                 await fake.drop()
-            gone_at = time.monotonic()
             await fake.put("d-0", port=port_of(old), terminating=True)
             await until(lambda: len(table.nodes) == 1)
-            assert time.monotonic() - gone_at < 1.0
+            assert sum(naps.taken) < 1.0, "all else is the time of a request"
             for _ in range(4):
                 async with router.session.post(router.url + "/v1/completions", json=body) as answer:
                     assert (await answer.read()).endswith(b"data: [DONE]\n\n")

@@ -9,11 +9,10 @@ import pytest
 
 from pd_connectors.protocol.ticket import Offer, sign
 from tests.connectors import version_one
+from tests.http.answer import COMPLETIONS, PROMPT
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import KEY, Router, serving, signed, until
-
-BODY = {"model": "demo", "prompt": "x", "stream": True}
 
 
 async def call(router: Router, method: str, path: str, headers: dict[str, str]) -> tuple[int, dict[str, Any]]:
@@ -22,7 +21,7 @@ async def call(router: Router, method: str, path: str, headers: dict[str, str]) 
 
 
 async def complete(router: Router) -> int:
-    async with router.session.post(router.url + "/v1/completions", json=BODY) as answer:
+    async with router.session.post(router.url + COMPLETIONS, json=PROMPT | {"stream": True}) as answer:
         await answer.read()
         return answer.status
 
@@ -125,7 +124,7 @@ async def test_two_nodes_of_one_name_must_be_named_by_address() -> None:
 async def test_a_drained_node_finishes_what_it_has_and_gets_no_more() -> None:
     d, spare = FakeNode("decode", fakes.decode_until_told, node_id="d-1"), FakeNode("decode", fakes.decode)
     async with running(d, spare), serving(decode=[d, spare]) as router:
-        async with router.session.post(router.url + "/v1/completions", json=BODY) as answer:
+        async with router.session.post(router.url + COMPLETIONS, json=PROMPT | {"stream": True}) as answer:
             assert await answer.content.readany() == fakes.chunk("a")
             status, told = await call(router, "POST", "/nodes/d-1/drain", signed("drain", "d-1"))
             assert (status, told["state"], told["healthy"]) == (200, "draining", False)

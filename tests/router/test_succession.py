@@ -19,8 +19,10 @@ from pd_connectors.protocol.keys import derive_key
 from pd_http.sockets import bound
 from pd_router.node_change import Heritage
 from pd_router.succession import PREDECESSOR_ENV, Predecessor
+from tests.deadlines import HANG_S
+from tests.http.answer import PROMPT
 from tests.router import fake_nodes as fakes
-from tests.router.fake_nodes import WAIT_S, FakeNode, running
+from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import signed
 
 if TYPE_CHECKING:
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 KEY = "a key that only this test knows"
-BODY = {"model": "demo", "prompt": "x", "max_tokens": 2}
-DEADLINE_S = 3 * WAIT_S  # processes start
+BODY = PROMPT | {"max_tokens": 2}
+DEADLINE_S = HANG_S
 HELD = {**BODY, "prompt": "held", "stream": True}
 
 

@@ -30,8 +30,9 @@ from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.messages import LeaseRef, SampledToken, TopLogprob
 from pd_connectors.protocol.ticket import Ticket
 from tests.connectors.layouts import full_layout
+from tests.deadlines import HANG_S
 
-WAIT_S = 10.0
+WAIT_S = HANG_S
 FAR = time.time() + 3600.0  # an expiry that no test reaches
 LAYOUT = full_layout(block_size=16, num_kv_heads=2, num_layers=2, head_dim=8, dtype="float32")
 

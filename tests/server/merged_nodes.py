@@ -37,7 +37,6 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = [300 + i for i in range(12)]
 STEP_TOKENS = 5  # of a prompt in a step: three steps
 SAID = [5, 6, 7]
-QUICK_S = 0.5
 ASKED: dict[str, Any] = {"prompt": PROMPT, "prompt_logprobs": 2, "echo": True, "logprobs": 1, "max_tokens": 3}
 
 

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
+from tests.http.answer import CHAT, COMPLETIONS, post
 from tests.server.fake_engine import FakeEngine, says
-from tests.server.live_server import Node, running
+from tests.server.live_server import running
 
 pytestmark = pytest.mark.anyio
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
-
-
-async def post(node: Node, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    """The status, and the answer: of a stream its chunks."""
-    async with node.session.post(f"{node.url}{path}", json=body) as response:
-        if not body.get("stream"):
-            return response.status, await response.json()
-        lines = (await response.text()).splitlines()
-        return response.status, [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
 async def test_token_ids_of_a_chat_answer() -> None:
     body = HI | {"n": 2, "return_token_ids": True, "logprobs": True, "return_tokens_as_token_ids": True}
     async with running(FakeEngine(says([5, 6, 7]))) as node:
-        _, whole = await post(node, CHAT, body)
-        _, chunks = await post(node, CHAT, body | {"stream": True, "stream_options": {"include_usage": True}})
+        whole = (await post(node, CHAT, body)).json
+        chunks = (await post(node, CHAT, body | {"stream": True, "stream_options": {"include_usage": True}})).chunks
         prompt = node.engine.requests[0].prompt_token_ids
-        _, plain = await post(node, CHAT, HI)
+        plain = (await post(node, CHAT, HI)).json
     assert whole["prompt_token_ids"] == prompt
     assert [choice["token_ids"] for choice in whole["choices"]] == [[5, 6, 7]] * 2
     names = [entry["token"] for entry in whole["choices"][0]["logprobs"]["content"]]
@@ -58,9 +48,9 @@ async def test_token_ids_of_completions_and_tokens_without_text() -> None:
         "return_tokens_as_token_ids": True,
     }
     async with running(FakeEngine(says([5, eos, 6]))) as node:
-        _, whole = await post(node, COMPLETIONS, body)
+        whole = (await post(node, COMPLETIONS, body)).json
         del body["logprobs"]
-        _, chunks = await post(node, COMPLETIONS, body | {"stream": True})
+        chunks = (await post(node, COMPLETIONS, body | {"stream": True})).chunks
     assert [choice["prompt_token_ids"] for choice in whole["choices"]] == [[8, 9], [8, 9], [9], [9]]
     assert whole["choices"][3]["token_ids"] == [5, eos, 6]
     assert whole["choices"][0]["logprobs"]["tokens"] == ["token_id:5", "token_id:2", "token_id:6"]
@@ -78,20 +68,20 @@ async def test_echo_puts_the_prompt_before_each_choice(stream: bool) -> None:
             ([[70, 71], [72]], [node.state.tokenizer.text_of(ids) for ids in ([70, 71], [72])]),
         ):
             body = {"prompt": prompt, "echo": True, "n": 2, "stream": stream}
-            _, answer = await post(node, COMPLETIONS, body)
+            answer = await post(node, COMPLETIONS, body)
             texts = dict.fromkeys(range(2 * len(echoed)), "")
-            for chunk in answer if stream else [answer]:
+            for chunk in answer.chunks if stream else [answer.json]:
                 for choice in chunk["choices"]:
                     texts[choice["index"]] += choice["text"]
             assert list(texts.values()) == [text + said for text in echoed for _ in range(2)]
-        _, cut = await post(node, COMPLETIONS, {"prompt": [70, 71], "echo": True, "truncate_prompt_tokens": 1})
+        cut = (await post(node, COMPLETIONS, {"prompt": [70, 71], "echo": True, "truncate_prompt_tokens": 1})).json
         assert cut["choices"][0]["text"] == node.state.tokenizer.text_of([71]) + said
 
 
 async def test_prompts_are_cut_at_their_beginning() -> None:
     async with running(FakeEngine(says([5]), max_model_len=20)) as node:
         for path, body in ((CHAT, HI), (COMPLETIONS, {"prompt": "a b c d e f"}), (COMPLETIONS, {"prompt": [7] * 30})):
-            assert (await post(node, path, body | {"truncate_prompt_tokens": 3}))[0] == 200
+            assert (await post(node, path, body | {"truncate_prompt_tokens": 3})).status == 200
         whole = await node.state.tokenizer.encode("a b c d e f", max_tokens=20)
     assert [len(request.prompt_token_ids) for request in node.engine.requests] == [3, 3, 3]
     assert node.engine.requests[1].prompt_token_ids == whole[-3:]
@@ -99,7 +89,7 @@ async def test_prompts_are_cut_at_their_beginning() -> None:
 
 async def test_bad_words_are_those_at_the_beginning_and_behind_a_blank() -> None:
     async with running(FakeEngine(says([5]))) as node:
-        assert (await post(node, COMPLETIONS, {"prompt": "a", "bad_words": ["Hello there", " x"]}))[0] == 200
+        assert (await post(node, COMPLETIONS, {"prompt": "a", "bad_words": ["Hello there", " x"]})).status == 200
         tokenizer = node.state.tokenizer
         words = [tokenizer._encode(text, False) for text in ("Hello there", " Hello there", "x", " x")]
         sampling = node.engine.requests[0].sampling
@@ -109,9 +99,9 @@ async def test_bad_words_are_those_at_the_beginning_and_behind_a_blank() -> None
 @pytest.mark.parametrize("name", ["request_id", "rid"])
 async def test_the_body_may_name_the_request(name: str) -> None:
     async with running(FakeEngine(says([5]))) as node:
-        assert (await post(node, CHAT, HI | {name: "mine-1"}))[1]["id"] == "chatcmpl-mine-1"
-        assert (await post(node, COMPLETIONS, {"prompt": "a", name: "100%d"}))[1]["id"] == "cmpl-100%d"
-        _, chunks = await post(node, COMPLETIONS, {"prompt": "a", name: "100%d", "stream": True})
+        assert (await post(node, CHAT, HI | {name: "mine-1"})).json["id"] == "chatcmpl-mine-1"
+        assert (await post(node, COMPLETIONS, {"prompt": "a", name: "100%d"})).json["id"] == "cmpl-100%d"
+        chunks = (await post(node, COMPLETIONS, {"prompt": "a", name: "100%d", "stream": True})).chunks
         assert chunks[0]["id"] == "cmpl-100%d"
 
 
@@ -139,16 +129,16 @@ async def test_the_body_may_name_the_request(name: str) -> None:
 )
 async def test_what_cannot_be_served_is_a_400_by_name(wrong: dict[str, Any], field: str) -> None:
     async with running(FakeEngine(says([5]))) as node:
-        status, answer = await post(node, COMPLETIONS, {"prompt": "a"} | wrong)
+        status, answer = (await post(node, COMPLETIONS, {"prompt": "a"} | wrong)).told
     assert (status, answer["error"]["param"]) == (400, field), answer
 
 
 async def test_tokenize_and_back_as_other_servers_do() -> None:
     async with running(FakeEngine(says([5]))) as node:
-        _, answer = await post(node, "/tokenize", {"prompt": "Hello there<|im_end|>", "return_token_strs": True})
+        answer = (await post(node, "/tokenize", {"prompt": "Hello there<|im_end|>", "return_token_strs": True})).json
         assert len(answer["token_strs"]) == answer["count"]
         assert answer["token_strs"][-1] == "<|im_end|>"
         assert answer["token_strs"] == node.state.tokenizer._tokenizer.convert_ids_to_tokens(answer["tokens"])
         for skip, text in ((True, "Hello there"), (False, "Hello there<|im_end|>")):
             body = {"tokens": answer["tokens"], "skip_special_tokens": skip}
-            assert await post(node, "/detokenize", body) == (200, {"prompt": text})
+            assert (await post(node, "/detokenize", body)).told == (200, {"prompt": text})

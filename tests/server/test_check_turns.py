@@ -14,6 +14,7 @@ from pd_cluster.server import check_turns, grammar_checks
 from pd_cluster.server.check_turns import MAX_OF_CLIENT, MAX_WAITING, Check, CheckTurns
 from pd_cluster.server.grammar_checks import GrammarChecks
 from pd_cluster.server.grammar_source import GrammarSource
+from tests.deadlines import HANG_S
 from tests.server.live_server import MODEL_DIR
 
 pytestmark = pytest.mark.anyio
@@ -136,7 +137,7 @@ async def test_a_check_goes_on_when_its_first_request_is_gone(monkeypatch: pytes
     loop = asyncio.get_running_loop()
 
     def ask(self: GrammarChecks, request: bytes) -> dict[str, str]:
-        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(10.0)
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(HANG_S)
         return {"grammar": "x"}
 
     monkeypatch.setattr(GrammarChecks, "_ask", ask)

@@ -14,19 +14,13 @@ from pd_cluster.config import SchedulerConfig
 from pd_cluster.protocol.messages import FinishReason
 from pd_cluster.server.schema import MAX_LOGITS_ARGS_BYTES
 from pd_connectors.protocol.ticket import Offer, sign
+from tests.http.answer import COMPLETIONS, post
 from tests.server.fake_engine import FAR, FakeEngine, Line, decodes, says
-from tests.server.live_server import KEY, Node, running
+from tests.server.live_server import KEY, running
 from tests.server.sse import post_events
 
 pytestmark = pytest.mark.anyio
 MESSAGE = {"role": "user", "content": "hi"}
-
-
-async def post(node: Node, body: dict[str, Any]) -> dict[str, Any]:
-    async with node.session.post(f"{node.url}/v1/completions", json=body) as response:
-        answer: dict[str, Any] = await response.json()
-        assert response.status == 200, answer
-        return answer
 
 
 def echo(line: Line) -> None:
@@ -44,10 +38,10 @@ async def echo_script(line: Line) -> None:
 async def test_every_form_of_prompt() -> None:
     async with running(FakeEngine(echo_script)) as node:
         hello, there = [await node.state.tokenizer.encode(text, max_tokens=4096) for text in ("Hello", " there")]
-        one = await post(node, {"prompt": "Hello"})
-        several = await post(node, {"prompt": ["Hello", " there"]})
-        ids = await post(node, {"prompt": there})
-        lists = await post(node, {"prompt": [hello, there], "n": 2})
+        one = (await post(node, COMPLETIONS, {"prompt": "Hello"})).ok
+        several = (await post(node, COMPLETIONS, {"prompt": ["Hello", " there"]})).ok
+        ids = (await post(node, COMPLETIONS, {"prompt": there})).ok
+        lists = (await post(node, COMPLETIONS, {"prompt": [hello, there], "n": 2})).ok
         prompts = [request.prompt_token_ids for request in node.engine.requests]
     assert [choice["text"] for choice in one["choices"]] == ["Hello"]
     assert [choice["text"] for choice in several["choices"]] == ["Hello", " there"]
@@ -137,7 +131,7 @@ async def test_split_character_is_spelled_out_in_logprobs() -> None:
     async with running(FakeEngine(says([]))) as node:
         table = {node.state.tokenizer.token_bytes(i): i for i in range(node.state.tokenizer.vocab_size)}
         node.engine.script = says([table[bytes([byte])] for byte in "é".encode()])
-        answer = await post(node, {"prompt": "hi", "logprobs": 0})
+        answer = (await post(node, COMPLETIONS, {"prompt": "hi", "logprobs": 0})).ok
     assert answer["choices"][0]["text"] == "é"
     assert answer["choices"][0]["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
 
@@ -145,8 +139,8 @@ async def test_split_character_is_spelled_out_in_logprobs() -> None:
 @pytest.mark.parametrize("given", [{}, {"max_tokens": None}])
 async def test_a_completion_without_a_limit_has_sixteen_tokens(given: dict[str, Any]) -> None:
     async with running(FakeEngine(says([5]), max_model_len=32)) as node:
-        await post(node, {"prompt": [5] * 4} | given)
-        await post(node, {"prompt": [5] * 24} | given)
+        assert (await post(node, COMPLETIONS, {"prompt": [5] * 4} | given)).status == 200
+        assert (await post(node, COMPLETIONS, {"prompt": [5] * 24} | given)).status == 200
         assert [request.sampling.max_tokens for request in node.engine.requests] == [16, 8]
 
 

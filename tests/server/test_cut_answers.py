@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import shutil
+from collections import Counter
 from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -113,9 +114,15 @@ async def test_of_several_prompts_usage_says_what_the_node_that_began_each_had_c
 async def test_prompts_that_are_only_read_come_once() -> None:
     """With `max_tokens` 0 each choice is its echoed prompt, and ends without a token."""
 
+    num_read: Counter[FakeEngine] = Counter()
+
     async def read(line: Line) -> None:
-        await asyncio.sleep(0.001 * PROMPTS.index(line.request.prompt_token_ids))
+        """One prompt after the other."""
+        while num_read[line.engine] < line.engine.requests.index(line.request):  # noqa: ASYNC110
+            await asyncio.sleep(0)
         line.push(PromptRead(line.request.request_id, timeline=Timeline(queue_s=0.001)))
+        await line.taken()
+        num_read[line.engine] += 1
 
     body = {"prompt": PROMPTS, "max_tokens": 0, "echo": True, "stream": True, "stream_options": {"include_usage": True}}
     engines = [FakeEngine(read), FakeEngine(read)]

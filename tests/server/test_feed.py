@@ -29,6 +29,7 @@ from pd_connectors.protocol.feed import (
 )
 from pd_connectors.protocol.stream_codec import StreamParser
 from pd_connectors.protocol.ticket import FEED_ACTION, MAX_LIFETIME_S, ORDER_HEADER, NodeOrder, sign
+from tests.deadlines import HANG_S
 from tests.server.fake_engine import FakeEngine, Line, says
 from tests.server.live_server import KEY, Node, running
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 pytestmark = pytest.mark.anyio
-WAIT_S = 10.0
+WAIT_S = HANG_S
 LOAD = NodeLoad(queued_tokens=5, num_running=2, num_slots=48, block_size=16)
 BLOCKS = tuple(StoredBlock(i, 100 + i, 16 * i) for i in range(1, 4))
 

@@ -10,6 +10,7 @@ import pytest
 
 from pd_cluster.server.grammar_checks import GrammarChecks
 from pd_cluster.server.grammar_source import GrammarSource
+from tests.deadlines import HANG_S
 from tests.server.live_server import MODEL_DIR
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +42,7 @@ async def test_a_fork_that_died_between_checks_refuses_no_grammar() -> None:
     [fork] = parent.children()
     fork.suspend()
     checks.close()
-    fork.wait(10.0)
+    fork.wait(HANG_S)
 
 
 @pytest.mark.parametrize("when", ["between checks", "at the end"])
@@ -58,4 +59,4 @@ async def test_a_stopped_fork_does_not_outlive_its_parent(when: str) -> None:
     if when == "between checks":
         assert await checks.grammar(GrammarSource("regex", "regex", "b"), 1)
     await asyncio.to_thread(checks.close)
-    fork.wait(10.0)
+    fork.wait(HANG_S)

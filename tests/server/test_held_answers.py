@@ -14,12 +14,11 @@ from pd_cluster.server.prompt_scores import PromptAsk, PromptScores
 from pd_http import reply
 from pd_http.held_bytes import HeldBytes
 from pd_http.json_pieces import JsonList
+from tests.http.answer import CHAT, COMPLETIONS, post
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line
 from tests.server.live_server import demo_tokenizer, running
 from tests.server.merged_nodes import (
     ASKED,
-    CHAT,
-    COMPLETIONS,
     PROMPT,
     alone,
     asked,
@@ -50,11 +49,6 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def post(node: Node, body: dict[str, Any], path: str = COMPLETIONS) -> tuple[int, dict[str, Any], str]:
-    async with asyncio.timeout(WAIT_S), node.session.post(node.url + path, json=body) as response:
-        return response.status, await response.json(), response.headers.get("retry-after", "")
-
-
 async def when_told(line: Line) -> None:
     await line.engine.released.wait()
     await computes(line)
@@ -71,12 +65,12 @@ def held_of(node: Node) -> tuple[int, int, int]:
 async def test_what_can_never_have_room_is_refused_before_any_work() -> None:
     async with running(FakeEngine(computes)) as node:
         node.state.held = HeldBytes(2 * READ_BYTES)
-        status, answer, _ = await post(node, READ | {"prompt": [LONG, [5]]})
+        status, answer = (await post(node, COMPLETIONS, READ | {"prompt": [LONG, [5]]})).told
         assert (status, answer["error"]["param"], node.engine.requests) == (400, "prompt_logprobs", [])
         assert f"{READ_BYTES} are allowed (half of --max-held-mb)" in answer["error"]["message"]
-        status, answer, _ = await post(node, READ)
+        status, answer = (await post(node, COMPLETIONS, READ)).told
         assert (status, len(answer["choices"][0]["prompt_logprobs"])) == (200, len(LONG))
-        status, answer, _ = await post(node, READ | {"stream": True})
+        status, answer = (await post(node, COMPLETIONS, READ | {"stream": True})).told
         assert (status, answer["error"]["code"]) == (400, "too_much_memory"), "an event is there three times"
         await rests(node)
         assert held_of(node) == (0, 0, 0)
@@ -86,9 +80,9 @@ async def test_answers_wait_for_room_until_their_client_leaves() -> None:
     async with running(FakeEngine(when_told)) as node:
         node.state.held = held = HeldBytes(4 * READ_BYTES - 2)
         node.state.metrics.http.export_held(held)
-        first = asyncio.create_task(post(node, READ))
+        first = asyncio.create_task(post(node, COMPLETIONS, READ))
         await until(lambda: len(node.engine.requests) == 1)
-        second, third = (asyncio.create_task(post(node, READ)) for _ in range(2))
+        second, third = (asyncio.create_task(post(node, COMPLETIONS, READ)) for _ in range(2))
         await until(lambda: held.num_waiting == 2)
         assert (held.num_planned, len(node.engine.requests)) == (READ_BYTES, 1)
         assert node.metric("pd_http_held_bytes") == READ_BYTES
@@ -96,7 +90,7 @@ async def test_answers_wait_for_room_until_their_client_leaves() -> None:
         second.cancel()
         await until(lambda: held.num_waiting == 1)
         node.engine.released.set()
-        assert [(await one)[0] for one in (first, third)] == [200, 200]
+        assert [(await one).status for one in (first, third)] == [200, 200]
         await rests(node)
         assert held_of(node) == (0, 0, 0)
 
@@ -119,7 +113,7 @@ async def test_other_requests_come_to_their_place_between_scores_of_a_prompt(mon
     monkeypatch.setattr(PromptScores, "_keep", noted)
     async with running(FakeEngine(computes)) as node:
         task = asyncio.create_task(others())
-        assert (await post(node, READ))[0] == 200
+        assert (await post(node, COMPLETIONS, READ)).status == 200
         task.cancel()
     assert len(kept) > 3
     assert len(set(kept)) == len(kept)
@@ -152,14 +146,14 @@ async def test_room_comes_back_from_an_answer_that_fails(how: str) -> None:
         line.push(RequestFailed(line.request.request_id, "PdError", "broken"))
 
     async with running(FakeEngine(script)) as node:
-        task = asyncio.create_task(post(node, READ))
+        task = asyncio.create_task(post(node, COMPLETIONS, READ))
         await until(lambda: node.state.held.num_planned == READ_BYTES)
         if how == "leaves":
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         node.engine.released.set()
         if how == "fails":
-            assert (await task)[0] == 500
+            assert (await task).status == 500
         await until(lambda: node.state.num_in_flight == 0)
         assert held_of(node) == (0, 0, 0)
 
@@ -207,16 +201,16 @@ async def step_by_step(line: Line) -> None:
 async def test_a_whole_answer_that_grows_beyond_its_room_ends() -> None:
     body = {"messages": HI, "logprobs": True, "top_logprobs": 20, "max_tokens": 200, "n": 2}
     async with running(FakeEngine(step_by_step)) as node:
-        status, answer, _ = await post(node, body, CHAT)
+        status, answer = (await post(node, CHAT, body)).told
         assert (status, len(answer["choices"])) == (200, 2)
         node.state.held = HeldBytes(1_600_000)
-        status, answer, _ = await post(node, body, CHAT)
+        status, answer = (await post(node, CHAT, body)).told
         assert (status, answer["error"]["code"]) == (400, "too_much_memory")
         node.state.held = HeldBytes(3_000_000)
         node.state.held.num_come = 1_000_000  # of others
-        status, answer, retry = await post(node, body, CHAT)
-        assert (status, answer["error"]["code"], int(retry) > 0) == (503, "no_memory", True)
-        assert (await post(node, {"messages": HI, "max_tokens": 200}, CHAT))[0] == 200, "a small one"
+        got = await post(node, CHAT, body)
+        assert (got.status, got.error["code"], int(got.headers["retry-after"]) > 0) == (503, "no_memory", True)
+        assert (await post(node, CHAT, {"messages": HI, "max_tokens": 200})).status == 200, "a small one"
         await rests(node)
         assert node.state.held.num_come == 1_000_000
 
@@ -233,12 +227,12 @@ async def test_a_body_counts_until_the_head_of_its_answer() -> None:
     async with running(FakeEngine(script)) as node:
         node.state.held = held = HeldBytes(1_000_000)
         body = {"prompt": "hi", "max_tokens": 2, "user": "x" * 300_000}
-        whole = asyncio.create_task(post(node, body))
+        whole = asyncio.create_task(post(node, COMPLETIONS, body))
         await until(lambda: len(node.engine.requests) == 1)
         assert 300_000 < held.num_come < 301_000
-        status, answer, retry = await post(node, body)
-        assert (status, answer["error"]["code"], int(retry) > 0) == (503, "no_memory", True)
-        status, answer, _ = await post(node, body | {"user": "x" * 600_000})
+        got = await post(node, COMPLETIONS, body)
+        assert (got.status, got.error["code"], int(got.headers["retry-after"]) > 0) == (503, "no_memory", True)
+        status, answer = (await post(node, COMPLETIONS, body | {"user": "x" * 600_000})).told
         assert (status, answer["error"]["code"]) == (400, "too_much_memory")
         whole.cancel()
         await until(lambda: held.num_come == 0)

@@ -21,7 +21,6 @@ from pd_cluster.protocol.messages import (
     Work,
 )
 from pd_cluster.protocol.prompt_outputs import PromptOutputs, PromptToken
-from pd_cluster.server import prefill_client
 from pd_cluster.server.prompt_scores import PromptScores
 from pd_http import node_answers
 from pd_http.sse import Event, SseParser
@@ -32,7 +31,6 @@ from tests.server.merged_nodes import (
     CHAT,
     COMPLETIONS,
     PROMPT,
-    QUICK_S,
     SAID,
     STEP_TOKENS,
     alone,
@@ -44,6 +42,7 @@ from tests.server.merged_nodes import (
     tell,
     works,
 )
+from tests.server.prefill_patience import impatient
 from tests.server.test_decode_leg import decode_node, fallbacks, make_offer
 from tests.server.test_silent_peers import raw_node, url_of
 
@@ -156,10 +155,11 @@ NUM_EVENTS = 6  # of PROMPT: the ticket, 3 and 2 entries of two steps and 1 of t
 @pytest.mark.usefixtures("small_events")
 async def test_a_leg_that_is_cut_behind_any_event(num_events: int, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = await alone(COMPLETIONS, ASKED)
+    are_heard = hearing(num_events, monkeypatch)
     if end == "silent":
-        monkeypatch.setattr(prefill_client, "PEER_SILENCE_S", QUICK_S)
+        impatient(monkeypatch, lambda _: are_heard.is_set())
     async with pair() as (p, d):
-        cutting = CuttingNode(p, num_events, end, hearing(num_events, monkeypatch))
+        cutting = CuttingNode(p, num_events, end, are_heard)
         runner = await raw_node(cutting.answer)
         try:
             assert await asked(d, COMPLETIONS, ASKED, url_of(runner)) == expected

@@ -9,6 +9,7 @@ import pytest
 
 from pd_cluster.protocol.messages import ReleaseLease
 from pd_connectors.protocol.ticket import sign
+from tests.http.answer import COMPLETIONS, post
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import KEY, Node, running
 
@@ -17,11 +18,6 @@ pytestmark = pytest.mark.anyio
 
 async def get(node: Node, path: str) -> tuple[int, Any]:
     async with node.session.get(f"{node.url}{path}") as response:
-        return response.status, await response.json()
-
-
-async def post(node: Node, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    async with node.session.post(f"{node.url}{path}", json=body) as response:
         return response.status, await response.json()
 
 
@@ -38,18 +34,18 @@ async def test_models() -> None:
 
 async def test_tokenize_and_back() -> None:
     async with running(FakeEngine(says([5]))) as node:
-        status, answer = await post(node, "/tokenize", {"prompt": "Hello there."})
+        status, answer = (await post(node, "/tokenize", {"prompt": "Hello there."})).told
         assert (status, answer["count"], answer["max_model_len"]) == (200, len(answer["tokens"]), 4096)
-        assert await post(node, "/detokenize", {"tokens": answer["tokens"]}) == (200, {"prompt": "Hello there."})
+        assert (await post(node, "/detokenize", {"tokens": answer["tokens"]})).told == (200, {"prompt": "Hello there."})
         messages = [{"role": "user", "content": "hi"}]
-        _, chat = await post(node, "/tokenize", {"messages": messages, "add_generation_prompt": False})
-        assert await post(node, "/detokenize", {"tokens": chat["tokens"]}) == (
+        chat = (await post(node, "/tokenize", {"messages": messages, "add_generation_prompt": False})).json
+        assert (await post(node, "/detokenize", {"tokens": chat["tokens"]})).told == (
             200,
             {"prompt": "<|im_start|>user\nhi<|im_end|>\n"},
         )
         for body in ({}, {"prompt": "a", "messages": messages}):
-            assert (await post(node, "/tokenize", body))[0] == 400
-        assert (await post(node, "/detokenize", {"tokens": [-1]}))[0] == 400
+            assert (await post(node, "/tokenize", body)).status == 400
+        assert (await post(node, "/detokenize", {"tokens": [-1]})).status == 400
 
 
 async def test_health_follows_the_engine() -> None:
@@ -63,11 +59,11 @@ async def test_health_follows_the_engine() -> None:
         engine.frozen = "it has said nothing"
         status, body = await get(node, "/health")
         assert (status, body["status"], body["reason"]) == (503, "frozen", "it has said nothing")
-        status, body = await post(node, "/v1/completions", {"prompt": "a"})
+        status, body = (await post(node, COMPLETIONS, {"prompt": "a"})).told
         assert (status, body["error"]["code"]) == (503, "engine_frozen")
         engine.is_alive = False
         assert (await get(node, "/health"))[1]["status"] == "dead"
-        assert (await post(node, "/v1/completions", {"prompt": "a"}))[0] == 503
+        assert (await post(node, COMPLETIONS, {"prompt": "a"})).status == 503
         engine.ready = None
         status, body = await get(node, "/health")
         assert (status, body["status"]) == (503, "starting")
@@ -86,20 +82,20 @@ async def test_release_takes_a_signed_ticket_of_this_engine_and_epoch() -> None:
     engine = FakeEngine(says([5]))
     async with running(engine) as node:
         ticket = engine.make_ticket([1, 2, 3])
-        assert await post(node, "/pd/release", {"ticket": sign(KEY, ticket)}) == (200, {"released": True})
+        assert (await post(node, "/pd/release", {"ticket": sign(KEY, ticket)})).told == (200, {"released": True})
         assert engine.sent == [ReleaseLease("lease-1")]
         other = FakeEngine(says([5]), engine_id="another").make_ticket([1, 2, 3])
-        assert await post(node, "/pd/release", {"ticket": sign(KEY, other)}) == (200, {"released": False})
-        status, answer = await post(node, "/pd/release", {"ticket": sign(b"f" * 32, ticket)})
+        assert (await post(node, "/pd/release", {"ticket": sign(KEY, other)})).told == (200, {"released": False})
+        status, answer = (await post(node, "/pd/release", {"ticket": sign(b"f" * 32, ticket)})).told
         assert (status, answer["error"]["code"]) == (400, "bad_ticket")
         expired = engine.make_ticket([1, 2, 3], expires_at_s=1.0)
-        assert await post(node, "/pd/release", {"ticket": sign(KEY, expired)}) == (200, {"released": False})
+        assert (await post(node, "/pd/release", {"ticket": sign(KEY, expired)})).told == (200, {"released": False})
         assert engine.sent == [ReleaseLease("lease-1")]
 
 
 async def test_metrics_of_api_and_engine() -> None:
     async with running(FakeEngine(says([5, 6, 7]))) as node:
-        await post(node, "/v1/completions", {"prompt": [5, 6]})
+        await post(node, COMPLETIONS, {"prompt": [5, 6]})
         async with node.session.get(f"{node.url}/metrics") as response:
             assert response.content_type == "text/plain"
             text = await response.text()
@@ -139,7 +135,7 @@ async def test_request_id_is_echoed_when_it_is_fit(given: str, kept: bool) -> No
 
 async def test_names_of_vllm_beside_ours() -> None:
     async with running(FakeEngine(says([5, 6, 7])), metrics_names="vllm") as node:
-        await post(node, "/v1/completions", {"prompt": [5, 6]})
+        await post(node, COMPLETIONS, {"prompt": [5, 6]})
         async with node.session.get(f"{node.url}/metrics") as response:
             text = await response.text()
     samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))

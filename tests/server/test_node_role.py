@@ -15,6 +15,7 @@ from pd_cluster.server.node_role import ROLES, NodeRole
 from pd_connectors.protocol.feed import FeedDelta
 from pd_connectors.protocol.messages import PROTOCOL_VERSION
 from pd_connectors.protocol.ticket import ROLE_PATH, NodeOrder, sign
+from tests.deadlines import HANG_S
 from tests.server.fake_engine import FAR, FakeEngine, Line, says
 from tests.server.live_server import KEY, Node, running
 from tests.server.test_feed import reading
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BODY = {"model": "demo", "prompt": [5] * 40, "max_tokens": 1}
-WAIT_S = 10.0
+WAIT_S = HANG_S
 
 STEPS = st.lists(st.one_of(st.sampled_from(["take", "drop"]), st.sampled_from(ROLES)), max_size=40)
 

@@ -20,6 +20,7 @@ from pd_cluster.server.chat_template import ChatTemplate
 from pd_cluster.server.prompt_bodies import MAX_INPUTS
 from pd_cluster.server.read_window import WINDOW_TOKENS, ReadWindow
 from pd_http.prompt_paths import PROMPT_PATHS, RERANK_PATHS, SCORE_PATHS
+from tests.deadlines import HANG_S
 from tests.server.fake_engine import FakeEngine, Line, says
 from tests.server.live_server import Node, running
 
@@ -344,7 +345,7 @@ async def test_a_client_that_leaves_takes_its_inputs_back() -> None:
     async with node_of("embed", script) as node:
         body = {"input": [[1] * 2000] * 10}
         calls = [asyncio.create_task(post(node, EMBEDDINGS, body)) for _ in range(3)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             while len(node.engine.requests) < 2 or node.state.read_window.num_waiting < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             for call in calls:

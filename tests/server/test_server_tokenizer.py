@@ -14,13 +14,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pd_cluster.errors import InvalidRequest, StartupError
 from pd_cluster.server.tokenizer import LONG_CHARS, Tokenizer
+from tests.deadlines import HANG_S
 from tests.server.live_server import MODEL_DIR
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.anyio
-DEADLINE_S = 30.0  # of a failure
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
@@ -130,7 +130,7 @@ async def test_a_short_text_does_not_wait_for_a_long_one(kind: str) -> None:
     tokenizer, goes_on = Tokenizer.load(MODEL_DIR), threading.Event()
 
     def wait(*_: object) -> None:
-        goes_on.wait(DEADLINE_S)
+        goes_on.wait(2 * HANG_S)
 
     long = "a long story " * (LONG_CHARS // 10)
     chat = [{"role": "user", "content": long}]
@@ -142,8 +142,8 @@ async def test_a_short_text_does_not_wait_for_a_long_one(kind: str) -> None:
         under_way = asyncio.create_task(reading)
         await asyncio.sleep(0)  # it is in its thread's queue
         short = tokenizer.encode_chat([{"role": "user", "content": "hi"}], None, {}, max_tokens=64)
-        assert await asyncio.wait_for(short, DEADLINE_S / 2)
-        assert await asyncio.wait_for(tokenizer.encode("hi", max_tokens=64), DEADLINE_S / 2)
+        assert await asyncio.wait_for(short, HANG_S)
+        assert await asyncio.wait_for(tokenizer.encode("hi", max_tokens=64), HANG_S)
         assert not under_way.done()
         goes_on.set()
         assert len(await under_way) > LONG_CHARS // 10

@@ -10,9 +10,11 @@ import pytest
 from aiohttp import web
 
 from pd_cluster.protocol.messages import NeedsPrefill, RequestFailed, TicketOpened, UseTicket
-from pd_cluster.server import keepalive, prefill_client
+from pd_cluster.server import keepalive
+from tests.deadlines import until
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line, Script, says
 from tests.server.live_server import running
+from tests.server.prefill_patience import impatient
 from tests.server.test_decode_leg import TEXT, complete, decode_node, engine_of_p, fallbacks, make_offer
 from tests.server.test_prefill_endpoint import FOREIGN, STREAM
 
@@ -22,14 +24,12 @@ if TYPE_CHECKING:
     from tests.server.live_server import Node
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]
-QUICK_S = 0.1
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that wait for signs of life or for silence. Others keep the product's: a busy machine is no dead P."""
-    monkeypatch.setattr(keepalive, "BEAT_S", QUICK_S)
-    monkeypatch.setattr(prefill_client, "PEER_SILENCE_S", 4 * QUICK_S)
+    """For tests that wait for signs of life."""
+    monkeypatch.setattr(keepalive, "BEAT_S", 0.01)
 
 
 async def queueing(line: Line) -> None:
@@ -71,11 +71,14 @@ async def test_a_failure_behind_signs_of_life_is_an_event_with_its_status() -> N
 
 
 @pytest.mark.usefixtures("quick")
-async def test_d_waits_for_a_node_that_queues() -> None:
-    """Longer than a silent one would be waited for."""
+async def test_d_waits_for_a_node_that_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a silent one would be waited for: each sign of life ends a wait and begins another one."""
+    waits = impatient(monkeypatch, lambda _: False)
     async with running(FakeEngine(queueing, engine_id="engine-of-p"), node_id="p") as p, decode_node() as d:
-        asyncio.get_running_loop().call_later(10 * QUICK_S, p.engine.released.set)
-        status, _, headers = await complete(d, {"offer": make_offer(p.url)})
+        answer = asyncio.create_task(complete(d, {"offer": make_offer(p.url)}))
+        await until(lambda: len(waits) > 10)
+        p.engine.released.set()
+        status, _, headers = await answer
         assert (status, headers["x-pd-prefill"]) == (200, "engine-of-p")
 
 
@@ -119,18 +122,20 @@ async def dying_urls() -> AsyncIterator[list[str]]:
         await runner.cleanup()
 
 
-@pytest.mark.usefixtures("quick")
-async def test_d_leaves_a_silent_node_for_the_next_one(silent_url: str) -> None:
+async def test_d_leaves_a_silent_node_for_the_next_one(silent_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient(monkeypatch, lambda url: url.startswith(silent_url))
     async with running(engine_of_p(), node_id="p") as p, decode_node() as d:
         status, _, headers = await complete(d, {"offer": make_offer(silent_url, p.url)})
         assert (status, headers["x-pd-prefill"]) == (200, "engine-of-p")
         assert fallbacks(d, "peer_frozen") == 1
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("has_ticket", [False, True])
-async def test_d_asks_no_third_prefill_node_when_two_stood_still(has_ticket: bool, silent_url: str) -> None:
+async def test_d_asks_no_third_prefill_node_when_two_stood_still(
+    has_ticket: bool, silent_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a ticket, or behind it, while their KV is read. D computes, because behind a cut network they look so."""
+    impatient(monkeypatch, lambda url: url.startswith(silent_url))
     async with (
         running(FakeEngine(opens_only, engine_id="one"), node_id="one") as one,
         running(FakeEngine(opens_only, engine_id="two"), node_id="two") as two,

@@ -204,7 +204,8 @@ def cpu_s(parent: psutil.Process) -> float:
 async def test_hostile_grammars_are_served_or_refused() -> None:
     """Some of them end the fork that checks them; the next one has the vocabulary from its start on.
 
-    A check takes 0.2 s of CPU at most. The rest is the reading of 64 KiB, a fork, and how coarsely the kernel counts.
+    A check takes 0.2 s of CPU at most: the kernel ends it. Five times as much leaves room for the reading of 64 KiB, a
+    fork, and a processor that others share.
     """
     async with running(FakeEngine(says([5]))) as node:
 
@@ -218,7 +219,7 @@ async def test_hostile_grammars_are_served_or_refused() -> None:
             wanted = fields_of(at)
             before_s = cpu_s(child)
             status, answer = await ask(node, wanted)
-            assert cpu_s(child) - before_s < CPU_LIMIT_S + 0.15, name
+            assert cpu_s(child) - before_s < 5 * CPU_LIMIT_S, name
             assert status in {True: (400,), False: (200,), None: (200, 400)}[is_refused], (name, answer)
             assert await check_easy(at) == 200, name
         assert checking_process() == child, "no grammar ended the process that holds the vocabulary"
