@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,6 +18,9 @@ from tests.deadlines import HANG_S, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from pd_connectors.nixl.agent import NixlAgent
+    from pd_connectors.transport import PeerKey
 
 
 pytest.importorskip("nixl_cu13")
@@ -136,7 +140,16 @@ def stop_within_a_read(prefill: RemoteNode, decode: Node, num_blocks: int) -> No
 @pytest.mark.parametrize("then", [signal.SIGCONT, signal.SIGKILL])
 def test_stopped_within_a_read_over_tcp(monkeypatch: pytest.MonkeyPatch, then: signal.Signals) -> None:
     """Over TCP such a read hangs, and goes on with the peer: its blocks stay quarantined until it is terminal."""
+    from pd_connectors.nixl.transfer import NixlTransport  # needs NIXL
+
     monkeypatch.setenv("UCX_TLS", "tcp")
+    is_retired, disconnect = threading.Event(), NixlTransport._disconnect
+
+    def retire(transport: NixlTransport, agent: NixlAgent, key: PeerKey) -> None:
+        disconnect(transport, agent, key)
+        is_retired.set()
+
+    monkeypatch.setattr(NixlTransport, "_disconnect", retire)
     layout = two_groups(num_kv_heads=8, head_dim=192)
     num_blocks = 192  # of 576 KiB
     settings = context("P-hung", layout=layout)
@@ -146,7 +159,7 @@ def test_stopped_within_a_read_over_tcp(monkeypatch: pytest.MonkeyPatch, then: s
             stop_within_a_read(prefill, decode, num_blocks)
             assert decode.wait_for(LoadFailed, "hung").reason is LoadFailure.PEER_FROZEN
             assert decode.connector.stats()["quarantined_blocks"] > 0
-            wait_until(lambda: decode.connector.stats()["endpoints_retired_total"] > 0, decode.connector.stats)
+            assert is_retired.wait(HANG_S)
             assert "LoadDrained" not in decode.kinds("hung")
             os.kill(prefill.pid, then)
             decode.wait_for(LoadDrained, "hung")
