@@ -36,8 +36,8 @@ NUM_READER_BLOCKS = 64
 NUM_SOURCE_BLOCKS = 256
 LOAD_DEADLINE_S = HANG_S
 FOREVER_S = 3600.0  # what waits for the end of this fails its test by pytest's timeout
-PATIENT = {"connect_deadline_s": FOREVER_S, "confirm_deadline_s": FOREVER_S, "silence_s": FOREVER_S}
-QUICK = {"connect_deadline_s": 0.5, "confirm_deadline_s": 0.5, "silence_s": 0.5, "renew_every_s": 0.1}
+PATIENT: dict[str, Any] = {"connect_deadline_s": FOREVER_S, "confirm_deadline_s": FOREVER_S, "silence_s": FOREVER_S}
+QUICK: dict[str, Any] = {"connect_deadline_s": 0.5, "confirm_deadline_s": 0.5, "silence_s": 0.5, "renew_every_s": 0.1}
 _GRAMMAR = re.compile(
     r"((LoadReady |FirstTokens ){0,2}LoadFailed LoadDrained |(LoadReady FirstTokens |FirstTokens LoadReady )LoadDone "
     r"|(PrefixFound )?PrefixLoaded )"

@@ -288,7 +288,12 @@ def test_wait_ends_on_wake_from_another_thread(make: Callable[..., ZmqChannel]) 
 
 def test_wait_sleeps_its_time(make: Callable[..., ZmqChannel], monkeypatch: pytest.MonkeyPatch) -> None:
     channel, slept_ms = make(), list[int]()
-    monkeypatch.setattr(channel._poller, "poll", lambda time_ms: slept_ms.append(time_ms) or [])
+
+    def poll(time_ms: int) -> list[tuple[int, int]]:
+        slept_ms.append(time_ms)
+        return []
+
+    monkeypatch.setattr(channel._poller, "poll", poll)
     for seconds in (0.1, 0.0004, 0.0, -1.0):
         channel.wait(seconds)
     assert slept_ms == [100, 1, 0, 0], "a short wait is no spin, and a negative one no wait for ever"

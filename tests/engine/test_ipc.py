@@ -30,7 +30,7 @@ class Line:
         self._replies.bind(f"{address}.out")
 
     def read(self) -> list[FromEngine]:
-        assert self._replies.poll(1000 * HANG_S), "nothing came"
+        assert self._replies.poll(int(1000 * HANG_S)), "nothing came"
         return msgspec.msgpack.decode(self._replies.recv(), type=list[FromEngine])
 
     def order(self, request_id: str) -> None:
