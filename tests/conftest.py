@@ -8,11 +8,13 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import httpx._config as httpx_config
 import httpx._transports.default as httpx_transport
 import pytest
 from hypothesis import settings
 
 from tests.cluster import Launcher
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     import ssl
@@ -45,6 +47,11 @@ def _ssl_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -
 
 assert hasattr(httpx_transport, "create_ssl_context")
 httpx_transport.create_ssl_context = _ssl_context  # it imports the name
+
+# httpx' own 5 s are no guard against a hang: a busy machine reaches them
+for _part in ("connect", "read", "write", "pool"):
+    assert getattr(httpx_config.DEFAULT_TIMEOUT_CONFIG, _part) == 5.0
+    setattr(httpx_config.DEFAULT_TIMEOUT_CONFIG, _part, HANG_S)
 
 
 @pytest.hookimpl(wrapper=True)

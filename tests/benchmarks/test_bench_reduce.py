@@ -14,6 +14,7 @@ from benchmarks import reduce
 from pd_cluster.errors import StartupError
 from pd_kernels.backends import TORCH
 from pd_kernels.values import HalfNormed
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -72,7 +73,7 @@ def fail_on_rank_1(rank: int, num_ranks: int, port: int, namespace: Namespace) -
     if rank:
         store.get("rank 0 runs")
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", port), timeout=5)
+            socket.create_connection(("127.0.0.2", port), timeout=HANG_S)
         raise StartupError(f"rank {rank} of {namespace.rows}: the ranks differ")
     store.get("what rank 1 would set")
 

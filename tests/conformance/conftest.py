@@ -81,6 +81,24 @@ def shared_reader(harness: Harness) -> Iterator[Reader]:
         reader.node.close()
 
 
+@pytest.fixture(scope="module")
+def shared_quick_reader(harness: Harness) -> Iterator[Reader]:
+    """One that gives a silent source up soon."""
+    reader = harness.reader("D-quick", is_quick=True)
+    try:
+        yield reader
+        reader.check_events()
+    finally:
+        reader.node.close()
+
+
+@pytest.fixture
+def quick_reader(shared_quick_reader: Reader) -> Reader:
+    """It, with nothing in its cache."""
+    shared_quick_reader.wipe()
+    return shared_quick_reader
+
+
 @pytest.fixture
 def reader(shared_reader: Reader) -> Reader:
     """It, with nothing in its cache."""

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pd_connectors.loopback import Faults, LoopbackNetwork
-from tests.conformance.harness import LOAD_DEADLINE_S, NUM_SOURCE_BLOCKS, SIZE, Harness, Prompt, Reader
+from tests.conformance.harness import FOREVER_S, LOAD_DEADLINE_S, NUM_SOURCE_BLOCKS, SIZE, Harness, Prompt, Reader
 from tests.connectors.layouts import over
 from tests.connectors.remote_node import COMMANDS, LAYOUT, DrivenNode, Node, RemoteNode, context, remote_node, stamp
 
@@ -108,7 +108,8 @@ class RemoteHandoff(HandoffHarness):
     def restart(self, part: str) -> None:
         self._stack.close()
         layout = over(LAYOUT, self.source_ranks)
-        settings = context("P", self._next_epoch(), port=self._port, layout=layout, options=self.options())
+        changes: dict[str, Any] = {"layout": layout, "options": self.options(), "lease_ttl_s": FOREVER_S}
+        settings = context("P", self._next_epoch(), port=self._port, **changes)
         self.source = self._stack.enter_context(remote_node(self.connector, settings, NUM_SOURCE_BLOCKS))
         self._port = self.source.port
 
@@ -165,7 +166,8 @@ class LoopbackHandoff(HandoffHarness):
 
     def restart(self, part: str) -> None:
         layout = over(LAYOUT, self.source_ranks)
-        settings = context("P", self._next_epoch(), port=self._port, layout=layout, options=self.options())
+        changes: dict[str, Any] = {"layout": layout, "options": self.options(), "lease_ttl_s": FOREVER_S}
+        settings = context("P", self._next_epoch(), port=self._port, **changes)
         node = Node.start(self.connector, settings, NUM_SOURCE_BLOCKS)
         self._stack.callback(node.close)
         for block_id in range(NUM_SOURCE_BLOCKS):

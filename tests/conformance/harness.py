@@ -17,16 +17,14 @@ from __future__ import annotations
 import re
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
-
-import torch
 
 from pd_connectors.base import LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec, PrefixFound, PrefixLoaded
 from tests.connectors.layouts import over
 from tests.connectors.remote_node import LAYOUT, Node, context, is_stamped, runs
-from tests.integration.system import wait_until
+from tests.deadlines import HANG_S, wait_until
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -36,10 +34,10 @@ if TYPE_CHECKING:
 SIZE = LAYOUT.block_size
 NUM_READER_BLOCKS = 64
 NUM_SOURCE_BLOCKS = 256
-END_DEADLINE_S = 20.0  # every load ends within this, whatever becomes of the source; far beyond each deadline set below
-CLOSE_DEADLINE_S = 8.0  # what a close may take, the engine's own 5 s and some for a busy machine
-SETTLED_S = 0.3  # how long blocks are watched after an end
-LOAD_DEADLINE_S = 10.0
+LOAD_DEADLINE_S = HANG_S
+FOREVER_S = 3600.0  # what waits for the end of this fails its test by pytest's timeout
+PATIENT: dict[str, Any] = {"connect_deadline_s": FOREVER_S, "confirm_deadline_s": FOREVER_S, "silence_s": FOREVER_S}
+QUICK: dict[str, Any] = {"connect_deadline_s": 0.5, "confirm_deadline_s": 0.5, "silence_s": 0.5, "renew_every_s": 0.1}
 _GRAMMAR = re.compile(
     r"((LoadReady |FirstTokens ){0,2}LoadFailed LoadDrained |(LoadReady FirstTokens |FirstTokens LoadReady )LoadDone "
     r"|(PrefixFound )?PrefixLoaded )"
@@ -100,9 +98,7 @@ class Reader:
 
     def wait_landed(self, prompt: Prompt, block: int, block_id: int) -> None:
         """Until this block of the prompt is there."""
-        end_s = time.monotonic() + END_DEADLINE_S
-        while not self.has(prompt, block, block_id):
-            assert time.monotonic() < end_s, f"block {block} did not come"
+        wait_until(lambda: self.has(prompt, block, block_id), lambda: f"block {block} did not come", 0.0)
 
     def has(self, prompt: Prompt, block: int, block_id: int) -> bool:
         """Whether this block of the prompt is in this block of the cache, to the bit."""
@@ -116,13 +112,6 @@ class Reader:
         others = [block_id for block_id in range(NUM_READER_BLOCKS) if block_id not in block_ids]
         landed = any(bool(tensor[others].any()) for tensor in self.node.cache.tensors)
         assert not landed, "something landed in a block that no load named"
-
-    def check_quiet(self) -> None:
-        """After an end nothing lands any more."""
-        before = [tensor.clone() for tensor in self.node.cache.tensors]
-        end_s = time.monotonic() + SETTLED_S
-        while time.monotonic() < end_s:
-            assert all(map(torch.equal, self.node.cache.tensors, before))
 
     def wipe(self) -> None:
         """Zeros everywhere. No load may be open."""
@@ -138,7 +127,7 @@ class Reader:
             assert len(set(kinds)) == len(kinds), f"{load_id}: {kinds}"
 
     def _wait(self, load_id: str, kinds: tuple[type[Any], ...]) -> Any:
-        end_s = time.monotonic() + END_DEADLINE_S
+        end_s = time.monotonic() + HANG_S
         while True:
             self.node.events += self.node.connector.poll()
             for event in self.node.events:
@@ -174,10 +163,15 @@ class Harness(ABC):
         blocks = tuple((first + index) % NUM_SOURCE_BLOCKS for index in range(count))
         return Prompt(self._num_prompts, num_tokens, blocks)
 
-    def reader(self, name: str) -> Reader:
-        """A new node. Close it."""
-        settings = context(name, layout=over(LAYOUT, self.reader_ranks), options=self.options())
-        return Reader(Node.start(self.connector, settings, NUM_READER_BLOCKS))
+    def reader(self, name: str, *, is_quick: bool = False) -> Reader:
+        """A new node. Close it. A quick one gives a silent source up soon, and on a busy machine another one, too."""
+        settings = context(name, layout=over(LAYOUT, self.reader_ranks), options=self.reader_options(is_quick))
+        return Reader(
+            Node.start(self.connector, replace(settings, **(QUICK if is_quick else PATIENT)), NUM_READER_BLOCKS)
+        )
+
+    def reader_options(self, is_quick: bool) -> tuple[tuple[str, Any], ...]:
+        return self.options()
 
     def fetch(
         self, reader: Reader, prompt: Prompt, load_id: str, block_ids: tuple[int, ...], first_block: int = 0
@@ -191,7 +185,10 @@ class Harness(ABC):
         return end
 
     def wait_working(self, reader: Reader) -> None:
-        """Until a prompt that is offered arrives. Tries before may end without it, but with nothing wrong."""
+        """Until a prompt that is offered arrives. Tries before may end without it, but with nothing wrong.
+
+        Nothing of an earlier load lands meanwhile, which another block would show.
+        """
         prompt = self.prompt(3 * SIZE)
 
         def arrives() -> bool:

@@ -13,18 +13,16 @@ from pd_connectors.lmcache import LMCacheProtocol, LMCacheStore
 from pd_connectors.mooncake import MooncakeClient, MooncakeStore
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from pd_connectors.store import ObjectName, Sealer, StoreUnavailable
-from tests.conformance.harness import LOAD_DEADLINE_S, NUM_SOURCE_BLOCKS, SIZE, Harness, Prompt, Reader
+from tests.conformance.harness import FOREVER_S, LOAD_DEADLINE_S, NUM_SOURCE_BLOCKS, SIZE, Harness, Prompt, Reader
 from tests.connectors.mooncake_master import MooncakeMaster
 from tests.connectors.remote_node import RemoteNode, context, remote_node
 from tests.connectors.store_server import StoreServer
-from tests.integration.system import wait_until
+from tests.deadlines import wait_until
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from pd_connectors.store import KVStore
-
-POOL_DEADLINE_S = 3.0
 
 
 def hashes_of(prompt: Prompt, num_blocks: int, salt: str = "") -> list[bytes]:
@@ -60,7 +58,10 @@ class PoolHarness(Harness):
         """These are evicted."""
 
     def options(self) -> tuple[tuple[str, Any], ...]:
-        return (("pool_url", self.server.url), ("pool_deadline_s", POOL_DEADLINE_S), ("handoff", "none"))
+        return (("pool_url", self.server.url), ("pool_deadline_s", FOREVER_S), ("handoff", "none"))
+
+    def reader_options(self, is_quick: bool) -> tuple[tuple[str, Any], ...]:
+        return (*self.options(), ("pool_deadline_s", 0.5)) if is_quick else self.options()  # the last one counts
 
     def source_options(self) -> tuple[tuple[str, Any], ...]:
         return self.options()

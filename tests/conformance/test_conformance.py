@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+import torch
 
 from pd_connectors.protocol.errors import LoadFailure
-from tests.conformance.harness import CLOSE_DEADLINE_S, SIZE, End
+from tests.conformance.harness import SIZE, End
+from tests.deadlines import wait_until
 
 if TYPE_CHECKING:
     from tests.conformance.harness import Harness, Prompt, Reader
@@ -17,13 +19,26 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(180)
 
 
-def start_reading(harness: Harness, reader: Reader, prompt: Prompt, load_id: str, block_ids: tuple[int, ...]) -> None:
+def begin_found(harness: Harness, reader: Reader, prompt: Prompt) -> str:
+    """A load that has found something. A quick reader may give up before, and asks again."""
+    found: list[str] = []
+
+    def is_found() -> bool:
+        found.append(harness.load_id("found"))
+        harness.ask(reader, prompt, found[-1])
+        return reader.wait_found(found[-1])
+
+    wait_until(is_found, lambda: f"nothing is found: {found}")
+    return found[-1]
+
+
+def start_reading(harness: Harness, reader: Reader, prompt: Prompt, block_ids: tuple[int, ...]) -> str:
     """A load after its first block has landed; more of it is to come where the connector waits for that."""
     harness.offer(prompt, prompt.num_blocks // 2 if harness.waits_for_the_rest else None)
-    harness.ask(reader, prompt, load_id)
-    assert reader.wait_found(load_id)
+    load_id = begin_found(harness, reader, prompt)
     reader.read(load_id, block_ids)
     reader.wait_landed(prompt, 0, block_ids[0])
+    return load_id
 
 
 def test_every_bit_arrives_in_other_blocks(harness: Harness, reader: Reader) -> None:
@@ -100,7 +115,7 @@ def test_given_up(harness: Harness, reader: Reader, when: str) -> None:
     """It ends soon, at most with what had arrived, and then nothing lands, whatever the source goes on to do."""
     prompt, load_id, blocks = harness.prompt(20 * SIZE), harness.load_id(when), tuple(range(20))
     if when == "reading":
-        start_reading(harness, reader, prompt, load_id, blocks)
+        load_id = start_reading(harness, reader, prompt, blocks)
     else:
         harness.offer(prompt, 10)
         harness.ask(reader, prompt, load_id)
@@ -110,21 +125,20 @@ def test_given_up(harness: Harness, reader: Reader, when: str) -> None:
     assert end.reason in (None, LoadFailure.CANCELLED)
     reader.check(prompt, end, blocks)
     harness.offer(prompt)
-    reader.check_quiet()
+    harness.wait_working(reader)
     harness.cancel(reader, load_id)  # of no consequence
 
 
 def test_taken_back_while_it_is_read(harness: Harness, reader: Reader) -> None:
     """Whatever is said to be there is the prompt's: what overwrote it never is."""
     for round_number in range(5):
-        prompt, load_id, blocks = harness.prompt(40 * SIZE), harness.load_id("evicted"), tuple(range(40))
+        prompt, blocks = harness.prompt(40 * SIZE), tuple(range(40))
         reader.wipe()
-        start_reading(harness, reader, prompt, load_id, blocks)
+        load_id = start_reading(harness, reader, prompt, blocks)
         harness.evict(prompt)
         end = reader.wait_end(load_id)
         reader.check(prompt, end, blocks)
         assert end.num_tokens < prompt.num_tokens or not harness.waits_for_the_rest, round_number
-    reader.check_quiet()
     harness.wait_working(reader)
 
 
@@ -137,32 +151,35 @@ def test_taken_back_after_it_was_found(harness: Harness, reader: Reader) -> None
     reader.read(load_id, blocks)
     assert reader.wait_end(load_id).num_tokens == 0
     reader.check(prompt, End(0), blocks)
-    reader.check_quiet()
+    harness.wait_working(reader)
 
 
-def test_the_source_dies_while_it_is_read(harness: Harness, reader: Reader) -> None:
+def test_the_source_dies_while_it_is_read(harness: Harness, quick_reader: Reader) -> None:
+    reader = quick_reader
     for part in harness.parts:
-        prompt, load_id, blocks = harness.prompt(20 * SIZE), harness.load_id(f"dead-{part}"), tuple(range(20))
+        prompt, blocks = harness.prompt(20 * SIZE), tuple(range(20))
         reader.wipe()
-        start_reading(harness, reader, prompt, load_id, blocks)
+        load_id = start_reading(harness, reader, prompt, blocks)
         harness.kill(part)
         end = reader.wait_end(load_id)
         reader.check(prompt, end, blocks)
         assert end.num_tokens == 0 or not harness.waits_for_the_rest
-        reader.check_quiet()
         harness.restart(part)
         harness.wait_working(reader)
 
 
 @pytest.mark.parametrize("when", ["asking", "found"])
-def test_a_source_that_falls_silent_costs_a_deadline(harness: Harness, reader: Reader, when: str) -> None:
+def test_a_source_that_falls_silent_costs_a_deadline(harness: Harness, quick_reader: Reader, when: str) -> None:
     """No load hangs with it; once it goes on, so does everything."""
+    reader = quick_reader
     for part in harness.parts:
         prompt, load_id, blocks = harness.prompt(4 * SIZE), harness.load_id(f"silent-{part}"), (40, 41, 42, 43)
         reader.wipe()
         harness.offer(prompt, 2)
-        harness.ask(reader, prompt, load_id, deadline_s=2.0)
-        assert when == "asking" or reader.wait_found(load_id)
+        if when == "found":
+            load_id = begin_found(harness, reader, prompt)
+        else:
+            harness.ask(reader, prompt, load_id)
         harness.stop(part)
         try:
             if reader.wait_found(load_id):
@@ -171,44 +188,51 @@ def test_a_source_that_falls_silent_costs_a_deadline(harness: Harness, reader: R
         finally:
             harness.resume(part)
         reader.check(prompt, end, blocks)
-        reader.check_quiet()
         harness.wait_working(reader)
 
 
-def check_closing(harness: Harness, stopped: str) -> None:
+def closed(harness: Harness, stopped: str) -> Reader:
+    """One that closed with loads open. With a part that is stopped it would wait for ever, by its own deadlines."""
     reader, prompt = harness.reader("D-closes"), harness.prompt(20 * SIZE)
     try:
         harness.wait_working(reader)
         reader.wipe()
-        start_reading(harness, reader, prompt, harness.load_id("open"), tuple(range(20)))
+        start_reading(harness, reader, prompt, tuple(range(20)))
         harness.ask(reader, harness.prompt(SIZE), harness.load_id("asked"))
         if stopped:
             harness.stop(stopped)
     finally:
-        began_s = time.monotonic()
         reader.node.close()
-    assert time.monotonic() - began_s < CLOSE_DEADLINE_S
-    reader.check_quiet()
     reader.node.close()
+    return reader
 
 
-def test_closing_ends_every_load_in_time(harness: Harness) -> None:
-    check_closing(harness, "")
+def contents(reader: Reader) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in reader.node.cache.tensors]
+
+
+def test_closing_ends_every_load(harness: Harness, reader: Reader) -> None:
+    one = closed(harness, "")
+    before = contents(one)
+    harness.wait_working(reader)
+    assert all(map(torch.equal, contents(one), before)), "something landed in a cache that may be freed"
 
 
 def test_closing_does_not_wait_for_a_source_that_stands_still(harness: Harness, reader: Reader) -> None:
     for part in harness.parts:
         try:
-            check_closing(harness, part)
+            one = closed(harness, part)
+            before = contents(one)
         finally:
             harness.resume(part)
         harness.wait_working(reader)
+        assert all(map(torch.equal, contents(one), before)), "something landed in a cache that may be freed"
 
 
 def test_an_idle_node_sleeps(harness: Harness, reader: Reader) -> None:
     """Threads that poll would burn a core of each node: NIXL's own Python API does."""
     ourselves = psutil.Process()
     before, began_s = ourselves.cpu_times(), time.monotonic()
-    time.sleep(1.0)
+    time.sleep(0.5)
     after, wall_s = ourselves.cpu_times(), time.monotonic() - began_s
     assert (after.user + after.system - before.user - before.system) / wall_s < 0.2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +12,7 @@ from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from pd_connectors.protocol.messages import SampledToken
 from tests.conformance.harness import SIZE, End
 from tests.connectors.layouts import two_groups
-from tests.integration.system import wait_until
+from tests.deadlines import HANG_S, wait_until
 
 if TYPE_CHECKING:
     from pd_connectors.protocol.ticket import Ticket
@@ -21,13 +20,12 @@ if TYPE_CHECKING:
     from tests.conformance.harness import Reader
 
 KIND = "handoff"
-AT_ONCE_S = 5.0  # on a busy machine; a read may take 10, and a load has a deadline of its own
 pytestmark = pytest.mark.timeout(180)
 
 
 def begin(harness: HandoffHarness, reader: Reader, ticket: Ticket, what: str) -> str:
     load_id = harness.load_id(what)
-    reader.node.connector.begin_load(load_id, ticket, 20.0)
+    reader.node.connector.begin_load(load_id, ticket, HANG_S)
     return load_id
 
 
@@ -96,7 +94,7 @@ def test_blocks_taken_back_and_computed_again_elsewhere(harness: HandoffHarness,
     harness.source.finish(ticket.lease.lease_id)
     end = reader.wait_end(load_id)
     assert end.num_tokens == 0 or all(reader.has(elsewhere, index, block) for index, block in enumerate(blocks))
-    reader.check_quiet()
+    harness.wait_working(reader)
 
 
 def test_a_peer_that_closes_ends_its_loads_at_once(harness: HandoffHarness, reader: Reader) -> None:
@@ -106,10 +104,8 @@ def test_a_peer_that_closes_ends_its_loads_at_once(harness: HandoffHarness, read
     assert reader.wait_found(load_id)
     reader.read(load_id, (1, 2, 3, 4))
     try:
-        began_s = time.monotonic()
         harness.source.call("close")
-        end = reader.wait_end(load_id)
-        assert time.monotonic() - began_s < AT_ONCE_S
+        end = reader.wait_end(load_id)  # by P's word or the closed connection: this reader has no other deadline
         # The transport may report the closed connection before P's message about the lease is read
         assert end.reason in (LoadFailure.LEASE_ENDED, LoadFailure.READ_FAILED)
         assert end.num_tokens == 0
@@ -119,14 +115,14 @@ def test_a_peer_that_closes_ends_its_loads_at_once(harness: HandoffHarness, read
     harness.wait_working(reader)
 
 
-def test_a_ticket_of_an_earlier_life_is_refused(harness: HandoffHarness, reader: Reader) -> None:
+def test_a_ticket_of_an_earlier_life_is_refused(harness: HandoffHarness, reader: Reader, quick_reader: Reader) -> None:
     prompt = harness.prompt(2 * SIZE)
     harness.offer(prompt)
     old = harness.ticket(prompt)
     harness.kill("peer")
-    load_id = begin(harness, reader, old, "unknown")
+    load_id = begin(harness, quick_reader, old, "unknown")
     no_answer = (LoadFailure.UNREACHABLE, LoadFailure.PEER_FROZEN, LoadFailure.PEER_RESTARTED)
-    assert reader.wait_end(load_id).reason in no_answer
+    assert quick_reader.wait_end(load_id).reason in no_answer
     harness.restart("peer")
     harness.wait_working(reader)
     assert reader.wait_end(begin(harness, reader, old, "old")) == End(0, LoadFailure.PEER_RESTARTED)

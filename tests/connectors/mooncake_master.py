@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd_connectors.mooncake import MooncakeClient
-from pd_connectors.mooncake_master import END_DEADLINE_S, free_port, start_master
+from pd_connectors.mooncake_master import free_port, start_master
 from pd_connectors.protocol.errors import ConnectorUnavailable
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     import subprocess
@@ -53,7 +54,7 @@ class MooncakeMaster:
         """SIGKILL."""
         assert self._process is not None
         self._process.kill()
-        self._process.wait(END_DEADLINE_S)
+        self._process.wait(HANG_S)
         self._process = None
 
     def __enter__(self) -> MooncakeMaster:

@@ -15,6 +15,7 @@ from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from pd_connectors.store import KVStore, ObjectName, StoreUnavailable
 from tests.connectors.layouts import full_layout, make_cache, runs
 from tests.connectors.simulation import CONTEXT
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 LAYOUT = full_layout(num_kv_heads=2, num_layers=3, head_dim=4)
 POOL_CONTEXT = replace(CONTEXT, layout=LAYOUT)
 NUM_BLOCKS = 16
-DEADLINE_S = 20.0
+DEADLINE_S = HANG_S
 
 
 def pool_layout(dtype: str) -> BlockLayout:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pd_connectors.loopback import LoopbackTransport
 from pd_connectors.rank_reader import RankReader
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,7 +111,7 @@ class QueuePort:
     def close(self) -> None:
         self._inbox.put(None)
         self._has_handler.set()
-        self._thread.join(5.0)
+        self._thread.join(HANG_S)
 
     def _run(self) -> None:
         self._has_handler.wait()

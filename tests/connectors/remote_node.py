@@ -24,6 +24,7 @@ from tests.connectors import layouts
 from tests.connectors.forked import start_process
 from tests.connectors.layouts import make_cache, two_groups
 from tests.connectors.rank_wires import PortPair
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 LAYOUT = two_groups()
 KEY = b"k" * 32
-PATIENCE_S = 20.0
+PATIENCE_S = HANG_S
 
 
 def context(engine_id: str, epoch: int = 1, **changes: Any) -> ConnectorContext:
@@ -194,7 +195,7 @@ def remote_node(connector_name: str, settings: ConnectorContext, num_blocks: int
     process = start_process(_serve, theirs, connector_name, settings, num_blocks)
     theirs.close()
     try:
-        assert ours.poll(60.0), "the remote node did not start"
+        assert ours.poll(PATIENCE_S), "the remote node did not start"
         node = RemoteNode(process, ours, ours.recv())
         yield node
     finally:

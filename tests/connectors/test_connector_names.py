@@ -91,7 +91,7 @@ def test_a_failed_control_thread_is_not_silent(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("pd_connectors.reader.Reader.begin", lambda *args: 1 / 0)
         node.connector.begin_load("boom", ticket, 5.0)
         with pytest.raises(ConnectorUnavailable, match="ZeroDivisionError"):
-            node.wait_for(LoadDone, "boom", patience_s=5.0)
+            node.wait_for(LoadDone, "boom")
     finally:
         node.connector.close()
 

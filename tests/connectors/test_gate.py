@@ -9,6 +9,7 @@ from contextlib import closing
 import pytest
 
 from pd_connectors.gate import ConnectionLimit, Gate
+from tests.deadlines import HANG_S
 
 
 def test_it_shuts_at_the_limit_and_opens_when_an_eighth_has_gone() -> None:
@@ -43,7 +44,7 @@ def test_a_shut_gate_drops_newcomers_and_disturbs_no_connection() -> None:
     with closing(Gate(2)) as gate:
         gate.listen("127.0.0.1", 0)
         listener = socket.socket(fileno=gate.descriptor())
-        listener.settimeout(5.0)
+        listener.settimeout(HANG_S)
         address = ("127.0.0.1", gate.port)
         with listener, socket.create_connection(address) as first, socket.create_connection(address):
             accepted, _ = listener.accept()
@@ -55,4 +56,4 @@ def test_a_shut_gate_drops_newcomers_and_disturbs_no_connection() -> None:
             assert accepted.recv(10) == b"still here"
             accepted.close()
             gate.closed()
-            socket.create_connection(address, 5.0).close()
+            socket.create_connection(address, HANG_S).close()

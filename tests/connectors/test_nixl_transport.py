@@ -18,6 +18,7 @@ from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.transport import Completion, Connected, ConnectFailed, PeerKey, ReadEnded
 from tests.connectors.fake_nixl import BackendError, FakeNixl, NotFound, RemoteDisconnect, bindings
 from tests.connectors.layouts import full_layout, make_cache
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,14 +58,14 @@ class Bench:
             self._completions = [c for c in self._completions if not isinstance(c, ConnectFailed) or c.peer != MARKER]
 
     def _await(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + HANG_S
         while not holds():
             assert self._told.wait(max(0.0, deadline - time.monotonic())), "nothing was completed"
             self._told.clear()
             self._completions += self.transport.poll()
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + HANG_S
         while not holds():
             assert time.monotonic() < deadline, "it never came true"
             self.settle()

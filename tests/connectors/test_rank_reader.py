@@ -11,11 +11,11 @@ from pd_connectors.transport import PeerKey
 from tests.connectors.layouts import full_layout, make_cache
 from tests.connectors.rank_wires import PortPair
 from tests.connectors.test_ranked_transport import ScriptedTransport
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from pd_connectors.transport import Completion
 
-PATIENCE_S = 5.0
 ORDER = encode(Disconnect(PeerKey(("there", 1), "P", 1, 1)))
 
 
@@ -29,7 +29,7 @@ class HeldTransport(ScriptedTransport):
 
     def poll(self) -> list[Completion]:
         self.is_polled.set()
-        assert self.goes_on.wait(PATIENCE_S)
+        assert self.goes_on.wait(HANG_S)
         self.calls.append("poll")
         return []
 
@@ -43,13 +43,18 @@ def test_closing_waits_for_the_call_under_way_and_none_follows() -> None:
     reader.open(make_cache(full_layout(), 2))
     pair.zero.set_handler(lambda message: None)
     pair.zero.send(ORDER)
-    assert transport.is_polled.wait(PATIENCE_S)
-    closing = threading.Thread(target=reader.close)
+    assert transport.is_polled.wait(HANG_S)
+    is_closed = threading.Event()
+
+    def close() -> None:
+        reader.close()
+        is_closed.set()
+
+    closing = threading.Thread(target=close)
     closing.start()
-    closing.join(0.05)
-    assert closing.is_alive(), "a block may still land"
+    assert not is_closed.wait(0.05), "a block may still land"
     transport.goes_on.set()
-    closing.join(PATIENCE_S)
+    closing.join(HANG_S)
     assert transport.calls == ["poll", "close"]
     pair.zero.send(ORDER)
     reader.close()

@@ -211,6 +211,7 @@ def test_one_thread_at_a_time_takes_a_further_ranks_events() -> None:
     """`StorePool.take_events` asks whether there is an event, then takes it; all threads of the pool report."""
     inside = threading.Lock()
     overlaps: list[str] = []
+    has_overlapped = threading.Event()
     both = threading.Barrier(2)
 
     class Pool:
@@ -222,8 +223,9 @@ def test_one_thread_at_a_time_takes_a_further_ranks_events() -> None:
         def take_events(self) -> list[Event]:
             if not inside.acquire(blocking=False):
                 overlaps.append(threading.current_thread().name)
+                has_overlapped.set()
                 return []
-            time.sleep(0.05)  # the other thread runs now
+            assert not has_overlapped.wait(0.05), "the other thread runs now"
             inside.release()
             return []
 

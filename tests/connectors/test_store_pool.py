@@ -32,6 +32,7 @@ from tests.connectors.pool_bench import (
     nodes,
     pool_layout,
 )
+from tests.deadlines import HANG_S
 from tests.integration.system import wait_until
 
 if TYPE_CHECKING:
@@ -421,7 +422,7 @@ def test_a_search_that_ends_before_its_blocks_are_reserved_is_not_handed_to_the_
         other.store(hashes, [0, 1, 2])
     with closing(PooledConnector(settings, lambda: MemoryStore(shelf))) as connector:
         connector.register_kv_cache(make_cache(LAYOUT, NUM_BLOCKS))
-        connector.begin_load("load", TICKET, 1.0)
+        connector.begin_load("load", TICKET, HANG_S)
         connector.pool.find("search", hashes, 0)
         assert next_event(connector) == PrefixFound("search", 3 * SIZE)
         connector.pool.cancel("search")

@@ -29,6 +29,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_connectors.protocol.messages import LeaseRef
 from pd_connectors.protocol.ticket import Ticket
 from tests.connectors.layouts import full_layout
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,10 +52,10 @@ async def _engine_that_falls_silent(directory: Path) -> RequestFailed:
         engine.connect(f"{address}.out")
         watch = asyncio.create_task(client.watch())
         await _say(engine, READY)
-        await client.wait_ready(5)
+        await client.wait_ready(HANG_S)
         async with client.open(REQUEST) as stream:
-            message = await asyncio.wait_for(anext(aiter(stream)), 10)
-        await asyncio.wait_for(watch, 5)
+            message = await asyncio.wait_for(anext(aiter(stream)), HANG_S)
+        await asyncio.wait_for(watch, HANG_S)
         assert not client.alive
         with pytest.raises(EngineUnavailable):
             client.open(REQUEST)
@@ -83,7 +84,7 @@ async def _engine_of_two_ranks_that_stands_still(directory: Path) -> None:
     try:
         engine.connect(f"ipc://{directory}/engine.out")
         await _say(engine, msgspec.structs.replace(READY, num_ranks=2))
-        await asyncio.wait_for(client.watch(), 20)
+        await asyncio.wait_for(client.watch(), HANG_S)
         assert client.is_stalled
     finally:
         engine.close(linger=0)
@@ -106,7 +107,7 @@ async def _engine_of_two_ranks_that_gives_signs_of_life(directory: Path) -> None
         engine.connect(f"{address}.out")
         await _say(engine, msgspec.structs.replace(READY, num_ranks=2))
         watch = asyncio.create_task(client.watch())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             loop = asyncio.get_running_loop()
             ends_at = loop.time() + 3.0  # three times what a process that does not run has
             while loop.time() < ends_at or not client.frozen:
@@ -140,13 +141,13 @@ async def _engine_that_stands_still(directory: Path) -> None:
         inbox.connect(f"{address}.in")
         watch = asyncio.create_task(client.watch())
         await _say(engine, READY)
-        await client.wait_ready(5)
+        await client.wait_ready(HANG_S)
         with_ticket, without, generating = (
             client.open(msgspec.structs.replace(REQUEST, request_id=name, work=work))
             for name, work in (("ticket", Work.PREFILL), ("none", Work.PREFILL), ("generating", Work.GENERATE))
         )
         await _say(engine, TicketOpened("ticket", TICKET))
-        message = await asyncio.wait_for(anext(aiter(without)), 10)
+        message = await asyncio.wait_for(anext(aiter(without)), HANG_S)
         assert isinstance(message, RequestFailed)
         assert (message.error, client.alive, client.num_freezes) == ("EngineFrozen", True, 1)
         assert "said nothing" in client.frozen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,12 +10,13 @@ import zmq
 
 from pd_cluster.engine.ipc import EngineSockets
 from pd_cluster.protocol.messages import Abort, EngineDied, FromEngine, StartupProgress, ToEngine
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-DEADLINE_MS = 20_000
+FOREVER_S = 3600.0  # pytest's own timeout ends a test that waits so long
 
 
 class Line:
@@ -30,7 +30,7 @@ class Line:
         self._replies.bind(f"{address}.out")
 
     def read(self) -> list[FromEngine]:
-        assert self._replies.poll(DEADLINE_MS), "nothing came"
+        assert self._replies.poll(int(1000 * HANG_S)), "nothing came"
         return msgspec.msgpack.decode(self._replies.recv(), type=list[FromEngine])
 
     def order(self, request_id: str) -> None:
@@ -61,7 +61,7 @@ def test_messages_travel_together_and_once(line: Line) -> None:
     line.mailbox.flush()
     line.mailbox.flush()
     line.mailbox.send(EngineDied("c"))
-    line.mailbox.wait(0.001)
+    line.mailbox.wait(0.0)
     assert line.read() == some
     assert line.read() == [EngineDied("c")]
     assert line.is_silent()
@@ -79,9 +79,7 @@ def test_what_cannot_be_encoded_does_not_hold_up_the_last_words(line: Line) -> N
 
 def test_a_bell_that_rang_before_the_wait_ends_it(line: Line) -> None:
     line.mailbox.wake()
-    started_s = time.monotonic()
-    line.mailbox.wait(DEADLINE_MS / 1000)
-    assert time.monotonic() - started_s < DEADLINE_MS / 2000
+    line.mailbox.wait(FOREVER_S)
 
 
 def test_mail_that_was_not_taken_yet_ends_every_wait(line: Line) -> None:
@@ -90,9 +88,7 @@ def test_mail_that_was_not_taken_yet_ends_every_wait(line: Line) -> None:
         line.order(request_id)
         found: list[ToEngine] = []
         while not found:
-            started_s = time.monotonic()
-            assert line.mailbox.wait(DEADLINE_MS / 1000)
-            assert line.mailbox.wait(DEADLINE_MS / 1000)
-            assert time.monotonic() - started_s < DEADLINE_MS / 2000
+            assert line.mailbox.wait(FOREVER_S)
+            assert line.mailbox.wait(FOREVER_S)
             found = line.mailbox.receive()
         assert found == [Abort(request_id)]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +14,7 @@ from pd_kernels import gluon_experts, reference, torch_experts, torch_quantized
 from pd_kernels.quantized import BLOCK, QuantizedRows, QuantizedWeight
 from pd_kernels.triton_pairs import place_pairs
 from pd_kernels.values import ExpertPart, Routing
+from tests.kernels.compiler import compile_by
 from tests.kernels.quantized_weights import random_quantized
 
 if TYPE_CHECKING:
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
 # Triton's interpreter on numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-COMPILE_S = 240.0
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
@@ -164,16 +161,12 @@ def test_the_products_equal_their_definitions() -> None:
 @pytest.mark.parametrize("product", ["gated", pytest.param("down", marks=pytest.mark.slow)])
 def test_it_compiles_for_a_hopper_gpu_and_keeps_its_sums_in_registers(product: str, tmp_path: Path) -> None:
     """Each group waits for its product before it adds and multiplies on, and gives a stage back after both products."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.kernels.hopper_gluon_experts", product]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMPILE_S, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 1
-    assert done.stdout.count("wgmma.mma_async.sync.aligned.m64n128k32") == 2 * 8  # groups, 256 outputs
+    done = compile_by("tests.kernels.hopper_gluon_experts", tmp_path, product)
+    assert done.output.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 1
+    assert done.output.count("wgmma.mma_async.sync.aligned.m64n128k32") == 2 * 8  # groups, 256 outputs
     events = re.findall(
         r"(wgmma\.mma_async|wgmma\.wait_group|fma\.rn|bar\.sync|mbarrier\.arrive\.shared::cta|mbarrier\.try_wait)",
-        done.stdout,
+        done.output,
     )
     turns = " ".join(event for event, before in zip(events, ["", *events], strict=False) if event != before)
     waited = "wgmma.mma_async wgmma.wait_group"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,8 +11,8 @@ pytest.importorskip("triton.experimental.gluon", reason="these products need Tri
 
 from pd_kernels import reference
 from pd_kernels.gluon_gated import GatedProduct, propose_gated
+from tests.kernels.compiler import compile_by
 
-COMPILE_S = 240.0
 EVENTS = {
     "wgmma.mma_async": "multiply",
     "wgmma.wait_group.sync.aligned 0;": "wait for all",
@@ -85,12 +82,8 @@ def test_nothing_is_proposed_for_a_cpu() -> None:
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
     """For a Hopper GPU: what ptxas says of it, Gluon's IR and the PTX."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, "-m", "tests.kernels.hopper_gated"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMPILE_S, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = compile_by("tests.kernels.hopper_gated", tmp_path_factory.mktemp("triton"))
+    return done.output
 
 
 def test_it_compiles_for_a_hopper_gpu_and_keeps_its_sums_in_registers(compiled: str) -> None:

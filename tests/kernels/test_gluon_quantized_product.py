@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,11 +11,10 @@ import torch
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels.gluon_quantized_product import ring_split, runs_on
+from tests.kernels.compiler import compile_by
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-COMPILE_S = 240.0
 
 
 @pytest.mark.parametrize(
@@ -28,13 +24,9 @@ COMPILE_S = 240.0
 def test_weights_are_asked_for_before_the_wait_and_sums_stay_in_registers(
     first: str, second: str, tmp_path: Path
 ) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.kernels.hopper_quantized_product", first, second]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMPILE_S, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 2
-    compiled = done.stdout.split(".visible .entry")[1:]
+    done = compile_by("tests.kernels.hopper_quantized_product", tmp_path, first, second)
+    assert done.output.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 2
+    compiled = done.output.split(".visible .entry")[1:]
     assert len(compiled) == 2
     for ptx in compiled:
         events = re.findall(r"griddepcontrol\.\w+|cp\.async\.bulk\.tensor|wgmma\.mma_async|wgmma\.wait_group|bar\.sync|"

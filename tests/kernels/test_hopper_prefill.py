@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,13 +21,13 @@ from pd_kernels.hopper_prefill import HopperPrefill, compiled
 from pd_kernels.triton_plan import TritonAttention
 from pd_kernels.triton_prefill import prefill_tiling
 from pd_kernels.values import PrefillTiling
+from tests.kernels.compiler import compile_by
 from tests.kernels.paged import Paged, Shape, attention_shape, make_paged
 from tests.kernels.test_triton_attention import DEVICE, TOLERANCE, on_device
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-COMPILE_S = 240.0
 LARGE = PrefillTiling(rows=128, keys=64, num_warps=8, num_stages=2, max_registers=128)
 PREFILL = HopperPrefill(num_kv_heads=8, group=4, head_dim=128, block_size=64, dtype=torch.bfloat16)
 SHAPES = {
@@ -42,14 +39,6 @@ SHAPES = {
     "group-of-8": Shape(64, 8, 128, 192, (200, 300), (200, 900), 0),
     "head-64": Shape(32, 8, 64, 64, (200, 515), (200, 900), 0),
 }
-COMPILE = """
-import sys
-import torch
-from pd_kernels.hopper_prefill import HopperPrefill
-fp8 = sys.argv[1] == "True"
-prefill = HopperPrefill(8, group=4, head_dim=128, block_size=64, dtype=torch.bfloat16, has_fp8_cache=fp8)
-print(prefill.compile().asm["ptx"])
-"""
 on_hopper = pytest.mark.skipif(
     DEVICE.type != "cuda" or torch.cuda.get_device_capability(DEVICE) != (9, 0), reason="needs a Hopper GPU"
 )
@@ -107,12 +96,8 @@ def test_without_a_compiler_that_takes_it_triton_goes_on(
 @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "fp8"])
 def test_it_compiles_and_the_softmax_runs_under_the_products(fp8: bool, tmp_path: Path) -> None:
     """In a process of its own: where the tests run in Triton's interpreter, nothing can be compiled."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-c", COMPILE, str(fp8)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMPILE_S, check=False)
-    assert done.returncode == 0, done.stderr
-    (ptx,) = done.stdout.split(".visible .entry")[1:]
+    done = compile_by("tests.kernels.hopper_prefill", tmp_path, *["fp8"] * fp8)
+    (ptx,) = done.output.split(".visible .entry")[1:]
     assert f"setmaxnreg.inc.sync.aligned.u32 \t{232 if fp8 else 240};" in ptx
     assert "cp.async.bulk.tensor.3d" in ptx
     assert ("cvt.rn.f16x2.e4m3x2" in ptx) == fp8

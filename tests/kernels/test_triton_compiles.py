@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
+from tests.kernels.compiler import compile_by
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-COMPILE_S = 240.0
 # Each mode, type and number of rows is among the first ones
 WHICH = pytest.mark.parametrize("which", [[], pytest.param(["others"], marks=pytest.mark.slow)], ids=["", "others"])
 
 
-def compile_by(module: str, cache: Path, *arguments: str) -> tuple[dict[str, str], str]:
+def kernels_by(module: str, cache: Path, *arguments: str) -> tuple[dict[str, str], str]:
     """What a module that compiles kernels prints: the PTX of each kernel by its name, and the log."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=COMPILE_S, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout[done.stdout.index("{") :]), done.stdout + done.stderr
+    done = compile_by(module, cache, *arguments)
+    return json.loads(done.output[done.output.index("{") :]), done.output + done.log
 
 
 @WHICH
 def test_products_of_experts_use_the_matrix_unit_and_spill_no_registers(which: list[str], tmp_path: Path) -> None:
-    found, log = compile_by("tests.kernels.hopper_experts", tmp_path, *which)
+    found, log = kernels_by("tests.kernels.hopper_experts", tmp_path, *which)
     assert len(found) == 4
     for name, ptx in found.items():
         assert "cp.async.bulk.tensor" in ptx, name
@@ -49,7 +43,7 @@ def test_products_of_experts_use_the_matrix_unit_and_spill_no_registers(which: l
 def test_products_of_few_rows_hold_weights_ahead_in_registers_and_let_them_be_read(
     which: list[str], tmp_path: Path
 ) -> None:
-    found, _ = compile_by("tests.kernels.hopper", tmp_path, *which)
+    found, _ = kernels_by("tests.kernels.hopper", tmp_path, *which)
     assert len(found) == (2 if which else 3)
     for name, ptx in found.items():
         ahead, behind = ptx.split("griddepcontrol.wait", 1)
@@ -62,7 +56,7 @@ def test_products_of_few_rows_hold_weights_ahead_in_registers_and_let_them_be_re
 
 def test_sums_over_ranks_publish_what_is_written_and_read_what_has_come(tmp_path: Path) -> None:
     """Whole words of 16 bytes to and from the buffers; flags are set behind a barrier, and with the release of all."""
-    found, _ = compile_by("tests.kernels.hopper_reduce", tmp_path)
+    found, _ = kernels_by("tests.kernels.hopper_reduce", tmp_path)
     assert len(found) == 4
     for name, ptx in found.items():
         num_peers = 3 if "4 ranks" in name else 1
@@ -83,7 +77,7 @@ def test_sums_over_ranks_publish_what_is_written_and_read_what_has_come(tmp_path
 @pytest.mark.slow
 def test_new_tokens_wait_for_the_product_and_old_ones_do_not(tmp_path: Path) -> None:
     """No barrier but those of conversions that the matrix unit needs stands between the product and its use."""
-    found, _ = compile_by("tests.kernels.hopper_decode", tmp_path)
+    found, _ = kernels_by("tests.kernels.hopper_decode", tmp_path)
     ahead, behind = found["shares"].split("griddepcontrol.wait", 1)
     ahead = ahead.rpartition("bra ")[2]  # of this pair
     assert "st.global" not in ahead

@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write(f"{one.path}:{one.line}: {one.rule}: {one.function}: {one.text}\n")
     for (folder, rule), count in sorted(Counter((folder_of(one.path), one.rule) for one in shown).items()):
         sys.stdout.write(f"{count:4} {folder} {rule}\n")
-    for one in unused:
-        sys.stdout.write(f"excuses nothing: {one}\n")
+    for excuse in unused:
+        sys.stdout.write(f"excuses nothing: {excuse}\n")
     return 1 if shown or unused else 0
 
 

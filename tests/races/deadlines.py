@@ -38,9 +38,9 @@ def short_deadlines(code: Code) -> Iterator[Found]:
                         yield node, f"{ast.unparse(node.func)}({ast.unparse(value)})  # {seconds:g} s"
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 for name, value in defaults(node).items():
-                    seconds = code.number(value) if name in KEYWORDS else None
-                    if seconds is not None and 0 < seconds < LEAST_S and owns(node, name):
-                        yield node, f"{node.name}({name}={ast.unparse(value)})  # {seconds:g} s"
+                    preset_s = code.number(value) if name in KEYWORDS else None
+                    if preset_s is not None and 0 < preset_s < LEAST_S and owns(node, name):
+                        yield node, f"{node.name}({name}={ast.unparse(value)})  # {preset_s:g} s"
 
 
 def owns(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> bool:

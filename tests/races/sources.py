@@ -132,7 +132,7 @@ class Sources:
 
     @functools.cached_property
     def live(self) -> dict[str, Source]:
-        """Files whose code runs in `make test`: all but slow ones, and those that only slow ones import."""
+        """Files with code that runs in `make test`: all but slow ones, and those that only slow ones import."""
         slow = {name for name, source in self.tests.items() if source.is_left_out()}
         starts = [name for name in self.tests if name not in slow and is_start(name)]
         used = frozenset().union(*map(self.reach, starts)) - slow if starts else frozenset()

@@ -55,7 +55,7 @@ def read_directly(code: Code, expression: ast.AST) -> Iterator[ast.AST]:
 
 
 def gives_a_read(code: Code, name: str, depth: int = 2) -> bool:
-    """A helper whose result is what another process says now."""
+    """It is a helper that returns what another process says now."""
     found = code.sources.function(code.source, name) if depth else None
     if found is None:
         return False

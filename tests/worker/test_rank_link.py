@@ -24,13 +24,13 @@ from pd_cluster.worker.rank import ORPHAN_EXIT_CODE
 from pd_cluster.worker.rank_frames import PhaseFrame, RankLost, RankStart, StepFrame, ToRank
 from pd_cluster.worker.rank_link import LOOK_S, RankLink
 from pd_kernels.values import StepSize
+from tests.deadlines import HANG_S, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
-WAIT_S = 20.0  # for what should take milliseconds, on a busy machine
-SILENCE_S = 1.5
+SILENCE_S = 1.5  # of a rank that is stopped; others are not judged by it
 PARAMS = SamplingParams(max_tokens=5, temperature=0.5, logit_bias={7: 1.5}, grammar="start: /a/", stop_token_ids=(3,))
 BATCH = Batch(
     7,
@@ -61,23 +61,23 @@ class Ranks:
     def send(self, rank: int, message: bytes) -> None:
         self.link.ports[rank - 1].send(message)
 
-    def launch(self, step: int, deadline_s: float = WAIT_S) -> int:
+    def launch(self, step: int, deadline_s: float = HANG_S) -> int:
         return self.link.send_step(StepFrame.of(Batch(step), None, (), ()), deadline_s)
 
     def loss(self) -> str:
         """Why a rank was lost. All ranks are dead by then."""
-        why = self.losses.get(timeout=WAIT_S)
+        why = self.losses.get(timeout=HANG_S)
         assert all(process.poll() is not None for process in self.processes.values())
         assert why is self.link.lost
         return str(why)
 
 
 @contextmanager
-def running_ranks(directory: Path, size: int = 3) -> Iterator[Ranks]:
+def running_ranks(directory: Path, size: int = 3, silence_s: float = HANG_S) -> Iterator[Ranks]:
     losses: queue.SimpleQueue[PdError] = queue.SimpleQueue()
     looks: list[float] = []
     address = f"ipc://{directory}/r"
-    link = RankLink(size, address, losses.put, lambda: looks.append(time.monotonic()), silence_s=SILENCE_S)
+    link = RankLink(size, address, losses.put, lambda: looks.append(time.monotonic()), silence_s=silence_s)
     ranks = Ranks(link, losses=losses, looks=looks)
 
     def spawn(rank: int) -> subprocess.Popen[bytes]:
@@ -98,13 +98,6 @@ def running_ranks(directory: Path, size: int = 3) -> Iterator[Ranks]:
     finally:
         ranks.link.close()
     assert all(process.poll() is not None for process in ranks.processes.values())
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    ends_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < ends_s
-        time.sleep(0.005)
 
 
 @pytest.mark.integration
@@ -139,7 +132,7 @@ def test_phases_steps_and_ports(tmp_path: Path) -> None:
         ranks.launch(13)
         ranks.send(2, b"late")
         link.ports[1].set_handler(heard.put)
-        assert [heard.get(timeout=WAIT_S) for _ in range(2)] == [b"EARLY 2", b"LATE 3"]
+        assert [heard.get(timeout=HANG_S) for _ in range(2)] == [b"EARLY 2", b"LATE 3"]
         ranks.send(1, b"end")
         ranks.send(2, b"end")
         assert link.take_retired() == {1: 13, 2: 13}
@@ -152,11 +145,9 @@ def test_phases_steps_and_ports(tmp_path: Path) -> None:
 def test_a_killed_rank_ends_all(tmp_path: Path, rank: int) -> None:
     with running_ranks(tmp_path) as ranks:
         ranks.launch(0)
-        started_s = time.monotonic()
         ranks.processes[rank].kill()
         with pytest.raises(RankLost, match=f"rank {rank} has ended"):
             ranks.link.take_retired()
-        assert time.monotonic() - started_s < 2
         assert ranks.loss() == f"rank {rank} has ended"
         with pytest.raises(RankLost), ranks.link.blamed():  # a collective fails when its peer is gone
             raise RuntimeError("connection closed by peer")
@@ -165,7 +156,7 @@ def test_a_killed_rank_ends_all(tmp_path: Path, rank: int) -> None:
 
 @pytest.mark.integration
 def test_a_stopped_rank_ends_all(tmp_path: Path) -> None:
-    with running_ranks(tmp_path) as ranks:
+    with running_ranks(tmp_path, silence_s=SILENCE_S) as ranks:
         psutil.Process(ranks.processes[1].pid).suspend()
         ranks.link.send(PhaseFrame("echo"))
         with pytest.raises(RankLost, match="rank 1 has been silent for"):
@@ -176,7 +167,7 @@ def test_a_stopped_rank_ends_all(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_a_step_that_does_not_retire_ends_all(tmp_path: Path) -> None:
     with running_ranks(tmp_path) as ranks:
-        ranks.launch(0, 0.5)
+        ranks.launch(0)
         for rank in (1, 2):
             ranks.send(rank, b"end")
         ranks.link.take_retired()
@@ -210,7 +201,7 @@ def test_ranks_that_are_told_to_end_are_not_lost(tmp_path: Path) -> None:
     """Rank 0 still has work of its own then."""
     with running_ranks(tmp_path) as ranks:
         ranks.link.dismiss()
-        assert {process.wait(WAIT_S) for process in ranks.processes.values()} == {0}
+        assert {process.wait(HANG_S) for process in ranks.processes.values()} == {0}
     assert ranks.losses.empty()
     assert ranks.link.lost is None
 
@@ -222,7 +213,7 @@ def test_a_rank_ends_with_rank_0(tmp_path: Path) -> None:
         for process in ranks.processes.values():  # as the kernel does at rank 0's end
             assert process.stdin is not None
             process.stdin.close()
-        assert {process.wait(WAIT_S) for process in ranks.processes.values()} == {ORPHAN_EXIT_CODE}
+        assert {process.wait(HANG_S) for process in ranks.processes.values()} == {ORPHAN_EXIT_CODE}
 
 
 @pytest.mark.integration
@@ -265,7 +256,7 @@ def test_a_rank_that_a_driver_holds_keeps_no_other_from_its_end(
         link._kill()
         assert "rank 1" in caplog.text
         assert held.poll() is None
-        assert other.wait(WAIT_S) == -signal.SIGKILL
+        assert other.wait(HANG_S) == -signal.SIGKILL
     finally:
         kill()
         held.wait()
