@@ -183,9 +183,7 @@ class Launcher:
             return self.start(arguments[0], [*CLI, *arguments], environment)
         return self._add(arguments[0], FORK_SERVER.start(arguments, given, self._cwd))
 
-    def module(
-        self, name: str, module: str, *arguments: str, environment: Mapping[str, str] | None = None
-    ) -> Launched:
+    def module(self, name: str, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Launched:
         """`python -m MODULE` with these arguments, forked."""
         given = {**base_environment(), **(environment or {})}
         if REAL:

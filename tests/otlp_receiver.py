@@ -14,6 +14,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
+from tests.deadlines import HANG_S
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -49,7 +51,7 @@ class Collector:
         self.changed = threading.Condition()
         self.url = ""
 
-    def wait_for(self, trace_id: str, count: int = 1, deadline_s: float = 30.0) -> list[ReceivedSpan]:
+    def wait_for(self, trace_id: str, count: int = 1, deadline_s: float = HANG_S) -> list[ReceivedSpan]:
         """The spans of a trace, once there are so many. AssertionError after the deadline."""
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.of(trace_id)) >= count, deadline_s), self.spans

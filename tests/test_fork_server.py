@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.cluster import FORK_SERVER, ROOT, Launched, Launcher, base_environment
+from tests.deadlines import HANG_S
 from tests.fork_server import ForkServer, ForkServerDied
 from tests.forked_command import ENGINE_HOOK_ENV
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SHOWN = "tests.shown_process"
-HANG_S = 60.0
 
 pytestmark = pytest.mark.integration
 
