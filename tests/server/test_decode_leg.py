@@ -316,7 +316,9 @@ async def test_silent_node_costs_only_the_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "expires_at_s", "reason"), [(b"z" * 32, FAR, "offer_bad_signature"), (KEY, 1.0, "offer_expired")]
+    ("key", "expires_at_s", "reason"),
+    [(b"z" * 32, FAR, "offer_bad_signature"), (KEY, 1.0, "offer_expired")],
+    ids=["other key", "expired"],
 )
 async def test_no_node_of_an_untrusted_offer_is_contacted(key: bytes, expires_at_s: float, reason: str) -> None:
     async with running(engine_of_p(), node_id="p") as p, decode_node() as d:
