@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 def plan(tmp_path: Path, *arguments: str) -> list[str]:
     """The lines that `make` would run."""
     command = ["make", "-n", "-C", str(ROOT), f"VENV={tmp_path}/venv", *arguments]
-    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name}  # `make test` may run this
+    outer = {"MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "PYTEST_ARGS", "WORKERS"}  # `make test` runs this
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=HANG_S)
     return run.stdout.splitlines()
 
