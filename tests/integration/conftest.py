@@ -1,4 +1,7 @@
-"""What the integration tests compare with. Computed once, and only when a test asks for it."""
+"""What the integration tests compare with, computed once and only when a test asks for it; clusters that they share.
+
+Clusters end when a worker leaves this folder: an idle node takes 1.7% of a core.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def _quiet_clients() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def system_with_mixed() -> Iterator[System]:
     """With a mixed node beside P and D, and a logits stage that only requests with `logits_args` use.
 
@@ -36,7 +39,7 @@ def system_with_mixed() -> Iterator[System]:
         yield system
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_system(system_with_mixed: System) -> System:
     """In place of that for all tests: one cluster less on two cores."""
     return system_with_mixed.without_mixed()
@@ -69,7 +72,7 @@ def some_references(demo_model: DemoModel) -> list[Reference]:
     return demo_model.generate(some)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def short_of_memory() -> Iterator[System]:
     """D's cache cannot hold the sequences that run there; P's holds everything. No logits stage."""
     decode = ["--num-blocks=40"]
@@ -77,7 +80,7 @@ def short_of_memory() -> Iterator[System]:
         yield system
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chunked_fp8() -> Iterator[System]:
     """Caches in fp8. Prompts are computed in chunks, by P in small ones, and D reads beside its streams."""
     prefill = ["--max-num-batched-tokens=64"]
@@ -87,7 +90,7 @@ def chunked_fp8() -> Iterator[System]:
         yield system
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tool_system() -> Iterator[System]:
     """P and D with the tool model."""
     with running_system("--model=tool_model") as system:
