@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import recorded_runs, work_queue
+from tests.deadlines import HANG_S
 from tests.recorded_runs import ROOT, folder_of
 from tests.work_queue import UNKNOWN_S, SharedFixtures, seconds_of
 
@@ -76,6 +77,15 @@ def test_of_this_file(number, worker_id, tmp_path_factory):
 """
 
 
+def run_pytest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.CompletedProcess[str]:
+    """Its tests with two workers and this queue."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # else it imports all plugins, for a second each time
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    plugins = ["-p", "xdist", "-p", "tests.work_queue", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n2", *plugins, f"--rootdir={folder}", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
+
+
 @pytest.mark.long
 def test_workers_take_files_whole_and_a_test_that_fails_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing runs it again."""
@@ -83,16 +93,37 @@ def test_workers_take_files_whole_and_a_test_that_fails_fails(tmp_path: Path, mo
     for name in ("first", "second", "third"):
         text = TESTS.format(log=str(log), name=name, wrong=2 if name == "second" else -1)
         (tmp_path / f"test_{name}.py").write_text(text)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # else it imports all plugins, for a second each time
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    plugins = ["-p", "xdist", "-p", "tests.work_queue", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-q", "-n2", *plugins, f"--rootdir={tmp_path}", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_pytest(tmp_path, monkeypatch)
     assert done.returncode == 1, done.stdout
     assert "1 failed, 11 passed" in done.stdout
     lines = log.read_text().splitlines()
     assert len(lines) == 12, "each test once"
     assert len({*lines}) == 3, "each file on one worker"
+
+
+DIES = """
+import os
+
+def test_before(): pass
+def test_that_dies(): os._exit(7)
+def test_after(): open({log!r}, "a").write("after\\n")
+"""
+
+
+@pytest.mark.long
+def test_a_worker_that_dies_fails_one_test_and_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had run before is not handed out again, nor is that test."""
+    log = tmp_path / "log"
+    names = [f"file_{number}" for number in range(9)]
+    for name in names:
+        (tmp_path / f"test_{name}.py").write_text(TESTS.format(log=str(log), name=name, wrong=-1))
+    (tmp_path / "test_file_4_dies.py").write_text(DIES.format(log=str(log)))
+    done = run_pytest(tmp_path, monkeypatch)
+    assert done.returncode == 1, done.stdout
+    assert "1 failed, 38 passed" in done.stdout
+    assert done.stdout.count("crashed while running") == 1
+    lines = [line.split()[0] for line in log.read_text().splitlines()]
+    assert sorted(lines) == sorted(["after", *4 * names])
 
 
 def test_no_plugin_runs_a_failed_test_again() -> None:
