@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 import tomllib
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from docs.generate import __main__ as generate
 from tests import recorded_runs, work_queue
 from tests.deadlines import HANG_S
 from tests.recorded_runs import ROOT, folder_of
@@ -139,6 +141,49 @@ def test_a_record_keeps_what_did_not_run(tmp_path: Path) -> None:
     assert path.read_text() == '{\n"a.py": 2.0,\n"b.py": 1.5\n}\n'
     assert recorded_runs.read(path) == {"a.py": 2.0, "b.py": 1.5}
     assert recorded_runs.read(tmp_path / "none.json") == {}
+
+
+def finish(arguments: list[str], exitstatus: int = 0, **options: Any) -> dict[Path, set[str]]:
+    """Let a run of two tests end; what it writes, by file."""
+    written: dict[Path, set[str]] = {}
+    chosen = SimpleNamespace(**{"keyword": "", "deselect": None, "lf": False, **options})
+    config: Any = SimpleNamespace(
+        getoption=lambda name: True, option=chosen, args=[str(ROOT / one) for one in arguments]
+    )
+    reports = [
+        SimpleNamespace(nodeid=f"tests/{file}::test_it[a]", duration=1.0, when="call", outcome="passed")
+        for file in ("router/test_x.py", "integration/deep/test_y.py")
+    ]
+    session: Any = SimpleNamespace(shouldstop=False, shouldfail=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorded_runs, "write", lambda path, lines: written.update({path: {*lines}}))
+        patch.setattr(recorded_runs, "read", lambda path: {})
+        patch.setattr(generate, "main", lambda names: None)
+        record = recorded_runs.RunRecord(config)
+        for report in reports:
+            record.pytest_runtest_logreport(cast("Any", report))
+        record.pytest_sessionfinish(session, exitstatus)
+    return written
+
+
+def test_a_run_of_a_part_leaves_the_records_as_they_are() -> None:
+    files = {"tests/router/test_x.py", "tests/integration/deep/test_y.py"}
+    folders = {"tests/router", "tests/integration"}
+    for status in (0, 1):
+        assert finish(["tests"], status) == {recorded_runs.SECONDS: files, recorded_runs.SLOW_RUNS: folders}
+    assert finish(["tests/router", "tests/integration/deep"]) == {
+        recorded_runs.SECONDS: files, recorded_runs.SLOW_RUNS: {"tests/router"},
+    }  # fmt: skip
+    for interrupted in (2, 3, 4, 5):
+        assert finish(["tests"], interrupted) == {}
+    assert finish(["tests"], keyword="x") == finish(["tests"], lf=True) == finish(["tests/test_x.py::test_it"]) == {}
+
+
+def test_a_run_outside_of_a_clone_has_a_record_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.fullmatch(r"[0-9a-f]{8,}\+?|unknown", recorded_runs.commit())
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setattr(recorded_runs, "ROOT", tmp_path)
+    assert recorded_runs.commit() == "unknown"
 
 
 def test_recorded_files_exist() -> None:
