@@ -17,12 +17,13 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
-from tests.fork_server import COMMANDS, Forked, ForkServer
+from tests.fork_server import COMMANDS, Forked, ForkServer, ForkServerDied
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -225,13 +226,14 @@ class Launcher:
         """Idempotent. All are told to stop, the last started first, and then waited for: each takes a second."""
         failures: list[str] = []
         for launched in reversed(self._launched):
-            if launched.returncode is None:
-                launched.send(signal.SIGTERM)
+            with suppress(ForkServerDied):  # it is told below
+                if launched.returncode is None:
+                    launched.send(signal.SIGTERM)
         while self._launched:
             launched = self._launched.pop()
             try:
                 launched.end()
-            except LaunchFailed as error:
+            except (LaunchFailed, ForkServerDied) as error:
                 failures.append(str(error))
             for process in launched.leftovers():
                 failures.append(f"{launched.name} left {process.pid} {' '.join(process.cmdline())}")

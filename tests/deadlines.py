@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-HANG_S = 60.0  # of any wait for what takes a moment; pytest ends a test after 120 s
+HANG_S = 60.0  # of any wait for what takes a moment; pytest ends a test after 300 s
 POLL_S = 0.02  # between two looks; a look at /metrics takes a node some milliseconds
 
 

@@ -73,6 +73,7 @@ class ForkServer:
         self._cwd = cwd
         self._lock = threading.Lock()
         self._running: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._last_words = "the fork server of this process has ended"  # of the last one that ended
 
     def differs(self, environment: Mapping[str, str]) -> set[str]:
         """The variables for which a command with this environment must be a process of its own."""
@@ -92,15 +93,15 @@ class ForkServer:
         Raises ForkServerDied; the next call starts another server.
         """
         order = json.dumps([module, [*arguments], dict(environment), str(cwd)]).encode()
-        with self._lock:
-            if self._running is None:
-                self._running = self._begin()
-            process, orders = self._running
         ours, theirs = socket.socketpair()
         output, written = os.pipe()
         with ours, open(os.devnull, "rb") as stdin:
-            with theirs, open(written, "wb") as stdout, suppress(BrokenPipeError):
-                socket.send_fds(orders, [order], [one.fileno() for one in (stdin, stdout, stdout, theirs)])
+            with theirs, open(written, "wb") as stdout, self._lock:  # no other thread buries the server meanwhile
+                if self._running is None:
+                    self._running = self._begin()
+                process, orders = self._running
+                with suppress(BrokenPipeError):
+                    socket.send_fds(orders, [order], [one.fileno() for one in (stdin, stdout, stdout, theirs)])
             told, fds, _, _ = socket.recv_fds(ours, MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             if not told:
                 os.close(output)
@@ -127,11 +128,12 @@ class ForkServer:
         """End this server, if it has not ended, and return what it wrote."""
         with self._lock:
             if self._running is None or self._running[0] is not process:
-                return "the fork server of this process has ended"
+                return self._last_words
             orders, self._running = self._running[1], None
         orders.close()
         output, _ = process.communicate(timeout=DEATH_S)
-        return f"the fork server ended with status {process.returncode}; it wrote:\n{output.decode()}"
+        self._last_words = f"the fork server ended with status {process.returncode}; it wrote:\n{output.decode()}"
+        return self._last_words
 
 
 class Forked:

@@ -97,8 +97,10 @@ class ForkingServer:
         for fd in streams:
             os.close(fd)
         pidfd, channel = os.pidfd_open(pid), socket.socket(fileno=answers)
-        with suppress(OSError):  # the client may be gone
+        try:
             socket.send_fds(channel, [str(pid).encode()], [pidfd])
+        except OSError:  # the client is gone, or its test has ended by a timeout: nothing else would end the child
+            os.kill(pid, signal.SIGKILL)
         self._children[pidfd] = pid, channel
         self._poll.register(pidfd, select.POLLIN)
         return None

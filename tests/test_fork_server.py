@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from tests.cluster import FORK_SERVER, ROOT, Launched, Launcher, base_environment
-from tests.deadlines import HANG_S
+from tests.deadlines import HANG_S, wait_until
 from tests.fork_server import ForkServer, ForkServerDied
 from tests.forked_command import ENGINE_HOOK_ENV
 
@@ -112,6 +113,41 @@ def test_a_server_that_died_is_named_with_what_it_wrote_and_replaced() -> None:
     server.close()
 
 
+def test_a_launcher_ends_all_that_it_started_when_the_server_died() -> None:
+    server, launcher = ForkServer(base_environment, ROOT, "none"), Launcher()
+    first, second = (launcher._add("child", server.start(["sleep"], base_environment(), ROOT, SHOWN)) for _ in range(2))
+    processes = [psutil.Process(one.pid) for one in (first, second)]
+    processes[0].parent().kill()
+    processes[1].kill()
+    first.wait_line("asleep")
+    with pytest.raises(AssertionError, match="the fork server ended with status -9"):
+        launcher.close()
+    assert psutil.wait_procs(processes, timeout=HANG_S)[1] == []
+    assert launcher._launched == []
+
+
+def test_a_child_ends_when_its_client_gave_up_before_it_began(server: ForkServer) -> None:
+    """By a test's timeout, for example."""
+    last = server.start(["sleep"], base_environment(), ROOT, SHOWN)
+    parent = psutil.Process(last.pid).parent()
+    assert parent is not None
+    parent.suspend()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "recv_fds", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            server.start(["sleep"], base_environment(), ROOT, SHOWN)
+    parent.resume()
+    assert run(server, "draw", "3")[0] == 3  # orders are taken in turn
+    wait_until(lambda: [one.pid for one in parent.children()] == [last.pid], lambda: parent.children())
+    last.kill()
+    last.wait()
+    last.stdout.close()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_the_server_ends_with_its_client_however_that_ends() -> None:
     code = (
         "from tests.cluster import *; s = ForkServer(base_environment, ROOT, 'none');"
@@ -135,6 +171,31 @@ def test_a_variable_that_may_matter_to_an_import_needs_a_process_of_its_own() ->
     assert server.differs(environment) == set()
     del environment["HOME"]
     assert server.differs({**environment, "OMP_NUM_THREADS": "2"}) == {"HOME", "OMP_NUM_THREADS"}
+
+
+API = """
+import sys
+from importlib import import_module
+from pkgutil import walk_packages
+
+import pd_cluster.server, pd_http
+from pd_cluster.launch.node_process import leave_out_torch
+from tests.forked_command import MODULES
+
+leave_out_torch()
+names = [name for name in MODULES if name.startswith("transformers.")]
+for package in (pd_cluster.server, pd_http):
+    names += [module.name for module in walk_packages(package.__path__, package.__name__ + ".")]
+for name in names:
+    import_module(name)
+assert sys.modules["torch"] is None
+"""
+
+
+def test_what_the_api_process_imports_needs_no_torch() -> None:
+    """A forked one has torch."""
+    done = subprocess.run([sys.executable, "-c", API], env=base_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def say_what_the_engine_is() -> None:

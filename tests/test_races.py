@@ -22,6 +22,8 @@ async def settled(began_s: float) -> float:
 def counted(node):
     text = node.metrics()
     return text["a"]
+def again(node):
+    return again(node)
 def counted_at_last(node):
     wait_until(lambda: node.metric("a") > 0)
     return node.metric("a")
@@ -85,6 +87,7 @@ ALLOWED = [
     "before = node.metrics()\n post()\n assert answer.status == 200",
     "post()\n assert counted_at_last(node) == 1",
     "assert up.stop() == 0\n assert up.lines[-1] == 'stopped'",
+    "post()\n assert again(node) == 1",
 ]
 
 
@@ -92,7 +95,7 @@ def found(body: str, marks: str = "") -> set[Rule]:
     """The rules that a test of this body breaks."""
     imports = "import asyncio, contextlib, httpx, pytest, queue, subprocess, threading, time\nfrom pd_x import Link\n"
     imports += "from tests import cluster, helpers\n"
-    imports += "from tests.helpers import LONG_S, SHORT_S, Outcome, counted, counted_at_last, settled\n"
+    imports += "from tests.helpers import LONG_S, SHORT_S, Outcome, again, counted, counted_at_last, settled\n"
     test = f"{imports}\n{marks}\nasync def test_it():\n {body}\n"
     sources = Sources(texts={"tests.cluster": "", "tests.helpers": HELPERS, "tests.test_it": test})
     return {one.rule for one in search(sources) if one.path == "tests/test_it.py"}

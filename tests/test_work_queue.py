@@ -7,11 +7,14 @@ import re
 import subprocess
 import sys
 import tomllib
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from docs.generate import __main__ as generate
 from tests import recorded_runs, work_queue
+from tests.deadlines import HANG_S
 from tests.recorded_runs import ROOT, folder_of
 from tests.work_queue import UNKNOWN_S, SharedFixtures, seconds_of
 
@@ -76,6 +79,15 @@ def test_of_this_file(number, worker_id, tmp_path_factory):
 """
 
 
+def run_pytest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.CompletedProcess[str]:
+    """Its tests with two workers and this queue."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # else it imports all plugins, for a second each time
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    plugins = ["-p", "xdist", "-p", "tests.work_queue", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n2", *plugins, f"--rootdir={folder}", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
+
+
 @pytest.mark.long
 def test_workers_take_files_whole_and_a_test_that_fails_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing runs it again."""
@@ -83,16 +95,37 @@ def test_workers_take_files_whole_and_a_test_that_fails_fails(tmp_path: Path, mo
     for name in ("first", "second", "third"):
         text = TESTS.format(log=str(log), name=name, wrong=2 if name == "second" else -1)
         (tmp_path / f"test_{name}.py").write_text(text)
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # else it imports all plugins, for a second each time
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    plugins = ["-p", "xdist", "-p", "tests.work_queue", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-q", "-n2", *plugins, f"--rootdir={tmp_path}", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_pytest(tmp_path, monkeypatch)
     assert done.returncode == 1, done.stdout
     assert "1 failed, 11 passed" in done.stdout
     lines = log.read_text().splitlines()
     assert len(lines) == 12, "each test once"
     assert len({*lines}) == 3, "each file on one worker"
+
+
+DIES = """
+import os
+
+def test_before(): pass
+def test_that_dies(): os._exit(7)
+def test_after(): open({log!r}, "a").write("after\\n")
+"""
+
+
+@pytest.mark.long
+def test_a_worker_that_dies_fails_one_test_and_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had run before is not handed out again, nor is that test."""
+    log = tmp_path / "log"
+    names = [f"file_{number}" for number in range(9)]
+    for name in names:
+        (tmp_path / f"test_{name}.py").write_text(TESTS.format(log=str(log), name=name, wrong=-1))
+    (tmp_path / "test_file_4_dies.py").write_text(DIES.format(log=str(log)))
+    done = run_pytest(tmp_path, monkeypatch)
+    assert done.returncode == 1, done.stdout
+    assert "1 failed, 38 passed" in done.stdout
+    assert done.stdout.count("crashed while running") == 1
+    lines = [line.split()[0] for line in log.read_text().splitlines()]
+    assert sorted(lines) == sorted(["after", *4 * names])
 
 
 def test_no_plugin_runs_a_failed_test_again() -> None:
@@ -108,6 +141,49 @@ def test_a_record_keeps_what_did_not_run(tmp_path: Path) -> None:
     assert path.read_text() == '{\n"a.py": 2.0,\n"b.py": 1.5\n}\n'
     assert recorded_runs.read(path) == {"a.py": 2.0, "b.py": 1.5}
     assert recorded_runs.read(tmp_path / "none.json") == {}
+
+
+def finish(arguments: list[str], exitstatus: int = 0, **options: Any) -> dict[Path, set[str]]:
+    """Let a run of two tests end; what it writes, by file."""
+    written: dict[Path, set[str]] = {}
+    chosen = SimpleNamespace(**{"keyword": "", "deselect": None, "lf": False, **options})
+    config: Any = SimpleNamespace(
+        getoption=lambda name: True, option=chosen, args=[str(ROOT / one) for one in arguments]
+    )
+    reports = [
+        SimpleNamespace(nodeid=f"tests/{file}::test_it[a]", duration=1.0, when="call", outcome="passed")
+        for file in ("router/test_x.py", "integration/deep/test_y.py")
+    ]
+    session: Any = SimpleNamespace(shouldstop=False, shouldfail=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorded_runs, "write", lambda path, lines: written.update({path: {*lines}}))
+        patch.setattr(recorded_runs, "read", lambda path: {})
+        patch.setattr(generate, "main", lambda names: None)
+        record = recorded_runs.RunRecord(config)
+        for report in reports:
+            record.pytest_runtest_logreport(cast("Any", report))
+        record.pytest_sessionfinish(session, exitstatus)
+    return written
+
+
+def test_a_run_of_a_part_leaves_the_records_as_they_are() -> None:
+    files = {"tests/router/test_x.py", "tests/integration/deep/test_y.py"}
+    folders = {"tests/router", "tests/integration"}
+    for status in (0, 1):
+        assert finish(["tests"], status) == {recorded_runs.SECONDS: files, recorded_runs.SLOW_RUNS: folders}
+    assert finish(["tests/router", "tests/integration/deep"]) == {
+        recorded_runs.SECONDS: files, recorded_runs.SLOW_RUNS: {"tests/router"},
+    }  # fmt: skip
+    for interrupted in (2, 3, 4, 5):
+        assert finish(["tests"], interrupted) == {}
+    assert finish(["tests"], keyword="x") == finish(["tests"], lf=True) == finish(["tests/test_x.py::test_it"]) == {}
+
+
+def test_a_run_outside_of_a_clone_has_a_record_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.fullmatch(r"[0-9a-f]{8,}\+?|unknown", recorded_runs.commit())
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setattr(recorded_runs, "ROOT", tmp_path)
+    assert recorded_runs.commit() == "unknown"
 
 
 def test_recorded_files_exist() -> None:

@@ -98,6 +98,22 @@ class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
             self._groups[file] = self._shared.group(file)
         return self._groups[file]
 
+    def remove_node(self, node: Any) -> str | None:
+        """Hand out again what a worker that died had not run, and return the test that it died in: that has failed.
+
+        xdist hands out all that the worker ever had. It so runs that test again, and a group of which all tests have
+        run keeps the next worker waiting for their ends: the run never ends.
+        """
+        given = self.assigned_work.pop(node)
+        left = {group: [test for test, has_run in tests.items() if not has_run] for group, tests in given.items()}
+        died_in: str | None
+        died_in, *later = [test for tests in left.values() for test in tests] or [None]
+        for test in later:
+            self.workqueue.setdefault(self._split_scope(test), {})[test] = False
+        for other in self.assigned_work if later else ():
+            self._reschedule(other)
+        return died_in
+
     def _assign_work_unit(self, node: Any) -> None:
         if not self._seconds:
             self._seconds = seconds_of({group: list(tests) for group, tests in self.workqueue.items()})

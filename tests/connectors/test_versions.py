@@ -18,6 +18,7 @@ from pd_connectors.protocol.ticket import MAX_LIFETIME_S, NodeOrder, Offer, Tick
 from pd_connectors.zmq_channel import ZmqChannel
 from tests.connectors import version_one
 from tests.connectors.layouts import full_layout
+from tests.deadlines import wait_until
 
 if TYPE_CHECKING:
     from pd_connectors.protocol.messages import ToOwner, ToReader
@@ -103,12 +104,13 @@ def test_a_node_of_version_one_at_the_control_port_is_counted_and_named(
         monkeypatch.setattr(zmq_channel, "seal", lambda key, message: next(frames))
         for _ in range(3):
             reader.ask(("127.0.0.1", owner.port), new)
-        heard = []
-        for _ in range(100):
-            heard += [item.message for item in owner.receive() if isinstance(item, FromReader)]
-            if heard:
-                break
-            owner.wait(0.1)
+        heard: list[object] = []
+
+        def hear() -> bool:
+            heard.extend(item.message for item in owner.receive() if isinstance(item, FromReader))
+            return bool(heard)
+
+        wait_until(hear, owner.stats)
         assert heard == [new], "what follows is heard"
         stats = owner.stats()
     assert (stats["protocol_mismatches_total"], stats["bad_frames_total"]) == (2, 2)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ast
+import functools
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tests.races.sources import nodes
+from tests.races.sources import children, nodes
 from tests.races.times import Times
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.races.sources import Source, Sources
+    from tests.races.sources import Source
     from tests.races.times import Spans
 
 LEAST_S = 60.0  # a deadline that only guards against a hang
@@ -39,20 +40,27 @@ class Finding:
         return f"{self.path}::{self.function}"
 
 
-@dataclass(frozen=True)
 class Code:
     """One function or method with what is around it."""
 
-    sources: Sources
-    source: Source
-    times: Times
-    unit: ast.AST
-    parents: dict[ast.AST, ast.AST]
+    def __init__(self, spans: Spans, source: Source, owner: ast.ClassDef | None, unit: ast.AST) -> None:
+        self.sources = spans.sources
+        self.source = source
+        self.unit = unit
+        self.words = source.words(unit)
+        self._spans, self._owner = spans, owner
 
-    @classmethod
-    def of(cls, spans: Spans, source: Source, owner: ast.ClassDef | None, unit: ast.AST) -> Code:
-        parents = {child: node for node in nodes(unit) for child in ast.iter_child_nodes(node)}
-        return cls(spans.sources, source, Times(spans, source, owner, unit), unit, parents)
+    @functools.cached_property
+    def times(self) -> Times:
+        return Times(self._spans, self.source, self._owner, self.unit)
+
+    @functools.cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        return {child: node for node in nodes(self.unit) for child in children(node)}
+
+    def elsewhere(self, source: Source, function: ast.AST) -> Code:
+        """A function of another file."""
+        return Code(self._spans, source, None, function)
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """What a node is in, the innermost first."""

@@ -23,6 +23,8 @@ TIMEOUTS = re.compile(r"Timeout|Empty|LaunchFailed")
 
 
 def short_deadlines(code: Code) -> Iterator[Found]:
+    if not (code.times or code.words & (KEYWORDS | IN_MILLISECONDS | WAITS.keys() | {"ClientTimeout"} | bounded(code))):
+        return
     given = defaults(code.unit).keys()
     for node in nodes(code.unit):
         match node:
@@ -41,6 +43,11 @@ def short_deadlines(code: Code) -> Iterator[Found]:
                     preset_s = code.number(value) if name in KEYWORDS else None
                     if preset_s is not None and 0 < preset_s < LEAST_S and owns(node, name):
                         yield node, f"{node.name}({name}={ast.unparse(value)})  # {preset_s:g} s"
+
+
+def bounded(code: Code) -> set[str]:
+    """Functions and methods of the tests with a deadline among their parameters, by name."""
+    return code.sources.taking(frozenset(KEYWORDS))
 
 
 def owns(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> bool:

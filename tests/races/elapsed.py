@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def elapsed(code: Code) -> Iterator[Found]:
-    for node in nodes(code.unit):
+    for node in nodes(code.unit) if code.times else ():
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and fails(node.body)):
             for comparison in comparisons(node.test):
                 if is_about_a_span(code, comparison):

@@ -28,7 +28,7 @@ RULES = {
 def findings(spans: Spans, source: Source) -> Iterator[Finding]:
     """All of one file."""
     for name, owner, unit in source.units:
-        code = Code.of(spans, source, owner, unit)
+        code = Code(spans, source, owner, unit)
         for rule, look in RULES.items():
             for node, text in dict.fromkeys(look(code)):
                 yield Finding(source.path, getattr(node, "lineno", 0), name, rule, text)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def sleeps(code: Code) -> Iterator[Found]:
-    for node in nodes(code.unit):
+    for node in nodes(code.unit) if "sleep" in code.words else ():
         if isinstance(node, ast.Call) and is_sleep(code, node) and not in_a_poll(code, node):
             yield node, ast.unparse(node)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import operator
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 ROOTS = (".", "router", "connectors", "kernels")  # of importable packages
 LEFT_OUT_MARKS = ("mark.slow", "mark.gpu")
+PARAMETER = operator.attrgetter("arg")
 MOST_STEPS = 12  # from a name to its number
+WORD = re.compile(r"[^\W\d]\w*")
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -29,7 +32,7 @@ class Source:
         self.tree = ast.parse(text)
         self.imports: dict[str, tuple[str, str]] = {}  # local name -> module, name in it ("" is the module itself)
         self.constants: Locals = {}
-        for node in nodes(self.tree):
+        for node in statements(self.tree):
             if isinstance(node, ast.ImportFrom) and node.module:
                 self.imports |= {a.asname or a.name: (node.module, a.name) for a in node.names}
             elif isinstance(node, ast.Import):
@@ -65,11 +68,25 @@ class Source:
                 rest.append(statement)
         yield "<module>", None, ast.Module(rest, [])
 
-    def text_of(self, unit: ast.AST) -> str:
-        """The lines of a function, or the whole file."""
-        if not isinstance(unit, Function):
-            return self.text
-        return "\n".join(self._lines[unit.lineno - 1 : unit.end_lineno])
+    @functools.cache  # noqa: B019 (as long as the objects are)
+    def words(self, unit: ast.AST) -> set[str]:
+        """All names in the lines of a function or class, or in the whole file, and what they are where they come from.
+
+        A rule that needs one of some words need not look at the nodes of a unit without it.
+        """
+        if not isinstance(unit, Function | ast.ClassDef):
+            return self._words
+        found = set(WORD.findall("\n".join(self._lines[unit.lineno - 1 : unit.end_lineno])))
+        return found.union(*(self.imports[name] for name in found & self.imports.keys()))
+
+    @functools.cached_property
+    def _words(self) -> set[str]:
+        return set(WORD.findall(self.text))
+
+    @functools.cached_property
+    def functions(self) -> dict[str, Function]:
+        """Those outside of classes, by name."""
+        return {one.name: one for one in reversed(self.tree.body) if isinstance(one, Function)}
 
     @functools.cached_property
     def _lines(self) -> list[str]:
@@ -119,6 +136,13 @@ class Sources:
         return found
 
     @functools.cache  # noqa: B019
+    def taking(self, parameters: frozenset[str]) -> set[str]:
+        """Functions and methods with one of these parameters, by name."""
+        functions = [one for source in self.tests.values() for one in source.functions.values()]
+        functions += [function for found in self.methods.values() for _, function in found]
+        return {one.name for one in functions if not parameters.isdisjoint(map(PARAMETER, one.args.args))}
+
+    @functools.cache  # noqa: B019
     def reach(self, name: str) -> frozenset[str]:
         """The files of tests that a file imports, itself included."""
         seen: set[str] = set()
@@ -142,9 +166,8 @@ class Sources:
     def function(self, source: Source, name: str) -> tuple[Source, Function] | None:
         """What a name of a file calls, in this file or in one of the tests that it comes from."""
         for _ in range(MOST_STEPS):
-            for statement in source.tree.body:
-                if isinstance(statement, Function) and statement.name == name:
-                    return source, statement
+            if name in source.functions:
+                return source, source.functions[name]
             module, name = source.imports.get(name, ("", ""))
             if not (name and module in self.tests):
                 return None
@@ -205,9 +228,33 @@ class Sources:
 
 
 @functools.cache
-def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
-    """A node and all in it: they are walked often."""
-    return tuple(ast.walk(tree))
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """A node and all in it, in the order of `ast.walk`: they are walked often."""
+    found = [tree]
+    for node in found:
+        found += children(node)
+    return found
+
+
+def children(node: ast.AST) -> list[ast.AST]:
+    """As `ast.iter_child_nodes`, but for whether a name is read or set."""
+    found = []
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if isinstance(value, list):
+            found += [one for one in value if isinstance(one, ast.AST)]
+        elif isinstance(value, ast.AST) and name != "ctx":
+            found.append(value)
+    return found
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All statements in it, without their expressions."""
+    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+        inner = getattr(tree, field, None)
+        for one in inner if isinstance(inner, list) else ():
+            yield one
+            yield from statements(one)
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ THROUGH = {
     "round", "abs", "min", "max", "sum", "float", "int", "sorted", "list", "tuple", "zip", "pairwise", "enumerate",
     "gather", "fmean", "mean", "median",
 }  # fmt: skip
-CLOCKS = r"\b(monotonic|perf_counter|process_time|thread_time|cpu_times|getrusage)|\btime(_ns)?\("  # words of a file
+CLOCKS = WALL | USED | {"time"}
 ROUNDS = 3  # a name may be assigned below its use in a loop, or from another function's result
 
 
@@ -41,47 +40,54 @@ class Spans:
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
+        self.words = set(CLOCKS)  # without one of them nothing is a time
         self.functions: dict[str, set[str]] = {}
         self.attributes: dict[str, set[str]] = {}
         for _ in range(ROUNDS):
-            known = set().union(*self.functions.values(), *self.attributes.values())
-            words = re.compile(
-                "|".join([r"\b(monotonic|perf_counter|process_time|cpu_times|getrusage)", r"\btime\(", *known])
-            )
             for name, source in sources.tests.items():
-                if words.search(source.text):
-                    self._read(name, source, words)
+                if not self.words.isdisjoint(source.words(source.tree)):
+                    self._read(name, source)
 
-    def _read(self, name: str, source: Source, words: re.Pattern[str]) -> None:
+    def _read(self, name: str, source: Source) -> None:
         for _, owner, unit in source.units:
-            if not words.search(source.text_of(unit)):
+            if not (times := Times(self, source, owner, unit)):
                 continue
-            times = Times(self, source, owner, unit)
-            self.attributes.setdefault(name, set()).update(times.span_attributes())
+            self._add(self.attributes, name, times.span_attributes())
             for function in nodes(unit):
                 if isinstance(function, Function) and times.gives_span(function):
                     is_property = any("property" in ast.unparse(one) for one in function.decorator_list)
-                    kind = self.attributes if is_property else self.functions
-                    kind.setdefault(name, set()).add(function.name)
+                    self._add(self.attributes if is_property else self.functions, name, {function.name})
 
-    @functools.cached_property
-    def _empty(self) -> set[str]:
-        return set()
+    def _add(self, kind: dict[str, set[str]], name: str, found: set[str]) -> None:
+        known = kind.setdefault(name, set())
+        if not found <= known:
+            known |= found
+            self.words |= found
+            self._reached.cache_clear()
+
+    @functools.cache  # noqa: B019 (one object a run)
+    def _reached(self, name: str) -> tuple[set[str], set[str]]:
+        """Functions and attributes that are spans in the files that this one reaches."""
+        files = self.sources.reach(name)
+        functions, attributes = (
+            set[str]().union(*(kind[one] for one in files & kind.keys())) for kind in (self.functions, self.attributes)
+        )
+        return functions, attributes
 
     def is_function(self, source: Source, name: str) -> bool:
         """A function of this name, of this file or imported, gives a span."""
-        if name in self.functions.get(source.name, self._empty):
+        if name in self.functions.get(source.name, ()):
             return True
         module, inner = source.imports.get(name, ("", ""))
-        return inner in self.functions.get(module, self._empty)
+        return inner in self.functions.get(module, ())
 
     def is_method(self, source: Source, name: str) -> bool:
         """A method of this name, of a file that this one reaches, gives a span."""
-        return any(name in self.functions.get(one, self._empty) for one in self.sources.reach(source.name))
+        return name in self._reached(source.name)[0]
 
     def is_attribute(self, source: Source, name: str) -> bool:
         """Something of this name, of a file that this one reaches, is a span."""
-        return any(name in self.attributes.get(one, self._empty) for one in self.sources.reach(source.name))
+        return name in self._reached(source.name)[1]
 
 
 class Times:
@@ -89,14 +95,22 @@ class Times:
 
     def __init__(self, spans: Spans, source: Source, owner: ast.ClassDef | None, unit: ast.AST) -> None:
         self._spans, self._source, self._unit = spans, source, unit
-        self.local: Locals = local_values(unit)
         self._named: dict[str, Time] = {}
         self._clocks: set[str] = set()
-        for _ in range(2):
+        self._may_be = not spans.words.isdisjoint(source.words(owner or unit))
+        for _ in range(2 if self else 0):
             if owner is not None:
                 self._learn(owner, only="self")
             self._learn(unit)
             self._learn_of_loops(unit)
+
+    @functools.cached_property
+    def local(self) -> Locals:
+        return local_values(self._unit)
+
+    def __bool__(self) -> bool:
+        """There may be some."""
+        return self._may_be
 
     def _learn(self, tree: ast.AST, only: str = "") -> None:
         for target, value in assignments(tree):
@@ -121,6 +135,8 @@ class Times:
 
     def of(self, expression: ast.expr | None) -> Time | None:
         """What kind of time an expression is."""
+        if not self:
+            return None
         match expression:
             case ast.Call(func=function, args=arguments):
                 return self._called(function, arguments)

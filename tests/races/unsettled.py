@@ -19,6 +19,7 @@ READS = {"metric", "metrics", "kv", "held"}
 OUTPUT = {"lines", "output"}
 RUNNING = re.compile(r"(process|launched|router|node|cluster|pool|up|down|scaled|gateway|prefill|decode|nodes?\[.*\])$")
 PAGES = re.compile(r"/(metrics|kv|nodes|load)\b")
+MOST_HELPERS = 2  # that call each other
 AWAITS = re.compile(r"^_?(until|wait|settle|eventually|check_clean|stop|communicate|end$|leftovers$|communicate$)")
 
 
@@ -39,7 +40,7 @@ def is_about_the_answer(test: ast.expr) -> bool:
     )
 
 
-def read_directly(code: Code, expression: ast.AST) -> Iterator[ast.AST]:
+def read_directly(code: Code, expression: ast.AST, depth: int = MOST_HELPERS) -> Iterator[ast.AST]:
     """Looks at another process in an expression, but for what a waiting helper will do."""
     for node in outside_functions(expression):
         match node:
@@ -50,11 +51,11 @@ def read_directly(code: Code, expression: ast.AST) -> Iterator[ast.AST]:
                     yield node
             case ast.Attribute(attr=name, value=owner) if name in OUTPUT and RUNNING.search(ast.unparse(owner)):
                 yield node
-            case ast.Call(func=ast.Name(id=name)) if gives_a_read(code, name):
+            case ast.Call(func=ast.Name(id=name)) if gives_a_read(code, name, depth):
                 yield node
 
 
-def gives_a_read(code: Code, name: str, depth: int = 2) -> bool:
+def gives_a_read(code: Code, name: str, depth: int) -> bool:
     """It is a helper that returns what another process says now."""
     found = code.sources.function(code.source, name) if depth else None
     if found is None:
@@ -62,12 +63,12 @@ def gives_a_read(code: Code, name: str, depth: int = 2) -> bool:
     source, function = found
     if any(is_wait(node) for node in nodes(function)):
         return False
-    there = Code(code.sources, source, code.times, function, {})
+    there = code.elsewhere(source, function)
     local = {ast.unparse(target): value for node in nodes(function) for target, value in pairs(node)}
     results = [node.value for node in nodes(function) if isinstance(node, ast.Return) and node.value]
     results += [local[name.id] for one in results for name in ast.walk(one)
                 if isinstance(name, ast.Name) and name.id in local]  # fmt: skip
-    return any(True for result in results for _ in read_directly(there, result))
+    return any(True for result in results for _ in read_directly(there, result, depth - 1))
 
 
 def outside_functions(expression: ast.AST) -> Iterator[ast.AST]:
