@@ -15,6 +15,7 @@ import httpx
 import orjson
 
 from tests.cluster import Launched, Launcher
+from tests.patient_engine import PATIENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -71,7 +72,8 @@ class System:
         self._one_token: tuple[str, dict[str, Any]] = ONE_VECTOR if "--task=embed" in flags else ONE_TOKEN
         self._http = httpx.Client(timeout=ANSWER_DEADLINE_S, limits=NO_REUSE, trust_env=False)
         nodes = {
-            role: launcher.node(role, f"--node-id={role}", *common, *own.get(role, ()), wait=False) for role in roles
+            role: launcher.node(role, f"--node-id={role}", *common, *own.get(role, ()), environment=PATIENT, wait=False)
+            for role in roles
         }
         self._nodes = list(nodes.values())
         self.urls = {role: _url(node) for role, node in nodes.items()}
