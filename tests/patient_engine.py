@@ -9,6 +9,7 @@ for that. Here the engine announces PATIENCE_S with its first step, and gives it
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
 from tests.deadlines import HANG_S
 
@@ -26,6 +27,8 @@ def be_patient() -> None:
     def allow_more(pipeline: Pipeline, _allowed_s: float) -> None:
         allow(pipeline, PATIENCE_S)
 
-    Pipeline._allow = allow_more  # type: ignore[method-assign]
-    waits = ("silence_s", "connect_deadline_s", "confirm_deadline_s")
-    base.ConnectorContext = partial(base.ConnectorContext, **dict.fromkeys(waits, PATIENCE_S))  # type: ignore[assignment,misc]
+    mock.patch.object(Pipeline, "_allow", allow_more).start()
+    patient = partial(
+        base.ConnectorContext, silence_s=PATIENCE_S, connect_deadline_s=PATIENCE_S, confirm_deadline_s=PATIENCE_S
+    )
+    mock.patch.object(base, "ConnectorContext", patient).start()

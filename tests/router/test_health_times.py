@@ -13,7 +13,7 @@ from pd_router.config import RouterConfig
 from pd_router.health import HealthPoller
 from pd_router.node_table import NodeTable
 from pd_router.upstream import Answer
-from tests.router.admission_world import VirtualLoop
+from tests.router.admission_world import VirtualLoop, later
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -43,7 +43,7 @@ class Stage:
         if path != "/health":
             return Answer(200, (), b'{"data": []}')
         self.checks.append(self.loop.time())
-        await asyncio.sleep(self.late_s)
+        await later(self.late_s)
         return Answer(200, (), b'{"epoch": 1}')
 
     @property
@@ -52,7 +52,7 @@ class Stage:
 
     def hold_up(self) -> None:
         """This process does not run for a while."""
-        self.loop._jump.now_s += HELD_UP_S
+        self.loop.hold_up(HELD_UP_S)
 
     def run(self, story: Coroutine[None, None, None]) -> None:
         async def watched() -> None:
@@ -71,15 +71,15 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 def test_a_node_that_falls_silent_is_out_within_interval_and_timeout_and_back_with_the_next_check(stage: Stage) -> None:
     async def story() -> None:
-        await asyncio.sleep(BEGIN_S)
+        await later(BEGIN_S)
         assert stage.checks == pytest.approx([INTERVAL_S * number for number in range(11)])
         stage.late_s = FOREVER_S
-        await asyncio.sleep(TIMEOUT_S - 0.1)
+        await later(TIMEOUT_S - 0.1)
         assert not stage.is_down, "it has had no more than that"
-        await asyncio.sleep(INTERVAL_S + 0.2)
+        await later(INTERVAL_S + 0.2)
         assert stage.is_down
         stage.late_s = 0.0
-        await asyncio.sleep(INTERVAL_S)
+        await later(INTERVAL_S)
         assert not stage.is_down
 
     stage.run(story())
@@ -89,7 +89,7 @@ def test_a_slow_node_is_no_silent_one(stage: Stage) -> None:
     async def story() -> None:
         stage.late_s = TIMEOUT_S - 0.3
         for _ in range(1000):
-            await asyncio.sleep(0.1)
+            await later(0.1)
             assert not stage.is_down
         assert len(stage.checks) == pytest.approx(100 / (INTERVAL_S + stage.late_s), abs=1)
 
@@ -98,14 +98,14 @@ def test_a_slow_node_is_no_silent_one(stage: Stage) -> None:
 
 def test_a_router_that_was_held_up_itself_blames_no_node(stage: Stage) -> None:
     async def story() -> None:
-        await asyncio.sleep(BEGIN_S)
+        await later(BEGIN_S)
         stage.late_s = HELD_UP_S + TIMEOUT_S - 1.0  # while the router runs it is silent for less than it may be
-        await asyncio.sleep(5.0)
+        await later(5.0)
         stage.hold_up()
-        await asyncio.sleep(0.0)
+        await later(0.0)
         stage.late_s = 0.0
         for _ in range(100):
-            await asyncio.sleep(0.1)
+            await later(0.1)
             assert not stage.is_down
 
     stage.run(story())
