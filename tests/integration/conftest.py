@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.integration.gate import Gate
 from tests.integration.reference import LENGTHS, DemoModel, Reference, make_prompts
 from tests.integration.system import System, running_system
 
@@ -73,10 +74,12 @@ def some_references(demo_model: DemoModel) -> list[Reference]:
 
 
 @pytest.fixture(scope="package")
-def short_of_memory() -> Iterator[System]:
-    """D's cache cannot hold the sequences that run there; P's holds everything. No logits stage."""
+def short_of_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """D's cache cannot hold the sequences that run there; P's holds everything. No logits stage. D has a gate."""
     decode = ["--num-blocks=40"]
-    with running_system("--load-deadline-s=400", "--max-num-seqs=10", role_flags={"decode": decode}) as system:
+    gate = Gate(tmp_path_factory.mktemp("gate"), "decode")
+    flags = ("--load-deadline-s=400", "--max-num-seqs=10")
+    with running_system(*flags, role_flags={"decode": decode}, gate=gate) as system:
         yield system
 
 

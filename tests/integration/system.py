@@ -19,6 +19,9 @@ from tests.patient_engine import PATIENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from tests.integration.gate import Gate
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 4 * 6 * 2 * BLOCK_SIZE * 64 * 4  # KV heads, layers, K and V, tokens, head size, float32
@@ -64,21 +67,41 @@ class System:
     """P, D, a node for the mixed path, and a router before P and D. `mixed` is D itself unless one is asked for."""
 
     def __init__(
-        self, launcher: Launcher, *flags: str, own_mixed: bool, role_flags: Mapping[str, Sequence[str]] | None = None
+        self,
+        launcher: Launcher,
+        *flags: str,
+        own_mixed: bool = False,
+        role_flags: Mapping[str, Sequence[str]] | None = None,
+        gate: Gate | None = None,
     ) -> None:
+        """`gate`: of D, see `decode_held`."""
         roles = ("prefill", "decode", "mixed") if own_mixed else ("prefill", "decode")
         common = ("--min-remote-tokens=1", *flags)
-        own = role_flags or {}
+        own = {role: [*(role_flags or {}).get(role, ())] for role in roles}
+        own["decode"] += gate.flags if gate else ()
+        self._gate = gate
         self._one_token: tuple[str, dict[str, Any]] = ONE_VECTOR if "--task=embed" in flags else ONE_TOKEN
         self._http = httpx.Client(timeout=ANSWER_DEADLINE_S, limits=NO_REUSE, trust_env=False)
         nodes = {
-            role: launcher.node(role, f"--node-id={role}", *common, *own.get(role, ()), environment=PATIENT, wait=False)
+            role: launcher.node(
+                role,
+                f"--node-id={role}",
+                *common,
+                *own[role],
+                environment={**PATIENT, **(gate.environment if gate else {})},
+                wait=False,
+            )  # fmt: skip
             for role in roles
         }
         self._nodes = list(nodes.values())
         self.urls = {role: _url(node) for role, node in nodes.items()}
         self.mixed = "mixed" if own_mixed else "decode"
         self.router_url = launcher.router(prefill=[nodes["prefill"]], decode=[nodes["decode"]]).url
+
+    def decode_held(self, *, answer: float) -> AbstractContextManager[None]:
+        """D computes no answer of so many tokens until the end."""
+        assert self._gate is not None
+        return self._gate.held(answer=answer)
 
     def without_mixed(self) -> System:
         """The same processes; the way `mixed` goes to D."""
@@ -168,11 +191,14 @@ class System:
 
 @contextmanager
 def running_system(
-    *flags: str, own_mixed: bool = False, role_flags: Mapping[str, Sequence[str]] | None = None
+    *flags: str,
+    own_mixed: bool = False,
+    role_flags: Mapping[str, Sequence[str]] | None = None,
+    gate: Gate | None = None,
 ) -> Iterator[System]:
     """A cluster for a `with` statement. At its end no node holds a block, and no process is left."""
     with Launcher() as launcher:
-        system = System(launcher, *flags, own_mixed=own_mixed, role_flags=role_flags)
+        system = System(launcher, *flags, own_mixed=own_mixed, role_flags=role_flags, gate=gate)
         yield system
         system.settle()
         system.stop()

@@ -6,12 +6,15 @@ Every test sends all its prompts at once. Figures are logged: `pytest -o log_cli
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.deadlines import wait_until
+from tests.integration.gate import Gate
 from tests.integration.reference import LENGTHS, NUM_NEW_TOKENS, TIE, DemoModel, Reference
 from tests.integration.system import BLOCK_BYTES, BLOCK_SIZE, Answer, Path, System, running_system
 
@@ -233,15 +236,16 @@ def check_chunking(path: Path, system: System, references: Sequence[Reference], 
     assert num_steps > len(references) / 2
 
 
-def d_short_of_memory(kind: str, num_blocks: int, swap_gb: float) -> AbstractContextManager[System]:
+def d_short_of_memory(kind: str, num_blocks: int, swap_gb: float, gate: Gate) -> AbstractContextManager[System]:
     """D's cache cannot hold the sequences that run there; P's holds everything."""
     decode = [f"--num-blocks={num_blocks}", *([f"--swap-gb={swap_gb}"] if kind == "swap" else [])]
-    return running_system("--load-deadline-s=400", role_flags={"decode": decode, "prefill": ["--kv-cache-gb=0.75"]})
+    roles = {"decode": decode, "prefill": ["--kv-cache-gb=0.75"]}
+    return running_system("--load-deadline-s=400", role_flags=roles, gate=gate)
 
 
 @pytest.fixture(scope="module")
-def swapping_system() -> Iterator[System]:
-    with d_short_of_memory("swap", 40, 0.05) as system:
+def swapping_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with d_short_of_memory("swap", 40, 0.05, Gate(tmp_path_factory.mktemp("gate"), "decode")) as system:
         yield system
 
 
@@ -259,9 +263,12 @@ def test_preemption_by_swap(
 
 
 @pytest.fixture(scope="module", params=["recompute", "swap"])
-def barely_enough_memory(request: pytest.FixtureRequest) -> Iterator[tuple[str, System]]:
+def barely_enough_memory(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, System]]:
     """The same for the longest prompts: one of them nearly fills the cache."""
-    with d_short_of_memory(request.param, 225, 0.1) as system:
+    gate = Gate(tmp_path_factory.mktemp("gate"), "decode")
+    with d_short_of_memory(request.param, 225, 0.1, gate) as system:
         yield request.param, system
 
 
@@ -275,16 +282,14 @@ def test_preemption_all(
 
 
 def check_preemption(path: Path, system: System, kind: str, references: Sequence[Reference], model: DemoModel) -> None:
-    """Parity, and that sequences were preempted on the node that generates.
-
-    P has read every prompt before, so that they reach D faster than it generates, on any machine.
-    """
-    salt = f"{kind} {path}"
-    if path is not Path.MIXED:
-        system.ask_node_all("prefill", [(COMPLETIONS, _body(one, ignore_eos=True, salt=salt) | {"max_tokens": 1})
-                                        for one in references])  # fmt: skip
+    """Parity, and that sequences were preempted on the node that generates: D goes on once it has all of them."""
     before = system.settled_metrics("decode")
-    answers = run(system, path, references, model, salt=salt)
+    with ThreadPoolExecutor() as pool:
+        with system.decode_held(answer=4):
+            running = pool.submit(run, system, path, references, model, salt=f"{kind} {path}")
+            wait_until(lambda: system.metric("decode", "pd_requests_in_flight") == len(references) or running.done())
+            assert not running.done()
+        answers = running.result()
     after = system.settled_metrics("decode")
     assert {answer.headers["x-pd-prefill"] for answer in answers} == {system.prefiller_of(path)}
     preemptions = _grown(before, after, f"pd_preemptions_{kind}_total")
