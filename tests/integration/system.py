@@ -90,7 +90,7 @@ class System:
                 *own[role],
                 environment={**PATIENT, **(gate.environment if gate else {})},
                 wait=False,
-            )  # fmt: skip
+            )
             for role in roles
         }
         self._nodes = list(nodes.values())
