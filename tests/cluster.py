@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from tests.deadlines import HANG_S
 from tests.fork_server import COMMANDS, Forked, ForkServer, ForkServerDied
 
 if TYPE_CHECKING:
@@ -213,7 +214,8 @@ class Launcher:
         """A router on a free port before these nodes; it serves when this returns."""
         roles = {"prefill": prefill, "decode": decode, "mixed": mixed}
         urls = [f"--{role}={node.url}" for role, nodes in roles.items() for node in nodes]
-        flags = ("--port=0", "--linger-s=1", *urls, *flags)  # to linger for clients that tests left open
+        # To linger for clients that tests left open. A busy machine keeps a healthy node silent for seconds
+        flags = ("--port=0", "--linger-s=1", f"--health-timeout-s={HANG_S:g}", *urls, *flags)
         router = self.command("router", *flags, real=real)
         router.wait_line("router ready on ")
         return router

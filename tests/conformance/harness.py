@@ -72,6 +72,7 @@ class Reader:
 
     node: Node
     found: dict[str, int] = field(default_factory=dict)  # tokens, by load
+    named: set[int] = field(default_factory=set)  # blocks of loads since the last `wipe`
 
     def wait_found(self, load_id: str) -> bool:
         """Until there is something to reserve blocks for. False: it ended without."""
@@ -85,6 +86,7 @@ class Reader:
         """Reserve as many of these blocks as were found, from the prompt's `first_block` on, and start reading."""
         num_tokens = self.found[load_id]
         needed = block_ids[: -(-num_tokens // SIZE) - first_block]
+        self.named.update(needed)
         self.node.connector.recv_before([LoadSpec(load_id, runs(first_block, needed), num_tokens)])
 
     def wait_end(self, load_id: str) -> End:
@@ -114,7 +116,10 @@ class Reader:
         assert not landed, "something landed in a block that no load named"
 
     def wipe(self) -> None:
-        """Zeros everywhere. No load may be open."""
+        """Zeros everywhere. No load may be open. Asserts that nothing of the loads before the last wipe has landed."""
+        others = [block_id for block_id in range(NUM_READER_BLOCKS) if block_id not in self.named]
+        assert not any(bool(tensor[others].any()) for tensor in self.node.cache.tensors), "it landed behind its end"
+        self.named.clear()
         for tensor in self.node.cache.tensors:
             tensor.zero_()
 
@@ -187,7 +192,7 @@ class Harness(ABC):
     def wait_working(self, reader: Reader) -> None:
         """Until a prompt that is offered arrives. Tries before may end without it, but with nothing wrong.
 
-        Nothing of an earlier load lands meanwhile, which another block would show.
+        Nothing of an earlier load lands meanwhile, which another block would show, nor until the next `wipe`.
         """
         prompt = self.prompt(3 * SIZE)
 

@@ -56,6 +56,7 @@ def test_a_flipped_bit_ends_the_prefix_before_it(harness: PoolHarness, reader: R
         harness.damage(prompt, 1, position)
         assert harness.fetch(reader, prompt, harness.load_id("damaged"), (8, 9, 10)) == End(SIZE)
         assert not bool(reader.node.cache.tensors[0][9:11].any()), "the damaged block was written"
+        reader.named.add(4)
         stamp(reader.node.cache, 4, prompt.version, like=prompt.source_blocks[1])
         COMMANDS["store"](reader.node, (CachedBlock(hashes_of(prompt, 2)[1], 4),))
     assert missed(before, misses(reader)) == {"damaged": len(positions)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -82,9 +83,12 @@ def test_killed_while_it_is_read() -> None:
     assert bool((decode.cache.tensors[0][:40] == -3.0).all()), "bytes landed after LoadDrained"
 
 
-def test_stopped_before_the_first_read_then_continued(decode: Node) -> None:
+def test_stopped_before_the_first_read_then_continued() -> None:
     """A peer stopped for less than every deadline costs only time."""
+    patient: dict[str, Any] = {"silence_s": HANG_S, "connect_deadline_s": HANG_S, "confirm_deadline_s": HANG_S}
+    decode = Node.start("nixl", context("D-waits", **patient), NUM_BLOCKS)
     with (
+        closing(decode.connector),
         remote_node("nixl", context("P-paused", lease_ttl_s=HANG_S)) as prefill,
         remote_node("nixl", context("P-awake")) as awake,
     ):

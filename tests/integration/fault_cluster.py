@@ -175,12 +175,15 @@ class Member:
 
 
 class RouterMember:
-    """A router that can be started again on its port."""
+    """A router that can be started again on its port.
+
+    It takes no node for silent, unless its flags say otherwise: a busy machine keeps healthy ones silent for seconds.
+    """
 
     def __init__(self, launcher: Launcher, prefill: Iterable[Member], decode: Iterable[Member], *flags: str) -> None:
         self._launcher = launcher
         urls = [f"--prefill={node.url}" for node in prefill] + [f"--decode={node.url}" for node in decode]
-        self._arguments = ("router", *urls, "--health-interval-s=0.2", "--health-timeout-s=1", *flags)
+        self._arguments = ("router", *urls, "--health-interval-s=0.2", f"--health-timeout-s={HANG_S:g}", *flags)
         self.process = self._start("--port=0")
         self.url = self.process.url
 

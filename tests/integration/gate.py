@@ -6,8 +6,13 @@
         ...                      # all else goes on: messages, heartbeats, renewals, aborts, shorter sequences
     with gate.held(answer=20):   # or one with an answer of 20 tokens
         ...
+    with gate.impatient():       # a patient node judges silence as the product does
+        ...
 
 A limit holds what comes after it was set. `held_nixl` is the node's side.
+
+A patient node is for tests that are not about silence: a busy machine may keep a healthy process waiting for seconds.
+It is not judged frozen by its silence, and as a reader it waits for the answers of a prefill node that is silent.
 """
 
 from __future__ import annotations
@@ -31,10 +36,12 @@ class Gate:
     nothing.
     """
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, *, patient: bool = False) -> None:
         self._path = directory / name
         self._pipe = pipe_of(self._path)
         os.mkfifo(self._pipe)
+        if patient:
+            patience_of(self._path).touch()
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -57,6 +64,15 @@ class Gate:
         finally:
             self.let_go()
 
+    @contextlib.contextmanager
+    def impatient(self) -> Iterator[None]:
+        """A patient node is as others for what begins before the end."""
+        patience_of(self._path).unlink()
+        try:
+            yield
+        finally:
+            patience_of(self._path).touch()
+
     def let_go(self) -> None:
         """What is held goes on. Idempotent."""
         self._path.unlink(missing_ok=True)
@@ -69,3 +85,8 @@ class Gate:
 def pipe_of(path: Path) -> Path:
     """The pipe of the gate with its file at `path`."""
     return path.with_suffix(".pipe")
+
+
+def patience_of(path: Path) -> Path:
+    """It is there while the node of the gate with its file at `path` is patient."""
+    return path.with_suffix(".patient")

@@ -14,16 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
+from pd_cluster.engine.pipeline import Pipeline
 from pd_cluster.scheduling import queues
 from pd_cluster.scheduling.unready import Unready
+from pd_connectors import p2p
 from pd_connectors.nixl.connector import NixlConnector
-from tests.integration.gate import VARIABLE, pipe_of
+from tests.integration.gate import VARIABLE, patience_of, pipe_of
+from tests.patient_engine import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.scheduling.sequence import Sequence
     from pd_connectors.base import ConnectorContext
+    from pd_connectors.pull_limits import PullLimits
 
 
 class HeldUnready(Unready):
@@ -46,12 +50,31 @@ class HeldUnready(Unready):
         return is_held or super().holds(seq, now_s)
 
 
+class HeldLimits:
+    """Limits of loads, of a patient node while there is the file at `patience`."""
+
+    def __init__(self, limits: PullLimits, patience: Path) -> None:
+        self._limits = limits
+        self._patience = patience
+
+    def __getattr__(self, name: str) -> float:
+        limit: float = getattr(self._limits, name)
+        return PATIENCE_S if name in ("silence_s", "confirm_s") and self._patience.exists() else limit
+
+
 class HeldNixl(NixlConnector):
     """Its engine keeps to the gate that the environment names."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._gate = Path(os.environ[VARIABLE])
+        patience, limits, allow = patience_of(self._gate), p2p._limits, Pipeline._allow
+
+        def allow_more(pipeline: Pipeline, allowed_s: float) -> None:
+            allow(pipeline, PATIENCE_S if patience.exists() else allowed_s)
+
         mock.patch.object(queues, "Unready", partial(HeldUnready, self._gate)).start()
+        mock.patch.object(p2p, "_limits", lambda context: HeldLimits(limits(context), patience)).start()
+        mock.patch.object(Pipeline, "_allow", allow_more).start()
         super().__init__(context)
 
     def set_waker(self, wake: Callable[[], None]) -> None:

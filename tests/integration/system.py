@@ -15,6 +15,7 @@ import httpx
 import orjson
 
 from tests.cluster import Launched, Launcher
+from tests.patient_engine import PATIENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -83,7 +84,12 @@ class System:
         self._http = httpx.Client(timeout=ANSWER_DEADLINE_S, limits=NO_REUSE, trust_env=False)
         nodes = {
             role: launcher.node(
-                role, f"--node-id={role}", *common, *own[role], environment=gate.environment if gate else {}, wait=False
+                role,
+                f"--node-id={role}",
+                *common,
+                *own[role],
+                environment={**PATIENT, **(gate.environment if gate else {})},
+                wait=False,
             )
             for role in roles
         }

@@ -41,7 +41,7 @@ async def num_requests(cluster: GatedCluster, name: str) -> float:
 
 async def test_a_request_that_two_nodes_stand_still_with_ends(cluster: GatedCluster) -> None:
     """The nodes stop by SIGSTOP once they have it. Their prefill node, which is held, gives it no first token."""
-    router, names = cluster.new_router(["p0"], DECODES), list(DECODES)
+    router, names = cluster.new_router(["p0"], DECODES, "--health-timeout-s=1"), list(DECODES)
 
     async def find() -> bool:
         """Whether one of the nodes that run has the request; it is then the last of `names`."""

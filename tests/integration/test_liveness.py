@@ -51,7 +51,7 @@ def anyio_backend() -> str:
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatedCluster]:
     with Launcher() as launcher:
         cluster = GatedCluster(
-            launcher, tmp_path_factory.mktemp("gates"), "p0", "p1", "d0", "d1", flags=(), p0_flags=SLOW
+            launcher, tmp_path_factory.mktemp("gates"), "p0", "p1", "d0", "d1", flags=(), p0_flags=SLOW, patient=False
         )
         yield cluster
         cluster.stop()

@@ -184,7 +184,9 @@ def test_a_decode_node_takes_a_prompt_from_the_pool_without_a_prefill_node(clust
         expected = before_d + len(prompt) - num_poolable(prompt) + NUM_NEW_TOKENS - 1
         cluster.wait_computed(cluster.d, expected)
         assert cluster.computed(cluster.d) == expected
-        assert cluster.computed(cluster.p2) == before_2
+        cluster.ask(cluster.p2, [VOCABULARY[0]])  # P2 has computed this alone
+        cluster.wait_computed(cluster.p2, before_2 + NUM_NEW_TOKENS)
+        assert cluster.computed(cluster.p2) == before_2 + NUM_NEW_TOKENS
         assert answer["prefill"] == "d"
         assert answer["tokens"] == cluster.ask(cluster.plain, prompt)["tokens"]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
 logger = logging.getLogger(__name__)
 
-ROUTER_FLAGS = ("--prefill-on-decode=never", "--max-node-deaths=99", "--continue-wait-s=60")
+ROUTER_FLAGS = ("--prefill-on-decode=never", "--max-node-deaths=99", "--continue-wait-s=60", "--health-timeout-s=1")
 NUM_STREAMS = 6
 PREFILLED = 'pd_requests_total{endpoint="prefill",outcome="ok"}'
 

@@ -48,6 +48,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jump.now_s
 
+    def hold_up(self, seconds: float) -> None:
+        """This process does not run for so long."""
+        self._jump.now_s += seconds
+
+
+async def later(seconds: float) -> None:
+    """So much later, in virtual time."""
+    await asyncio.sleep(seconds)
+
 
 @dataclass(frozen=True)
 class SimKey:

@@ -81,6 +81,15 @@ async def test_a_d_that_is_known_to_be_gone_is_not_asked() -> None:
             assert answer.status == 503
 
 
+async def test_the_client_is_told_how_the_node_failed() -> None:
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode_dies)
+    d.go_on.set()
+    async with running(p, d), serving([p], [d]) as router:
+        got = await post(router, CHAT, HI)
+        assert (got.status, got.error["code"]) == (502, "node_failed")
+        assert "broken" in got.error["message"]
+
+
 async def test_three_failures_in_a_row_put_a_node_out_for_a_while() -> None:
     p, d = FakeNode("prefill", fakes.hang_up), FakeNode("decode", fakes.decode)
     async with running(p, d), serving([p], [d], eject_after=3, eject_s=3600.0) as router:

@@ -194,7 +194,7 @@ class StormedCluster:
         ]
         for node in nodes:
             node.wait_line("ready: ")
-        self.router: Launched = launcher.router(prefill=nodes[:2], decode=nodes[2:])
+        self.router: Launched = launcher.router("--health-timeout-s=2.5", prefill=nodes[:2], decode=nodes[2:])
         self.urls = {"router": self.router.url} | dict(zip(NODES, (node.url for node in nodes), strict=True))
 
     async def __aenter__(self) -> StormedCluster:

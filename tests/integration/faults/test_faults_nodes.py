@@ -169,13 +169,14 @@ async def test_p_killed_after_its_first_token(cluster: GatedCluster) -> None:
 async def test_bytes_that_come_late(goes_on: bool, cluster: GatedCluster) -> None:
     """D reads from a stopped P. Blocks that such a read may still write are not reused until it cannot any more."""
     long, d0, p1 = await cluster.expected(LONG), cluster.d0, cluster.nodes["p1"]
-    async with told_but_not_loading(cluster) as (call, fills):
-        failed = await failed_loads(d0)
-        p1.stop()
-        await fills.leave()
-        await until(d0.has_reserved, "d0 has room")
-        await wait_fallback(d0, failed)
-        (await call.outcome()).check(long)
+    with cluster.impatient("d0"):
+        async with told_but_not_loading(cluster) as (call, fills):
+            failed = await failed_loads(d0)
+            p1.stop()
+            await fills.leave()
+            await until(d0.has_reserved, "d0 has room")
+            await wait_fallback(d0, failed)
+            (await call.outcome()).check(long)
     num_blocks = -(-LONG // BLOCK_SIZE)
     left = {"orphaned_loads": 1, "loads_open": 1, "in_use": num_blocks, "quarantined": num_blocks}
 
@@ -244,9 +245,10 @@ async def test_p_killed_and_d_may_not_prefill(cluster: GatedCluster) -> None:
 async def test_p_stopped_while_d_reads(route: str, parts: tuple[Part, ...], cluster: GatedCluster) -> None:
     """D leaves a P that is silent, long before its deadline. What P does later does no harm."""
     long, short = await cluster.expected(LONG), await cluster.expected(SHORT)
-    failed = await failed_loads(cluster.d0)
-    with cluster.held():
-        call = await cluster.reading("d0", route)
+    router = cluster.new_router(["p0"], ["d0"], "--health-timeout-s=1")
+    with cluster.held(), cluster.impatient("p0", "d0"):
+        call = await cluster.reading("d0", route, url=router.url)
+        failed = await failed_loads(cluster.d0)
         cluster.p0.stop(*parts)
         await wait_fallback(cluster.d0, failed)
         outcome = await call.outcome()
@@ -254,11 +256,12 @@ async def test_p_stopped_while_d_reads(route: str, parts: tuple[Part, ...], clus
     assert outcome.headers["x-pd-prefill"] == "d0"
     # A read that was under way when p0 stopped ends when p0 goes on: over TCP it needs p0's progress
     await wait_clean_but_for_reads(cluster.d0)
-    await cluster.router.wait_healthy(cluster.p0, False)
-    alone = await cluster.call(SHORT, route).outcome()
+    await router.wait_healthy(cluster.p0, False)
+    alone = await cluster.call(SHORT, route, url=router.url).outcome()
     alone.check(short)
 
     cluster.p0.go_on()
+    await router.wait_healthy(cluster.p0)
     await cluster.router.wait_healthy(cluster.p0)
     logger.info(
         "answered after %.2f s; all clean %.2f s after p0 went on", outcome.seconds, await cluster.check_clean()
@@ -330,7 +333,7 @@ async def test_d_killed_another_d_lives(part: Part, route: str, cluster: GatedCl
     long = await cluster.expected(LONG)
     router = cluster.new_router(["p0"], ["d0", "strict"])
     with cluster.held():
-        call = cluster.call(LONG, route, url=router.url)
+        call = await cluster.reading(("d0", "strict"), route, url=router.url)
         reader, other = await parted(cluster.d0, cluster.nodes["strict"], Member.is_reading)
         await reader.kill(part)
         if route == P_FIRST:  # else P has the first blocks cached, and computes the rest in one step

@@ -1,0 +1,34 @@
+"""Patience of nodes in tests that are not about silence: a busy machine may keep a healthy process waiting for seconds.
+
+    launcher.node("prefill", environment=PATIENT)
+
+The hook of tests/fork_server.py. The product gives a silent engine 2.25 s and a silent peer 2.5 s, and has no flags
+for that. Here the engine announces PATIENCE_S with its first step, and gives its peers as long for each answer.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from unittest import mock
+
+from tests.deadlines import HANG_S
+
+PATIENT = {"PD_TEST_ENGINE_HOOK": f"{__name__}:be_patient"}
+PATIENCE_S = 2 * HANG_S
+
+
+def be_patient() -> None:
+    """In an engine, before it starts."""
+    from pd_cluster.engine.pipeline import Pipeline
+    from pd_connectors import base
+
+    allow = Pipeline._allow
+
+    def allow_more(pipeline: Pipeline, _allowed_s: float) -> None:
+        allow(pipeline, PATIENCE_S)
+
+    mock.patch.object(Pipeline, "_allow", allow_more).start()
+    patient = partial(
+        base.ConnectorContext, silence_s=PATIENCE_S, connect_deadline_s=PATIENCE_S, confirm_deadline_s=PATIENCE_S
+    )
+    mock.patch.object(base, "ConnectorContext", patient).start()
