@@ -13,6 +13,7 @@ the environment that it was given. /proc shows the command line that it stands f
 - The API process has torch, which a process of its own does without (`node_process.leave_out_torch`).
 - /proc/PID/environ shows the server's environment.
 - Memory that it shares with the server counts as its own.
+- It gets SIGTERM when the server ends, as it does with the tests: a run that is killed leaves no node behind.
 - It ends without clearing its modules, once what is registered for the exit has run (forked_command.end_process).
 
 Tests of these things, and of processes that start processes, keep the real command (`Launcher.start`, `real=True`):
@@ -109,7 +110,7 @@ class ForkServer:
             return Forked(int(told), fds[0], ours.detach(), open(output), lambda: self._bury(process))
 
     def close(self) -> None:
-        """Idempotent. Commands that run go on."""
+        """Idempotent. Commands that run are told to end (SIGTERM)."""
         if self._running is not None:
             self._bury(self._running[0])
 

@@ -33,6 +33,7 @@ ENGINE_MODULE = "pd_cluster.engine.process"
 NODES = ("prefill", "decode", "mixed")
 ENGINE_HOOK_ENV = "PD_TEST_ENGINE_HOOK"
 MAX_ORDER_BYTES = 1 << 20
+PR_SET_PDEATHSIG = 1
 FORK_SAFE_THREAD = "jemalloc_bg_thd"  # of pyarrow, if transformers finds it; jemalloc takes its locks around a fork
 # What the commands of nodes and routers import by the time that they are ready
 MODULES = (
@@ -85,8 +86,10 @@ class ForkingServer:
 
     def _fork(self, order: bytes, fds: list[int]) -> Command | None:
         *streams, answers = fds
+        server = os.getpid()
         pid = os.fork()
         if pid == 0:
+            end_with(server)
             os.setpgid(0, 0)
             os.close(answers)
             self._close()
@@ -274,6 +277,13 @@ def end_process(status: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel end this process when its parent dies: nodes of a run that was killed would run for ever."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(0)
 
 
 def show_command(command: list[str]) -> None:
