@@ -165,9 +165,9 @@ class Forked:
         return status
 
     def send_signal(self, signum: int) -> None:
-        if self.poll() is None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signum)
+        """Harmless when it has ended, also when its status cannot be known."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signum)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

@@ -123,7 +123,7 @@ def test_a_worker_that_dies_fails_one_test_and_the_run_ends(tmp_path: Path, monk
     done = run_pytest(tmp_path, monkeypatch)
     assert done.returncode == 1, done.stdout
     assert "1 failed, 38 passed" in done.stdout
-    assert done.stdout.count("crashed while running") == 1
+    assert "crashed while running 'test_file_4_dies.py::test_that_dies'" in done.stdout
     lines = [line.split()[0] for line in log.read_text().splitlines()]
     assert sorted(lines) == sorted(["after", *4 * names])
 
