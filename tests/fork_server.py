@@ -17,7 +17,7 @@ the environment that it was given. /proc shows the command line that it stands f
 - It ends without clearing its modules, once what is registered for the exit has run (forked_command.end_process).
 
 Tests of these things, and of processes that start processes, keep the real command (`Launcher.start`, `real=True`):
-`up` (all that it starts), `ray`, `pool` and `check`; the wheel, the lifeline and `supervise`; workers and successors of
+one `up` with all that it starts (test_hub_model.py; of the others, nursery.py forks the nodes and the router), `ray`, `pool` and `check`; the wheel, the lifeline and `supervise`; workers and successors of
 a router; the API process with a fake engine (test_node_process.py); `cli.main` (test_environment.py, test_cli.py,
 test_node_commands.py); tests of security that measure memory. So does a start with a variable that may matter to an
 import, see FREE, and with PD_TEST_REAL=1 every one.
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CLI_MODULE = "pd_cluster.launch.cli"
-COMMANDS = ("prefill", "decode", "mixed", "router", "nodes", "epp")
+COMMANDS = ("up", "prefill", "decode", "mixed", "router", "nodes", "epp")
 SHOWN_BYTES = 4000  # for the command line that a child shows; the kernel shows one page
 MAX_ANSWER_BYTES = 32
 DEATH_S = 60.0  # from the end of the server's socket to the end of its process
