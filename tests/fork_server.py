@@ -79,11 +79,11 @@ class ForkServer:
     def differs(self, environment: Mapping[str, str]) -> set[str]:
         """The variables for which a command with this environment must be a process of its own."""
         with self._lock:
-            changed = self._environment.items() ^ environment.items()
+            changed = self.environment.items() ^ environment.items()
         return {name for name, _ in changed if not name.startswith(FREE)}
 
     @functools.cached_property
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         return self._make_environment()
 
     def start(
@@ -97,17 +97,23 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         output, written = os.pipe()
         with ours, open(os.devnull, "rb") as stdin:
-            with theirs, open(written, "wb") as stdout, self._lock:  # no other thread buries the server meanwhile
-                if self._running is None:
-                    self._running = self._begin()
-                process, orders = self._running
-                with suppress(BrokenPipeError):
-                    socket.send_fds(orders, [order], [one.fileno() for one in (stdin, stdout, stdout, theirs)])
+            with theirs, open(written, "wb") as stdout:
+                process = self.order(order, [one.fileno() for one in (stdin, stdout, stdout, theirs)])
             told, fds, _, _ = socket.recv_fds(ours, MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             if not told:
                 os.close(output)
                 raise ForkServerDied(self._bury(process))
             return Forked(int(told), fds[0], ours.detach(), open(output), lambda: self._bury(process))
+
+    def order(self, order: bytes, fds: Sequence[int]) -> subprocess.Popen[bytes]:
+        """Send an order and its descriptors: streams from number 0 on, then the socket for answers. The server."""
+        with self._lock:  # no other thread buries the server meanwhile
+            if self._running is None:
+                self._running = self._begin()
+            process, orders = self._running
+            with suppress(BrokenPipeError):
+                socket.send_fds(orders, [order], fds)
+        return process
 
     def close(self) -> None:
         """Idempotent. Commands that run are told to end (SIGTERM)."""
@@ -121,7 +127,7 @@ class ForkServer:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tests.forked_command", *own],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env=self._environment, cwd=self._cwd, process_group=0, pass_fds=(theirs.fileno(),),
+                env=self.environment, cwd=self._cwd, process_group=0, pass_fds=(theirs.fileno(),),
             )  # fmt: skip
         return process, ours
 

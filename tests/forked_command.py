@@ -36,6 +36,7 @@ ENGINE_MODULE = "pd_cluster.engine.process"
 NODES = ("prefill", "decode", "mixed")
 ENGINE_HOOK_ENV = "PD_TEST_ENGINE_HOOK"
 MAX_ORDER_BYTES = 1 << 20
+MAX_FDS = 5  # three streams, perhaps a lifeline, and the socket for answers
 PR_SET_PDEATHSIG = 1
 FORK_SAFE_THREAD = "jemalloc_bg_thd"  # of pyarrow, if transformers finds it; jemalloc takes its locks around a fork
 # What the commands of nodes and routers import by the time that they are ready
@@ -81,7 +82,7 @@ class ForkingServer:
                 if fd != self._orders.fileno():
                     self._tell_end(fd)
                     continue
-                order, fds, _, _ = socket.recv_fds(self._orders, MAX_ORDER_BYTES, 4)  # a whole one, by SOCK_SEQPACKET
+                order, fds, _, _ = socket.recv_fds(self._orders, MAX_ORDER_BYTES, MAX_FDS)  # a whole one, by SOCK_SEQPACKET
                 if not order:
                     return None
                 if (command := self._fork(order, fds)) is not None:
