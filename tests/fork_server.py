@@ -17,10 +17,11 @@ the environment that it was given. /proc shows the command line that it stands f
 - It ends without clearing its modules, once what is registered for the exit has run (forked_command.end_process).
 
 Tests of these things, and of processes that start processes, keep the real command (`Launcher.start`, `real=True`):
-one `up` with all that it starts (test_hub_model.py; of the others, nursery.py forks the nodes and the router), `ray`, `pool` and `check`; the wheel, the lifeline and `supervise`; workers and successors of
-a router; the API process with a fake engine (test_node_process.py); `cli.main` (test_environment.py, test_cli.py,
-test_node_commands.py); tests of security that measure memory. So does a start with a variable that may matter to an
-import, see FREE, and with PD_TEST_REAL=1 every one.
+one `up` with all that it starts (test_hub_model.py; of others, nursery.py forks nodes and router), `ray`, `pool` and
+`check`; the wheel, the lifeline and `supervise`; workers and successors of a router; the API process with a fake engine
+(test_node_process.py); `cli.main` (test_environment.py, test_cli.py, test_node_commands.py); tests of security that
+measure memory. So does a start with a variable that may matter to an import, see FREE, and with PD_TEST_REAL=1 every
+one.
 
 PD_TEST_ENGINE_HOOK=module:function is called in a node's engine before it starts.
 """

@@ -69,7 +69,9 @@ class Nursery:
         )
         return NursedProcess(pid, stdout)
 
-    def _fork(self, arguments: Sequence[str], env: Mapping[str, str], fds: Sequence[int], numbers: Sequence[int]) -> int:
+    def _fork(
+        self, arguments: Sequence[str], env: Mapping[str, str], fds: Sequence[int], numbers: Sequence[int]
+    ) -> int:
         order = json.dumps([[*arguments], dict(env), [*numbers]]).encode()
         adopt_orphans(True)
         try:

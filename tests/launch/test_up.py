@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -110,7 +111,9 @@ def test_up_answers_and_heals_and_stops(launcher: Launcher) -> None:
     assert answer.json()["choices"][0]["message"]["content"] == "Oskar 2210"
     assert (answer.headers["x-pd-prefill"], answer.headers["x-pd-decode"]) == ("prefill-0", "decode-0")
 
-    process_of(cluster, "decode").children()[0].kill()
+    decode = process_of(cluster, "decode")
+    assert os.getsid(decode.pid) == decode.pid, "Ctrl-C reaches `up` only"
+    decode.children()[0].kill()
     process_of(cluster, "router").kill()
     assert httpx.get(f"{url}/nodes", timeout=HANG_S).status_code == 200, "it waited for the router"
     cluster.wait_line("router was killed by SIGKILL: restarting it in 0.5 s (restart 1)")

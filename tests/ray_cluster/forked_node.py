@@ -1,4 +1,4 @@
-"""`python -I -S forked_node.py ROLE FLAGS`: a process that stands for a node, which is forked by the tests' fork server.
+"""`python -I -S forked_node.py ROLE FLAGS`: it stands for a node, which the tests' fork server forks.
 
 It has the node's streams and environment, passes signals on, and ends with the node's status. The node ends when this
 process does, and this process when its launcher does: each has a lifeline. A router is executed.
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     _, (pidfd,), _, _ = socket.recv_fds(ours, MAX_ANSWER_BYTES, 1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signal.pidfd_send_signal(pidfd, number))
-    ready, _, _ = select.select([ours, launcher], [], [])
+    ready, _, _ = select.select([ours.fileno(), launcher], [], [])
     if launcher in ready:
         os.close(held)
         return 3

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from tests.cluster import Launcher
+from tests.cluster import REAL, Launcher
 from tests.deadlines import HANG_S, POLL_S, wait_until
 from tests.ray_cluster.machines import Machines, cmdline
 from tests.ray_cluster.relay import Relay
@@ -161,7 +161,7 @@ def running(spec: str, *, workers: int, head_gpus: int = 0, forked: bool = False
         tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as root,
         Launcher() as launcher,
         Relay(Path(root)) as relay,
-        Machines(launcher, Path(root), head_gpus, relay.environment if forked else None) as machines,
+        Machines(launcher, Path(root), head_gpus, relay.environment if forked and not REAL else None) as machines,
     ):
         file = Path(root) / "cluster.yaml"
         file.write_text(spec)
