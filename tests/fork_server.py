@@ -17,10 +17,11 @@ the environment that it was given. /proc shows the command line that it stands f
 - It ends without clearing its modules, once what is registered for the exit has run (forked_command.end_process).
 
 Tests of these things, and of processes that start processes, keep the real command (`Launcher.start`, `real=True`):
-`up` (all that it starts), `ray`, `pool` and `check`; the wheel, the lifeline and `supervise`; workers and successors of
-a router; the API process with a fake engine (test_node_process.py); `cli.main` (test_environment.py, test_cli.py,
-test_node_commands.py); tests of security that measure memory. So does a start with a variable that may matter to an
-import, see FREE, and with PD_TEST_REAL=1 every one.
+one `up` with all that it starts (test_hub_model.py; of others, nursery.py forks nodes and router), `ray`, `pool` and
+`check`; the wheel, the lifeline and `supervise`; workers and successors of a router; the API process with a fake engine
+(test_node_process.py); `cli.main` (test_environment.py, test_cli.py, test_node_commands.py); tests of security that
+measure memory. So does a start with a variable that may matter to an import, see FREE, and with PD_TEST_REAL=1 every
+one.
 
 PD_TEST_ENGINE_HOOK=module:function is called in a node's engine before it starts.
 """
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CLI_MODULE = "pd_cluster.launch.cli"
-COMMANDS = ("prefill", "decode", "mixed", "router", "nodes", "epp")
+COMMANDS = ("up", "prefill", "decode", "mixed", "router", "nodes", "epp")
 SHOWN_BYTES = 4000  # for the command line that a child shows; the kernel shows one page
 MAX_ANSWER_BYTES = 32
 DEATH_S = 60.0  # from the end of the server's socket to the end of its process
@@ -79,11 +80,11 @@ class ForkServer:
     def differs(self, environment: Mapping[str, str]) -> set[str]:
         """The variables for which a command with this environment must be a process of its own."""
         with self._lock:
-            changed = self._environment.items() ^ environment.items()
+            changed = self.environment.items() ^ environment.items()
         return {name for name, _ in changed if not name.startswith(FREE)}
 
     @functools.cached_property
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         return self._make_environment()
 
     def start(
@@ -97,17 +98,23 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         output, written = os.pipe()
         with ours, open(os.devnull, "rb") as stdin:
-            with theirs, open(written, "wb") as stdout, self._lock:  # no other thread buries the server meanwhile
-                if self._running is None:
-                    self._running = self._begin()
-                process, orders = self._running
-                with suppress(BrokenPipeError):
-                    socket.send_fds(orders, [order], [one.fileno() for one in (stdin, stdout, stdout, theirs)])
+            with theirs, open(written, "wb") as stdout:
+                process = self.order(order, [one.fileno() for one in (stdin, stdout, stdout, theirs)])
             told, fds, _, _ = socket.recv_fds(ours, MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             if not told:
                 os.close(output)
                 raise ForkServerDied(self._bury(process))
             return Forked(int(told), fds[0], ours.detach(), open(output), lambda: self._bury(process))
+
+    def order(self, order: bytes, fds: Sequence[int]) -> subprocess.Popen[bytes]:
+        """Send an order and its descriptors: streams from number 0 on, then the socket for answers. The server."""
+        with self._lock:  # no other thread buries the server meanwhile
+            if self._running is None:
+                self._running = self._begin()
+            process, orders = self._running
+            with suppress(BrokenPipeError):
+                socket.send_fds(orders, [order], fds)
+        return process
 
     def close(self) -> None:
         """Idempotent. Commands that run are told to end (SIGTERM)."""
@@ -121,7 +128,7 @@ class ForkServer:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tests.forked_command", *own],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env=self._environment, cwd=self._cwd, process_group=0, pass_fds=(theirs.fileno(),),
+                env=self.environment, cwd=self._cwd, process_group=0, pass_fds=(theirs.fileno(),),
             )  # fmt: skip
         return process, ours
 

@@ -6,6 +6,7 @@ imported before, and FILLER is room for the command lines that children show.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import ctypes
 import gc
@@ -25,6 +26,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from tests.nursery import Nursery
+
 if TYPE_CHECKING:
     from pd_cluster.config import NodeConfig
 
@@ -33,6 +36,7 @@ ENGINE_MODULE = "pd_cluster.engine.process"
 NODES = ("prefill", "decode", "mixed")
 ENGINE_HOOK_ENV = "PD_TEST_ENGINE_HOOK"
 MAX_ORDER_BYTES = 1 << 20
+MAX_FDS = 5  # three streams, perhaps a lifeline, and the socket for answers
 PR_SET_PDEATHSIG = 1
 FORK_SAFE_THREAD = "jemalloc_bg_thd"  # of pyarrow, if transformers finds it; jemalloc takes its locks around a fork
 # What the commands of nodes and routers import by the time that they are ready
@@ -78,7 +82,9 @@ class ForkingServer:
                 if fd != self._orders.fileno():
                     self._tell_end(fd)
                     continue
-                order, fds, _, _ = socket.recv_fds(self._orders, MAX_ORDER_BYTES, 4)  # a whole one, by SOCK_SEQPACKET
+                order, fds, _, _ = socket.recv_fds(
+                    self._orders, MAX_ORDER_BYTES, MAX_FDS
+                )  # a whole one, by SOCK_SEQPACKET
                 if not order:
                     return None
                 if (command := self._fork(order, fds)) is not None:
@@ -144,8 +150,9 @@ class Command:
             os.close(fd)
         renew(self._environment)
         if self._module == CLI_MODULE and self._arguments[0] in NODES:
-            spare = SpareEngine()
-            importlib.import_module(ENGINE_MODULE).spawn_engine = spare.spawn  # type: ignore[attr-defined]
+            fork_engine()
+        elif self._module == CLI_MODULE and self._arguments[0] == "up":
+            asyncio.create_subprocess_exec = Nursery(run_nursed).create_subprocess_exec  # type: ignore[assignment]
         run_module(self._module, [], self._arguments)
 
 
@@ -205,6 +212,20 @@ class SpawnedEngine:
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
+
+
+def fork_engine() -> None:
+    """This process is to become a node: its engine is forked from it. Call it before it has a thread."""
+    importlib.import_module(ENGINE_MODULE).spawn_engine = SpareEngine().spawn  # type: ignore[attr-defined]
+
+
+def run_nursed(arguments: list[str], environment: dict[str, str]) -> None:
+    """What `up` has started, as `python -P -m pd_cluster.launch.cli ARGUMENTS`. Raises SystemExit."""
+    del sys.path[0]  # because of -P
+    renew(environment)
+    if arguments[0] in NODES:
+        fork_engine()
+    run_module(CLI_MODULE, ["-P"], arguments)
 
 
 def _become_engine(orders: socket.socket) -> None:

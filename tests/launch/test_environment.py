@@ -88,13 +88,16 @@ def test_what_cannot_be_mended_is_one_line(before: str, said: str, tmp_path: Pat
 @pytest.mark.parametrize(
     "before",
     [
-        "ulimit -Sn 40", "exec 0<&-",
-        "export PYTHONIOENCODING=ascii", "export LC_ALL=xx_YY.UTF-8", "export LC_ALL=POSIX",
-        "export PYTHONWARNINGS=error", "umask 777", "export TMPDIR=/nothing",
+        "export LC_ALL=POSIX PYTHONWARNINGS=error; ulimit -Sn 40",
+        "export LC_ALL=xx_YY.UTF-8 TMPDIR=/nothing; exec 0<&-",
+        "export PYTHONIOENCODING=ascii; umask 777",
     ],
-)  # fmt: skip
+)
 def test_what_can_be_mended_is(before: str, tmp_path: Path) -> None:
-    """As far as the model, which is not there: its path has letters and blanks that no locale need have."""
+    """As far as the model, which is not there: its path has letters and blanks that no locale need have.
+
+    What is in one row is mended in places that do not know of each other.
+    """
     (tmp_path / "ä b").mkdir()
     done = run(
         ["mixed", "--device=cpu", "--port=0", "--model=./größe"], before, cwd=tmp_path / "ä b",

@@ -7,6 +7,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import httpx
+import psutil
 import pytest
 from transformers import AutoTokenizer
 
@@ -31,7 +32,8 @@ NUM_TOKENS = 8
 def test_a_model_of_the_hub_is_downloaded_once_and_served(launcher: Launcher, tmp_path: Path) -> None:
     """The first process downloads it for all. The answer is what transformers generates.
 
-    Then `up` is killed, and no process outlives it.
+    Then the router is killed and is back, and `up` is killed, and no process outlives it. All are executed, as for a
+    user: in other tests of `up` nodes and routers are forked.
     """
     directory = tmp_path / "model"
     saved = save_model("Qwen3", directory, SHAPE)
@@ -41,11 +43,15 @@ def test_a_model_of_the_hub_is_downloaded_once_and_served(launcher: Launcher, tm
         environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
         flags = ("--port=0", "--device=cpu", "--num-threads=1", "--dtype=float32", "--kv-cache-gb=0.05")
         one_node = ("--prefill=0", "--decode=0", "--mixed=1", "--connector=none")
-        cluster = launcher.command("up", f"--model={MODEL}", *flags, *one_node, environment=environment)
+        cluster = launcher.command("up", f"--model={MODEL}", *flags, *one_node, environment=environment, real=True)
         cluster.wait_line("Ctrl-C stops everything")
         url = cluster.wait_line("ready: http://").split()[1]
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=HANG_S, trust_env=False)
+        [router] = [child for child in psutil.Process(cluster.pid).children() if "router" in child.cmdline()]
+        router.kill()
+        assert httpx.get(f"{url}/nodes", timeout=HANG_S, trust_env=False).status_code == 200, "it waited for the router"
+        cluster.wait_line("router is back")
         cluster.send(signal.SIGKILL)
         assert cluster.wait() == -signal.SIGKILL
         assert len(cluster.family()) >= 3, "a node, its engine, the router"

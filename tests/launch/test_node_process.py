@@ -123,12 +123,13 @@ def test_a_router_under_load_loses_nothing_with_a_node_that_leaves(launcher: Lau
     router = launcher.router(mixed=nodes)
     failures: list[str] = []
     counts = [0] * 8
+    pauses_s = [0.01]  # without a pause they took 30 s of CPU until the node had left
     stop = threading.Event()
 
     def work(number: int) -> None:
         body = {"model": DEMO_MODEL.name, "prompt": [65, 66], "max_tokens": 3}
         with httpx.Client(timeout=HANG_S, trust_env=False) as client:
-            while not stop.wait(0.01):  # without a pause they took 30 s of CPU until the node had left
+            while not stop.wait(pauses_s[-1]):
                 try:
                     client.post(f"{router.url}/v1/completions", json=body).raise_for_status()
                     counts[number] += 1
@@ -143,7 +144,10 @@ def test_a_router_under_load_loses_nothing_with_a_node_that_leaves(launcher: Lau
     for thread in threads:
         thread.start()
     until_served(60)
-    assert nodes[0].stop(signal.SIGTERM, HANG_S) == 0
+    nodes[0].send(signal.SIGTERM)
+    until_served(200)
+    pauses_s.append(0.1)  # it takes seconds to leave, and the other one has almost all requests by now
+    assert nodes[0].end(HANG_S) == 0
     until_served(40)
     stop.set()
     for thread in threads:

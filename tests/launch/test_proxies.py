@@ -40,6 +40,7 @@ CLIENTS: dict[str, set[str]] = {
     "lightkube.Client": set(),
 }
 CLIENTS |= {f"{name}.{verb}": set() for name in ("httpx", "requests") for verb in ("get", "post", "request", "stream")}
+LIBRARIES = {"aiohttp", *(name.partition(".")[0] for name in CLIENTS)}
 ASKS_PROXIES = {
     "router/pd_router/otlp.py": "a collector may be outside; one of this network is asked without",
 }  # huggingface_hub makes its own client: the hub is outside
@@ -173,11 +174,14 @@ def _trusting(tree: ast.AST) -> Iterator[str]:
 
 
 def test_every_client_leaves_the_environments_proxies() -> None:
+    """A file that names no library of CLIENTS is not parsed: parsing all takes 4 s of CPU."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
     found = {
         (str(path.relative_to(ROOT)), name)
-        for package in PACKAGES
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for name in _trusting(ast.parse(path.read_text(encoding="utf-8")))
+        for path, text in texts.items()
+        if any(library in text for library in LIBRARIES)
+        for name in _trusting(ast.parse(text))
     }
     assert {path for path, _ in found} <= ASKS_PROXIES.keys()
 

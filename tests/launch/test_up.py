@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -75,9 +76,10 @@ def test_files_of_the_router_are_read_before_anything_starts(
 ONE_NODE = ("--prefill=0", "--decode=0", "--mixed=1")
 
 
-def up(launcher: Launcher, *more: str) -> Launched:
+def up(launcher: Launcher, *more: str, real: bool = False) -> Launched:
+    """Its nodes and its router are forked, unless `real`: a node takes 8 s of CPU else."""
     flags = ("--port=0", "--device=cpu", "--num-threads=1", "--max-model-len=512", "--kv-cache-gb=0.05")
-    cluster = launcher.command("up", *flags, *more)
+    cluster = launcher.command("up", *flags, *more, real=real)
     cluster.wait_line("Ctrl-C stops everything")
     return cluster
 
@@ -109,7 +111,9 @@ def test_up_answers_and_heals_and_stops(launcher: Launcher) -> None:
     assert answer.json()["choices"][0]["message"]["content"] == "Oskar 2210"
     assert (answer.headers["x-pd-prefill"], answer.headers["x-pd-decode"]) == ("prefill-0", "decode-0")
 
-    process_of(cluster, "decode").children()[0].kill()
+    decode = process_of(cluster, "decode")
+    assert os.getsid(decode.pid) == decode.pid, "Ctrl-C reaches `up` only"
+    decode.children()[0].kill()
     process_of(cluster, "router").kill()
     assert httpx.get(f"{url}/nodes", timeout=HANG_S).status_code == 200, "it waited for the router"
     cluster.wait_line("router was killed by SIGKILL: restarting it in 0.5 s (restart 1)")
@@ -159,7 +163,7 @@ def test_a_role_that_cannot_come_back_ends_the_cluster(launcher: Launcher, tmp_p
     """The delays add up to 15 s."""
     model = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, model)
-    cluster = up(launcher, f"--model={model}")
+    cluster = up(launcher, f"--model={model}", real=True)
     (model / "model.safetensors").unlink()
     process_of(cluster, "decode").kill()
     assert cluster.wait(90.0) == 1
@@ -173,7 +177,8 @@ def test_a_role_that_cannot_come_back_ends_the_cluster(launcher: Launcher, tmp_p
 def test_what_cannot_start_the_first_time_ends_up_at_once(launcher: Launcher) -> None:
     """The node's own checks are not `up`'s: here its address is none that this machine has."""
     environment = {"PD_ADVERTISE_HOST": "no such host"}
-    cluster = launcher.command("up", "--port=0", "--device=cpu", "--kv-cache-gb=0.05", environment=environment)
+    flags = ("--port=0", "--device=cpu", "--kv-cache-gb=0.05")
+    cluster = launcher.command("up", *flags, environment=environment, real=True)
     assert cluster.wait(60.0) == 2
     assert "restarting it" not in cluster.output
     assert cluster.leftovers() == []

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
 
     from tests.cluster import Launched, Launcher
@@ -33,12 +34,17 @@ LEFT_OUT_OF_HEAD = ("--include-dashboard=false", "--no-monitor")
 class Machines:
     """A head and workers. At the end all are killed, and nothing that they started may be left."""
 
-    def __init__(self, launcher: Launcher, root: Path, head_gpus: int = 0) -> None:
-        """`root`: a directory with a short path, for Ray's sockets. `head_gpus`: see `worker`."""
+    def __init__(
+        self, launcher: Launcher, root: Path, head_gpus: int = 0, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`root`: a directory with a short path, for Ray's sockets. `head_gpus`: see `worker`.
+
+        `environment`: of Ray's processes besides.
+        """
         self._launcher = launcher
         self._environment = {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(root),
-            "RAY_ADDRESS": "",
+            "RAY_ADDRESS": "", **(environment or {}),
         }  # fmt: skip
         self.running: list[Launched] = []
         head = self.head = self._start(

@@ -29,8 +29,8 @@ router: {count: 1, cpus: 0, resources: {edge: 1}, flags: {port: 0, linger-s: 1}}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A prefill node, a decode node and a router on a head and a worker."""
-    with running(CLUSTER, workers=1, head_gpus=3) as cluster:
+    """A prefill node, a decode node and a router on a head and a worker. Nodes are executed in test_ray_machines.py."""
+    with running(CLUSTER, workers=1, head_gpus=3, forked=True) as cluster:
         yield cluster
 
 
