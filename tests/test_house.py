@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter, defaultdict
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.races.sources import statements
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
@@ -15,6 +19,12 @@ PACKAGES = (
 )  # fmt: skip
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def modules() -> dict[str, Path]:
     """Every module of the packages, by its dotted name."""
     found = {}
@@ -29,7 +39,7 @@ def modules() -> dict[str, Path]:
 def imports(path: Path, names: set[str]) -> set[str]:
     """Modules among `names` that a file imports: at its top, inside functions, and for type checking."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in statements(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
@@ -37,33 +47,33 @@ def imports(path: Path, names: set[str]) -> set[str]:
     return found & names
 
 
-def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
-    """Modules that `start` imports, directly or through others."""
-    seen: set[str] = set()
-    waiting = [start]
-    while waiting:
-        for name in graph[waiting.pop()] - seen:
-            seen.add(name)
-            waiting.append(name)
-    return seen
-
-
 def test_no_files_import_each_other_in_a_circle() -> None:
     """A file can be read, and moved, after those that it imports, those for annotations included."""
     files = modules()
     graph = {name: imports(path, set(files) - {name}) for name, path in files.items()}
-    reached = {name: reachable(name, graph) for name in graph}
-    circles = {
-        frozenset(other for other in reached[name] if name in reached[other]) for name in graph if name in reached[name]
-    }
-    assert circles == set()
+    assert circle_in(graph) == []
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Names of which each stands for the next one, in a circle; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def test_a_circle_is_found() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert set(circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
 
 
 def test_public_class_names_are_unique() -> None:
     """A name means one thing wherever it is read, and a search for it finds one definition."""
     places: dict[str, list[str]] = defaultdict(list)
     for module, path in modules().items():
-        for statement in ast.parse(path.read_text()).body:
+        for statement in parsed(path).body:
             if isinstance(statement, ast.ClassDef) and not statement.name.startswith("_"):
                 places[statement.name].append(module)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def hasten() -> None:
-    """Let a launch replace the functions of `triton.language` once for each file, and look up each type once.
+    """Let a launch replace the functions of `triton.language` once for each file, and leave out what nothing reads.
 
     Triton 3.6 and 3.7 replace them again whenever a kernel calls a function of its own. What is replaced stays so until
     the launch ends. Another Triton that has no such parts is left as it is.
@@ -23,6 +24,7 @@ def hasten() -> None:
     if {"_patch_lang", "GridExecutor", "_get_np_dtype"} <= vars(interpreter).keys():
         _replace_once_a_launch(interpreter)
         _look_types_up_once(interpreter)
+        _leave_out_unread_checks(interpreter)
 
 
 def _replace_once_a_launch(interpreter: Any) -> None:
@@ -54,3 +56,10 @@ def _look_types_up_once(interpreter: Any) -> None:
         return known[dtype.name]
 
     interpreter._get_np_dtype = looked_up
+
+
+def _leave_out_unread_checks(interpreter: Any) -> None:
+    """Every sum of integers is computed in 64 bits too, and compared, for an assertion that only `debug` turns on."""
+    options = interpreter.interpreter_builder.options
+    if not options.debug and hasattr(options, "sanitize_overflow"):
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)

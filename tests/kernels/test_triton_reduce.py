@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +12,7 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import reference
 from pd_kernels.triton_reduce import PeerBuffers, reduce_add_norm, reduce_sum
+from tests.kernels.forked_module import start_module
 from tests.kernels.reduce_rank import EPS, LAYOUTS, RUNS, Call, calls
 
 if TYPE_CHECKING:
@@ -32,20 +30,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Results]]:
     for layout, (num_ranks, _) in itertools.product(LAYOUTS, RUNS):
         for rank in range(num_ranks):
             layout.path(folder, num_ranks, rank).write_bytes(bytes(layout.num_bytes(num_ranks)))
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    ranks = []
+    ranks = [
+        start_module("tests.kernels.reduce_rank", folder / f"of-{rank}", str(rank), str(folder), interprets=True)
+        for rank in range(most_ranks)
+    ]
     try:
-        for rank in range(most_ranks):
-            command = [sys.executable, "-m", "tests.kernels.reduce_rank", str(rank), str(folder)]
-            ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-        for process in ranks:
-            _, log = process.communicate(timeout=RANKS_S)
-            assert process.returncode == 0, log
+        for started in ranks:
+            started.wait(RANKS_S)
     finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
+        for started in ranks:
+            started.process.kill()
+            started.process.join()
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(most_ranks)]
 
 

@@ -114,6 +114,18 @@ class SavedModel:
         found: list[int] = out[0, len(prompt) :].tolist()
         return found
 
+    def greedy(self, prompt: list[int], tokens: list[int]) -> list[int]:
+        """Its likeliest tokens behind `prompt` and behind each of `tokens` but the last, by transformers.
+
+        They equal `tokens` if these are its greedy continuation, and only then. One pass computes them;
+        `generate` makes one for each token.
+        """
+        with torch.inference_mode():
+            ids = torch.tensor([[*prompt, *tokens[:-1]]])
+            logits: torch.Tensor = self.model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
+        found: list[int] = logits.argmax(-1).tolist()
+        return found
+
     def logprobs(self, ids: list[int]) -> torch.Tensor:
         """Log-softmax at every position, [len(ids), V]."""
         with torch.inference_mode():

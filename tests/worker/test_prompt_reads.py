@@ -28,8 +28,8 @@ def test_reads_equal_transformers(models: ModelStore, name: str) -> None:
 
 @pytest.mark.long
 def test_long_prompts_leave_memory_where_it_was(demo_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """3,500 tokens in steps of 512: no product of the head has more rows than the largest step samples from."""
-    executor = make_executor(demo_directory, num_blocks=230)
+    """1,100 tokens in steps of 512: no product of the head has more rows than the largest step samples from."""
+    executor = make_executor(demo_directory, num_blocks=80)
     rows: list[int] = []
     logits = executor._model.logits
 
@@ -38,8 +38,8 @@ def test_long_prompts_leave_memory_where_it_was(demo_directory: Path, monkeypatc
         return logits(hidden)
 
     monkeypatch.setattr(executor._model, "logits", note_rows)
-    (prompt,) = random_prompts([3500], 3000)
+    (prompt,) = random_prompts([1100], 3000)
     entries, _ = read_prompt(executor, prompt, chunk=511)
     executor.close()
-    assert len(entries) == 3499
+    assert len(entries) == 1099
     assert max(rows) <= 32, "16 sequences may sample twice as many rows in a step (SAMPLES_PER_SEQ)"

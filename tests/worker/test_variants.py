@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
-RUN_S = 240.0
+from tests.kernels.forked_module import start_module
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUN_S = 240.0
 
 MANY_KERNELS = ("windows", "float8 blocks", "experts")  # with all kernels of the other cases, in other sizes
 
@@ -24,12 +26,10 @@ MANY_KERNELS = ("windows", "float8 blocks", "experts")  # with all kernels of th
         pytest.param(("large", "small", "gemma3", "small, float16", "large, fp8 cache"), marks=pytest.mark.slow),
     ],
 )
-def test_no_step_needs_a_kernel_that_the_start_did_not_compile(cases: tuple[str, ...]) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.worker.variants", *cases]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_no_step_needs_a_kernel_that_the_start_did_not_compile(cases: tuple[str, ...], tmp_path: Path) -> None:
+    variants = start_module("tests.worker.variants", tmp_path, *cases)
+    variants.wait(RUN_S)
+    found = json.loads(variants.output.read_text())
     assert {"_decode_kernel", "_prefill_kernel", "_merge_kernel", "_linear_kernel"} <= set(found["kernels"])
     assert tuple(found["later"]) == cases
     assert not any(found["later"].values()), found["later"]
