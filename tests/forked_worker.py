@@ -166,9 +166,8 @@ class ForkedWorker:
                 getattr(sys.modules[module], seeded)()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
         for own in (capture._global_capturing.out, capture._global_capturing.err):
-            with suppress(AttributeError, OSError):  # it has no file, or there is none, by --capture
-                with tempfile.TemporaryFile() as file:
-                    os.dup2(file.fileno(), own.tmpfile.fileno(), inheritable=False)
+            with suppress(AttributeError, OSError), tempfile.TemporaryFile() as file:  # by --capture it has none
+                os.dup2(file.fileno(), own.tmpfile.fileno(), inheritable=False)
         _pytest.config._prepareconfig = lambda *_: self._config  # type: ignore[assignment]
         threading.Thread(target=self._talk, args=(stdin, stdout), name="xdist", daemon=True).start()
         self._is_set_up.wait()
@@ -236,7 +235,7 @@ def open_files() -> set[str]:
 
 
 def collect(arguments: Sequence[str], forks: WorkerForks) -> None:
-    """As xdist.remote sets a worker up. It returns in a worker whose tests have run, and if there was nothing to fork."""
+    """Set up as xdist.remote does. It returns in a worker that has run its tests, and if there was nothing to fork."""
     sys.modules.update({name: LateModule(name) for name in LATE})
     config = _pytest.config._prepareconfig([*arguments], None)
     import_module("xdist.remote").setup_config(config, None)

@@ -8,8 +8,8 @@
 Nothing else is different in a worker, but for this:
 
 - Hashes of strings have the same seed in all workers of a run.
-- What a test file makes when it is imported was made once, before the fork. A thread, or a file, would not survive that:
-  if collecting has left one, this is said, and the workers are processes of their own.
+- What a test file makes when it is imported was made once, before the fork. A fork loses threads and shares files: if
+  collecting has left one, this is said, and the workers are processes of their own.
 - Its parent is the process that collected, and it has one more thread, which waits.
 
 Workers are processes of their own too when that process ends before it has collected, for example by -x and an error in

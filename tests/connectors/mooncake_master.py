@@ -25,7 +25,7 @@ def why_not() -> str:
     return ""
 
 
-# Not a condition, which the collection would evaluate: Mooncake's library starts threads, and workers are forked after it
+# No condition, which the collection would evaluate: the library starts threads, and workers are forked after that
 needs_mooncake = pytest.mark.needs_mooncake
 
 
