@@ -168,7 +168,7 @@ class ForkedWorker:
         for own in (capture._global_capturing.out, capture._global_capturing.err):
             with suppress(AttributeError, OSError), tempfile.TemporaryFile() as file:  # by --capture it has none
                 os.dup2(file.fileno(), own.tmpfile.fileno(), inheritable=False)
-        _pytest.config._prepareconfig = lambda *_: self._config  # type: ignore[assignment]
+        _pytest.config._prepareconfig = lambda *_: self._config
         threading.Thread(target=self._talk, args=(stdin, stdout), name="xdist", daemon=True).start()
         self._is_set_up.wait()
         sys.path = path
