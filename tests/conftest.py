@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tests.integration.system import System
 
-pytest_plugins = ["tests.recorded_runs", "tests.work_queue"]
+pytest_plugins = ["tests.recorded_runs", "tests.work_queue", "tests.forked_workers"]
 
 # By default an example may take 0.2 s of wall time, one of 0.02 s took 0.6 s on a busy machine, and to draw ten of them
 # a second
@@ -63,6 +63,19 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs_mooncake: skipped where Mooncake cannot be used")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("needs_mooncake") is not None:
+        from tests.connectors.mooncake_master import why_not
+
+        if reason := why_not():
+            pytest.skip(f"Mooncake: {reason}")
 
 
 @pytest.fixture(scope="module", autouse=True)

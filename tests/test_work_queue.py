@@ -83,7 +83,7 @@ def run_pytest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.Comp
     """Its tests with two workers and this queue."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # else it imports all plugins, for a second each time
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    plugins = ["-p", "xdist", "-p", "tests.work_queue", "-p", "no:cacheprovider"]
+    plugins = ["-p", "xdist", "-p", "tests.work_queue", "-p", "tests.forked_workers", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-q", "-n2", *plugins, f"--rootdir={folder}", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
 
