@@ -22,6 +22,7 @@ from pd_cluster.server.state import NodeState
 from pd_cluster.server.tokenizer import Tokenizer
 from pd_http.protocol import BoundedProtocol
 from tests.in_loop_server import in_loop
+from tests.server import shared_routes
 
 if TYPE_CHECKING:
     import asyncio
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 KEY = b"k" * 32
 MODEL_DIR = Path(pd_cluster.__file__).parent / "demo_model"
 NUM_FILES = 4096
+
+shared_routes.share()
 
 
 @functools.cache
