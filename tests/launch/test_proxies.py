@@ -86,6 +86,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[str], lis
         one.server_close()
 
 
+@pytest.mark.long
 def test_addresses_of_the_cluster_are_asked_themselves(world: tuple[str, list[str], list[str]]) -> None:
     url, asked, proxied = world
 

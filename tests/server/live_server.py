@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,10 +90,8 @@ class Node:
 
     def metric(self, line: str) -> float:
         """The value of one sample of /metrics, named as there; 0 when it is missing."""
-        for text in self.state.metrics.render().decode().splitlines():
-            if text.startswith(f"{line} "):
-                return float(text.rsplit(" ", 1)[1])
-        return 0.0
+        name, _, labels = line.partition("{")
+        return self.state.metrics.registry.get_sample_value(name, dict(re.findall(r'(\w+)="([^"]*)"', labels))) or 0.0
 
 
 @contextlib.asynccontextmanager

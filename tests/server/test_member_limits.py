@@ -123,6 +123,7 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("name", SERVED)
 def test_what_clients_send_is_served(name: str) -> None:
     path, body = SERVED[name]
