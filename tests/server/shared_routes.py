@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def _by_code(read: Callable[[Any], T]) -> Callable[[Any], T]:
-    """`read`, whose result for a function follows from its code. Other callables, and defaults, are read each time."""
+    """`read`, once for each function's code, from which its result follows. With defaults, it is read each time."""
     known: dict[CodeType, T] = {}
 
     @functools.wraps(read)
