@@ -47,8 +47,8 @@ test: $(VENV)/.installed-dev
 
 # Two halves of equal length at once on two cores: what a node does, and what is around it. pytest's status 5 says that
 # PYTEST_ARGS left no test in this half.
-FAST_NODE := tests/connectors tests/models tests/scheduling tests/server
-FAST_CLUSTER := tests/test_house.py tests/http tests/launch tests/mutation tests/router
+FAST_NODE := tests/models tests/scheduling tests/server
+FAST_CLUSTER := tests/test_house.py tests/connectors tests/http tests/launch tests/mutation tests/router
 
 test-fast: $(VENV)/.installed-dev
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target fast-node fast-cluster
