@@ -34,7 +34,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 # Tests of whole clusters often wait: three keep two cores 84% busy. With four, tests took 15% more CPU
 WORKERS ?= 3
 
-.PHONY: up test test-fast fast-rules fast-http test-slow mutants lint format docs docs-serve clean
+.PHONY: up test test-fast fast-node fast-cluster test-slow mutants lint format docs docs-serve clean
 .DELETE_ON_ERROR:
 
 up: $(VENV)/.installed $(POOL:%=$(VENV)/.installed-%)
@@ -45,17 +45,17 @@ up: $(VENV)/.installed $(POOL:%=$(VENV)/.installed-%)
 test: $(VENV)/.installed-dev
 	$(PYTEST) -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
 
-# Two halves at once on two cores: what decides, and what speaks HTTP. pytest's status 5 says that PYTEST_ARGS left no
-# test in this half.
-FAST_RULES := tests/test_house.py tests/connectors tests/launch tests/models tests/mutation tests/scheduling
-FAST_HTTP := tests/http tests/router tests/server
+# Two halves of equal length at once on two cores: what a node does, and what is around it. pytest's status 5 says that
+# PYTEST_ARGS left no test in this half.
+FAST_NODE := tests/models tests/scheduling tests/server
+FAST_CLUSTER := tests/test_house.py tests/connectors tests/http tests/launch tests/mutation tests/router
 
 test-fast: $(VENV)/.installed-dev
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target fast-rules fast-http
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target fast-node fast-cluster
 
-fast-rules: PATHS := $(FAST_RULES)
-fast-http: PATHS := $(FAST_HTTP)
-fast-rules fast-http: $(VENV)/.installed-dev
+fast-node: PATHS := $(FAST_NODE)
+fast-cluster: PATHS := $(FAST_CLUSTER)
+fast-node fast-cluster: $(VENV)/.installed-dev
 	@$(PYTEST) -q -x -m "not integration and not slow and not long" $(PYTEST_ARGS) $(PATHS) || [ $$? = 5 ]
 
 # A package of tests/world that cannot be had is named, and its tests are skipped

@@ -78,6 +78,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"Mooncake: {reason}")
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All cases of a test that is marked `long_cases` are `long`, but the first one that is collected."""
+    seen: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("long_cases"):
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker(pytest.mark.long)
+            seen.add(test)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def seldom_searched_libraries() -> None:
     """Python searches for no garbage among what libraries and the tests' files have made before this file's tests.

@@ -128,11 +128,13 @@ def test_a_connector_by_import_path() -> None:
     assert create_connector("pd_connectors.null:NullConnector", context("x")).name == "none"
 
 
+@pytest.mark.long
 def test_the_connector_api_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import pd_connectors.base, pd_connectors.lease, pd_connectors.pull"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
+@pytest.mark.long
 def test_a_missing_backend_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['nixl_cu13'] = None\n"

@@ -20,6 +20,7 @@ STATE = KVGroup(KVKind.STATE, (4,), (4, 1, 128), "float32", 2048)
 SIZES = (1, 2, 4, 8)
 
 
+@pytest.mark.long
 @given(st.sampled_from(SIZES), st.sampled_from(SIZES), st.lists(st.sampled_from(SIZES), min_size=1, max_size=3))
 def test_every_byte_is_read_once_from_a_rank_that_holds_it(p_size: int, d_size: int, heads: list[int]) -> None:
     sharded = [KVGroup(KVKind.FULL, (i,), (n, 1, 2, 16, 4), "float16", 16) for i, n in enumerate(heads)]
@@ -41,6 +42,7 @@ def test_every_byte_is_read_once_from_a_rank_that_holds_it(p_size: int, d_size: 
             assert covered == list(own)
 
 
+@pytest.mark.long
 @given(st.sampled_from(SIZES), st.sampled_from(SIZES), st.sampled_from(SIZES))
 def test_readers_of_the_same_heads_spread_over_the_ranks_that_hold_them(p_size: int, d_size: int, heads: int) -> None:
     group = KVGroup(KVKind.FULL, (0,), (heads, 1, 2, 16, 4), "float16", 16)

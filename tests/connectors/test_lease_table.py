@@ -357,5 +357,5 @@ class LeaseMachine(RuleBasedStateMachine):
         assert len(self.table) <= 1
 
 
-TestLeaseMachine = LeaseMachine.TestCase
+TestLeaseMachine = pytest.mark.long(LeaseMachine.TestCase)
 TestLeaseMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +60,7 @@ def test_a_link_that_is_never_idle_is_measured_too() -> None:
     assert link.bytes_per_s == LONG_BYTES / 2
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(1e-6, 9), st.integers(1, GB), st.booleans()), max_size=20))
 def test_no_order_of_reads_gives_more_than_the_fastest_of_them(reads: list[tuple[float, float, int, bool]]) -> None:
     """With reads one after another, any average lies between the slowest and the fastest that were measured."""

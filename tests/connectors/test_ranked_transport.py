@@ -303,6 +303,7 @@ def test_ranks_that_no_reader_needs_hold_nothing_back() -> None:
     assert [[link.source.rank for link in endpoint.links] for endpoint in links.values()] == [[0]]
 
 
+@pytest.mark.long
 def test_bytes_are_those_of_all_our_ranks() -> None:
     """sglang #33807: the size on one rank was taken for the whole."""
     groups = mixed_heads().groups
@@ -319,6 +320,7 @@ def test_bytes_are_those_of_all_our_ranks() -> None:
         assert sum(done.group_bytes) * len(simulation.engines[1].memory) == 3 * memory
 
 
+@pytest.mark.long
 def test_one_reader_serves_peers_of_every_degree() -> None:
     """vllm #43523: the second degree was a KeyError."""
     simulation = engines(*(over(mixed_heads(), degree) for degree in (2, 1, 2, 4)))

@@ -42,6 +42,7 @@ def run(faults: Faults, seed: int, num_operations: int, num_engines: int, degree
     return simulation
 
 
+@pytest.mark.long
 @given(
     faults=FAULTS,
     seed=st.integers(0, 2**32),
@@ -67,6 +68,7 @@ def check_ranked(faults: Faults, seed: int, num_operations: int, degrees: list[i
     assert simulation.num_done + len(simulation.failures) <= simulation.num_loads
 
 
+@pytest.mark.long
 @given(**RANKED)
 @settings(max_examples=50, deadline=None)
 def test_every_schedule_of_engines_with_ranks_that_die_or_lag(
@@ -85,6 +87,7 @@ def test_ten_thousand_schedules_of_engines_with_ranks(
     check_ranked(faults, seed, num_operations, degrees)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("degrees", list(itertools.product((1, 2, 4), repeat=2)))
 def test_without_faults_every_load_between_unequal_engines_succeeds(degrees: tuple[int, int]) -> None:
     clock = VirtualClock()
@@ -106,6 +109,7 @@ def test_without_faults_every_load_succeeds() -> None:
     assert simulation.failures == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_lossy_network_without_disasters_still_delivers(seed: int) -> None:
     """Retries, not luck: with a third of all messages lost, loads go through."""
@@ -133,6 +137,7 @@ def race(seed: int, drop: float) -> Simulation:
     return simulation
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 2**32), drop=st.sampled_from([0.0, 0.4]))
 @settings(max_examples=60, deadline=None)
 def test_fence(seed: int, drop: float) -> None:
@@ -140,6 +145,7 @@ def test_fence(seed: int, drop: float) -> None:
     assert simulation.num_done + len(simulation.failures) == simulation.num_loads
 
 
+@pytest.mark.long
 def test_the_schedules_reach_every_outcome() -> None:
     """Guards the test above: a simulation in which nothing goes wrong proves nothing."""
     outcomes: set[LoadFailure] = set()

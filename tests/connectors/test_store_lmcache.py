@@ -172,6 +172,7 @@ def test_a_server_that_answers_nonsense_or_nothing_is_unavailable(protocol: LMCa
                 next(reading)
 
 
+@pytest.mark.long
 @needs_lmcache
 def test_a_missing_server_is_reported_at_once(protocol: LMCacheProtocol) -> None:
     with pytest.raises(StoreUnavailable, match="refused"):

@@ -17,6 +17,7 @@ MESSAGES = [
 ]
 
 
+@pytest.mark.long
 @given(st.lists(st.integers(1, 200), max_size=20))
 def test_any_cut_gives_the_same_messages(cuts: list[int]) -> None:
     data = b"".join(map(encode_message, MESSAGES))

@@ -45,6 +45,7 @@ def fields_of(**body: Any) -> dict[str, bytes]:
     return {name: json.dumps(value).encode() for name, value in body.items()}
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(MESSAGES, MESSAGES)
 def test_a_longer_conversation_extends_the_text_and_no_other_does(first: list[Any], second: list[Any]) -> None:
@@ -60,6 +61,7 @@ def flat(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": "\n".join(part["text"] for part in content) if isinstance(content, list) else content}
 
 
+@pytest.mark.long
 @settings(max_examples=50, deadline=None)
 @given(MESSAGES, st.randoms())
 def test_white_space_escapes_and_the_order_of_keys_change_nothing(messages: list[Any], random: Any) -> None:

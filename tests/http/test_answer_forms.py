@@ -130,6 +130,7 @@ def post(
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("offer", UPGRADES.values(), ids=UPGRADES)
 async def test_an_offer_to_upgrade_is_ignored(url: str, offer: tuple[str, ...]) -> None:
     """Section 7.8. Bodies of a length and in chunks, none, requests sent ahead, bytes cut anywhere."""
@@ -276,6 +277,7 @@ async def test_a_request_has_one_host(url: str, hosts: tuple[str, ...]) -> None:
         assert (got.status, orjson.loads(got.body)["error"]["code"]) == (400, "host")
 
 
+@pytest.mark.long
 @given(st.text("abcxyz019.-", min_size=1), st.text("abc/%?=&*", max_size=12))
 def test_the_absolute_form_is_the_origin_form_behind_an_authority(host: str, rest: str) -> None:
     path = "/" + rest

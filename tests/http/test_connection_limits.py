@@ -20,6 +20,7 @@ SMALL = HttpLimits(max_head_kb=1, max_headers=8)
 HEAD = b"POST / HTTP/1.1\r\n\r\n"
 
 
+@pytest.mark.long
 @given(st.lists(requests(), max_size=4), cuts)
 def test_requests_are_found_however_their_bytes_are_cut(
     sent: list[tuple[bytes, tuple[int, int]]], places: list[int]
@@ -30,12 +31,14 @@ def test_requests_are_found_however_their_bytes_are_cut(
     assert outcome.requests == [sizes for _, sizes in sent]
 
 
+@pytest.mark.long
 @given(st.lists(st.one_of(requests().map(lambda pair: pair[0]), st.binary(max_size=60)), max_size=4), cuts)
 def test_any_bytes_get_the_same_verdict_however_they_are_cut(sent: list[bytes], places: list[int]) -> None:
     data = b"".join(sent)
     assert feed(SMALL, cut(data, places)) == feed(SMALL, [data])
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     ("data", "refusal"),
     [
@@ -69,6 +72,7 @@ def test_a_silent_connection_ends_after_the_time_for_idle_ones() -> None:
     assert limits.due(LIMITS.client_keepalive_s) is Refusal.IDLE
 
 
+@pytest.mark.long
 @given(st.lists(st.floats(min_value=0.01, max_value=5.0), min_size=60, max_size=80))
 def test_one_header_byte_after_the_other_ends_in_time(gaps: list[float]) -> None:
     limits, now_s = watched(), 0.0
@@ -153,6 +157,7 @@ def test_a_full_send_buffer_must_move_in_time() -> None:
     assert limits.due(200.0 + LIMITS.write_timeout_s) is Refusal.READS_NOTHING
 
 
+@pytest.mark.long
 @given(st.lists(st.sampled_from(["byte", "pause", "resume", "wait"]), max_size=40))
 def test_a_due_connection_stays_due(events: list[str]) -> None:
     """Time alone never takes a verdict back."""

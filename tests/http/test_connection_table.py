@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,6 +70,7 @@ def test_when_all_work_the_new_one_is_refused() -> None:
 ACTIONS = st.sampled_from(["join", "shake", "leave", "works", "waits"])
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(ACTIONS, st.integers(0, 9)), max_size=60))
 def test_the_bounds_hold(steps: list[tuple[str, int]]) -> None:
     table: ConnectionTable[int] = ConnectionTable(5, 3)

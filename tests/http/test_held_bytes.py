@@ -115,6 +115,7 @@ async def test_small_answers_do_not_starve_a_large_one() -> None:
     assert order == ["first", "large", *["small"] * 50]
 
 
+@pytest.mark.long
 @given(
     st.lists(st.tuples(st.integers(SMALL_BYTES + 1, HALF), st.sampled_from(["end", "cancel", "fail"])), max_size=25),
     st.integers(0, 1 << 32),

@@ -40,6 +40,7 @@ def in_lists(value: Any, rng: Any) -> Any:
     return JsonList(iter(inner))
 
 
+@pytest.mark.long
 @settings(max_examples=50)
 @given(PLAIN, st.randoms(use_true_random=False))
 def test_pieces_are_the_same_json(value: Any, rng: Any) -> None:

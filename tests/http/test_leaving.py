@@ -322,6 +322,7 @@ async def test_a_client_that_does_not_close_is_not_waited_for() -> None:
             await served.ended
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(("linger_s", "is_told"), [(0.1, True), (0.1, False), (0.0, False)])
 async def test_a_slow_reader_gets_all_of_the_last_answer(
     linger_s: float, is_told: bool, monkeypatch: pytest.MonkeyPatch
@@ -381,6 +382,7 @@ async def test_connections_in_the_queue_are_accepted_before_it_is_closed(folder:
         await served.ended
 
 
+@pytest.mark.long
 async def test_clients_that_keep_no_connection_are_served_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two of theirs there is none. A balancer may send them here until it has asked /health again."""
     monkeypatch.setattr(leaving, "QUIET_S", LONG_S)

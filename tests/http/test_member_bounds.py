@@ -144,6 +144,7 @@ def test_fields_are_bounded_before_they_become_a_dict() -> None:
                 check(raw)
 
 
+@pytest.mark.long
 def test_text_is_no_member() -> None:
     for text in ("a,{[" * 100_000, '\\"[{,' * 100_000, "\\" * 100_000 + '",[' * 50_000):
         check({"messages": [{"role": "user", "content": text}], "x": text, "metadata": {text: text}})
@@ -151,6 +152,7 @@ def test_text_is_no_member() -> None:
         check({"prompt": [text] * 3, "input": text})
 
 
+@pytest.mark.long
 def test_random_bodies_are_refused_exactly_above_the_bounds() -> None:
     rng = random.Random(11)
     for _ in range(2000):

@@ -29,6 +29,7 @@ def test_without_a_certificate_there_is_no_tls() -> None:
     assert (limits.server_context(), limits.scheme) == (None, "http")
 
 
+@pytest.mark.long
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     files = Authority(tmp_path).issue()
     other = Authority(tmp_path).issue("other")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +60,7 @@ def test_a_single_request_may_be_larger_than_all() -> None:
     assert held.excess(0.0) == "a"
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), max_size=60))
 def test_the_sum_is_bounded_once_the_excess_is_ended(steps: list[tuple[int, int]]) -> None:
     held: UnfinishedRequests[int] = UnfinishedRequests(40)

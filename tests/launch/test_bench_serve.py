@@ -197,6 +197,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_the_command_fails_when_requests_fail(capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as server:
         server.refuse_all = True

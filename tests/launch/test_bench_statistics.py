@@ -16,6 +16,7 @@ def record(sent_s: float, chunks_s: list[float], num_output: int, **changes: obj
     return found
 
 
+@pytest.mark.long
 def test_one_request() -> None:
     one = record(1.0, [1.2, 1.3, 1.5, 1.6], num_output=5)
     assert one.ttft_s == pytest.approx(0.2)

@@ -42,6 +42,7 @@ def test_an_infinite_rate_sends_all_at_once() -> None:
     assert {arrival.at_s for arrival in poisson(10, float("inf"), Length(1, 1), Length(1, 1), 0)} == {0.0}
 
 
+@pytest.mark.long
 @given(st.text(max_size=12))
 def test_lengths_parse_or_are_refused(text: str) -> None:
     try:

@@ -149,6 +149,7 @@ def test_the_status_is_that_of_the_worst(
     assert (status, "fail" in out) == (1, True)
 
 
+@pytest.mark.long
 def test_the_check_is_of_a_node_with_these_flags(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,7 @@ def test_help_and_router_start_without_torch() -> None:
         assert done.returncode == (0 if arguments == ["--help"] else 2), done.stderr  # a router needs a node
 
 
+@pytest.mark.long
 def test_as_a_program() -> None:
     done = subprocess.run(
         [*CLI, "--version"], capture_output=True, text=True, timeout=HANG_S, check=True, env={"PYTHONPATH": SOURCES}
@@ -120,6 +121,7 @@ def test_as_a_program() -> None:
     assert done.stdout.startswith("pd-cluster ")
 
 
+@pytest.mark.long
 def test_a_new_key_is_told_once_and_its_line_has_its_hash_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "new", "team-a"]) == 0
     said = capsys.readouterr()

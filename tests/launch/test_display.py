@@ -8,14 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+
+import pytest
 
 from pd_cluster.launch.supervise import Supervisor
 from pd_cluster.launch.up import stop_signals
 from tests.deadlines import HANG_S
-
-if TYPE_CHECKING:
-    import pytest
 
 # writes a line, waits until its reader has gone, then goes on as `up` does
 TALKER = """
@@ -54,6 +52,7 @@ def _check_end(process: subprocess.Popen[bytes]) -> None:
     assert (process.returncode, errors.decode()) == (0, "ended well")
 
 
+@pytest.mark.long
 def test_a_closed_pipe_makes_the_display_silent() -> None:
     reader, writer = os.pipe()
     process = _talk(writer)
@@ -63,6 +62,7 @@ def test_a_closed_pipe_makes_the_display_silent() -> None:
     _check_end(process)
 
 
+@pytest.mark.long
 def test_a_closed_terminal_makes_the_display_silent() -> None:
     terminal, child_side = os.openpty()
     process = _talk(child_side)

@@ -181,6 +181,7 @@ def test_no_cache_is_read_from_a_directory_of_others(what: str, tmp_path: Path) 
     assert environment.own_directory(tmp_path) != taken
 
 
+@pytest.mark.long
 def test_closed_streams_are_opened_again() -> None:
     """A child shows it: this process needs its own."""
     code = (

@@ -154,6 +154,7 @@ def refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...
     return told
 
 
+@pytest.mark.long_cases
 @pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize("row", ROWS)
 def test_what_it_is_and_what_to_do(row: str, tmp_path: Path, refusals: Callable[..., set[str]]) -> None:
@@ -163,6 +164,7 @@ def test_what_it_is_and_what_to_do(row: str, tmp_path: Path, refusals: Callable[
     assert len(said) < 500
 
 
+@pytest.mark.long_cases
 @pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize(
     ("path", "words"),
@@ -182,6 +184,7 @@ def test_paths(path: str, words: tuple[str, ...], tmp_path: Path, refusals: Call
     assert all(word in said for word in words), said
 
 
+@pytest.mark.long_cases
 @pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize("cut", [1, 1000, 100_000])
 def test_weights_that_are_cut(cut: int, tmp_path: Path, refusals: Callable[..., set[str]]) -> None:
@@ -193,6 +196,7 @@ def test_weights_that_are_cut(cut: int, tmp_path: Path, refusals: Callable[..., 
     assert f"has only {num_bytes - cut} of its {num_bytes} bytes" in said
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_process")
 def test_files_that_cannot_be_read(
     tmp_path: Path, refusals: Callable[..., set[str]], monkeypatch: pytest.MonkeyPatch

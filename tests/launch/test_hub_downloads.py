@@ -60,6 +60,7 @@ def download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[
     return of
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     "read",
     [

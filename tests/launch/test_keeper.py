@@ -145,6 +145,7 @@ def test_a_reserved_port_refuses_until_its_process_listens() -> None:
                 socket.create_connection(("127.0.0.1", port)).close()
 
 
+@pytest.mark.long
 def test_what_the_dead_process_left_running_ends_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may end when the keeper has looked for it five times."""
     log, may_end = tmp_path / "log", tmp_path / "may end"
@@ -181,6 +182,7 @@ def test_what_the_dead_process_left_running_ends_first(tmp_path: Path, monkeypat
     assert log.read_text().startswith("start left start ")
 
 
+@pytest.mark.long
 def test_what_the_dead_process_left_hanging_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the output open, as an engine does; the death is seen all the same."""
     monkeypatch.setattr(supervise, "REMAINS_S", 0.1)
@@ -206,6 +208,7 @@ def test_what_the_dead_process_left_hanging_is_killed(monkeypatch: pytest.Monkey
     run(test())
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(("code", "how"), [(FAIL_AGAIN, "exited with status 7"), (SLOW_AGAIN, "was killed by SIGKILL")])
 def test_starts_that_fail_end_the_run(code: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "MAX_FAILED_STARTS", 2)

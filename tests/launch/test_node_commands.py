@@ -114,6 +114,7 @@ def test_whatever_else_answers_is_refused(status: int, told: object, says: str) 
         RouterOrders(client, b"k" * 32).give("drain", "d-0")
 
 
+@pytest.mark.long
 def test_drain_waits_and_says_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A fake router with a node that has one sequence left, then none."""
     left = [2, 1, 0]

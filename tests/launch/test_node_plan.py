@@ -87,6 +87,7 @@ def test_roles_of_unequal_degree() -> None:
 role_plan = st.builds(RolePlan, count=st.integers(1, 4), tp=st.integers(1, 4))
 
 
+@pytest.mark.long
 @given(st.dictionaries(st.sampled_from(["prefill", "decode", "mixed"]), role_plan, min_size=1), st.integers(4, 16))
 def test_no_gpu_has_more_nodes_than_shares(roles: dict[str, RolePlan], num_gpus: int) -> None:
     plans = plan_nodes(roles, [], [str(gpu) for gpu in range(num_gpus)], 8)

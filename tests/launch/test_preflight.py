@@ -70,6 +70,7 @@ def numbers() -> list[tuple[str, str, float]]:
     ]
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(("section", "name", "value"), numbers())
 def test_no_number_setting_takes_nonsense(section: str, name: str, value: float) -> None:
     """Also those that are added later: they are bounded unless BOUNDS says otherwise."""
@@ -163,6 +164,7 @@ def test_what_ranks_cannot_share_is_named(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_modules_of_transformers_are_not_cut() -> None:
     config = NodeConfig(model=ModelConfig(model_impl="transformers", tp=2))
     assert [problem.split(": ")[1][:28] for problem in model_problems(config, DEMO_MODEL)] == [
@@ -204,10 +206,15 @@ def test_models(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(told))
     assert list(model_problems(NodeConfig(), tmp_path)) == [f"--model: {tmp_path} has no .safetensors file"]
     assert list(model_problems(NodeConfig(model=ModelConfig(load_format="dummy")), tmp_path)) == []
-    (tmp_path / "config.json").write_text(json.dumps({**told, "architectures": ["FooForCausalLM"]}))
-    assert "architecture FooForCausalLM is not served" in next(model_problems(NodeConfig(), tmp_path))
     (tmp_path / "config.json").write_text("{")
     assert "cannot read" in next(model_problems(NodeConfig(), tmp_path))
+
+
+@pytest.mark.long  # it imports transformers' models
+def test_an_architecture_that_nothing_serves(tmp_path: Path) -> None:
+    told = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**told, "architectures": ["FooForCausalLM"]}))
+    assert "architecture FooForCausalLM is not served" in next(model_problems(NodeConfig(), tmp_path))
 
 
 COMMANDS = (
@@ -217,6 +224,7 @@ COMMANDS = (
 )  # fmt: skip
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("command", ["up", "prefill", "decode", "mixed"])
 @pytest.mark.parametrize("flags", COMMANDS, ids=" ".join)
 def test_nothing_is_started(
@@ -231,6 +239,7 @@ def test_nothing_is_started(
     assert error.count("\n") == 1
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("command", ["up", "decode", "router", "pool", "check"])
 @pytest.mark.parametrize("port", [99999, 65536, -1])
 def test_no_command_takes_a_port_that_is_none(command: str, port: int, capsys: pytest.CaptureFixture[str]) -> None:

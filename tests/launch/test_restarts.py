@@ -83,6 +83,7 @@ def test_what_no_ability_needs_is_never_given_up() -> None:
     assert all(isinstance(verdict, Again) for verdict in fail(Restarts(ABILITIES), "pool", 100))
 
 
+@pytest.mark.long
 @given(
     st.lists(st.tuples(st.sampled_from(["p0", "d0", "d1", "router"]), st.booleans(), st.floats(0, 200)), max_size=80)
 )

@@ -41,6 +41,7 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+@pytest.mark.long
 def test_ready_lines_and_output() -> None:
     shown: list[tuple[str, str]] = []
 
@@ -80,6 +81,7 @@ def test_a_child_that_is_not_ready_in_time() -> None:
     run(test())
 
 
+@pytest.mark.long
 def test_the_first_death_is_reported() -> None:
     async def test() -> None:
         async with Supervisor(lambda name, line: None) as supervisor:

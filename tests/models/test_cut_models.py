@@ -127,6 +127,7 @@ def test_products_of_few_rows_have_a_sum_over_ranks_between_them(
     check_equal(saved.served(name), serve(saved.get(name), 2, FEW_ROWS, leaves_half=leaves_half))
 
 
+@pytest.mark.long
 def test_products_are_chosen_on_each_rank(saved: SplitStore) -> None:
     """Partial sums never come in parts. A chosen product leaves the numbers as they are."""
     directory = saved.get("qwen3")
@@ -229,6 +230,7 @@ def test_modules_of_transformers_are_not_split() -> None:
         load_model(description, ModelConfig(), TORCH, CPU, lambda line: None, share.shard, share.reduce)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("name", list(QUANTIZED))
 def test_weights_in_float8_are_cut_with_their_scales(tmp_path: Path, name: str) -> None:
     """With rows that are not rounded the numbers are those of one rank."""
@@ -236,6 +238,7 @@ def test_weights_in_float8_are_cut_with_their_scales(tmp_path: Path, name: str) 
     check_equal(serve(tmp_path, 1, UNROUNDED)[0], serve(tmp_path, 2, UNROUNDED))
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("name", list(QUANTIZED))
 def test_rows_in_float8_are_rounded_by_each_rank(tmp_path: Path, name: str) -> None:
     """Groups of 128 inputs are the same on any number of ranks. Where a row has one scale, each rank has its own.

@@ -88,6 +88,7 @@ def bytes_read_by_this_process() -> int:
     return int(fields["rchar"])
 
 
+@pytest.mark.long
 def test_a_large_mixture_of_experts_is_told_apart_by_reading_64_mib(tmp_path: Path) -> None:
     places = write_sparse(tmp_path, qwen3_30b(), 16)
     assert len(places) == 18867
@@ -103,6 +104,7 @@ def test_a_large_mixture_of_experts_is_told_apart_by_reading_64_mib(tmp_path: Pa
         assert changed != original, f"another {name} is not seen"
 
 
+@pytest.mark.long
 def test_files_of_a_dense_model_have_the_fingerprint_of_earlier_builds(tmp_path: Path) -> None:
     write_sparse(tmp_path, dense_8b(), 3)
     before = bytes_read_by_this_process()

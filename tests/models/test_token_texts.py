@@ -13,6 +13,7 @@ from tests.models.small_tokenizers import BYTES, TOKENIZERS, byte_level
 LAST_TOKEN_DIFFERS = {"word ends"}
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_texts_are_those_of_the_decoder(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]

@@ -126,6 +126,7 @@ def save_family(name: str, directory: Path) -> Any:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES])
 def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     """Chunks of at most 23 tokens beside decodes, blocks in random order."""
@@ -144,6 +145,7 @@ def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None
         assert generation.all_ids[len(generation.prompt) :] == expected.argmax(-1).tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt_oss", "gpt2"])
 def test_a_prompt_computed_on_one_node_goes_on_at_another(tmp_path: Path, name: str) -> None:
     model = save_family(name, tmp_path)
@@ -173,6 +175,7 @@ def choose(wanted: str, changes: Mapping[str, Any]) -> tuple[ModelSpec, str]:
     return choose_implementation(Path("model"), {**LLAMA, **changes}, wanted)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("name", [*QUICK, "granite", "cohere2"])
 def test_prompts_are_read(tmp_path: Path, name: str) -> None:
     """Behind the body some families scale or cap the logits."""
@@ -194,6 +197,7 @@ def test_a_family_of_ours_is_used_where_it_serves_the_config() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_setting_that_no_family_serves_is_a_reason_for_transformers() -> None:
     spec, line = choose("auto", {"rope_parameters": YARN})
     assert spec.modules is not None
@@ -228,6 +232,7 @@ def test_a_padding_token_is_no_reason_to_refuse() -> None:
     assert choose("auto", {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **sizes})[0].num_layers == 4
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     ("architecture", "changes", "says"),
     [
@@ -281,6 +286,7 @@ def test_longrope_is_served_up_to_its_first_length() -> None:
     assert spec.max_len == 128
 
 
+@pytest.mark.long
 def test_the_spec_has_what_the_modules_say() -> None:
     native, modules = choose("native", {})[0], choose("transformers", {})[0]
     same = (
@@ -295,6 +301,7 @@ def test_the_spec_has_what_the_modules_say() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_fingerprint_covers_the_config() -> None:
     def of(wanted: str = "transformers", **changes: Any) -> str:
         return fingerprint(choose(wanted, changes)[0], "dummy")
@@ -306,6 +313,7 @@ def test_the_fingerprint_covers_the_config() -> None:
     assert len({of(), of("native"), of(rms_norm_eps=1e-3), of(rope_theta=5e3)}) == 4
 
 
+@pytest.mark.long
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_family("llama", tmp_path)
     file = tmp_path / "model.safetensors"
@@ -318,6 +326,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         make_executor(tmp_path, model_impl="transformers")
 
 
+@pytest.mark.long
 def test_dummy_weights_follow_from_the_seed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_parameters": YARN}))
     outputs = []
@@ -342,6 +351,7 @@ def test_the_check_says_what_computes_the_model(tmp_path: Path) -> None:
     assert finding.detail.startswith("LlamaForCausalLM by transformers' modules: right, not fast (")
 
 
+@pytest.mark.long
 def test_configs_of_our_families_are_read_without_torch() -> None:
     code = (
         "import sys, json, pathlib; from pd_cluster.models.registry import choose_implementation; "

@@ -108,6 +108,7 @@ def hub_name(name: str) -> str:
     return f"model.{name}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rename", [str, hub_name])
 def test_the_text_model_of_a_wrapper_generates_as_in_transformers(
     saved: SavedModel, tmp_path: Path, rename: Callable[[str], str]

@@ -87,6 +87,7 @@ def test_the_draw_follows_the_seed_and_spreads_over_the_operators() -> None:
     assert set(draw(every, 5, seed=1)) < set(draw(every, 9, seed=1)), "a larger draw has the smaller one in it"
 
 
+@pytest.mark.long
 def test_every_target_and_its_tests_are_there() -> None:
     for target in TARGETS:
         assert len(mutants(target.file, target.source)) > 20

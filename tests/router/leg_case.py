@@ -233,19 +233,19 @@ def _part(part: bytes) -> str:
     return message if code == "c" else str(code)
 
 
-def _samples(router: Router, name: str) -> Iterator[tuple[dict[str, str], int]]:
+def _samples(router: Router, *names: str) -> Iterator[tuple[str, dict[str, str], int]]:
     for family in router.services.metrics.registry.collect():
-        yield from ((one.labels, int(one.value)) for one in family.samples if one.name == name and one.value)
+        yield from ((one.name, one.labels, int(one.value)) for one in family.samples if one.name in names and one.value)
 
 
 def counted(router: Router) -> list[str]:
     """What `COUNTED` names, once for each time."""
-    found = []
-    for name, form in COUNTED.items():
-        for labels, value in _samples(router, name):
-            found += [form.format(**labels)] * value
+    found: list[str] = []
+    for name, labels, value in _samples(router, *COUNTED):
+        found += [COUNTED[name].format(**labels)] * value
     return sorted(found)
 
 
 def outcomes(router: Router) -> list[str]:
-    return [labels["outcome"] for labels, value in _samples(router, "pd_router_requests_total") for _ in range(value)]
+    samples = _samples(router, "pd_router_requests_total")
+    return [labels["outcome"] for _, labels, value in samples for _ in range(value)]

@@ -103,6 +103,7 @@ def test_a_name_that_is_none_is_refused() -> None:
         new_key("a b")
 
 
+@pytest.mark.long
 @given(TENANTS, st.text(max_size=8), TENANTS, st.text(max_size=8))
 def test_no_two_tenants_have_a_salt_in_common(one: str, given_one: str, other: str, given_other: str) -> None:
     salts = [ApiKey(name="n", sha256="", salt=s).salted(g) for s, g in ((one, given_one), (other, given_other))]

@@ -189,6 +189,7 @@ def test_a_faster_node_gets_more() -> None:
 # --- decode nodes
 
 
+@pytest.mark.long
 @given(loads=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6), turn=st.integers(0, 20))
 def test_without_a_feed_a_handoff_goes_where_the_fewest_generations_are(
     loads: list[tuple[int, bool]], turn: int
@@ -352,6 +353,7 @@ def test_the_target_decides_where_the_sum_does_not() -> None:
     assert choice.sooner([d], NOW_S) is d, "also when the leg begins"
 
 
+@pytest.mark.long
 @given(
     sizes=st.lists(st.integers(25, 12_500), min_size=1, max_size=60),
     d_share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
@@ -413,6 +415,7 @@ def test_mixed_nodes_of_a_feed_are_chosen_by_their_caches() -> None:
 # --- the sums
 
 
+@pytest.mark.long
 @given(
     tokens=st.integers(1, 100_000), cached_share=st.floats(0, 1, exclude_max=True), queued=st.integers(0, 100_000),
     own=st.integers(0, 10_000), sequences=st.integers(0, 80),

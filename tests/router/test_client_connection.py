@@ -282,6 +282,7 @@ class StreamingClient(asyncio.Protocol):
             self.done.set_exception(error or ConnectionError("the router closed it"))
 
 
+@pytest.mark.long
 async def test_two_thousand_streams_at_once_in_one_process() -> None:
     """Each has its place and its own bytes; then none is left."""
     num_streams, num_chunks = 2000, 3
@@ -321,6 +322,7 @@ async def test_two_thousand_streams_at_once_in_one_process() -> None:
 OF_REQUESTS = (ClientCall, CallReply, RoutedRequest, PrefillLeg, DecodeLeg, NodeExchange, StreamSplice, asyncio.Task)
 
 
+@pytest.mark.long
 async def test_a_request_leaves_nothing_to_search_for() -> None:
     """No cycles of references: the router searches for garbage seldom (YOUNG_OBJECTS)."""
     p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)

@@ -29,6 +29,7 @@ def drained(queue: FairQueue[int]) -> list[Turn[int]]:
     return taken
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9), st.integers(0, 2)), max_size=60))
 def test_every_turn_comes_once_and_those_of_a_key_in_order(pushed: list[tuple[str, int, int]]) -> None:
@@ -45,6 +46,7 @@ def test_every_turn_comes_once_and_those_of_a_key_in_order(pushed: list[tuple[st
             assert numbers == sorted(numbers)
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(Costs, Costs, st.sampled_from([0.25, 1.0, 4.0]))
 def test_keys_that_wait_get_their_shares(greedy: list[int], quiet: list[int], weight: float) -> None:

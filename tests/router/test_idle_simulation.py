@@ -120,6 +120,7 @@ def check(order: str, setting: str, places: Sequence[int], clients: int = 1) -> 
         assert share_of_p(cluster.ask(AFTER)) > 0.9, events
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("order", "router_too"), [(order, at % 2 > 0) for at, order in enumerate(ORDERS)])
 def test_an_idle_prefill_node_is_in_use_within_100_requests(order: str, router_too: bool) -> None:
     """Before, none of the prompts after it went P-first in each order in which D reads prompts beside no P."""
@@ -134,6 +135,7 @@ def test_so_it_is_wherever_the_router_is_restarted(order: str, setting: str) -> 
         check(order, setting, range(-1, len(order.split()) + 1), clients)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", [0.5, 2.0, 3.0, 8.0])
 def test_a_prefill_node_of_other_hardware_gets_what_its_speed_is_worth(slow: float) -> None:
     """A slower one is tried at a price of some percent of the mean time to the first token."""
@@ -153,6 +155,7 @@ def test_a_prefill_node_of_other_hardware_gets_what_its_speed_is_worth(slow: flo
     assert lost_ms < sum(one.ttft_ms for one in served) * (slow / MOST if dear else 1.5 * SAVED)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("setting", ["1P1D", "2P1D"])
 def test_a_pace_that_is_no_longer_true_is_found_out(setting: str) -> None:
     """The prefill nodes were slow once, as beside another process, and get nothing by their word of then."""

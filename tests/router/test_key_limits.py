@@ -116,6 +116,7 @@ def test_a_debt_shrinks_with_a_lowered_limit() -> None:
     assert admit(one, MOST_DEBT_MINUTES * MINUTE_S + 1, 1) is None
 
 
+@pytest.mark.long
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 400)), max_size=200))
 def test_no_more_is_let_in_than_the_limits(arrivals: list[tuple[float, int]]) -> None:
@@ -155,6 +156,7 @@ def hear(all_limits: list[KeyLimits], running: list[int]) -> None:
         one.elsewhere = sum(running) - running[number]
 
 
+@pytest.mark.long
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["begin", "begin", "end", "hear"])), max_size=200))
 def test_several_processes_exceed_a_limit_by_what_each_may_begin_unheard(events: list[tuple[int, str]]) -> None:
@@ -244,6 +246,7 @@ class KeyWorld:
         self.admission.hear_usage(worker, None)
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(st.lists(EVENTS, max_size=60), LIMITS)
 def test_a_key_without_requests_is_in_again_after_a_minute(events: list[tuple[str, Any]], last: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
+
 from pd_connectors.protocol.feed import FeedDelta, FeedMessage, FeedSnapshot, NodeLoad
 from pd_router.charge import Charge
 from pd_router.config import RouterConfig
@@ -133,6 +135,7 @@ class World:
         assert view.num_sequences == sum(map(int, str(view.queued_tokens))), "generations are counted alike"
 
 
+@pytest.mark.long
 def test_every_interleaving_of_two_requests_and_a_feed_counts_each_once() -> None:
     """All worlds that two requests, cuts of the feed and a restart of the node can lead to."""
     seen: set[object] = set()

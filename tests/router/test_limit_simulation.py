@@ -28,6 +28,7 @@ def share_of_places(clients: Clients, seconds: float = 60.0, seed: int = 0) -> f
     return world.served_s / (seconds - 2.0) / CONCURRENCY
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("coming_back", COMING_BACK)
 @pytest.mark.parametrize("load", LOADS)
 def test_a_limit_of_concurrency_is_used(load: float, coming_back: str) -> None:
@@ -46,6 +47,7 @@ def test_a_burst_leaves_nothing_behind() -> None:
     assert world.served == pytest.approx(CONCURRENCY / 2 * 50, abs=2)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("coming_back", COMING_BACK)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("limit", PER_S)

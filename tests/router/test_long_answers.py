@@ -83,6 +83,7 @@ async def test_a_long_answer_is_passed_on_and_counted(path: str, has_length: boo
         assert nodes[0].seen[0].finished
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_client_that_does_not_read_stops_the_node(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The router reads no more, so the node holds the rest: a part is made when those before are taken."""

@@ -6,6 +6,8 @@ from random import Random
 from statistics import mean
 from typing import TYPE_CHECKING
 
+import pytest
+
 from pd_connectors.protocol.feed import NodeLoad
 from pd_http.body import longest_body
 from pd_router.charge import Charge
@@ -17,8 +19,6 @@ from pd_router.node_view import TextRatio
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import pytest
 
     from pd_router.node_table import Node
 
@@ -75,6 +75,7 @@ def outcome(seed: int) -> list[object]:
     return [[one.url for one in each] if isinstance(each, tuple) else getattr(each, "url", each) for each in found]
 
 
+@pytest.mark.long
 def test_what_is_left_out_changes_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     takers, may_be_sooner = Costs.takers, RouteChoice._may_be_sooner
     shares: list[float] = []
@@ -99,6 +100,7 @@ def test_what_is_left_out_changes_no_choice(monkeypatch: pytest.MonkeyPatch) -> 
     assert quick == [outcome(seed) for seed in range(NUM_TABLES)]
 
 
+@pytest.mark.long
 def test_no_node_costs_less_than_the_least() -> None:
     draw = Random(1)
     for _ in range(NUM_TABLES):

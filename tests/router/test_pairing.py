@@ -95,6 +95,7 @@ def test_a_node_that_changes_its_version_after_the_choice_is_left_out() -> None:
 VERSIONS = st.text("AB-", min_size=1, max_size=4)
 
 
+@pytest.mark.long
 @given(VERSIONS, VERSIONS, st.booleans(), st.integers(0, 5), st.lists(st.integers(0, 2000), min_size=8, max_size=8))
 def test_no_plan_crosses_versions_and_a_pair_is_found_if_there_is_one(
     prefills: str, decodes: str, d_first: bool, turn: int, work: list[int]

@@ -59,6 +59,7 @@ def test_one_odd_sample_is_no_rule(took_s: float) -> None:
     assert guess == pytest.approx(usual, rel=0.05), "no node is locked out, or flooded, for long"
 
 
+@pytest.mark.long
 @given(
     st.lists(
         st.tuples(st.integers(1, 10**8), st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 1e6)),

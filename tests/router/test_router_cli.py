@@ -94,6 +94,7 @@ def test_a_taken_port_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--port" in said
 
 
+@pytest.mark.long
 def test_the_router_starts_without_torch() -> None:
     """Blocks what the router must not need, then imports all of it and asks for help."""
     blocked = ("torch", "transformers", "numpy", "zmq", "pd_cluster", "pd_kernels", "pd_connectors.base")

@@ -58,6 +58,7 @@ async def test_too_large_a_body_is_a_413() -> None:
         assert (await answer.json())["error"]["code"] == "body_too_large"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("lengths", "longest"), [((100, 1000), 1000), ((100, None), None), ((None,), None)])
 async def test_the_longest_body_follows_from_what_the_nodes_tell(
     lengths: tuple[int | None, ...], longest: int | None

@@ -36,6 +36,7 @@ class RealNode(FakeNode):
         self.url = url
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", ["p-first", "d-first"])
 async def test_bad_bodies_leave_every_node_healthy(order: str) -> None:
     engines = [FakeEngine(says([5]), engine_id=role) for role in ("prefill", "decode")]

@@ -32,6 +32,7 @@ JSON = st.recursive(
 # --- events
 
 
+@pytest.mark.long
 @given(
     events=st.lists(st.tuples(NAMES, st.binary(min_size=1).map(lambda raw: raw.hex().encode()))),
     cuts=st.lists(st.integers(1, 40)),
@@ -65,6 +66,7 @@ def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- bodies
 
 
+@pytest.mark.long
 @given(fields=st.dictionaries(st.text(), JSON), params=st.dictionaries(st.text(), JSON, max_size=3))
 def test_bodies_keep_every_field_that_is_not_ours(fields: dict[str, Any], params: dict[str, Any]) -> None:
     body = RequestBody(orjson.dumps(fields | {"kv_transfer_params": {"forged": 1}}))
@@ -169,6 +171,7 @@ def test_an_ejected_node_returns_when_its_time_is_over() -> None:
     assert node.is_healthy(clock.now_s + 5.0)
 
 
+@pytest.mark.long
 @given(steps=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans(), st.booleans())))
 def test_charges_come_back_exactly_once(steps: list[tuple[int, int, bool, bool]]) -> None:
     node = Node(url="", role=Role.MIXED, node_id="m")

@@ -230,6 +230,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(STEPS)
 def test_no_healthy_node_goes_without_cause_and_every_deleted_one_goes(steps: list[tuple[str, str]]) -> None:

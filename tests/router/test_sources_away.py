@@ -92,6 +92,7 @@ async def staged(nodes: list[FakeNode], **settings: Any) -> AsyncIterator[Stage]
                 await stage.traffic.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trouble", ["refuses", "hangs", "403", "503", "watch 403", "410"])
 async def test_an_api_server_that_is_away_and_back_with_all_pods_not_ready(
     trouble: str, nodes: list[FakeNode], caplog: pytest.LogCaptureFixture
@@ -129,6 +130,7 @@ async def test_an_api_server_that_is_away_and_back_with_all_pods_not_ready(
         assert stage.doubted() == 0.0
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("kinds", [("Ready",), ("Ready", "ContainersReady")], ids=["controller-manager", "kubelets"])
 async def test_all_pods_are_marked_not_ready_while_they_are_watched(
     kinds: tuple[str, ...], nodes: list[FakeNode]
@@ -148,6 +150,7 @@ async def test_all_pods_are_marked_not_ready_while_they_are_watched(
         await stage.goes_on()
 
 
+@pytest.mark.long
 async def test_a_list_without_a_pod_is_doubted_while_the_nodes_answer(
     nodes: list[FakeNode], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,6 +178,7 @@ async def test_a_list_without_a_pod_is_doubted_while_the_nodes_answer(
         assert stage.traffic.statuses == {200}
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("boot", [8, None], ids=["another boot", "a stranger that tells none"])
 async def test_nodes_that_have_ended_leave_a_doubted_source(nodes: list[FakeNode], boot: int | None) -> None:
     async with staged(nodes) as stage:
@@ -193,6 +197,7 @@ async def test_nodes_that_have_ended_leave_a_doubted_source(nodes: list[FakeNode
         assert stage.doubted() == 0.0
 
 
+@pytest.mark.long
 async def test_a_pod_that_takes_the_place_of_another_is_admitted_by_its_own_readiness(nodes: list[FakeNode]) -> None:
     async with staged(nodes) as stage:
         fake, port = stage.fake, port_of(nodes[1])
@@ -234,6 +239,7 @@ async def test_a_router_that_starts_while_all_pods_are_not_ready(
                 assert answer.status == (200 if known else 503)
 
 
+@pytest.mark.long
 async def test_watches_that_close_at_once_are_not_begun_without_a_pause(nodes: list[FakeNode]) -> None:
     async with staged(nodes) as stage:
         stage.fake.closes_watches = True
@@ -256,6 +262,7 @@ async def test_bookmarks_are_heard_and_name_no_pod(nodes: list[FakeNode], caplog
         assert "failed" not in caplog.text
 
 
+@pytest.mark.long
 async def test_a_nodes_file_that_is_empty_broken_or_absent_for_a_moment(
     nodes: list[FakeNode], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +320,7 @@ async def test_a_source_with_a_bug_does_not_fill_the_log(caplog: pytest.LogCaptu
 TROUBLES = ("drop", "410", "away", "empty", "back")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
 async def test_in_any_history_living_pods_stay_and_deleted_ones_go(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     """The router's own look is played: what lives answers."""

@@ -148,6 +148,7 @@ async def test_a_silent_source_holds_up_the_start_only_so_long(caplog: pytest.Lo
 SPECS = st.lists(st.sampled_from([NodeSpec(f"http://h:{i}", role) for i in range(1, 4) for role in Role]), max_size=4)
 
 
+@pytest.mark.long
 @given(said=st.lists(st.tuples(st.sampled_from("ab"), SPECS, st.booleans()), max_size=8))
 def test_the_table_is_what_the_sources_say_last(said: list[tuple[str, list[NodeSpec], bool]]) -> None:
     table = NodeTable(RouterConfig(start_empty=True), lambda: 0.0)

@@ -21,6 +21,7 @@ def noted(record: StreamRecord) -> list[dict[str, object]]:
     return choices
 
 
+@pytest.mark.long
 @given(st.integers(0, 1 << 30), st.integers(1, 3), st.data())
 def test_the_record_is_what_the_client_has(seed: int, num_choices: int, data: st.DataObject) -> None:
     """However the bytes are cut into chunks, and wherever they end, also over several nodes."""

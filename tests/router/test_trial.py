@@ -70,6 +70,7 @@ def tries(trial: IdleTrial, likely_s: float, usual_s: float, doubt_s: float = 0.
     return is_due
 
 
+@pytest.mark.long
 @given(prompts=st.lists(st.tuples(st.floats(1e-6, 100.0), st.floats(1e-3, 10.0)), max_size=400))
 def test_trials_are_paid_for_and_none_waits_for_long(prompts: list[tuple[float, float]]) -> None:
     """`prompts`: seconds that each would lose, and that it takes elsewhere."""

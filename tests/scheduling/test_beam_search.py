@@ -36,6 +36,7 @@ def searched(
     return [[token.token_id for token in one.beam.tokens] for one in search.finished[: sampling.n]]
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("early_stopping", STOPPING)
 @pytest.mark.parametrize("length_penalty", PENALTIES)
 def test_the_policy_is_its_definition(early_stopping: bool | str, length_penalty: float) -> None:
@@ -67,6 +68,7 @@ def test_answers_have_the_logprobs_that_were_asked_for() -> None:
     ]
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_host_blocks", [0, 8])
 @pytest.mark.parametrize("prefix_caching", [True, False])

@@ -47,6 +47,7 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     blocks.check()
 
 
+@pytest.mark.long
 def test_a_path_as_long_as_memory_is_let_go_of() -> None:
     """Were a node's last reference its child's, freeing the last one would recurse to the root, and end the process."""
     cache = PrefixCache()
@@ -255,6 +256,7 @@ NAMES = ("open", "grow", "fork", "close", "publish", "hold", "end", "quarantine"
 OPERATIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 9)), max_size=60)
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(operations=OPERATIONS, num_blocks=st.integers(1, 12))
 def test_blocks_are_conserved(operations: list[tuple[str, int]], num_blocks: int) -> None:

@@ -64,6 +64,7 @@ def test_no_step_costs_more_than_its_limit_unless_that_is_the_least_of_prompts(
     assert chunks[:-1] == prompts[: max(0, len(chunks) - 1)], "those before the last are complete"
 
 
+@pytest.mark.long
 @given(DECODES, STARTS, LENGTHS, st.integers(1, 512), KEYS_PER_TOKEN)
 @example(225, 0, 33, 321, 0)  # 32 are left, which end one token behind a size that is captured
 def test_the_first_prompt_gets_on_however_many_decode_and_wherever_it_stands(
@@ -118,6 +119,7 @@ def test_a_prompt_that_ends_is_not_cut_for_the_sake_of_a_size() -> None:
     assert PrefillBudget.beside(30, 2048, 192, KEYS).take(0, 110) == 110
 
 
+@pytest.mark.long
 @given(DECODES, STARTS, LENGTHS, KEYS_PER_TOKEN, st.integers(1, 4096))
 def test_without_a_limit_position_costs_nothing(
     num_decodes: int, start: int, left: int, keys_per_token: int, room: int
@@ -127,6 +129,7 @@ def test_without_a_limit_position_costs_nothing(
     assert share.tokens_left == room - min(left, room)
 
 
+@pytest.mark.long
 @given(DECODES, LENGTHS, STARTS, st.sampled_from([64, 128, 192, 256]))
 def test_without_a_price_a_limited_step_is_full(num_decodes: int, left: int, start: int, limit: int) -> None:
     share = PrefillBudget.beside(num_decodes, 2048, limit)

@@ -63,6 +63,7 @@ def test_cached_tokens_are_no_work() -> None:
     assert begun(one) == ["cached", "new"]
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 158)), min_size=2, max_size=12))
 def test_a_prompt_is_passed_only_by_shorter_ones_and_only_for_as_long_as_it_takes(
@@ -210,6 +211,7 @@ def test_of_passed_prompts_the_first_to_arrive_is_done_first(monkeypatch: pytest
     one.check_empty()
 
 
+@pytest.mark.long
 def test_a_prompt_that_waits_is_passed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds nothing."""
     monkeypatch.setattr(batch_builder, "FILL", 0)

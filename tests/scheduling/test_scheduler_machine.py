@@ -251,6 +251,7 @@ def run_machine(max_examples: int, steps: int) -> int:
     return rested
 
 
+@pytest.mark.long
 def test_random_operations_leak_nothing_and_change_no_token() -> None:
     assert run_machine(max_examples=60, steps=40) >= 60
 
@@ -319,6 +320,7 @@ def random_walk(seed: int, num_steps: int) -> int:
     return len(machine.world.clients)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("seed", range(40))
 def test_a_busy_random_walk_leaks_nothing_and_changes_no_token(seed: int) -> None:
     assert random_walk(seed, num_steps=150) > 0

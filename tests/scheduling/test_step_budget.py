@@ -68,6 +68,7 @@ def step_s(num_decodes: int, num_tokens: int) -> float:
     return MODEL.seconds(StepWork(num_decodes, num_decodes * CONTEXT, num_tokens))
 
 
+@pytest.mark.long
 @settings(max_examples=80, deadline=None)
 @given(
     ahead_s=st.lists(st.floats(-0.1, 0.1), min_size=1, max_size=150),
@@ -138,6 +139,7 @@ def spread_evenly(ahead_s: list[float], prompts: tuple[Any, ...], targets: Targe
     return share
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(
     ahead_s=st.lists(st.floats(-0.1, 0.1), min_size=1, max_size=150),

@@ -82,6 +82,7 @@ def test_the_limit_holds_and_every_prompt_gets_on(
     world.check_empty()
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(("num_decodes", "total"), [(4, 96), (32, 96), (48, 96), (65, 128), (96, 128), (100, 192)])
 def test_steps_beside_decodes_have_sizes_that_are_captured(num_decodes: int, total: int) -> None:
     world = busy_world(num_decodes)

@@ -154,6 +154,7 @@ def settled() -> StepModel:
     return model
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("num_tokens", [10, 20, 40, 60])
 def test_rare_stalls_of_short_prompts_change_no_price(num_tokens: int) -> None:
     """They are mostly the weights' time, so that stalls alone were counted, 4 of them in 400 steps: 180 times too
@@ -165,6 +166,7 @@ def test_rare_stalls_of_short_prompts_change_no_price(num_tokens: int) -> None:
         assert model.prefill_s(1000) == pytest.approx(before_s, rel=0.3)
 
 
+@pytest.mark.long
 @given(
     sizes=st.lists(st.tuples(st.integers(2, 2048), st.integers(0, 3), st.floats(1 / 1.4, 1.4)), max_size=20),
     burst=st.lists(st.floats(0.01, 100.0), max_size=ENOUGH_PROMPTS - 1),
@@ -184,6 +186,7 @@ def test_noise_within_the_bound_and_few_outliers_never_multiply_a_price(
     assert not restarts
 
 
+@pytest.mark.long
 @given(factor=st.floats(1 / 8, 8), seed=st.integers(0, 10**6))
 @settings(max_examples=20, deadline=None)
 def test_a_lasting_change_is_followed_within_100_prompts(factor: float, seed: int) -> None:
@@ -252,6 +255,7 @@ def test_one_long_step_changes_little_and_its_like_change_the_prediction() -> No
     assert model.seconds(work) == pytest.approx(1.3 * before, rel=0.02)
 
 
+@pytest.mark.long
 def test_terms_that_no_step_has_keep_what_was_measured() -> None:
     """An hour without prompts: a decode node knows its price of a prompt's token all the same."""
     model = StepModel(measured("8B"))
@@ -262,6 +266,7 @@ def test_terms_that_no_step_has_keep_what_was_measured() -> None:
     assert (model.token_s_at(100), model.key_s) == pytest.approx((token_s, key_s), rel=0.01)
 
 
+@pytest.mark.long
 def test_few_noisy_steps_of_one_decode_do_not_make_many_absurdly_dear() -> None:
     """A CPU: 20 ms, 1 ms for a decode and for a prompt's token, 10% of noise. As weak a pull as to measured steps made
     one of these predictions 7 times too long."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from pd_cluster.server.state import NodeState
 from pd_cluster.server.tokenizer import Tokenizer
 from pd_http.protocol import BoundedProtocol
 from tests.in_loop_server import in_loop
+from tests.server import shared_routes
 
 if TYPE_CHECKING:
     import asyncio
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 KEY = b"k" * 32
 MODEL_DIR = Path(pd_cluster.__file__).parent / "demo_model"
 NUM_FILES = 4096
+
+shared_routes.share()
 
 
 @functools.cache
@@ -86,10 +90,8 @@ class Node:
 
     def metric(self, line: str) -> float:
         """The value of one sample of /metrics, named as there; 0 when it is missing."""
-        for text in self.state.metrics.render().decode().splitlines():
-            if text.startswith(f"{line} "):
-                return float(text.rsplit(" ", 1)[1])
-        return 0.0
+        name, _, labels = line.partition("{")
+        return self.state.metrics.registry.get_sample_value(name, dict(re.findall(r'(\w+)="([^"]*)"', labels))) or 0.0
 
 
 @contextlib.asynccontextmanager

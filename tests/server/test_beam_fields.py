@@ -57,6 +57,7 @@ async def test_fields_of_beams_without_a_search_are_named() -> None:
     assert headers["x-pd-ignored"] == "early_stopping,length_penalty"
 
 
+@pytest.mark.long
 async def test_structured_output_excludes_beams() -> None:
     pytest.importorskip("llguidance")
     async with running(FakeEngine(answers)) as node:

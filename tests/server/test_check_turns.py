@@ -25,6 +25,7 @@ def check(client: str, number: int) -> Check:
     return client, str(number).encode()
 
 
+@pytest.mark.long
 @given(st.lists(st.sampled_from(["push a", "push b", "push c", "take"]), max_size=60))
 def test_every_check_is_taken_once_and_no_client_waits_for_two_of_another(events: list[str]) -> None:
     turns, waiting, since = CheckTurns(), dict[str, list[Check]](), dict[str, list[str]]()

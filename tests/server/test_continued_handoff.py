@@ -112,6 +112,7 @@ async def test_of_several_choices_this_node_computes_all() -> None:
         assert (second.engine.requests[0].work, p.engine.requests) == (Work.GENERATE, [])
 
 
+@pytest.mark.long
 async def test_no_p_of_an_untrusted_offer_is_asked() -> None:
     async with (
         running(FakeEngine(token_by_token), node_id="d0") as first,
@@ -130,6 +131,7 @@ async def dies(line: Line) -> None:
     line.push(RequestFailed(line.request.request_id, "EngineUnavailable", "it died", code=ENGINE_DIED))
 
 
+@pytest.mark.long
 async def test_a_stream_goes_on_alone_when_a_prefill_node_died_of_it() -> None:
     """One at most dies at each node that goes on. The stream does not end by it, as a request without tokens does."""
     async with (
@@ -146,6 +148,7 @@ async def test_a_stream_goes_on_alone_when_a_prefill_node_died_of_it() -> None:
         assert spared.engine.requests == []
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("policy", ["any", "local", "remote", "fail"])
 async def test_a_load_that_fails_because_its_prefill_node_died(policy: str) -> None:
     handoff = HandoffConfig(on_load_failure=policy, max_node_deaths=1)

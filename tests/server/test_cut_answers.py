@@ -63,6 +63,7 @@ def _later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: next(minutes) * 60.0)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     ("case", "texts", "end"), SCRIPTED, ids=lambda value: str(value) if isinstance(value, Case) else ""
 )
@@ -75,6 +76,7 @@ async def test_a_cut_answer_goes_on_byte_by_byte(case: Case, texts: tuple[str, .
         assert all(request.priority == -1 for request in pair.engines[1].requests)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(("case", "texts", "end"), SCRIPTED[:1] + SCRIPTED[5:6] + SCRIPTED[-1:], ids=str)
 async def test_the_harness_sees_what_is_missing_without_continuation(
     case: Case, texts: tuple[str, ...], end: bool
@@ -84,6 +86,7 @@ async def test_the_harness_sees_what_is_missing_without_continuation(
             await check_cuts(case, pair.first, pair.second, same=same_bytes, continues=False)
 
 
+@pytest.mark.long
 async def test_a_cut_answer_to_several_prompts_goes_on() -> None:
     """Prompts that have ended are not computed again, those that have not begun are."""
     case, texts, end = SEVERAL
@@ -156,6 +159,7 @@ async def test_another_answer_to_several_prompts_is_refused(
         assert not pair.engines[1].requests
 
 
+@pytest.mark.long
 async def test_a_stream_may_be_cut_twice() -> None:
     case, texts, end = SCRIPTED[2]
     async with Pair(texts, end=end) as pair:
@@ -177,6 +181,7 @@ def choice(
     return KnownChoice(index=index, token_ids=token_ids, num_chars=num_chars, finish_reason=finish_reason)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     ("head", "choices", "more", "status", "what"),
     [
@@ -233,6 +238,7 @@ async def test_the_replay_of_one_request_is_bounded(monkeypatch: pytest.MonkeyPa
         assert caught.value.code == "cannot_continue"
 
 
+@pytest.mark.long
 async def test_a_stream_goes_on_behind_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second node renders a template that writes the date as on the day of `created`."""
     tokenizer = tool_state(FakeEngine(says_nothing), "node").tokenizer._tokenizer
@@ -257,6 +263,7 @@ async def test_a_stream_goes_on_behind_midnight(monkeypatch: pytest.MonkeyPatch)
         assert len(pair.engines[1].requests) == 1
 
 
+@pytest.mark.long
 async def test_only_the_node_with_the_same_settings_continues(tmp_path: Path) -> None:
     """What changes the text of an answer changes the version, and so does what ends one."""
     state = tool_state(FakeEngine(says_nothing), "node")

@@ -67,6 +67,7 @@ async def decode_node(script: Any = None, **settings: Any) -> AsyncIterator[Node
 # P-first: the request brings a ticket
 
 
+@pytest.mark.long
 async def test_ticket_and_ids_of_p_are_taken_over_without_tokenizing() -> None:
     async with decode_node() as node:
         ids = [*await ids_of(node), 99]  # the ids of P are used, not those of the text
@@ -105,6 +106,7 @@ async def test_salt_is_part_of_what_the_ticket_promises() -> None:
     assert works == [Work.TAKE_OVER, Work.GENERATE]
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("policy", ["any", "local", "remote", "fail"])
 @pytest.mark.parametrize(
     ("fault", "reason"),
@@ -164,6 +166,7 @@ EVERY_SAMPLING_FIELD: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 async def test_d_asks_the_offered_node_with_its_own_sampling_parameters() -> None:
     """Each field differs from its default, so this fails for a field that does not reach P, and for a new one."""
     pytest.importorskip("llguidance")  # one field is a grammar

@@ -53,6 +53,7 @@ def naive_stop(pieces: list[str], stops: tuple[str, ...]) -> str:
     return text
 
 
+@pytest.mark.long
 @given(st.lists(st.integers(0, 3071), max_size=40))
 def test_released_text_is_the_whole_text(ids: list[int]) -> None:
     tokenizer = DEMO
@@ -61,6 +62,7 @@ def test_released_text_is_the_whole_text(ids: list[int]) -> None:
     assert shown == b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
 
 
+@pytest.mark.long
 @given(st.text(max_size=30), st.lists(st.integers(0, 60), max_size=10))
 def test_any_split_of_utf8_gives_the_same_text_and_no_half_characters(text: str, cuts: list[int]) -> None:
     raw = text.encode()
@@ -71,6 +73,7 @@ def test_any_split_of_utf8_gives_the_same_text_and_no_half_characters(text: str,
     assert all("�" not in part or "�" in text for part in shown)
 
 
+@pytest.mark.long
 @given(
     st.lists(st.text("ab", max_size=4), max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
@@ -80,6 +83,7 @@ def test_stop_strings_agree_with_a_naive_search(pieces: list[str], stops: list[s
     assert shown == naive_stop(pieces, tuple(stops))
 
 
+@pytest.mark.long
 @given(st.lists(st.text("ab", min_size=1, max_size=4), max_size=12), st.text("abc", min_size=1, max_size=5))
 def test_only_what_may_become_a_stop_string_is_held_back(pieces: list[str], stop: str) -> None:
     detokenizer = Detokenizer(Bytes([piece.encode() for piece in pieces]), (stop,))

@@ -96,6 +96,7 @@ async def dying_url() -> AsyncIterator[str]:
         await runner.cleanup()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_events")
 async def test_a_node_that_dies_behind_its_kv_has_died(dying_url: str) -> None:
     async with decode_node(computes, min_remote_tokens=1) as d:
@@ -131,6 +132,7 @@ async def opens_only(line: Line) -> None:
     line.push(PromptLogprobs(line.request.request_id, 1, half))
 
 
+@pytest.mark.long
 async def test_a_load_that_fails_late_costs_one_computation() -> None:
     """The engine is told what is asked about the prompt that it has to compute."""
     loses = partial(computes, failures=["lease_ended: p says so"])

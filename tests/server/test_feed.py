@@ -222,6 +222,7 @@ async def test_a_wait_is_a_number_and_bounded(monkeypatch: pytest.MonkeyPatch) -
     assert waits == [0.1, MAX_WAIT_MS / 1e3]
 
 
+@pytest.mark.long
 async def test_a_slow_reader_is_cut_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_hub, "MAX_UNREAD_BYTES", 10_000)
     async with running(FakeEngine(says([5]))) as node:
@@ -252,6 +253,7 @@ async def routers(node: Node) -> AsyncIterator[Callable[[dict[str, str]], Awaita
         yield lambda headers: stack.enter_async_context(node.session.get(node.url + FEED_PATH, headers=headers))
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("names", [{"reader": "r1", "serial": 1}, {}], ids=["named", "of the release before"])
 async def test_an_overheard_order_takes_one_place(names: dict[str, Any]) -> None:
     """Whatever it is sent with: base64 has many forms of one order."""

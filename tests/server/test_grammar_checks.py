@@ -28,6 +28,7 @@ A = GrammarSource("regex", "regex", "a")
 HOSTILE_SOURCE = GrammarSource("regex", "grammar", HOSTILE["300 regexes at once"][0](0)["guided_grammar"])
 
 
+@pytest.mark.long
 async def test_a_check_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = GrammarChecks(MODEL_DIR, 3072)
     with monkeypatch.context() as patch:
@@ -38,6 +39,7 @@ async def test_a_check_that_does_not_answer_is_given_up(monkeypatch: pytest.Monk
     checks.close()
 
 
+@pytest.mark.long
 async def test_a_process_that_died_between_checks_refuses_no_grammar() -> None:
     """Memory that ran short, for example, says nothing about the next grammar."""
     checks = GrammarChecks(MODEL_DIR, 3072)
@@ -49,6 +51,7 @@ async def test_a_process_that_died_between_checks_refuses_no_grammar() -> None:
     checks.close()
 
 
+@pytest.mark.long
 async def test_a_stopped_process_is_killed_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request is longer than its pipe, so that the write waits too."""
     checks = GrammarChecks(MODEL_DIR, 3072)
@@ -61,6 +64,7 @@ async def test_a_stopped_process_is_killed_at_the_deadline(monkeypatch: pytest.M
     checks.close()
 
 
+@pytest.mark.long
 async def test_a_request_waits_for_hostile_ones_until_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = GrammarChecks(MODEL_DIR, 3072)
     assert await checks.grammar(A, 1)
@@ -75,6 +79,7 @@ async def test_a_request_waits_for_hostile_ones_until_its_deadline(monkeypatch: 
     checks.close()
 
 
+@pytest.mark.long
 async def test_closing_waits_for_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checks, "CHECK_DEADLINE_S", 10 * HANG_S)  # what it would wait for
     checks = GrammarChecks(MODEL_DIR, 3072)
@@ -91,6 +96,7 @@ async def test_closing_waits_for_no_queue(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(isinstance(answer, asyncio.CancelledError) for answer in answers) >= 29, "the first may have begun"
 
 
+@pytest.mark.long
 async def test_a_process_that_cannot_be_started_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(24, "Too many open files")
@@ -119,6 +125,7 @@ async def test_answers_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     checks.close()
 
 
+@pytest.mark.long
 async def test_the_engine_compiles_whatever_passes_under_any_stack_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit a thread gets less than with one. 1,000 rules in a chain overflowed the engine's 2 MB."""
     limits = resource.getrlimit(resource.RLIMIT_STACK)

@@ -45,6 +45,7 @@ async def test_a_fork_that_died_between_checks_refuses_no_grammar() -> None:
     fork.wait(HANG_S)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["between checks", "at the end"])
 async def test_a_stopped_fork_does_not_outlive_its_parent(when: str) -> None:
     """It has the pipes too: a wait for their end is a wait for the fork."""

@@ -62,6 +62,7 @@ def held_of(node: Node) -> tuple[int, int, int]:
 # scores of prompts
 
 
+@pytest.mark.long
 async def test_what_can_never_have_room_is_refused_before_any_work() -> None:
     async with running(FakeEngine(computes)) as node:
         node.state.held = HeldBytes(2 * READ_BYTES)
@@ -76,6 +77,7 @@ async def test_what_can_never_have_room_is_refused_before_any_work() -> None:
         assert held_of(node) == (0, 0, 0)
 
 
+@pytest.mark.long
 async def test_answers_wait_for_room_until_their_client_leaves() -> None:
     async with running(FakeEngine(when_told)) as node:
         node.state.held = held = HeldBytes(4 * READ_BYTES - 2)
@@ -171,6 +173,7 @@ def test_scores_are_kept_as_json_in_both_forms() -> None:
     assert READ_BYTES / 2 < num_bytes < READ_BYTES, "the estimate"
 
 
+@pytest.mark.long
 async def test_p_without_room_leaves_the_prompt_to_d() -> None:
     body = ASKED | {"prompt": LONG, "prompt_logprobs": 4}
     async with pair() as (p, d):
@@ -198,6 +201,7 @@ async def step_by_step(line: Line) -> None:
             await line.taken()
 
 
+@pytest.mark.long
 async def test_a_whole_answer_that_grows_beyond_its_room_ends() -> None:
     body = {"messages": HI, "logprobs": True, "top_logprobs": 20, "max_tokens": 200, "n": 2}
     async with running(FakeEngine(step_by_step)) as node:
@@ -258,6 +262,7 @@ SAME: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 async def test_answers_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(path, body | {"stream": stream}) for path, body in SAME for stream in (False, True)]
     async with running(FakeEngine(computes)) as node:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.long
 async def test_every_bad_body_is_a_400_however_often_it_comes() -> None:
     async with running(FakeEngine(says([5]))) as node:
         for name, (path, body) in list(BAD_BODIES.items()) * 10:
@@ -59,6 +60,7 @@ async def test_the_longest_body_follows_from_the_context_length(path: str) -> No
         assert node.state.max_body_bytes > len(OVERSIZED)
 
 
+@pytest.mark.long
 async def test_a_small_model_takes_as_many_prompts_as_a_request_may_have() -> None:
     """The length of such a body does not follow from the length of one prompt."""
     body = json.dumps({"prompt": [[1000] * 2000] * MAX_PROMPTS, "max_tokens": 1}).encode()

@@ -97,8 +97,12 @@ def calls_of_chat(num: int) -> list[dict[str, Any]]:
 
 def schema(num_bytes: int) -> dict[str, Any]:
     one: dict[str, Any] = {"type": "object", "properties": {}}
-    while len(json.dumps(one)) < num_bytes - 100:
-        one["properties"][f"p{len(one['properties'])}"] = {"enum": list(range(10))}
+    size = len(json.dumps(one)) - 2  # no comma stands before the first property
+    while size < num_bytes - 100:
+        name = f"p{len(one['properties'])}"
+        one["properties"][name] = {"enum": list(range(10))}
+        size += len(json.dumps({name: one["properties"][name]}))  # its braces are as long as a comma and a blank
+    assert len(json.dumps(one)) == size
     return one
 
 
@@ -123,6 +127,7 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("name", SERVED)
 def test_what_clients_send_is_served(name: str) -> None:
     path, body = SERVED[name]

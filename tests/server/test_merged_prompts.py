@@ -57,6 +57,7 @@ pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "Hello there."}]
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "body"),
@@ -150,6 +151,7 @@ def hearing(num_events: int, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 NUM_EVENTS = 6  # of PROMPT: the ticket, 3 and 2 entries of two steps and 1 of the last, and the end
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("end", ["ends", "breaks", "error", "silent"])
 @pytest.mark.parametrize("num_events", range(1, NUM_EVENTS + 2))
 @pytest.mark.usefixtures("small_events")
@@ -190,6 +192,7 @@ async def test_a_node_that_does_not_know_the_question() -> None:
 # where P does not answer, or its KV does not come
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 async def test_without_a_prefill_node_one_step_computes_both(stream: bool) -> None:
     body = ASKED | {"stream": stream}
@@ -219,6 +222,7 @@ async def test_a_policy_that_forbids_local_prefills_is_kept(policy: str) -> None
         assert d.metric('pd_requests_total{endpoint="completions",outcome="server_error"}') == 1
 
 
+@pytest.mark.long
 async def test_a_load_that_fails_moves_on_with_the_scores() -> None:
     """The first P opens a lease and never computes; the next one tells all."""
 
@@ -235,6 +239,7 @@ async def test_a_load_that_fails_moves_on_with_the_scores() -> None:
             assert (await first.engine.aborts.get()).request_id == first.engine.requests[0].request_id
 
 
+@pytest.mark.long
 async def test_scores_that_are_complete_are_not_asked_for_again() -> None:
     """The load fails behind the last part: the next P computes the KV alone, and uses what it has cached."""
     told = asyncio.Event()
@@ -310,6 +315,7 @@ async def test_a_client_that_leaves_before_the_ticket_leaves_nothing() -> None:
         assert d.engine.requests == []
 
 
+@pytest.mark.long
 async def test_a_client_that_leaves_while_d_reads_ends_the_read() -> None:
     reading = asyncio.Event()
 

@@ -35,6 +35,7 @@ def chat(tokenizer: Any) -> Callable[[str], ChatTemplate]:
     return made
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_nothing_is_lost(name: str, tokenizer: Any) -> None:
     assert lost_marks(tokenizer, TEMPLATES[name]) == []

@@ -79,6 +79,7 @@ class Model:
         tokens = GrammarTokens.read(directory / "tokenizer.json", self.tokenizer.vocab_size)
         self._vocabulary = tokens.vocabulary([self.eos]).tokenizer
         self._executor = llguidance.LLExecutor(1)
+        self._compiled: dict[str, Any] = {}
 
     def encode(self, text: str) -> list[int]:
         return list(self._fast.encode(text).ids)
@@ -88,7 +89,9 @@ class Model:
         return write(*content, [], coerces_one_of=False, message=message, token_ids=self.ids)
 
     def state(self, grammar: str) -> GrammarState:
-        state = GrammarState(compile_grammar(self._vocabulary, self._executor, grammar))
+        if grammar not in self._compiled:
+            self._compiled[grammar] = compile_grammar(self._vocabulary, self._executor, grammar)
+        state = GrammarState(self._compiled[grammar].deep_copy())
         assert not state.error, (state.error, grammar)
         return state
 
@@ -152,6 +155,7 @@ def schemas(tool_format: ToolFormat) -> dict[str, Any]:
     return {"get_weather": weather, "add-2": ADD, "stop": EMPTY}
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("thinking", ["no", "may", "open"])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_required_calls_parse_back(model: Model, thinking: str, parallel: bool) -> None:
@@ -216,6 +220,7 @@ def a_call(one: ToolFormat, name: str, arguments: str) -> str:
     return f"{one.begin}{one.head}{name}{one.middle}{arguments}{one.tail}{one.end}"
 
 
+@pytest.mark.long_cases
 def test_one_blank_or_none_in_arguments(model: Model) -> None:
     """In what a schema leaves free, too. The client's own `x-guidance` comes before this."""
     wrong = ('{"b":  1}', '{ "b": 1}', '{"b" : 1}', '{"b": 1 }', '{"b": [1 , 2]}', '{"b": {"c":  1}}', '{"b":\n1}')

@@ -31,6 +31,7 @@ WAIT_S = HANG_S
 STEPS = st.lists(st.one_of(st.sampled_from(["take", "drop"]), st.sampled_from(ROLES)), max_size=40)
 
 
+@pytest.mark.long
 @given(st.sampled_from(ROLES), STEPS)
 def test_the_limit_for_streams_outlasts_the_streams_of_the_old_role(first: str, steps: Sequence[str]) -> None:
     told = [first]

@@ -152,6 +152,7 @@ def foreign(message: dict[str, Any]) -> dict[str, Any]:
     return forms[sum(text[:2].encode()) % len(forms)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("template", [CHATML, TEMPLATES["one call"]])
 def test_names_for_routers_promise_no_wrong_token(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_chain, "STEP_BYTES", 16)

@@ -31,6 +31,7 @@ def validator(path: str, *, answer: str = "", method: str = "post") -> Draft2020
     return Draft202012Validator(schema | {"components": DOCUMENT["components"]})
 
 
+@pytest.mark.long
 def test_every_route_is_described() -> None:
     state = make_state(FakeEngine(says([5])))
     routes = create_app(state).openapi()["paths"]

@@ -36,6 +36,7 @@ async def ask(node: Node, path: str, **more: Any) -> tuple[int, dict[str, Any], 
         return answer.status, await answer.json(), answer.headers.get(IGNORED_HEADER)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_field_is_refused_by_name_or_named_as_ignored(path: str) -> None:
     own = set((MessagesFields if path == MESSAGES else ResponsesFields).__struct_fields__)
@@ -85,6 +86,7 @@ async def test_an_answer(path: str) -> None:
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
 
 
+@pytest.mark.long
 async def test_ends_of_messages() -> None:
     for more, text, end, wanted in (
         ({}, "Hello, there", True, ("end_turn", None)),
@@ -268,6 +270,7 @@ async def test_events_are_those_of_the_clients_types() -> None:
     assert {"ResponseCustomToolCall", "ResponseFunctionToolCall"} <= kinds
 
 
+@pytest.mark.long
 async def test_what_is_left_out_is_named_and_counted_by_kind() -> None:
     tools = [{"type": "web_search"}, {"type": "function", "name": "f", "colour": 1}, {"type": "custom", "name": "c"}]
     search = {"type": "web_search_call", "id": "w", "status": "completed"}
@@ -316,6 +319,7 @@ async def test_names_of_clients_cannot_break_the_header() -> None:
         assert named.endswith(",+468")
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(("path", "most"), [(CHAT, 128), (MESSAGES, MANY_TOOLS), (RESPONSES, MANY_TOOLS)])
 async def test_the_number_of_tools_is_bounded_by_the_api(path: str, most: int) -> None:
     forms: dict[str, Any] = {

@@ -65,6 +65,7 @@ class BracketParser:
         return []
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_a_parser_of_a_third_party_shapes_chat_answers_and_no_others() -> None:
     async with running(FakeEngine(says([]))) as node:
@@ -125,6 +126,7 @@ PIECES = [*(char.encode() for char in "ab[]{}:"), *(bytes([byte]) for byte in "Ã
 WORDS = Bytes(PIECES, special=frozenset({len(PIECES) - 1}))
 
 
+@pytest.mark.long
 @given(
     ids=st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=24),
     split=st.integers(0, 24),

@@ -208,6 +208,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 async def test_what_is_wrong_is_refused_by_name_before_the_engine_gets_anything() -> None:
     for task in ("embed", "score"):
         async with node_of(task) as node:
@@ -241,6 +242,7 @@ NAMES = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 async def test_no_body_breaks_a_node() -> None:
     bodies = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6)
     found: list[tuple[str, dict[str, Any]]] = []
@@ -267,6 +269,7 @@ async def test_no_body_breaks_a_node() -> None:
 # --- how inputs enter the engine
 
 
+@pytest.mark.long
 async def test_inputs_enter_a_few_at_a_time_as_one_group() -> None:
     num_open = most = 0
 
@@ -364,6 +367,7 @@ async def test_too_many_requests_that_wait_are_refused() -> None:
         assert node.engine.requests == []
 
 
+@pytest.mark.long
 async def test_short_inputs_never_overflow_the_engine_s_queue() -> None:
     most = 0
 

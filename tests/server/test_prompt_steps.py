@@ -193,12 +193,14 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return shorten
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", TEMPLATES)
 def test_a_name_promises_no_wrong_token(shape: str, short_steps: Callable[[int], None]) -> None:
     short_steps(16)
     check_names(Node(TEMPLATES[shape]), random.Random(shape))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", ["one system message", "system before the first question", "one call"])
 def test_a_name_sees_what_is_joined_and_moved(shape: str, short_steps: Callable[[int], None]) -> None:
     short_steps(16)
@@ -257,6 +259,7 @@ def test_tools_behind_the_system_message_are_named_before_a_short_question() -> 
     assert max(num_tokens for num_tokens, step in names if step in chain) > 0.9 * len(ids)
 
 
+@pytest.mark.long
 def test_a_name_waits_for_the_text_that_a_tokenizer_may_join(short_steps: Callable[[int], None]) -> None:
     """At every byte: what follows the text of a name changes none of its tokens."""
     short_steps(1)
@@ -287,6 +290,7 @@ def test_ids_are_named_to_the_token() -> None:
     assert names.steps == tuple(zip((112, 240, 368), step_hashes(KEY, "", text), strict=True))
 
 
+@pytest.mark.long
 def test_kinds_of_messages_that_the_templates_decide_late() -> None:
     asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     thought = [asked[0], asked[1] | {"reasoning_content": "r"}, asked[2]]

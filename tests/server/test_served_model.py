@@ -43,6 +43,7 @@ async def test_several_names_for_one_model() -> None:
             assert (await response.json())["id"] == "gpt-4o"
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_a_chat_template_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"

@@ -124,6 +124,7 @@ async def test_text_survives_the_round_trip() -> None:
         tokenizer.close()
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("kind", ["text", "chat"])
 async def test_a_short_text_does_not_wait_for_a_long_one(kind: str) -> None:
     """8 MB take Qwen 3's tokenizer 7 to 15 s."""
@@ -152,6 +153,7 @@ async def test_a_short_text_does_not_wait_for_a_long_one(kind: str) -> None:
         tokenizer.close()
 
 
+@pytest.mark.long
 async def test_two_threads_read_right() -> None:
     """Settings in a tokenizer's file would be changed by a call, which fails beside another one."""
     backend = PreTrainedTokenizerFast.from_pretrained(str(MODEL_DIR))
@@ -168,6 +170,7 @@ async def test_two_threads_read_right() -> None:
         tokenizer.close()
 
 
+@pytest.mark.long
 async def test_of_a_text_with_too_many_tokens_a_beginning_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.load(MODEL_DIR)
     encode, read = tokenizer._encode, list[int]()

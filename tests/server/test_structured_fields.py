@@ -145,6 +145,7 @@ def allows(grammar: str, text: str) -> bool:
     return bool(matcher.consume_tokens(vocabulary.tokenize_str(text)) and matcher.is_accepting())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 async def test_every_form_becomes_a_grammar(path: str) -> None:
     async with running(FakeEngine(says([5]))) as node:
@@ -159,6 +160,7 @@ async def test_every_form_becomes_a_grammar(path: str) -> None:
             assert node.engine.requests[-1].sampling.grammar == ""
 
 
+@pytest.mark.long
 async def test_other_apis_take_a_schema_as_not_strict_unless_they_say_so() -> None:
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object", "properties": {"a": ODD}}}
     output = {"format": {"type": "json_schema", "schema": form["schema"]}}
@@ -176,6 +178,7 @@ async def test_other_apis_take_a_schema_as_not_strict_unless_they_say_so() -> No
         assert [allows(one.sampling.grammar, '{"a": "x"}') for one in node.engine.requests] == [True, True]
 
 
+@pytest.mark.long
 async def test_what_cannot_be_held_to_is_a_400_that_names_it() -> None:
     async with running(FakeEngine(says([5]))) as node:
         for wanted, param, words in REFUSED:
@@ -201,6 +204,7 @@ def cpu_s(parent: psutil.Process) -> float:
     return float(ended.children_user + ended.children_system + sum(one.user + one.system for one in alive))
 
 
+@pytest.mark.long
 async def test_hostile_grammars_are_served_or_refused() -> None:
     """Some of them end the fork that checks them; the next one has the vocabulary from its start on.
 
@@ -225,6 +229,7 @@ async def test_hostile_grammars_are_served_or_refused() -> None:
         assert checking_process() == child, "no grammar ended the process that holds the vocabulary"
 
 
+@pytest.mark.long
 async def test_a_grammar_is_for_all_prompts_and_bounded() -> None:
     async with running(FakeEngine(says([5]))) as node:
         assert (await ask(node, {"regex": "ab"}, prompt=["a", "b", "c"], n=2))[0] == 200
@@ -237,6 +242,7 @@ async def test_a_grammar_is_for_all_prompts_and_bounded() -> None:
         assert len(node.engine.requests) == 3
 
 
+@pytest.mark.long
 async def test_d_sends_its_grammar_to_p() -> None:
     """P checks it too: D is another node."""
     sampling = SamplingParams(max_tokens=9, grammar='start: "a"', n=2)
@@ -270,6 +276,7 @@ async def test_without_the_package_the_fields_are_refused(monkeypatch: pytest.Mo
         assert (await ask(node, {"response_format": {"type": "text"}}))[0] == 200
 
 
+@pytest.mark.long
 async def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     for text in (None, "{}"):
         if text is not None:
@@ -280,6 +287,7 @@ async def test_a_tokenizer_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         checks.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["byte level", "gemma", "gaps"])
 async def test_a_model_with_more_or_fewer_rows_than_tokens_has_grammars(tmp_path: Path, kind: str) -> None:
     """The check needs an end, and must not take a row without a token for it."""

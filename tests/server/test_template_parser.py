@@ -124,6 +124,7 @@ def pieces_of(text: str, rng: random.Random) -> list[str]:
     return [text[start:end] for start, end in pairwise(cuts)]
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
 def test_any_pieces_give_the_same_parts(form: ToolFormat) -> None:
     """Streamed or not, with markers as tokens or as text: 200 random cuts for each format."""
@@ -200,6 +201,7 @@ def test_in_a_stream_the_pieces_of_a_malformed_call_stay_and_the_rest_is_content
     ]
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral"])
 @pytest.mark.parametrize("streamed", [True, False])
 def test_an_answer_that_ends_inside_a_shown_call_does_not_say_that_a_tool_is_called(name: str, streamed: bool) -> None:

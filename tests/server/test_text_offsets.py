@@ -35,6 +35,7 @@ def check(text: str, token_ids: list[int], offsets: list[int], *, skip_special: 
         assert text[offset:].startswith(piece), (token_id, offset)
 
 
+@pytest.mark.long
 @given(st.lists(st.integers(0, 3071), max_size=40), st.booleans())
 def test_any_tokens_begin_where_their_offset_says(ids: list[int], skip_special: bool) -> None:
     detokenizer = Detokenizer(DEMO, skip_special=skip_special)

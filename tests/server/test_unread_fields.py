@@ -45,6 +45,7 @@ async def answer(node: Node, path: str, more: dict[str, Any], **kwargs: Any) -> 
         return response.status, content, response.headers.get(IGNORED_HEADER)
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_refused_field_is_a_400_that_names_it(path: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer
 
 import pd_cluster
 from pd_cluster.server.app import create_app
@@ -53,6 +53,8 @@ class TinyReader:
 
 def save_reader(directory: Path, *, is_embedder: bool, seed: int = 3) -> TinyReader:
     """`is_embedder`: without a head and with sentence-transformers' files, and the tokenizer ends texts with EOS."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # 2 s of CPU, also where only names of tests are read
+
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=3072, hidden_size=HIDDEN_SIZE, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
