@@ -38,11 +38,11 @@ def _by_code(read: Callable[[Any], T]) -> Callable[[Any], T]:
 
 
 def _replace(name: str, shared: Callable[[Callable[..., Any]], Callable[..., Any]], *modules: ModuleType) -> None:
-    """In the module that has it and in those that import its name."""
-    one = shared(getattr(modules[0], name))
-    for module in modules:
-        assert inspect.isfunction(getattr(module, name))
-        setattr(module, name, one)
+    """In the module that has it and in those that import its name. A FastAPI without it is left as it is."""
+    if all(inspect.isfunction(getattr(module, name, None)) for module in modules):
+        one = shared(getattr(modules[0], name))
+        for module in modules:
+            setattr(module, name, one)
 
 
 def share() -> None:
