@@ -34,6 +34,7 @@ HELD = (
     "pd_num_running", "pd_num_waiting", "pd_num_waiting_for_remote_kv",
     *(f'pd_kv_blocks{{state="{state}"}}' for state in ("in_use", "leased", "quarantined")),
 )  # fmt: skip
+ROOM = "--kv-cache-gb=0.1"  # 8,000 tokens of the demo model. A node writes all of its cache: 2.5 s of CPU a GB
 ONE_TOKEN = ("/v1/completions", {"prompt": [5], "max_tokens": 1})
 ONE_VECTOR = ("/v1/embeddings", {"input": [[5]]})
 
@@ -76,7 +77,7 @@ class System:
     ) -> None:
         """`gate`: of D, see `decode_held`."""
         roles = ("prefill", "decode", "mixed") if own_mixed else ("prefill", "decode")
-        common = ("--min-remote-tokens=1", *flags)
+        common = (ROOM, "--min-remote-tokens=1", *flags)
         own = {role: [*(role_flags or {}).get(role, ())] for role in roles}
         own["decode"] += gate.flags if gate else ()
         self._gate = gate
