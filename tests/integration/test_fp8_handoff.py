@@ -31,7 +31,7 @@ def prompts(demo_model: DemoModel) -> list[list[int]]:
     return [random_prompt(demo_model, random.Random(length), length) for length in LENGTHS]
 
 
-def ask(system: System, path: Path, prompts: Sequence[list[int]], num_tokens: int = 20) -> list[Answer]:
+def ask(system: System, path: Path, prompts: Sequence[list[int]], num_tokens: int = 12) -> list[Answer]:
     """Salted: no path finds what another one has cached."""
     body = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "cache_salt": path.value}
     return system.ask_all(path, [("/v1/completions", {"prompt": prompt, **body}) for prompt in prompts])

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 ANSWER_DEADLINE_S = 120.0
 NUM_NEW_TOKENS = 6
 LENGTHS = (1, 16, 17, 40, 64, 65, 150, 333)
+SOME_LENGTHS = (1, 16, 17, 150)  # no whole block, nor with what is computed in any case; one, several
 VOCABULARY = range(40, 900)
 NUM_REFERENCES = 200  # all of them
 
@@ -149,10 +150,10 @@ def cluster(request: pytest.FixtureRequest, shared_system: System) -> Iterator[P
         yield PoolCluster(server, **nodes, plain=Plain(shared_system.urls["decode"]), router=router)
 
 
-def make_prompts(seed: int) -> list[list[int]]:
+def make_prompts(seed: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     """One of each length, of tokens that no other seed's have."""
     draw = random.Random(seed)
-    return [[draw.choice(VOCABULARY) for _ in range(length)] for length in LENGTHS]
+    return [[draw.choice(VOCABULARY) for _ in range(length)] for length in lengths]
 
 
 def num_poolable(prompt: Sequence[int]) -> int:
@@ -175,7 +176,7 @@ def test_a_second_prefill_node_computes_only_the_suffix(cluster: PoolCluster) ->
 
 
 def test_a_decode_node_takes_a_prompt_from_the_pool_without_a_prefill_node(cluster: PoolCluster) -> None:
-    for prompt in make_prompts(2):
+    for prompt in make_prompts(2, SOME_LENGTHS):
         before_1, before_2, before_d = (cluster.computed(node) for node in (cluster.p1, cluster.p2, cluster.d))
         cluster.ask(cluster.p1, prompt)
         cluster.settle(cluster.p1, before_1 + len(prompt) + NUM_NEW_TOKENS - 1)
@@ -193,7 +194,7 @@ def test_a_decode_node_takes_a_prompt_from_the_pool_without_a_prefill_node(clust
 @pytest.mark.parametrize("route", [pytest.param("p-first", marks=pytest.mark.slow), "d-first"])
 def test_a_longer_prompt_is_prefilled_from_where_the_pool_ends(cluster: PoolCluster, route: str) -> None:
     """P1 knows the beginning; P2 takes that from the pool, computes the rest, and hands the whole to D."""
-    for prompt in make_prompts(3 if route == "p-first" else 4):
+    for prompt in make_prompts(3 if route == "p-first" else 4, SOME_LENGTHS):
         longer = prompt + make_prompts(5)[-1][:100]
         before_1, before_2 = cluster.computed(cluster.p1), cluster.computed(cluster.p2)
         cluster.ask(cluster.p1, prompt)
@@ -206,7 +207,7 @@ def test_a_longer_prompt_is_prefilled_from_where_the_pool_ends(cluster: PoolClus
         assert answer["tokens"] == cluster.ask(cluster.plain, longer)["tokens"]
 
 
-@pytest.mark.parametrize("num_prompts", [20, pytest.param(NUM_REFERENCES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_prompts", [14, pytest.param(NUM_REFERENCES, marks=pytest.mark.slow)])
 def test_tokens_are_those_of_transformers(
     num_prompts: int, cluster: PoolCluster, demo_model: DemoModel, request: pytest.FixtureRequest
 ) -> None:
@@ -246,7 +247,7 @@ def test_tenants_share_nothing(cluster: PoolCluster) -> None:
 
 
 def test_a_pool_that_dies_under_load_fails_no_request(cluster: PoolCluster) -> None:
-    prompts = [prompt for seed in range(10, 14) for prompt in make_prompts(seed) if len(prompt) > BLOCK_SIZE]
+    prompts = [prompt for seed in range(10, 13) for prompt in make_prompts(seed) if len(prompt) > BLOCK_SIZE]
     expected = [cluster.ask(cluster.plain, prompt)["tokens"] for prompt in prompts]
     misses_before = cluster.misses()
     served, killed = threading.Semaphore(0), threading.Event()

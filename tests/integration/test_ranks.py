@@ -53,7 +53,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 )
 STREAMS: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 11})
 BODIES: list[dict[str, Any]] = [
-    {"prompt": make_prompt(40 + 30 * number), "max_tokens": 150, "ignore_eos": True, "stream": True}
+    {"prompt": make_prompt(40 + 30 * number), "max_tokens": 80, "ignore_eos": True, "stream": True}
     | STREAMS[number % len(STREAMS)]
     for number in range(6)
 ]
@@ -117,7 +117,7 @@ def num_swapped(node: Launched) -> float:
 def test_answers_equal_those_of_one_rank(plain: Launched, ranked: Launched) -> None:
     """All at once, so that the sequences do not fit: some are preempted to host memory and come back."""
     requests = [
-        ("/v1/completions", {"prompt": make_prompt(90 + 17 * number), "max_tokens": 32, "ignore_eos": True} | asked)
+        ("/v1/completions", {"prompt": make_prompt(90 + 17 * number), "max_tokens": 20, "ignore_eos": True} | asked)
         for number, asked in enumerate((*ASKED, *ASKED[:2]))
     ]
     expected, found = ask_url(plain.url, requests), ask_url(ranked.url, requests)

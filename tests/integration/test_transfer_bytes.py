@@ -30,8 +30,7 @@ def moved_blocks(system: System, path: Path, prompt: Sequence[int], *, num_loads
     system.ask(path, COMPLETIONS, {"prompt": list(prompt), "max_tokens": 4, "temperature": 0, "ignore_eos": True})
     done = before["pd_loads_done_total"] + num_loads
     wait_until(lambda: system.metric("decode", "pd_loads_done_total") == done, lambda: str(system.metrics("decode")))
-    system.settle()
-    after = system.metrics("decode")
+    after = system.settled_metrics("decode")
     assert after["pd_loads_done_total"] == done
     return (after["pd_kv_transfer_bytes_total"] - before["pd_kv_transfer_bytes_total"]) / BLOCK_BYTES
 

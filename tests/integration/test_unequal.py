@@ -61,19 +61,16 @@ def nodes(launcher: Launcher) -> Nodes:
 
 
 def ask(server: Launched, prompts: Sequence[list[int]], route: str = "", salt: str = "") -> list[Answer]:
-    """Salted: nothing is found that another test has cached. Each prompt is asked for greedily, and drawn."""
+    """Salted: nothing is found that another test has cached. Each prompt is asked for greedily, and drawn.
+
+    By a route all prompts are asked for at once, and when these are answered drawn: from KV that is there.
+    """
     body = {"max_tokens": 8, "ignore_eos": True, "cache_salt": salt or None, "logprobs": 0}
     requests = [("/v1/completions", {"prompt": prompt, **body, **how}) for prompt in prompts for how in SAMPLING]
-    return ask_url(server.url, requests) if not route else _ask_by(server.url, route, requests)
-
-
-def _ask_by(url: str, route: str, requests: list[tuple[str, dict[str, Any]]]) -> list[Answer]:
-    answers = []
-    for path, body in requests:
-        response = httpx.post(f"{url}{path}", json=body, headers={"x-pd-route": route}, timeout=120.0, trust_env=False)
-        assert response.status_code == 200, response.text
-        answers.append(Answer(response.json(), response.headers))
-    return answers
+    if not route:
+        return ask_url(server.url, requests)
+    rounds = [ask_url(server.url, requests[first :: len(SAMPLING)], route) for first in range(len(SAMPLING))]
+    return [answer for of_a_prompt in zip(*rounds, strict=True) for answer in of_a_prompt]
 
 
 def tokens(answers: Sequence[Answer]) -> list[list[str]]:
