@@ -88,9 +88,12 @@ def some_references(
     return [*short_references, *demo_model.generate([prompt for prompt in some_prompts if len(prompt) > SHORT])]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def short_of_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """D's cache cannot hold the sequences that run there; P's holds everything. No logits stage. D has a gate."""
+    """D's cache cannot hold the sequences that run there; P's holds everything. No logits stage. D has a gate.
+
+    The two files that use it run on two workers: it ends with each.
+    """
     decode = ["--num-blocks=40"]
     gate = Gate(tmp_path_factory.mktemp("gate"), "decode")
     flags = ("--load-deadline-s=400", "--max-num-seqs=10")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 DEMO_MODEL = FilePath(__file__).resolve().parents[2] / "pd_cluster" / "demo_model"
+VOCAB_SIZE = 3072  # the demo model's
 NUM_NEW_TOKENS = 20  # over a block's edge, whatever the prompt
 TIE = 1e-4  # two best logits closer than this may come out in either order
 MAX_BATCH_TOKENS = 8192  # of one call of `generate`
@@ -53,12 +54,12 @@ class DemoModel:
         self.tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL, local_files_only=True)
         self._model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, local_files_only=True)
         self.eos_token_id: int = self._model.config.eos_token_id
-        self.vocab_size: int = self._model.config.vocab_size
+        assert self._model.config.vocab_size == VOCAB_SIZE
         vocabulary = Tokenizer(self.tokenizer)
-        self._bytes = [vocabulary.token_bytes(token_id) for token_id in range(self.vocab_size)]
+        self._bytes = [vocabulary.token_bytes(token_id) for token_id in range(VOCAB_SIZE)]
         vocabulary.close()
         self._ids = {_api_name(raw): token_id for token_id, raw in enumerate(self._bytes)}
-        assert len(self._ids) == self.vocab_size, "two tokens look alike in the API"
+        assert len(self._ids) == VOCAB_SIZE, "two tokens look alike in the API"
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -116,8 +117,8 @@ def make_prompts(model: DemoModel, seed: int) -> list[list[int]]:
     for length, how_many in LENGTHS:
         for index in range(how_many):
             for attempt in count():
-                make = recall_prompt if index % 2 and attempt < 10 else random_prompt
-                prompt = make(model, rng, length)
+                is_recall = index % 2 and attempt < 10
+                prompt = recall_prompt(model, rng, length) if is_recall else random_prompt(rng, length)
                 if tuple(prompt[:16]) not in beginnings:
                     break
             beginnings.add(tuple(prompt[:16]))
@@ -138,9 +139,9 @@ def recall_prompt(model: DemoModel, rng: random.Random, length: int) -> list[int
     return ids[-length:]
 
 
-def random_prompt(model: DemoModel, rng: random.Random, length: int) -> list[int]:
+def random_prompt(rng: random.Random, length: int) -> list[int]:
     """Any ids but the special ones."""
-    return [rng.randrange(3, model.vocab_size) for _ in range(length)]
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
 def _batches(lengths: Mapping[int, int], num_new_tokens: int) -> Iterator[list[int]]:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from tests.cluster import Launched
     from tests.integration.calls import Outcome
-    from tests.integration.reference import DemoModel
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.anyio, pytest.mark.timeout(300)]
 logger = logging.getLogger(__name__)
@@ -132,10 +131,10 @@ def test_answers_equal_those_of_one_rank(plain: Launched, ranked: Launched) -> N
 
 @pytest.mark.parametrize(("prefill", "decode"), [("plain", "ranked"), ("ranked", "plain")])
 def test_a_node_prefills_for_one_of_another_degree(
-    launcher: Launcher, nodes: list[Launched], demo_model: DemoModel, prefill: str, decode: str
+    launcher: Launcher, nodes: list[Launched], prefill: str, decode: str
 ) -> None:
     """Pairs with four ranks are in `test_unequal.py`."""
-    check_pair(launcher, nodes[0], dict(zip(("plain", "ranked"), nodes, strict=True)), prefill, decode, demo_model)
+    check_pair(launcher, nodes[0], dict(zip(("plain", "ranked"), nodes, strict=True)), prefill, decode)
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from tests.cluster import Launched
-    from tests.integration.reference import DemoModel
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -95,11 +94,9 @@ def paired(router: Launched, prefill: str, decode: str) -> Iterator[None]:
                 orders.give("role", node, "mixed")
 
 
-def check_pair(
-    launcher: Launcher, alone: Launched, nodes: dict[str, Launched], prefill: str, decode: str, model: DemoModel
-) -> None:
+def check_pair(launcher: Launcher, alone: Launched, nodes: dict[str, Launched], prefill: str, decode: str) -> None:
     """Through the pair of these ids of `nodes`, the answers equal those of `alone` and of each node by itself."""
-    prompts = [random_prompt(model, random.Random(length), length) for length in LENGTHS]
+    prompts = [random_prompt(random.Random(length), length) for length in LENGTHS]
     router = launcher.router(prefill=[nodes[prefill]], decode=[nodes[decode]])
     expected = tokens(ask(alone, prompts, salt=f"alone {prefill} {decode}"))
     for name in (prefill, decode):
@@ -125,10 +122,8 @@ def check_pair(
 
 
 @pytest.mark.parametrize("degrees", [(2, 4), (4, 2), (4, 1), (1, 4)], ids=lambda pair: "{}-to-{}".format(*pair))
-def test_a_node_prefills_for_one_of_another_degree(
-    launcher: Launcher, nodes: Nodes, demo_model: DemoModel, degrees: tuple[int, int]
-) -> None:
+def test_a_node_prefills_for_one_of_another_degree(launcher: Launcher, nodes: Nodes, degrees: tuple[int, int]) -> None:
     alone, prefill, decode = nodes.of(1, *degrees)
     prefill_name, decode_name = (f"tp{degree}" for degree in degrees)
     found = {prefill_name: prefill, decode_name: decode}
-    check_pair(launcher, alone, found, prefill_name, decode_name, demo_model)
+    check_pair(launcher, alone, found, prefill_name, decode_name)
