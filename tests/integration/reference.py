@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DEMO_MODEL = FilePath(__file__).resolve().parents[2] / "pd_cluster" / "demo_model"
 VOCAB_SIZE = 3072  # the demo model's
-NUM_NEW_TOKENS = 20  # over a block's edge, whatever the prompt
+NUM_NEW_TOKENS = 32
 TIE = 1e-4  # two best logits closer than this may come out in either order
 MAX_BATCH_TOKENS = 8192  # of one call of `generate`
 MAX_PADDING = 1000  # tokens in it; another call costs as much
