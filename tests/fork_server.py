@@ -51,8 +51,12 @@ SHOWN_BYTES = 4000  # for the command line that a child shows; the kernel shows 
 MAX_ANSWER_BYTES = 32
 DEATH_S = 60.0  # from the end of the server's socket to the end of its process
 # No import of the server's depends on variables with these beginnings: UCX is loaded when a node makes its agent, what
-# uses LMCache, Mooncake or Ray imports it, and the product itself sets the level of NIXL's log
-FREE = ("PD_", "PYTEST_", "KUBECONFIG", "UCX_", "GLOO_", "LMCACHE_", "MC_", "GLOG_", "RAY_", "NIXL_LOG_LEVEL")
+# uses LMCache, Mooncake or Ray imports it, and the product itself sets the level of NIXL's log. Torch sets the place of
+# its compiler's cache in the tests' process, when transformers loads a model there
+FREE = (
+    "PD_", "PYTEST_", "KUBECONFIG", "UCX_", "GLOO_", "LMCACHE_", "MC_", "GLOG_", "RAY_", "NIXL_LOG_LEVEL",
+    "TORCHINDUCTOR_CACHE_DIR",
+)  # fmt: skip
 
 
 class ForkServerDied(AssertionError):

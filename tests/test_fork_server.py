@@ -168,6 +168,7 @@ def test_a_variable_that_may_matter_to_an_import_needs_a_process_of_its_own() ->
     environment = {**base_environment(), "PD_ANY": "1", "UCX_TLS": "tcp", "PYTEST_CURRENT_TEST": "another"}
     server = ForkServer(base_environment, ROOT)
     assert server.differs(environment) == set()
+    assert server.differs({**environment, "TORCHINDUCTOR_CACHE_DIR": "set by torch"}) == set()
     del environment["HOME"]
     assert server.differs({**environment, "OMP_NUM_THREADS": "2"}) == {"HOME", "OMP_NUM_THREADS"}
 

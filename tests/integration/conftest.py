@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SEED = 20
 PART_OF_EACH_LENGTH = 8
+SHORT = 300  # tokens
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,10 +33,10 @@ def _quiet_clients() -> None:
 def system_with_mixed() -> Iterator[System]:
     """With a mixed node beside P and D, and a logits stage that only requests with `logits_args` use.
 
-    For tests that leave no trace and salt what is handed over. There is room and time for all prompts of `references`
-    at once, beside their outputs.
+    For tests that leave no trace and salt what is handed over. There is room and time for all prompts of
+    `some_references` at once, beside their outputs.
     """
-    flags = ("--kv-cache-gb=0.75", "--load-deadline-s=200", "--logits-stage=tests.ban_token:BanToken")
+    flags = ("--kv-cache-gb=0.2", "--load-deadline-s=200", "--logits-stage=tests.ban_token:BanToken")
     with running_system(*flags, own_mixed=True) as system:
         yield system
 
@@ -59,7 +60,7 @@ def references(demo_model: DemoModel) -> list[Reference]:
 
 
 @pytest.fixture(scope="session")
-def some_references(demo_model: DemoModel) -> list[Reference]:
+def some_prompts(demo_model: DemoModel) -> list[list[int]]:
     """A part of those of each length: with all, transformers alone takes 30 s, a run on a cluster three times as long.
 
     Blocks' edges, chunks and the longest prompt are among them.
@@ -70,12 +71,29 @@ def some_references(demo_model: DemoModel) -> list[Reference]:
         if left[len(prompt)]:
             left[len(prompt)] -= 1
             some.append(prompt)
-    return demo_model.generate(some)
+    return some
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
+def short_references(demo_model: DemoModel, some_prompts: list[list[int]]) -> list[Reference]:
+    """Of those that fit a small cache."""
+    return demo_model.generate([prompt for prompt in some_prompts if len(prompt) <= SHORT])
+
+
+@pytest.fixture(scope="session")
+def some_references(
+    demo_model: DemoModel, some_prompts: list[list[int]], short_references: list[Reference]
+) -> list[Reference]:
+    """Of all of them."""
+    return [*short_references, *demo_model.generate([prompt for prompt in some_prompts if len(prompt) > SHORT])]
+
+
+@pytest.fixture(scope="module")
 def short_of_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """D's cache cannot hold the sequences that run there; P's holds everything. No logits stage. D has a gate."""
+    """D's cache cannot hold the sequences that run there; P's holds everything. No logits stage. D has a gate.
+
+    The two files that use it run on two workers: it ends with each.
+    """
     decode = ["--num-blocks=40"]
     gate = Gate(tmp_path_factory.mktemp("gate"), "decode")
     flags = ("--load-deadline-s=400", "--max-num-seqs=10")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path as FilePath
@@ -15,12 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pd_cluster.server.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 DEMO_MODEL = FilePath(__file__).resolve().parents[2] / "pd_cluster" / "demo_model"
+VOCAB_SIZE = 3072  # the demo model's
 NUM_NEW_TOKENS = 32
 TIE = 1e-4  # two best logits closer than this may come out in either order
 MAX_BATCH_TOKENS = 8192  # of one call of `generate`
+MAX_PADDING = 1000  # tokens in it; another call costs as much
 # (length, how many): around a block's edge, then enough for several chunks, then nearly all that the model can read
 LENGTHS = ((1, 20), (15, 30), (16, 30), (17, 30), (33, 15), (64, 10), (100, 15), (160, 10), (255, 12), (300, 8),
            (512, 8), (801, 6), (1300, 3), (3500, 3))  # fmt: skip
@@ -53,12 +54,12 @@ class DemoModel:
         self.tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL, local_files_only=True)
         self._model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, local_files_only=True)
         self.eos_token_id: int = self._model.config.eos_token_id
-        self.vocab_size: int = self._model.config.vocab_size
+        assert self._model.config.vocab_size == VOCAB_SIZE
         vocabulary = Tokenizer(self.tokenizer)
-        self._bytes = [vocabulary.token_bytes(token_id) for token_id in range(self.vocab_size)]
+        self._bytes = [vocabulary.token_bytes(token_id) for token_id in range(VOCAB_SIZE)]
         vocabulary.close()
         self._ids = {_api_name(raw): token_id for token_id, raw in enumerate(self._bytes)}
-        assert len(self._ids) == self.vocab_size, "two tokens look alike in the API"
+        assert len(self._ids) == VOCAB_SIZE, "two tokens look alike in the API"
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -79,24 +80,22 @@ class DemoModel:
         return self.encode(text)
 
     def generate(self, prompts: Sequence[Sequence[int]], num_new_tokens: int = NUM_NEW_TOKENS) -> list[Reference]:
-        """Greedy continuations that do not stop at the end of the turn. Prompts of one length share a batch."""
-        by_length: dict[int, list[int]] = defaultdict(list)
-        for index, prompt in enumerate(prompts):
-            by_length[len(prompt)].append(index)
+        """Greedy continuations that do not stop at the end of the turn. Prompts of similar lengths share a batch."""
+        lengths = {index: len(prompt) for index, prompt in enumerate(prompts)}
         found: dict[int, Reference] = {}
-        for length, indices in by_length.items():
-            size = max(1, MAX_BATCH_TOKENS // (length + num_new_tokens))
-            for start in range(0, len(indices), size):
-                some = indices[start : start + size]
-                references = self._generate_batch([prompts[i] for i in some], num_new_tokens)
-                found.update(zip(some, references, strict=True))
+        for some in _batches(lengths, num_new_tokens):
+            references = self._generate_batch([prompts[i] for i in some], num_new_tokens)
+            found.update(zip(some, references, strict=True))
         return [found[index] for index in range(len(prompts))]
 
     def _generate_batch(self, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> list[Reference]:
-        ids = torch.tensor([list(prompt) for prompt in prompts])
+        """Shorter prompts have padding before them, to which no token attends."""
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         with torch.inference_mode():
             out: Any = self._model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new_tokens, do_sample=False,
+                ids, attention_mask=mask, max_new_tokens=num_new_tokens, do_sample=False,
                 eos_token_id=None, output_logits=True, return_dict_in_generate=True,
             )  # fmt: skip
         tokens = out.sequences[:, ids.shape[1] :]
@@ -118,8 +117,8 @@ def make_prompts(model: DemoModel, seed: int) -> list[list[int]]:
     for length, how_many in LENGTHS:
         for index in range(how_many):
             for attempt in count():
-                make = recall_prompt if index % 2 and attempt < 10 else random_prompt
-                prompt = make(model, rng, length)
+                is_recall = index % 2 and attempt < 10
+                prompt = recall_prompt(model, rng, length) if is_recall else random_prompt(rng, length)
                 if tuple(prompt[:16]) not in beginnings:
                     break
             beginnings.add(tuple(prompt[:16]))
@@ -140,9 +139,23 @@ def recall_prompt(model: DemoModel, rng: random.Random, length: int) -> list[int
     return ids[-length:]
 
 
-def random_prompt(model: DemoModel, rng: random.Random, length: int) -> list[int]:
+def random_prompt(rng: random.Random, length: int) -> list[int]:
     """Any ids but the special ones."""
-    return [rng.randrange(3, model.vocab_size) for _ in range(length)]
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+
+def _batches(lengths: Mapping[int, int], num_new_tokens: int) -> Iterator[list[int]]:
+    """Names of prompts, given with their lengths, in batches of limited size and padding."""
+    batch: list[int] = []
+    for index in sorted(lengths, key=lengths.__getitem__):
+        padding = sum(lengths[index] - lengths[one] for one in batch)
+        num_tokens = (len(batch) + 1) * (lengths[index] + num_new_tokens)
+        if batch and (padding > MAX_PADDING or num_tokens > MAX_BATCH_TOKENS):
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
 
 
 def _api_name(raw: bytes) -> str:

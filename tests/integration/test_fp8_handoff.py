@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.reference import DemoModel, random_prompt
+from tests.integration.reference import random_prompt
 from tests.integration.system import BLOCK_BYTES, BLOCK_SIZE, Answer, Path, System, running_system
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ def system(chunked_fp8: System) -> System:
 
 
 @pytest.fixture(scope="module")
-def prompts(demo_model: DemoModel) -> list[list[int]]:
-    return [random_prompt(demo_model, random.Random(length), length) for length in LENGTHS]
+def prompts() -> list[list[int]]:
+    return [random_prompt(random.Random(length), length) for length in LENGTHS]
 
 
-def ask(system: System, path: Path, prompts: Sequence[list[int]], num_tokens: int = 20) -> list[Answer]:
+def ask(system: System, path: Path, prompts: Sequence[list[int]], num_tokens: int = 12) -> list[Answer]:
     """Salted: no path finds what another one has cached."""
     body = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "cache_salt": path.value}
     return system.ask_all(path, [("/v1/completions", {"prompt": prompt, **body}) for prompt in prompts])
@@ -57,9 +57,9 @@ def test_handed_over_equals_computed_here(system: System, prompts: list[list[int
 
 
 @pytest.mark.slow
-def test_a_preempted_sequence_goes_on_as_before(system: System, demo_model: DemoModel) -> None:
+def test_a_preempted_sequence_goes_on_as_before(system: System) -> None:
     """Six prompts of 3 blocks that become 5, in a cache of 20; then with room for swapped ones in host memory."""
-    prompts = [random_prompt(demo_model, random.Random(seed), 44) for seed in range(6)]
+    prompts = [random_prompt(random.Random(seed), 44) for seed in range(6)]
     expected = texts(ask(system, Path.MIXED, prompts, num_tokens=30))
     for swap_gb, counter in (("0", "pd_preemptions_recompute_total"), ("0.01", "pd_preemptions_swap_total")):
         with running_system("--kv-cache-dtype=fp8", "--num-blocks=20", f"--swap-gb={swap_gb}") as small:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from tests.cluster import Launched
     from tests.integration.calls import Outcome
-    from tests.integration.reference import DemoModel
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.anyio, pytest.mark.timeout(300)]
 logger = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 )
 STREAMS: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 11})
 BODIES: list[dict[str, Any]] = [
-    {"prompt": make_prompt(40 + 30 * number), "max_tokens": 150, "ignore_eos": True, "stream": True}
+    {"prompt": make_prompt(40 + 30 * number), "max_tokens": 80, "ignore_eos": True, "stream": True}
     | STREAMS[number % len(STREAMS)]
     for number in range(6)
 ]
@@ -117,7 +116,7 @@ def num_swapped(node: Launched) -> float:
 def test_answers_equal_those_of_one_rank(plain: Launched, ranked: Launched) -> None:
     """All at once, so that the sequences do not fit: some are preempted to host memory and come back."""
     requests = [
-        ("/v1/completions", {"prompt": make_prompt(90 + 17 * number), "max_tokens": 32, "ignore_eos": True} | asked)
+        ("/v1/completions", {"prompt": make_prompt(90 + 17 * number), "max_tokens": 20, "ignore_eos": True} | asked)
         for number, asked in enumerate((*ASKED, *ASKED[:2]))
     ]
     expected, found = ask_url(plain.url, requests), ask_url(ranked.url, requests)
@@ -132,10 +131,10 @@ def test_answers_equal_those_of_one_rank(plain: Launched, ranked: Launched) -> N
 
 @pytest.mark.parametrize(("prefill", "decode"), [("plain", "ranked"), ("ranked", "plain")])
 def test_a_node_prefills_for_one_of_another_degree(
-    launcher: Launcher, nodes: list[Launched], demo_model: DemoModel, prefill: str, decode: str
+    launcher: Launcher, nodes: list[Launched], prefill: str, decode: str
 ) -> None:
     """Pairs with four ranks are in `test_unequal.py`."""
-    check_pair(launcher, nodes[0], dict(zip(("plain", "ranked"), nodes, strict=True)), prefill, decode, demo_model)
+    check_pair(launcher, nodes[0], dict(zip(("plain", "ranked"), nodes, strict=True)), prefill, decode)
 
 
 @pytest.mark.slow

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
 
 KEY = derive_key(TEST_KEY)
-FLAGS = ("--max-num-batched-tokens=64", "--max-num-seqs=16", "--min-remote-tokens=1")
+FLAGS = ("--max-num-batched-tokens=64", "--max-num-seqs=16", "--min-remote-tokens=1", "--kv-cache-gb=0.05")
 NUM_WORKERS = 4
 ROUTES = ("p-first", "d-first", "")
 BODIES: list[dict[str, Any]] = [
-    {"prompt": make_prompt(length), "max_tokens": length // 4, "ignore_eos": True, "stream": length != 40} | sampling
+    {"prompt": make_prompt(length), "max_tokens": length // 8, "ignore_eos": True, "stream": length != 40} | sampling
     for length in (40, 150, 300)
     for sampling in ({"temperature": 0}, {"temperature": 0.8, "seed": 11})
 ]

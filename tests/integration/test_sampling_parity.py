@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import pytest
 
 from tests.integration.system import Answer, Path, System
@@ -12,7 +13,7 @@ from tests.integration.system import Answer, Path, System
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.integration.reference import DemoModel
+    from tests.integration.reference import DemoModel, Reference
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -64,9 +65,53 @@ def system(system_with_mixed: System) -> System:
 
 
 @pytest.fixture(scope="module")
-def mixed_answers() -> dict[str, Answer]:
-    """By setting: asked once, compared with both orders, streamed or not."""
-    return {}
+def alone(system_with_mixed: System) -> Alone:
+    return Alone(system_with_mixed)
+
+
+class Alone:
+    """Answers of the mixed node, each asked for once and by itself."""
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self._answers: dict[bytes, Answer] = {}
+
+    def answer(self, endpoint: str, body: dict[str, Any]) -> Answer:
+        key = orjson.dumps([endpoint, body])
+        if key not in self._answers:
+            self._answers[key] = self._system.ask(Path.MIXED, endpoint, body)
+        return self._answers[key]
+
+    def setting(self, name: str) -> Answer:
+        return self.answer(COMPLETIONS, body_of(name))
+
+
+def body_of(name: str) -> dict[str, Any]:
+    """A completion with this setting."""
+    return {"prompt": STORY, "max_tokens": 12} | SETTINGS[name]
+
+
+class Together:
+    """Answers to all settings at once by one order, every second one streamed. Asked for once."""
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self._answers: dict[tuple[Path, bool], dict[str, Answer]] = {}
+
+    def setting(self, name: str, path: Path, *, stream: bool) -> Answer:
+        names = list(SETTINGS)
+        is_first_streamed = stream ^ bool(names.index(name) % 2)
+        key = path, is_first_streamed
+        if key not in self._answers:
+            bodies = [salted(path, body_of(one), stream=bool(i % 2) ^ is_first_streamed) for i, one in enumerate(names)]
+            answers = self._system.ask_all(path, [(COMPLETIONS, body) for body in bodies])
+            self._answers[key] = dict(zip(names, answers, strict=True))
+        return self._answers[key][name]
+
+
+@pytest.fixture(scope="module")
+def together(system_with_mixed: System) -> Together:
+    return Together(system_with_mixed)
 
 
 def settings_by_order() -> Iterator[object]:
@@ -77,21 +122,28 @@ def settings_by_order() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("name", "path", "stream"), list(settings_by_order()))
-def test_settings(name: str, path: Path, stream: bool, system: System, mixed_answers: dict[str, Answer]) -> None:
-    body = {"prompt": STORY, "max_tokens": 12} | SETTINGS[name]
-    if name not in mixed_answers:
-        mixed_answers[name] = system.ask(Path.MIXED, COMPLETIONS, body)
-    check_same(system, path, COMPLETIONS, body, mixed_answers[name], stream=stream)
+def test_settings(name: str, path: Path, stream: bool, alone: Alone, together: Together) -> None:
+    """Handed over with all others at once: a sequence's tokens do not depend on its batch either."""
+    check_handed_over(together.setting(name, path, stream=stream), alone.setting(name))
+
+
+def salted(path: Path, body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
+    """Cold on P and on D."""
+    body = body | {"cache_salt": f"{path} {stream} {body}"}
+    return body | {"stream": True, "stream_options": {"include_usage": True}} if stream else body
 
 
 def check_same(
     system: System, path: Path, endpoint: str, body: dict[str, Any], mixed: Answer, *, stream: bool
 ) -> Answer:
-    """The handoff's answer is the mixed node's, and the prompt was computed on P. Cold on P and on D."""
-    body = body | {"cache_salt": f"{path} {stream} {body}"}
-    if stream:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-    answer = system.ask(path, endpoint, body)
+    """The handoff's answer is the mixed node's, and the prompt was computed on P."""
+    answer = system.ask(path, endpoint, salted(path, body, stream=stream))
+    check_handed_over(answer, mixed)
+    return answer
+
+
+def check_handed_over(answer: Answer, mixed: Answer) -> None:
+    """It is the mixed node's, and the prompt was computed on P."""
     assert answer.headers["x-pd-prefill"] == "prefill"
     assert answer.headers["x-pd-decode"] == "decode"
     assert answer.body["usage"] == mixed.body["usage"] | {"prompt_tokens_details": {"cached_tokens": 0}}
@@ -103,7 +155,6 @@ def check_same(
         assert ours["finish_reason"] == theirs["finish_reason"]
         assert ours.get("stop_reason") == theirs.get("stop_reason")
         same_numbers(ours.get("logprobs"), theirs.get("logprobs"))
-    return answer
 
 
 def same_numbers(ours: Any, theirs: Any) -> None:
@@ -123,15 +174,20 @@ def same_numbers(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
+@pytest.fixture(scope="module")
+def story(demo_model: DemoModel) -> Reference:
+    """What follows STORY."""
+    return demo_model.generate([demo_model.encode(STORY)], 12)[0]
+
+
 @pytest.mark.parametrize("path", Path)
-def test_every_logprob_is_there_once(path: Path, system: System, demo_model: DemoModel) -> None:
+def test_every_logprob_is_there_once(path: Path, system: System, demo_model: DemoModel, story: Reference) -> None:
     body = {"prompt": STORY, "max_tokens": 12, "temperature": 0, "logprobs": 1, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": "once"}
     answer = system.ask(path, COMPLETIONS, body)
     logprobs = answer.choices[0]["logprobs"]
-    [reference] = demo_model.generate([demo_model.encode(STORY)], 12)
-    assert demo_model.token_ids(logprobs["tokens"]) == list(reference.tokens)
-    assert logprobs["token_logprobs"] == pytest.approx(list(reference.logprobs), abs=LOGPROB_TOLERANCE)
+    assert demo_model.token_ids(logprobs["tokens"]) == list(story.tokens)
+    assert logprobs["token_logprobs"] == pytest.approx(list(story.logprobs), abs=LOGPROB_TOLERANCE)
     assert logprobs["text_offset"] == sorted(set(logprobs["text_offset"]))
     assert answer.body["usage"]["completion_tokens"] == 12
 
@@ -139,19 +195,19 @@ def test_every_logprob_is_there_once(path: Path, system: System, demo_model: Dem
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", HANDOFFS)
 @pytest.mark.parametrize("where", ["in the first token", "over the border", "behind the border", "in none"])
-def test_stop_strings(where: str, path: Path, stream: bool, system: System, demo_model: DemoModel) -> None:
+def test_stop_strings(
+    where: str, path: Path, stream: bool, system: System, demo_model: DemoModel, story: Reference, alone: Alone
+) -> None:
     """The border: P samples the first token, D the second."""
-    prompt = demo_model.encode(STORY)
-    [reference] = demo_model.generate([prompt], 12)
-    first, second, third = (demo_model.text([token]) for token in reference.tokens[:3])
+    first, second, third = (demo_model.text([token]) for token in story.tokens[:3])
     stop, text = {
         "in the first token": (first, ""),
         "over the border": (first[-1] + second[0], first[:-1]),
         "behind the border": (second + third, first),
-        "in none": ("no such text", demo_model.text(reference.until(EOS).tokens)),
+        "in none": ("no such text", demo_model.text(story.until(EOS).tokens)),
     }[where]
-    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "stop": [stop, "another"], "logprobs": 1}
-    mixed = system.ask(Path.MIXED, COMPLETIONS, body)
+    body = {"prompt": story.prompt, "max_tokens": 12, "temperature": 0, "stop": [stop, "another"], "logprobs": 1}
+    mixed = alone.answer(COMPLETIONS, body)
     assert mixed.choices[0]["text"] == text
     if where != "in none":
         assert mixed.choices[0]["stop_reason"] == stop
@@ -159,29 +215,36 @@ def test_stop_strings(where: str, path: Path, stream: bool, system: System, demo
 
 
 @pytest.mark.parametrize("path", HANDOFFS)
-def test_the_first_tokens_of_some_sequences_end_them(path: Path, system: System, demo_model: DemoModel) -> None:
+def test_the_first_tokens_of_some_sequences_end_them(path: Path, system: System, alone: Alone) -> None:
     """One sequence's first token completes a stop string, others go on."""
     body = {"prompt": STORY, "max_tokens": 8, "seed": 21, "n": 4, "temperature": 2.0, "logprobs": 0}
-    plain = system.ask(Path.MIXED, COMPLETIONS, body)
+    plain = alone.answer(COMPLETIONS, body)
     firsts = [choice["logprobs"]["tokens"][0] for choice in plain.choices]
     assert len(set(firsts)) > 1, "the seed must make them differ"
     body["stop"] = firsts[1]
-    mixed = system.ask(Path.MIXED, COMPLETIONS, body)
+    mixed = alone.answer(COMPLETIONS, body)
     assert mixed.choices[1]["text"] == ""
     assert {choice["finish_reason"] for choice in mixed.choices} == {"stop", "length"}
     check_same(system, path, COMPLETIONS, body, mixed, stream=False)
     check_same(system, path, COMPLETIONS, body, mixed, stream=True)
 
 
+@pytest.fixture(scope="module")
+def turn(demo_model: DemoModel) -> Reference:
+    """The answer to FACTS, to its end."""
+    [reference] = demo_model.generate([demo_model.chat_prompt([{"role": "user", "content": FACTS}])])
+    return reference.until(EOS)
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", HANDOFFS)
-def test_a_turn_that_is_over_at_once(path: Path, stream: bool, system: System, demo_model: DemoModel) -> None:
+def test_a_turn_that_is_over_at_once(
+    path: Path, stream: bool, system: System, demo_model: DemoModel, turn: Reference, alone: Alone
+) -> None:
     """Greedy decoding itself yields the end of the turn as the first token."""
-    [reference] = demo_model.generate([demo_model.chat_prompt([{"role": "user", "content": FACTS}])])
-    turn = reference.until(EOS).tokens
-    assert turn[-1] == EOS
-    body = {"prompt": [*reference.prompt, *turn[:-1]], "max_tokens": 12, "temperature": 0, "logprobs": 1}
-    mixed = system.ask(Path.MIXED, COMPLETIONS, body)
+    assert turn.tokens[-1] == EOS
+    body = {"prompt": [*turn.prompt, *turn.tokens[:-1]], "max_tokens": 12, "temperature": 0, "logprobs": 1}
+    mixed = alone.answer(COMPLETIONS, body)
     [choice] = mixed.choices
     assert (choice["text"], choice["finish_reason"]) == ("", "stop")
     assert demo_model.token_ids(choice["logprobs"]["tokens"]) == [EOS]
@@ -190,22 +253,22 @@ def test_a_turn_that_is_over_at_once(path: Path, stream: bool, system: System, d
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", HANDOFFS)
-def test_chat(path: Path, stream: bool, system: System) -> None:
+def test_chat(path: Path, stream: bool, system: System, alone: Alone) -> None:
     messages = [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": FACTS}]
     body = {"messages": messages, "max_completion_tokens": 12, "seed": 30, "n": 2, "temperature": 1.4}
     body |= {"logprobs": True, "top_logprobs": 3, "ignore_eos": True}
-    mixed = system.ask(Path.MIXED, CHAT, body)
+    mixed = alone.answer(CHAT, body)
     assert all(len(choice["logprobs"]["content"]) == 12 for choice in mixed.choices)
     check_same(system, path, CHAT, body, mixed, stream=stream)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", HANDOFFS)
-def test_several_prompts(path: Path, stream: bool, system: System, demo_model: DemoModel) -> None:
+def test_several_prompts(path: Path, stream: bool, system: System, demo_model: DemoModel, alone: Alone) -> None:
     """A ticket is for one prompt, so that the router sends these D-first whatever was asked for."""
     prompts = [demo_model.encode(STORY), demo_model.encode("Zoe 1234. Zoe?"), demo_model.encode("Hello! " * 40)]
     body = {"prompt": prompts, "max_tokens": 9, "seed": 31, "n": 2, "temperature": 1.2, "logprobs": 1}
-    mixed = system.ask(Path.MIXED, COMPLETIONS, body)
+    mixed = alone.answer(COMPLETIONS, body)
     assert len(mixed.choices) == 6
     answer = check_same(system, path, COMPLETIONS, body, mixed, stream=stream)
     assert answer.headers["x-pd-route"].startswith("d-first")
@@ -217,27 +280,10 @@ def test_seeds_matter(system: System) -> None:
     assert texts[0] == texts[2] != texts[1]
 
 
-@pytest.mark.parametrize("path", HANDOFFS)
-def test_many_settings_at_once(path: Path, system: System, mixed_answers: dict[str, Answer]) -> None:
-    """A sequence's tokens do not depend on its batch."""
-    bodies = {name: {"prompt": STORY, "max_tokens": 12} | setting for name, setting in SETTINGS.items()}
-    for name, body in bodies.items():
-        if name not in mixed_answers:
-            mixed_answers[name] = system.ask(Path.MIXED, COMPLETIONS, body)
-    together = [(COMPLETIONS, body | {"cache_salt": f"together {path}"}) for body in bodies.values()]
-    for (name, _), answer in zip(bodies.items(), system.ask_all(path, together), strict=True):
-        for ours, theirs in zip(answer.choices, mixed_answers[name].choices, strict=True):
-            assert ours["text"] == theirs["text"], name
-            assert ours["finish_reason"] == theirs["finish_reason"], name
-            same_numbers(ours["logprobs"], theirs["logprobs"])
-
-
 @pytest.mark.parametrize("name", ["n", "bias", "min_tokens", "no logprobs"])
-def test_a_router_that_knows_no_tickets(name: str, system: System, mixed_answers: dict[str, Answer]) -> None:
+def test_a_router_that_knows_no_tickets(name: str, system: System, alone: Alone) -> None:
     """As vLLM's routers do it: P's whole answer first, then its dict to D, with an address that they made up."""
-    body = {"prompt": STORY, "max_tokens": 12} | SETTINGS[name]
-    if name not in mixed_answers:
-        mixed_answers[name] = system.ask(Path.MIXED, COMPLETIONS, body)
+    body = body_of(name)
     asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
              "remote_host": None, "remote_port": None}  # fmt: skip
     body["cache_salt"] = f"foreign {name}"
@@ -245,7 +291,7 @@ def test_a_router_that_knows_no_tickets(name: str, system: System, mixed_answers
     params = given.body["kv_transfer_params"] | {"remote_host": "192.0.2.1", "unknown": 1}
     answer = system.ask_node("decode", COMPLETIONS, body | {"kv_transfer_params": params})
     assert answer.headers["x-pd-prefill"] == "prefill"
-    for ours, theirs in zip(answer.choices, mixed_answers[name].choices, strict=True):
+    for ours, theirs in zip(answer.choices, alone.setting(name).choices, strict=True):
         assert ours["text"] == theirs["text"]
         assert ours["finish_reason"] == theirs["finish_reason"]
         same_numbers(ours["logprobs"], theirs["logprobs"])

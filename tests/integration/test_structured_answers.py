@@ -14,7 +14,15 @@ import pytest
 
 from tests.integration.foreign import num_redraws
 from tests.integration.system import ANSWER_DEADLINE_S, Answer, Path, System, running_system
-from tests.integration.test_sampling_parity import CHAT, COMPLETIONS, HANDOFFS, STORY, check_same
+from tests.integration.test_sampling_parity import (
+    CHAT,
+    COMPLETIONS,
+    HANDOFFS,
+    STORY,
+    check_handed_over,
+    check_same,
+    salted,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 pytest.importorskip("llguidance")
@@ -57,21 +65,26 @@ def system(shared_system: System) -> System:
 
 
 @pytest.fixture(scope="module")
-def mixed_answers() -> dict[str, Answer]:
-    return {}
+def answers(shared_system: System) -> dict[Path, dict[str, Answer]]:
+    """To all settings, by each way at once; streamed P-first."""
+    found = {}
+    for path in Path:
+        bodies = [{"prompt": STORY, "max_tokens": 80} | more for more, _ in SETTINGS.values()]
+        if path is not Path.MIXED:
+            bodies = [salted(path, body, stream=path is Path.P_FIRST) for body in bodies]
+        several = shared_system.ask_all(path, [(COMPLETIONS, body) for body in bodies])
+        found[path] = dict(zip(SETTINGS, several, strict=True))
+    return found
 
 
 @pytest.mark.parametrize("path", HANDOFFS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings(name: str, path: Path, system: System, mixed_answers: dict[str, Answer]) -> None:
-    more, pattern = SETTINGS[name]
-    body = {"prompt": STORY, "max_tokens": 80} | more
-    if name not in mixed_answers:
-        mixed_answers[name] = answer = system.ask(Path.MIXED, COMPLETIONS, body)
-        for choice in answer.choices:
-            check_text(choice["text"], pattern)
-            assert choice["finish_reason"] == ("length" if name == "two tokens" else "stop")
-    check_same(system, path, COMPLETIONS, body, mixed_answers[name], stream=path is Path.P_FIRST)
+def test_settings(name: str, path: Path, answers: dict[Path, dict[str, Answer]]) -> None:
+    mixed = answers[Path.MIXED][name]
+    for choice in mixed.choices:
+        check_text(choice["text"], SETTINGS[name][1])
+        assert choice["finish_reason"] == ("length" if name == "two tokens" else "stop")
+    check_handed_over(answers[path][name], mixed)
 
 
 def check_text(text: str, pattern: str) -> None:
@@ -87,7 +100,7 @@ def test_p_draws_the_first_tokens(path: Path, system: System) -> None:
     before = num_redraws(system), num_redraws(system, "no_digest")
     requests = [
         (COMPLETIONS, {"prompt": f"{number} {STORY}", "max_tokens": 80, "seed": number, "cache_salt": f"{path}"} | more)
-        for number in range(12)
+        for number in range(8)
         for more in (FORMAT, {"max_tokens": 12})
     ]
     answers = system.ask_all(path, requests)
@@ -97,13 +110,21 @@ def test_p_draws_the_first_tokens(path: Path, system: System) -> None:
     assert (num_redraws(system), num_redraws(system, "no_digest")) == before
 
 
+ASKED_IN_CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": STORY}], "max_tokens": 80, "seed": 9, "n": 2, **FORMAT,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mixed_chat(shared_system: System) -> Answer:
+    return shared_system.ask(Path.MIXED, CHAT, ASKED_IN_CHAT)
+
+
 @pytest.mark.parametrize("path", HANDOFFS)
-def test_chat(path: Path, system: System) -> None:
-    body = {"messages": [{"role": "user", "content": STORY}], "max_tokens": 80, "seed": 9, "n": 2} | FORMAT
-    mixed = system.ask(Path.MIXED, CHAT, body)
-    for choice in mixed.choices:
+def test_chat(path: Path, system: System, mixed_chat: Answer) -> None:
+    for choice in mixed_chat.choices:
         jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
-    check_same(system, path, CHAT, body, mixed, stream=True)
+    check_same(system, path, CHAT, ASKED_IN_CHAT, mixed_chat, stream=True)
 
 
 @pytest.mark.parametrize("path", HANDOFFS)

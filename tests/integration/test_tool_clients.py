@@ -33,7 +33,7 @@ SAID = ["get_weather {'city': 'Paris'} The weather in Paris is sunny, 21 degrees
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[System]:
-    with running_system("--model=tool_model") as system:
+    with running_system("--model=tool_model", "--kv-cache-gb=1") as system:
         yield system
 
 
