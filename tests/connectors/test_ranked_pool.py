@@ -107,6 +107,7 @@ def nodes(shelf: Shelf, *degrees: int) -> Iterator[list[RankedNode]]:
         yield made
 
 
+@pytest.mark.long
 def test_engines_of_every_degree_share_objects() -> None:
     shelf = Shelf()
     with nodes(shelf, 1, 2, 4) as made:

@@ -266,6 +266,7 @@ def reading(layout: BlockLayout, lag_s: float) -> Simulation:
     return simulation
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("degree", [2, 4])
 def test_the_lease_outlives_the_last_rank_that_reads(degree: int) -> None:
     """vllm #18833: P freed its blocks after the first of several readers; it keeps a count for each ratio now."""
@@ -278,6 +279,7 @@ def test_the_lease_outlives_the_last_rank_that_reads(degree: int) -> None:
     assert decode.num_done == 1
 
 
+@pytest.mark.long
 def test_nothing_drains_while_a_rank_that_lags_may_still_write() -> None:
     """vllm #40364 again, with memory: the load fails, and its blocks stay quarantined until the last rank is quiet."""
     simulation = reading(over(mixed_heads(), 2), 2.5)

@@ -99,6 +99,7 @@ def test_without_faults_every_load_between_unequal_engines_succeeds(degrees: tup
     assert simulation.failures == []
 
 
+@pytest.mark.long
 def test_without_faults_every_load_succeeds() -> None:
     clock = VirtualClock()
     simulation = Simulation(LoopbackNetwork(clock=clock), clock, 2)

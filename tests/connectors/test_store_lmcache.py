@@ -179,6 +179,7 @@ def test_a_missing_server_is_reported_at_once(protocol: LMCacheProtocol) -> None
         LMCacheStore(("127.0.0.1", closed_port()), protocol).contains(NAMES)
 
 
+@pytest.mark.long
 @needs_lmcache
 def test_an_object_that_no_node_has_written_is_not_read(protocol: LMCacheProtocol) -> None:
     """It would take a node's memory, twice at once."""

@@ -93,6 +93,7 @@ def _own(pipe: Connection, port: int) -> None:
     signal.pause()
 
 
+@pytest.mark.long
 @needs_mooncake
 def test_a_missing_server_is_reported_at_once() -> None:
     client = MooncakeClient(("127.0.0.1", closed_port()), "127.0.0.1", 32 << 20)

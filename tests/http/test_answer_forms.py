@@ -130,7 +130,7 @@ def post(
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("offer", UPGRADES.values(), ids=UPGRADES)
 async def test_an_offer_to_upgrade_is_ignored(url: str, offer: tuple[str, ...]) -> None:
     """Section 7.8. Bodies of a length and in chunks, none, requests sent ahead, bytes cut anywhere."""

@@ -38,7 +38,7 @@ def test_any_bytes_get_the_same_verdict_however_they_are_cut(sent: list[bytes], 
     assert feed(SMALL, cut(data, places)) == feed(SMALL, [data])
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("data", "refusal"),
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import count
 
+import pytest
+
 from pd_http.handshake_turns import HandshakeTurns
 
 SILENT_S, SLOW_S = 1.0, 5.0
@@ -13,6 +15,7 @@ def turns(most: int) -> HandshakeTurns[object]:
     return HandshakeTurns(most, SILENT_S, SLOW_S)
 
 
+@pytest.mark.long
 def test_clients_that_come_at_once_all_have_a_turn() -> None:
     """3,000 of one program, which ends 100 handshakes a second: none ends for another."""
     table = turns(256)

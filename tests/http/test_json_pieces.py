@@ -47,6 +47,7 @@ def test_pieces_are_the_same_json(value: Any, rng: Any) -> None:
     assert b"".join(json_pieces(in_lists(value, rng))) == orjson.dumps(value)
 
 
+@pytest.mark.long
 @given(st.text())
 def test_a_nul_in_a_text_is_no_place_of_a_list(text: str) -> None:
     pieces = b"".join(json_pieces({"a": text + "\0", "b": JsonList([b"1", b"2"])}))

@@ -292,6 +292,7 @@ async def in_a_row(served: Served, chance: random.Random) -> None:
     await client.ends()
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("seed", range(8))
 async def test_of_requests_in_a_row_the_last_that_came_is_the_last_that_is_answered(seed: int) -> None:
     """However they are cut, and whenever the server leaves: no answer is lost or cut, and the last one says so."""
@@ -322,7 +323,7 @@ async def test_a_client_that_does_not_close_is_not_waited_for() -> None:
             await served.ended
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize(("linger_s", "is_told"), [(0.1, True), (0.1, False), (0.0, False)])
 async def test_a_slow_reader_gets_all_of_the_last_answer(
     linger_s: float, is_told: bool, monkeypatch: pytest.MonkeyPatch
@@ -360,6 +361,7 @@ async def test_a_slow_reader_gets_all_of_the_last_answer(
         await served.ended
 
 
+@pytest.mark.long
 async def test_connections_in_the_queue_are_accepted_before_it_is_closed(folder: Path | None) -> None:
     """The event loop has not seen them yet when the server's time is over: to close the socket would reset them."""
     async with serving(folder=folder, linger_s=0.0) as served:

@@ -60,6 +60,7 @@ def counted(one: Any) -> list[int]:
     return total
 
 
+@pytest.mark.long
 def test_the_count_is_exact() -> None:
     rng = random.Random(7)
     for _ in range(2000):
@@ -81,6 +82,7 @@ def listed(name: str, number: int, member: str = "1") -> bytes:
 IDS = f"[{','.join('1' * 999)}]"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("path", "most", "word", "name", "member"),
     [
@@ -133,6 +135,7 @@ def test_entries_count_wherever_they_are(path: str, field: str, inner: str) -> N
         assert caught.value.param == field
 
 
+@pytest.mark.long
 def test_fields_are_bounded_before_they_become_a_dict() -> None:
     assert len(top_level(json.dumps({str(i): i for i in range(MAX_FIELDS)}).encode())) == MAX_FIELDS
     with pytest.raises(InvalidRequest, match=f"{MAX_FIELDS + 1} fields; {MAX_FIELDS} are allowed"):

@@ -75,6 +75,7 @@ def test_a_name_is_checked_where_urls_have_addresses(
                 runner.run(connect())
 
 
+@pytest.mark.long
 def test_an_authority_that_is_not_ours_is_refused_whatever_the_name(tmp_path: Path) -> None:
     files = Authority(tmp_path).issue(dns="nodes")
     server = HttpLimits(tls_cert=str(files.cert), tls_key=str(files.key)).server_context()
@@ -91,6 +92,7 @@ def test_an_authority_that_is_not_ours_is_refused_whatever_the_name(tmp_path: Pa
         asyncio.run(connect())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 @pytest.mark.parametrize("name", ["", "localhost"])
 def test_other_authorities_are_trusted_instead_of_the_first(

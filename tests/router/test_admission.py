@@ -147,6 +147,7 @@ async def test_a_request_that_fails_costs_no_tokens(keys: Path) -> None:
         assert [(await post(router))[0] for _ in range(10)] == [400] * 10
 
 
+@pytest.mark.long
 async def test_when_the_nodes_are_full_keys_take_turns(keys: Path) -> None:
     node = FakeNode("mixed", fakes.decode_until_told)
     node.num_slots = 1
@@ -278,6 +279,7 @@ async def test_a_first_token_that_would_be_late_is_refused_at_once(keys: Path) -
         await router.idle()
 
 
+@pytest.mark.long
 async def test_the_file_is_followed_and_a_bad_one_changes_nothing(
     keys: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

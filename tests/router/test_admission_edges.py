@@ -35,6 +35,7 @@ async def embed(router: Router, text: str) -> int:
     return (await post(router, "one", {"model": "demo", "input": text}, "/v1/embeddings"))[0]
 
 
+@pytest.mark.long
 async def test_a_prompt_alone_waits_for_no_decode_node(keys: Path) -> None:
     p, d = FakeNode("prefill", fakes.decode), FakeNode("decode", fakes.decode_until_told)
     d.num_slots = 1
@@ -122,6 +123,7 @@ async def test_a_body_behind_its_refusal_is_dropped(keys: Path) -> None:
         await router.idle()
 
 
+@pytest.mark.long
 async def test_no_key_is_in_logs_metrics_pages_or_traces(
     keys: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +220,7 @@ async def test_one_that_leaves_while_it_waits_takes_no_place(keys: Path) -> None
         await router.idle()
 
 
+@pytest.mark.long
 async def test_those_that_wait_for_their_key_share_the_queue_s_bound_of_bytes(keys: Path) -> None:
     """40 KB of 100 KB wait for their key, and as much in the queue: the next one finds no room."""
     write(keys, line("one", concurrency=1) + line("two"))
@@ -238,6 +241,7 @@ async def test_those_that_wait_for_their_key_share_the_queue_s_bound_of_bytes(ke
         await router.idle()
 
 
+@pytest.mark.long
 async def test_bodies_that_wait_for_their_key_leave_memory_to_others(keys: Path) -> None:
     """400 KB of bodies are held at most, of those that wait 200: the third of 90 KB is refused."""
     write(keys, line("one", concurrency=1) + line("two"))
@@ -275,6 +279,7 @@ async def test_a_raised_limit_and_an_end_elsewhere_let_in_what_waits(keys: Path)
         await router.idle()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("limit", "num_refused"),
     [({"concurrency": 2}, 40 - 2 - MAY_WAIT), ({"requests_per_minute": 30}, 10), ({"tokens_per_minute": 1500}, 10)],

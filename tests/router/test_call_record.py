@@ -78,6 +78,7 @@ def test_a_local_prefill_is_split_by_its_node() -> None:
     )
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("seed", range(200))
 def test_phases_always_add_up_and_none_is_negative(seed: int) -> None:
     """Whatever nodes tell: their clocks are not ours, and a request may have been tried before."""

@@ -112,6 +112,7 @@ class WithDocument(FakeNode):
         return web.json_response(self.document)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("admin", ["signed", "open"])
 async def test_the_document_of_the_router_has_its_paths_and_the_nodes_bodies(admin: str) -> None:
     d = WithDocument("mixed", obeys, node_id="d-1")

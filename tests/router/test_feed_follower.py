@@ -94,6 +94,7 @@ async def live(router: Router) -> NodeView:
     return view
 
 
+@pytest.mark.long
 async def test_a_router_knows_what_the_node_says_and_what_it_has_sent_since() -> None:
     feed = FakeFeed()
     node = a_node(feed)
@@ -161,6 +162,7 @@ async def test_d_first_the_prefill_node_names_the_charge_that_d_passes_on() -> N
         asking.result().release()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -189,6 +191,7 @@ async def test_a_feed_that_cannot_go_on_is_read_again_from_a_snapshot(wrong: Fee
         assert len(feed.orders) == 2
 
 
+@pytest.mark.long
 async def test_a_silent_feed_is_dropped_and_then_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that sends bytes and no message. Until it comes back, own charges count alone."""
     monkeypatch.setattr(feed_follower, "SILENCE_S", 0.1)

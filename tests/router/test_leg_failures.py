@@ -145,6 +145,7 @@ CLIENT_LEAVES = [
 ]  # fmt: skip
 
 
+@pytest.mark.long_cases
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("case", "stream"),

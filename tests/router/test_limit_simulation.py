@@ -28,7 +28,7 @@ def share_of_places(clients: Clients, seconds: float = 60.0, seed: int = 0) -> f
     return world.served_s / (seconds - 2.0) / CONCURRENCY
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("coming_back", COMING_BACK)
 @pytest.mark.parametrize("load", LOADS)
 def test_a_limit_of_concurrency_is_used(load: float, coming_back: str) -> None:
@@ -36,6 +36,7 @@ def test_a_limit_of_concurrency_is_used(load: float, coming_back: str) -> None:
     assert share_of_places(clients_of(load * CONCURRENCY, coming_back)) >= 0.9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("load", LOADS)
 def test_a_limit_of_concurrency_is_used_by_even_arrivals(load: float) -> None:
     assert share_of_places(clients_of(load * CONCURRENCY, "none", evenly=True), 30.0) >= 0.95

@@ -68,6 +68,7 @@ async def read(router: Router, path: str) -> tuple[aiohttp.ClientResponse, bytes
             return answer, await answer.read()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("has_length", [False, True])
 async def test_a_long_answer_is_passed_on_and_counted(path: str, has_length: bool) -> None:
@@ -159,6 +160,7 @@ async def not_reading(router: Router, path: str) -> socket.socket:
     return client
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     ("path", "num_parts"),
     [(PATHS[0], WHOLE), (PATHS[1], WHOLE), ("/tokenize", WHOLE), (PATHS[0], PARTS), (PATHS[1], PARTS)],

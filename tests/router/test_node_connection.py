@@ -191,6 +191,7 @@ async def test_a_reader_gets_what_came_before_the_connection_broke() -> None:
             await exchange.read()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["read", "splice"])
 async def test_what_nothing_takes_stays_with_the_node(how: str) -> None:
     """A node that floods fills the buffers of the kernel, and no more of the router's memory than one read of them."""

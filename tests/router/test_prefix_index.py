@@ -100,6 +100,7 @@ def apply(feed: NodeFeed, message: FeedMessage) -> None:
         pass
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("seed", range(10))
 def test_the_index_knows_what_the_caches_held_at_the_last_message(seed: int) -> None:
     """Whatever the connections do; and after the next snapshot it equals the caches again."""

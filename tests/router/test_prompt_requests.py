@@ -41,6 +41,7 @@ def node(role: str, script: fakes.Script = reads, name: str = "") -> FakeNode:
     return FakeNode(role, script, node_id=name)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("path", PROMPT_PATHS)
 async def test_one_prefill_node_answers_alone(path: str) -> None:
     p, d = node("prefill"), node("decode")
@@ -59,6 +60,7 @@ async def test_one_prefill_node_answers_alone(path: str) -> None:
         assert router.count("pd_router_request_seconds_count", order="prompt") == 1
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     ("more", "order"),
     [

@@ -152,6 +152,7 @@ def test_spans_reach_a_collector_by_otlp_and_a_refusal_is_counted() -> None:
     assert lost(metrics, "trace", "failed") == 1
 
 
+@pytest.mark.long
 def test_a_collector_that_hangs_delays_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MAX_WAITING", 2)
     monkeypatch.setattr(outbox, "CLOSE_S", 0.01)

@@ -224,6 +224,7 @@ async def test_another_router_hears_of_it_from_the_node() -> None:
         assert roles(one)["d-1"] == "decode"
 
 
+@pytest.mark.long
 async def test_the_feed_tells_the_role_and_late_words_do_not_undo_it() -> None:
     d1, d2 = a_node("decode", "d-1"), a_node("decode", "d-2")
     feed = d1.feed = FakeFeed(FeedSnapshot(7, 1, NodeLoad(), role="decode", role_changes=0))

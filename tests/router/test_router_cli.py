@@ -45,6 +45,7 @@ def test_two_parsings_share_nothing() -> None:
     assert cli.config_from(parse("--decode", D)).decode == cli.config_from(parse("--decode", D)).decode == (D,)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     ("flags", "hint"),
     [

@@ -22,6 +22,7 @@ async def settled(router: Router, phase: str) -> None:
     assert router.count("pd_router_requests_in_flight") == 0
 
 
+@pytest.mark.long
 async def test_a_client_that_stops_reading_holds_a_node_no_longer_than_the_idle_timeout() -> None:
     d = FakeNode("decode", fakes.decode_floods)
     async with running(d), serving(None, [d], idle_timeout_s=0.3, eject_after=1) as router:
@@ -46,6 +47,7 @@ async def test_while_the_body_is_sent() -> None:
         assert p.seen == d.seen == []
 
 
+@pytest.mark.long
 async def test_a_connection_serves_the_next_request_after_each_answer() -> None:
     """The watch for a disconnect must not take the end of an answer for one."""
     p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)

@@ -18,6 +18,7 @@ from tests.router.router_process import serving
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"\xff", b'{"model": nope}', b"{} x"])
 async def test_malformed_json_is_a_400(path: str, raw: bytes) -> None:

@@ -64,6 +64,7 @@ async def test_bad_bodies_leave_every_node_healthy(order: str) -> None:
         await engine.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "raw",
     [
@@ -124,6 +125,7 @@ async def test_a_bug_is_a_500_in_openais_shape_and_logged_once(
         await router.idle()
 
 
+@pytest.mark.long
 async def test_a_stopped_node_does_not_slow_the_looks_at_the_others() -> None:
     """One node accepts connections and never answers: the other is looked at many times within that one's timeout."""
     stopped, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)

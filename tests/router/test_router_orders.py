@@ -215,6 +215,7 @@ async def test_a_burst_of_64_spreads_over_the_nodes() -> None:
         assert router.count("pd_router_requests_in_flight") == 0
 
 
+@pytest.mark.long
 async def test_a_prompt_of_megabytes_passes() -> None:
     p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
     text = "ä" * 1_500_000

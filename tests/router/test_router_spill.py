@@ -162,6 +162,7 @@ async def test_a_decode_node_tells_its_room_and_reads_nothing_when_it_is_taken()
         await router.idle()
 
 
+@pytest.mark.long
 async def test_prompts_that_queue_at_p_teach_its_speed_and_then_spill() -> None:
     """Nothing is set by hand: the first prompt is read, two more queue, and the next one finds D sooner."""
     p, d = FakeNode("prefill", fakes.prefill_until_told), FakeNode("decode", fakes.decode)

@@ -34,6 +34,7 @@ def test_the_cost_beats_what_it_replaces_and_routers_agree() -> None:
     assert rows[COST, 1].hit_share > 1.4 * rows[LEAST_LOADED, 1].hit_share
 
 
+@pytest.mark.long
 def test_runs_of_equal_seeds_are_equal() -> None:
     arrivals = synthetic(60, Random(1))
     cluster = Cluster(num_prefill=2, num_decode=1, num_routers=2)
@@ -89,6 +90,7 @@ def test_a_prefix_cache_forgets_the_end_of_the_oldest_prompt_first() -> None:
     assert [cache.match(blocks) for blocks in ((1, 2, 3), (1, 9, 8), (2,))] == [1024, 1536, 1024]
 
 
+@pytest.mark.long
 def test_copies_of_a_trace_share_no_text_and_are_as_dense_as_their_number() -> None:
     arrivals = synthetic(40, Random(2))
     assert copied(arrivals, 1) == arrivals

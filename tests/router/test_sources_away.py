@@ -130,7 +130,7 @@ async def test_an_api_server_that_is_away_and_back_with_all_pods_not_ready(
         assert stage.doubted() == 0.0
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("kinds", [("Ready",), ("Ready", "ContainersReady")], ids=["controller-manager", "kubelets"])
 async def test_all_pods_are_marked_not_ready_while_they_are_watched(
     kinds: tuple[str, ...], nodes: list[FakeNode]
@@ -178,7 +178,7 @@ async def test_a_list_without_a_pod_is_doubted_while_the_nodes_answer(
         assert stage.traffic.statuses == {200}
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("boot", [8, None], ids=["another boot", "a stranger that tells none"])
 async def test_nodes_that_have_ended_leave_a_doubted_source(nodes: list[FakeNode], boot: int | None) -> None:
     async with staged(nodes) as stage:
@@ -209,6 +209,7 @@ async def test_a_pod_that_takes_the_place_of_another_is_admitted_by_its_own_read
         await until(lambda: [node.node_id for node in stage.in_use()] == ["d-0"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_watched", [True, False])
 async def test_pods_that_all_have_another_address_are_at_the_old_one_no_more(
     is_watched: bool, nodes: list[FakeNode]
@@ -225,6 +226,7 @@ async def test_pods_that_all_have_another_address_are_at_the_old_one_no_more(
         assert stage.doubted() == 0.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("containers_ready", "known"), [(True, ["d-0", "d-1"]), (False, [])])
 async def test_a_router_that_starts_while_all_pods_are_not_ready(
     containers_ready: bool, known: list[str], nodes: list[FakeNode]
@@ -253,6 +255,7 @@ async def test_watches_that_close_at_once_are_not_begun_without_a_pause(nodes: l
         await stage.goes_on()
 
 
+@pytest.mark.long
 async def test_bookmarks_are_heard_and_name_no_pod(nodes: list[FakeNode], caplog: pytest.LogCaptureFixture) -> None:
     async with staged(nodes) as stage:
         for _ in range(3):

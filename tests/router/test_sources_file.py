@@ -172,6 +172,7 @@ def test_the_table_is_what_the_sources_say_last(said: list[tuple[str, list[NodeS
         assert told == {(url, role.value) for url, role in still}
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_a_node_that_leaves_the_file_gets_nothing_more_and_finishes_what_it_has(tmp_path: Path) -> None:
     old, new = FakeNode("decode", fakes.decode_until_told), FakeNode("decode", fakes.decode)

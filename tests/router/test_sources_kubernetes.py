@@ -120,6 +120,7 @@ def test_a_pod_may_hold_a_prefill_and_a_decode_node() -> None:
     assert [node.is_ready for node in found(told)] == [False, False]
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_pods_come_and_go() -> None:
     async with kubernetes() as (fake, api):
@@ -144,6 +145,7 @@ async def test_pods_come_and_go() -> None:
             assert (fake.lists, len(fake.watches)) == (1, 1)  # all of that from one watch
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_a_pod_that_cannot_be_a_node_is_told_once_for_each_word_of_it(caplog: pytest.LogCaptureFixture) -> None:
     async with kubernetes() as (fake, api):
@@ -153,6 +155,7 @@ async def test_a_pod_that_cannot_be_a_node_is_told_once_for_each_word_of_it(capl
             assert caplog.text.count("pod web-0 is not a node") == 1
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_what_happens_while_a_watch_is_cut_is_not_missed() -> None:
     async with kubernetes() as (fake, api):
@@ -170,6 +173,7 @@ async def test_what_happens_while_a_watch_is_cut_is_not_missed() -> None:
             assert len(naps.taken) == 3
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_a_watch_that_ends_in_good_order_goes_on_where_it_was() -> None:
     async with kubernetes() as (fake, api):
@@ -185,6 +189,7 @@ async def test_a_watch_that_ends_in_good_order_goes_on_where_it_was() -> None:
             assert (fake.lists, len(fake.watches), naps.taken) == (1, 2, [])  # no trouble, so nothing listed anew
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_a_watch_that_may_not_go_on_where_it_was_lists_anew() -> None:
     """410 is the answer to the next watch, not an event of the last one."""
@@ -203,6 +208,7 @@ async def test_a_watch_that_may_not_go_on_where_it_was_lists_anew() -> None:
             await until(lambda: names(table) == ["d-0", "d-1"])
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_a_version_that_is_too_old_is_listed_anew(caplog: pytest.LogCaptureFixture) -> None:
     async with kubernetes() as (fake, api):
@@ -219,6 +225,7 @@ async def test_a_version_that_is_too_old_is_listed_anew(caplog: pytest.LogCaptur
             assert fake.watches[1] == fake.version
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_while_the_api_server_is_away_the_nodes_stay_and_it_is_left_in_peace() -> None:
     async with kubernetes() as (fake, api):
@@ -236,6 +243,7 @@ async def test_while_the_api_server_is_away_the_nodes_stay_and_it_is_left_in_pea
             await until(lambda: names(table) == [])
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_a_watch_that_died_without_a_word_is_noticed_by_listing_now_and_then() -> None:
     async with kubernetes() as (fake, api):
@@ -247,6 +255,7 @@ async def test_a_watch_that_died_without_a_word_is_noticed_by_listing_now_and_th
             assert naps.taken == []  # in good order, so at once
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 @pytest.mark.parametrize("trouble", ["none", "dropped", "410"])
 async def test_a_pod_that_goes_gets_no_new_request_within_a_second(trouble: str) -> None:

@@ -94,6 +94,7 @@ async def complete(router: Router, headers: dict[str, str]) -> None:
         assert response.headers["x-pd-prefill"] == "engine-of-p"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("route", ["p-first", "d-first"])
 async def test_the_spans_of_a_prefill_node_hang_under_the_request(route: str) -> None:
     with collecting() as collector:

@@ -85,6 +85,7 @@ def random_change(draw: random.Random) -> NodeChange:
     return NodeChange(kind, f"http://{draw.randrange(4)}", "decode", draw.randrange(3))  # type: ignore[arg-type]
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("seed", range(30))
 def test_what_is_committed_is_in_every_worker_that_serves(seed: int) -> None:
     """Orders at all workers at once; workers that die, join and read late."""

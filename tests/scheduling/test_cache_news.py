@@ -64,6 +64,7 @@ class Holders:
         assert self.known.keys() == {block_id(one) for one in self.named & cached}
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("seed", range(30))
 def test_a_router_knows_the_named_blocks_that_are_cached(seed: int) -> None:
     rng = random.Random(seed)

@@ -20,6 +20,7 @@ def wide_world() -> World:
     )
 
 
+@pytest.mark.long
 def test_many_samples_of_one_request_are_stepped_in_rotation() -> None:
     world = wide_world()
     world.submit(message("hog", prompt(10), n=NUM_SAMPLES, max_tokens=30))
@@ -59,7 +60,7 @@ def test_without_rests_a_step_has_all_rows() -> None:
     world.run_until_idle()
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 12))])
 def test_whatever_is_short_every_sequence_of_a_group_gets_to_its_end(
     seed: int, monkeypatch: pytest.MonkeyPatch

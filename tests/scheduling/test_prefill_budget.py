@@ -31,6 +31,7 @@ def cost(chunks: list[tuple[int, int]], keys_per_token: int) -> int:
     return sum(cost_of(num_tokens, start, keys_per_token) for start, num_tokens in chunks)
 
 
+@pytest.mark.long
 @given(st.integers(0, 5000), STARTS, KEYS_PER_TOKEN)
 def test_the_longest_chunk_that_is_affordable_is_found(most: int, start: int, keys_per_token: int) -> None:
     num_tokens = affordable(most, start, keys_per_token)
@@ -103,6 +104,7 @@ def test_beside_many_decodes_a_step_is_smaller_while_that_leaves_room(num_decode
     assert num_decodes + PrefillBudget.beside(num_decodes, 2048, 192).take(0, 20_000) == total
 
 
+@pytest.mark.long
 @given(limit=st.integers(1, 3000), num_decodes=st.integers(0, 256))
 def test_beside_many_decodes_a_step_is_never_larger_than_was_asked_for(limit: int, num_decodes: int) -> None:
     share = PrefillBudget.beside(num_decodes, 4096, limit)

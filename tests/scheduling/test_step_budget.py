@@ -338,6 +338,7 @@ def test_a_target_of_gaps_alone_bounds_each_step() -> None:
         assert step_s(1, num_tokens) <= AIM * 0.020 < step_s(1, num_tokens + 3 * STEP_MULTIPLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("depth", [1, 2])
 def test_prompts_and_streams_all_end(depth: int) -> None:
     """A world's step takes a second. With a target of 0.1 s each is late, with one of 5 s none."""

@@ -79,6 +79,7 @@ def noted(times: list[float], calls: list[int]) -> Callable[[int], float]:
     return measure
 
 
+@pytest.mark.long
 @given(times=st.lists(st.floats(1e-4, 1.0), min_size=8, max_size=8))
 def test_whatever_is_measured_the_steps_of_the_chosen_size_are_within_the_bound(times: list[float]) -> None:
     calls: list[int] = []

@@ -82,7 +82,7 @@ def test_the_limit_holds_and_every_prompt_gets_on(
     world.check_empty()
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize(("num_decodes", "total"), [(4, 96), (32, 96), (48, 96), (65, 128), (96, 128), (100, 192)])
 def test_steps_beside_decodes_have_sizes_that_are_captured(num_decodes: int, total: int) -> None:
     world = busy_world(num_decodes)
@@ -101,6 +101,7 @@ def test_a_prompt_takes_smaller_steps_the_further_it_is() -> None:
     world.check_empty()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", [0, LIMIT])
 def test_a_price_changes_no_step_that_is_not_limited(limit: int) -> None:
     """Twice the same, too: what is planned depends on nothing else."""

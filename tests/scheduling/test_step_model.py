@@ -32,6 +32,7 @@ def measured(name: str, scale: float = 1.0) -> list[tuple[StepWork, float]]:
     return [(work, scale * ms / 1e3) for work, ms in samples]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 @pytest.mark.parametrize("name", TABLES)
 def test_a_fitted_model_predicts_what_was_measured(name: str, scale: float) -> None:
@@ -77,6 +78,7 @@ def test_the_defaults_are_those_of_8b() -> None:
     assert model.prefill_s(2048) == pytest.approx(45e-3, rel=0.06)
 
 
+@pytest.mark.long
 def test_decodes_alone_tell_no_price_of_prompts() -> None:
     model = StepModel()
     for number in range(2 * NUM_EARLY):
@@ -99,6 +101,7 @@ def prompt(num_tokens: int, num_decodes: int = 0) -> StepWork:
     return StepWork(num_decodes, 400 * num_decodes, num_tokens, keys_of(num_tokens, 0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("beside", [0, 3])
 @pytest.mark.parametrize("num_decode_steps", [0, 20, 28, NUM_EARLY, 200])
 def test_the_price_of_prompts_is_that_of_the_first_ones_whatever_came_before(
@@ -115,6 +118,7 @@ def test_the_price_of_prompts_is_that_of_the_first_ones_whatever_came_before(
     assert model.prefill_s(2048) == pytest.approx(cpu_s(prompt(2048)), rel=0.25)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factor", [0.25, 3.0])
 def test_a_price_that_is_no_longer_true_is_replaced_within_few_prompts(factor: float) -> None:
     """A device that is slower or faster than before. Steps beyond OUTLIER alone would take hundreds of prompts."""
@@ -130,6 +134,7 @@ def test_a_price_that_is_no_longer_true_is_replaced_within_few_prompts(factor: f
     assert model.decode_s(2, 800) == pytest.approx(decode_s, rel=0.05)
 
 
+@pytest.mark.long
 def test_stalls_and_small_pieces_beside_decodes_change_no_price() -> None:
     """Fewer stalls in a row than it takes; and pieces of which the time is lost in that of many decodes."""
     model = StepModel()
@@ -154,7 +159,7 @@ def settled() -> StepModel:
     return model
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("num_tokens", [10, 20, 40, 60])
 def test_rare_stalls_of_short_prompts_change_no_price(num_tokens: int) -> None:
     """They are mostly the weights' time, so that stalls alone were counted, 4 of them in 400 steps: 180 times too
@@ -197,6 +202,7 @@ def test_a_lasting_change_is_followed_within_100_prompts(factor: float, seed: in
         assert 1 / 1.5 < model.seconds(prompt(num_tokens)) / cpu_s(prompt(num_tokens), factor) < 1.5
 
 
+@pytest.mark.long
 def test_long_prompts_and_short_ones_do_not_change_each_others_price_for_good() -> None:
     """The price of keys is not known from short ones. It took 40 changes to and fro, each of them 3 times wrong."""
     model = StepModel()
@@ -210,6 +216,7 @@ def test_long_prompts_and_short_ones_do_not_change_each_others_price_for_good() 
             model.note(work, cpu_s(work))
 
 
+@pytest.mark.long
 def test_decodes_are_priced_when_they_took_as_long_as_predicted() -> None:
     """One step of 30 alone, 5 times as long, and no correction yet: what follows says nothing of prompts."""
     model = settled()
@@ -220,6 +227,7 @@ def test_decodes_are_priced_when_they_took_as_long_as_predicted() -> None:
     assert model.prefill_s(1000) == pytest.approx(before_s, rel=0.2)
 
 
+@pytest.mark.long
 @given(works=st.lists(st.tuples(WORKS, st.floats(0, 100)), max_size=60), small=WORKS, more=WORKS)
 @settings(max_examples=30, deadline=None)
 def test_predictions_stay_above_zero_and_grow_with_the_work(
@@ -240,6 +248,7 @@ def test_predictions_stay_above_zero_and_grow_with_the_work(
     assert model.key_s > 0
 
 
+@pytest.mark.long
 def test_one_long_step_changes_little_and_its_like_change_the_prediction() -> None:
     model = StepModel(measured("8B"))
     work = StepWork(32, 32 * CONTEXT, 160, keys_of(160, 0))

@@ -38,6 +38,7 @@ def read(made: StreamRoom, clock: Clock, share: float, seconds: float = 20 * FAD
         made.note(StepWork(num_tokens=1000), 0.1 * share)
 
 
+@pytest.mark.long
 @given(num_streams=st.integers(0, SLOTS), tpot_s=st.floats(0.003, 0.03), context=st.integers(1, 8000))
 def test_one_stream_more_than_there_is_room_for_misses_the_target(
     num_streams: int, tpot_s: float, context: int

@@ -105,6 +105,7 @@ async def test_the_body_may_name_the_request(name: str) -> None:
         assert chunks[0]["id"] == "cmpl-100%d"
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [

@@ -116,6 +116,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 async def test_wrong_fields_are_named(path: str) -> None:
     base: dict[str, Any] = {"messages": HI} if path.startswith("chat") else {"prompt": "hi"}
@@ -132,6 +133,7 @@ async def test_wrong_fields_are_named(path: str) -> None:
         assert node.engine.requests == []
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'"x"', b'{"a":\xff}', b'{"prompt": "\\ud800"}', b"{}"])
 @pytest.mark.parametrize("path", ["v1/chat/completions", "v1/completions", "tokenize", "detokenize", "pd/release"])
 async def test_bodies_that_are_no_json_object(path: str, raw: bytes) -> None:

@@ -37,6 +37,7 @@ async def asked(node: Node, body: dict[str, Any]) -> Any:
         return node.engine.requests[-1].sampling, response.headers
 
 
+@pytest.mark.long
 async def test_the_engine_is_asked_for_beams() -> None:
     async with running(FakeEngine(answers)) as node:
         sampling, _ = await asked(node, SEARCH | {"temperature": 1, "top_k": -1, "seed": 3})

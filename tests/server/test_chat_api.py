@@ -38,6 +38,7 @@ def contents(events: Sequence[tuple[str, Any]], index: int = 0) -> list[str]:
     return [choice["delta"].get("content", "") for choice in choices if choice["index"] == index]
 
 
+@pytest.mark.long
 async def test_whole_answer_with_two_choices_counts_each_token_once() -> None:
     ids = await ids_of("Hello there.")
     async with running(FakeEngine(says([*ids, IM_END], FinishReason.STOP))) as node, client_of(node) as client:
@@ -76,6 +77,7 @@ async def test_stream_has_role_content_finish_usage_and_done() -> None:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
+@pytest.mark.long
 async def test_openai_client_reads_the_stream() -> None:
     ids = await ids_of("Où est 🙂?")
     async with running(FakeEngine(says(ids))) as node, client_of(node) as client:
@@ -227,6 +229,7 @@ async def test_output_may_fill_the_context_by_default() -> None:
     assert request.sampling.max_tokens == 100 - len(request.prompt_token_ids)
 
 
+@pytest.mark.long
 async def test_engine_failure_before_the_first_token_is_a_status() -> None:
     async def script(line: Line) -> None:
         line.push(RequestFailed(line.request.request_id, "Overloaded", "the queue is full"))

@@ -91,6 +91,7 @@ async def test_one_failing_prompt_fails_the_request_and_aborts_the_others() -> N
         assert node.engine.aborts.get_nowait().request_id == node.engine.requests[0].request_id
 
 
+@pytest.mark.long
 async def test_logprobs_in_the_legacy_shape_through_the_openai_client() -> None:
     async with running(FakeEngine(says([]))) as node:
         ids = await node.state.tokenizer.encode("Hello there.", max_tokens=4096)

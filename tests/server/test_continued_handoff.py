@@ -64,6 +64,7 @@ def engine_of_d(n: int = 1, ids: Sequence[int] = ANSWER) -> FakeEngine:
     return FakeEngine(decodes(ids, n=n), engine_id="engine-of-d")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [{}, {"prompt_logprobs": 2}, {"echo": True, "logprobs": 1}])
 async def test_p_computes_the_prompt_with_the_known_tokens(more: dict[str, Any]) -> None:
     """Log-probabilities of the prompt came with the beginning: no node finds them out again."""
@@ -86,6 +87,7 @@ async def test_p_computes_the_prompt_with_the_known_tokens(more: dict[str, Any])
     assert isinstance(use, UseTicket)
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("policy", ["any", "local", "remote", "fail"])
 async def test_a_stream_goes_on_without_p_whatever_the_policy(policy: str) -> None:
     """The policies are for prompts: an answer that has begun does not end because no P can be reached."""
@@ -100,6 +102,7 @@ async def test_a_stream_goes_on_without_p_whatever_the_policy(policy: str) -> No
         assert second.metric('pd_handoff_fallbacks_total{reason="peer_unreachable"}') == 1
 
 
+@pytest.mark.long
 async def test_of_several_choices_this_node_computes_all() -> None:
     body = BODY | {"n": 2}
     async with (
@@ -148,7 +151,7 @@ async def test_a_stream_goes_on_alone_when_a_prefill_node_died_of_it() -> None:
         assert spared.engine.requests == []
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["any", "local", "remote", "fail"])
 async def test_a_load_that_fails_because_its_prefill_node_died(policy: str) -> None:
     handoff = HandoffConfig(on_load_failure=policy, max_node_deaths=1)

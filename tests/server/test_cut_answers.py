@@ -63,7 +63,7 @@ def _later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: next(minutes) * 60.0)
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "texts", "end"), SCRIPTED, ids=lambda value: str(value) if isinstance(value, Case) else ""
 )
@@ -76,7 +76,7 @@ async def test_a_cut_answer_goes_on_byte_by_byte(case: Case, texts: tuple[str, .
         assert all(request.priority == -1 for request in pair.engines[1].requests)
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "texts", "end"), SCRIPTED[:1] + SCRIPTED[5:6] + SCRIPTED[-1:], ids=str)
 async def test_the_harness_sees_what_is_missing_without_continuation(
     case: Case, texts: tuple[str, ...], end: bool
@@ -101,6 +101,7 @@ async def test_a_cut_answer_to_several_prompts_goes_on() -> None:
             await check_cuts(case, pair.first, pair.second, same=same_choices, continues=False)
 
 
+@pytest.mark.long
 async def test_of_several_prompts_usage_says_what_the_node_that_began_each_had_cached() -> None:
     case, texts, end = SEVERAL
     async with Pair(texts, end=end) as pair:
@@ -228,6 +229,7 @@ async def test_a_stream_that_this_node_would_not_write_is_refused(
         assert not pair.engines[1].requests
 
 
+@pytest.mark.long
 async def test_the_replay_of_one_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A body of 16 MiB has room for 8 million tokens, a minute of the node's event loop."""
     async with Pair(["e" * 5] * 2, end=False) as pair:

@@ -260,6 +260,7 @@ async def test_policy_decides_what_follows_a_node_that_refuses(policy: str, num_
             assert isinstance(d.engine.sent[0], Abort)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [

@@ -145,6 +145,7 @@ async def test_a_load_that_fails_late_costs_one_computation() -> None:
         assert (handoffs(d, "local"), handoffs(d, "remote")) == (1, 0)
 
 
+@pytest.mark.long
 async def test_a_load_that_fails_behind_the_first_token_is_read_again() -> None:
     """The engine has told the token, and answers no question about the prompt any more."""
 
@@ -163,6 +164,7 @@ async def test_a_load_that_fails_behind_the_first_token_is_read_again() -> None:
         assert len(d.engine.requests[1].prompt_token_ids) == len(PROMPT)
 
 
+@pytest.mark.long
 async def test_nothing_is_asked_about_a_prompt_without_scores() -> None:
     loses = partial(computes, failures=["", "lease_ended: p says so"])
     async with pair(opens_only, loses) as (p, d):

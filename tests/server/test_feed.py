@@ -108,6 +108,7 @@ async def reading(node: Node, router: str = "r1") -> AsyncIterator[Reader]:
         answer.close()
 
 
+@pytest.mark.long
 async def test_a_snapshot_and_numbered_deltas() -> None:
     async with running(FakeEngine(says([5]))) as node, reading(node) as reader:
         assert reader.load == LOAD
@@ -163,6 +164,7 @@ async def test_requests_on_their_way_to_the_engine_count_and_charges_are_acknowl
         assert other.charges == []
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     ("signed", "status"),
     [
@@ -253,7 +255,7 @@ async def routers(node: Node) -> AsyncIterator[Callable[[dict[str, str]], Awaita
         yield lambda headers: stack.enter_async_context(node.session.get(node.url + FEED_PATH, headers=headers))
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("names", [{"reader": "r1", "serial": 1}, {}], ids=["named", "of the release before"])
 async def test_an_overheard_order_takes_one_place(names: dict[str, Any]) -> None:
     """Whatever it is sent with: base64 has many forms of one order."""
@@ -341,6 +343,7 @@ async def test_the_engine_rests_when_no_router_has_read_for_a_while(monkeypatch:
         assert not node.engine.news.stored
 
 
+@pytest.mark.long
 async def test_an_idle_node_sends_heartbeats_to_its_first_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without them a router takes the feed of a node without any change for lost, every three seconds."""
     monkeypatch.setattr(feed_hub, "HEARTBEAT_S", 0.05)
@@ -385,6 +388,7 @@ async def test_a_snapshot_of_more_blocks_than_a_router_keeps(monkeypatch: pytest
             assert list(other.blocks.values()) == list(BLOCKS[1:])
 
 
+@pytest.mark.long
 async def test_prompts_get_names_while_a_router_reads() -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "word " * 400}], "max_tokens": 1}
     async with running(FakeEngine(says([5]))) as node:

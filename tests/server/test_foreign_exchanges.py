@@ -54,6 +54,7 @@ async def both() -> AsyncIterator[tuple[Node, Node]]:
         yield p, d
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(("router", "exchange"), EXCHANGES, ids=lambda value: value if isinstance(value, str) else "")
 async def test_the_nodes_answer_as_they_did(router: str, exchange: Exchange) -> None:
     to_p, to_d = exchange["legs"]

@@ -54,6 +54,7 @@ def data_of(messages: Sequence[AnyFrame]) -> bytes:
     return b"".join(one.data for one in messages if not isinstance(one, StreamHead))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("path", "more"),
     [

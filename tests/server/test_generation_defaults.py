@@ -56,6 +56,7 @@ def test_what_is_meant_is_taken(tmp_path: Path, values: dict[str, Any], defaults
     assert "\n" not in found.line
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     ("values", "says"),
     [

@@ -97,6 +97,7 @@ async def test_answers_wait_for_room_until_their_client_leaves() -> None:
         assert held_of(node) == (0, 0, 0)
 
 
+@pytest.mark.long
 async def test_other_requests_come_to_their_place_between_scores_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, kept = 0, list[int]()
 
@@ -140,6 +141,7 @@ async def test_other_requests_come_to_their_place_between_echoed_prompts(monkeyp
     assert turns == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["fails", "leaves"])
 async def test_room_comes_back_from_an_answer_that_fails(how: str) -> None:
     async def script(line: Line) -> None:
@@ -160,6 +162,7 @@ async def test_room_comes_back_from_an_answer_that_fails(how: str) -> None:
         assert held_of(node) == (0, 0, 0)
 
 
+@pytest.mark.long
 def test_scores_are_kept_as_json_in_both_forms() -> None:
     """As objects they take 4 to 8 times as much."""
     scores = PromptScores(PromptAsk(20, 20), Letters(), LONG)

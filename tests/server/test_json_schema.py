@@ -94,6 +94,7 @@ IDLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(("schema", "left"), IDLE, ids=lambda one: json.dumps(one)[:60])
 def test_what_binds_nothing_goes(schema: dict[str, Any], left: dict[str, Any]) -> None:
     assert pruned(schema, strict=False) == left

@@ -164,6 +164,7 @@ def test_one_more_is_a_400_that_names_it(path: str, body: dict[str, Any], told: 
     assert caught.value.param in (*body, None)
 
 
+@pytest.mark.long
 def test_texts_in_arguments_are_served() -> None:
     """Code has the marks of JSON, and they stand in strings."""
     code = json.dumps({"path": "a.py", "content": "f(a, [b, {c}]);\n" * VALUES})

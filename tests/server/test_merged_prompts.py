@@ -57,7 +57,7 @@ pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "Hello there."}]
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "body"),
@@ -151,7 +151,7 @@ def hearing(num_events: int, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 NUM_EVENTS = 6  # of PROMPT: the ticket, 3 and 2 entries of two steps and 1 of the last, and the end
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["ends", "breaks", "error", "silent"])
 @pytest.mark.parametrize("num_events", range(1, NUM_EVENTS + 2))
 @pytest.mark.usefixtures("small_events")

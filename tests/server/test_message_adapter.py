@@ -35,7 +35,7 @@ def chat(tokenizer: Any) -> Callable[[str], ChatTemplate]:
     return made
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_nothing_is_lost(name: str, tokenizer: Any) -> None:
     assert lost_marks(tokenizer, TEMPLATES[name]) == []
@@ -66,6 +66,7 @@ def result(name: str, content: str = "r") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": f"call_{name}", "content": content}
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     ("name", "messages", "prompt"),
     [
@@ -144,6 +145,7 @@ def test_ids_of_nine_characters_stay_apart_and_find_their_results(chat: Callable
     assert "abcDEF123" in chat(template).render(kept, None, {})
 
 
+@pytest.mark.long
 def test_each_named_template_has_traits_of_its_own(tokenizer: Any) -> None:
     tokenizer.chat_template = {
         "default": TEMPLATES["no tools"],
@@ -156,6 +158,7 @@ def test_each_named_template_has_traits_of_its_own(tokenizer: Any) -> None:
     assert lost_marks(tokenizer, tokenizer.chat_template, 30) == []
 
 
+@pytest.mark.long
 def test_a_template_may_take_other_messages_when_it_thinks(tokenizer: Any) -> None:
     template = when("enable_thinking is defined and enable_thinking", TEMPLATES["takes all"], TEMPLATES["turns"])
     assert lost_marks(tokenizer, template, 30) == []

@@ -155,7 +155,7 @@ def schemas(tool_format: ToolFormat) -> dict[str, Any]:
     return {"get_weather": weather, "add-2": ADD, "stop": EMPTY}
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("thinking", ["no", "may", "open"])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_required_calls_parse_back(model: Model, thinking: str, parallel: bool) -> None:
@@ -266,6 +266,7 @@ def test_notes_of_a_tool_s_schema_are_no_reason_to_refuse_it(model: Model) -> No
             model.state(model.write(functions=[("f", schema)], required=True, strict=["f"]))
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral", "deepseek_v3", "llama3_json"])
 def test_markers_of_a_tokenizer_that_lacks_them(name: str, tmp_path: Path) -> None:
     """They are text then, and a free text does not contain them."""

@@ -21,6 +21,7 @@ async def get(node: Node, path: str) -> tuple[int, Any]:
         return response.status, await response.json()
 
 
+@pytest.mark.long
 async def test_models() -> None:
     async with (
         running(FakeEngine(says([5]))) as node,

@@ -19,6 +19,7 @@ async def ask(node: Node, path: str, body: dict[str, Any], offer: str) -> tuple[
         return response.status, response.headers["x-pd-prefill"], await response.json()
 
 
+@pytest.mark.long_cases
 @pytest.mark.parametrize(
     ("path", "body"),
     [

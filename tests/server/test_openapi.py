@@ -42,6 +42,7 @@ def test_every_route_is_described() -> None:
         Draft202012Validator.check_schema(schema)
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_real_requests_and_answers_are_valid() -> None:
     async with running(FakeEngine(says([5, 6]))) as node:

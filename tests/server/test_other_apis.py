@@ -36,7 +36,7 @@ async def ask(node: Node, path: str, **more: Any) -> tuple[int, dict[str, Any], 
         return answer.status, await answer.json(), answer.headers.get(IGNORED_HEADER)
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_field_is_refused_by_name_or_named_as_ignored(path: str) -> None:
     own = set((MessagesFields if path == MESSAGES else ResponsesFields).__struct_fields__)
@@ -55,6 +55,7 @@ async def test_every_field_is_refused_by_name_or_named_as_ignored(path: str) -> 
             assert (status, ignored) == (200, ",".join(some)), content
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 async def test_an_answer(path: str) -> None:
     make = message if path == MESSAGES else response

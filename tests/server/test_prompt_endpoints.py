@@ -144,6 +144,7 @@ async def test_a_template_of_the_model_s_own_asks_the_question(monkeypatch: pyte
     assert texts == ["[query]q[document]d", "[system]i[query]q[document]d"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", PROMPT_PATHS)
 async def test_another_task_is_refused_by_name(path: str) -> None:
     for task in TASKS:

@@ -49,7 +49,7 @@ WRONG: dict[str, list[tuple[int, tuple[PromptToken, ...]]]] = {
 }
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", WRONG)
 async def test_wrong_entries_are_not_shown(wrong: str) -> None:
     async def lies(line: Line) -> None:

@@ -244,6 +244,7 @@ def check_names(
     assert num_shared > num_conversations // 4
 
 
+@pytest.mark.long
 def test_tools_behind_the_system_message_are_named_before_a_short_question() -> None:
     """They are certain where the question begins, which is shorter than a step."""
     node = Node(CHATML)
@@ -310,6 +311,7 @@ def test_kinds_of_messages_that_the_templates_decide_late() -> None:
     assert not timed.deciders(asked, has_tools=False, options=options)
 
 
+@pytest.mark.long
 def test_ever_new_kinds_of_messages_cost_a_bounded_time() -> None:
     """Each new kind is rendered 36 times or more, on the thread that tokenizes all prompts."""
     now_s, num_rendered = 0.0, 0

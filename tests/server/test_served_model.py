@@ -77,6 +77,7 @@ async def shown(session: aiohttp.ClientSession, method: str, url: str, **kwargs:
         return answer.status, answer.headers.get("access-control-allow-origin")
 
 
+@pytest.mark.long_cases
 @pytest.mark.anyio
 @pytest.mark.parametrize("allowed", [(), ("https://page.example",), ("*",), ("https://other.example",)])
 async def test_pages_of_allowed_origins_may_call(allowed: tuple[str, ...]) -> None:

@@ -39,6 +39,7 @@ def wordpiece_like() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
 
 
+@pytest.mark.long
 def test_byte_level_bytes_are_the_tokenizers_own() -> None:
     tokenizer = Tokenizer.load(MODEL_DIR)
     reference = AutoTokenizer.from_pretrained(str(MODEL_DIR))
@@ -124,7 +125,7 @@ async def test_text_survives_the_round_trip() -> None:
         tokenizer.close()
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["text", "chat"])
 async def test_a_short_text_does_not_wait_for_a_long_one(kind: str) -> None:
     """8 MB take Qwen 3's tokenizer 7 to 15 s."""

@@ -124,7 +124,7 @@ def pieces_of(text: str, rng: random.Random) -> list[str]:
     return [text[start:end] for start, end in pairwise(cuts)]
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
 def test_any_pieces_give_the_same_parts(form: ToolFormat) -> None:
     """Streamed or not, with markers as tokens or as text: 200 random cuts for each format."""
@@ -149,6 +149,7 @@ def test_any_pieces_give_the_same_parts(form: ToolFormat) -> None:
             assert {len(one.id) for one in whole if isinstance(one, ToolCall)} == {9 if form.short_ids else 29}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
 def test_a_call_that_is_cut_off_is_content_and_never_half_a_call(form: ToolFormat) -> None:
     text = written(form, [("find", {"text": "a }", "count": 12})], before="")
@@ -201,7 +202,7 @@ def test_in_a_stream_the_pieces_of_a_malformed_call_stay_and_the_rest_is_content
     ]
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral"])
 @pytest.mark.parametrize("streamed", [True, False])
 def test_an_answer_that_ends_inside_a_shown_call_does_not_say_that_a_tool_is_called(name: str, streamed: bool) -> None:
@@ -366,6 +367,7 @@ def test_a_template_of_another_form_gives_its_calls_when_they_have_ended() -> No
     assert parsed(parser(LINES | {"fields": {"thinking": endless}}), ["xa"])[0] == "x"
 
 
+@pytest.mark.long
 def test_a_template_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
     for content in ("{", '{"fields": {}}', '{"start_anchor": "a", "fields": {"content": {"open_pattern": "("}}}'):
         file = tmp_path / "template.json"
@@ -412,6 +414,7 @@ def test_a_choice_counts_reasoning_hides_other_special_tokens_and_can_be_replaye
     assert whole.num_reasoning_tokens == stepwise.num_reasoning_tokens == len("why") + 1
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 async def test_chat_answers_have_reasoning_under_both_names_and_its_tokens_in_the_usage() -> None:
     async with running(FakeEngine(says([]))) as node:

@@ -102,6 +102,7 @@ async def test_tokenize_names_what_it_ignores() -> None:
             assert response.headers[IGNORED_HEADER] == "mm_processor_kwargs"
 
 
+@pytest.mark.long_cases
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["a\r\nx-evil: 1", "x,y", "\u2028", "\x00", "", "n" * 5000, "ü", "a b"])
 async def test_hostile_names_are_cut_and_made_printable(name: str) -> None:

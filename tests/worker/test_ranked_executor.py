@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
-from pd_cluster.errors import StartupError
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart, StepResult
 from pd_cluster.worker import device_executor
@@ -173,16 +172,6 @@ def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     executor.close()
     assert losses == []
     assert [process.returncode for process in executor._link._processes.values()] == [0] * (request.param - 1)
-
-
-@pytest.mark.integration
-def test_a_model_that_cannot_be_split(tmp_path: Path) -> None:
-    """Rank 0 says why, and the other ranks end. The first test here: a process is in one group of ranks at a time."""
-    config = make_config(3)
-    executor = RankedExecutor(config, lambda _: None, f"ipc://{tmp_path}/r", lambda _: None)
-    with pytest.raises(StartupError, match="--tp 3: 4 KV heads cannot be split"):
-        run_phases(executor, config.cache, lambda _: None)
-    assert all(process.returncode is not None for process in executor._link._processes.values())
 
 
 @pytest.mark.integration

@@ -1,0 +1,28 @@
+"""A model that cannot be split over the ranks. In a file of its own: a process is in one group of ranks at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pd_cluster.config import ModelConfig, NodeConfig
+from pd_cluster.errors import StartupError
+from pd_cluster.worker.executor import run_phases
+from pd_cluster.worker.ranked_executor import RankedExecutor
+from tests.deadlines import HANG_S
+from tests.shallow_model import shallow_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.integration
+def test_a_model_that_cannot_be_split(tmp_path: Path) -> None:
+    """Rank 0 says why, and the other ranks end."""
+    config = NodeConfig(model=ModelConfig(model=shallow_model(), device="cpu", dtype="float32", tp=3, num_threads=1))
+    executor = RankedExecutor(config, lambda _: None, f"ipc://{tmp_path}/r", lambda _: None)
+    with pytest.raises(StartupError, match="--tp 3: 4 KV heads cannot be split"):
+        run_phases(executor, config.cache, lambda _: None)
+    for process in executor._link._processes.values():
+        process.wait(HANG_S)
