@@ -23,7 +23,7 @@ one `up` with all that it starts (test_hub_model.py; of others, nursery.py forks
 measure memory. So does a start with a variable that may matter to an import, see FREE, and with PD_TEST_REAL=1 every
 one.
 
-PD_TEST_ENGINE_HOOK=module:function is called in a node's engine before it starts.
+PD_TEST_ENGINE_HOOK=module:function is called in a node's engine before it starts, PD_TEST_NODE_HOOK in the node itself.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 CLI_MODULE = "pd_cluster.launch.cli"
 ENGINE_MODULE = "pd_cluster.engine.process"
 NODES = ("prefill", "decode", "mixed")
-ENGINE_HOOK_ENV = "PD_TEST_ENGINE_HOOK"
+ENGINE_HOOK_ENV, NODE_HOOK_ENV = "PD_TEST_ENGINE_HOOK", "PD_TEST_NODE_HOOK"
 MAX_ORDER_BYTES = 1 << 20
 MAX_FDS = 5  # three streams, perhaps a lifeline, and the socket for answers
 PR_SET_PDEATHSIG = 1
@@ -217,6 +217,14 @@ class SpawnedEngine:
 def fork_engine() -> None:
     """This process is to become a node: its engine is forked from it. Call it before it has a thread."""
     importlib.import_module(ENGINE_MODULE).spawn_engine = SpareEngine().spawn  # type: ignore[attr-defined]
+    call_hook(NODE_HOOK_ENV)
+
+
+def call_hook(name: str) -> None:
+    """The function that this variable names, if it is set."""
+    if hook := os.environ.get(name):
+        module, _, function = hook.partition(":")
+        getattr(importlib.import_module(module), function)()
 
 
 def run_nursed(arguments: list[str], environment: dict[str, str]) -> None:
@@ -243,9 +251,7 @@ def _become_engine(orders: socket.socket) -> None:
     os.close(fds[0])
     told = json.loads(order)
     renew(told["environment"])
-    if hook := os.environ.get(ENGINE_HOOK_ENV):
-        module, _, function = hook.partition(":")
-        getattr(importlib.import_module(module), function)()
+    call_hook(ENGINE_HOOK_ENV)
     run_module(ENGINE_MODULE, ["-P"], [told["address"]])
 
 

@@ -2,8 +2,9 @@
 
     launcher.node("prefill", environment=PATIENT)
 
-The hook of tests/fork_server.py. The product gives a silent engine 2.25 s and a silent peer 2.5 s, and has no flags
-for that. Here the engine announces PATIENCE_S with its first step, and gives its peers as long for each answer.
+The hooks of tests/fork_server.py. The product gives a silent engine 2.25 s, a silent peer 2.5 s, and P's HTTP 3 s to
+take a connection and between two bytes of its answer to D. It has no flags for that. Here the engine announces
+PATIENCE_S with its first step, and all get as long.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from unittest import mock
 
 from tests.deadlines import HANG_S
 
-PATIENT = {"PD_TEST_ENGINE_HOOK": f"{__name__}:be_patient"}
+PATIENT = {"PD_TEST_ENGINE_HOOK": f"{__name__}:be_patient", "PD_TEST_NODE_HOOK": f"{__name__}:wait_for_peers"}
 PATIENCE_S = 2 * HANG_S
 
 
@@ -32,3 +33,11 @@ def be_patient() -> None:
         base.ConnectorContext, silence_s=PATIENCE_S, connect_deadline_s=PATIENCE_S, confirm_deadline_s=PATIENCE_S
     )
     mock.patch.object(base, "ConnectorContext", patient).start()
+
+
+def wait_for_peers() -> None:
+    """In a node's API process, before it starts."""
+    from pd_cluster.server import app, prefill_client
+
+    mock.patch.object(prefill_client, "PEER_SILENCE_S", PATIENCE_S).start()
+    mock.patch.object(app, "CONNECT_DEADLINE_S", PATIENCE_S).start()
