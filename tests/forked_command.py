@@ -82,9 +82,8 @@ class ForkingServer:
                 if fd != self._orders.fileno():
                     self._tell_end(fd)
                     continue
-                order, fds, _, _ = socket.recv_fds(
-                    self._orders, MAX_ORDER_BYTES, MAX_FDS
-                )  # a whole one, by SOCK_SEQPACKET
+                # a whole one, by SOCK_SEQPACKET
+                order, fds, _, _ = socket.recv_fds(self._orders, MAX_ORDER_BYTES, MAX_FDS)
                 if not order:
                     return None
                 if (command := self._fork(order, fds)) is not None:

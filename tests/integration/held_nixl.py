@@ -20,7 +20,7 @@ from pd_cluster.scheduling.unready import Unready
 from pd_connectors import p2p
 from pd_connectors.nixl.connector import NixlConnector
 from tests.integration.gate import VARIABLE, patience_of, pipe_of
-from tests.patient_engine import PATIENCE_S
+from tests.patient_node import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ import httpx
 import orjson
 
 from tests.cluster import Launched, Launcher
-from tests.patient_engine import PATIENT
+from tests.patient_node import PATIENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -290,9 +290,8 @@ async def test_any_process_may_be_killed(launcher: Launcher) -> None:
 @pytest.mark.timeout(600)
 async def test_a_router_that_is_hung_up_loses_nothing(launcher: Launcher) -> None:
     """It drains while new connections wait, ends, and `up` starts the next one."""
-    launched = launcher.command(
-        "up", "--drain-s=60", *FLAGS, real=True
-    )  # longer than any request, on a busy machine too
+    # The drain is longer than any request, on a busy machine too
+    launched = launcher.command("up", "--drain-s=60", *FLAGS, real=True)
     launched.wait_line("Ctrl-C stops everything", START_DEADLINE_S)
     up = Up(launched)
     expected = await expect(up.load)

@@ -24,5 +24,7 @@ def test_a_model_that_cannot_be_split(tmp_path: Path) -> None:
     executor = RankedExecutor(config, lambda _: None, f"ipc://{tmp_path}/r", lambda _: None)
     with pytest.raises(StartupError, match="--tp 3: 4 KV heads cannot be split"):
         run_phases(executor, config.cache, lambda _: None)
-    for process in executor._link._processes.values():
+    others = executor._link._processes
+    assert [*others] == [1, 2]
+    for process in others.values():
         process.wait(HANG_S)
