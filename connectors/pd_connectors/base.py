@@ -299,9 +299,9 @@ class Pool(ABC):
         first_block: the engine has the prompt up to this one of them, that is in each group the blocks
         [first_block(p), p // block_size) for the position p where it begins.
 
-        The prefix ends at the largest multiple p of `layout.boundary` for which every required group has its blocks from the
-        engine's on, and of a WINDOW or STATE group only those from `first_block(p)` on. A larger block has the hash at
-        its end.
+        The prefix ends at the largest multiple p of `layout.boundary` for which every required group has its blocks
+        from the engine's on, and of a WINDOW or STATE group only those from `first_block(p)` on. A larger block has the
+        hash at its end.
 
         PrefixFound may follow, PrefixLoaded always follows. The pool has its own deadline, which does not count the
         engine's time from PrefixFound to `recv_before`. A `load_id` is never reused, not even for a load from P.
