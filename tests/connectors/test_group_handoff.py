@@ -15,6 +15,7 @@ from pd_connectors.nixl import agent as agent_module
 from pd_connectors.nixl.agent import NixlAgent, Region
 from pd_connectors.nixl.network import KvNetwork
 from pd_connectors.protocol.layout import BlockRun
+from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.registry import create_connector
 from tests.connectors.fake_nixl import FakeNixl, bindings
 from tests.connectors.layouts import LAYOUTS, make_cache, own_ids, shared_cache
@@ -59,7 +60,7 @@ def hand_over(connector: str, theirs: BlockLayout, ours: BlockLayout, first: Seq
             tensor[ids] = torch.randn(NUM_BLOCKS, *tensor.shape[1:])
         ticket = prefill.connector.open_lease("r", list(range(NUM_TOKENS)), "", 1, hold=False)
         decode.connector.begin_load("load", ticket, 8.0)
-        for computed, tokens in ((32, ()), (NUM_TOKENS, (7,))):
+        for computed, tokens in ((32, ()), (NUM_TOKENS, (SampledToken(7),))):
             readable = tuple(runs(theirs, sources, computed))
             prefill.connector.send_after([PublishSpec(ticket.lease.lease_id, readable, computed, 0, tokens)])
             if computed == 32:
