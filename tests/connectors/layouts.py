@@ -34,16 +34,16 @@ def two_groups(
 ) -> BlockLayout:
     """Two layers of full attention around one with a sliding window: blocks of different sizes."""
     full = KVGroup(KVKind.FULL, (0, 2), (num_kv_heads, 2, 2, block_size, head_dim), dtype, block_size)
-    window = KVGroup(KVKind.WINDOW, (1,), (num_kv_heads, 1, 2, block_size, head_dim), dtype, block_size, window=window)
-    return BlockLayout((full, window))
+    limited = KVGroup(KVKind.WINDOW, (1,), (num_kv_heads, 1, 2, block_size, head_dim), dtype, block_size, window=window)
+    return BlockLayout((full, limited))
 
 
 def mixed_heads(block_size: int = 16, head_dim: int = 1, window: int = WIDE) -> BlockLayout:
     """Groups of 2 and 4 heads, and one that every rank holds whole. 4 ranks hold each head of the first one twice."""
     full = KVGroup(KVKind.FULL, (0,), (2, 1, 2, block_size, head_dim), "float32", block_size)
-    window = KVGroup(KVKind.WINDOW, (1,), (4, 1, 2, block_size, head_dim), "float32", block_size, window=window)
+    limited = KVGroup(KVKind.WINDOW, (1,), (4, 1, 2, block_size, head_dim), "float32", block_size, window=window)
     latent = KVGroup(KVKind.LATENT, (2,), (1, 1, block_size, head_dim), "float32", block_size, sharded=False)
-    return BlockLayout((full, window, latent))
+    return BlockLayout((full, limited, latent))
 
 
 FULL = KVGroup(KVKind.FULL, (0, 2), (2, 2, 2, 16, 4), "float32", 16)

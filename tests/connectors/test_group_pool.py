@@ -123,7 +123,7 @@ def test_what_is_lost_on_the_way_leaves_a_prefix_only_where_it_can_be_continued(
     for name, left in (("windowed", 0), ("full", 64)):
         layout, shelf = LAYOUTS[name], Shelf()
         context = replace(POOL_CONTEXT, layout=layout)
-        with nodes(lambda shelf=shelf: MemoryStore(shelf), context) as (node,):
+        with nodes(partial(MemoryStore, shelf), context) as (node,):
             store_all(node, layout)
             node.pool.find("r", HASHES, 0)
             assert node.event() == PrefixFound("r", END)

@@ -86,7 +86,7 @@ def test_the_digest_of_a_layout_is_that_of_version_two() -> None:
     assert OURS.digest() == blake2b(packed, digest_size=16, person=b"pd-kv-layout").digest()
 
 
-def test_a_ticket_whose_media_shift_positions_is_refused() -> None:
+def test_a_ticket_with_media_that_shift_positions_is_refused() -> None:
     ticket = Ticket("r", LeaseRef("P", 1, "lease"), 0, 9e3, "f", OURS, b"d", 40, 1, "h", 1)
     check_ticket(ticket, "f", OURS)
     with pytest.raises(HandshakeError, match="shift its positions by -3: this node decodes prompts of text"):
