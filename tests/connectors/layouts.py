@@ -26,24 +26,26 @@ def full_layout(
     return BlockLayout((KVGroup(KVKind.FULL, tuple(range(num_layers)), shape, dtype, block_size),))
 
 
-WIDE = 1 << 20  # a window that no prompt of a test leaves: the group moves the blocks that one of full attention does
-
-
 def two_groups(
-    block_size: int = 16, num_kv_heads: int = 2, head_dim: int = 16, dtype: str = "float32", window: int = WIDE
+    block_size: int = 16, num_kv_heads: int = 2, head_dim: int = 16, dtype: str = "float32", window: int = 0
 ) -> BlockLayout:
-    """Two layers of full attention around one with a sliding window: blocks of different sizes."""
+    """Two layers, and another between them, in groups of different sizes. window: of the other; 0: it has none."""
     full = KVGroup(KVKind.FULL, (0, 2), (num_kv_heads, 2, 2, block_size, head_dim), dtype, block_size)
-    limited = KVGroup(KVKind.WINDOW, (1,), (num_kv_heads, 1, 2, block_size, head_dim), dtype, block_size, window=window)
-    return BlockLayout((full, limited))
+    kind = KVKind.WINDOW if window else KVKind.FULL
+    other = KVGroup(kind, (1,), (num_kv_heads, 1, 2, block_size, head_dim), dtype, block_size, window=window)
+    return BlockLayout((full, other))
 
 
-def mixed_heads(block_size: int = 16, head_dim: int = 1, window: int = WIDE) -> BlockLayout:
-    """Groups of 2 and 4 heads, and one that every rank holds whole. 4 ranks hold each head of the first one twice."""
+def mixed_heads(block_size: int = 16, head_dim: int = 1, window: int = 0) -> BlockLayout:
+    """Groups of 2 and 4 heads, and one that every rank holds whole. 4 ranks hold each head of the first one twice.
+
+    window: of the second group; 0: it has none.
+    """
     full = KVGroup(KVKind.FULL, (0,), (2, 1, 2, block_size, head_dim), "float32", block_size)
-    limited = KVGroup(KVKind.WINDOW, (1,), (4, 1, 2, block_size, head_dim), "float32", block_size, window=window)
+    kind = KVKind.WINDOW if window else KVKind.FULL
+    other = KVGroup(kind, (1,), (4, 1, 2, block_size, head_dim), "float32", block_size, window=window)
     latent = KVGroup(KVKind.LATENT, (2,), (1, 1, block_size, head_dim), "float32", block_size, sharded=False)
-    return BlockLayout((full, limited, latent))
+    return BlockLayout((full, other, latent))
 
 
 FULL = KVGroup(KVKind.FULL, (0, 2), (2, 2, 2, 16, 4), "float32", 16)
