@@ -78,9 +78,7 @@ class KVCache:
 
     def describe(self) -> CacheDescription:
         """Describe the cache for a connector, without the padding block."""
-        return CacheDescription(
-            tuple(tensor[: self.num_blocks] for tensor in self.tensors), self.layout, self.num_blocks
-        )
+        return CacheDescription(tuple(tensor[: self.num_blocks] for tensor in self.tensors), self.layout)
 
     def run_copies(self, copies: BlockCopies, kernels: Kernels) -> None:
         """Run the copies of a batch: swap out, then swap in, then copy on write."""
