@@ -7,12 +7,16 @@ many sequences share the cache.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
+from pd_cluster.scheduling.sequence_room import DECODE_TOKENS, MOST_TOKENS, blocks_held
 from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes
 from pd_cluster.worker.cuda_graphs.set_up import captured_bytes
+from pd_connectors.protocol.layout import BlockLayout, KVKind
+from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
     from pd_cluster.config import NodeConfig, SchedulerConfig
@@ -36,6 +40,8 @@ SPARE_SHARE, MOST_SPARE_BYTES = 0.1, 6e9
 CUDA_CONTEXT_BYTES = 0.7e9  # memory of the driver and the libraries, which no allocator statistic shows
 SAMPLING_BYTES_PER_LOGIT = 24  # for float32 and int64 copies of logits, when requests ask for all features
 SAMPLES_PER_SEQ = 2  # a step samples at most this many tokens for each sequence that may run
+GPU_BLOCK_SIZE = 64  # tokens, where no flag says another
+_KV_DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}  # by bytes of a number: types of one size take as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,9 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
         return Capacity(seqs, budget, cache.gpu_memory_utilization, line)
     utilization = cache.gpu_memory_utilization or _utilization(cache.gpu_share, gpu_bytes)
     kv_bytes = 1 if config.model.kv_cache_dtype == "fp8" else dtype_bytes
-    memory = MemoryEstimate(limits, spec, dtype_bytes, gpu_bytes * utilization, kv_bytes, config.model.tp)
+    memory = MemoryEstimate(
+        limits, spec, dtype_bytes, gpu_bytes * utilization, kv_bytes, config.model.tp, cache.block_size
+    )
     filled = f"{memory.own_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB"
     if cache.gpu_share < 1 and not cache.gpu_memory_utilization:
         filled += f", its share is {cache.gpu_share:g}"
@@ -89,11 +97,13 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
     is_measured &= cache.gpu_share == 1
     budget = told_budget or max(MOST_STEP_TOKENS if is_measured else STEP_TOKENS, seqs)
     reason = "at most; steps will be measured" if is_measured else "larger steps are no faster"
-    room = f"room for {memory.cache_tokens(seqs) // length:,} sequences of {length:,} tokens"
+    room = f"room for {memory.cached_seqs(seqs, length):,} sequences of {length:,} tokens"
+    longest = config.model.max_model_len or spec.max_len
     reasons = (
         f"max_num_seqs {seqs} ({'given; ' if told_seqs else ''}{room})",
         f"max_num_batched_tokens {budget} ({'given' if told_budget else reason})",
         f"gpu_memory_utilization {utilization:.3g} ({'given; ' if cache.gpu_memory_utilization else ''}{filled})",
+        *([f"KV of a sequence: {memory.held_line(length)}, {memory.held_line(longest)}"] if any(spec.windows) else ()),
     )
     return Capacity(seqs, budget, utilization, ", ".join(reasons), is_measured)
 
@@ -114,22 +124,26 @@ def longest_sequence(wanted: int, limit: int, cache_tokens: int) -> int:
 
 
 class MemoryEstimate:
-    """Bytes that a model needs on a GPU, and the tokens of cache that are left."""
+    """Bytes that a model needs on a GPU, and the sequences that the cache in the rest has room for."""
 
     def __init__(
-        self, limits: SchedulerConfig, spec: ModelSpec, dtype_bytes: int, own_bytes: float, kv_bytes: int, tp: int = 1
-    ) -> None:
+        self, limits: SchedulerConfig, spec: ModelSpec, dtype_bytes: int, own_bytes: float, kv_bytes: int, tp: int = 1,
+        block_size: int = 0,
+    ) -> None:  # fmt: skip
         """`own_bytes`: bytes of the GPU's memory that the node may fill; `kv_bytes`: of one cached number.
 
-        `tp`: ranks that share the weights. The estimate is for one of them.
+        `tp`: ranks that share the weights. The estimate is for one of them. `block_size`: 0: GPU_BLOCK_SIZE.
         """
         self._limits = limits
         self._vocab_size, self._dtype_bytes = spec.vocab_size, dtype_bytes
         num_kv_heads = max(1, spec.num_kv_heads // tp)
         heads = spec.num_heads // tp + 2 * num_kv_heads
         activations = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size // tp  # of a token
-        self._step_bytes = (limits.max_num_batched_tokens or STEP_TOKENS) * activations * dtype_bytes
-        self._kv_bytes = 2 * spec.num_layers * num_kv_heads * spec.head_dim * kv_bytes  # of a token
+        self._step_tokens = limits.max_num_batched_tokens or STEP_TOKENS
+        self._step_bytes = self._step_tokens * activations * dtype_bytes
+        self._groups = spec.kv_groups(block_size or GPU_BLOCK_SIZE, _KV_DTYPES[kv_bytes])
+        slabs = KvSlabs.of_blocks(BlockLayout(self._groups, tp), 1)
+        self._block_bytes = [slabs.stride(group) for group in range(len(self._groups))]
         self.weight_bytes = spec.weight_bytes(dtype_bytes, tp)
         self.own_bytes = own_bytes
 
@@ -138,14 +152,44 @@ class MemoryEstimate:
         """Bytes for cache, activations and graphs; negative when the weights do not fit."""
         return self.own_bytes - CUDA_CONTEXT_BYTES - self.weight_bytes
 
-    def cache_tokens(self, seqs: int) -> int:
-        """Tokens that the cache has room for beside steps of `seqs` sequences."""
+    def sequence_bytes(self, num_tokens: int, step_tokens: int = DECODE_TOKENS) -> int:
+        """Bytes of KV that a sequence of `num_tokens` holds while steps compute `step_tokens` of it.
+
+        Of groups that hold every token only these tokens count, and not the rest of the last block.
+        """
+        total = 0
+        for group, block_bytes in zip(self._groups, self._block_bytes, strict=True):
+            if group.kind in (KVKind.FULL, KVKind.LATENT):
+                total += num_tokens * block_bytes // group.block_size
+            else:
+                total += blocks_held(group, num_tokens, step_tokens) * block_bytes
+        return total
+
+    def cache_bytes(self, seqs: int) -> float:
+        """Bytes that are left for the cache beside steps of `seqs` sequences."""
         sampling = seqs * SAMPLES_PER_SEQ * self._vocab_size * SAMPLING_BYTES_PER_LOGIT
         graphs = 0.0
         if self._limits.cuda_graphs:
             limits = replace(self._limits, max_num_seqs=seqs, max_num_batched_tokens=0)
             graphs = captured_bytes(limits, self._vocab_size * self._dtype_bytes)
-        return max(0, int((self.room - self._step_bytes - sampling - graphs) // self._kv_bytes))
+        return max(0.0, self.room - self._step_bytes - sampling - graphs)
+
+    def cache_tokens(self, seqs: int) -> int:
+        """Tokens of the longest sequence that fits alone, beside buffers for steps of `seqs` sequences."""
+        room = self.cache_bytes(seqs)
+        return bisect_left(range(MOST_TOKENS), True, key=lambda n: self.sequence_bytes(n + 1, self._step_tokens) > room)
+
+    def cached_seqs(self, seqs: int, length: int) -> int:
+        """Sequences of `length` tokens that the cache has room for. One of them holds what a whole step writes, too."""
+        prefilling = self.sequence_bytes(length, self._step_tokens) - self.sequence_bytes(length)
+        return max(0, int((self.cache_bytes(seqs) - prefilling) // self.sequence_bytes(length)))
+
+    def held_line(self, num_tokens: int) -> str:
+        """What a sequence of `num_tokens` holds, and what it would hold with no window, for a log."""
+        whole = sum(
+            num_tokens * size // one.block_size for one, size in zip(self._groups, self._block_bytes, strict=True)
+        )
+        return f"{self.sequence_bytes(num_tokens) / 1e6:,.0f} of {whole / 1e6:,.0f} MB with {num_tokens:,} tokens"
 
     def most_seqs(self, length: int) -> int:
         """The largest captured number of sequences of `length` tokens for which there is room, at least 1.
@@ -154,10 +198,7 @@ class MemoryEstimate:
         because each sequence needs one of these.
         """
         sizes = bucket_sizes(min(MOST_SEQS, self._limits.max_num_batched_tokens or MOST_SEQS))
-        return max((seqs for seqs in sizes if self.cache_tokens(seqs) >= self._needed(seqs, length)), default=1)
-
-    def _needed(self, seqs: int, length: int) -> int:
-        return length * (seqs if seqs > LEAST_SEQS else 1)
+        return max((n for n in sizes if self.cached_seqs(n, length) >= (n if n > LEAST_SEQS else 1)), default=1)
 
 
 def _utilization(gpu_share: float, gpu_bytes: int) -> float:
