@@ -178,9 +178,10 @@ class NodeProcess:
         gc.collect()
         gc.freeze()  # 100,000s of objects of libraries: a collection that visits them delays all streams
         role, node_id = self._config.server.role, self._config.server.node_id
+        unit = "blocks" if ready.num_groups == 1 else f"units for {ready.num_groups} KV groups in blocks"
         sys.stdout.write(
             f"ready: {role} node {node_id} on {server.url} (engine {ready.engine_id}, epoch {ready.epoch:x}, "
-            f"{ready.num_blocks} blocks of {ready.block_size} tokens, connector {ready.connector})\n"
+            f"{ready.num_blocks} {unit} of {ready.block_size} tokens, connector {ready.connector})\n"
         )
         sys.stdout.flush()
 
