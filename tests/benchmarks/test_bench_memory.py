@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +25,9 @@ from pd_cluster.models.registry import resolve_spec
 from pd_cluster.scheduling.sequence_room import DECODE_TOKENS, blocks_held
 from pd_connectors.protocol.layout import BlockLayout, KVGroup, KVKind
 from pd_connectors.protocol.slabs import KvSlabs
+
+if TYPE_CHECKING:
+    import pytest
 
 GEMMA = resolve_spec(Path(), CONFIGS["gemma3-27b"])
 GROUPS = GEMMA.kv_groups(BLOCK_SIZE, "bfloat16")
