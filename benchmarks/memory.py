@@ -18,8 +18,8 @@ from benchmarks.shapes import CONFIGS
 from pd_cluster.bench.report import report_console
 from pd_cluster.config import NodeConfig, SchedulerConfig
 from pd_cluster.models.registry import resolve_spec
-from pd_cluster.scheduling.sequence_room import DECODE_TOKENS, blocks_held
-from pd_cluster.worker.capacity import STEP_TOKENS, MemoryEstimate, decide_capacity
+from pd_cluster.scheduling.sequence_room import decode_blocks
+from pd_cluster.worker.capacity import MemoryEstimate, decide_capacity
 from pd_connectors.protocol.layout import BlockLayout
 from pd_connectors.protocol.slabs import KvSlabs
 
@@ -48,8 +48,9 @@ class GroupBytes:
 
 
 def blocks_moved(group: KVGroup, num_tokens: int) -> int:
-    """Blocks of a prompt that a reader needs, which may compute the last token again."""
-    return -(-num_tokens // group.block_size) - group.first_block(num_tokens - 1)
+    """Blocks of a prompt that are handed over: what a token behind the last boundary before its end reads, or later."""
+    boundary = (num_tokens - 1) // group.block_size * group.block_size
+    return -(-num_tokens // group.block_size) - group.first_block(boundary)
 
 
 def group_bytes(groups: Sequence[KVGroup], num_tokens: int) -> Iterator[GroupBytes]:
@@ -59,18 +60,18 @@ def group_bytes(groups: Sequence[KVGroup], num_tokens: int) -> Iterator[GroupByt
         yield GroupBytes(
             f"{group.kind.value}{window}, {len(group.layers)} layers",
             -(-num_tokens // group.block_size) * group.block_bytes,
-            blocks_held(group, num_tokens, DECODE_TOKENS) * group.block_bytes,
+            decode_blocks(group, num_tokens) * group.block_bytes,
             blocks_moved(group, num_tokens) * group.block_bytes,
         )
 
 
-def streams(groups: Sequence[KVGroup], slabs: KvSlabs, num_tokens: int, step_tokens: int = STEP_TOKENS) -> int:
-    """Sequences of `num_tokens` that fit at once: all decode, and one of them may hold what a prompt's step writes."""
-    held = [blocks_held(group, num_tokens, DECODE_TOKENS) for group in groups]
-    prefilling = [blocks_held(group, num_tokens, step_tokens) for group in groups]
+def streams(groups: Sequence[KVGroup], slabs: KvSlabs, num_tokens: int) -> int:
+    """Sequences of `num_tokens` that fit at once: one has blocks for its whole prompt, the others decode."""
+    held = [decode_blocks(group, num_tokens) for group in groups]
+    whole = [-(-num_tokens // group.block_size) for group in groups]
 
     def slabs_for(count: int) -> int:
-        needs = [count * one + most - one for one, most in zip(held, prefilling, strict=True)]
+        needs = [(count - 1) * one + most for one, most in zip(held, whole, strict=True)]
         return sum(-(-blocks // per_slab) for blocks, per_slab in zip(needs, slabs.per_slab, strict=True))
 
     return bisect_left(range(MOST_STREAMS), True, key=lambda n: slabs_for(n + 1) > slabs.num_slabs)

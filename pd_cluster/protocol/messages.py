@@ -156,7 +156,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
     engine_id: str
     epoch: int
-    num_blocks: int  # with several KV groups, units of memory: a block of any group has a whole number of them
+    num_blocks: int  # units, as in KvStats
     block_size: int
     max_model_len: int
     fingerprint: str
@@ -284,7 +284,11 @@ class KvGroupStats(msgspec.Struct, frozen=True):
 
 
 class KvStats(msgspec.Struct, frozen=True):
-    """The block pool. `num_blocks == free + cached + in_use`."""
+    """The KV memory of all groups, in units. `num_blocks == free + cached + in_use`.
+
+    With one group a unit is a block. Else a slab has as many units as the least common multiple of what it holds of
+    each group's blocks, and a block its share of them. A slab without an owner is free.
+    """
 
     num_blocks: int
     free: int

@@ -7,15 +7,14 @@ many sequences share the cache.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
-from pd_cluster.scheduling.sequence_room import DECODE_TOKENS, MOST_TOKENS, blocks_held
+from pd_cluster.scheduling.sequence_room import decode_blocks
 from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes
 from pd_cluster.worker.cuda_graphs.set_up import captured_bytes
-from pd_connectors.protocol.layout import BlockLayout, KVKind
+from pd_connectors.protocol.layout import BlockLayout
 from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
     budget = told_budget or max(MOST_STEP_TOKENS if is_measured else STEP_TOKENS, seqs)
     reason = "at most; steps will be measured" if is_measured else "larger steps are no faster"
     room = f"room for {memory.cached_seqs(seqs, length):,} sequences of {length:,} tokens"
-    longest = config.model.max_model_len or spec.max_len
+    longest = min(config.model.max_model_len or spec.max_len, max(length, memory.cache_tokens(seqs)))
     reasons = (
         f"max_num_seqs {seqs} ({'given; ' if told_seqs else ''}{room})",
         f"max_num_batched_tokens {budget} ({'given' if told_budget else reason})",
@@ -139,11 +138,12 @@ class MemoryEstimate:
         num_kv_heads = max(1, spec.num_kv_heads // tp)
         heads = spec.num_heads // tp + 2 * num_kv_heads
         activations = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size // tp  # of a token
-        self._step_tokens = limits.max_num_batched_tokens or STEP_TOKENS
-        self._step_bytes = self._step_tokens * activations * dtype_bytes
+        self._step_bytes = (limits.max_num_batched_tokens or STEP_TOKENS) * activations * dtype_bytes
         self._groups = spec.kv_groups(block_size or GPU_BLOCK_SIZE, _KV_DTYPES[kv_bytes])
         slabs = KvSlabs.of_blocks(BlockLayout(self._groups, tp), 1)
         self._block_bytes = [slabs.stride(group) for group in range(len(self._groups))]
+        sizes = zip(self._groups, self._block_bytes, strict=True)
+        self._kv_bytes = sum(size // group.block_size for group, size in sizes)  # of a token in every group
         self.weight_bytes = spec.weight_bytes(dtype_bytes, tp)
         self.own_bytes = own_bytes
 
@@ -152,18 +152,13 @@ class MemoryEstimate:
         """Bytes for cache, activations and graphs; negative when the weights do not fit."""
         return self.own_bytes - CUDA_CONTEXT_BYTES - self.weight_bytes
 
-    def sequence_bytes(self, num_tokens: int, step_tokens: int = DECODE_TOKENS) -> int:
-        """Bytes of KV that a sequence of `num_tokens` holds while steps compute `step_tokens` of it.
-
-        Of groups that hold every token only these tokens count, and not the rest of the last block.
-        """
-        total = 0
-        for group, block_bytes in zip(self._groups, self._block_bytes, strict=True):
-            if group.kind in (KVKind.FULL, KVKind.LATENT):
-                total += num_tokens * block_bytes // group.block_size
-            else:
-                total += blocks_held(group, num_tokens, step_tokens) * block_bytes
-        return total
+    def sequence_bytes(self, num_tokens: int) -> int:
+        """Bytes of KV that a decoding sequence of `num_tokens` holds, at most those of its tokens in every group."""
+        unread = sum(
+            size * (-(-num_tokens // group.block_size) - decode_blocks(group, num_tokens))
+            for group, size in zip(self._groups, self._block_bytes, strict=True)
+        )
+        return num_tokens * self._kv_bytes - unread
 
     def cache_bytes(self, seqs: int) -> float:
         """Bytes that are left for the cache beside steps of `seqs` sequences."""
@@ -175,21 +170,18 @@ class MemoryEstimate:
         return max(0.0, self.room - self._step_bytes - sampling - graphs)
 
     def cache_tokens(self, seqs: int) -> int:
-        """Tokens of the longest sequence that fits alone, beside buffers for steps of `seqs` sequences."""
-        room = self.cache_bytes(seqs)
-        return bisect_left(range(MOST_TOKENS), True, key=lambda n: self.sequence_bytes(n + 1, self._step_tokens) > room)
+        """Tokens of the longest sequence that can be prefilled alone, beside buffers for steps of `seqs` sequences."""
+        return int(self.cache_bytes(seqs) // self._kv_bytes)
 
     def cached_seqs(self, seqs: int, length: int) -> int:
-        """Sequences of `length` tokens that the cache has room for. One of them holds what a whole step writes, too."""
-        prefilling = self.sequence_bytes(length, self._step_tokens) - self.sequence_bytes(length)
-        return max(0, int((self.cache_bytes(seqs) - prefilling) // self.sequence_bytes(length)))
+        """Sequences of `length` tokens that the cache has room for: one is prefilled while the others decode."""
+        rest = self.cache_bytes(seqs) - length * self._kv_bytes
+        return max(0, 1 + int(rest // self.sequence_bytes(length)))
 
     def held_line(self, num_tokens: int) -> str:
-        """What a sequence of `num_tokens` holds, and what it would hold with no window, for a log."""
-        whole = sum(
-            num_tokens * size // one.block_size for one, size in zip(self._groups, self._block_bytes, strict=True)
-        )
-        return f"{self.sequence_bytes(num_tokens) / 1e6:,.0f} of {whole / 1e6:,.0f} MB with {num_tokens:,} tokens"
+        """What a decoding sequence of `num_tokens` holds, and what it holds when its prefill begins, for a log."""
+        held, whole = self.sequence_bytes(num_tokens), num_tokens * self._kv_bytes
+        return f"{held / 1e6:,.0f} of {whole / 1e6:,.0f} MB with {num_tokens:,} tokens"
 
     def most_seqs(self, length: int) -> int:
         """The largest captured number of sequences of `length` tokens for which there is room, at least 1.
