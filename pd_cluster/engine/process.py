@@ -184,6 +184,7 @@ def _build(
         control_port=connector.control_port,
         max_num_seqs=executor.config.scheduler.max_num_seqs,
         num_ranks=config.model.tp,
+        num_groups=len(executor.layout.groups),
     )
     return core, ready
 
