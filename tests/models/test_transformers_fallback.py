@@ -93,7 +93,7 @@ class Recorder:
 
     def __init__(self, executor: DeviceExecutor) -> None:
         self._executor = executor
-        self.num_blocks, self.block_size = executor.num_blocks, executor.block_size
+        self.slabs, self.layout, self.block_size = executor.slabs, executor.layout, executor.block_size
         self.logits: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def launch(self, batch: Batch) -> PendingStep:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pd_cluster.scheduling.batch import BlockCopies
 from pd_cluster.worker.kv_cache import KVCache, independent
 from pd_connectors.protocol.layout import BlockLayout, KVGroup, KVKind
+from pd_connectors.protocol.slabs import KvSlabs
 from pd_kernels.backends import TORCH
 
 NUM_BLOCKS = 8
@@ -25,13 +26,15 @@ def last_first(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) 
 
 @given(st.lists(st.tuples(st.integers(0, NUM_BLOCKS - 1), st.integers(0, NUM_BLOCKS - 1)), max_size=12))
 def test_copies_on_write_are_as_in_order(pairs: list[tuple[int, int]]) -> None:
-    cache = KVCache.allocate(LAYOUT, NUM_BLOCKS, 0, torch.device("cpu"))
+    cache = KVCache.allocate(LAYOUT, KvSlabs.of_blocks(LAYOUT, NUM_BLOCKS), 0, torch.device("cpu"))
     [tensor] = cache.tensors
     tensor[:] = torch.arange(NUM_BLOCKS + 1.0).view(-1, *[1] * (tensor.dim() - 1))
     expected = list(range(NUM_BLOCKS + 1))
     for source, target in pairs:
         expected[target] = expected[source]
-    cache.run_copies(BlockCopies(copy_on_write=tuple(pairs)), replace(TORCH, copy_blocks=last_first))
+    cache.run_copies(
+        BlockCopies(copy_on_write=tuple((0, *pair) for pair in pairs)), replace(TORCH, copy_blocks=last_first)
+    )
     blocks = tensor.flatten(1)
     assert torch.equal(blocks, torch.tensor(expected, dtype=torch.float32)[:, None].expand_as(blocks))
 

@@ -25,6 +25,7 @@ from pd_cluster.worker.rank_frames import PhaseFrame, RankLost, RankStart, StepF
 from pd_cluster.worker.rank_link import LOOK_S, RankLink
 from pd_kernels.values import StepSize
 from tests.deadlines import HANG_S, wait_until
+from tests.worker.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,10 +35,10 @@ SILENCE_S = 1.5  # of a rank that is stopped; others are not judged by it
 PARAMS = SamplingParams(max_tokens=5, temperature=0.5, logit_bias={7: 1.5}, grammar="start: /a/", stop_token_ids=(3,))
 BATCH = Batch(
     7,
-    (SequenceStart(2, (1, 2, 3), 2, (4, 5), PARAMS, -(1 << 63), (8, (1 << 63) - 1)),),
+    (SequenceStart(2, (1, 2, 3), 2, table((4, 5)), PARAMS, -(1 << 63), (8, (1 << 63) - 1)),),
     (SequenceChunk(1, 9, 1, 2, (3,), 1), SequenceChunk(2, 0, 3, num_samples=2)),
     (5, 6),
-    BlockCopies(((1, 2),), ((3, 4),), ((5, 6),)),
+    BlockCopies(((0, 1, 2),), ((0, 3, 4),), ((0, 5, 6),)),
 )
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import CacheDescription
+    from pd_connectors.protocol.slabs import KvSlabs
     from pd_kernels.values import StepSize
     from tests.worker.conftest import ModelStore
 
@@ -64,8 +65,8 @@ class Phases:
         self._note("free_kv_bytes")
         return self.free_blocks * self.layout.block_bytes + 7
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> tuple[CacheDescription, ...]:
-        self._note("allocate", num_blocks, num_host_blocks)
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> tuple[CacheDescription, ...]:
+        self._note("allocate", slabs.num_blocks(0), num_host_blocks)
         return self.caches
 
     def warm_up(self) -> tuple[StepSize, ...]:
@@ -157,8 +158,9 @@ def test_what_only_measured_needs_no_search_for_garbage(models: ModelStore, monk
 def test_the_phases_of_a_device_say_what_they_made(models: ModelStore) -> None:
     executor = make_executor(models.get("qwen3").directory, num_blocks=6)
     assert executor.warm_up() == (), "a CPU captures nothing"
-    (cache,) = executor.allocate(7, 2)
-    assert (cache.num_blocks, executor.num_blocks, executor.num_host_blocks) == (7, 7, 2)
+    slabs = KvSlabs.of_blocks(executor.layout, 7)
+    (cache,) = executor.allocate(slabs, 2)
+    assert (len(cache.tensors[0]), executor.slabs, executor.num_host_blocks) == (7, slabs, 2)
     executor.close()
     executor.close()
 
@@ -244,4 +246,4 @@ def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.Mon
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 19e9 + scratch[0].num_bytes)
     free = [measure_free_bytes(layout, 100, scratch.append, share, torch.device("cpu")) for share in (0.5, 0.9, 0.999)]
     assert free == pytest.approx([(limit - 3) * 1e9 for limit in (0.5 * 80 - 17.7, 0.9 * 80 - 17.7, 60)])
-    assert [cache.num_blocks for cache in scratch] == [8] * 3, "of a budget of 100 tokens, and one more"
+    assert [cache.slabs.num_blocks(0) for cache in scratch] == [8] * 3, "of a budget of 100 tokens, and one more"
