@@ -8,7 +8,6 @@ the same in every layer. The first layer makes them, as they depend on the cache
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import gcd
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -128,26 +127,22 @@ class TorchBackend:
 
 
 def tile_view(cache: torch.Tensor) -> torch.Tensor:
-    """View one layer's K or V [N, G, B, D] as rows of B * D numbers. Some rows are the contiguous (block, head) tiles.
+    """View one layer's K or V [N, G, B, D] as rows of B * D numbers, each row one contiguous (block, head) tile.
 
-    `_tile_index` gives their numbers. Rows overlap if blocks are not a whole number of tiles apart.
+    `_tile_index` gives the row numbers.
     """
     num_blocks, num_kv_heads, block_size, head_dim = cache.shape
-    tile, step = block_size * head_dim, _row_step(cache)
-    num_rows = ((num_blocks - 1) * cache.stride(0) + (num_kv_heads - 1) * cache.stride(1)) // step + 1
-    return cache.as_strided((num_rows, tile), (step, 1), cache.storage_offset())
-
-
-def _row_step(cache: torch.Tensor) -> int:
-    """Numbers from one row of `tile_view` to the next."""
-    return gcd(cache.shape[2] * cache.shape[3], cache.stride(0))
+    tile = block_size * head_dim
+    num_rows = ((num_blocks - 1) * cache.stride(0) + (num_kv_heads - 1) * cache.stride(1)) // tile + 1
+    return cache.as_strided((num_rows, tile), (tile, 1), cache.storage_offset())
 
 
 def _tile_index(blocks: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     """Tile rows of `blocks` (int64 [n, width]), head by head: flat [n, num_kv_heads, width]."""
-    step = _row_step(cache)
-    heads = torch.arange(cache.shape[1], device=blocks.device)[:, None] * (cache.stride(1) // step)
-    return (blocks[:, None] * (cache.stride(0) // step) + heads).flatten()
+    _, num_kv_heads, block_size, head_dim = cache.shape
+    block_rows, head_rows = (stride // (block_size * head_dim) for stride in cache.stride()[:2])
+    heads = torch.arange(num_kv_heads, device=blocks.device)[:, None] * head_rows
+    return (blocks[:, None] * block_rows + heads).flatten()
 
 
 def bucket_rows(num_blocks: Ints, tile_row_bytes: int) -> list[Ints]:

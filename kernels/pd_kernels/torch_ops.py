@@ -5,7 +5,6 @@ The functions have the meaning and the arguments of `reference`. Attention is in
 
 from __future__ import annotations
 
-from math import gcd
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,18 +62,13 @@ def write_cache(
     """See reference.write_cache."""
     check_write(key, value, key_cache, value_cache, slot_mapping)
     _, num_kv_heads, block_size, head_dim = key_cache.shape
-    # One row of a (block, head, token) each; index_copy_ of rows takes a quarter of the time of an indexed assignment.
-    # Rows are `step` numbers apart: they overlap if the blocks are not a whole number of heads apart
-    block_stride, head_stride = key_cache.stride()[:2]
-    step = gcd(head_dim, block_stride)
-    blocks, slots = torch.div(slot_mapping, block_size, rounding_mode="floor"), slot_mapping
-    if step != head_dim:
-        slots = slots * (head_dim // step)
-    first = blocks * ((block_stride - block_size * head_dim) // step) + slots
-    heads = torch.arange(num_kv_heads, device=first.device) * (head_stride // step)
+    # One row of a (block, head, token) each; index_copy_ of rows takes a quarter of the time of an indexed assignment
+    blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+    first = blocks * (key_cache.stride(0) // head_dim - block_size) + slot_mapping
+    heads = torch.arange(num_kv_heads, device=first.device) * (key_cache.stride(1) // head_dim)
     rows = (first[:, None] + heads).flatten()
     for cache, update in ((key_cache, key), (value_cache, value)):
-        flat = cache.as_strided((_num_rows(cache, step), head_dim), (step, 1), cache.storage_offset())
+        flat = cache.as_strided((_num_rows(cache), head_dim), (head_dim, 1), cache.storage_offset())
         indexable(flat).index_copy_(0, rows, indexable(stored(update.reshape(-1, head_dim), flat.dtype)))
 
 
@@ -99,10 +93,10 @@ def norm_rope_write(
     return rotated[:, :num_heads]
 
 
-def _num_rows(cache: torch.Tensor, step: int) -> int:
-    """Rows, `step` numbers apart, from the first token of a layer's first head to the last one of its last head."""
-    last = [(size - 1) * stride for size, stride in zip(cache.shape[:3], cache.stride()[:3], strict=True)]
-    return sum(last) // step + 1
+def _num_rows(cache: torch.Tensor) -> int:
+    """Tokens of one head that a flat view from the layer's first to its last one spans."""
+    num_blocks, num_kv_heads, block_size, head_dim = cache.shape
+    return ((num_blocks - 1) * cache.stride(0) + (num_kv_heads - 1) * cache.stride(1)) // head_dim + block_size
 
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:

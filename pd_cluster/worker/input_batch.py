@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
+from pd_cluster.worker.block_tables import BlockTables
 from pd_kernels.values import Ints, PackedSequences, leading_ones
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from pd_cluster.scheduling.batch import Batch, BeamStep, NewBlocks, SequenceChunk, SequenceStart
+    from pd_cluster.scheduling.batch import Batch, BeamStep, SequenceChunk, SequenceStart
     from pd_cluster.worker.cuda_graphs.captured_step import CapturedStep, StepPlaces
     from pd_cluster.worker.draw_places import CapturedDraw, DrawLayout
     from pd_cluster.worker.host_buffer import HostBuffer
@@ -64,6 +65,7 @@ class ReplayInputs:
     """The inputs of a replay with S sequences, except those in the host buffer's first array (StepPlaces)."""
 
     block_tables: tuple[torch.Tensor, ...]  # int32 [S, width], by KV group
+    fresh_blocks: tuple[torch.Tensor | None, ...] | None  # as in StepInputs; None: old content is finite for all groups
     # Of the early samples. None: the step's own graph draws them by the settings in StepPlaces
     sampling: SamplingInputs | CapturedDraw | None
     samples: Samples
@@ -125,15 +127,20 @@ class InputBatch:
         vocab_size: int,
         device: torch.device,
         last_group: int | None = 0,
+        *,
+        mixes_dtypes: bool = False,
     ) -> None:
-        """`block_sizes`: by KV group. `last_group`: that of the last layer; None: it has none."""
-        self._block_sizes, self._last_group, self._sampling = block_sizes, last_group, sampling
+        """`block_sizes`: by KV group. `last_group`: that of the last layer; None: it has none.
+
+        `mixes_dtypes`: memory of one group may be NaN for another one.
+        """
+        self._tables = BlockTables(num_rows, max_len, block_sizes)
+        self._last_group, self._mixes_dtypes, self._sampling = last_group, mixes_dtypes, sampling
         self._move, self._host_buffer = host_buffer.move, host_buffer
         self._row_of: dict[int, int] = {}
         self._free = list(range(num_rows - 1, -1, -1))
         self._serials = np.zeros(num_rows, np.int64)
         self._tokens = np.zeros((num_rows, max_len + 1), np.int32)
-        self._blocks = [np.zeros((num_rows, table_width(max_len, size)), np.int32) for size in block_sizes]
         self._num_tokens, self._num_on_host = np.zeros((2, num_rows), np.int64)  # tokens; those that `_tokens` has
         # A captured step's token: the last one of a row (0 at first), or any. One launch finds it; `where` takes four
         self.token_choices = torch.arange(-num_rows - 1, vocab_size, device=device).clamp_(min=0)
@@ -147,7 +154,7 @@ class InputBatch:
     @property
     def max_blocks(self) -> tuple[int, ...]:
         """The most blocks of a row's block table, by KV group."""
-        return tuple(blocks.shape[1] for blocks in self._blocks)
+        return self._tables.widths
 
     def apply(self, batch: Batch) -> None:
         """Apply a batch to the rows: beams, then departures, then starts, then the chunks' new blocks."""
@@ -159,7 +166,7 @@ class InputBatch:
             self._start(start)
         for chunk in batch.chunks:
             if chunk.new_blocks:
-                self._write(self._row_of[chunk.seq_id], chunk.new_blocks)
+                self._tables.write(self._row_of[chunk.seq_id], chunk.new_blocks)
 
     def staged(self, starts: Sequence[SequenceStart]) -> Staged:
         """The sequences among `starts`, which were applied, that have active stages."""
@@ -179,7 +186,7 @@ class InputBatch:
         """Pack the chunks (at least one)."""
         rows, lens, ends, row_of_token, positions = self._spread(chunks)
         query_starts = np.concatenate(([0], np.cumsum(lens)))
-        slots = self._slots(row_of_token, positions)
+        slots = [self._tables.slots(group, row_of_token, positions) for group in self._tables.groups]
         fields = np.stack((self._tokens[row_of_token, positions], positions, *slots))
         token_ids, placed_positions, *slot_mappings = self._move(fields)
         late = np.flatnonzero(ends > self._num_on_host[rows])  # their last token is still on the device only
@@ -190,8 +197,8 @@ class InputBatch:
             late=(self._move(query_starts[late + 1] - 1), self._move(rows[late])) if len(late) else None,
             positions=placed_positions,
             slot_mappings=tuple(slot_mappings),
-            sequences=self._pack(rows, lens, ends, range(len(self._blocks))),
-            fresh_blocks=self._fresh_blocks(rows, ends - lens, ends),
+            sequences=self._pack(rows, lens, ends, self._tables.groups),
+            fresh_blocks=self._clear(rows, ends - lens, ends),
             tail=self._plan_tail(chunks, samples, query_starts),
             sampling=None if parts.early is None else self.prepare_sampling(parts.early.samples),
             samples=samples,
@@ -211,19 +218,17 @@ class InputBatch:
         known = len(self.last_tokens) + self._tokens[row_of_token, positions]
         places.tokens[:num_tokens] = np.where(positions < self._num_on_host[row_of_token], known, row_of_token)
         places.positions[:num_tokens] = positions
-        for place, slots in zip(places.slots, self._slots(row_of_token, positions), strict=True):
-            place[:num_tokens] = slots
+        for group in self._tables.groups:
+            places.slots[group, :num_tokens] = self._tables.slots(group, row_of_token, positions)
         samples = self._plan_samples(chunks, rows, ends)
         parts = self._split(samples)
         places.owners[: len(samples)] = samples.rows
         places.lengths[: len(samples)] = samples.positions
         step.fill(places, chunks, lens, ends)
-        last = int(ends.max()) - 1
-        tables = tuple(
-            self._move(blocks[rows, : last // size + 1])
-            for blocks, size in zip(self._blocks, self._block_sizes, strict=True)
-        )
-        return ReplayInputs(tables, self._plan_draw(parts.early, places, draws), samples, parts)
+        longest = int(ends.max())
+        tables = tuple([self._move(self._tables.columns(group, rows, longest)) for group in self._tables.groups])
+        fresh = self._clear(rows, ends - lens, ends) if self._mixes_dtypes else None
+        return ReplayInputs(tables, fresh, self._plan_draw(parts.early, places, draws), samples, parts)
 
     def fill_late(self, inputs: StepInputs) -> None:
         """Copy the tokens that are only on the device from `last_tokens` into the inputs."""
@@ -285,12 +290,8 @@ class InputBatch:
         count = len(start.token_ids)
         self._tokens[row, :count] = start.token_ids
         self._num_tokens[row] = self._num_on_host[row] = count
-        self._write(row, start.tables)
+        self._tables.write(row, start.tables)
         self._sampling.start(row, start)
-
-    def _write(self, row: int, new_blocks: tuple[NewBlocks, ...]) -> None:
-        for new in new_blocks:
-            self._blocks[new.group][row, new.first_block : new.first_block + len(new.block_ids)] = new.block_ids
 
     def _step_beams(self, steps: tuple[BeamStep, ...]) -> None:
         rows = np.array([self._row_of[step.seq_id] for step in steps])
@@ -298,8 +299,7 @@ class InputBatch:
         ends, moved = self._num_tokens[parents], rows != parents
         to, of, longest = rows[moved], parents[moved], int(ends.max())
         self._tokens[to, :longest] = self._tokens[of, :longest]  # the right side is a copy of all rows
-        for blocks in self._blocks:
-            blocks[to] = blocks[of]
+        self._tables.copy(to, of)
         self._num_tokens[rows] = self._num_on_host[rows] = ends
         self._tokens[rows, ends - 1] = [step.token_id for step in steps]
 
@@ -323,26 +323,13 @@ class InputBatch:
         longest, num_decodes = int(ends.max(initial=0)), leading_ones(lens)
         query_starts = self._move(np.concatenate(([0], np.cumsum(lens))).astype(np.int32))
         seq_lens = self._move(ends.astype(np.int32))
-        tables = [
-            self._move(self._blocks[group][rows, : table_width(longest, self._block_sizes[group])]) for group in groups
-        ]
+        tables = [self._move(self._tables.columns(group, rows, longest, rounded=True)) for group in groups]
         return tuple([PackedSequences(num_decodes, query_starts, seq_lens, table, lens, ends) for table in tables])
 
-    def _slots(self, rows: Ints, positions: Ints) -> list[Ints]:
-        """Slots of tokens, by KV group."""
-        found = []
-        for table, size in zip(self._blocks, self._block_sizes, strict=True):
-            blocks = table[rows, positions // size].astype(np.int64)
-            found.append(blocks * size + positions % size)
-        return found
-
-    def _fresh_blocks(self, rows: Ints, starts: Ints, ends: Ints) -> tuple[torch.Tensor | None, ...]:
-        found = []
-        for table, size in zip(self._blocks, self._block_sizes, strict=True):
-            last = (ends - 1) // size
-            fresh = np.flatnonzero((last * size >= starts) & (ends % size != 0))
-            found.append(self._move(table[rows[fresh], last[fresh]].astype(np.int64)) if len(fresh) else None)
-        return tuple(found)
+    def _clear(self, rows: Ints, starts: Ints, ends: Ints) -> tuple[torch.Tensor | None, ...]:
+        """The blocks to clear before tokens [starts, ends) of rows are written, by KV group."""
+        found = [self._tables.fresh(group, rows, starts, ends) for group in self._tables.groups]
+        return tuple([None if blocks is None else self._move(blocks) for blocks in found])
 
     def _plan_samples(self, chunks: tuple[SequenceChunk, ...], rows: Ints, ends: Ints) -> Samples:
         counts = [chunk.num_samples for chunk in chunks]
@@ -411,11 +398,3 @@ class InputBatch:
         groups = () if self._last_group is None else (self._last_group,)
         packed = self._pack(samples.rows, np.ones_like(rows), samples.positions, groups)
         return TailInputs(self._move(rows), packed[0] if packed else None)
-
-
-def table_width(num_tokens: int, block_size: int) -> int:
-    """Columns of a block table for this many tokens.
-
-    The number is rounded up, because some kernels are compiled for each divisor of a stride.
-    """
-    return -(-num_tokens // (16 * block_size)) * 16

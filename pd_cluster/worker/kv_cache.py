@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -97,14 +95,14 @@ class KVCache:
     def run_copies(self, copies: BlockCopies, kernels: Kernels) -> None:
         """Run the copies of a batch: swap out, then swap in, then copy on write."""
         for told, sources, targets in (
-            (sorted(copies.swap_out), self.tensors, self.hosts),
-            (sorted(copies.swap_in), self.hosts, self.tensors),
+            (copies.swap_out, self.tensors, self.hosts),
+            (copies.swap_in, self.hosts, self.tensors),
         ):
-            for group, pairs in _runs(told):
+            for group, pairs in _by_group(told):
                 kernels.copy_blocks(sources[group], targets[group], torch.tensor(pairs, dtype=torch.int64))
-        for group, in_order in _runs(copies.copy_on_write):
-            tensor = self.tensors[group]
-            for pairs in independent(in_order):
+        for part in independent(copies.copy_on_write, self.slabs.per_slab):
+            for group, pairs in _by_group(part):
+                tensor = self.tensors[group]
                 kernels.copy_blocks(tensor, tensor, torch.tensor(pairs, dtype=torch.int64))
 
     def clear(self, blocks: Sequence[torch.Tensor | None]) -> None:
@@ -123,32 +121,42 @@ def _blocks(
     return typed.as_strided((num_blocks, *shape), (stride // dtype.itemsize, *inner))
 
 
-def _runs(copies: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Cut copies (group, from, to) into runs of one group: its number, and the pairs.
-
-    The order of copies on write holds across groups, too: what one reads, another group's next one may overwrite.
-    """
-    for group, run in groupby(copies, key=itemgetter(0)):
-        yield group, [(source, target) for _, source, target in run]
+def _by_group(copies: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """The pairs (from, to) of each group that has some."""
+    for group in sorted({group for group, _, _ in copies}):
+        yield group, [(source, target) for own, source, target in copies if own == group]
 
 
-def independent(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Cut copies (from, to) within one memory into parts. A part's copies may run in any order, the parts run in order.
+def independent(copies: Iterable[tuple[int, int, int]], per_slab: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """Cut copies (group, from, to) within the cache into parts. A part's copies may run in any order, the parts run in
+    order.
 
     A launch copies its pairs in any order. If a block was copied on write, and its last holder is preempted in the same
-    step, it may be the target of the step's next copy.
+    step, it may be the target of the step's next copy, or its slab may be another group's.
     """
-    parts: list[list[tuple[int, int]]] = []
-    read: set[int] = set()
-    written: set[int] = set()
-    for source, target in pairs:
-        if not parts or target in read or target in written or source in written:
+    parts: list[list[tuple[int, int, int]]] = []
+    read: set[tuple[int, int]] = set()
+    written: set[tuple[int, int]] = set()
+    for group, source, target in copies:
+        from_own, from_foreign = _places(group, source, per_slab)
+        to_own, to_foreign = _places(group, target, per_slab)
+        if not parts or not written.isdisjoint(from_foreign | to_foreign) or not read.isdisjoint(to_foreign):
             parts.append([])
             read, written = set(), set()
-        parts[-1].append((source, target))
-        read.add(source)
-        written.add(target)
+        parts[-1].append((group, source, target))
+        read |= from_own
+        written |= to_own
     return parts
+
+
+def _places(group: int, block: int, per_slab: Sequence[int]) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """The places that a use of a block marks: the block, its slab; and those whose marks conflict with it.
+
+    A block conflicts with itself, and with any block of another group in the same slab.
+    """
+    slab = block // per_slab[group]
+    others = {(-1 - other, slab) for other in range(len(per_slab)) if other != group}
+    return {(group, block), (-1 - group, slab)}, {(group, block), *others}
 
 
 def longest_in(slabs: KvSlabs, layout: BlockLayout, limit: int, budget: int) -> int:

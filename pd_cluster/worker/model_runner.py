@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+from pd_cluster.worker.block_tables import table_width
 from pd_cluster.worker.cuda_graphs.draw_graphs import DrawGraphs
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.draw_places import DrawLayout
 from pd_cluster.worker.host_buffer import HostBuffer
-from pd_cluster.worker.input_batch import InputBatch, table_width
+from pd_cluster.worker.input_batch import InputBatch
 from pd_cluster.worker.logits_stages.order import make_stages
 from pd_cluster.worker.logits_stages.penalties import Penalties, PenaltyTables
 from pd_cluster.worker.logits_stages.stage import StageContext
@@ -119,8 +120,9 @@ class ModelRunner:
             stages = place.told.stages(num_rows)
         sampling = SamplingState(num_rows, vocab_size, stages, host_buffer)
         rows = InputBatch(
-            num_rows, max_len, block_sizes, sampling, host_buffer, vocab_size, device, last_group(model, cache)
-        )
+            num_rows, max_len, block_sizes, sampling, host_buffer, vocab_size, device, last_group(model, cache),
+            mixes_dtypes=len({group.dtype for group in cache.layout.groups}) > 1,
+        )  # fmt: skip
 
         def penalty_tables() -> PenaltyTables:
             return next(stage for stage in stages if isinstance(stage, Penalties)).tables()
@@ -233,10 +235,13 @@ class ModelRunner:
     def _replay(self, batch: Batch, graph: StepSize) -> PendingStep:
         """Run the step by the graph of size `graph`.
 
-        No blocks are cleared, because kernels that can be captured use nothing past a sequence's length.
+        Kernels that can be captured use nothing past a sequence's length. But a later step, or another node, may read
+        the rest of a block. So blocks are cleared if their old content may be NaN.
         """
         inputs = self.graphs.build(batch.chunks, graph, self.draws.layout)
         self.host_buffer.flush()
+        if inputs.fresh_blocks is not None:
+            self.cache.clear(inputs.fresh_blocks)
         outputs = self.graphs.replay(inputs, graph)
         pending, early = self._begun(batch), inputs.parts.early
         if early is None or isinstance(inputs.sampling, SamplingInputs):

@@ -127,10 +127,11 @@ class Driver:
         self.groups = executor.layout.groups
         self.pools = SlabPools(executor.slabs, seed)
         self.frees = frees
+        self.num_freed_early = [0] * len(self.groups)  # blocks of sequences that went on
         if frees:
             for group, tensor in enumerate(executor._cache.tensors):
                 poison(tensor)
-                executor._runner.rows._blocks[group][:] = self.pools.take(group)  # a block that stays NaN
+                executor._runner.rows._tables.arrays[group][:] = self.pools.take(group)  # a block that stays NaN
         self.sequences: list[Generation] = []
         self.steps = 0
         self._departures: list[int] = []
@@ -236,9 +237,10 @@ class Driver:
     def _free_dead(self, generation: Generation) -> None:
         for group, (kind, table) in enumerate(zip(self.groups, generation.tables, strict=True)):
             stop = len(table) if generation.done else kind.first_block(generation.computed)
-            for index, block in enumerate(table[:stop]):
+            for block in table[:stop]:
                 if block != DEAD and self.pools.drop(group, block):
                     poison(self.executor._cache.tensors[group][block])
+                    self.num_freed_early[group] += not generation.done
             table[:stop] = [DEAD] * stop
 
 

@@ -40,6 +40,15 @@ def test_copies_on_write_are_as_in_order(pairs: list[tuple[int, int]]) -> None:
 
 
 def test_a_block_that_a_preemption_freed_takes_a_launch_of_its_own() -> None:
-    assert independent([(6, 19), (22, 6), (3, 4)]) == [[(6, 19)], [(22, 6), (3, 4)]]
-    assert independent([(1, 2), (3, 4), (1, 5)]) == [[(1, 2), (3, 4), (1, 5)]]
-    assert independent([]) == []
+    parts = independent([(0, 6, 19), (0, 22, 6), (0, 3, 4)], [30])
+    assert parts == [[(0, 6, 19)], [(0, 22, 6), (0, 3, 4)]]
+    together = [(0, 1, 2), (0, 3, 4), (0, 1, 5)]
+    assert independent(together, [30]) == [together]
+    assert independent([], [30]) == []
+
+
+def test_groups_copy_together_where_they_use_different_slabs() -> None:
+    assert independent([(0, 0, 1), (1, 4, 5), (0, 2, 3)], [4, 4]) == [[(0, 0, 1), (1, 4, 5), (0, 2, 3)]]
+    assert independent([(0, 0, 4), (1, 8, 1)], [4, 4]) == [[(0, 0, 4)], [(1, 8, 1)]], "slab 0 changes hands"
+    assert independent([(0, 0, 4), (1, 1, 8)], [4, 4]) == [[(0, 0, 4), (1, 1, 8)]], "both read slab 0"
+    assert independent([(0, 0, 1), (1, 1, 2)], [1, 1]) == [[(0, 0, 1)], [(1, 1, 2)]], "a slab has one block"

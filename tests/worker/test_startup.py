@@ -21,6 +21,7 @@ from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.memory_measurement import measure_free_bytes
+from pd_connectors.protocol.slabs import KvSlabs
 from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH
 from pd_kernels.torch_attention import TorchAttention
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import CacheDescription
-    from pd_connectors.protocol.slabs import KvSlabs
     from pd_kernels.values import StepSize
     from tests.worker.conftest import ModelStore
 

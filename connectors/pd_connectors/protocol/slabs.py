@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.layout import BlockLayout
 
 MOST_WASTE = 1 / 20  # of a slab, for each group
-MOST_BLOCKS = 64  # of the largest group in a slab
-ALIGNMENT = 256  # bytes of a block's stride
+MOST_SLAB_BLOCKS = 256  # of the largest group in a slab
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class KvSlabs:
         if len(sizes) == 1:
             num_blocks = int(num_bytes // sizes[0])
             return cls(1, num_blocks * sizes[0], (num_blocks,))
-        slab_bytes, per_slab = _divide(sizes)
+        slab_bytes, per_slab = _divide(layout)
         return cls(int(num_bytes // slab_bytes), slab_bytes, per_slab)
 
     @classmethod
@@ -53,20 +52,26 @@ class KvSlabs:
         """Memory for at least `num_blocks` blocks of every group at once."""
         if len(layout.groups) == 1:
             return cls.in_bytes(layout, num_blocks * layout.rank_bytes)
-        slab_bytes, per_slab = _divide([group.rank_bytes(layout.tp_size) for group in layout.groups])
+        slab_bytes, per_slab = _divide(layout)
         return cls(sum(-(-num_blocks // count) for count in per_slab), slab_bytes, per_slab)
 
 
-def _divide(sizes: list[int]) -> tuple[int, tuple[int, ...]]:
-    """The smallest slab, a multiple of the largest block, of which no group wastes more than MOST_WASTE."""
-    largest = max(sizes)
+def _divide(layout: BlockLayout) -> tuple[int, tuple[int, ...]]:
+    """The smallest slab of which no group wastes more than MOST_WASTE, or else the one that wastes least.
 
-    def waste(count: int) -> float:
-        slab = count * largest
-        return max(1 - slab // size * size / slab for size in sizes)
-
-    counts = range(1, MOST_BLOCKS + 1)
-    count = next((one for one in counts if waste(one) <= MOST_WASTE), None) or min(counts, key=waste)
-    per_slab = tuple(count * largest // size for size in sizes)
-    step = ALIGNMENT * lcm(*per_slab)
-    return -(-count * largest // step) * step, per_slab
+    A block's stride is a whole number of its heads: kernels count a group's memory in heads.
+    """
+    sizes = [group.rank_bytes(layout.tp_size) for group in layout.groups]
+    heads = [size // len(group.heads_of(0, layout.tp_size)) for size, group in zip(sizes, layout.groups, strict=True)]
+    unit, best = lcm(*heads), (2.0, 0, ())
+    for slab in range(-(-max(sizes) // unit) * unit, MOST_SLAB_BLOCKS * max(sizes) + unit, unit):
+        per_slab = tuple(
+            next(count for count in range(slab // size, 0, -1) if slab // head % count == 0)
+            for size, head in zip(sizes, heads, strict=True)
+        )
+        waste = max(1 - count * size / slab for count, size in zip(per_slab, sizes, strict=True))
+        if waste < best[0]:
+            best = (waste, slab, per_slab)
+        if waste <= MOST_WASTE:
+            break
+    return best[1], best[2]
