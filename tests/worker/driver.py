@@ -82,6 +82,11 @@ class SlabPools:
         self.share(group, block)
         return block
 
+    def tables(self, num_blocks: int) -> tuple[NewBlocks, ...]:
+        """New blocks of every group, from the first one on."""
+        groups = range(len(self._free))
+        return tuple(NewBlocks(group, 0, tuple(self.take(group) for _ in range(num_blocks))) for group in groups)
+
     def share(self, group: int, block: int) -> None:
         self._holders[group, block] += 1
 
