@@ -69,7 +69,8 @@ class TorchAttentionPlan:
         if key_cache.stride(1) != 2 * self.shape.num_layers * key_cache.shape[2] * key_cache.shape[3]:
             raise ValueError(f"the cache view is not one of {self.shape.num_layers} layers")
         if not self.tiles:
-            self.tiles.extend(_tile_index(part.blocks, key_cache) for part in (*self.decodes, *self.prefills))
+            blocks = [*(part.blocks for part in self.decodes), *(part.blocks for part in self.prefills)]
+            self.tiles.extend(_tile_index(one, key_cache) for one in blocks)
         keys, values = tile_view(key_cache), tile_view(value_cache)
         if len(self.decodes) == 1 and self.decodes[0].rows is None and not self.prefills:
             found = _decode(self.decodes[0], self.tiles[0], query, keys, values, key_cache.shape, scale)

@@ -150,7 +150,7 @@ def independent(copies: Iterable[tuple[int, int, int]], per_slab: Sequence[int])
 
 
 def _places(group: int, block: int, per_slab: Sequence[int]) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """The places that a use of a block marks: the block, its slab; and those whose marks conflict with it.
+    """The marks of a block: itself, and its slab. And the marks that conflict with it.
 
     A block conflicts with itself, and with any block of another group in the same slab.
     """

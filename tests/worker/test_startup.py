@@ -21,6 +21,7 @@ from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.memory_measurement import measure_free_bytes
+from pd_connectors.protocol.layout import BlockLayout, KVGroup, KVKind
 from pd_connectors.protocol.slabs import KvSlabs
 from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH
@@ -105,6 +106,29 @@ def test_a_cache_of_less_than_two_blocks_is_refused_before_it_is_allocated(free_
     with pytest.raises(StartupError, match=rf"room for {free_blocks} blocks of 0\.0 MB"):
         run_phases(cast("Executor", executor), CacheConfig(), lambda _: None)
     assert executor.calls[-1] == ("close",)
+
+
+def test_groups_share_the_memory_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full block is as large as four of a window, which has a quarter of the layers."""
+    full = KVGroup(KVKind.FULL, (1, 2, 3, 4), (2, 4, 2, 16, 16), "float32", 16)
+    window = KVGroup(KVKind.WINDOW, (0,), (2, 1, 2, 16, 16), "float32", 16, 500)
+    layout = BlockLayout((window, full))
+    monkeypatch.setattr(Phases, "layout", layout)
+    slab = KvSlabs.of_blocks(layout, 1).slab_bytes
+    executor, lines = Phases(free_blocks=5 * slab // layout.block_bytes), list[str]()
+    run_phases(cast("Executor", executor), CacheConfig(), lines.append)
+    assert executor.calls[2] == ("allocate", 20, 0)
+    assert lines[0] == (
+        "cache 5 slabs of 0.0 MB in float32, each 4 blocks of 16 tokens (window 500) or 1 blocks of 16 tokens (full)"
+    )
+    executor = Phases()
+    run_phases(cast("Executor", executor), CacheConfig(num_blocks=8), lambda _: None)
+    assert executor.calls[1] == ("allocate", 40, 0), "two slabs hold 8 blocks of the window, eight those of the other"
+    for few in (1, 2):
+        with pytest.raises(StartupError, match=r"give it more memory"):
+            run_phases(
+                cast("Executor", Phases(free_blocks=few * slab // layout.block_bytes)), CacheConfig(), lambda _: None
+            )
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class Walk:
             if live.num_known == MAX_LEN or rng.random() < 0.04:
                 del self.live[seq_id]
                 self.departures.append(seq_id)
-                self.free.append(live.start.block_ids)
+                self.free.append(live.start.tables[0].block_ids)
         chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
         return Batch(step, tuple(starts), tuple(chunks), tuple(departures))
 
