@@ -163,8 +163,8 @@ class DeviceExecutor:
         return max(0, int(free))
 
     def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> tuple[CacheDescription, ...]:
-        budget, wanted = self._config.scheduler.max_num_batched_tokens, self._config.model.max_model_len
-        self._fit_sequences(longest_in(slabs, self.layout, max(self.model.max_model_len, wanted), budget))
+        limit = max(self.model.max_model_len, self._config.model.max_model_len)
+        self._fit_sequences(longest_in(slabs, self.layout, limit))
         self._cache = KVCache.allocate(self.layout, slabs, num_host_blocks, self._device)
         return (self.cache,)
 

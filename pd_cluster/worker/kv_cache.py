@@ -159,15 +159,11 @@ def _places(group: int, block: int, per_slab: Sequence[int]) -> tuple[set[tuple[
     return {(group, block), (-1 - group, slab)}, {(group, block), *others}
 
 
-def longest_in(slabs: KvSlabs, layout: BlockLayout, limit: int, budget: int) -> int:
-    """Tokens, at most `limit`, of the longest sequence for which the slabs have room.
-
-    `budget`: tokens of the largest step. Two steps under way keep what a window needs for both.
-    """
+def longest_in(slabs: KvSlabs, layout: BlockLayout, limit: int) -> int:
+    """Tokens, at most `limit`, of the longest sequence that the slabs can hold in every group at once."""
 
     def slabs_for(num_tokens: int) -> int:
-        kept = [min(num_tokens, group.window + 2 * budget) if group.window else num_tokens for group in layout.groups]
-        counts = [-(-tokens // group.block_size) for tokens, group in zip(kept, layout.groups, strict=True)]
+        counts = [-(-num_tokens // group.block_size) for group in layout.groups]
         return sum(-(-count // most) for count, most in zip(counts, slabs.per_slab, strict=True))
 
     return bisect_right(range(1, limit + 1), slabs.num_slabs, key=slabs_for)

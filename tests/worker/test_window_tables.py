@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import DEAD, Driver, make_executor, random_prompts
+from tests.worker.repeated_graphs import near_sizes, with_graphs
 
 if TYPE_CHECKING:
     from pd_cluster.worker.device_executor import DeviceExecutor
-    from tests.worker.driver import Generation
+from tests.worker.driver import Generation
 
 NAMES = ["gemma3", "qwen2-some-windows", "mistral-window", "qwen3"]  # two with both kinds, all windows, no window
 LENGTHS = [150, 1, 40, 90, 16, 71]
@@ -76,6 +78,21 @@ def test_a_block_that_is_read_is_missed(models: ModelStore, name: str) -> None:
         executor._cache.tensors[group][first_live(generation, group)] = torch.nan
     driver.step()
     assert logits.rows[-1].isnan().any()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
+def test_captured_steps_read_live_blocks_only(models: ModelStore, name: str) -> None:
+    """Replays begin blocks, and launched steps read them to their ends. So blocks are cleared before replays, too."""
+    executor = make_executor(models.get(name).directory, num_blocks=60)
+    repeated = with_graphs(executor, [*decode_sizes(8), *near_sizes(40, 8)])
+    executor._runner.rows._mixes_dtypes = True
+    expected, _ = serve(executor, 60, frees=False)
+    num_replayed = len(repeated.replayed)
+    found, _ = serve(executor, 60, frees=True)
+    assert 0 < num_replayed < len(expected), "of both kinds"
+    assert len(repeated.replayed) == 2 * num_replayed
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def first_live(generation: Generation, group: int) -> int:
