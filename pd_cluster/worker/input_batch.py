@@ -52,8 +52,7 @@ class StepInputs:
     positions: torch.Tensor  # int64 [T]
     slot_mappings: tuple[torch.Tensor, ...]  # int64 [T], by KV group
     sequences: tuple[PackedSequences, ...]  # by KV group: only their block tables differ
-    # int64 by KV group: blocks that this step begins and does not fill; None: there are none
-    fresh_blocks: tuple[torch.Tensor | None, ...]
+    fresh_blocks: tuple[torch.Tensor | None, ...]  # int64, by KV group: blocks that this step begins and does not fill
     tail: TailInputs | None  # None: all tokens sample, in order
     sampling: SamplingInputs | None  # of the early samples; None: there are none
     samples: Samples
@@ -197,7 +196,7 @@ class InputBatch:
             late=(self._move(query_starts[late + 1] - 1), self._move(rows[late])) if len(late) else None,
             positions=placed_positions,
             slot_mappings=tuple(slot_mappings),
-            sequences=self._pack(rows, lens, ends, self._tables.groups),
+            sequences=self._pack(rows, lens, ends, query_starts, self._tables.groups),
             fresh_blocks=self._clear(rows, ends - lens, ends),
             tail=self._plan_tail(chunks, samples, query_starts),
             sampling=None if parts.early is None else self.prepare_sampling(parts.early.samples),
@@ -318,13 +317,14 @@ class InputBatch:
         positions = np.arange(num_tokens) + np.repeat(ends - np.cumsum(lens), lens)
         return rows, lens, ends, np.repeat(rows, lens), positions
 
-    def _pack(self, rows: Ints, lens: Ints, ends: Ints, groups: Sequence[int]) -> tuple[PackedSequences, ...]:
+    def _pack(
+        self, rows: Ints, lens: Ints, ends: Ints, query_starts: Ints, groups: Sequence[int]
+    ) -> tuple[PackedSequences, ...]:
         """Pack the sequences for each of the KV groups. They share all but the block tables."""
         longest, num_decodes = int(ends.max(initial=0)), leading_ones(lens)
-        query_starts = self._move(np.concatenate(([0], np.cumsum(lens))).astype(np.int32))
-        seq_lens = self._move(ends.astype(np.int32))
+        starts, seq_lens = self._move(query_starts.astype(np.int32)), self._move(ends.astype(np.int32))
         tables = [self._move(self._tables.columns(group, rows, longest, rounded=True)) for group in groups]
-        return tuple([PackedSequences(num_decodes, query_starts, seq_lens, table, lens, ends) for table in tables])
+        return tuple([PackedSequences(num_decodes, starts, seq_lens, table, lens, ends) for table in tables])
 
     def _clear(self, rows: Ints, starts: Ints, ends: Ints) -> tuple[torch.Tensor | None, ...]:
         """The blocks to clear before tokens [starts, ends) of rows are written, by KV group."""
@@ -396,5 +396,5 @@ class InputBatch:
             return None  # every token is a decode that samples
         rows = query_starts[1:][[chunk.num_samples > 0 for chunk in chunks]] - 1
         groups = () if self._last_group is None else (self._last_group,)
-        packed = self._pack(samples.rows, np.ones_like(rows), samples.positions, groups)
+        packed = self._pack(samples.rows, np.ones_like(rows), samples.positions, np.arange(len(rows) + 1), groups)
         return TailInputs(self._move(rows), packed[0] if packed else None)

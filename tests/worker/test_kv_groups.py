@@ -118,7 +118,7 @@ def test_a_copy_reads_a_block_before_another_group_gets_its_memory(layout: Block
     cache.run_copies(BlockCopies(copy_on_write=copies), TORCH)
     assert numbers(cache.tensors[0][target]) == [5]
     assert numbers(cache.tensors[1][reused]) == [4]
-    assert cache.tensors[1][full[2]].unique().tolist() == [3]
+    assert numbers(cache.tensors[1][full[2]]) == [3]
 
 
 @pytest.mark.parametrize("windows", [(0, 0, 0), (8, 0, 8), (8, 8, 8)])
