@@ -63,7 +63,8 @@ def _divide(layout: BlockLayout) -> tuple[int, tuple[int, ...]]:
     """
     sizes = [group.rank_bytes(layout.tp_size) for group in layout.groups]
     heads = [size // len(group.heads_of(0, layout.tp_size)) for size, group in zip(sizes, layout.groups, strict=True)]
-    unit, best = lcm(*heads), (2.0, 0, ())
+    unit = lcm(*heads)
+    best: tuple[float, int, tuple[int, ...]] = (2.0, 0, ())
     for slab in range(-(-max(sizes) // unit) * unit, MOST_SLAB_BLOCKS * max(sizes) + unit, unit):
         per_slab = tuple(
             next(count for count in range(slab // size, 0, -1) if slab // head % count == 0)
