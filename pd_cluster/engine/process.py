@@ -176,7 +176,7 @@ def _build(
     ready = EngineReady(
         engine_id=context.engine_id,
         epoch=epoch,
-        num_blocks=executor.num_blocks,
+        num_blocks=executor.slabs.num_blocks(0),
         block_size=executor.block_size,
         max_model_len=executor.model.max_model_len,
         fingerprint=context.fingerprint,

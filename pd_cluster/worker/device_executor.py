@@ -18,7 +18,7 @@ from pd_cluster.worker.cuda_graphs.set_up import capturable, capture_steps, capt
 from pd_cluster.worker.executor import run_phases
 from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.kernel_selection import attention_by_group
-from pd_cluster.worker.kv_cache import DTYPES, KVCache
+from pd_cluster.worker.kv_cache import DTYPES, KVCache, longest_in
 from pd_cluster.worker.logits_stages.order import find_stage
 from pd_cluster.worker.memory_measurement import gpu_bytes, measure_free_bytes, run_largest_step
 from pd_cluster.worker.model_loading import describe_model, load_model
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.pending_step import PendingStep
     from pd_cluster.worker.rank_sampler import RankPlace
     from pd_connectors.base import CacheDescription, ConnectorContext
+    from pd_connectors.protocol.slabs import KvSlabs
     from pd_connectors.rank_port import RankPort
     from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
@@ -103,8 +104,8 @@ class DeviceExecutor:
         return self._config
 
     @property
-    def num_blocks(self) -> int:
-        return self._cache.num_blocks
+    def slabs(self) -> KvSlabs:
+        return self._cache.slabs
 
     @property
     def num_host_blocks(self) -> int:
@@ -161,9 +162,10 @@ class DeviceExecutor:
             free -= captured_bytes(limits, self.model.vocab_size * DTYPES[self.model.dtype].itemsize)
         return max(0, int(free))
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> tuple[CacheDescription, ...]:
-        self._fit_sequences(num_blocks * self.block_size)
-        self._cache = KVCache.allocate(self.layout, num_blocks, num_host_blocks, self._device)
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> tuple[CacheDescription, ...]:
+        limit = max(self.model.max_model_len, self._config.model.max_model_len)
+        self._fit_sequences(longest_in(slabs, self.layout, limit))
+        self._cache = KVCache.allocate(self.layout, slabs, num_host_blocks, self._device)
         return (self.cache,)
 
     def adopt(self, config: NodeConfig) -> None:
@@ -200,8 +202,7 @@ class DeviceExecutor:
     def clear(self) -> None:
         """Forget all sequences and zero the cache."""
         self._runner.forget_sequences()
-        for tensor in self._cache.tensors:
-            tensor.zero_()
+        self._cache.memory.zero_()
 
     def connect(self, name: str, context: ConnectorContext) -> tuple[RankPort, ...]:
         return ()
@@ -310,7 +311,7 @@ class DeviceExecutor:
         limits = self._config.scheduler
         budget = limits.max_num_batched_tokens
         runner = self._make_runner(scratch, budget)
-        run_largest_step(runner, budget, limits.max_num_seqs, self.model.max_model_len, self.block_size)
+        run_largest_step(runner, budget, limits.max_num_seqs, self.model.max_model_len)
 
     def _measure_steps(self) -> None:
         """Decide the sizes of steps that the settings leave open: as measured, else the defaults.
@@ -318,7 +319,7 @@ class DeviceExecutor:
         Leaves the cache zeroed and no sequences.
         """
         limits, progress, model = self._config.scheduler, self._progress, self.model
-        timer = StepTimer(self.launch, self.num_blocks, self.block_size, model.max_model_len, model.vocab_size)
+        timer = StepTimer(self.launch, self.slabs, self.block_size, model.max_model_len, model.vocab_size)
         try:
             if limits.max_tokens_beside_decodes < 0 and self._config.tokens_beside_decodes_on(model.device):
                 limits, keys = limit_beside_decodes(limits, timer, model.keys_per_token, progress)
@@ -343,7 +344,7 @@ class DeviceExecutor:
         runner = self._make_runner(self._cache, max_len)
         run_first_steps(runner, self.block_size, max_len)
         if self._device.type == "cuda":
-            run_steps_of_all_kinds(runner, self.block_size, max_len, self._config.scheduler)
+            run_steps_of_all_kinds(runner, max_len, self._config.scheduler)
         for tensor in self._cache.tensors:
             tensor[:NUM_BLOCKS].zero_()
 

@@ -44,6 +44,7 @@ from pd_cluster.worker.rank_frames import (
 from pd_cluster.worker.rank_port import LinkPort
 from pd_connectors.base import ConnectorContext
 from pd_connectors.protocol.errors import HandoffError
+from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
     from pd_cluster.worker.device_executor import DeviceExecutor
@@ -158,8 +159,8 @@ class RankProcess:
     def _phase_measure(self) -> int:
         return self._executor.free_kv_bytes()
 
-    def _phase_allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        self._executor.allocate(num_blocks, num_host_blocks)
+    def _phase_allocate(self, slabs: dict[str, Any], num_host_blocks: int) -> None:
+        self._executor.allocate(msgspec.convert(slabs, KvSlabs), num_host_blocks)
 
     def _phase_capture(self) -> Any:
         return msgspec.to_builtins(self._executor.capture())

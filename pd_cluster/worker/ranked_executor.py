@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.input_batch import Staged
     from pd_cluster.worker.pending_step import PendingStep
     from pd_connectors.base import CacheDescription, ConnectorContext
+    from pd_connectors.protocol.slabs import KvSlabs
     from pd_connectors.rank_port import RankPort
 
 Result = TypeVar("Result")
@@ -73,11 +74,10 @@ class RankedExecutor(DeviceExecutor):
     def free_kv_bytes(self) -> int:
         return min(self._on_all("measure", super().free_kv_bytes))
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> tuple[CacheDescription, ...]:
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> tuple[CacheDescription, ...]:
         caches, *_ = self._on_all(
-            "allocate", lambda: super(RankedExecutor, self).allocate(num_blocks, num_host_blocks), num_blocks,
-            num_host_blocks,
-        )  # fmt: skip
+            "allocate", lambda: super(RankedExecutor, self).allocate(slabs, num_host_blocks), slabs, num_host_blocks
+        )
         return caches
 
     def warm_up(self) -> tuple[StepSize, ...]:
