@@ -96,6 +96,7 @@ class CachedBlock:
 
     hash: bytes
     block_id: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

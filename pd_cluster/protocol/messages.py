@@ -270,8 +270,24 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
     code: str = ""
 
 
+class KvGroupStats(msgspec.Struct, frozen=True):
+    """The blocks of one KV group. `num_blocks == free + cached + in_use`, in the slabs that the group owns now."""
+
+    kind: str
+    num_blocks: int
+    free: int
+    cached: int
+    in_use: int
+    leased: int
+    quarantined: int
+
+
 class KvStats(msgspec.Struct, frozen=True):
-    """The block pool. `num_blocks == free + cached + in_use`."""
+    """The KV memory of all groups, in units. `num_blocks == free + cached + in_use`.
+
+    With one group a unit is a block. Else a slab has as many units as the least common multiple of what it holds of
+    each group's blocks, and a block its share of them. A slab without an owner is free.
+    """
 
     num_blocks: int
     free: int
@@ -279,6 +295,7 @@ class KvStats(msgspec.Struct, frozen=True):
     in_use: int
     leased: int  # the part of `in_use` that a lease holds
     quarantined: int  # the part of `in_use` that a failed load may still write
+    groups: tuple[KvGroupStats, ...] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from pd_cluster.scheduling.batch import Batch, BeamStep, BlockCopies, SequenceChunk, SequenceStart
+from pd_cluster.scheduling.batch import Batch, BeamStep, BlockCopies, NewBlocks, SequenceChunk, SequenceStart
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
 from pd_cluster.scheduling.unready import Unready
 from pd_connectors.base import LoadSpec, PublishSpec
 
 if TYPE_CHECKING:
-    from pd_cluster.scheduling.block_manager import BlockManager, BlockTable
+    from pd_cluster.scheduling.block_manager import BlockManager
+    from pd_cluster.scheduling.block_table import BlockTable
     from pd_cluster.scheduling.portion import Portions
     from pd_cluster.scheduling.sequence import Sequence
 
@@ -35,9 +36,9 @@ class BatchBuilder:
     portions: Portions | None = None  # None: no group is limited
     starts: list[SequenceStart] = field(default_factory=list)
     chunks: list[SequenceChunk] = field(default_factory=list)
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
-    copy_on_write: list[tuple[int, int]] = field(default_factory=list)
+    swap_out: list[tuple[int, int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int, int]] = field(default_factory=list)
+    copy_on_write: list[tuple[int, int, int]] = field(default_factory=list)
     begun: list[PublishSpec] = field(default_factory=list)
     publishes: list[PublishSpec] = field(default_factory=list)
     preempted: bool = False
@@ -108,16 +109,14 @@ class BatchBuilder:
             self.num_tokens += num_tokens
             self.best_priority = min(self.best_priority, seq.rank[0])
         end = start + num_tokens
-        first_block = 0
-        new_block_ids: tuple[int, ...] = ()
+        new_blocks: tuple[NewBlocks, ...] = ()
         if end > table.capacity:
             growth = blocks.grow(table, start, end)
-            if growth.copy is not None:
-                self.copy_on_write.append(growth.copy)
-            first_block, new_block_ids = growth.first_block, growth.block_ids
+            self.copy_on_write += growth.copies
+            new_blocks = growth.new_blocks
         if not seq.in_worker:
-            first_block, new_block_ids = 0, ()  # SequenceStart names all blocks
-            self._add_start(seq, table)
+            new_blocks = ()  # SequenceStart names all blocks
+            self._add_start(seq, blocks.whole(table))
         num_samples = 0
         if num_tokens == num_remaining:
             num_samples = seq.num_samples
@@ -130,11 +129,11 @@ class BatchBuilder:
         self.budget -= num_tokens
         self.prompts.tokens_left = min(self.prompts.tokens_left, self.budget)
         reads = seq.reads(start, end)
-        self.chunks.append(SequenceChunk(seq.seq_id, start, num_tokens, first_block, new_block_ids, num_samples, reads))
+        self.chunks.append(SequenceChunk(seq.seq_id, start, num_tokens, new_blocks, num_samples, reads))
         if seq.request.lease_id is not None:
             self._announce(seq, table, seq.request.lease_id, blocks)
 
-    def _add_start(self, seq: Sequence, table: BlockTable) -> None:
+    def _add_start(self, seq: Sequence, tables: tuple[NewBlocks, ...]) -> None:
         seq.in_worker = True
         request = seq.request
         if request.lease_id is not None:
@@ -147,7 +146,7 @@ class BatchBuilder:
                 seq_id=seq.seq_id,
                 token_ids=tuple(seq.token_ids),
                 num_prompt_tokens=seq.num_prompt_tokens,
-                block_ids=tuple(table.ids),
+                tables=tables,
                 sampling=request.sampling,
                 seed=seq.seed,
                 num_sample_seeds=seeds,
@@ -162,5 +161,5 @@ class BatchBuilder:
             num_tokens -= num_tokens % blocks.block_size
         if num_tokens > seq.num_announced_tokens:
             seq.num_announced_tokens = num_tokens
-            runs = blocks.runs(table, 0, blocks.blocks_for(num_tokens))
+            runs = blocks.handed_over(table, seq.num_prompt_tokens, num_tokens)
             self.publishes.append(PublishSpec(lease_id, runs, num_tokens, seq.request.lease_generation))

@@ -38,28 +38,34 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int  # tokens a block; for STATE the distance of checkpoints
     window: int = 0  # tokens, for WINDOW
     sharded: bool = True  # axis 0 is split over ranks; False: every rank holds, and reads, the whole block
+    optional: bool = False  # a peer without this group is accepted; then it is not handed over (the head of drafts)
 
     @property
     def block_bytes(self) -> int:
         """The size of one block with each head once, whatever the ranks replicate."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
-    def first_block(self, num_tokens: int) -> int:
-        """The first block that a token at position `num_tokens`, or a later one, attends to."""
-        return max(0, num_tokens - self.window + 1) // self.block_size if self.kind is KVKind.WINDOW else 0
+    def first_block(self, position: int) -> int:
+        """The first block that the token at `position`, or a later one, reads. The blocks before it are dead then."""
+        match self.kind:
+            case KVKind.WINDOW:
+                return max(0, position - self.window + 1) // self.block_size
+            case KVKind.STATE:
+                return max(0, position - 1) // self.block_size
+        return 0
 
     def handed_over(self, num_tokens: int, num_computed: int | None = None) -> range:
         """The prompt blocks that a handoff of a prompt of `num_tokens` moves, as indices into the prompt's blocks.
 
         num_computed: only those that are final when this many of the prompt's tokens are computed. None: all tokens.
-
-        A WINDOW group is handed over from block 0 and not from `first_block`: one block table serves all groups, and
-        the engine keeps and caches whole prompts. This is the only place that decides it.
+        A reader may compute the last token again, so what that token reads is moved too.
         """
         computed = num_tokens if num_computed is None else num_computed
+        first = self.first_block(num_tokens if self.kind is KVKind.STATE else num_tokens - 1)
         if self.kind is KVKind.STATE:  # the state after the last token, which no earlier step has
-            return range(int(computed == num_tokens))
-        return range(-(-computed // self.block_size) if computed == num_tokens else computed // self.block_size)
+            return range(first, first + int(computed == num_tokens))
+        stop = -(-computed // self.block_size) if computed == num_tokens else computed // self.block_size
+        return range(first, max(first, stop))
 
     def heads_of(self, rank: int, tp_size: int) -> range:
         """The part of axis 0 that a rank holds.
