@@ -10,6 +10,7 @@ of the blocks that groups have in one.
 from __future__ import annotations
 
 from itertools import islice
+from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.messages import KvStats
@@ -48,6 +49,7 @@ class BlockManager:
         else:
             self._memory = SlabMemory(groups, ratios, slabs, num_host_blocks)
         self.pools: tuple[BlockPool, ...] = self._memory.pools
+        self._mortal = tuple(pool for pool in self.pools if not pool.is_tree)  # their blocks die
         is_tree = len(groups) == 1 and self.pools[0].is_tree
         self._hits: TreeHits | GroupHits
         self._hits = TreeHits(self.pools[0]) if is_tree else GroupHits(self.pools, self.block_size)
@@ -148,11 +150,10 @@ class BlockManager:
 
         `reach`: in groups of which blocks die, only those before it. None: `end`.
         """
-        near = end if reach is None else reach
-        return [
-            pool.num_missing(held, start, end if pool.is_tree else near)
-            for pool, held in zip(self.pools, table.groups, strict=True)
-        ]
+        pairs = zip(self.pools, table.groups, strict=True)
+        if reach is None:
+            return [pool.num_missing(held, start, end) for pool, held in pairs]
+        return [pool.num_missing(held, start, end if pool.is_tree else reach) for pool, held in pairs]
 
     def has_room(self, needs: Sequence[int]) -> bool:
         """Whether each group can take so many blocks now."""
@@ -170,15 +171,14 @@ class BlockManager:
         needs = self.needs(table, start, end, reach)
         assert self._memory.has_room(needs)
         self._memory.expect(needs)
-        new, copies, capacity = [], [], end
+        new, copies = [], []
         for pool, held, need in zip(self.pools, table.groups, needs, strict=True):
             if need:
                 begin, copy = pool.grow(held, start, end if reach is None or pool.is_tree else reach)
                 new.append(NewBlocks(pool.index, held.first + begin, tuple(held.ids[begin:])))
                 if copy is not None:
                     copies.append((pool.index, *copy))
-        capacity = min([(held.first + len(held.ids)) * pool.block_size for pool, held in self._by_group(table)])
-        table.capacity = capacity
+        table.capacity = self.reach(table)
         return Growth(tuple(new), tuple(copies))
 
     def _by_group(self, table: BlockTable) -> Iterable[tuple[BlockPool, GroupBlocks]]:
@@ -186,7 +186,11 @@ class BlockManager:
 
     def reach(self, table: BlockTable) -> int:
         """Positions below this have a block in every group, which may be shared."""
-        return min(held.end * pool.block_size for pool, held in self._by_group(table))
+        reach = inf
+        for pool, held in zip(self.pools, table.groups, strict=True):
+            if (own := (held.first + len(held.ids)) * pool.block_size) < reach:
+                reach = own
+        return int(reach)
 
     def whole(self, table: BlockTable) -> tuple[NewBlocks, ...]:
         """All blocks, for a worker that knows none of them."""
@@ -218,22 +222,23 @@ class BlockManager:
 
     def let_go(self, table: BlockTable, position: int) -> None:
         """Release the blocks that no token from `position` on reads. Those in the cache stay findable."""
-        for pool, held in self._by_group(table):
-            if not pool.is_tree:
-                pool.let_go_before(held, pool.group.first_block(position))
-        table.due = min([pool.due(held, is_cached=self.prefix_caching) for pool, held in self._by_group(table)])
+        for pool in self._mortal:
+            pool.let_go_before(table.groups[pool.index], pool.group.first_block(position))
+        due = inf
+        for pool, held in zip(self.pools, table.groups, strict=True):
+            if (own := pool.due(held, is_cached=self.prefix_caching)) < due:
+                due = own
+        table.due = due
 
     def drop_mortal(self, table: BlockTable) -> None:
         """Release all blocks of the groups of which blocks die."""
-        for pool, held in self._by_group(table):
-            if not pool.is_tree:
-                pool.truncate(held, 0)
+        for pool in self._mortal:
+            pool.truncate(table.groups[pool.index], 0)
 
     def keep_handed_over(self, table: BlockTable, num_tokens: int) -> None:
         """Release what a load of a prompt of `num_tokens` does not need beside what it brings."""
-        for pool, held in self._by_group(table):
-            if not pool.is_tree:
-                pool.let_go_before(held, pool.group.handed_over(num_tokens).start)
+        for pool in self._mortal:
+            pool.let_go_before(table.groups[pool.index], pool.group.handed_over(num_tokens).start)
 
     # prefix cache
 
@@ -244,8 +249,8 @@ class BlockManager:
     def match(self, table: BlockTable, hashes: Iterable[bytes]) -> int:
         """Let a table that holds nothing but cached blocks hold those of the largest boundary of `hashes`.
 
-        The blocks are pinned when they are found, so none of them can be evicted. Returns the number of blocks up to the
-        boundary; those of them that are dead behind it are not held.
+        The blocks are pinned when they are found, so none of them can be evicted. Returns the number of blocks up to
+        the boundary, of which those that are dead there are not held.
         """
         return self._hits.hold(table, hashes if self.prefix_caching else ())
 
@@ -262,7 +267,7 @@ class BlockManager:
 
     def num_published(self, table: BlockTable) -> int:
         """The number of blocks that are published in every group."""
-        return min([(held.first + len(held.path)) * pool.ratio for pool, held in self._by_group(table)])
+        return min((held.first + len(held.path)) * pool.ratio for pool, held in self._by_group(table))
 
     def name(self, steps: Sequence[tuple[int, int]], first: int, hashes: Sequence[bytes]) -> int:
         """Name the hits of a prompt of which the blocks with `hashes` are published. See `CacheNews.name`."""

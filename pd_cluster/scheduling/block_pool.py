@@ -5,7 +5,7 @@
     cached        no reference, in the prefix cache               cached
     in use        a table, a lease or a quarantine refers to it   in_use
 
-FULL and LATENT caches are trees: a table whose content was cached by another holder first keeps its own copy, and
+FULL and LATENT caches are trees: a table with content that another holder cached first keeps its own copy, and
 refers to the cached twin as well, so that a cached block never outlives its parents' references (`prefix_cache`). A
 WINDOW or STATE cache is not a tree: there a copy has no twin.
 """
@@ -13,6 +13,7 @@ WINDOW or STATE cache is not a tree: there a copy has no twin.
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.messages import KvGroupStats
@@ -127,24 +128,25 @@ class BlockPool:
 
     def num_missing(self, held: GroupBlocks, start: int, end: int) -> int:
         """The number of blocks to take, to make positions [start, end) writable."""
-        num_new = -(-end // self.block_size) - held.first - len(held.ids)
-        return (num_new if num_new > 0 else 0) + self._is_shared(held, start)
-
-    def _is_shared(self, held: GroupBlocks, position: int) -> bool:
-        index = position // self.block_size - held.first
-        return -1 < index < len(held.ids) and self.refs[held.ids[index]] > 1
+        ids, size = held.ids, self.block_size
+        num_held, index = len(ids), start // size - held.first
+        num_new = -(-end // size) - held.first - num_held
+        if num_new < 0:
+            num_new = 0
+        return num_new + 1 if -1 < index < num_held and self.refs[ids[index]] > 1 else num_new
 
     def grow(self, held: GroupBlocks, start: int, end: int) -> tuple[int, tuple[int, int] | None]:
         """Make positions [start, end) writable. Returns the first changed index into the ids, and the copy to make."""
-        ids, copy = held.ids, None
-        begin = len(ids)
-        if self._is_shared(held, start):
-            begin = start // self.block_size - held.first
+        ids, size, copy = held.ids, self.block_size, None
+        begin, index = len(ids), start // size - held.first
+        num_new = -(-end // size) - held.first - begin
+        if -1 < index < begin and self.refs[ids[index]] > 1:
+            begin = index
             copy = (ids[begin], self.take())
             self.drop(ids[begin])
             ids[begin] = copy[1]
-        num_new = -(-end // self.block_size) - held.first - len(ids)
-        ids.extend(self.take() for _ in range(num_new))
+        for _ in range(num_new):
+            ids.append(self.take())
         return begin, copy
 
     def fork(self, held: GroupBlocks) -> None:
@@ -203,7 +205,7 @@ class BlockPool:
     def due(self, held: GroupBlocks, *, is_cached: bool) -> float:
         """When so many tokens are computed there is a block to publish, or one that is dead."""
         size, group = self.block_size, self.group
-        due: float = (held.first + len(held.path) + 1) * size if is_cached else float("inf")
+        due: float = (held.first + len(held.path) + 1) * size if is_cached else inf
         if not self.is_tree:
             due = min(due, (held.first + 1) * size + (group.window - 1 if group.kind is KVKind.WINDOW else 1))
         return due

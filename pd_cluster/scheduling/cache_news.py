@@ -7,6 +7,7 @@ contains them.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pd_connectors.protocol.feed import StoredBlock
@@ -100,7 +101,7 @@ class WindowChains:
 
     def link(self, hashes: Sequence[bytes | None]) -> None:
         """Note that blocks follow each other. None: one that is not cached."""
-        for block_hash, following in zip(hashes, hashes[1:], strict=False):
+        for block_hash, following in pairwise(hashes):
             if block_hash is not None and following is not None and following not in self._previous:
                 self._previous[following] = block_hash
                 self._next.setdefault(block_hash, set()).add(following)

@@ -1,8 +1,8 @@
 """How much of a prompt is cached: the largest boundary that every KV group accepts.
 
 A boundary is a number of tokens, a multiple of every group's block size. A group accepts boundary b when its blocks
-[first_block(b), b // block_size) are cached. The hash of a block is that of the whole prompt up to its end, so one chain
-of hashes, in the smallest block size, serves all groups.
+[first_block(b), b // block_size) are cached. The hash of a block is that of the whole prompt up to its end, so one
+chain of hashes, in the smallest block size, serves all groups.
 """
 
 from __future__ import annotations

@@ -193,7 +193,8 @@ class KvMemory:
         """Cache the whole blocks of the first `num_tokens`, which are computed. Returns those that were not known."""
         size = self._blocks.block_size
         news = self._blocks.publish(table, seq.hash_blocks(num_tokens // size, size))
-        self._name(seq, self._blocks.num_published(table))
+        if seq.request.num_named < len(seq.request.message.steps):
+            self._name(seq, self._blocks.num_published(table))
         return news
 
     def publish_computed(self, seq: Sequence) -> None:

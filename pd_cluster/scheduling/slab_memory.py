@@ -32,6 +32,7 @@ class WholeMemory:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pools = (pool,)
+        self._free, self._cache = pool.free, pool.cache
         self.num_units = pool.num_owned
         self.weights = (1,)
 
@@ -40,7 +41,7 @@ class WholeMemory:
         return 0
 
     def has_room(self, needs: Sequence[int]) -> bool:
-        return needs[0] <= self.pools[0].num_unreferenced
+        return needs[0] <= len(self._free) + self._cache.num_evictable
 
     def fits(self, needs: Sequence[int]) -> bool:
         return needs[0] <= self.num_units

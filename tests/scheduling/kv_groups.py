@@ -59,7 +59,9 @@ SETS = {
 }  # fmt: skip
 
 
-def full_manager(num_blocks: int, block_size: int, *, num_host_blocks: int = 0, prefix_caching: bool = True) -> BlockManager:
+def full_manager(
+    num_blocks: int, block_size: int, *, num_host_blocks: int = 0, prefix_caching: bool = True
+) -> BlockManager:
     """A block manager of one FULL group."""
     groups, slabs = ONE_FULL.groups(block_size), ONE_FULL.slabs(num_blocks)
     return BlockManager(groups, slabs, num_host_blocks=num_host_blocks, prefix_caching=prefix_caching)

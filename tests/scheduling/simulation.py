@@ -2,8 +2,8 @@
 
 A cell (group, block, slot) holds the hash of all tokens up to and including its position. Before a chunk is "computed",
 every earlier position that it reads must hold the right history in the block tables of every KV group: in FULL and
-LATENT all, in a WINDOW those that its first token sees, in a STATE the last one. A group that writes into a slab destroys
-what other groups had there. A sampled token is a function of the history
+LATENT all, in a WINDOW those that its first token sees, in a STATE the last one. A group that writes into a slab
+destroys what other groups had there. A sampled token is a function of the history
 and the sequence's seed: `continuation` says what a request must generate, whatever happened to its blocks meanwhile.
 """
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from pd_cluster.scheduling.batch import NewBlocks
-from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.block_table import BlockTable, Growth
 from pd_cluster.scheduling.prefix_cache import PrefixCache
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from tests.scheduling.kv_groups import full_manager
+
+if TYPE_CHECKING:
+    from pd_cluster.scheduling.block_manager import BlockManager
 
 SIZE = 16
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd_cluster.scheduling.block_table import BlockTable
 from pd_cluster.scheduling.cache_news import block_id
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from tests.scheduling.kv_groups import full_manager
 
 if TYPE_CHECKING:
+    from pd_cluster.scheduling.block_table import BlockTable
     from pd_connectors.protocol.feed import StoredBlock
 
 SIZE = 16

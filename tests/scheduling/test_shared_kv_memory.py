@@ -59,7 +59,8 @@ def is_room(blocks: BlockManager, slabs: KvSlabs, needs: list[int]) -> bool:
         else:
             num_slack += 1
     return any(
-        sum(given) <= num_slack and all(n <= one * count for n, one, count in zip(loose, given, slabs.per_slab, strict=True))
+        sum(given) <= num_slack
+        and all(n <= one * count for n, one, count in zip(loose, given, slabs.per_slab, strict=True))
         for given in product(range(num_slack + 1), repeat=len(pools))
     )
 
@@ -141,9 +142,7 @@ class BlocksMachine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def fork(self, pick: int) -> None:
         if (holder := self.pick(pick)) is not None:
-            self.holders.append(
-                Holder(self.blocks.fork(holder.table), holder.family, holder.length, holder.computed)
-            )
+            self.holders.append(Holder(self.blocks.fork(holder.table), holder.family, holder.length, holder.computed))
 
     @rule(pick=PICK)
     def close(self, pick: int) -> None:
