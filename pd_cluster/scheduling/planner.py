@@ -187,7 +187,7 @@ class Planner:
                 builder.add_chunk(seq, self._blocks)
 
     def _has_blocks(self, seq: Sequence, builder: BatchBuilder) -> bool:
-        """Whether a running prompt's chunk has blocks, or gets them. It can lack those of groups of which blocks die."""
+        """Whether a running prompt's chunk has blocks, or gets them. It can lack those that die."""
         num_tokens = min(seq.num_remaining_tokens, builder.prompts.tokens_left)
         if builder.swap_in:  # no step copies blocks both out and in
             return self._memory.can_write(seq, num_tokens)

@@ -315,6 +315,8 @@ class World:
         if publish is not None:
             prompt = self.leases[lease_id].prompt_token_ids
             self.worker.expect_runs(publish.runs, history(prompt)[: publish.num_tokens], lease_id)
+            for pool, run in zip(self.blocks.pools, publish.runs, strict=False):
+                assert all(pool.refs[block_id] for block_id in run.block_ids), "an announced block is let go"
 
     def end_lease(self, lease_id: str) -> None:
         self.read_lease(lease_id)
