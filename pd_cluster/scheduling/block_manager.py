@@ -150,10 +150,10 @@ class BlockManager:
 
         `reach`: in groups of which blocks die, only those before it. None: `end`.
         """
-        pairs = zip(self.pools, table.groups, strict=True)
+        groups = table.groups  # `zip` with `strict` takes as long as the rest, here and where steps grow tables
         if reach is None:
-            return [pool.num_missing(held, start, end) for pool, held in pairs]
-        return [pool.num_missing(held, start, end if pool.is_tree else reach) for pool, held in pairs]
+            return [pool.num_missing(groups[pool.index], start, end) for pool in self.pools]
+        return [pool.num_missing(groups[pool.index], start, end if pool.is_tree else reach) for pool in self.pools]
 
     def has_room(self, needs: Sequence[int]) -> bool:
         """Whether each group can take so many blocks now."""
@@ -172,8 +172,9 @@ class BlockManager:
         assert self._memory.has_room(needs)
         self._memory.expect(needs)
         new, copies = [], []
-        for pool, held, need in zip(self.pools, table.groups, needs, strict=True):
-            if need:
+        for pool in self.pools:
+            if needs[pool.index]:
+                held = table.groups[pool.index]
                 begin, copy = pool.grow(held, start, end if reach is None or pool.is_tree else reach)
                 new.append(NewBlocks(pool.index, held.first + begin, tuple(held.ids[begin:])))
                 if copy is not None:
@@ -187,7 +188,8 @@ class BlockManager:
     def reach(self, table: BlockTable) -> int:
         """Positions below this have a block in every group, which may be shared."""
         reach = inf
-        for pool, held in zip(self.pools, table.groups, strict=True):
+        for pool in self.pools:
+            held = table.groups[pool.index]
             if (own := (held.first + len(held.ids)) * pool.block_size) < reach:
                 reach = own
         return int(reach)
@@ -225,8 +227,8 @@ class BlockManager:
         for pool in self._mortal:
             pool.let_go_before(table.groups[pool.index], pool.group.first_block(position))
         due = inf
-        for pool, held in zip(self.pools, table.groups, strict=True):
-            if (own := pool.due(held, is_cached=self.prefix_caching)) < due:
+        for pool in self.pools:
+            if (own := pool.due(table.groups[pool.index], is_cached=self.prefix_caching)) < due:
                 due = own
         table.due = due
 
@@ -261,8 +263,8 @@ class BlockManager:
         """
         news: list[CachedBlock] = []
         if self.prefix_caching:
-            for pool, held in zip(self.pools, table.groups, strict=True):
-                pool.publish(held, hashes, news)
+            for pool in self.pools:
+                pool.publish(table.groups[pool.index], hashes, news)
         return news
 
     def num_published(self, table: BlockTable) -> int:

@@ -187,10 +187,9 @@ class BlockPool:
 
     def publish(self, held: GroupBlocks, hashes: Sequence[bytes], news: list[CachedBlock]) -> None:
         """Cache the blocks that `hashes` cover. `news` gets those that the cache did not know."""
-        ids, path, cache, is_tree = held.ids, held.path, self.cache, self.is_tree
-        known, ratio = held.first + len(path), self.ratio
-        new = hashes[known:] if ratio == 1 else hashes[(known + 1) * ratio - 1 :: ratio]
-        for block_hash, own in zip(new, ids[len(path) :], strict=False):
+        ids, path, cache, is_tree, ratio = held.ids, held.path, self.cache, self.is_tree, self.ratio
+        for index in range(held.first + len(path), len(hashes) // ratio):
+            block_hash, own = hashes[(index + 1) * ratio - 1], ids[index - held.first]
             cached = cache.find(block_hash)
             if cached is None:
                 cache.insert(block_hash, own, path[-1] if path and is_tree else None)
