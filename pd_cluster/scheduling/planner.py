@@ -204,7 +204,7 @@ class Planner:
             victim = self._victim(builder)
             if victim is None or not self._may_take(seq, victim):
                 return False
-            if victim is seq and num_tokens > 1 and (builder.chunks or self._is_any_in_flight):
+            if victim is seq and seq.num_remaining_tokens > 1 and (builder.chunks or self._is_any_in_flight):
                 return False
             # a running step touches its blocks: it is left out of this step and yields in the next
             if victim.num_in_flight:
