@@ -20,7 +20,9 @@ from pd_cluster.scheduling.scheduler import Scheduler
 from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
 from pd_cluster.scheduling.step_model import StepModel, StepWork
 from pd_cluster.scheduling.stream_room import StreamRoom
+from pd_connectors.protocol.layout import KVGroup, KVKind
 from pd_connectors.protocol.messages import SampledToken
+from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +73,8 @@ class SimulatedNode:
     ) -> None:
         """`is_measured`: its steps' model is fitted at start, else to its first steps."""
         self.world, self.device = world, device
-        self.blocks = BlockManager(BLOCKS, BLOCK, prefix_caching=False)
+        group = KVGroup(KVKind.FULL, (0,), (1, 1, 2, BLOCK, 1), "float32", BLOCK)
+        self.blocks = BlockManager((group,), KvSlabs(1, BLOCKS * group.block_bytes, (BLOCKS,)), prefix_caching=False)
         self.model = StepModel(steps_at_start(device) if is_measured else ())
         budget = FixedBudget(rule.limit, KEYS_PER_TOKEN)
         targets = rule.targets or Targets()

@@ -28,6 +28,7 @@ class Admission:
         blocks: BlockManager,
         *,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
@@ -36,6 +37,7 @@ class Admission:
         """`check_sampling` raises InvalidRequest for parameters that the worker's logits stages cannot serve."""
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -94,11 +96,12 @@ class Admission:
             )
         if n > self._max_num_seqs:
             raise InvalidRequest(f"n is {n}; this engine runs {self._max_num_seqs} sequences at once", "n")
-        if blocks.blocks_for(num_prompt + num_output - 1) > blocks.num_blocks:
+        step_tokens = self._max_num_batched_tokens
+        if not blocks.fits(num_prompt + num_output - 1, step_tokens):
             raise InvalidRequest(
                 f"{num_prompt} prompt and {num_output} output tokens need more than this engine's KV cache of "
-                f"{blocks.num_blocks * blocks.block_size} tokens",
-                "max_tokens" if blocks.blocks_for(num_prompt) <= blocks.num_blocks else "prompt",
+                f"{blocks.num_blocks // blocks.block_units * blocks.block_size} tokens",
+                "max_tokens" if blocks.fits(num_prompt, step_tokens) else "prompt",
             )
 
     def _check_beams(self, message: AddRequest, width: int) -> None:

@@ -90,10 +90,9 @@ class EngineCore:
         self._mailbox = mailbox
         self._clock = clock
         self._blocks = BlockManager(
-            executor.slabs.num_blocks(0),
-            executor.block_size,
+            executor.layout.groups,
+            executor.slabs,
             num_host_blocks=executor.num_host_blocks,
-            num_groups=len(executor.layout.groups),
             prefix_caching=config.cache.prefix_caching,
         )
         self._step_model = StepModel(executor.model.step_times)
@@ -105,6 +104,7 @@ class EngineCore:
         self._admission = Admission(
             self._blocks,
             max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_model_len=executor.model.max_model_len,
             vocab_size=executor.model.vocab_size,
             eos_token_ids=executor.model.eos_token_ids,

@@ -12,7 +12,8 @@ from pd_cluster.scheduling.unready import Unready
 from pd_connectors.base import LoadSpec, PublishSpec
 
 if TYPE_CHECKING:
-    from pd_cluster.scheduling.block_manager import BlockManager, BlockTable
+    from pd_cluster.scheduling.block_manager import BlockManager
+    from pd_cluster.scheduling.block_table import BlockTable
     from pd_cluster.scheduling.portion import Portions
     from pd_cluster.scheduling.sequence import Sequence
 
@@ -35,9 +36,9 @@ class BatchBuilder:
     portions: Portions | None = None  # None: no group is limited
     starts: list[SequenceStart] = field(default_factory=list)
     chunks: list[SequenceChunk] = field(default_factory=list)
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
-    copy_on_write: list[tuple[int, int]] = field(default_factory=list)
+    swap_out: list[tuple[int, int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int, int]] = field(default_factory=list)
+    copy_on_write: list[tuple[int, int, int]] = field(default_factory=list)
     begun: list[PublishSpec] = field(default_factory=list)
     publishes: list[PublishSpec] = field(default_factory=list)
     preempted: bool = False
@@ -57,9 +58,7 @@ class BatchBuilder:
             chunks=tuple(self.chunks),
             beam_steps=beam_steps,
             departures=departures,
-            copies=BlockCopies(
-                *(tuple((0, *pair) for pair in pairs) for pairs in (self.swap_out, self.swap_in, self.copy_on_write))
-            ),
+            copies=BlockCopies(tuple(self.swap_out), tuple(self.swap_in), tuple(self.copy_on_write)),
             loads=tuple(loads),
             begun=tuple(self.begun),
             publishes=tuple(self.publishes),
@@ -113,12 +112,11 @@ class BatchBuilder:
         new_blocks: tuple[NewBlocks, ...] = ()
         if end > table.capacity:
             growth = blocks.grow(table, start, end)
-            if growth.copy is not None:
-                self.copy_on_write.append(growth.copy)
-            new_blocks = (NewBlocks(0, growth.first_block, growth.block_ids),)
+            self.copy_on_write += growth.copies
+            new_blocks = growth.new_blocks
         if not seq.in_worker:
             new_blocks = ()  # SequenceStart names all blocks
-            self._add_start(seq, table)
+            self._add_start(seq, blocks.whole(table))
         num_samples = 0
         if num_tokens == num_remaining:
             num_samples = seq.num_samples
@@ -135,7 +133,7 @@ class BatchBuilder:
         if seq.request.lease_id is not None:
             self._announce(seq, table, seq.request.lease_id, blocks)
 
-    def _add_start(self, seq: Sequence, table: BlockTable) -> None:
+    def _add_start(self, seq: Sequence, tables: tuple[NewBlocks, ...]) -> None:
         seq.in_worker = True
         request = seq.request
         if request.lease_id is not None:
@@ -148,7 +146,7 @@ class BatchBuilder:
                 seq_id=seq.seq_id,
                 token_ids=tuple(seq.token_ids),
                 num_prompt_tokens=seq.num_prompt_tokens,
-                tables=(NewBlocks(0, 0, tuple(table.ids)),),
+                tables=tables,
                 sampling=request.sampling,
                 seed=seq.seed,
                 num_sample_seeds=seeds,
@@ -163,5 +161,5 @@ class BatchBuilder:
             num_tokens -= num_tokens % blocks.block_size
         if num_tokens > seq.num_announced_tokens:
             seq.num_announced_tokens = num_tokens
-            runs = blocks.runs(table, 0, blocks.blocks_for(num_tokens))
+            runs = blocks.handed_over(table, seq.num_prompt_tokens, num_tokens)
             self.publishes.append(PublishSpec(lease_id, runs, num_tokens, seq.request.lease_generation))

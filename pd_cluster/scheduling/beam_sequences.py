@@ -80,8 +80,8 @@ class BeamSequences:
             queues.remove(seq)
         if seq.table is not None:
             blocks.close(seq.table)
-        blocks.free_host(seq.host_block_ids)
-        seq.host_block_ids = []
+        blocks.free_host(seq.host_blocks)
+        seq.host_blocks = ()
         seq.token_ids, seq.block_hashes = token_ids, parent.block_hashes[:]
         seq.num_pending = seq.num_computed_tokens = 0
         seq.table = None

@@ -1,117 +1,142 @@
-"""Which tables, leases and quarantines hold which KV blocks. Ids only; the tensor lives in the worker.
+"""Which tables, leases and quarantines hold which KV blocks. Ids only; the memory lies in the worker.
 
-    a device block is    when                                            counted as
-    free                 no reference, not in the prefix cache           free
-    cached               no reference, in the prefix cache               cached
-    in use               a table, a lease or a quarantine refers to it   in_use
+Each KV group has a pool of blocks with a prefix cache of its own (`block_pool`); several share memory (`slab_memory`).
+A *table* is one holder's blocks of every group (`block_table`). Operations here are on all groups at once.
 
-A *table* is one holder's blocks in prompt order, plus its *path* in the prefix cache. Path and table differ where
-another holder cached the same prefix first: the table's own copy stays private, and it refers to the cached twin as
-well, so that a cached block never outlives its parents' references (see prefix_cache.py).
+Sizes in *units*: with one group a unit is a block. With several a slab has as many units as the least common multiple
+of the blocks that groups have in one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.messages import KvStats
-from pd_cluster.scheduling.cache_news import CacheNews
-from pd_cluster.scheduling.prefix_cache import PrefixCache
-from pd_connectors.base import CachedBlock
-from pd_connectors.protocol.layout import BlockRun
+from pd_cluster.scheduling.batch import NewBlocks
+from pd_cluster.scheduling.block_pool import BlockPool
+from pd_cluster.scheduling.block_table import BlockTable, GroupBlocks, Growth
+from pd_cluster.scheduling.cache_news import CacheNews, WindowChains
+from pd_cluster.scheduling.hits import GroupHits, TreeHits
+from pd_cluster.scheduling.slab_memory import SlabMemory, WholeMemory
+from pd_connectors.protocol.layout import BlockRun, KVKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from pd_connectors.base import CachedBlock
+    from pd_connectors.protocol.layout import KVGroup
+    from pd_connectors.protocol.slabs import KvSlabs
 
-@dataclass(slots=True, eq=False)
-class BlockTable:
-    """One holder's blocks. Changed by the block manager only."""
-
-    ids: list[int] = field(default_factory=list)  # ids[i] holds tokens [i * block_size, (i + 1) * block_size)
-    path: list[int] = field(default_factory=list)  # cached blocks of the same content as ids[: len(path)]
-    capacity: int = 0  # positions below this can be written without `grow`
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """How a table changed: ids[first_block : first_block + len(block_ids)] are now `block_ids`."""
-
-    first_block: int
-    block_ids: tuple[int, ...]
-    copy: tuple[int, int] | None  # (from, to): the first new block replaces a shared block and needs its content
+Copy = tuple[int, int, int]  # (group, from, to)
 
 
 class BlockManager:
-    """Reference counts over the device pool, the prefix cache, leases, quarantines, and the host pool for swapping."""
+    """The pools of all groups, with the tables, leases and quarantines that refer to their blocks."""
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        num_host_blocks: int = 0,
-        prefix_caching: bool = True,
-        num_groups: int = 1,
+        self, groups: Sequence[KVGroup], slabs: KvSlabs, *, num_host_blocks: int = 0, prefix_caching: bool = True
     ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size  # tokens
-        self.num_host_blocks = num_host_blocks
+        """`num_host_blocks`: of each group, for swapping."""
+        self.block_size = min(group.block_size for group in groups)  # tokens; of hashes
         self.prefix_caching = prefix_caching
-        self._num_groups = num_groups  # of layers, each with a tensor of its own; see `runs`
-        self.num_evicted = 0  # since boot
-        self._refs = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._cache = PrefixCache()
+        ratios = [group.block_size // self.block_size for group in groups]
+        assert all(group.block_size % self.block_size == 0 for group in groups), "block sizes that do not divide"
+        self._memory: WholeMemory | SlabMemory
+        if len(groups) == 1:
+            self._memory = WholeMemory(BlockPool(0, groups[0], 1, slabs.num_blocks(0), num_host_blocks))
+        else:
+            self._memory = SlabMemory(groups, ratios, slabs, num_host_blocks)
+        self.pools: tuple[BlockPool, ...] = self._memory.pools
+        self._mortal = tuple(pool for pool in self.pools if not pool.is_tree)  # their blocks die
+        is_tree = len(groups) == 1 and self.pools[0].is_tree
+        self._hits: TreeHits | GroupHits
+        self._hits = TreeHits(self.pools[0]) if is_tree else GroupHits(self.pools, self.block_size)
         self.news = CacheNews()
+        self._chains = {pool: self._tell_news(pool) for pool in self.pools}
         self._tables: set[BlockTable] = set()
         self._leases: dict[str, BlockTable] = {}
-        self._leased: Counter[int] = Counter()  # block -> leases that hold it
-        self._quarantines: dict[str, list[int]] = {}
-        self._host_free = list(range(num_host_blocks - 1, -1, -1))
-        self._host_used: set[int] = set()
+        self._quarantines: dict[str, list[list[int]]] = {}  # by group
+
+    def _tell_news(self, pool: BlockPool) -> WindowChains | None:
+        """Let evictions take names back. A block of a WINDOW group takes all that need it."""
+        if pool.group.kind is not KVKind.WINDOW:
+            pool.on_evicted = self.news.evicted
+            return None
+        chains = WindowChains(self.news, -(-(pool.group.window - 1) // pool.block_size))
+        pool.on_evicted = chains.evicted
+        return chains
 
     # sizes
 
     @property
+    def num_blocks(self) -> int:
+        """Units of memory."""
+        return self._memory.num_units
+
+    @property
     def num_available(self) -> int:
-        """Blocks that can be allocated now."""
-        return len(self._free) + self._cache.num_evictable
+        """Units without a reference."""
+        memory = self._memory
+        owned = (pool.num_unreferenced * weight for pool, weight in zip(self.pools, memory.weights, strict=True))
+        return memory.num_unowned_units + sum(owned)
+
+    @property
+    def block_units(self) -> int:
+        """The units of a block of the group that lasts as long as the sequence: of FULL, or LATENT."""
+        weights = zip(self.pools, self._memory.weights, strict=True)
+        return max((weight for pool, weight in weights if pool.is_tree), default=max(self._memory.weights))
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks since boot."""
+        return sum(pool.num_evicted for pool in self.pools)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def fits(self, num_tokens: int, step_tokens: int) -> bool:
+        """Whether a sequence of so many tokens fits the memory alone, computed in steps of `step_tokens`."""
+        return self._memory.fits([pool.most_held(num_tokens, step_tokens) for pool in self.pools])
+
+    def units(self, num_blocks: Sequence[int]) -> int:
+        """The units of so many blocks by group."""
+        return sum(num * weight for num, weight in zip(num_blocks, self._memory.weights, strict=True))
+
+    def units_of(self, table: BlockTable) -> int:
+        """The units that a table holds."""
+        return self.units([len(held.ids) for held in table.groups])
+
     def stats(self) -> KvStats:
-        free, cached = len(self._free), self._cache.num_evictable
+        groups, weights = tuple(pool.stats() for pool in self.pools), self._memory.weights
+        pairs = tuple(zip(groups, weights, strict=True))
+        free = self._memory.num_unowned_units + sum(one.free * weight for one, weight in pairs)
+        cached = sum(one.cached * weight for one, weight in pairs)
         return KvStats(
             num_blocks=self.num_blocks,
             free=free,
             cached=cached,
             in_use=self.num_blocks - free - cached,
-            leased=len(self._leased),
-            quarantined=sum(map(len, self._quarantines.values())),
+            leased=sum(one.leased * weight for one, weight in pairs),
+            quarantined=sum(one.quarantined * weight for one, weight in pairs),
+            groups=groups,
         )
 
     # tables
 
     def open_table(self) -> BlockTable:
         """An empty table. Close it (or `hold` it under a lease), whatever happens."""
-        table = BlockTable()
+        table = BlockTable(tuple(GroupBlocks() for _ in self.pools))
         self._tables.add(table)
         return table
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table of the same blocks. The first that writes the shared last block gets a copy of it."""
-        for block_id in table.ids:
-            self._refs[block_id] += 1
-        for own, cached in zip(table.ids, table.path, strict=False):
-            if own != cached:
-                self._refs[cached] += 1
+        for pool, held in zip(self.pools, table.groups, strict=True):
+            pool.fork(held)
         table.capacity = 0  # both tables must `grow` before they are written
-        twin = BlockTable(table.ids[:], table.path[:])
+        twin = BlockTable(tuple(GroupBlocks(held.first, held.ids[:], held.path[:]) for held in table.groups))
         self._tables.add(twin)
         return twin
 
@@ -120,98 +145,116 @@ class BlockManager:
         self._tables.discard(table)
         self.truncate(table, 0)
 
+    def needs(self, table: BlockTable, start: int, end: int, reach: int | None = None) -> list[int]:
+        """The blocks to take by group, to make positions [start, end) writable.
+
+        `reach`: in groups of which blocks die, only those before it. None: `end`.
+        """
+        groups = table.groups  # `zip` with `strict` takes as long as the rest, here and where steps grow tables
+        if reach is None:
+            return [pool.num_missing(groups[pool.index], start, end) for pool in self.pools]
+        return [pool.num_missing(groups[pool.index], start, end if pool.is_tree else reach) for pool in self.pools]
+
+    def has_room(self, needs: Sequence[int]) -> bool:
+        """Whether each group can take so many blocks now."""
+        return self._memory.has_room(needs)
+
     def can_grow(self, table: BlockTable, start: int, end: int) -> bool:
         """Whether there are blocks to make positions [start, end) writable."""
-        num_new = max(0, self.blocks_for(end) - len(table.ids))
-        return num_new + self._is_shared(table, start) <= self.num_available
+        return self._memory.has_room(self.needs(table, start, end))
 
-    def grow(self, table: BlockTable, start: int, end: int) -> Growth:
-        """Make positions [start, end) writable. The caller has asked `can_grow`.
+    def grow(self, table: BlockTable, start: int, end: int, reach: int | None = None) -> Growth:
+        """Make positions [start, end) writable; see `needs`. The caller has asked for room.
 
         All tokens before `start` are computed, so of the table's blocks only the one of `start` can be shared.
         """
-        assert self.can_grow(table, start, end)
-        ids, first = table.ids, start // self.block_size
-        shared = self._is_shared(table, start)
-        num_new = max(0, self.blocks_for(end) - len(ids))
-        copy = None
-        begin = len(ids)
-        if shared:
-            copy = (ids[first], self._take_free())
-            self._drop(ids[first])
-            ids[first] = copy[1]
-            begin = first
-        ids.extend(self._take_free() for _ in range(num_new))
-        table.capacity = len(ids) * self.block_size
-        return Growth(begin, tuple(ids[begin:]), copy)
+        needs = self.needs(table, start, end, reach)
+        assert self._memory.has_room(needs)
+        self._memory.expect(needs)
+        new, copies = [], []
+        for pool in self.pools:
+            if needs[pool.index]:
+                held = table.groups[pool.index]
+                begin, copy = pool.grow(held, start, end if reach is None or pool.is_tree else reach)
+                new.append(NewBlocks(pool.index, held.first + begin, tuple(held.ids[begin:])))
+                if copy is not None:
+                    copies.append((pool.index, *copy))
+        table.capacity = self.reach(table)
+        return Growth(tuple(new), tuple(copies))
 
-    def _is_shared(self, table: BlockTable, position: int) -> bool:
-        index = position // self.block_size
-        return index < len(table.ids) and self._refs[table.ids[index]] > 1
+    def _by_group(self, table: BlockTable) -> Iterable[tuple[BlockPool, GroupBlocks]]:
+        return zip(self.pools, table.groups, strict=True)
 
-    def runs(self, table: BlockTable, first_block: int, end_block: int) -> tuple[BlockRun, ...]:
-        """Blocks [first_block, end_block) of a table by group. One table serves all groups: they run in lock step."""
-        return (BlockRun(first_block, tuple(table.ids[first_block:end_block])),) * self._num_groups
+    def reach(self, table: BlockTable) -> int:
+        """Positions below this have a block in every group, which may be shared."""
+        reach = inf
+        for pool in self.pools:
+            held = table.groups[pool.index]
+            if (own := (held.first + len(held.ids)) * pool.block_size) < reach:
+                reach = own
+        return int(reach)
+
+    def whole(self, table: BlockTable) -> tuple[NewBlocks, ...]:
+        """All blocks, for a worker that knows none of them."""
+        return tuple(NewBlocks(i, held.first, tuple(held.ids)) for i, held in enumerate(table.groups))
+
+    def handed_over(self, table: BlockTable, num_tokens: int, num_computed: int) -> tuple[BlockRun, ...]:
+        """The blocks that a handoff of the first `num_tokens` moves, as far as `num_computed` make them final."""
+        runs = []
+        for pool, held in self._by_group(table):
+            blocks = pool.group.handed_over(num_tokens, num_computed)
+            ids = held.ids[blocks.start - held.first : blocks.stop - held.first] if blocks else ()
+            runs.append(BlockRun(blocks.start, tuple(ids)))
+        return tuple(runs)
+
+    def uncached_runs(self, table: BlockTable) -> tuple[BlockRun, ...]:
+        """The blocks behind those that are published or matched: the targets of a load."""
+        groups = table.groups
+        return tuple(BlockRun(one.first + len(one.path), tuple(one.ids[len(one.path) :])) for one in groups)
 
     def truncate(self, table: BlockTable, num_blocks: int) -> None:
-        """Release all but the table's first blocks, the last one first, so that only leaves are evicted."""
-        ids, path = table.ids, table.path
-        for index in range(len(ids) - 1, num_blocks - 1, -1):
-            self._drop(ids[index])
-            if index < len(path) and path[index] != ids[index]:
-                self._drop(path[index])
-        del ids[num_blocks:]
-        del path[num_blocks:]
+        """Release all but what the first `num_blocks` (of `block_size` tokens) hold.
+
+        Where blocks die the rest may not be enough to continue there: `match` again before that.
+        """
+        for pool, held in zip(self.pools, table.groups, strict=True):
+            pool.truncate(held, num_blocks // pool.ratio)
         table.capacity = 0
+        table.due = 0
 
-    def _take_free(self) -> int:
-        if self._free:
-            block_id = self._free.pop()
-        else:
-            block_id = self._evict()
-            self.num_evicted += 1
-        self._refs[block_id] = 1
-        return block_id
+    def let_go(self, table: BlockTable, position: int) -> None:
+        """Release the blocks that no token from `position` on reads. Those in the cache stay findable."""
+        for pool in self._mortal:
+            pool.let_go_before(table.groups[pool.index], pool.group.first_block(position))
+        due = inf
+        for pool in self.pools:
+            if (own := pool.due(table.groups[pool.index], is_cached=self.prefix_caching)) < due:
+                due = own
+        table.due = due
 
-    def _evict(self) -> int:
-        block_id, block_hash = self._cache.evict()
-        self.news.evicted(block_hash)
-        return block_id
+    def drop_mortal(self, table: BlockTable) -> None:
+        """Release all blocks of the groups of which blocks die."""
+        for pool in self._mortal:
+            pool.truncate(table.groups[pool.index], 0)
 
-    def _acquire(self, block_id: int) -> None:
-        """Refer to a cached block."""
-        if self._refs[block_id] == 0:
-            self._cache.take_up(block_id)
-        self._refs[block_id] += 1
-
-    def _drop(self, block_id: int) -> None:
-        refs = self._refs[block_id] - 1
-        assert refs >= 0, f"block {block_id} was released twice"
-        self._refs[block_id] = refs
-        if refs == 0:
-            if block_id in self._cache:
-                self._cache.let_go(block_id)
-            else:
-                self._free.append(block_id)
+    def keep_handed_over(self, table: BlockTable, num_tokens: int) -> None:
+        """Release what a load of a prompt of `num_tokens` does not need beside what it brings."""
+        for pool in self._mortal:
+            pool.let_go_before(table.groups[pool.index], pool.group.handed_over(num_tokens).start)
 
     # prefix cache
 
     def num_cached(self, hashes: Iterable[bytes]) -> int:
-        """The number of tokens in the longest cached run of `hashes`."""
-        return len(self._cache.match(hashes)) * self.block_size
+        """The number of tokens up to the largest boundary of `hashes` that is a hit."""
+        return self._hits.num_cached(hashes) * self.block_size
 
     def match(self, table: BlockTable, hashes: Iterable[bytes]) -> int:
-        """Extend a table that holds nothing but cached blocks by the longest cached run of `hashes` behind them.
+        """Let a table that holds nothing but cached blocks hold those of the largest boundary of `hashes`.
 
-        The blocks are pinned when they are found, so none of them can be evicted. Returns the number of blocks held.
+        The blocks are pinned when they are found, so none of them can be evicted. Returns the number of blocks up to
+        the boundary, of which those that are dead there are not held.
         """
-        assert len(table.ids) == len(table.path), "only a table of nothing but cached blocks can be matched further"
-        if self.prefix_caching:
-            for block_id in self._cache.match(islice(hashes, len(table.ids), None)):
-                self._acquire(block_id)
-                table.ids.append(block_id)
-                table.path.append(block_id)
-        return len(table.ids)
+        return self._hits.hold(table, hashes if self.prefix_caching else ())
 
     def publish(self, table: BlockTable, hashes: list[bytes]) -> list[CachedBlock]:
         """Cache the table's first len(hashes) blocks: full, computed, and the step that computed them has retired.
@@ -219,24 +262,32 @@ class BlockManager:
         Returns the blocks that the cache did not know.
         """
         news: list[CachedBlock] = []
-        if not self.prefix_caching:
-            return news
-        ids, path = table.ids, table.path
-        for index in range(len(path), len(hashes)):
-            cached = self._cache.find(hashes[index])
-            if cached is None:
-                self._cache.insert(hashes[index], ids[index], path[-1] if path else None)
-                cached = ids[index]
-                news.append(CachedBlock(hashes[index], cached))
-            else:
-                self._acquire(cached)
-            path.append(cached)
+        if self.prefix_caching:
+            for pool in self.pools:
+                pool.publish(table.groups[pool.index], hashes, news)
         return news
+
+    def num_published(self, table: BlockTable) -> int:
+        """The number of blocks that are published in every group."""
+        return min((held.first + len(held.path)) * pool.ratio for pool, held in self._by_group(table))
+
+    def name(self, steps: Sequence[tuple[int, int]], first: int, hashes: Sequence[bytes]) -> int:
+        """Name the hits of a prompt of which the blocks with `hashes` are published. See `CacheNews.name`."""
+        hits = None
+        if isinstance(self._hits, GroupHits) and self.news.is_on:
+            at = steps[first][0] // self.block_size
+            hits = self._hits.boundaries(hashes, at)
+            for pool, chains in self._chains.items():
+                if chains is not None and hits:
+                    begin = pool.group.first_block(min(hits) * self.block_size)
+                    row = hashes[(begin + 1) * pool.ratio - 1 :: pool.ratio]
+                    chains.link([None if pool.cache.find(one) is None else one for one in row])
+        return self.news.name(steps, first, hashes, self.block_size, hits)
 
     def forget_unused(self) -> None:
         """Free all cached blocks that nothing refers to."""
-        while self._cache.num_evictable:
-            self._free.append(self._evict())
+        for pool in self.pools:
+            pool.forget_unused()
 
     # leases, quarantine
 
@@ -244,94 +295,91 @@ class BlockManager:
         """Give the table to the lease. The caller must not use it any more."""
         assert lease_id not in self._leases, f"lease {lease_id} holds blocks already"
         self._leases[lease_id] = table
-        self._leased.update(table.ids)
+        for pool, held in self._by_group(table):
+            pool.leased.update(held.ids)
 
     def end_lease(self, lease_id: str) -> bool:
         """Free the blocks of a lease. Returns False if it holds none."""
         table = self._leases.pop(lease_id, None)
         if table is None:
             return False
-        for block_id in table.ids:
-            self._leased[block_id] -= 1
-            if not self._leased[block_id]:
-                del self._leased[block_id]
+        for pool, held in self._by_group(table):
+            for block_id in held.ids:
+                pool.leased[block_id] -= 1
+                if not pool.leased[block_id]:
+                    del pool.leased[block_id]
         self.close(table)
         return True
 
-    def quarantine(self, load_id: str, table: BlockTable, first_block: int) -> None:
-        """Take blocks from `first_block` on out of the table, and out of use, until `drain(load_id)`."""
-        assert first_block >= len(table.path), "a cached block cannot be the target of a load"
-        self._quarantines.setdefault(load_id, []).extend(table.ids[first_block:])
-        del table.ids[first_block:]
+    def quarantine(self, load_id: str, table: BlockTable) -> None:
+        """Take the targets of a load out of the table, and out of use, until `drain(load_id)`."""
+        taken = self._quarantines.setdefault(load_id, [[] for _ in self.pools])
+        for (pool, held), ids in zip(self._by_group(table), taken, strict=True):
+            ids += held.ids[len(held.path) :]
+            pool.num_quarantined += len(held.ids) - len(held.path)
+            del held.ids[len(held.path) :]
         table.capacity = 0
 
     def drain(self, load_id: str) -> None:
         """Free the quarantined blocks of a load that cannot write any more. Unknown ids are ignored."""
-        for block_id in self._quarantines.pop(load_id, ()):
-            self._drop(block_id)
+        for pool, ids in zip(self.pools, self._quarantines.pop(load_id, ()), strict=False):
+            pool.num_quarantined -= len(ids)
+            for block_id in ids:
+                pool.drop(block_id)
 
     # host pool
 
-    @property
-    def num_host_free(self) -> int:
-        return len(self._host_free)
+    def can_swap_out(self, table: BlockTable, num_tokens: int) -> bool:
+        """Whether the table has blocks of the first `num_tokens`, and the host memory room for them."""
+        held = [pool.blocks_for(num_tokens) - held.first for pool, held in self._by_group(table)]
+        return num_tokens > 0 and all(num <= len(pool.host_free) for num, pool in zip(held, self.pools, strict=True))
 
-    def swap_out(self, table: BlockTable, num_blocks: int) -> list[tuple[int, int]]:
-        """Reserve host blocks for the table's first `num_blocks` and close it. Returns (device, host) pairs to copy."""
-        pairs = [(block_id, self._host_free.pop()) for block_id in table.ids[:num_blocks]]
-        self._host_used.update(host for _, host in pairs)
+    def swap_out(self, table: BlockTable, num_tokens: int) -> tuple[list[Copy], tuple[BlockRun, ...]]:
+        """Reserve host blocks for the first `num_tokens` and close the table.
+
+        Returns the copies (group, device, host), and the host blocks by group.
+        """
+        copies, runs = [], []
+        for pool, held in self._by_group(table):
+            own = pool.to_host(held, pool.blocks_for(num_tokens))
+            copies += own
+            runs.append(BlockRun(held.first, tuple(host for _, _, host in own)))
         self.close(table)
-        return pairs
+        return copies, tuple(runs)
 
-    def swap_in(self, table: BlockTable, host_block_ids: list[int]) -> list[tuple[int, int]]:
+    def swap_in(self, table: BlockTable, host_blocks: tuple[BlockRun, ...], needs: Sequence[int]) -> list[Copy]:
         """Add the swapped-out blocks that the table lacks, and free the host blocks.
 
-        Returns (host, device) pairs to copy. The caller has made sure that there are enough, and swaps nothing out in
-        the same step (a step copies out before it copies in: a host block freed here must not be written by it).
+        `needs`: what the table will take in all, by group; there is room for it. Returns the copies (group, host,
+        device). The caller swaps nothing out in the same step (a step copies out before it copies in: a host block
+        freed here must not be written by it).
         """
-        pairs = [(host, self._take_free()) for host in host_block_ids[len(table.ids) :]]
-        table.ids.extend(block_id for _, block_id in pairs)
-        self.free_host(host_block_ids)
-        return pairs
+        copies: list[Copy] = []
+        self._memory.expect(needs)
+        for (pool, held), run in zip(self._by_group(table), host_blocks, strict=True):
+            for host in islice(run.block_ids, held.end - run.first_block, None):
+                held.ids.append(pool.take())
+                copies.append((pool.index, host, held.ids[-1]))
+        self.free_host(host_blocks)
+        return copies
 
-    def free_host(self, host_block_ids: list[int]) -> None:
-        for host in host_block_ids:
-            self._host_used.remove(host)
-            self._host_free.append(host)
+    def free_host(self, host_blocks: tuple[BlockRun, ...]) -> None:
+        for pool, run in zip(self.pools, host_blocks, strict=False):
+            pool.free_host(run.block_ids)
 
     # proof
 
     @property
     def idle(self) -> bool:
         """No table, lease or quarantine is left, and the host pool is empty."""
-        return not (self._tables or self._leases or self._quarantines or self._host_used)
+        return not (self._tables or self._leases or self._quarantines or any(pool.host_used for pool in self.pools))
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for once. O(blocks); run when idle and in tests."""
-        expected = [0] * self.num_blocks
-        for table in self._tables:
-            assert len(table.path) <= len(table.ids), f"a path of {len(table.path)} over {len(table.ids)} blocks"
-            for block_id in table.ids:
-                expected[block_id] += 1
-            for own, cached in zip(table.ids, table.path, strict=False):
-                assert cached in self._cache, f"block {cached} is on a path but not cached"
-                expected[cached] += own != cached
-        for block_ids in self._quarantines.values():
-            for block_id in block_ids:
-                expected[block_id] += 1
-        wrong = [(i, *pair) for i, pair in enumerate(zip(self._refs, expected, strict=True)) if pair[0] != pair[1]]
-        assert not wrong, f"(block, references, holders) disagree: {wrong[:8]}"
         assert all(table in self._tables for table in self._leases.values()), "a lease holds a closed table"
-        leased = Counter(block_id for table in self._leases.values() for block_id in table.ids)
-        assert leased == self._leased, f"leased blocks miscounted: {leased} held, {self._leased} counted"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
-        unreferenced = {i for i, refs in enumerate(self._refs) if refs == 0}
-        reusable = {i for i in unreferenced if i in self._cache}
-        assert free == unreferenced - reusable, f"free list off by {sorted(free ^ (unreferenced - reusable))[:8]}"
-        self._cache.check(self._refs)
-        assert len(reusable) == self._cache.num_evictable
-        host = set(self._host_free)
-        assert len(host) == len(self._host_free), "a host block is free twice"
-        assert not host & self._host_used, "a host block is free and used"
-        assert len(host) + len(self._host_used) == self.num_host_blocks, "host blocks lost"
+        for pool in self.pools:
+            tables = [table.groups[pool.index] for table in self._tables]
+            leased = [table.groups[pool.index] for table in self._leases.values()]
+            quarantined = [block_id for taken in self._quarantines.values() for block_id in taken[pool.index]]
+            pool.check(tables, leased, quarantined)
+        self._memory.check()

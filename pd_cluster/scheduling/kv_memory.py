@@ -16,7 +16,8 @@ from pd_connectors.base import LoadSpec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_cluster.scheduling.block_manager import BlockManager, BlockTable
+    from pd_cluster.scheduling.block_manager import BlockManager
+    from pd_cluster.scheduling.block_table import BlockTable
     from pd_cluster.scheduling.queues import Queues
     from pd_cluster.scheduling.sequence import Request, Sequence
     from pd_connectors.base import CachedBlock
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 PREEMPTIONS = ("preemptions_recompute_total", "preemptions_swap_total")
 HITS = ("prefix_cache_queried_tokens_total", "prefix_cache_hit_tokens_total")
 WATERMARK_SHARE = 100  # 1 / WATERMARK_SHARE of the blocks is kept for sequences that run already
-Copies = list[tuple[int, int]]  # block pairs (from, to) for a BlockCopies
+Copies = list[tuple[int, int, int]]  # (group, from, to) for a BlockCopies
 
 
 class KvMemory:
@@ -44,23 +45,27 @@ class KvMemory:
         queues: Queues,
         retract: Callable[[str], int | None],
         clock: Callable[[], float],
+        step_tokens: int,
     ) -> None:
+        """`step_tokens`: the most of one step."""
         self.counters = dict.fromkeys((*PREEMPTIONS, *HITS), 0.0)
         self._blocks = blocks
         self._queues = queues
         self._retract = retract
         self._clock = clock
-        self._watermark = max(1, blocks.num_blocks // WATERMARK_SHARE)
+        self._step_tokens = step_tokens
+        self._watermark = [max(1, len(pool.refs) // WATERMARK_SHARE) for pool in blocks.pools]  # by group
         self._refused: Sequence | None = None
         self._news: list[CachedBlock] = []
 
     # running sequences
 
-    def can_write(self, seq: Sequence) -> bool:
-        """Whether the sequence's next token has a block, or can get one."""
+    def can_write(self, seq: Sequence, num_tokens: int = 1) -> bool:
+        """Whether the sequence's next tokens have blocks, or can get them."""
         table, start = seq.table, seq.num_scheduled_tokens
         assert table is not None
-        return start < table.capacity or self._blocks.can_grow(table, start, start + 1)
+        end = start + num_tokens
+        return end <= table.capacity or self._blocks.can_grow(table, start, end)
 
     def drop_pin(self, keep: Request | None = None) -> bool:
         """Make the pinned prefix of the worst-ranked parked request evictable. False: there is none but `keep`'s.
@@ -69,11 +74,17 @@ class KvMemory:
         """
         for request in reversed(self._queues.parked):
             table = request.table
-            if request is not keep and request.kv is KvArrival.ABSENT and table is not None and table.ids:
+            if request is not keep and request.kv is KvArrival.ABSENT and table is not None:
+                if not any(held.ids for held in table.groups):
+                    continue
                 self._blocks.close(table)
                 request.table = self._blocks.open_table()
                 return True
         return False
+
+    def num_held(self, seq: Sequence) -> int:
+        """The units that a sequence holds."""
+        return 0 if seq.table is None else self._blocks.units_of(seq.table)
 
     def preempt(self, seq: Sequence) -> Copies:
         """Take all blocks of a sequence that no running step touches, and make it wait. Returns the copies to run.
@@ -89,10 +100,8 @@ class KvMemory:
             request.lease_generation = generation
         self._queues.remove(seq)
         copies: Copies = []
-        num_held = blocks.blocks_for(seq.num_computed_tokens)
-        if request.lease_id is None and 0 < num_held <= blocks.num_host_free:
-            copies = blocks.swap_out(table, num_held)
-            seq.host_block_ids = [host for _, host in copies]
+        if request.lease_id is None and blocks.can_swap_out(table, seq.num_computed_tokens):
+            copies, seq.host_blocks = blocks.swap_out(table, seq.num_computed_tokens)
             seq.status = SequenceStatus.SWAPPED
             self.counters["preemptions_swap_total"] += 1
         else:
@@ -119,17 +128,23 @@ class KvMemory:
         return seq if seq is not None and seq in self._queues.waiting else None
 
     def num_missing(self, seq: Sequence) -> int:
-        """The number of blocks to free until a waiting sequence can enter beside the running ones' next tokens."""
-        blocks = self._blocks
+        """The units to free until a waiting sequence can enter beside the running ones' next tokens.
+
+        At least one while it could not: units may be free in slabs of another group.
+        """
+        blocks, num_tokens = self._blocks, len(seq.token_ids)
         num_growing = sum(
-            one.num_scheduled_tokens >= len(one.block_ids) * blocks.block_size for one in self._queues.running
+            one.table is None or one.num_scheduled_tokens >= blocks.reach(one.table) for one in self._queues.running
         )
-        num_wanted = blocks.blocks_for(len(seq.token_ids)) + self._watermark + num_growing
-        return num_wanted - blocks.num_available
+        most = (pool.most_held(num_tokens, self._step_tokens) for pool in blocks.pools)
+        wanted = [num + spare + num_growing for num, spare in zip(most, self._watermark, strict=True)]
+        num_missing = blocks.units(wanted) - blocks.num_available
+        return num_missing if num_missing > 0 or blocks.has_room(wanted) else 1
 
     def admit(self, seq: Sequence) -> Copies | None:
         """Give a waiting sequence blocks for all of its tokens, so that no prompt is preempted before its end.
 
+        In groups of which blocks die: for those of its next step, because later ones may take the place of dead ones.
         At least one token is left to compute, for its logits. Returns the copies that swap it in, or None: refused.
         """
         copies = self._take_blocks(seq)
@@ -145,19 +160,25 @@ class KvMemory:
         table = blocks.open_table()
         reusable = seq.num_computed_tokens if is_swapped else seq.num_reusable_tokens
         num_cached = blocks.match(table, seq.iter_hashes(reusable // blocks.block_size, blocks.block_size))
-        if not self._make_room(blocks.blocks_for(num_tokens) - num_cached, seq.request):
+        start = seq.num_computed_tokens if is_swapped else num_cached * blocks.block_size
+        if is_swapped:
+            blocks.let_go(table, start)
+        reach = min(num_tokens, start + self._step_tokens)
+        needs = blocks.needs(table, start, num_tokens, reach)
+        if not self._make_room(needs, seq.request):
+            is_compact = self._compact(table, num_tokens)
             blocks.close(table)
-            return None
+            return self._take_blocks(seq) if is_compact else None
         seq.request.num_named = 0  # some of its blocks may have been evicted since
         self._name(seq, num_cached)
         copies: Copies = []
         if is_swapped:
-            copies = blocks.swap_in(table, seq.host_block_ids)
-            seq.host_block_ids = []
+            copies = blocks.swap_in(table, seq.host_blocks, needs)
+            seq.host_blocks = ()
         else:
-            seq.num_computed_tokens = seq.num_scheduled_tokens = num_cached * blocks.block_size
+            seq.num_computed_tokens = seq.num_scheduled_tokens = start
             self._count_hit(seq)
-        blocks.grow(table, seq.num_scheduled_tokens, num_tokens)
+        blocks.grow(table, start, num_tokens, reach)
         seq.table = table
         return copies
 
@@ -172,13 +193,23 @@ class KvMemory:
         """Cache the whole blocks of the first `num_tokens`, which are computed. Returns those that were not known."""
         size = self._blocks.block_size
         news = self._blocks.publish(table, seq.hash_blocks(num_tokens // size, size))
-        self._name(seq, len(table.path))
+        if seq.request.num_named < len(seq.request.message.steps):
+            self._name(seq, self._blocks.num_published(table))
         return news
 
     def publish_computed(self, seq: Sequence) -> None:
-        """Cache the whole blocks that a running sequence has computed. Those that were not known are news."""
-        assert seq.table is not None
-        self._news += self.publish(seq, seq.table, seq.num_computed_tokens)
+        """Cache the whole blocks that a running sequence has computed. Those that were not known are news.
+
+        Then release the blocks that are dead. Steps that still run read only from the computed tokens on. What a lease
+        hands over is kept.
+        """
+        table, num_computed = seq.table, seq.num_computed_tokens
+        assert table is not None
+        if self._blocks.prefix_caching:
+            self._news += self.publish(seq, table, num_computed)
+        if seq.request.lease_id is not None:
+            num_computed = min(num_computed, seq.num_prompt_tokens - 1)
+        self._blocks.let_go(table, num_computed)
 
     def take_news(self) -> list[CachedBlock]:
         """Returns the computed blocks that were new to the cache since the last call. Their content is certain only
@@ -187,10 +218,10 @@ class KvMemory:
         return news
 
     def _name(self, seq: Sequence, num_blocks: int) -> None:
-        request, size = seq.request, self._blocks.block_size
+        request = seq.request
         if request.num_named < len(steps := request.message.steps):
-            hashes = seq.hash_blocks(num_blocks, size)
-            request.num_named = self._blocks.news.name(steps, request.num_named, hashes, size)
+            hashes = seq.hash_blocks(num_blocks, self._blocks.block_size)
+            request.num_named = self._blocks.name(steps, request.num_named, hashes)
 
     def _count_hit(self, seq: Sequence) -> None:
         """Count the prefix-cache hit of a request's first admission. After a preemption it finds its own KV."""
@@ -201,10 +232,11 @@ class KvMemory:
             self.counters["prefix_cache_queried_tokens_total"] += seq.num_prompt_tokens
             self.counters["prefix_cache_hit_tokens_total"] += seq.num_cached_tokens
 
-    def _make_room(self, num_blocks: int, claimant: Request) -> bool:
-        """Whether `num_blocks` can be taken; drops the pins of other parked requests for it, worst rank first."""
-        spare = self._watermark if self._queues.running or self._queues.loaded else 0
-        while self._blocks.num_available < num_blocks + spare:
+    def _make_room(self, needs: list[int], claimant: Request) -> bool:
+        """Whether so many blocks by group can be taken; drops the pins of other parked requests for it, worst first."""
+        if self._queues.running or self._queues.loaded:
+            needs = [need + spare for need, spare in zip(needs, self._watermark, strict=True)]
+        while not self._blocks.has_room(needs):
             if not self.drop_pin(claimant):
                 return False
         return True
@@ -222,6 +254,21 @@ class KvMemory:
         num_whole = request.num_kept_tokens // size
         self._blocks.truncate(request.table, num_whole)
         return self._blocks.match(request.table, request.sequences[0].iter_hashes(num_whole, size))
+
+    def _compact(self, table: BlockTable, num_tokens: int) -> bool:
+        """Forget all that is cached and unused, and all blocks of the table, if a sequence then has room alone.
+
+        The blocks of a cached prefix may lie so that no slab is left for another group.
+        """
+        blocks, pools = self._blocks, self._blocks.pools
+        if len(pools) == 1 or self._queues.running or self._queues.loaded:
+            return False
+        blocks.truncate(table, 0)
+        is_used = any(pool.cache.num_evictable for pool in pools)
+        has_room = blocks.has_room([pool.most_held(num_tokens, self._step_tokens) for pool in pools])
+        if is_used and has_room:
+            blocks.forget_unused()
+        return is_used and has_room
 
     def missing(self, request: Request) -> tuple[list[bytes], int]:
         """The hashes of a parked prompt's whole blocks, to search a pool for, and how many of them are cached here.
@@ -243,20 +290,33 @@ class KvMemory:
         blocks, table = self._blocks, request.table
         assert request.load_id is not None
         assert table is not None
-        num_tokens = request.num_loaded_tokens if prefix is None else prefix
-        first_block = self.pin(request)
-        num_cached = first_block * blocks.block_size
+        num_cached = self.pin(request) * blocks.block_size
+        num_tokens = request.num_loaded_tokens
         if prefix is not None:  # more of the prompt may be cached since the search found `prefix`
             num_tokens = max(prefix, num_cached)
         self._queues.stop_reserving(request)
-        num_new = blocks.blocks_for(num_tokens) - first_block
-        if not self._is_next(request) or not self._make_room(num_new, request):
+        if not self._is_next(request):
+            self._queues.refuse(request)
+            return None
+        if not self._make_load_room(request, table, num_cached, num_tokens, prefix):
+            if self._compact(table, num_tokens):
+                return self.reserve(request, prefix)
             self._queues.refuse(request)
             return None
         blocks.grow(table, num_cached, num_tokens)
         request.kv = KvArrival.WRITING
         request.sequences[0].num_cached_tokens = num_cached
-        return LoadSpec(request.load_id, blocks.runs(table, first_block, len(table.ids)), num_tokens)
+        return LoadSpec(request.load_id, blocks.uncached_runs(table), num_tokens)
+
+    def _make_load_room(
+        self, request: Request, table: BlockTable, num_cached: int, num_tokens: int, prefix: int | None
+    ) -> bool:
+        """Release what is cached and dead behind the load, and make room for what is not cached."""
+        if prefix is None:
+            self._blocks.keep_handed_over(table, num_tokens)
+        else:
+            self._blocks.let_go(table, num_tokens)
+        return self._make_room(self._blocks.needs(table, num_cached, num_tokens), request)
 
     def _is_next(self, request: Request) -> bool:
         """Whether no refused request or sequence has a better claim."""
@@ -272,6 +332,7 @@ class KvMemory:
         num_blocks = max(lead.num_cached_tokens, num_tokens) // size
         self._blocks.truncate(request.table, num_blocks)
         self.publish(lead, request.table, num_blocks * size)
+        self._blocks.drop_mortal(request.table)  # less may have come than its end needs: `pin` finds what is enough
         request.kv = KvArrival.ABSENT
         lead.num_cached_tokens = 0  # counted when it is scheduled, or loaded
 
@@ -290,8 +351,7 @@ class KvMemory:
         """Take the blocks of a failed load, which may still write, out of use until `BlockManager.drain`."""
         assert request.load_id is not None
         assert request.table is not None
-        first_block = request.sequences[0].num_cached_tokens // self._blocks.block_size
-        self._blocks.quarantine(request.load_id, request.table, first_block)
+        self._blocks.quarantine(request.load_id, request.table)
         request.kv = KvArrival.ABSENT
 
     def close(self, request: Request) -> None:

@@ -127,5 +127,5 @@ class Lifecycle:
         if not seq.num_in_flight:
             if seq.table is not None:
                 self._blocks.close(seq.table)
-            self._blocks.free_host(seq.host_block_ids)
+            self._blocks.free_host(seq.host_blocks)
             self._queues.forget(seq)

@@ -162,7 +162,7 @@ class Planner:
         first = self._queues.waiting.first
         able = [seq for seq in prefills if self._may_run(seq, builder)]
         seq = self._passed.of_turn(able, None if first is None else first.rank[0])
-        if seq is None or not builder.prompts.admits(seq.num_scheduled_tokens):
+        if seq is None or not builder.prompts.admits(seq.num_scheduled_tokens) or not self._has_blocks(seq, builder):
             return False
         builder.add_chunk(seq, self._blocks)
         return True
@@ -183,16 +183,28 @@ class Planner:
                     self._admit(builder, before=priority)
             may_run = self._may_run(seq, builder)
             builder.limit_to_fill(seq)
-            if may_run and builder.prompts.admits(seq.num_scheduled_tokens):
+            if may_run and builder.prompts.admits(seq.num_scheduled_tokens) and self._has_blocks(seq, builder):
                 builder.add_chunk(seq, self._blocks)
 
-    def _make_writable(self, seq: Sequence, builder: BatchBuilder) -> bool:
-        """Preempt until the sequence can write its next token, or is itself the next to yield: False."""
-        while not self._memory.can_write(seq):
+    def _has_blocks(self, seq: Sequence, builder: BatchBuilder) -> bool:
+        """Whether a running prompt's chunk has blocks, or gets them. It can lack those that die."""
+        num_tokens = min(seq.num_remaining_tokens, builder.prompts.tokens_left)
+        if builder.swap_in:  # no step copies blocks both out and in
+            return self._memory.can_write(seq, num_tokens)
+        return self._make_writable(seq, builder, num_tokens)
+
+    def _make_writable(self, seq: Sequence, builder: BatchBuilder, num_tokens: int = 1) -> bool:
+        """Preempt until the sequence can write its next tokens, or is itself the next to yield: False.
+
+        A prompt that is the next to yield waits while another sequence goes on.
+        """
+        while not self._memory.can_write(seq, num_tokens):
             if self._memory.drop_pin():
                 continue
             victim = self._victim(builder)
             if victim is None or not self._may_take(seq, victim):
+                return False
+            if victim is seq and seq.num_remaining_tokens > 1 and (builder.chunks or self._is_any_in_flight):
                 return False
             # a running step touches its blocks: it is left out of this step and yields in the next
             if victim.num_in_flight:
@@ -202,6 +214,10 @@ class Planner:
             if victim is seq:
                 return False
         return True
+
+    @property
+    def _is_any_in_flight(self) -> bool:
+        return any(seq.num_in_flight for seq in self._queues.running)
 
     def _victim(self, builder: BatchBuilder) -> Sequence | None:
         """The worst-ranked holder of blocks that this step has not planned, or one of a group that owes it a slot."""

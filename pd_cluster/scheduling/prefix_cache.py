@@ -89,12 +89,16 @@ class PrefixCache:
     def evict(self) -> tuple[int, bytes]:
         """Forget the least recently used unreferenced leaf and return its block and hash. There must be one."""
         block_id, node = self._evictable.popitem(last=False)
+        self._forget(node)
+        return block_id, node.hash
+
+    def _forget(self, node: PrefixNode) -> None:
+        block_id = node.block_id
         assert node.num_children == 0, f"block {block_id} was to be evicted before its {node.num_children} children"
         if node.parent_block is not None:
             self._by_block[node.parent_block].num_children -= 1
         del self._by_hash[node.hash]
         del self._by_block[block_id]
-        return block_id, node.hash
 
     def check(self, refs: list[int]) -> None:
         """Raise AssertionError unless the tree agrees with itself and with the reference counts."""
@@ -114,3 +118,50 @@ class PrefixCache:
         for block_id, node in self._by_block.items():
             have, counted = children.get(block_id, 0), node.num_children
             assert counted == have, f"block {block_id} counts {counted} children, has {have}"
+
+
+class LinkedCache(PrefixCache):
+    """A prefix cache of which any unreferenced node can be evicted: with its subtree, which is unreferenced too.
+
+    Nodes that are inserted without a parent are no tree: each is evicted alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._children: dict[int, set[int]] = {}  # block -> the blocks of its children
+
+    @property
+    def oldest(self) -> int | None:
+        """The block that `evict` would return."""
+        return next(iter(self._evictable), None)
+
+    def unreferenced(self) -> Iterable[int]:
+        """The blocks of the unreferenced nodes, least recently used first."""
+        return self._evictable
+
+    def insert(self, block_hash: bytes, block_id: int, parent_block: int | None) -> None:
+        super().insert(block_hash, block_id, parent_block)
+        if parent_block is not None:
+            self._children.setdefault(parent_block, set()).add(block_id)
+
+    def evict_with_subtree(self, block_id: int) -> list[tuple[int, bytes]]:
+        """Forget the unreferenced node of this block and all nodes below it. Returns their blocks and hashes."""
+        doomed = [self._by_block[block_id]]
+        for node in doomed:  # grows meanwhile
+            doomed += [self._by_block[child] for child in self._children.get(node.block_id, ())]
+        for node in reversed(doomed):
+            del self._evictable[node.block_id]
+            self._forget(node)
+        return [(node.block_id, node.hash) for node in doomed]
+
+    def _forget(self, node: PrefixNode) -> None:
+        super()._forget(node)
+        self._children.pop(node.block_id, None)
+        if node.parent_block is not None:
+            self._children[node.parent_block].discard(node.block_id)
+
+    def check(self, refs: list[int]) -> None:
+        super().check(refs)
+        below = {(parent, child) for parent, children in self._children.items() for child in children}
+        parents = ((node.parent_block, block_id) for block_id, node in self._by_block.items())
+        assert below == {pair for pair in parents if pair[0] is not None}, "the links to children are wrong"

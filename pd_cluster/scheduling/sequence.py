@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from pd_cluster.protocol.messages import AddRequest
     from pd_cluster.protocol.prompt_outputs import PromptOutputs
     from pd_cluster.protocol.sampling_params import SamplingParams
-    from pd_cluster.scheduling.block_manager import BlockTable
+    from pd_cluster.scheduling.block_table import BlockTable
     from pd_cluster.scheduling.group import Group
+    from pd_connectors.protocol.layout import BlockRun
     from pd_connectors.protocol.messages import SampledToken
 
 
@@ -246,7 +247,7 @@ class Sequence:
     token_ids: list[int] = field(repr=False)  # prompt, then output
     status: SequenceStatus = SequenceStatus.WAITING
     table: BlockTable | None = None
-    host_block_ids: list[int] = field(default_factory=list)  # while SWAPPED
+    host_blocks: tuple[BlockRun, ...] = ()  # by group, while SWAPPED
     num_computed_tokens: int = 0  # tokens with KV in the table, by steps that have retired
     num_scheduled_tokens: int = 0  # the same, counting steps that still run
     # Tokens that running steps sample, one per step: their positions are known, their values not. Of a beam, until its
@@ -272,10 +273,6 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the EOS or stop token that ended it
     block_hashes: list[bytes] = field(default_factory=list, repr=False)
-
-    @property
-    def block_ids(self) -> list[int]:
-        return [] if self.table is None else self.table.ids
 
     @property
     def num_output_tokens(self) -> int:

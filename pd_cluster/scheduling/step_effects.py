@@ -65,7 +65,7 @@ class StepEffects:
         updates = self._life.take_entries(result.prompts) if result.prompts else []
         shared: dict[Request, list[SequenceTokens]] = {}  # of requests with several sequences
         samples = result.samples
-        block_size, sequences = self._blocks.block_size, self._queues.sequences
+        sequences = self._queues.sequences
         for chunk in batch.chunks:
             seq = sequences[chunk.seq_id]
             request = seq.request
@@ -79,7 +79,7 @@ class StepEffects:
             seq.num_computed_tokens = num_computed
             if seq.num_queued_tokens:
                 self._queues.count_queued(seq, num_computed)
-            if num_computed // block_size > len(seq.table.path):  # type: ignore[union-attr]
+            if num_computed >= seq.table.due:  # type: ignore[union-attr]
                 self._memory.publish_computed(seq)
             if is_absent:
                 seq.is_absent = False

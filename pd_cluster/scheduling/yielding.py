@@ -82,7 +82,7 @@ class Yielding:
             if victim is None:
                 return has_taken
             wants_slot, has_taken = False, True
-            num_missing -= len(victim.block_ids)
+            num_missing -= self._memory.num_held(victim)
             if victim.num_in_flight:
                 builder.held.add(victim.seq_id)
             else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pd_cluster.scheduling.block_manager import BlockManager
 from pd_connectors.protocol.hashing import extend_hashes, prompt_digest, root_hash
+from tests.scheduling.kv_groups import full_manager
 
 SIZE = 16
 TOKENS = list(range(100, 164))
@@ -23,7 +23,7 @@ def test_no_hash_of_a_prompt_is_shared() -> None:
 
 
 def test_the_cache_finds_the_blocks_of_its_own_adapter_alone() -> None:
-    blocks = BlockManager(16, SIZE)
+    blocks = full_manager(16, SIZE)
     table = blocks.open_table()
     blocks.grow(table, 0, len(TOKENS))
     blocks.publish(table, hashes("adapter-1"))

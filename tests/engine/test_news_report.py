@@ -133,7 +133,7 @@ def test_the_reported_load_ends_at_nothing_and_names_are_those_of_the_cache(
     assert load is not None
     assert (load.queued_tokens, load.queued_keys, load.num_running, load.num_waiting) == (0, 0, 0, 0)
     assert load.free_blocks == load.num_blocks
-    cached = node.core._blocks._cache._by_hash
+    cached = node.core._blocks.pools[0].cache._by_hash
     assert node.known
     assert node.known.keys() <= {int.from_bytes(one[:8], "little") for one in cached}
     num_news = node.num_news

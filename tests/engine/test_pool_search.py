@@ -114,7 +114,7 @@ class PooledWorld(World):
     def _retire(self) -> None:
         super()._retire()
         for block in self.scheduler.take_news():
-            cells = [self.worker.device[block.block_id, slot] for slot in range(BLOCK_SIZE)]
+            cells = [self.worker.device[0, block.block_id, slot] for slot in range(BLOCK_SIZE)]
             assert self.pool.cells.setdefault(block.hash, cells) == cells, "two contents under one name"
 
     # the pool's answers
@@ -140,7 +140,7 @@ class PooledWorld(World):
             for index, block_id in enumerate(load.load.runs[0].block_ids[: len(there) + 1]):
                 cells = self.pool.cells[there[index]] if index < len(there) else [GARBAGE] * BLOCK_SIZE
                 for slot in range(BLOCK_SIZE):
-                    self.worker.device[block_id, slot] = cells[slot]
+                    self.worker.device[0, block_id, slot] = cells[slot]
             num_tokens = (load.load.runs[0].first_block + len(there)) * BLOCK_SIZE
             self.pool.num_loaded_blocks += len(there)
         self.searches.take(PrefixLoaded(load_id, num_tokens))

@@ -247,7 +247,7 @@ def test_preemption_while_a_prompt_is_read(
     Each two of work, kind and mode meet; the other halves of the pairs are for before a release.
     """
     if kind == "recompute":
-        monkeypatch.setattr(BlockManager, "num_host_free", 0)
+        monkeypatch.setattr(BlockManager, "can_swap_out", lambda *_: False)
     unread: list[int] = []
     preempt = KvMemory.preempt
 

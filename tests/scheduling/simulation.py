@@ -1,7 +1,9 @@
 """A worker without a model: KV is remembered as *which history* a cell holds, so that any wrong block shows at once.
 
-A cell (block, slot) holds the hash of all tokens up to and including its position. Before a chunk is "computed", every
-earlier position of the sequence's block table must hold the right history. A sampled token is a function of the history
+A cell (group, block, slot) holds the hash of all tokens up to and including its position. Before a chunk is "computed",
+every earlier position that it reads must hold the right history in the block tables of every KV group: in FULL and
+LATENT all, in a WINDOW those that its first token sees, in a STATE the last one. A group that writes into a slab
+destroys what other groups had there. A sampled token is a function of the history
 and the sequence's seed: `continuation` says what a request must generate, whatever happened to its blocks meanwhile.
 """
 
@@ -18,18 +20,22 @@ from pd_cluster.protocol.messages import AddRequest, FinishReason, Work
 from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS, BeamParams, SamplingParams
 from pd_cluster.scheduling.batch import Batch, StepResult
 from pd_cluster.scheduling.sequence import sequence_seed
+from pd_connectors.protocol.layout import KVKind
 from pd_connectors.protocol.messages import SampledToken, TopLogprob
+from tests.scheduling.kv_groups import ONE_FULL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from pd_cluster.scheduling.batch import SequenceChunk, SequenceStart
+    from pd_cluster.scheduling.batch import NewBlocks, SequenceChunk, SequenceStart
     from pd_connectors.base import LoadSpec
+    from pd_connectors.protocol.layout import BlockRun, KVGroup
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 23
 EOS = 0
 GARBAGE = -1
+Cell = tuple[int, int, int]  # (group, block, slot)
 
 
 def history(tokens: Sequence[int], previous: int = 17) -> list[int]:
@@ -125,13 +131,24 @@ def begun(asked: AddRequest, num_known: int) -> AddRequest:
     return msgspec.structs.replace(asked, known=tuple(known))
 
 
+def reads(group: KVGroup, start: int) -> range:
+    """The earlier positions that a chunk reads."""
+    if group.kind is KVKind.WINDOW:
+        return range(max(0, start - group.window + 1), start)
+    return range(start - 1 if start and group.kind is KVKind.STATE else 0, start)
+
+
 @dataclass
 class Row:
     """What the worker keeps of a live sequence."""
 
     start: SequenceStart
     tokens: list[int]
-    block_ids: list[int]
+    tables: tuple[dict[int, int], ...]  # by group: index -> block
+
+    def put(self, new: NewBlocks) -> None:
+        """Set blocks, which lie behind or among those that the table has."""
+        self.tables[new.group].update(enumerate(new.block_ids, new.first_block))
 
 
 @dataclass
@@ -145,8 +162,11 @@ class FakeWorker:
     max_num_tokens: int
     longest_run: int = 1
     are_late: Callable[[], bool] = lambda: False  # whether a sequence gets no token in a step
-    device: dict[tuple[int, int], int] = field(default_factory=dict)
-    host: dict[tuple[int, int], int] = field(default_factory=dict)
+    groups: tuple[KVGroup, ...] = ONE_FULL.groups(BLOCK_SIZE)
+    per_slab: tuple[int, ...] = (10**6,)
+    device: dict[Cell, int] = field(default_factory=dict)
+    host: dict[Cell, int] = field(default_factory=dict)
+    writers: dict[int, int] = field(default_factory=dict)  # slab -> the group that wrote it last
     rows: dict[int, Row] = field(default_factory=dict)
     num_tokens_computed: int = 0
 
@@ -154,13 +174,16 @@ class FakeWorker:
         rows = {step.seq_id: (self.rows[step.parent], step.token_id) for step in batch.beam_steps}
         for seq_id, (parent, token_id) in rows.items():
             start, known = self.rows[seq_id].start, parent.tokens[:-1]
-            self.rows[seq_id] = Row(start, [*known, token_id], list(parent.block_ids))
+            self.rows[seq_id] = Row(start, [*known, token_id], tuple(map(dict, parent.tables)))
         for seq_id in batch.departures:
             del self.rows[seq_id]
         self._copy(batch)
         for start in batch.starts:
             assert start.seq_id not in self.rows, "a sequence entered twice"
-            self.rows[start.seq_id] = Row(start, list(start.token_ids), list(start.tables[0].block_ids))
+            assert [new.group for new in start.tables] == list(range(len(self.groups)))
+            self.rows[start.seq_id] = row = Row(start, list(start.token_ids), tuple({} for _ in self.groups))
+            for new in start.tables:
+                row.put(new)
         assert len(batch.chunks) <= len(self.rows) <= self.max_num_seqs
         assert batch.num_tokens <= self.max_num_tokens
         assert len({chunk.seq_id for chunk in batch.chunks}) == len(batch.chunks)
@@ -178,37 +201,46 @@ class FakeWorker:
 
     def _copy(self, batch: Batch) -> None:
         copies = batch.copies
-        targets = [to for _, _, to in copies.swap_in + copies.copy_on_write]
+        targets = [(group, to) for group, _, to in copies.swap_in + copies.copy_on_write]
         assert len(set(targets)) == len(targets), "two copies into one block"
-        swapped_in = {to for _, _, to in copies.swap_in}
-        assert not {source for _, source, _ in copies.copy_on_write} & swapped_in, "copies depend on each other"
-        for _, source, to in copies.swap_out:
-            self._copy_block(self.device, source, self.host, to)
-        for _, source, to in copies.swap_in:
-            self._copy_block(self.host, source, self.device, to)
-        for _, source, to in copies.copy_on_write:
-            self._copy_block(self.device, source, self.device, to)
+        swapped_in = {(group, to) for group, _, to in copies.swap_in}
+        assert not {copy[:2] for copy in copies.copy_on_write} & swapped_in, "copies depend on each other"
+        for group, source, to in copies.swap_out:
+            for slot in range(self.groups[group].block_size):
+                self.host[group, to, slot] = self.device.get((group, source, slot), GARBAGE)
+        for group, source, to in copies.swap_in:
+            for slot in range(self.groups[group].block_size):
+                self._write((group, to, slot), self.host.get((group, source, slot), GARBAGE))
+        for group, source, to in copies.copy_on_write:
+            for slot in range(self.groups[group].block_size):
+                self._write((group, to, slot), self.device.get((group, source, slot), GARBAGE))
 
-    @staticmethod
-    def _copy_block(
-        source: dict[tuple[int, int], int], block: int, target: dict[tuple[int, int], int], to: int
-    ) -> None:
-        for slot in range(BLOCK_SIZE):
-            target[to, slot] = source.get((block, slot), GARBAGE)
+    def _write(self, cell: Cell, value: int) -> None:
+        group, slab = cell[0], cell[1] // self.per_slab[cell[0]]
+        before = self.writers.setdefault(slab, group)
+        if before != group:
+            count = self.per_slab[before]
+            lost = [one for one in self.device if one[0] == before and one[1] // count == slab]
+            for one in lost:
+                del self.device[one]
+            self.writers[slab] = group
+        self.device[cell] = value
 
     def _compute(self, chunk: SequenceChunk) -> tuple[SampledToken, ...]:
         row, end = self.rows[chunk.seq_id], chunk.start + chunk.num_tokens
         for new in chunk.new_blocks:
-            assert new.first_block <= len(row.block_ids)
-            row.block_ids[new.first_block : new.first_block + len(new.block_ids)] = new.block_ids
-        assert len(set(row.block_ids)) == len(row.block_ids)
+            row.put(new)
+        for group, table in zip(self.groups, row.tables, strict=True):
+            for index in [index for index in table if index < group.first_block(chunk.start)]:
+                del table[index]  # dead: it may be another one's, or another index's, by now
+            assert len(set(table.values())) == len(table)
         assert chunk.num_tokens > 0
         assert end <= len(row.tokens), "a chunk of unknown tokens"
         assert bool(chunk.num_samples) == (end == len(row.tokens))
         hashes = history(row.tokens[:end])
-        self.expect(row.block_ids, hashes[: chunk.start], f"sequence {chunk.seq_id}")
-        for position in range(chunk.start, end):
-            self.device[row.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE] = hashes[position]
+        for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+            self.expect(index, table, hashes, reads(group, chunk.start), f"sequence {chunk.seq_id}")
+        self._put(row, range(chunk.start, end), hashes)
         if not chunk.num_samples or self.are_late():
             return ()
         seeds = row.start.num_sample_seeds if chunk.num_samples > 1 else (row.start.seed,)
@@ -222,21 +254,43 @@ class FakeWorker:
     def _run_on(self, row: Row, run: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
         """Compute the run's last token and sample behind it; how often is drawn from the history."""
         position, last = len(row.tokens) - 1, history(row.tokens)[-1]
-        if len(run) >= 1 + last % self.longest_run or position >= len(row.block_ids) * BLOCK_SIZE:
+        pairs = zip(self.groups, row.tables, strict=True)
+        has_blocks = all(position // group.block_size in table for group, table in pairs)
+        if len(run) >= 1 + last % self.longest_run or not has_blocks:
             return run
-        self.device[row.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE] = last
+        self._put(row, range(position, position + 1), [*[0] * position, last])
         row.tokens.append(sample(last, row.start.seed))
         return self._run_on(row, (*run, SampledToken(row.tokens[-1])))
 
-    def expect(self, block_ids: Sequence[int], hashes: Sequence[int], reader: str) -> None:
-        """The blocks hold these histories from position 0 on."""
-        for position, expected in enumerate(hashes):
-            cell = (block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE)
-            assert self.device.get(cell) == expected, f"{reader}: wrong KV at position {position}, block {cell[0]}"
+    def _put(self, row: Row, positions: range, hashes: Sequence[int]) -> None:
+        for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
+            for position in positions:
+                block, slot = divmod(position, group.block_size)
+                self._write((index, table[block], slot), hashes[position])
+
+    def expect(
+        self, group: int, table: Mapping[int, int], hashes: Sequence[int], positions: range, reader: str
+    ) -> None:
+        """The blocks of a group hold these histories at these positions."""
+        for position in positions:
+            index, slot = divmod(position, self.groups[group].block_size)
+            assert index in table, f"{reader}: no block of group {group} for position {position}"
+            found = self.device.get((group, table[index], slot))
+            assert found == hashes[position], f"{reader}: wrong KV at {position}, group {group}, block {table[index]}"
+
+    def expect_runs(self, runs: Sequence[BlockRun], hashes: Sequence[int], reader: str) -> None:
+        """The runs hold these histories, as far as they go."""
+        for index, (group, run) in enumerate(zip(self.groups, runs, strict=True)):
+            size = group.block_size
+            positions = range(run.first_block * size, min(len(hashes), run.span.stop * size))
+            self.expect(index, dict(zip(run.span, run.block_ids, strict=True)), hashes, positions, reader)
 
     def write_load(self, load: LoadSpec, prompt_token_ids: Sequence[int], *, good: bool) -> None:
         """A transfer writes its blocks: the prompt's KV, or what a failing one leaves behind."""
         hashes = history(prompt_token_ids)
-        for position in range(load.runs[0].first_block * BLOCK_SIZE, load.num_tokens):
-            block_id = load.runs[0].block_ids[position // BLOCK_SIZE - load.runs[0].first_block]
-            self.device[block_id, position % BLOCK_SIZE] = hashes[position] if good else GARBAGE
+        for index, (group, run) in enumerate(zip(self.groups, load.runs, strict=True)):
+            assert not run.block_ids or run.span.stop == -(-load.num_tokens // group.block_size)
+            for position in range(run.first_block * group.block_size, load.num_tokens):
+                block, slot = divmod(position, group.block_size)
+                block_id = run.block_ids[block - run.first_block]
+                self._write((index, block_id, slot), hashes[position] if good else GARBAGE)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd_cluster.scheduling.block_manager import BlockManager, BlockTable
 from pd_cluster.scheduling.cache_news import block_id
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
+from tests.scheduling.kv_groups import full_manager
 
 if TYPE_CHECKING:
+    from pd_cluster.scheduling.block_table import BlockTable
     from pd_connectors.protocol.feed import StoredBlock
 
 SIZE = 16
@@ -25,7 +26,7 @@ class Holders:
     """Tables over one block manager, and the blocks that a router knows of."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.blocks = BlockManager(num_blocks, SIZE)
+        self.blocks = full_manager(num_blocks, SIZE)
         self.blocks.news.switch(is_on=True)
         self.open: list[BlockTable] = []
         self.known: dict[int, StoredBlock] = {}
@@ -40,7 +41,7 @@ class Holders:
             self.blocks.close(table)
             return
         self.blocks.grow(table, num_cached, len(tokens))
-        self.named &= self.blocks._cache._by_hash.keys()  # what was evicted comes back without a name
+        self.named &= self.blocks.pools[0].cache._by_hash.keys()  # what was evicted comes back without a name
         self.blocks.publish(table, hashes)
         steps = steps_of(tokens) if named else ()
         assert self.blocks.news.name(steps, 0, hashes, SIZE) == len(steps)
@@ -60,7 +61,7 @@ class Holders:
         for one in stored:
             assert one.block not in self.known, "stored twice without an eviction between"
             self.known[one.block] = one
-        cached = self.blocks._cache._by_hash.keys()
+        cached = self.blocks.pools[0].cache._by_hash.keys()
         assert self.known.keys() == {block_id(one) for one in self.named & cached}
 
 
@@ -73,7 +74,7 @@ def test_a_router_knows_the_named_blocks_that_are_cached(seed: int) -> None:
         match rng.randrange(12):
             case 0:
                 holders.blocks.forget_unused()
-                holders.named &= holders.blocks._cache._by_hash.keys()
+                holders.named &= holders.blocks.pools[0].cache._by_hash.keys()
             case 1 if rng.random() < 0.1:
                 holders.reset()
             case 2 | 3 | 4 | 5 if holders.open:

@@ -143,7 +143,9 @@ def test_steps_may_sample_several_tokens_of_a_sequence() -> None:
         for seq in (request.sequences[0] for request in requests if not request.finished):
             assert seq.num_computed_tokens == len(seq.token_ids) - 1, "all but the last are computed"
             assert seq.table is not None
-            assert len(seq.table.path) == seq.num_computed_tokens // BLOCK_SIZE, "whole blocks are cached at once"
+            assert len(seq.table.groups[0].path) == seq.num_computed_tokens // BLOCK_SIZE, (
+                "whole blocks are cached at once"
+            )
     assert all(request.finished for request in requests)
     world.check_empty()
 

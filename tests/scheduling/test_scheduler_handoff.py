@@ -374,7 +374,8 @@ def test_a_pin_gives_way_to_a_running_sequence_and_is_found_again() -> None:
     world.submit(message("a", prompt(64), max_tokens=1))
     world.run_until_idle()
     parked = world.submit(message("d", prompt(66), work=Work.TAKE_OVER, max_tokens=2))
-    assert len(parked.table.ids if parked.table else []) == 4
+    assert parked.table is not None
+    assert len(parked.table.groups[0].ids) == 4
     world.submit(message("b", prompt(40, 1), max_tokens=40))
     world.run_until_idle()
     assert world.scheduler.counters["preemptions_recompute_total"] == 0

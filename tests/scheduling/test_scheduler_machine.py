@@ -14,6 +14,7 @@ from pd_cluster.errors import InvalidRequest, Overloaded
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling import prefill_budget
 from pd_cluster.scheduling.sequence import KvArrival, Request, SequenceStatus
+from tests.scheduling.kv_groups import SETS
 from tests.scheduling.simulation import begun, message
 from tests.scheduling.world import World
 
@@ -61,15 +62,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         tpot_s=st.sampled_from([0.0, 0.0, 0.01, 3.0]),
         shortest_first=st.booleans(),
         unreadiness=st.sampled_from([0.0, 0.3, 0.8]),
+        kv=st.sampled_from(["full", "full", *SETS]),
     )
     def boot(
         self, num_blocks: int, num_host_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, depth: int,
         limit: int, keys_per_token: int, rests: bool = False, longest_run: int = 1, lateness: float = 0.0,
-        tpot_s: float = 0.0, shortest_first: bool = False, unreadiness: float = 0.0,
+        tpot_s: float = 0.0, shortest_first: bool = False, unreadiness: float = 0.0, kv: str = "full",
     ) -> None:  # fmt: skip
         is_unready = self.late_rows(unreadiness)
         self.world = World(
             num_blocks=num_blocks,
+            kv=SETS[kv],
             num_host_blocks=num_host_blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -126,7 +129,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=ignore_eos and not grammar, priority=priority, salt=salt, group=group, grammar=grammar,
             min_tokens=0 if grammar else min_tokens,
         )  # fmt: skip
-        if num_known and (work is Work.GENERATE or (work is Work.TAKE_OVER and n == 1)):
+        goes_on = work is Work.TAKE_OVER and n == 1 and not self.world.kv.has_state  # it has no state before the last
+        if num_known and (work is Work.GENERATE or goes_on):
             asked = begun(asked, num_known)
         try:
             self.world.submit(asked)
@@ -262,7 +266,7 @@ def test_many_random_operations_leak_nothing_and_change_no_token() -> None:
     assert run_machine(max_examples=2000, steps=60) >= 2000
 
 
-def random_walk(seed: int, num_steps: int) -> int:
+def random_walk(seed: int, num_steps: int, kv: str = "full") -> int:
     """The machine, driven by a plain generator: less clever than hypothesis, but busier. Returns how many came in."""
     rng = random.Random(seed)
     machine = SchedulerMachine()
@@ -280,6 +284,7 @@ def random_walk(seed: int, num_steps: int) -> int:
         lateness=rng.choice([0.0, 0.3]),
         tpot_s=rng.choice([0.0, 0.01, 3.0]),
         shortest_first=rng.random() < 0.5,
+        kv=kv,
     )
     for _ in range(num_steps):
         pick = rng.randrange(8)
@@ -324,3 +329,10 @@ def random_walk(seed: int, num_steps: int) -> int:
 @pytest.mark.parametrize("seed", range(40))
 def test_a_busy_random_walk_leaks_nothing_and_changes_no_token(seed: int) -> None:
     assert random_walk(seed, num_steps=150) > 0
+
+
+@pytest.mark.long_cases
+@pytest.mark.parametrize("kv", [kv for kv in SETS if kv != "full"])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_busy_random_walk_over_groups_leaks_nothing_and_changes_no_token(seed: int, kv: str) -> None:
+    assert random_walk(seed, num_steps=150, kv=kv) > 0

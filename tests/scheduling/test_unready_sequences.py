@@ -145,8 +145,10 @@ def test_a_held_sequence_can_be_preempted(num_host_blocks: int, gate: Gate) -> N
     asked = world.submit(message("b", prompt(20, family=1), grammar=GRAMMAR, ignore_eos=False))
     world.now_s = -1000.0  # the deadline is another test's
     world.start_step()
-    num_held = len(asked.sequences[0].block_ids)
-    while asked.sequences[0].block_ids:
+    table = asked.sequences[0].table
+    assert table is not None
+    num_held = len(table.groups[0].ids)
+    while table.groups[0].ids:
         assert num_held
         world.start_step()
         world.now_s -= 1

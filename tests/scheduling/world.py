@@ -21,6 +21,7 @@ from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
 from pd_cluster.scheduling.step_model import StepModel
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from pd_connectors.protocol.messages import SampledToken
+from tests.scheduling.kv_groups import ONE_FULL, GroupSet
 from tests.scheduling.simulated_client import Client
 from tests.scheduling.simulation import (
     BLOCK_SIZE,
@@ -49,6 +50,19 @@ def steps_of(message: AddRequest) -> tuple[tuple[int, int], ...]:
     return tuple((end, hash((message.salt, *message.prompt_token_ids[:end])) % 2**64) for end in ends)
 
 
+def is_hit(blocks: BlockManager, hashes: list[bytes], end: int) -> bool:
+    """Whether a prompt can be continued behind its first `end` blocks, by what each group's cache has."""
+    num_tokens = end * blocks.block_size
+    for pool in blocks.pools:
+        if num_tokens % pool.block_size:
+            return False
+        needed = range(pool.group.first_block(num_tokens), num_tokens // pool.block_size)
+        own = hashes[pool.ratio - 1 :: pool.ratio]
+        if any(own[index] not in pool.cache._by_hash for index in needed):
+            return False
+    return True
+
+
 @dataclass
 class World:
     """`depth` 2: a step is scheduled and started before the result of the one before it is known.
@@ -57,6 +71,7 @@ class World:
     """
 
     num_blocks: int = 32
+    kv: GroupSet = ONE_FULL
     num_host_blocks: int = 0
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 64
@@ -82,8 +97,9 @@ class World:
 
     def __post_init__(self) -> None:
         self.now_s = 0.0
+        groups, slabs = self.kv.groups(BLOCK_SIZE), self.kv.slabs(self.num_blocks)
         self.blocks = BlockManager(
-            self.num_blocks, BLOCK_SIZE, num_host_blocks=self.num_host_blocks, prefix_caching=self.prefix_caching
+            groups, slabs, num_host_blocks=self.num_host_blocks, prefix_caching=self.prefix_caching
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -101,12 +117,15 @@ class World:
             clock=lambda: self.now_s,
         )
         self.admission = Admission(
-            self.blocks, max_num_seqs=self.max_num_seqs, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE,
-            eos_token_ids=frozenset({EOS}), check_sampling=lambda sampling: None,
+            self.blocks, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS}),
+            check_sampling=lambda sampling: None,
         )  # fmt: skip
         self.blocks.news.switch(is_on=True)
         self.named: dict[int, StoredBlock] = {}  # as a router knows them
-        self.worker = FakeWorker(self.max_num_seqs, self.max_num_batched_tokens, self.longest_run, self.are_late)
+        self.worker = FakeWorker(
+            self.max_num_seqs, self.max_num_batched_tokens, self.longest_run, self.are_late, groups, slabs.per_slab
+        )
         self.unready = frozenset[int]()  # in the newest step
         self._running: deque[tuple[Batch, StepResult]] = deque()
         self._load_ids = count()
@@ -121,7 +140,7 @@ class World:
         """The blocks are still the lease's at this moment."""
         [seq] = self.leases[lease_id].heads
         assert seq.table is not None
-        assert seq.table.ids
+        assert seq.table.groups[0].ids
         self.read_lease(lease_id)
         self.published.pop(lease_id, None)
         self.preempted.append(seq)
@@ -204,9 +223,13 @@ class World:
             assert publish is None or chunk.start >= publish.num_tokens, "an announced token is written"
             assert table is not None
             end = chunk.start + chunk.num_tokens
-            for block_id in table.ids[chunk.start // BLOCK_SIZE : self.blocks.blocks_for(end)]:
-                assert self.blocks._refs[block_id] == 1, f"block {block_id} is shared, and written"
-                assert block_id not in self.blocks._cache, f"block {block_id} is cached, and written"
+            for pool, held in zip(self.blocks.pools, table.groups, strict=True):
+                assert held.first <= pool.group.first_block(chunk.start), "a block that is read is let go"
+                first, stop = chunk.start // pool.block_size - held.first, pool.blocks_for(end) - held.first
+                assert 0 <= first < stop <= len(held.ids)
+                for block_id in held.ids[first:stop]:
+                    assert pool.refs[block_id] == 1, f"block {block_id} is shared, and written"
+                    assert block_id not in pool.cache, f"block {block_id} is cached, and written"
 
     def settle(self) -> None:
         while self._running:
@@ -219,7 +242,8 @@ class World:
             if request is not None and publish.generation == request.lease_generation:
                 num_prompt = len(request.prompt_token_ids)
                 assert publish.num_tokens == num_prompt or publish.num_tokens % BLOCK_SIZE == 0
-                assert len(publish.runs[0].block_ids) == self.blocks.blocks_for(publish.num_tokens)
+                due = [pool.group.handed_over(num_prompt, publish.num_tokens) for pool in self.blocks.pools]
+                assert [run.span for run in publish.runs] == due
                 self.published[publish.lease_id] = publish
         for update in self.scheduler.update(batch, result):
             self.take(update)
@@ -243,7 +267,7 @@ class World:
 
     def reserve(self, request: Request, *, redraws: bool = False) -> LoadSpec | None:
         """`redraws`: the load's P samples under other parameters, so that its first tokens are not taken."""
-        request.redraws = redraws and not request.is_parted
+        request.redraws = redraws and not request.is_parted and not self.kv.has_state
         request.load_id = f"load-{next(self._load_ids)}"
         load = self.scheduler.reserve(request)
         if load is not None:
@@ -290,7 +314,9 @@ class World:
         publish = self.published.get(lease_id)
         if publish is not None:
             prompt = self.leases[lease_id].prompt_token_ids
-            self.worker.expect(publish.runs[0].block_ids, history(prompt)[: publish.num_tokens], lease_id)
+            self.worker.expect_runs(publish.runs, history(prompt)[: publish.num_tokens], lease_id)
+            for pool, run in zip(self.blocks.pools, publish.runs, strict=False):
+                assert all(pool.refs[block_id] for block_id in run.block_ids), "an announced block is let go"
 
     def end_lease(self, lease_id: str) -> None:
         self.read_lease(lease_id)
@@ -328,7 +354,8 @@ class World:
         live = [seq for c in self.clients.values() for seq in c.request.sequences if seq.finish_reason is None]
         assert queues.num_live == len(live)
         assert load.num_running == len(queues.running)
-        assert load.free_blocks == self.blocks.stats().free + self.blocks.stats().cached
+        stats = self.blocks.stats()
+        assert load.free_blocks == (stats.free + stats.cached) // self.blocks.block_units
 
     def check_hashes(self) -> None:
         """Every hash is that of tokens that the sequence has."""
@@ -338,20 +365,30 @@ class World:
             assert len(seq.block_hashes) <= len(known)
 
     def check_names(self) -> None:
-        """A router knows the named blocks that are cached, and no other."""
+        """A router knows named hits, and no other. With one tree: all of them."""
         evicted, stored = self.blocks.news.take()
         for block in evicted:
             del self.named[block]
         for one in stored:
             assert one.block not in self.named
             self.named[one.block] = one
-        cached = {feed_id(block_hash) for block_hash in self.blocks._cache._by_hash}
-        assert self.named.keys() <= cached
+        hits = set()
+        for client in self.clients.values():
+            prompt = client.request.prompt_token_ids
+            hashes = extend_hashes(root_hash(client.request.salt), prompt, BLOCK_SIZE)
+            hits |= {feed_id(hashes[end - 1]) for end in range(1, len(hashes) + 1) if self.is_hit(hashes, end)}
+        assert self.named.keys() <= hits
         for seq in self.scheduler._queues.running:
             for num_tokens, _ in seq.request.message.steps:
-                if seq.table is not None and num_tokens <= len(seq.table.path) * BLOCK_SIZE:
+                if self.kv.has_mortal or seq.table is None:
+                    break
+                if num_tokens <= len(seq.table.groups[0].path) * BLOCK_SIZE:
                     block = feed_id(seq.hash_blocks(num_tokens // BLOCK_SIZE, BLOCK_SIZE)[-1])
                     assert self.named[block].num_tokens == num_tokens
+
+    def is_hit(self, hashes: list[bytes], end: int) -> bool:
+        """Whether a prompt can be continued behind its first `end` blocks, by what each cache has."""
+        return is_hit(self.blocks, hashes, end)
 
     def check_empty(self) -> None:
         """Nothing is left but the prefix cache."""

@@ -1,0 +1,262 @@
+"""The blocks of one KV group: references, free blocks, the prefix cache. Here it is alone and has all of the memory.
+
+    a block is    when                                            counted as
+    free          no reference, not in the prefix cache           free
+    cached        no reference, in the prefix cache               cached
+    in use        a table, a lease or a quarantine refers to it   in_use
+
+FULL and LATENT caches are trees: a table with content that another holder cached first keeps its own copy, and
+refers to the cached twin as well, so that a cached block never outlives its parents' references (`prefix_cache`). A
+WINDOW or STATE cache is not a tree: there a copy has no twin.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import inf
+from typing import TYPE_CHECKING
+
+from pd_cluster.protocol.messages import KvGroupStats
+from pd_cluster.scheduling.prefix_cache import PrefixCache
+from pd_connectors.base import CachedBlock
+from pd_connectors.protocol.layout import KVKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pd_cluster.scheduling.block_table import GroupBlocks
+    from pd_connectors.protocol.layout import KVGroup
+
+
+class BlockPool:
+    """`ratio`: of the group's block size to the block size of the hashes."""
+
+    def __init__(self, index: int, group: KVGroup, ratio: int, num_blocks: int, num_host_blocks: int) -> None:
+        self.index = index
+        self.group = group
+        self.block_size = group.block_size
+        self.ratio = ratio
+        self.is_tree = group.kind in (KVKind.FULL, KVKind.LATENT)
+        self.num_evicted = 0  # since boot
+        self.refs = [0] * num_blocks
+        self.free = list(range(num_blocks - 1, -1, -1))
+        self.cache = PrefixCache()
+        self.on_evicted: Callable[[bytes], None] = lambda _: None
+        self.leased: Counter[int] = Counter()  # block -> leases that hold it
+        self.num_quarantined = 0
+        self.num_host_blocks = num_host_blocks
+        self.host_free = list(range(num_host_blocks - 1, -1, -1))
+        self.host_used: set[int] = set()
+
+    # sizes
+
+    @property
+    def num_owned(self) -> int:
+        """Blocks in the group's memory."""
+        return len(self.refs)
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    @property
+    def num_unreferenced(self) -> int:
+        return self.num_free + self.cache.num_evictable
+
+    def stats(self) -> KvGroupStats:
+        free, cached = self.num_free, self.cache.num_evictable
+        return KvGroupStats(
+            kind=self.group.kind,
+            num_blocks=self.num_owned,
+            free=free,
+            cached=cached,
+            in_use=self.num_owned - free - cached,
+            leased=len(self.leased),
+            quarantined=self.num_quarantined,
+        )
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def most_held(self, num_tokens: int, step_tokens: int) -> int:
+        """The most blocks that a sequence of `num_tokens` needs at once, computed in steps of `step_tokens`."""
+        num_blocks = self.blocks_for(num_tokens)
+        if self.is_tree:
+            return num_blocks
+        reach = step_tokens + (self.group.window - 1 if self.group.kind is KVKind.WINDOW else 1)
+        return min(num_blocks, (reach + self.block_size - 2) // self.block_size + 1)
+
+    # references
+
+    def take(self) -> int:
+        """A block for a new content. The caller has made sure that there is one."""
+        if self.free:
+            block_id = self.free.pop()
+        else:
+            block_id = self._evict()
+            self.num_evicted += 1
+        self.refs[block_id] = 1
+        return block_id
+
+    def _evict(self) -> int:
+        block_id, block_hash = self.cache.evict()
+        self.on_evicted(block_hash)
+        return block_id
+
+    def acquire(self, block_id: int) -> None:
+        """Refer to a cached block."""
+        if self.refs[block_id] == 0:
+            self.cache.take_up(block_id)
+        self.refs[block_id] += 1
+
+    def drop(self, block_id: int) -> None:
+        refs = self.refs[block_id] - 1
+        assert refs >= 0, f"block {block_id} was released twice"
+        self.refs[block_id] = refs
+        if refs == 0:
+            if block_id in self.cache:
+                self.cache.let_go(block_id)
+            else:
+                self.free.append(block_id)
+
+    def forget_unused(self) -> None:
+        """Free all cached blocks that nothing refers to."""
+        while self.cache.num_evictable:
+            self.free.append(self._evict())
+
+    # tables
+
+    def num_missing(self, held: GroupBlocks, start: int, end: int) -> int:
+        """The number of blocks to take, to make positions [start, end) writable."""
+        ids, size = held.ids, self.block_size
+        num_held, index = len(ids), start // size - held.first
+        num_new = -(-end // size) - held.first - num_held
+        if num_new < 0:
+            num_new = 0
+        return num_new + 1 if -1 < index < num_held and self.refs[ids[index]] > 1 else num_new
+
+    def grow(self, held: GroupBlocks, start: int, end: int) -> tuple[int, tuple[int, int] | None]:
+        """Make positions [start, end) writable. Returns the first changed index into the ids, and the copy to make."""
+        ids, size, copy = held.ids, self.block_size, None
+        begin, index = len(ids), start // size - held.first
+        num_new = -(-end // size) - held.first - begin
+        if -1 < index < begin and self.refs[ids[index]] > 1:
+            begin = index
+            copy = (ids[begin], self.take())
+            self.drop(ids[begin])
+            ids[begin] = copy[1]
+        for _ in range(num_new):
+            ids.append(self.take())
+        return begin, copy
+
+    def fork(self, held: GroupBlocks) -> None:
+        """Refer to the holder's blocks once more."""
+        for block_id in held.ids:
+            self.refs[block_id] += 1
+        for own, cached in zip(held.ids, held.path, strict=False):
+            if own != cached:
+                self.refs[cached] += 1
+
+    def hold(self, held: GroupBlocks, first: int, block_ids: list[int]) -> None:
+        """Replace the blocks by these cached ones, of which the first has the index `first`."""
+        for block_id in block_ids:
+            self.acquire(block_id)
+        self.truncate(held, 0)
+        held.first, held.ids, held.path = first, block_ids, block_ids[:]
+
+    def truncate(self, held: GroupBlocks, num_blocks: int) -> None:
+        """Release the blocks from index `num_blocks` on, the last one first, so that only leaves are evicted."""
+        ids, path, num_kept = held.ids, held.path, max(0, num_blocks - held.first)
+        for index in range(len(ids) - 1, num_kept - 1, -1):
+            self.drop(ids[index])
+            if index < len(path) and path[index] != ids[index]:
+                self.drop(path[index])
+        del ids[num_kept:]
+        del path[num_kept:]
+
+    def let_go_before(self, held: GroupBlocks, first: int) -> None:
+        """Release the blocks before index `first`, which are dead. Those in the cache stay findable. Not in a tree."""
+        num_dead = first - held.first
+        if num_dead <= 0:
+            return
+        for block_id in held.ids[:num_dead]:
+            self.drop(block_id)
+        del held.ids[:num_dead]
+        del held.path[:num_dead]
+        held.first = first
+
+    def publish(self, held: GroupBlocks, hashes: Sequence[bytes], news: list[CachedBlock]) -> None:
+        """Cache the blocks that `hashes` cover. `news` gets those that the cache did not know."""
+        ids, path, cache, is_tree, ratio = held.ids, held.path, self.cache, self.is_tree, self.ratio
+        for index in range(held.first + len(path), len(hashes) // ratio):
+            block_hash, own = hashes[(index + 1) * ratio - 1], ids[index - held.first]
+            cached = cache.find(block_hash)
+            if cached is None:
+                cache.insert(block_hash, own, path[-1] if path and is_tree else None)
+                cached = own
+                news.append(CachedBlock(block_hash, own, self.index))
+            elif is_tree:
+                self.acquire(cached)
+            else:
+                cached = own
+            path.append(cached)
+
+    def due(self, held: GroupBlocks, *, is_cached: bool) -> float:
+        """When so many tokens are computed there is a block to publish, or one that is dead."""
+        size, group = self.block_size, self.group
+        due: float = (held.first + len(held.path) + 1) * size if is_cached else inf
+        if not self.is_tree:
+            due = min(due, (held.first + 1) * size + (group.window - 1 if group.kind is KVKind.WINDOW else 1))
+        return due
+
+    # host memory
+
+    def to_host(self, held: GroupBlocks, num_blocks: int) -> list[tuple[int, int, int]]:
+        """Reserve host blocks for those before index `num_blocks`. Returns (group, device, host)."""
+        num_held = num_blocks - held.first
+        copies = [(self.index, block_id, self.host_free.pop()) for block_id in held.ids[:num_held]]
+        self.host_used.update(host for _, _, host in copies)
+        return copies
+
+    def free_host(self, block_ids: Iterable[int]) -> None:
+        for host in block_ids:
+            self.host_used.remove(host)
+            self.host_free.append(host)
+
+    # proof
+
+    def check(self, tables: list[GroupBlocks], leased: list[GroupBlocks], quarantined: list[int]) -> None:
+        """Raise AssertionError unless every block is accounted for once."""
+        expected = [0] * len(self.refs)
+        for held in tables:
+            assert len(held.path) <= len(held.ids), f"a path of {len(held.path)} over {len(held.ids)} blocks"
+            for block_id in held.ids:
+                expected[block_id] += 1
+            for own, cached in zip(held.ids, held.path, strict=False):
+                assert cached in self.cache or not self.is_tree, f"block {cached} is on a path but not cached"
+                assert own == cached or self.is_tree, "a twin in a cache that is no tree"
+                expected[cached] += own != cached
+        for block_id in quarantined:
+            expected[block_id] += 1
+        wrong = [(i, *pair) for i, pair in enumerate(zip(self.refs, expected, strict=True)) if pair[0] != pair[1]]
+        assert not wrong, f"(block, references, holders) disagree: {wrong[:8]}"
+        assert len(quarantined) == self.num_quarantined
+        counted = Counter(block_id for held in leased for block_id in held.ids)
+        assert counted == self.leased, f"leased blocks miscounted: {counted} held, {self.leased} counted"
+        self.cache.check(self.refs)
+        free = self._all_free()
+        assert len(set(free)) == len(free), "a block is free twice"
+        unreferenced = {i for i in self._all_owned() if self.refs[i] == 0}
+        reusable = {i for i in unreferenced if i in self.cache}
+        assert set(free) == unreferenced - reusable, f"free: off by {sorted(set(free) ^ (unreferenced - reusable))[:8]}"
+        assert len(reusable) == self.cache.num_evictable
+        host = set(self.host_free)
+        assert len(host) == len(self.host_free), "a host block is free twice"
+        assert not host & self.host_used, "a host block is free and used"
+        assert len(host) + len(self.host_used) == self.num_host_blocks, "host blocks lost"
+
+    def _all_free(self) -> list[int]:
+        return self.free
+
+    def _all_owned(self) -> Iterable[int]:
+        return range(len(self.refs))
