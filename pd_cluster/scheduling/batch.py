@@ -103,11 +103,6 @@ class Batch:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
-    def has_drafts(self) -> bool:
-        """Whether it is uncertain how many tokens some sequences get."""
-        return any(chunk.drafts for chunk in self.chunks)
-
-    @property
     def moves_worker(self) -> bool:
         """Whether the worker has anything to do. A start comes with its first chunk."""
         copies = self.copies
