@@ -50,7 +50,7 @@ class StepSize:
     """The capacity of a captured step."""
 
     num_tokens: int
-    num_seqs: int  # at most num_tokens
+    num_seqs: int  # at most num_tokens; most rows of logits, too: a decode with drafts has several
     num_chunks: int  # most sequences that attend as prefill chunks
     has_decodes: bool  # whether sequences may attend as decodes
     is_far: bool = False  # tuned for chunks that follow many keys; correct for all chunks

@@ -3,6 +3,9 @@
     depth 1   launch n, wait for n                      no overlap: on a CPU the step needs the cores that plan
     depth 2   launch n + 1, then wait for n             the device never waits for the host between two steps
 
+Behind a step with drafts no other is launched before it has retired: its sequences could not be in the next one,
+because it is uncertain where they go on. They would be in every other step only.
+
 When the connector hears of what a step touches:
 
     loads of step n       `recv_before` once every step before n has retired; n itself writes none of their blocks
@@ -40,6 +43,7 @@ class Flight:
     allowed_s: float
     work: StepWork
     predicted_s: float
+    is_uncertain: bool  # it has drafts
     loads_behind: list[LoadSpec] = field(default_factory=list)  # they start when this step has retired
 
 
@@ -85,11 +89,15 @@ class Pipeline:
     @property
     def is_full(self) -> bool:
         """Whether the oldest step should be retired before another is planned."""
-        return len(self._flights) >= self.depth
+        return len(self._flights) >= self.depth or self._is_uncertain
+
+    @property
+    def _is_uncertain(self) -> bool:
+        return bool(self._flights) and self._flights[-1].is_uncertain
 
     def spare_s(self, *, prompts_wait: bool) -> float:
         """Seconds for which planning the next step may wait for more requests; 0: plan now."""
-        if len(self._flights) != 1 or self.depth == 1:
+        if len(self._flights) != 1 or self.depth == 1 or self._is_uncertain:
             return 0.0
         return self._timing.spare_s(*self._running, prompts_wait=prompts_wait)
 
@@ -141,7 +149,8 @@ class Pipeline:
         pending = self._executor.launch(batch, self._forecast.deadline_s(kind))
         work = StepWork.of(batch.chunks)  # behind the launch: the device has work by now
         predicted_s = self._model.seconds(work)
-        self._flights.append(Flight(batch, pending, launched_s, kind, allowed_s, work, predicted_s))
+        is_uncertain = work.num_drafts > 0
+        self._flights.append(Flight(batch, pending, launched_s, kind, allowed_s, work, predicted_s, is_uncertain))
         self._timing.note_launch(batch, self._clock() - started_s - waited_s)
         return True
 

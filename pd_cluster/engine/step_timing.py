@@ -18,6 +18,7 @@ use, and cannot be predicted. Elsewhere it is predicted from the nearest kind th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class StepTiming:
     _prompt_host_s: float = 0.0  # planning and launching a step with prompts, which may not be one graph
     _decode_s: float = 0.0  # predicted duration of the next pure decode step; 0: none
     _last_decode_s: float = 0.0  # duration of the last one
-    _num_decodes: int = 0  # sequences in it
+    _num_decodes: int = 0  # rows of logits in it: one a sequence, and one a draft
     _token_s: float = 0.0  # per token, of the fastest step with prompts so far
     _num_tokens: int = 0  # in it; not extrapolated to larger steps, because a step has a fixed cost too
     _trust: float = 0.0  # in `_token_s` and `_num_tokens`: 0 to 1
@@ -66,7 +67,7 @@ class StepTiming:
 
     def note_launch(self, batch: Batch, host_s: float) -> None:
         """Note that planning and launching a step took `host_s`."""
-        if batch.num_tokens == len(batch.chunks):
+        if _is_of_decodes(batch):
             self._host_s = max(host_s, self._host_s * MEMORY)
         else:
             self._prompt_host_s = max(host_s, self._prompt_host_s * MEMORY)
@@ -75,10 +76,10 @@ class StepTiming:
         """Note a step of at most `duration_s` on the device. `was_over`: it ended before the host waited for it."""
         if not batch.chunks:
             return
-        num_decodes = _num_decodes(batch)
+        num_decodes, has_prompts = _num_decodes(batch), not _is_of_decodes(batch)
         if was_over and self._decode_s and self._is_alike(num_decodes):
             self._decode_s = self._last_decode_s = min(self._decode_s, duration_s) * LATE_SHARE
-        if num_decodes < len(batch.chunks):
+        if has_prompts:
             self._note_prompts(batch.num_tokens, duration_s, was_over)
             return
         if not was_over:
@@ -100,7 +101,7 @@ class StepTiming:
         """Seconds for which a step that has run for `running_s` will not end; 0: it may end at any moment."""
         num_decodes = _num_decodes(batch)
         sure_s = self._sure_s(num_decodes)
-        if num_decodes < len(batch.chunks):
+        if not _is_of_decodes(batch):
             sure_s = max(sure_s, self._trust * self._token_s * min(batch.num_tokens, self._num_tokens))
         return _until(sure_s, running_s)
 
@@ -112,13 +113,13 @@ class StepTiming:
         could only put two prompts into one step, and two prompts take as long in one step as in two.
         """
         num_decodes = _num_decodes(batch)
-        with_prompts = prompts_wait or num_decodes < len(batch.chunks)
+        with_prompts = prompts_wait or not _is_of_decodes(batch)
         host_s = max(self._host_s, self._prompt_host_s) if with_prompts else self._host_s
         spare_s = _until(self._sure_s(num_decodes), running_s) - host_s * LEAD_FACTOR
         return spare_s if spare_s > SLACK_S else 0.0
 
     def _sure_s(self, num_decodes: int) -> float:
-        """The least seconds of a step with `num_decodes` decodes; 0: unknown."""
+        """The least seconds of a step with `num_decodes` rows of decodes; 0: unknown."""
         return self._decode_s if num_decodes and self._is_alike(num_decodes) else 0.0
 
 
@@ -168,8 +169,13 @@ def _until(sure_s: float, running_s: float) -> float:
     return rest_s if rest_s > SLACK_S else 0.0
 
 
+def _is_of_decodes(batch: Batch) -> bool:
+    """Whether a step has no prompts, or is as short as if it had none."""
+    return all(chunk.is_decode for chunk in batch.chunks)
+
+
 def _num_decodes(batch: Batch) -> int:
-    """Chunks of one token, which come first. Or all chunks, if the step is as short as one of decodes."""
+    """The tokens of a step's decodes: one each, and its drafts. A draft takes as long as a decode, but for its keys."""
     if batch.num_tokens == len(batch.chunks):
         return len(batch.chunks)
-    return next((index for index, chunk in enumerate(batch.chunks) if chunk.num_tokens > 1), len(batch.chunks))
+    return sum(chunk.num_tokens for chunk in takewhile(lambda chunk: chunk.is_decode, batch.chunks))

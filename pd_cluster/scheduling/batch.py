@@ -60,6 +60,24 @@ class SequenceChunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
     new_blocks: tuple[NewBlocks, ...] = ()  # written into the tables before the forward
     num_samples: int = 0  # 0: the chunk does not reach the last known token, or nothing is drawn behind it
     reads: bool = False  # it finds out something about the prompt. No captured step serves it
+    # Its last tokens, which may be wrong: each is accepted if the draw behind the token before it gives it. Only a
+    # decode has some: it computes one token that is certain, and samples behind each of its tokens
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it computes one token that is certain: of an answer, or the last of a prompt, which takes as long."""
+        return self.num_tokens - len(self.drafts) == 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits from which tokens are drawn, each for one token."""
+        return self.num_samples + len(self.drafts)
+
+    @property
+    def place(self) -> int:
+        """Its place in a batch: 0: one token, 1: a decode with drafts, 2: more tokens of a prompt."""
+        return 0 if self.num_tokens == 1 else 1 if self.is_decode else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +95,7 @@ class Batch:
 
     step: int
     starts: tuple[SequenceStart, ...] = ()
-    chunks: tuple[SequenceChunk, ...] = ()  # decodes first, then prefill chunks
+    chunks: tuple[SequenceChunk, ...] = ()  # by `SequenceChunk.place`: decodes first, then prefill chunks
     departures: tuple[int, ...] = ()  # seq_ids of rows that end (finished or preempted); applied before starts
     copies: BlockCopies = field(default_factory=BlockCopies)
     loads: tuple[LoadSpec, ...] = ()  # for recv_before, once every step before this one has retired

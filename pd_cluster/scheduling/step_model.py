@@ -9,6 +9,7 @@ The time is a sum of terms. Each term has a coefficient in seconds, always above
     token       for each token of a prompt, by segments of the step's number of tokens, decodes included, because a GPU
                 computes the first hundred or two while it reads the weights
     key         for each product of a prompt's token and a token before it
+    draft       for each draft: its row of logits. Its token costs what a token of a prompt does, its keys too
 
 The first coefficients are those of the 8B shape on an H200. `fit` replaces them by measurements at start, else by the
 first steps. `note` corrects them while the engine runs: least squares of the relative errors of some hundred steps that
@@ -22,7 +23,7 @@ are multiplied by what these steps say. Without it a decode node on a CPU, fitte
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
 from operator import mul
@@ -44,6 +45,9 @@ TOKEN_S = (8e-6, 15e-6, 22e-6, 20e-6)  # between and beyond
 # decodes only, steps of 4 decodes took 1.2 to 1.4 times as long as predicted, of 28 0.85 to 0.97 times (30B-A3B, H200)
 FIRST_KNOTS, FIRST = (0, 4, 12, 28), 60
 FIRST_S = 0.1e-6  # a dense model reads all its weights for one token
+# With 128,256 tokens a row of the head takes 2 us. 8B, 64 decodes behind 4,096 tokens: 12.6 ms, with a draft for each
+# 13.8, with three 17.7
+DRAFT_S = 3e-6
 
 MOST_TOKENS = 1 << 20  # of a step that can be asked for
 FULL_STEP = 2048  # tokens of a step that reads prompts only, for the mean price of a token
@@ -72,20 +76,32 @@ class StepWork:
     context: int = 0  # tokens before those of the decodes, of all of them
     num_tokens: int = 0  # of prompts
     num_keys: int = 0  # products of a prompt's token and a token before it
+    num_drafts: int = 0  # of the decodes
+    draft_keys: int = 0  # products of a draft and a token before it
 
     @classmethod
     def of(cls, chunks: Iterable[SequenceChunk]) -> Self:
         """A chunk of one token counts as a decode: it takes as long."""
-        num_decodes = context = num_tokens = num_keys = 0
+        num_decodes = context = num_tokens = num_keys = num_drafts = draft_keys = 0
         for chunk in chunks:
             size, start = chunk.num_tokens, chunk.start
             if size == 1:
                 num_decodes += 1
                 context += start
+            elif drafts := len(chunk.drafts):
+                num_decodes += 1
+                context += start
+                num_drafts += drafts
+                draft_keys += keys_of(drafts, start + 1)
             else:
                 num_tokens += size
                 num_keys += keys_of(size, start)
-        return cls(num_decodes, context, num_tokens, num_keys)
+        return cls(num_decodes, context, num_tokens, num_keys, num_drafts, draft_keys)
+
+    @property
+    def streams(self) -> StepWork:
+        """The same without prompts."""
+        return replace(self, num_tokens=0, num_keys=0)
 
 
 def keys_of(num_tokens: int, start: int) -> int:
@@ -129,7 +145,7 @@ class StepModel:
         self._num_noted = 0
         self._num_with_prompts = 0  # of them
         self._most_decodes = 0  # so many are priced: a step of them alone took as long as predicted
-        self._restart([BASE_S, CONTEXT_S, KEY_S, DECODE_S, *TOKEN_S, *(FIRST_S for _ in FIRST_KNOTS)])
+        self._restart([BASE_S, CONTEXT_S, KEY_S, DECODE_S, *TOKEN_S, *(FIRST_S for _ in FIRST_KNOTS), DRAFT_S])
         if measured:
             self.fit(measured)
 
@@ -163,12 +179,15 @@ class StepModel:
 
     def seconds(self, work: StepWork) -> float:
         """Predicted seconds of a step. It takes 2 us, where the sum of `_parts` takes 18."""
-        own, num_decodes, num_tokens = self._seconds, work.num_decodes, work.num_tokens
+        own, num_decodes, num_drafts = self._seconds, work.num_decodes, work.num_drafts
+        num_tokens = work.num_tokens + num_drafts
         seconds, total = own[0], num_decodes + num_tokens
         if num_decodes:
             seconds += own[1] * work.context + own[3] * num_decodes
         if num_tokens:
-            seconds += own[2] * work.num_keys + self._tokens.seconds(total) - self._tokens.seconds(num_decodes)
+            num_keys = work.num_keys + work.draft_keys
+            seconds += own[2] * num_keys + self._tokens.seconds(total) - self._tokens.seconds(num_decodes)
+            seconds += own[-1] * num_drafts
         return seconds + self._firsts.seconds(min(total, FIRST))
 
     def tokens_within(self, num_decodes: int, seconds: float) -> int:
@@ -242,8 +261,8 @@ class StepModel:
         num_decodes, predicted_s = work.num_decodes, self.seconds(work)
         if not work.num_tokens or num_decodes > self._most_decodes:
             return
-        keys_s = self._seconds[2] * work.num_keys
-        tokens_s = self._tokens.seconds(num_decodes + work.num_tokens) - self._tokens.seconds(num_decodes)
+        keys_s, num_before = self._seconds[2] * work.num_keys, num_decodes + work.num_drafts
+        tokens_s = self._tokens.seconds(num_before + work.num_tokens) - self._tokens.seconds(num_before)
         is_keys = keys_s > tokens_s  # then only their price is wrong
         prompts_s = keys_s if is_keys else keys_s + tokens_s
         rest_s, row = predicted_s - prompts_s, self._rows[is_keys]
@@ -277,7 +296,7 @@ class StepModel:
         """Predict with these coefficients from now on."""
         self._seconds = list(seconds)
         self._tokens = _Ladder(TOKEN_KNOTS, self._seconds[_TOKENS:_FIRST])
-        self._firsts = _Ladder(FIRST_KNOTS, self._seconds[_FIRST:])
+        self._firsts = _Ladder(FIRST_KNOTS, self._seconds[_FIRST:_DRAFTS])
 
     def _add(self, work: StepWork, seconds: float, most: float) -> None:
         self._num_noted += 1
@@ -307,23 +326,27 @@ class StepModel:
 
     def _parts(self, work: StepWork) -> list[tuple[int, float]]:
         """The terms that the work has: (index of the coefficient, seconds)."""
-        num_decodes, num_tokens = work.num_decodes, work.num_tokens
+        num_decodes, num_tokens = work.num_decodes, work.num_tokens + work.num_drafts
         amounts = [(0, 1)]
         total = num_decodes + num_tokens
         if num_decodes:
             amounts += [(1, work.context), (3, num_decodes)]
         if num_tokens:
-            amounts += [(2, work.num_keys), *_segments(_TOKEN_BOUNDS, num_decodes, total, _TOKENS)]
+            num_keys = work.num_keys + work.draft_keys
+            amounts += [(2, num_keys), *_segments(_TOKEN_BOUNDS, num_decodes, total, _TOKENS)]
+        if work.num_drafts:
+            amounts.append((_DRAFTS, work.num_drafts))
         amounts += _segments(_FIRST_BOUNDS, 0, min(total, FIRST), _FIRST)
         return [(index, self._seconds[index] * amount) for index, amount in amounts]
 
 
 _TOKENS = 4  # index of the first coefficient of tokens, and of first tokens
 _FIRST = _TOKENS + len(TOKEN_S)
+_DRAFTS = _FIRST + len(FIRST_KNOTS)
 _KEYS, _TOKEN_PRICES = (2,), tuple(range(_TOKENS, _FIRST))  # indices of the prices of prompts
 _PROMPTS = (*_KEYS, *_TOKEN_PRICES)
 _MEASURED_PULLS, _EARLY_PULLS = (
-    [EARLY_PULL] * 3 + [decode] + [EARLY_PULL] * len(TOKEN_S) + [first] * len(FIRST_KNOTS)
+    [EARLY_PULL] * 3 + [decode] + [EARLY_PULL] * len(TOKEN_S) + [first] * len(FIRST_KNOTS) + [EARLY_PULL]
     for decode, first in (MEASURED_PULLS, FIRST_STEPS_PULLS)
 )
 _KNOTS = sorted({*TOKEN_KNOTS, *FIRST_KNOTS, FIRST})

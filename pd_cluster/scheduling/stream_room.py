@@ -77,7 +77,7 @@ class StreamRoom:
         if work.num_decodes:
             self._context, self._decoded_s = work.context / work.num_decodes, now_s
         if work.num_tokens:
-            streams_s = self._model.decode_s(work.num_decodes, work.context) if work.num_decodes else 0.0
+            streams_s = self._model.seconds(work.streams) if work.num_decodes else 0.0
             self._prompts_s *= exp((self._noted_s - now_s) / FADE_S)
             self._prompts_s += max(0.0, seconds - streams_s)
             self._noted_s = now_s

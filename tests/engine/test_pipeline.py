@@ -253,3 +253,16 @@ def test_at_depth_1_every_step_is_timed(device: FakeDevice, monkeypatch: pytest.
         steps.retire()
     steps.learn()
     assert noted == [StepWork(1, number) for number in range(3)]
+
+
+def test_a_step_with_drafts_is_retired_before_the_next_is_planned(device: FakeDevice) -> None:
+    drafts = Batch(2, chunks=(SequenceChunk(1, 2, 3, num_samples=1, drafts=(5, 6)),))
+    steps = pipeline(device, 3)
+    steps.launch(lambda: step(1))
+    assert not steps.is_full
+    steps.launch(lambda: drafts)
+    assert steps.is_full
+    steps.retire()
+    assert (len(steps), steps.is_full, steps.spare_s(prompts_wait=False)) == (1, True, 0.0)
+    steps.retire()
+    assert not steps.is_full

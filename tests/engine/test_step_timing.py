@@ -219,3 +219,32 @@ def test_whatever_steps_take_the_wait_is_bounded(steps: list[tuple[Batch, float]
         pace.note_step(batch, duration_s, was_over=False)
         for other, _ in steps:
             assert 0 <= pace.spare_s(other, 0.0) <= pace.rest_s(other, 0.0) <= longest_s
+
+
+def drafted(count: int, num_drafts: int) -> Batch:
+    return Batch(0, chunks=tuple(SequenceChunk(i, 10, 1 + num_drafts, num_samples=1, drafts=(7,) * num_drafts)
+                                 for i in range(count)))  # fmt: skip
+
+
+def test_a_step_with_drafts_is_like_one_with_as_many_rows_of_decodes() -> None:
+    pace = StepTiming()
+    for _ in range(10):
+        pace.note_step(drafted(8, 3), 0.01, was_over=False)
+    assert pace.decode_s == 0.01, "it has no prompts"
+    assert pace.rest_s(drafted(8, 3), 0.0) > 0.005
+    assert pace.rest_s(decodes(32), 0.0) > 0.005
+    assert pace.rest_s(drafted(32, 0), 0.0) > 0.005
+    assert pace.rest_s(decodes(8), 0.0) == 0.0, "as many sequences, and fewer rows"
+    assert pace.rest_s(drafted(32, 3), 0.0) == 0.0
+
+
+def test_prompts_behind_drafts_are_prompts() -> None:
+    pace = StepTiming()
+    for _ in range(10):
+        pace.note_step(drafted(8, 3), 0.01, was_over=False)
+    beside = Batch(0, chunks=(*drafted(8, 3).chunks, *prompts(500).chunks))
+    pace.note_step(beside, 0.05, was_over=False)
+    assert pace.decode_s == 0.01
+    assert 0.005 < pace.rest_s(beside, 0.0) < 0.05
+    pace.note_launch(beside, 1.0)
+    assert pace.spare_s(drafted(8, 3), 0.0) > 0, "a slow launch of prompts says nothing of decodes"

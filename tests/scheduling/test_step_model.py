@@ -313,3 +313,28 @@ def test_a_model_without_measurements_learns_another_device() -> None:
 def test_the_work_of_a_step_is_that_of_its_chunks() -> None:
     chunks = (SequenceChunk(1, 10, 1), SequenceChunk(2, 30, 1), SequenceChunk(3, 5, 4), SequenceChunk(4, 0, 3))
     assert StepWork.of(chunks) == StepWork(2, 40, 7, (5 + 6 + 7 + 8) + (0 + 1 + 2))
+
+
+def test_drafts_are_priced_as_tokens_with_a_row_and_keys_each() -> None:
+    """8B on an H200: seconds of a step without and with drafts."""
+    model = StepModel()
+    for num, context, num_drafts, alone_s, seconds in (
+        (32, 1024, 3, 5.33e-3, 6.56e-3), (64, 4096, 1, 12.57e-3, 13.83e-3), (64, 4096, 3, 12.57e-3, 17.72e-3),
+    ):  # fmt: skip
+        chunks = [
+            SequenceChunk(i, context, 1 + num_drafts, num_samples=1, drafts=(0,) * num_drafts) for i in range(num)
+        ]
+        work = StepWork.of(chunks)
+        added_s = model.seconds(work) - model.decode_s(num, num * context)
+        assert added_s == pytest.approx(seconds - alone_s, rel=0.2), (num, context, num_drafts)
+        assert work.streams == work
+
+
+def test_steps_with_drafts_tell_no_price_of_prompts_but_that_of_their_rows() -> None:
+    model = StepModel(measured("8B"))
+    work = StepWork(32, 32 * CONTEXT, num_drafts=32, draft_keys=32 * CONTEXT)
+    prompt_s = model.prefill_s(2048)
+    for _ in range(20 * CORRECT_EVERY):
+        model.note(work, 9e-3)
+    assert model.seconds(work) == pytest.approx(9e-3, rel=0.1)
+    assert model.prefill_s(2048) == pytest.approx(prompt_s, rel=0.1)

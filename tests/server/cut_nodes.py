@@ -25,7 +25,7 @@ from tests.cut_streams import CHAT, COMPLETIONS, Case, asking
 from tests.server.fake_engine import FakeEngine, Line, Script
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 PACKAGE = Path(pd_cluster.__file__).parent
 IM_END = 2
@@ -138,8 +138,12 @@ async def says_nothing(line: Line) -> None:
     raise AssertionError("the engine is not needed")
 
 
-def answering(answers: Sequence[Sequence[int]], *, end: bool, num_cached: int) -> Script:
+def answering(
+    answers: Sequence[Sequence[int]], *, end: bool, num_cached: int, num_tokens: Callable[[], int] = lambda: 1
+) -> Script:
     """Sequence k says `answers[k]`, one token a step, behind what it is known to have said. One message a step.
+
+    `num_tokens`: how many a sequence says in its next step, at most, where that is not one.
 
     The sequences of PROMPTS[i] are those from 2i on.
     """
@@ -164,9 +168,10 @@ def answering(answers: Sequence[Sequence[int]], *, end: bool, num_cached: int) -
                     said.append(SequenceTokens(i, (), FinishReason.STOP))
                     del left[i]
                     continue
-                token = line.engine.sampled(left[i].pop(0), request)
+                tokens = tuple(line.engine.sampled(one, request) for one in left[i][: num_tokens()])
+                del left[i][: len(tokens)]
                 finish = None if left[i] else FinishReason.STOP if end else FinishReason.LENGTH
-                said.append(SequenceTokens(i, (token,), finish, IM_END if finish is FinishReason.STOP else None))
+                said.append(SequenceTokens(i, tokens, finish, IM_END if finish is FinishReason.STOP else None))
                 if finish is not None:
                     del left[i]
             timeline = None if left else Timeline(queue_s=0.001)
@@ -184,13 +189,15 @@ def answering(answers: Sequence[Sequence[int]], *, end: bool, num_cached: int) -
 class Pair:
     """Two nodes over scripted engines that give the same answers."""
 
-    def __init__(self, texts: Sequence[str], *, end: bool) -> None:
+    def __init__(self, texts: Sequence[str], *, end: bool, num_tokens: Callable[[], int] = lambda: 1) -> None:
+        """`num_tokens`: see `answering`."""
         tokenizer = tool_state(FakeEngine(says_nothing), "tokenizer").tokenizer
         answers = [[*tokenizer._encode(text, False), *([IM_END] if end else [])] for text in texts]
         if not end:
             answers = [ids[:-1] if text.endswith("🙂") else ids for text, ids in zip(texts, answers, strict=True)]
         self.engines = [
-            FakeEngine(answering(answers, end=end, num_cached=num)) for num in (FIRST_CACHED, SECOND_CACHED)
+            FakeEngine(answering(answers, end=end, num_cached=num, num_tokens=num_tokens))
+            for num in (FIRST_CACHED, SECOND_CACHED)
         ]
         states = [tool_state(engine, f"node{i}") for i, engine in enumerate(self.engines)]
         self.apps = [create_app(state) for state in states]

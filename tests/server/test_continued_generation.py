@@ -11,9 +11,10 @@ import pytest
 
 from pd_cluster.server.app import create_app
 from pd_cluster.worker.device_executor import DeviceExecutor
-from tests.cut_streams import CHAT, COMPLETIONS, Case, asking, check_cuts, same_content
+from tests.cut_streams import CHAT, COMPLETIONS, Case, asking, check_cuts, data_of, same_content
 from tests.engine.test_core_pipeline import CONFIG, make_connector
 from tests.in_loop_engine import InLoopEngine
+from tests.run_on import RunsOn
 from tests.server.cut_nodes import ASKED, PACKAGE, TOOL, USAGE, tool_state
 from tests.shallow_model import shallow_model
 
@@ -86,8 +87,8 @@ def model(request: pytest.FixtureRequest) -> Iterator[tuple[str, DeviceExecutor,
 
 
 @contextlib.asynccontextmanager
-async def engine_of(executor: DeviceExecutor, connector: Connector, model: str) -> AsyncIterator[InLoopEngine]:
-    engine = InLoopEngine(config_of(model), executor, connector)
+async def engine_of(executor: DeviceExecutor | RunsOn, connector: Connector, model: str) -> AsyncIterator[InLoopEngine]:
+    engine = InLoopEngine(config_of(model), executor, connector)  # type: ignore[arg-type]
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
         try:
@@ -129,3 +130,20 @@ async def test_each_case_needs_continuation(model: tuple[str, DeviceExecutor, Co
                 await check_cuts(case, ask, ask, same=same_content, step=1000, continues=False)
 
         await asyncio.gather(*(fails(case) for of, case in CASES if of == name))
+
+
+async def test_answers_in_runs_of_tokens_are_those_of_single_ones(
+    model: tuple[str, DeviceExecutor, Connector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.time", lambda: 1.8e9)  # answers say when they were created
+    name, executor, connector = model
+    told, runs = [], RunsOn(executor, 4)
+    for one in (executor, runs):
+        async with engine_of(one, connector, name) as engine, contextlib.AsyncExitStack() as stack:
+            ask = asking(node_of(engine, "node", name, stack))
+            mine = [case for of, case in CASES if of == name and "temperature': 1.1" not in str(case)]
+            told.append(await asyncio.gather(*(ask(case.path, case.body) for case in mine)))
+    assert runs.num_runs > 5 * len(mine)
+    for case, single, several in zip(mine, *told, strict=True):
+        assert len(several) < len(single), case
+        same_content(data_of(several), data_of(single))

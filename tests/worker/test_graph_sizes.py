@@ -88,3 +88,23 @@ def test_step_sizes() -> None:
     sizes = [size for size in step_sizes(192, 256) if size.num_tokens == 192]
     assert {(size.num_chunks, size.is_far) for size in sizes} == {(12, False), (6, True)}
     assert all(size.num_chunks <= size.num_seqs <= size.num_tokens for size in step_sizes(1024, 256))
+
+
+def test_a_size_has_room_for_the_rows_of_drafts() -> None:
+    def drafts(*counts: int) -> tuple[SequenceChunk, ...]:
+        return tuple(
+            SequenceChunk(i, 9, 1 + count, num_samples=1, drafts=(5,) * count) for i, count in enumerate(counts)
+        )
+
+    sizes = [
+        *decode_sizes(4), StepSize(16, 4, 4, has_decodes=True), StepSize(16, 8, 4, has_decodes=True),
+        StepSize(16, 16, 4, has_decodes=True),
+    ]  # fmt: skip
+    choose = GraphSizes(sizes).choose
+    assert choose(drafts(0, 0, 0)) == StepSize(4, 4, 0, has_decodes=True)
+    assert choose(drafts(3)) == StepSize(16, 4, 4, has_decodes=True)
+    assert choose(drafts(0, 3)) == StepSize(16, 8, 4, has_decodes=True), "five rows of two sequences"
+    assert choose(drafts(0, 7)) == StepSize(16, 16, 4, has_decodes=True)
+    assert choose((*drafts(0, 3), SequenceChunk(9, 0, 6))) == StepSize(16, 8, 4, has_decodes=True), "it samples nothing"
+    assert choose(drafts(1, 1, 1, 1, 1)) is None, "chunks"
+    assert choose(drafts(15, 0)) is None, "rows"

@@ -51,10 +51,11 @@ class GraphSizes:
         return next(size for size in self._decodes if size.num_seqs >= len(chunks))
 
     def _choose_step(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
-        num_tokens = num_decodes = 0
+        num_tokens = num_decodes = num_rows = 0
         for chunk in chunks:
             if chunk.num_samples > 1 or chunk.reads:
                 return None
+            num_rows += chunk.num_rows
             if num_tokens == num_decodes and chunk.num_tokens == 1:
                 num_decodes += 1
             num_tokens += chunk.num_tokens
@@ -62,7 +63,7 @@ class GraphSizes:
         is_far = any(chunk.start + chunk.num_tokens >= FAR_KEYS for chunk in later)
         fitting = [
             size for size in self._steps
-            if 0 <= size.num_tokens - num_tokens < _MOST_PADDING and size.num_seqs >= len(chunks)
+            if 0 <= size.num_tokens - num_tokens < _MOST_PADDING and size.num_seqs >= max(len(chunks), num_rows)
             and size.num_chunks >= len(later) and (size.has_decodes or not num_decodes)
         ]  # fmt: skip
         return min(

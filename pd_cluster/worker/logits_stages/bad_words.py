@@ -10,6 +10,7 @@ import torch
 
 from pd_cluster.protocol.sampling_params import MAX_BAD_WORD_TOKENS
 from pd_cluster.worker.logits_stages.stage import LogitsStage
+from pd_cluster.worker.verification import NO_TOKEN
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import SequenceStart
@@ -36,6 +37,9 @@ class WordInputs:
     places: torch.Tensor  # int64 [E] into the step's logits rows
     rows: torch.Tensor  # int64 [E] of the worker
     lists: tuple[WordList, ...]
+    # Behind drafts: int64 [E, K], the tokens that a row assumes behind its tail, and int64 [E, _TAIL], which places of
+    # both are the last ones
+    behind: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class BadWords(LogitsStage):
@@ -66,15 +70,23 @@ class BadWords(LogitsStage):
         return True
 
     def prepare(self, rows: Ints, lengths: Ints) -> WordInputs | None:
-        found = [(at, row, one) for at, row in enumerate(rows.tolist()) if (one := self._lists[row]) is not None]
-        counts = [len(one.ends) for _, _, one in found]
-        places, chosen = (np.repeat([pair[i] for pair in found], counts) for i in (0, 1))
-        return WordInputs(self._move(places), self._move(chosen), tuple(one for _, _, one in found))
+        places, lists = self._found(rows)
+        return WordInputs(self._move(places), self._move(rows[places]), lists)
+
+    def prepare_behind(self, rows: Ints, lengths: Ints, before: Ints) -> WordInputs | None:
+        places, lists = self._found(rows)
+        drafts = before[places]
+        last = np.arange(_TAIL) + (drafts != NO_TOKEN).sum(1)[:, None]
+        return WordInputs(self._move(places), self._move(rows[places]), lists, (self._move(drafts), self._move(last)))
 
     def apply(self, logits: torch.Tensor, inputs: WordInputs) -> None:
         beginnings = torch.cat([one.beginnings for one in inputs.lists])
         ends = torch.cat([one.ends for one in inputs.lists])
-        completes = ((self._tails[inputs.rows] == beginnings) | (beginnings == _ANY)).all(1)
+        tails = self._tails[inputs.rows]
+        if inputs.behind is not None:
+            drafts, last = inputs.behind
+            tails = torch.cat((tails, drafts), 1).gather(1, last)
+        completes = ((tails == beginnings) | (beginnings == _ANY)).all(1)
         amounts = torch.zeros(len(ends), device=logits.device).masked_fill_(completes, -torch.inf)
         logits.index_put_((inputs.places, ends), amounts, accumulate=True)
 
@@ -83,6 +95,11 @@ class BadWords(LogitsStage):
         chosen = self._send(rows[found])
         drawn = token_ids[self._send(found)][:, None]
         self._tails[chosen] = torch.cat((self._tails[chosen, 1:], drawn), 1)
+
+    def _found(self, rows: Ints) -> tuple[Ints, tuple[WordList, ...]]:
+        """The place of each word in `rows` (int64 [E]), and the lists that have them."""
+        found = [(at, one) for at, row in enumerate(rows.tolist()) if (one := self._lists[row]) is not None]
+        return np.repeat([at for at, _ in found], [len(one.ends) for _, one in found]), tuple(one for _, one in found)
 
     def _send(self, array: Ints) -> torch.Tensor:
         """Copy to the device behind the steps under way; CUDA has read pageable memory when the call returns."""

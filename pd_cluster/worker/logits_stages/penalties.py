@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from pd_cluster.worker.logits_stages.stage import CapturedStage
+from pd_cluster.worker.verification import NO_TOKEN
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -30,6 +31,16 @@ class PenaltyInputs:
 
     settings: torch.Tensor  # float32 [R, 3]: repetition, presence, frequency
     rows: torch.Tensor  # int64 [R], of the tables
+    behind: DraftedRows | None = None  # None: of the tables as they are
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedRows:
+    """Rows of the tables to copy, A of them, and the D drafts to note in the copies. `PenaltyInputs.rows`: into A."""
+
+    rows: torch.Tensor  # int64 [A]
+    places: torch.Tensor  # int64 [D] into A
+    tokens: torch.Tensor  # int64 [D]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +57,16 @@ class PenaltyTables:
         return cls(seen, counts)
 
     def note(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Count one token (int64 [R]) of each of `rows` (int64 [R]; only the last row of the tables may repeat)."""
+        """Count one token (int64 [R]) of each of `rows` (int64 [R]). A row may occur several times."""
         places = rows * self.seen.shape[1] + token_ids
         self.seen.view(-1).index_fill_(0, places, True)
         self.counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+
+    def behind(self, drafted: DraftedRows) -> PenaltyTables:
+        """Copies of rows, with drafts noted. These tables stay as they are."""
+        copies = PenaltyTables(self.seen[drafted.rows], self.counts[drafted.rows])
+        copies.note(drafted.places, drafted.tokens)
+        return copies
 
 
 class Penalties(CapturedStage):
@@ -95,8 +112,21 @@ class Penalties(CapturedStage):
             return None
         return PenaltyInputs(self._move(self._settings[rows]), self._move(rows))
 
+    def prepare_behind(self, rows: Ints, lengths: Ints, before: Ints) -> PenaltyInputs | None:
+        active = self._active[rows]
+        if not active.any():
+            return None
+        chosen = np.flatnonzero(active)
+        places, columns = np.nonzero(before[chosen] != NO_TOKEN)
+        tokens = before[chosen[places], columns]
+        drafted = DraftedRows(*map(self._move, (rows[chosen], places, tokens)))
+        copies = np.maximum(np.cumsum(active) - 1, 0)  # a row without penalties reads any
+        return PenaltyInputs(self._move(self._settings[rows]), self._move(copies), drafted)
+
     def apply(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
         tables = self.tables()
+        if inputs.behind is not None:
+            tables = tables.behind(inputs.behind)
         self._penalize(logits, tables.seen, tables.counts, inputs.settings, inputs.rows)
 
     def fold(self, rows: Ints, lengths: Ints, changes: DrawChanges) -> bool:
