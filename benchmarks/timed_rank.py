@@ -11,7 +11,7 @@ from pd_cluster.worker.rank import RankProcess, main
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
-    from pd_cluster.worker.device_executor import DeviceExecutor
+    from pd_cluster.worker.device_executor import DeviceDescribed
 
 
 @dataclass(slots=True)
@@ -42,9 +42,6 @@ class TimedExecutor:
     launched_s: list[float] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)
 
-    def load(self) -> None:
-        return
-
     def follow(self, batch: Batch, graph: object, staged: object) -> TimedStep:
         self.launched_s.append(time.monotonic())
         return TimedStep(self.launched_s[-1], self.step_s, self.ends_s)
@@ -52,15 +49,15 @@ class TimedExecutor:
     def close(self) -> None:
         return
 
-    leave = use_device = close
+    use_device = close
 
 
 class TimedRank(RankProcess):
     """Has two phases of its own: how long a step lasts, and what was noted since the phase before."""
 
-    def _make_executor(self) -> DeviceExecutor:
+    def _describe(self) -> DeviceDescribed:
         self._timed = TimedExecutor(0.0)
-        return cast("DeviceExecutor", self._timed)
+        return cast("DeviceDescribed", self._timed)
 
     def _phase_steps(self, step_s: float) -> None:
         self._timed.step_s = step_s

@@ -18,7 +18,7 @@ from pd_cluster.worker.rank import RankProcess, main
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
-    from pd_cluster.worker.device_executor import DeviceExecutor
+    from pd_cluster.worker.device_executor import DeviceDescribed
 
 
 @dataclass
@@ -48,9 +48,6 @@ class FakeExecutor:
     fails: bool = False
     launched: int = 0
 
-    def load(self) -> None:
-        return
-
     def free_kv_bytes(self) -> int:
         return 1000 * self.rank
 
@@ -66,14 +63,14 @@ class FakeExecutor:
     def close(self) -> None:
         return
 
-    leave = use_device = close
+    use_device = close
 
 
 class FakeRank(RankProcess):
-    def _make_executor(self) -> DeviceExecutor:
+    def _describe(self) -> DeviceDescribed:
         self._fake = FakeExecutor(self._start.rank)
         self._port.set_handler(self._handle)
-        return cast("DeviceExecutor", self._fake)
+        return cast("DeviceDescribed", self._fake)
 
     def _phase_echo(self, *arguments: Any) -> list[Any]:
         return [self._start.rank, *arguments]

@@ -92,7 +92,7 @@ def running_ranks(directory: Path, size: int = 3, silence_s: float = HANG_S) -> 
 
     try:
         ranks.link.start(spawn)
-        ranks.link.send(PhaseFrame("load"))
+        ranks.link.send(PhaseFrame("describe"))
         ranks.link.results()
         ranks.link.serve()
         yield ranks
@@ -271,16 +271,18 @@ def test_a_link_that_was_not_started_closes(tmp_path: Path) -> None:
 
 
 def test_names_of_phases() -> Any:
-    """RankedExecutor and RankProcess must know the same phases."""
+    """The states over several ranks, and RankProcess, must know the same phases."""
     import re
     from pathlib import Path as FilePath
 
     import pd_cluster.worker.rank as rank
     import pd_cluster.worker.ranked_executor as ranked
+    import pd_cluster.worker.ranks as ranks
 
-    asked = re.findall(r'_on_all\(\s*"(\w+)"', FilePath(ranked.__file__).read_text())
+    texts = FilePath(ranked.__file__).read_text() + FilePath(ranks.__file__).read_text()
+    asked = re.findall(r'\.(?:on_all|move)\(\s*"(\w+)"', texts)
     known = [name.removeprefix("_phase_") for name in vars(rank.RankProcess) if name.startswith("_phase_")]
-    assert sorted(asked) == sorted(known)
+    assert sorted(asked) == sorted([*known, *rank.MOVES])
 
 
 if __name__ == "__main__":
