@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import fields
 from math import inf
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import msgspec
 
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
-from pd_cluster.worker.device_executor import DeviceDescribed
+from pd_cluster.worker.device_executor import (
+    DeviceCached,
+    DeviceDescribed,
+    DeviceExecutor,
+    DeviceLoaded,
+    DeviceState,
+)
 from pd_cluster.worker.rank_frames import StepFrame
 from pd_cluster.worker.rank_link import StepOnRanks
 from pd_cluster.worker.state import ExecutorState
@@ -20,7 +26,6 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.scheduling.batch import Batch
-    from pd_cluster.worker.device_executor import DeviceCached, DeviceExecutor, DeviceLoaded, DeviceState
     from pd_cluster.worker.executor import ModelDescription
     from pd_cluster.worker.input_batch import Staged
     from pd_cluster.worker.pending_step import PendingStep
@@ -28,18 +33,20 @@ if TYPE_CHECKING:
     from pd_connectors.base import ConnectorContext
     from pd_connectors.rank_port import RankPort
 
+Own = TypeVar("Own", bound=DeviceState)
 
-class RankedState(ExecutorState):
+
+class RankedState(ExecutorState, Generic[Own]):
     """A state of the executor of several ranks: all of them are in this state.
 
     Every rank runs the same phases and launches the same steps, so that their collectives meet. What depends on a
     rank's memory is agreed on, and what is measured or chosen is rank 0's.
     """
 
-    def __init__(self, own: DeviceState, ranks: Ranks) -> None:
+    def __init__(self, own: Own, ranks: Ranks) -> None:
         """`own`: the state of rank 0's device."""
         self.layout = own.layout
-        self._ranks = ranks
+        self._own, self._ranks = own, ranks
 
     def close(self) -> None:
         """See DescribedState."""
@@ -47,12 +54,8 @@ class RankedState(ExecutorState):
             self._ranks.close()
 
 
-class RankedDescribed(RankedState):
+class RankedDescribed(RankedState[DeviceDescribed]):
     """See DescribedState."""
-
-    def __init__(self, own: DeviceDescribed, ranks: Ranks) -> None:
-        super().__init__(own, ranks)
-        self._own = own
 
     @classmethod
     def of(cls, config: NodeConfig, progress: Callable[[str], None], ranks: Ranks) -> Self:
@@ -68,12 +71,8 @@ class RankedDescribed(RankedState):
         return self.left_for(RankedLoaded(own, self._ranks))
 
 
-class RankedLoaded(RankedState):
+class RankedLoaded(RankedState[DeviceLoaded]):
     """See LoadedState."""
-
-    def __init__(self, own: DeviceLoaded, ranks: Ranks) -> None:
-        super().__init__(own, ranks)
-        self._own = own
 
     def free_kv_bytes(self) -> int:
         return min(self._ranks.on_all("free_kv_bytes", self._own.free_kv_bytes))
@@ -88,12 +87,8 @@ class RankedLoaded(RankedState):
         return self.left_for(RankedDescribed(self._ranks.move("unload", self._own.unload), self._ranks))
 
 
-class RankedCached(RankedState):
+class RankedCached(RankedState[DeviceCached]):
     """See CachedState."""
-
-    def __init__(self, own: DeviceCached, ranks: Ranks) -> None:
-        super().__init__(own, ranks)
-        self._own = own
 
     def warm_up(self) -> RankedExecutor:
         ranks = self._ranks
@@ -114,13 +109,13 @@ class RankedCached(RankedState):
         return self.left_for(RankedLoaded(self._ranks.move("free", self._own.free), self._ranks))
 
 
-class RankedExecutor(RankedState):
+class RankedExecutor(RankedState[DeviceExecutor]):
     """The Executor of `config.model.tp` ranks."""
 
     def __init__(self, own: DeviceExecutor, ranks: Ranks, graph_sizes: GraphSizes) -> None:
         """`graph_sizes`: those that every rank has captured."""
         super().__init__(own, ranks)
-        self._own, self._graph_sizes = own, graph_sizes
+        self._graph_sizes = graph_sizes
         # What only rank 0 does
         self.num_blocks, self.num_host_blocks, self.block_size = own.num_blocks, own.num_host_blocks, own.block_size
         self.cache, self.check, self.ready, self.watch_logits = own.cache, own.check, own.ready, own.watch_logits
