@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from pd_cluster.errors import StartupError
 from pd_cluster.scheduling.batch import Batch
 from pd_cluster.worker.device_executor import DeviceDescribed, DeviceExecutor
 from pd_cluster.worker.grammars import Grammars
+from pd_cluster.worker.rank import RankProcess
+from pd_cluster.worker.rank_frames import RankStart
 from pd_cluster.worker.ranked_executor import RankedDescribed
 from pd_cluster.worker.ranks import Ranks
 from pd_cluster.worker.state import StateLeft
@@ -187,6 +190,31 @@ def test_a_transition_that_fails_leaves_its_state_as_it_was(
         state = getattr(state, way)(*arguments)
     assert serve(state)[0]
     state.close()
+
+
+def test_a_rank_that_sleeps_closes_the_part_of_the_connector() -> None:
+    """Its reader, and its port by the reader's handler, would hold the old cache."""
+    calls: list[str] = []
+
+    def note(name: str, result: Any = None) -> Any:
+        def call(*_: object) -> Any:
+            calls.append(name)
+            return result
+
+        return call
+
+    sockets = SimpleNamespace(tell=lambda _: None)
+    process = RankProcess(RankStart(NodeConfig(), 1, "", 0), cast("Any", sockets))
+    process._state = SimpleNamespace(sleep=note("sleep", "loaded"))
+    process._pending.append(cast("Any", SimpleNamespace(result=note("step"))))
+    process._reader = cast("Any", SimpleNamespace(close=note("reader")))
+    process._port.set_handler(note("message"))
+    process._phase_sleep()
+    assert calls == ["step", "reader", "sleep"]
+    assert process._state == "loaded"
+    process._port.deliver(b"to the reader of the next cache")
+    assert calls == ["step", "reader", "sleep"], "kept until there is one"
+    process._close_reader()
 
 
 class WeighedRanks(Ranks):
