@@ -18,6 +18,7 @@ BENCHMARKS = {
     "gpu": "the engine on a GPU: decode, prefill and a mixed load beside the device's ceilings",
     "gpu_grammars": "decode steps of a GPU with rows that follow schemas, beside free ones",
     "kernels": "the GPU kernels on an 8B model's shapes beside the device's ceilings",
+    "memory": "KV of a model with windows: bytes held and handed over, and streams that fit, by arithmetic",
     "ranks": "frames to the ranks of a node and their acknowledgements, without a model",
     "reduce": "sums over the GPUs of a host with residual and norm, beside NCCL",
     "disagg": "the five workloads of the disaggregation table, on a running cluster",

@@ -26,7 +26,7 @@ from pd_cluster.bench.report import report_console
 from pd_cluster.config import ModelConfig, NodeConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
+from pd_cluster.scheduling.batch import Batch, NewBlocks, SequenceChunk, SequenceStart
 from pd_cluster.worker.rank_frames import PhaseFrame, RankStart, StepFrame
 from pd_cluster.worker.rank_link import RankLink
 from pd_kernels.values import StepSize
@@ -58,7 +58,7 @@ class Times:
 def decodes(step: int, count: int) -> Batch:
     """One of `count` sequences of some 4,096 tokens gets a new block every 64 steps."""
     chunks = [
-        SequenceChunk(seq_id, place := CONTEXT + seq_id + step, 1, place // BLOCK, (seq_id,), 1)
+        SequenceChunk(seq_id, place := CONTEXT + seq_id + step, 1, (NewBlocks(0, place // BLOCK, (seq_id,)),), 1)
         if (CONTEXT + seq_id + step) % BLOCK == 0
         else SequenceChunk(seq_id, CONTEXT + seq_id + step, 1, num_samples=1)
         for seq_id in range(count)
@@ -70,7 +70,7 @@ def prompt(step: int, length: int) -> Batch:
     """The first chunk of a new sequence, with all of its tokens and the chunk's blocks, beside 32 decodes."""
     beside, blocks = decodes(step, 32), tuple(range(length // BLOCK))
     tokens = tuple((7919 * place + step) % 128_256 for place in range(length))
-    start = SequenceStart(1000 + step, tokens, length, blocks, SamplingParams(max_tokens=128), step)
+    start = SequenceStart(1000 + step, tokens, length, (NewBlocks(0, 0, blocks),), SamplingParams(max_tokens=128), step)
     chunk = SequenceChunk(start.seq_id, 0, STEP_TOKENS - 32)
     return Batch(step, (start,), (*beside.chunks, chunk), (start.seq_id - 1,))
 

@@ -24,6 +24,13 @@ _30B_A3B = {
 _70B = {
     **_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
 }  # fmt: skip
+_GEMMA3_27B = {
+    **_COMMON, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
+    "num_attention_heads": 32, "num_key_value_heads": 16, "query_pre_attn_scalar": 168, "vocab_size": 262144,
+    "sliding_window": 1024, "sliding_window_pattern": 6, "max_position_embeddings": 131072, "rope_theta": 1e6,
+    "rope_local_base_freq": 10000, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "tie_word_embeddings": True,
+}  # fmt: skip
 
 _FP8_TENSORS = {
     "quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"],
@@ -51,6 +58,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "30b-a3b": _30B_A3B,
     "30b-a3b-fp8": {**_30B_A3B, "quantization_config": _FP8_BLOCKS},
     "70b": _70B,
+    "gemma3-27b": _GEMMA3_27B,
     "70b-fp8": {**_70B, "quantization_config": _FP8_CHANNELS},
     "tiny": {
         **_LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -58,7 +66,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""config.json for the shapes of Llama-3.1-8B, Qwen3-0.6B, Qwen3-30B-A3B and Llama-3.3-70B, and for a small test shape.
+"""config.json for the shapes of Llama-3.1-8B, Qwen3-0.6B, Qwen3-30B-A3B, Llama-3.3-70B and Gemma 3 27B, and for tests.
 
 Weights in fp8: one scale a tensor (`8b-fp8`), a scale for 128 x 128 numbers (`30b-a3b-fp8`), one a row (`70b-fp8`).
 """

@@ -143,7 +143,7 @@ class Soak:
         executor, rng = engine.executor, Random(options.seed)
         watch = LogitWatch(torch.zeros((), dtype=torch.int64, device=executor.model.device))
         executor.watch_logits(watch)
-        room = executor.num_blocks * executor.block_size
+        room = executor.slabs.num_blocks(0) * executor.block_size
         longest = min(executor.model.max_model_len, room * 2 // 3)
         usual = min(longest // 3, PRESSURE * room // options.num_running)
         ledger = TrafficLedger(executor.model.vocab_size, executor.model.eos_token_ids)

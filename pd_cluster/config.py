@@ -94,7 +94,7 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int = setting(0, "Tokens per block, a multiple of 16. 0: 16 on CPU, 64 on GPUs.")
-    num_blocks: int = setting(0, "Blocks in the cache. 0: from kv_cache_gb (CPU) or gpu_memory_utilization.")
+    num_blocks: int = setting(0, "Blocks of each KV group. 0: from kv_cache_gb (CPU) or gpu_memory_utilization.")
     kv_cache_gb: float = setting(1.0, "Cache size on CPU in GB, when num_blocks is 0.")
     gpu_memory_utilization: float = setting(
         0.0,

@@ -18,16 +18,18 @@ A connector may also have a *pool*: a store, shared by all nodes, of whole block
 what its steps computed (`Pool.store`) and asks it for the prefix of a prompt that it is about to compute (`Pool.find`).
 A pool promises nothing: a block that is missing, late or damaged there only makes the prefix shorter.
 
-**What changed for connectors from outside with protocol version 2:**
+**What changed for connectors from outside with protocol version 3:**
 
-- `ConnectorContext.layout` and `CacheDescription.layout` replace `geometry`. A layout has *groups* of layers, and the
-  cache has one tensor a group (`CacheDescription.tensors`). A block id is valid in every group's tensor.
-- `LoadSpec.runs` and `PublishSpec.runs` name blocks by group, as (first block, ids). Do not assume equal runs.
-- A PublishSpec may carry the first tokens, in which case `finish_lease` is not called for that lease. Report
-  FirstTokens for them as if it had been.
-- `LoadDone.group_bytes` replaces `num_bytes`.
-- A pool's `store` and `find` still name whole blocks, which have an object a group. A block counts as found when every
-  group has it.
+- Every group has block ids of its own: an id is valid in its group's tensor only. `CacheDescription.num_blocks` is
+  gone; `tensors[group].shape[0]` is the number. The tensors of several groups may lie in the same memory and are
+  strided then: block i begins `i * tensor.stride(0)` elements behind the first one, and is contiguous within.
+- The runs of `LoadSpec` and `PublishSpec` differ by group in first block, length and block size. A WINDOW group hands
+  over only the blocks that the last token or a later one reads, a STATE group one block (`KVGroup.handed_over`).
+- Groups that are `KVGroup.optional` come last and need not be equal on both sides. `BlockLayout.num_common` groups are
+  handed over, if both specs have runs of them: runs may be shorter by optional groups. No pool has them.
+- `CachedBlock.group`: a pool stores objects of that group only. A prefix counts as found at a boundary when every
+  group has the blocks that a later token reads (see `Pool.find`).
+- `Ticket.position_delta`: refuse a ticket with another value than 0.
 """
 
 from __future__ import annotations
@@ -50,16 +52,17 @@ if TYPE_CHECKING:
     from pd_connectors.rank_port import RankPort
 
 
-API_VERSION = 2  # of this interface; raised when connectors written for the version before no longer work
+API_VERSION = 3  # of this interface; raised when connectors written for the version before no longer work
 
 
 @dataclass(frozen=True, slots=True)
 class CacheDescription:
     """One rank's KV cache as a connector sees it. With one rank, `rank_shape` is the group's shape."""
 
-    tensors: tuple[torch.Tensor, ...]  # one rank's: by group, [num_blocks, *group.rank_shape(tp_size)], contiguous
+    # One rank's: by group, [the group's block ids, *group.rank_shape(tp_size)]. Several may lie in the same memory, in
+    # which a block belongs to one of them at a time. Each block is contiguous; axis 0 may be strided
+    tensors: tuple[torch.Tensor, ...]
     layout: BlockLayout  # of the whole engine
-    num_blocks: int  # in each tensor; a block id is valid in all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +70,9 @@ class LoadSpec:
     """A load: read the blocks in `runs`, of the first `num_tokens` tokens of a prompt. The runs may have no blocks."""
 
     load_id: str
-    runs: tuple[
-        BlockRun, ...
-    ]  # D's blocks by group, to the prompt's last; blocks before a run are cached at D and never sent
-    num_tokens: int  # the whole prompt's length (the last block may be partial), or a prefix's, in whole blocks
+    # D's blocks by group, to the prompt's last one; blocks before a run are cached at D, or dead, and are never sent
+    runs: tuple[BlockRun, ...]
+    num_tokens: int  # the whole prompt's length (the last block may be partial), or a prefix's, at a boundary
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class PublishSpec:
 
     lease_id: str
     runs: tuple[BlockRun, ...]  # by group, the blocks that `KVGroup.handed_over` names; () if `num_tokens` is 0
-    num_tokens: int  # 0, a multiple of the block size, or the whole prompt
+    num_tokens: int  # 0, a multiple of the layout's `block_size`, or the whole prompt
     generation: int  # of the lease when the step was planned; void when the lease has been retracted since
     first_tokens: tuple[SampledToken, ...] = ()  # one per sample; () : they are not known yet
     prefill: PrefillFacts = NO_PREFILL  # see `finish_lease`
@@ -92,10 +94,14 @@ class PublishSpec:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """A whole block with final content: the KV of the tokens that its chained hash covers."""
+    """A whole block of one group with final content: the KV of the last tokens that its chained hash covers.
+
+    Of a STATE group: the state after those tokens.
+    """
 
     hash: bytes
     block_id: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +176,17 @@ class PrefixFound:
     At most once a search, before its PrefixLoaded."""
 
     load_id: str
-    num_tokens: int  # from the prompt's start, in whole blocks
+    num_tokens: int  # from the prompt's start, to a boundary of all groups
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixLoaded:
-    """The search is over. Of the blocks that `recv_before` named, those up to `num_tokens` are whole; nothing can land
-    in any of them any more. Terminal; once a search, whatever happens."""
+    """The search is over. Of the blocks that `recv_before` named, those that end by `num_tokens` are whole; nothing can
+    land in any of them any more. Terminal; once a search, whatever happens."""
 
     load_id: str
-    num_tokens: int  # from the prompt's start; 0 when nothing was loaded
+    # From the prompt's start; 0 when nothing was loaded. If a group is neither FULL nor LATENT: what was found, or 0
+    num_tokens: int
 
 
 Event = LoadReady | FirstTokens | LoadDone | LoadFailed | LoadDrained | LeaseEnded | PrefixFound | PrefixLoaded
@@ -287,7 +294,14 @@ class Pool(ABC):
 
     @abstractmethod
     def find(self, load_id: str, block_hashes: Sequence[bytes], first_block: int) -> None:
-        """Search for the blocks of a prompt from `first_block` on; `block_hashes` name them all, from its start.
+        """Search for a prompt's blocks; `block_hashes` name blocks of `layout.block_size` tokens, from its start.
+
+        first_block: the engine has the prompt up to this one of them, that is in each group the blocks
+        [first_block(p), p // block_size) for the position p where it begins.
+
+        The prefix ends at the largest multiple p of `layout.boundary` for which every required group has its blocks
+        from the engine's on, and of a WINDOW or STATE group only those from `first_block(p)` on. A larger block has the
+        hash at its end.
 
         PrefixFound may follow, PrefixLoaded always follows. The pool has its own deadline, which does not count the
         engine's time from PrefixFound to `recv_before`. A `load_id` is never reused, not even for a load from P.
@@ -299,8 +313,11 @@ class Pool(ABC):
 
     @abstractmethod
     def store(self, blocks: Sequence[CachedBlock]) -> None:
-        """Offer blocks of retired steps. Their content is copied before a later step on the device, or a load that a
-        later `recv_before` starts, can change it."""
+        """Offer blocks of retired steps, each of one group.
+
+        Their content is copied before a later step on the device, or a load that a later `recv_before` starts, can
+        change it.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +356,7 @@ class Closes(Protocol):
 class Connector(SchedulerHalf, WorkerHalf):
     """A whole connector: the scheduler's half and the worker's half, in one process (rank 0).
 
-    `api_version` names the version of this interface for which the connector was written. The version is now 2. A node
+    `api_version` names the version of this interface for which the connector was written. The version is now 3. A node
     refuses to start with a connector of another version, because the loads of such a connector would stall.
     """
 

@@ -24,20 +24,21 @@ class PostRead:
 
 
 class BlockReads:
-    """The reads of one load. Each takes the next blocks of every group, so that a load ends in all groups at once.
+    """The reads of one load. Each takes the next blocks of every group; a WINDOW group has none but the last ones.
 
-    `layout` is ours: the peer's degree says nothing about how many bytes our ranks read.
+    `layout` is ours: the peer's degree says nothing about how many bytes our ranks read. Its first `num_common` groups
+    are read, which the peer has too.
     """
 
-    def __init__(self, layout: BlockLayout, limits: PullLimits) -> None:
-        self._groups = layout.groups
+    def __init__(self, layout: BlockLayout, num_common: int, limits: PullLimits) -> None:
+        self._groups = layout.groups[:num_common]
         self._block_bytes = [layout.tp_size * group.rank_bytes(layout.tp_size) for group in layout.groups]
         self._limits = limits
-        self._runs: tuple[BlockRun, ...] = ()  # ours; () until `start`
+        self._runs: tuple[BlockRun, ...] = ()  # ours, of the groups that are read; () until `start`
         self._num_tokens = 0
         self._next: list[int] = []  # by group; prompt blocks before this one need no further read
         self._in_flight: dict[int, list[int]] = {}  # number of the read -> blocks by group
-        self._num_read = [0] * len(self._groups)  # blocks
+        self._num_read = [0] * len(layout.groups)  # blocks
         self.num_posted = 0  # reads
 
     @property
@@ -51,6 +52,11 @@ class BlockReads:
         return not self._in_flight and self._next == [run.span.stop for run in self._runs]
 
     @property
+    def wants_blocks(self) -> bool:
+        """True when `start` named blocks that are to be read."""
+        return any(run.block_ids for run in self._runs)
+
+    @property
     def has_read(self) -> bool:
         """True when some blocks have been read."""
         return any(self._num_read)
@@ -62,13 +68,14 @@ class BlockReads:
 
     @property
     def num_blocks_in_flight(self) -> int:
-        """Blocks of the engine that a posted read may still write: a block has one id in all groups."""
-        return sum(map(max, list(self._in_flight.values())))  # a copy: stats come from other threads
+        """Blocks of the engine, of all groups, that a posted read may still write."""
+        return sum(map(sum, list(self._in_flight.values())))  # a copy: stats come from other threads
 
     def start(self, spec: LoadSpec) -> None:
         """Set our blocks, which are reserved."""
-        self._runs, self._num_tokens = spec.runs, spec.num_tokens
-        self._next = [run.first_block for run in spec.runs]
+        self._groups = self._groups[: len(spec.runs)]
+        self._runs, self._num_tokens = spec.runs[: len(self._groups)], spec.num_tokens
+        self._next = [run.first_block for run in self._runs]
 
     def post(self, state: LeaseState) -> list[PostRead]:
         """Returns the reads that are possible now, within the limits, and counts them as in flight. Call `start` first.
@@ -85,7 +92,8 @@ class BlockReads:
             if not any(parts):
                 break
             self._next = ends
-            posts.append(PostRead(self.num_posted, _ids(state.runs, parts), _ids(self._runs, parts)))
+            theirs, ours = self._ids(state.runs, parts), self._ids(self._runs, parts)
+            posts.append(PostRead(self.num_posted, theirs, ours))
             self._in_flight[self.num_posted] = [len(part) for part in parts]
             self.num_posted += 1
         return posts
@@ -100,17 +108,22 @@ class BlockReads:
 
     def _readable(self, state: LeaseState) -> list[int]:
         """The first prompt block that cannot be read yet, by group. Raises ValueError as `post` does."""
-        if len(state.runs) != len(self._groups):
+        if any(not group.optional for group in self._groups[len(state.runs) :]):
             raise ValueError(f"the prefill node announced blocks of {len(state.runs)} groups, not {len(self._groups)}")
+        num_groups = len(state.runs)  # P may hand over fewer, as long as those that it does not are optional
+        self._groups, self._runs = self._groups[:num_groups], self._runs[:num_groups]
+        del self._next[num_groups:]
         num_computed = min(self._num_tokens, state.num_tokens_readable)
         stops = []
-        for group, run, start in zip(self._groups, state.runs, self._next, strict=True):
+        for group, run, start in zip(self._groups, state.runs, self._next, strict=False):
             stop = group.handed_over(self._num_tokens, num_computed).stop
             if run.span.stop < stop or run.first_block > min(start, stop):
                 raise ValueError("the prefill node announced more tokens than blocks")
             stops.append(stop)
         return stops
 
-
-def _ids(runs: tuple[BlockRun, ...], parts: list[range]) -> GroupIds:
-    return tuple(run.ids_of(part) for run, part in zip(runs, parts, strict=True))
+    def _ids(self, runs: tuple[BlockRun, ...], parts: list[range]) -> GroupIds:
+        """The ids of these blocks, by every group of ours."""
+        return tuple(run.ids_of(part) for run, part in zip(runs, parts, strict=False)) + ((),) * (
+            len(self._num_read) - len(parts)
+        )

@@ -27,6 +27,10 @@ def check_ticket(ticket: Ticket, fingerprint: str, layout: BlockLayout) -> None:
     """Refuse a ticket for KV that this engine cannot use. Raises a HandshakeError that says which and why."""
     if ticket.version != PROTOCOL_VERSION:
         raise ProtocolMismatch(f"the ticket speaks protocol {ticket.version}, this node {PROTOCOL_VERSION}")
+    if ticket.position_delta:
+        raise HandshakeError(
+            f"media of the prompt shift its positions by {ticket.position_delta}: this node decodes prompts of text"
+        )
     _check_kv(ticket.fingerprint, ticket.layout, fingerprint, layout)
 
 
@@ -43,5 +47,5 @@ def _check_kv(their_fingerprint: str, theirs: BlockLayout, fingerprint: str, our
         raise FingerprintMismatch(
             f"the peer's KV fingerprint is {their_fingerprint}, ours {fingerprint}: other weights, RoPE or layout"
         )
-    for group in theirs.groups:
+    for group in theirs.groups[: ours.num_common(theirs)]:
         group.rank_shape(theirs.tp_size)  # the peer's degree may differ from ours, if its heads can be split so

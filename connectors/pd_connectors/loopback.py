@@ -212,7 +212,7 @@ class _Description(msgspec.Struct, frozen=True):
     """What `describe` puts on the wire."""
 
     serial: int
-    num_blocks: int
+    num_blocks: tuple[int, ...]  # by group
 
 
 @dataclass(slots=True)
@@ -238,7 +238,8 @@ class LoopbackTransport(Transport):
 
     def describe(self) -> bytes:
         assert self._node.cache is not None
-        return msgspec.msgpack.encode(_Description(self._node.serial, self._node.cache.num_blocks))
+        num_blocks = tuple(tensor.shape[0] for tensor in self._node.cache.tensors)
+        return msgspec.msgpack.encode(_Description(self._node.serial, num_blocks))
 
     def connect(self, peer: PeerKey, description: bytes) -> None:
         there = msgspec.msgpack.decode(description, type=_Description)
@@ -254,7 +255,7 @@ class LoopbackTransport(Transport):
 
     def read(self, peer: PeerKey, read_id: ReadId, remote: GroupIds, local: GroupIds) -> None:
         endpoint = self._endpoints.get(peer)
-        if endpoint is None or not all(0 <= block_id < endpoint.num_blocks for ids in remote for block_id in ids):
+        if endpoint is None or not _are_there(remote, endpoint.num_blocks):
             error = "the endpoint was torn down" if endpoint is None else "no such block"
             self._completions.append(ReadEnded(read_id, error))
             self._node.awake.set()
@@ -263,7 +264,7 @@ class LoopbackTransport(Transport):
         assert self._node.cache is not None
         copies = [
             partial(self._copy, read, endpoint.serial, part, *pair)
-            for part in slices_between(peer.rank, peer.num_ranks, self._node.cache.layout, self._rank)
+            for part in slices_between(peer.rank, peer.num_ranks, self._node.cache.layout, self._rank, peer.num_groups)
             for pair in zip(remote[part.group], local[part.group], strict=True)
         ]
         delays = [self._network.draw_delay_s() for _ in copies]
@@ -336,6 +337,10 @@ class LoopbackConnector(PeerToPeerConnector):
         reader = RankReader(LoopbackTransport(_attach(context, 0), context.rank), port)
         reader.open(cache)
         return reader
+
+
+def _are_there(ids: GroupIds, num_blocks: tuple[int, ...]) -> bool:
+    return all(0 <= one < count for group, count in zip(ids, num_blocks, strict=False) for one in group)
 
 
 def _attach(context: ConnectorContext, port: int) -> LoopbackNode:

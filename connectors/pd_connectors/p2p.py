@@ -131,7 +131,7 @@ class PeerToPeerConnector(Connector):
         self._owner = Owner(context, self.leases, channel.reply, lambda: self._step_loop.is_frozen)
         self._reader = Reader(context, limits or _limits(context), transport, channel.ask, self._emit, channel.forget)
         self._wake_engine: Callable[[], None] = _no_waker
-        self._num_blocks = 0
+        self._num_blocks: tuple[int, ...] = ()  # by group
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._death = ""
@@ -230,9 +230,13 @@ class PeerToPeerConnector(Connector):
 
     def recv_before(self, loads: Sequence[LoadSpec]) -> None:
         for load in loads:
-            for group, run in zip(self._context.layout.groups, load.runs, strict=True):
-                assert run.span.stop == group.handed_over(load.num_tokens).stop, load
-                assert all(0 <= block_id < self._num_blocks for block_id in run.block_ids), load
+            groups = zip(self._context.layout.groups, self._num_blocks, load.runs, strict=False)
+            assert len(load.runs) >= len(self._context.layout.required), load
+            for group, num_blocks, run in groups:
+                needed = group.handed_over(load.num_tokens)
+                assert needed.start <= run.first_block, load
+                assert run.span.stop == needed.stop, load
+                assert all(0 <= block_id < num_blocks for block_id in run.block_ids), load
         if loads:
             self.submit(*(_reserve(load) for load in loads))
 
@@ -274,7 +278,7 @@ class PeerToPeerConnector(Connector):
 
     def open(self, cache: CacheDescription) -> None:
         """Make the cache readable and answer greetings from now on. Raises ConnectorUnavailable."""
-        self._num_blocks = cache.num_blocks
+        self._num_blocks = tuple(tensor.shape[0] for tensor in cache.tensors)
         self._reader.memory = cache.tensors[0].device.type if cache.tensors else ""
         self._transport.register(cache)
         self._owner.open(self._transport.describe())

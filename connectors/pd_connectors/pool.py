@@ -4,8 +4,8 @@ The states of a search are in `search`. Two threads load. A third, the watch, en
 store may hang for much longer than a request should wait. While a search past its deadline holds each loading thread,
 the pool counts as down.
 
-A block has one object for each part of its heads (`head_parts`). It counts as found, or as read, when all its objects
-are.
+A block of a group has one object for each part of its heads (`head_parts`). It counts as found, or as read, when all
+its objects are. Which blocks a prefix needs is in `prefix_plan`, which of them are there asks `probe`.
 
 Stores: what a step computed is copied at once (`block_staging`) and sent later by one thread. The backlog is bounded;
 what does not fit is not stored, which costs a later request a prefill and nothing else.
@@ -22,12 +22,14 @@ from collections import defaultdict, deque
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from pd_connectors.base import CachedBlock, Event, LoadSpec, Pool, PrefixFound, PrefixLoaded
-from pd_connectors.block_staging import BlockStaging, Gathered, Inlet
+from pd_connectors.block_staging import BlockStaging, Inlet
+from pd_connectors.parcel import Offered, Parcel, batches
+from pd_connectors.prefix_plan import PrefixPlan
+from pd_connectors.probe import Probe, contains
 from pd_connectors.search import Miss, Search
 from pd_connectors.store import HEADER_BYTES, KVStore, ObjectName, Sealer, StoreUnavailable
 
@@ -35,12 +37,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pd_connectors.base import CacheDescription, ConnectorContext
+    from pd_connectors.head_parts import HeadPart
+    from pd_connectors.prefix_plan import GroupBlock
 
 logger = logging.getLogger(__name__)
 
 NUM_LOADERS = 2  # searches at once: one waits for the network while the other checks digests
-FIRST_PROBE = 8  # blocks in the first question to the store: most searches that find nothing find nothing there
-PROBE_BATCH = 64  # blocks in each later question
 STORE_BATCH_BYTES = 32 << 20
 
 
@@ -57,13 +59,6 @@ class PoolLimits:
     close_s: float = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    blocks: list[list[ObjectName]]
-    groups: list[Gathered]
-    num_bytes: int
-
-
 class StorePool(Pool):
     """`open_store` is called once for each thread. Events are for the connector's `poll`."""
 
@@ -76,6 +71,8 @@ class StorePool(Pool):
     ) -> None:
         self._context = context
         self._sealer = Sealer(context)
+        self._plan = PrefixPlan(context.layout)
+        self._block_bytes = [group.rank_bytes(context.layout.tp_size) for group in context.layout.groups]
         self._open_store = open_store
         self._limits = limits
         self._clock = clock
@@ -83,13 +80,11 @@ class StorePool(Pool):
         self._changed = threading.Condition(self._lock)  # for the watch
         self._searches: dict[str, Search] = {}  # not over
         self._jobs: SimpleQueue[Search | None] = SimpleQueue()
-        self._parcels: SimpleQueue[_Parcel | None] = SimpleQueue()
+        self._parcels: SimpleQueue[Parcel | None] = SimpleQueue()
         self._events: deque[Event] = deque()
         self._wake: Callable[[], None] = _no_waker
         self._retry_at_s = clock()
-        self._held: list[Search | None] = [
-            None
-        ] * NUM_LOADERS  # by loading thread: the search that it works on, over or not
+        self._held: list[Search | None] = [None] * NUM_LOADERS  # what each loading thread works on, over or not
         self._num_backlog_bytes = 0
         self._damaged: set[ObjectName] = set()  # found by loading threads; the storing thread replaces them
         self._counts: defaultdict[str, float] = defaultdict(float)
@@ -126,8 +121,8 @@ class StorePool(Pool):
     # the step loop's side
 
     def find(self, load_id: str, block_hashes: Sequence[bytes], first_block: int) -> None:
-        blocks = [self._sealer.names(block_hash) for block_hash in block_hashes]
-        search = Search(load_id, blocks, first_block, self._clock() + self._limits.deadline_s)
+        have = first_block * self._context.layout.block_size
+        search = Search(load_id, block_hashes, have, self._clock() + self._limits.deadline_s)
         with self._changed:
             self._searches[load_id] = search
             self._counts["pool_lookups_total"] += 1
@@ -144,10 +139,9 @@ class StorePool(Pool):
             if search is None:
                 return False
             assert search.spec is None, spec
-            first_block = spec.runs[0].first_block
-            num_blocks = spec.num_tokens // self._context.layout.block_size
-            assert all(run.span == range(first_block, num_blocks) for run in spec.runs), spec
-            search.spec, search.first_block = spec, first_block  # the engine's cache may have got more since `find`
+            assert self._plan.is_asked_for(spec.runs, spec.num_tokens), spec
+            search.spec, search.order = spec, self._plan.in_order(spec.runs)
+            search.have = self._plan.begin(spec.runs, spec.num_tokens, search.have)  # it may have got more since `find`
             search.due_s = self._clock() + self._limits.deadline_s
             search.is_found = False
             self._changed.notify()
@@ -163,19 +157,24 @@ class StorePool(Pool):
 
     def store(self, blocks: Sequence[CachedBlock]) -> None:
         assert self._staging, "the cache was not registered"
-        layout = self._context.layout
-        if not any(part.is_stored for part in self._sealer.parts):
+        parts = self._sealer.parts
+        blocks = [block for block in blocks if any(part.is_stored for part in parts[block.group])]
+        if not blocks:
             return  # another rank has the same heads
-        num_bytes = len(blocks) * (layout.rank_bytes + len(self._sealer.parts) * HEADER_BYTES)
+        num_bytes = sum(self._block_bytes[block.group] + len(parts[block.group]) * HEADER_BYTES for block in blocks)
         with self._lock:
             reason = "unavailable" if self._is_down() else "backlog"
             if self._is_down() or self._num_backlog_bytes + num_bytes > self._limits.backlog_bytes:
                 self._counts[f"pool_blocks_dropped_total|reason={reason}"] += len(blocks)
                 return
             self._num_backlog_bytes += num_bytes
-        block_ids = [block.block_id for block in blocks]
-        gathered = [staging.gather(block_ids) for staging in self._staging]
-        self._parcels.put(_Parcel([self._sealer.names(block.hash) for block in blocks], gathered, num_bytes))
+        offered = []
+        for group, staging in enumerate(self._staging):
+            if own := [block for block in blocks if block.group == group]:
+                copy = staging.gather([block.block_id for block in own])
+                for index, block in enumerate(own):
+                    offered.append(Offered(self._sealer.names(block.hash, group), parts[group], copy, index))
+        self._parcels.put(Parcel(offered, num_bytes))
 
     def settle(self) -> None:
         """Wait until the copies of all earlier `store` calls are complete."""
@@ -245,7 +244,7 @@ class StorePool(Pool):
                     if search.spec is None:
                         self._probe(search, store)
                     else:
-                        self._read(search, search.spec, store, inlet)
+                        self._read(search, store, inlet)
                 except Exception:  # a bug, ours or of the store's client, must not leave the request waiting
                     logger.exception("a search of the pool failed")
                     self._end(search, Miss.UNAVAILABLE)
@@ -257,20 +256,16 @@ class StorePool(Pool):
         return self._why_end(search, self._clock()) or (Miss.UNAVAILABLE if self._is_down() else None)
 
     def _probe(self, search: Search, store: KVStore) -> None:
-        num_found, miss = search.first_block, search.miss
+        def names(at: GroupBlock) -> list[ObjectName]:
+            return self._sealer.names(self._plan.hash_of(at, search.hashes), at.group)
+
+        probe = Probe(self._plan, store, names, lambda: self._hopeless(search))
         try:
-            while num_found < len(search.blocks) and miss is None:
-                miss = self._hopeless(search)
-                if miss is None:
-                    size = FIRST_PROBE if num_found == search.first_block else PROBE_BATCH
-                    batch = search.blocks[num_found : num_found + size]
-                    num_there = sum(1 for _ in takewhile(bool, _contains(store, batch)))
-                    num_found += num_there
-                    miss = Miss.ABSENT if num_there < len(batch) else None
+            found, miss = probe.find(search.have, self._plan.last_boundary(len(search.hashes)))
         except StoreUnavailable as error:
             self._went_down(error)
-            miss = Miss.UNAVAILABLE
-        if num_found == search.first_block or miss not in (None, Miss.ABSENT):
+            found, miss = search.have, Miss.UNAVAILABLE
+        if found == search.have or miss not in (None, Miss.ABSENT):
             self._end(search, miss)
             return
         with self._lock:
@@ -278,30 +273,26 @@ class StorePool(Pool):
                 return
             search.miss = miss
             search.is_found = True
-            self._events.append(PrefixFound(search.load_id, num_found * self._context.layout.block_size))
+            self._events.append(PrefixFound(search.load_id, found))
         self._wake()
 
-    def _read(self, search: Search, spec: LoadSpec, store: KVStore, inlet: Inlet) -> None:
+    def _read(self, search: Search, store: KVStore, inlet: Inlet) -> None:
         started_s = self._clock()
-        blocks = search.blocks[search.first_block : spec.num_tokens // self._context.layout.block_size]
-        names = [name for block in blocks for name in block]
-        places = [
-            (part, block_ids[part.group])
-            for block_ids in zip(*(run.block_ids for run in spec.runs), strict=True)
-            for part in self._sealer.parts
-        ]
+        objects = list(self._objects(search))
         miss = self._hopeless(search)
-        if miss is None and names:
+        if miss is None and objects:
             try:
-                with closing(store.get(names)) as objects:
-                    for name, (part, block_id), sealed in zip(names, places, objects, strict=True):
+                with closing(store.get([name for name, *_ in objects])) as found:
+                    for (name, part, block_id, is_last), sealed in zip(objects, found, strict=True):
                         content = None if sealed is None else self._sealer.open(name, sealed)
                         miss = self._hopeless(search)
                         if content is None:
                             miss = Miss.LOST if sealed is None else Miss.DAMAGED
                         if miss is Miss.DAMAGED:
                             self._damaged.add(name)
-                        if content is None or miss is not None or not search.land(inlet, part, name, block_id, content):
+                        if content is None or miss is not None:
+                            break
+                        if not search.land(inlet, part, block_id, content, is_last=is_last):
                             break
             except StoreUnavailable as error:
                 self._went_down(error)
@@ -309,6 +300,14 @@ class StorePool(Pool):
         self._end(search, miss)
         with self._lock:
             self._counts["pool_read_seconds_total"] += self._clock() - started_s
+
+    def _objects(self, search: Search) -> Iterator[tuple[ObjectName, HeadPart, int, bool]]:
+        """What a search reads, in order: the object, what it holds, the block, and whether it is the block's last."""
+        for _, at, block_id in search.order:
+            parts = self._sealer.parts[at.group]
+            names = self._sealer.names(self._plan.hash_of(at, search.hashes), at.group)
+            for part, name in zip(parts, names, strict=True):
+                yield name, part, block_id, part is parts[-1]
 
     def _run_storer(self, store: KVStore) -> None:
         with closing(store):
@@ -326,25 +325,23 @@ class StorePool(Pool):
                     with self._lock:
                         self._num_backlog_bytes -= parcel.num_bytes
 
-    def _send(self, parcel: _Parcel, store: KVStore) -> None:
+    def _send(self, parcel: Parcel, store: KVStore) -> None:
         """Send the blocks that the store lacks, and those that a loading thread found damaged: the same name always
         means the same content."""
         if self._is_down():
             self._count("pool_blocks_dropped_total|reason=unavailable", len(parcel.blocks))
             return
-        for gathered in parcel.groups:
-            gathered.wait()
-        there = _contains(store, parcel.blocks)
-        known = [
-            is_there and self._damaged.isdisjoint(block) for block, is_there in zip(parcel.blocks, there, strict=True)
-        ]
-        self._count("pool_blocks_known_total", sum(known))
-        new = [index for index, is_known in enumerate(known) if not is_known]
-        for batch in _batches(new, max(1, STORE_BATCH_BYTES // self._context.layout.rank_bytes)):
+        there = contains(store, [block.names for block in parcel.blocks])
+        pairs = zip(parcel.blocks, there, strict=True)
+        new = [block for block, is_there in pairs if not (is_there and self._damaged.isdisjoint(block.names))]
+        self._count("pool_blocks_known_total", len(parcel.blocks) - len(new))
+        for batch in batches(new, max(1, STORE_BATCH_BYTES // max(self._block_bytes))):
+            for block in batch:
+                block.copy.wait()
             objects = [
-                (name, self._sealer.seal(name, parcel.groups[part.group].block(index, part.heads)))
-                for index in batch
-                for part, name in zip(self._sealer.parts, parcel.blocks[index], strict=True)
+                (name, self._sealer.seal(name, block.copy.block(block.index, part.heads)))
+                for block in batch
+                for part, name in zip(block.parts, block.names, strict=True)
                 if part.is_stored
             ]
             num_objects = store.put(objects)
@@ -358,16 +355,23 @@ class StorePool(Pool):
         """End a search. Only the first call has an effect."""
         if not search.finish():
             return
-        num_read, layout = search.num_read, self._context.layout
-        num_tokens = 0 if search.spec is None else (search.first_block + num_read) * layout.block_size
+        spec, order, num_tokens = search.spec, search.order, 0
+        if spec is not None:
+            is_all = search.num_read == len(order)
+            end = spec.num_tokens if is_all else order[search.num_read].end - 1
+            num_tokens = self._plan.loaded(search.have, end, is_all=is_all)
+            self._counted_read(search, num_tokens)
         with self._lock:
             del self._searches[search.load_id]
             if miss is not None or search.miss is not None:
                 self._counts[f"pool_misses_total|reason={miss or search.miss}"] += 1
-            self._counts["pool_hit_tokens_total"] += num_read * layout.block_size
-            self._counts["pool_read_bytes_total"] += num_read * layout.rank_bytes * layout.tp_size
             self._events.append(PrefixLoaded(search.load_id, num_tokens))
         self._wake()
+
+    def _counted_read(self, search: Search, num_tokens: int) -> None:
+        num_bytes = sum(self._block_bytes[at.group] for _, at, _ in search.order[: search.num_read])
+        self._count("pool_hit_tokens_total", max(0, num_tokens - search.have))
+        self._count("pool_read_bytes_total", num_bytes * self._context.layout.tp_size)
 
 
 _ZEROS = {
@@ -378,21 +382,6 @@ _ZEROS = {
     },
     **{f"pool_blocks_dropped_total|reason={reason}": 0.0 for reason in ("backlog", "unavailable", "refused", "error")},
 }
-
-
-def _contains(store: KVStore, blocks: Sequence[Sequence[ObjectName]]) -> list[bool]:
-    """Whether all objects of each block are stored. If the first one of a block is missing, no other is asked for."""
-    there = store.contains([block[0] for block in blocks])
-    others = [name for block, is_there in zip(blocks, there, strict=True) if is_there for name in block[1:]]
-    is_known = dict(zip(others, store.contains(others) if others else (), strict=True))
-    return [
-        is_there and all(is_known[name] for name in block[1:]) for block, is_there in zip(blocks, there, strict=True)
-    ]
-
-
-def _batches(indices: list[int], size: int) -> Iterator[list[int]]:
-    for start in range(0, len(indices), size):
-        yield indices[start : start + size]
 
 
 def _no_waker() -> None:

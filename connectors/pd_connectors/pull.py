@@ -116,7 +116,7 @@ class Pull:
         self._deadline = now + deadline_s
         self._spec: LoadSpec | None = None
         self._state: LeaseState | None = None  # the newest
-        self.reads = BlockReads(layout, limits)
+        self.reads = BlockReads(layout, layout.num_common(ticket.layout), limits)
         self._read_deadline = float("inf")
         self._first_read_at: float | None = None
         self._marks = _Marks()
@@ -215,10 +215,10 @@ class Pull:
             self.fail(LoadFailure.REJECTED, detail, now)
             return
         assert self._state is not None
-        if _wants_blocks(spec) and not _will_finish(self._state):
+        self.reads.start(spec)
+        if self.reads.wants_blocks and not _will_finish(self._state):
             self.fail(LoadFailure.LEASE_ENDED, "the prefill node took its blocks back before ours were there", now)
             return
-        self.reads.start(spec)
         self.phase = LoadPhase.READING
         self._advance(now)
 
@@ -318,12 +318,12 @@ class Pull:
             self.phase = LoadPhase.ANNOUNCED
             self._emit(LoadReady(self.load_id, self.ticket.num_tokens))
         if self.phase is LoadPhase.READING and spec is not None:
-            self._read_on(state, spec, now)
+            self._read_on(state, now)
         if self.phase is LoadPhase.CONFIRMED and self._first_tokens_out:
             self._finish(now)
 
-    def _read_on(self, state: LeaseState, spec: LoadSpec, now: float) -> None:
-        if not _wants_blocks(spec):
+    def _read_on(self, state: LeaseState, now: float) -> None:
+        if not self.reads.wants_blocks:
             self.phase = LoadPhase.CONFIRMED  # no bytes are read, so there is nothing to confirm
             return
         self._post_reads(state, now)
@@ -373,10 +373,6 @@ class Pull:
 
     def _emit(self, event: Event) -> None:
         self._actions.append(Emit(event))
-
-
-def _wants_blocks(spec: LoadSpec) -> bool:
-    return any(run.block_ids for run in spec.runs)
 
 
 def _will_finish(state: LeaseState) -> bool:

@@ -1,7 +1,8 @@
 """The pool of an engine of several ranks: a StorePool on each, which reads and stores that rank's heads.
 
-Rank 0's RankedPool asks all ranks alike. A prefix is found, and loaded, as far as every rank has it. A search ends when
-it has ended on the last rank, because until then something may land in its blocks.
+Rank 0's RankedPool asks all ranks alike. A prefix is found, and loaded, as far as every rank has it: a rank that found
+more may lack what it needs at the smaller boundary, and then loads less. A search ends when it has ended on the last
+rank, because until then something may land in its blocks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Store(msgspec.Struct, frozen=True, tag=True):
-    blocks: tuple[tuple[bytes, int], ...]
+    blocks: tuple[tuple[bytes, int, int], ...]  # hash, id, group
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -110,7 +111,7 @@ class RankedPool(Pool):
             self._give(_Cancel(load_id))
 
     def store(self, blocks: Sequence[CachedBlock]) -> None:
-        self._give(_Store(tuple((block.hash, block.block_id) for block in blocks)))
+        self._give(_Store(tuple((block.hash, block.block_id, block.group) for block in blocks)))
 
     def settle(self) -> None:
         """See StorePool.settle. A further rank settles by itself before it takes orders that write blocks."""

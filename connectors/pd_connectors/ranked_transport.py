@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pd_connectors.protocol.errors import ConnectorUnavailable, LayoutMismatch
-from pd_connectors.protocol.slices import plan_slices
+from pd_connectors.protocol.slices import plan_peer
 from pd_connectors.rank_messages import (
     Call,
     Close,
@@ -171,7 +171,7 @@ class RankedTransport(Transport):
 
     def _plan(self, peer: PeerKey) -> list[_Link]:
         groups: dict[tuple[int, int], set[int]] = {}
-        for part in plan_slices(msgspec.structs.replace(self._layout, tp_size=peer.num_ranks), self._layout):
+        for part in plan_peer(peer.num_ranks, peer.num_groups, self._layout):
             groups.setdefault((part.local_rank, part.remote_rank), set()).add(part.group)
         return [_Link(rank, replace(peer, rank=there), frozenset(of)) for (rank, there), of in groups.items()]
 

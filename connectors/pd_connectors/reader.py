@@ -291,7 +291,8 @@ class Reader:
                 return
             self._disconnect(peer)
         self._num_attempts += 1
-        key = PeerKey(peer.address, reply.engine_id, reply.epoch, self._num_attempts, reply.layout.tp_size)
+        num_groups = self._context.layout.num_common(reply.layout)
+        key = PeerKey(peer.address, *there, self._num_attempts, num_ranks=reply.layout.tp_size, num_groups=num_groups)
         peer.endpoint = Endpoint(key, now + self._context.connect_deadline_s)
         self._transport.connect(key, reply.transport)
 

@@ -21,10 +21,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pd_connectors.base import LoadSpec
     from pd_connectors.block_staging import Inlet
     from pd_connectors.head_parts import HeadPart
-    from pd_connectors.store import ObjectName
+    from pd_connectors.prefix_plan import PlacedBlock
 
 
 class Miss(StrEnum):
@@ -43,25 +45,27 @@ class Search:
     """The pool's lock guards the fields; `land` and `finish` have a lock of their own."""
 
     load_id: str
-    blocks: list[list[ObjectName]]  # the prompt's, from its start; each has an object for each part of a block
-    first_block: int  # blocks before this one are in the engine's cache
+    hashes: Sequence[bytes]  # of the prompt, from its start
+    have: int  # tokens up to here are in the engine's cache
     due_s: float
     spec: LoadSpec | None = None  # None until `load`
+    order: list[PlacedBlock] = field(default_factory=list)  # the spec's blocks, as they are read
     miss: Miss | None = None  # why it will bring less than all
     is_found: bool = False  # the engine has it, and its time does not count
     is_cancelled: bool = False
     is_over: bool = False
-    num_read: int = 0  # whole blocks
+    num_read: int = 0  # of `order`, whole blocks
     _landing: threading.Lock = field(default_factory=threading.Lock)
     _inlet: Inlet | None = None
 
-    def land(self, inlet: Inlet, part: HeadPart, name: ObjectName, block_id: int, content: memoryview) -> bool:
-        """Write the next object; a block's come in order. False, and nothing is written, when the search is over."""
+    def land(self, inlet: Inlet, part: HeadPart, block_id: int, content: memoryview, *, is_last: bool) -> bool:
+        """Write the next object; with `is_last` its block is whole. False, and nothing is written, when the search is
+        over."""
         with self._landing:
             if not self.is_over:
                 self._inlet = inlet
                 inlet.write(part.group, part.heads, block_id, content)
-                self.num_read += name == self.blocks[self.first_block + self.num_read][-1]
+                self.num_read += is_last
             return not self.is_over
 
     def finish(self) -> bool:

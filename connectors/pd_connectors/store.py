@@ -2,7 +2,8 @@
 
 One object is some heads of one group of one whole KV block (`head_parts`). Its *name* is its content's: fingerprint and
 layout (together the scope), the chained hash of all tokens up to the block's end (`protocol.hashing`, the tenant's salt
-in the root), the group's number and the part's. How many ranks an engine has is not in it. So equal names mean equal
+in the root), the group's number and the part's. A larger block has the hash at its end. How many ranks an engine has is
+not in it. So equal names mean equal
 bytes, any node may write any object at any time, and no object is ever invalidated.
 
     object   magic (16)   digest (16)   the heads' bytes of the block, as they lie in the cache
@@ -85,24 +86,27 @@ class KVStore(ABC):
 
 
 class Sealer:
-    """Names, seals and opens the objects of one rank. `parts` are those of each block.
+    """Names, seals and opens the objects of one rank. `parts` are those of each block, by group.
 
     Raises ConnectorUnavailable when the rank would hold a fraction of an object.
     """
 
     def __init__(self, context: ConnectorContext) -> None:
         self._key = context.cluster_key
-        self.parts = head_parts(context.layout, context.rank)
-        self._num_bytes = {(part.group, part.number): part.num_bytes for part in self.parts}
+        parts = head_parts(context.layout, context.rank)
+        self.parts = tuple(
+            tuple(part for part in parts if part.group == index) for index in range(len(context.layout.groups))
+        )
+        self._num_bytes = {(part.group, part.number): part.num_bytes for part in parts}
         scope = blake2b(digest_size=16, person=b"pd-pool-scope")
         key_id = blake2b(context.cluster_key, digest_size=16, person=b"pd-pool-key-id").digest()
-        for part in (OBJECT_MAGIC, context.fingerprint.encode(), context.layout.digest(), key_id):
-            scope.update(len(part).to_bytes(8, "little") + part)
+        for field in (OBJECT_MAGIC, context.fingerprint.encode(), context.layout.digest(), key_id):
+            scope.update(len(field).to_bytes(8, "little") + field)
         self._scope = scope.hexdigest()
 
-    def names(self, block_hash: bytes) -> list[ObjectName]:
-        """The objects, in the order of `parts`, of the block that this chained hash names."""
-        return [ObjectName(self._scope, block_hash, part.group, part.number) for part in self.parts]
+    def names(self, block_hash: bytes, group: int = 0) -> list[ObjectName]:
+        """The objects, in the order of `parts`, of the group's block that this chained hash names."""
+        return [ObjectName(self._scope, block_hash, group, part.number) for part in self.parts[group]]
 
     def seal(self, name: ObjectName, block: memoryview) -> bytes:
         """The object that holds `block` (its bytes)."""

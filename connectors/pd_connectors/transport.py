@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Address = tuple[str, int]
 ReadId = tuple[str, int]  # load id, number of the read within the load
-GroupIds = tuple[tuple[int, ...], ...]  # block ids by group of the layout
+GroupIds = tuple[tuple[int, ...], ...]  # block ids by group of the reader's layout; () for one that is not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class PeerKey:
     attempt: int
     num_ranks: int = 1  # over which the peer splits its blocks
     rank: int = 0  # of the peer, in a key that one rank's transport has of one rank of the peer
+    num_groups: int | None = None  # KV groups that the peer has too, the first ones of our layout; None: all
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ PAGES = {
     "configuration": "the flags in docs/configuration.md, from the command line's parsers",
     "api": "endpoints, fields and errors in docs/api.md, from the routes and the request bodies",
     "metrics": "metrics and alerts in docs/operations.md, from the registries and the chart",
+    "kv_memory": "the figures in docs/kv_memory.md, from the arithmetic of `python -m benchmarks memory`",
     "dashboard": "the Grafana dashboard of the chart, helm/pd-cluster/files/dashboard.json, all of it",
     "clients": "the tables of docs/clients.md, from the bodies of clients in tests/world/clients",
     "matrix": "the support matrix in README.md, from the registries and the request bodies",

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 class AttentionShape:
     """The properties that all layers of one KV group share.
 
-    The cache of the group is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]. A backend must refuse a
+    The cache of the group is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]. Each block is contiguous;
+    the distance of blocks is the tensor's first stride. Attention reads no block before the first one that the first
+    query of a sequence sees: such an entry of the block table is undefined. A backend must refuse a
     group if it does not support the value of one field.
     """
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def check_cache_views(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
     """Check that both are one layer's views `[num_blocks, num_kv_heads, block_size, head_dim]` of a block-first cache.
 
-    A (block, head) tile must be contiguous, and stepping one block must equal stepping `num_kv_heads` heads. Raises
-    ValueError.
+    A (block, head) tile must be contiguous, heads a whole number of tiles apart, and blocks a whole number of heads, at
+    least `num_kv_heads`: more in memory that several groups share. Raises ValueError.
     """
     if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
         raise ValueError(f"cache views must be 4-D and equal in shape, not {key_cache.shape} and {value_cache.shape}")
@@ -23,7 +23,7 @@ def check_cache_views(key_cache: torch.Tensor, value_cache: torch.Tensor) -> Non
     _, num_kv_heads, block_size, head_dim = key_cache.shape
     stride = key_cache.stride()
     tile = block_size * head_dim
-    if stride[2:] != (head_dim, 1) or stride[1] % tile or stride[0] != stride[1] * num_kv_heads:
+    if stride[2:] != (head_dim, 1) or stride[1] % tile or stride[0] % stride[1] or stride[0] < stride[1] * num_kv_heads:
         raise ValueError(
             f"cache view {tuple(key_cache.shape)} has strides {stride}: not a layer of a block-first cache"
         )

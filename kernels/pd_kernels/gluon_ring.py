@@ -42,15 +42,15 @@ def tile_of(turn, work, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _bring(descriptor, blocks, offsets, barrier, ring, stage, SIZE: gl.constexpr):
+def _bring(descriptor, blocks, head, offsets, barrier, ring, stage, SIZE: gl.constexpr):
     """Copy KEYS tokens, from halves of two cache blocks, into a stage in the order that a product reads."""
     BITS: gl.constexpr = ring.dtype.primitive_bitwidth
-    pieces: gl.constexpr = gl.NVMMASharedLayout(_PIECE * BITS // 8, BITS, rank=3)
-    tile = ring.index(stage)._reinterpret(ring.dtype, [2 * SIZE // _PIECE, 1, _PIECE, _PIECE], pieces)
+    pieces: gl.constexpr = gl.NVMMASharedLayout(_PIECE * BITS // 8, BITS, rank=4)
+    tile = ring.index(stage)._reinterpret(ring.dtype, [2 * SIZE // _PIECE, 1, 1, _PIECE, _PIECE], pieces)
     mbarrier.expect(barrier, KEYS * SIZE * BITS // 8)
     for column in gl.static_range(SIZE // _PIECE):
         for half in gl.static_range(2):
-            at = [blocks[half], offsets[half], column * _PIECE]
+            at = [blocks[half], head, offsets[half], column * _PIECE]
             tma.async_copy_global_to_shared(descriptor, at, barrier, tile.index(column * 2 + half))
 
 
@@ -64,11 +64,11 @@ def _bring_queries(descriptor, row, head, turn, buffers, full, empty, GROUP: gl.
 
 
 @gluon.jit
-def _place(table, begin, length, head, NUM_KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def _place(table, begin, length, BLOCK_SIZE: gl.constexpr):
     """The cache blocks, and the offsets in them, of both halves of the KEYS tokens from `begin` on."""
     middle = gl.minimum(begin + _PIECE, length - 1)  # no block for the second half: any will do, masked
-    block = gl.load(table + begin // BLOCK_SIZE) * NUM_KV_HEADS + head
-    next_block = gl.load(table + middle // BLOCK_SIZE) * NUM_KV_HEADS + head
+    block = gl.load(table + begin // BLOCK_SIZE)
+    next_block = gl.load(table + middle // BLOCK_SIZE)
     return (block, next_block), (begin % BLOCK_SIZE, (begin + _PIECE) % BLOCK_SIZE)
 
 
@@ -101,14 +101,14 @@ def produce(
         for i in range(num_steps):
             begin = (num_steps - 1 - i) * KEYS
             stage, phase = at % STAGES, at // STAGES & 1
-            blocks, offsets = _place(table, begin, length, head, NUM_KV_HEADS, BLOCK_SIZE)
+            blocks, offsets = _place(table, begin, length, BLOCK_SIZE)
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            _bring(key_tiles, blocks, offsets, k_full.index(stage), k_ring, stage, SIZE)
+            _bring(key_tiles, blocks, head, offsets, k_full.index(stage), k_ring, stage, SIZE)
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             if begin + KEYS <= length:
-                _bring(value_tiles, blocks, offsets, v_full.index(stage), v_ring, stage, SIZE)
+                _bring(value_tiles, blocks, head, offsets, v_full.index(stage), v_ring, stage, SIZE)
             else:
-                _bring(value_tiles, blocks, offsets, alone.index(0), v_ring, stage, SIZE)
+                _bring(value_tiles, blocks, head, offsets, alone.index(0), v_ring, stage, SIZE)
                 mbarrier.wait(alone.index(0), num_cleared & 1)
                 num_cleared += 1
                 _clear(v_ring.index(stage), length - begin, SIZE)
@@ -148,19 +148,19 @@ def produce_widened(
         table = block_tables + seq.to(gl.int64) * table_stride
         _bring_queries(query_tiles, query_row, head, turn, q_buffers, q_full, q_empty, GROUP, SIZE)
         begin = (num_steps - 1) * KEYS
-        blocks, offsets = _place(table, begin, length, head, NUM_KV_HEADS, BLOCK_SIZE)
-        _bring(key_tiles, blocks, offsets, arrived.index(0), copied, 0, SIZE)
-        _bring(value_tiles, blocks, offsets, arrived.index(1), copied, 1, SIZE)
+        blocks, offsets = _place(table, begin, length, BLOCK_SIZE)
+        _bring(key_tiles, blocks, head, offsets, arrived.index(0), copied, 0, SIZE)
+        _bring(value_tiles, blocks, head, offsets, arrived.index(1), copied, 1, SIZE)
         for i in range(num_steps):
             stage, phase, count = at % STAGES, at // STAGES & 1, length - begin
             begin = gl.maximum(begin - KEYS, 0)
-            blocks, offsets = _place(table, begin, length, head, NUM_KV_HEADS, BLOCK_SIZE)
+            blocks, offsets = _place(table, begin, length, BLOCK_SIZE)
             mbarrier.wait(arrived.index(0), at & 1)
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             _widen(copied.index(0), k_ring, stage, KEYS, SIZE)
             mbarrier.arrive(k_full.index(stage), count=1)
             if i + 1 < num_steps:
-                _bring(key_tiles, blocks, offsets, arrived.index(0), copied, 0, SIZE)
+                _bring(key_tiles, blocks, head, offsets, arrived.index(0), copied, 0, SIZE)
             mbarrier.wait(arrived.index(1), at & 1)
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             if count < KEYS:
@@ -169,7 +169,7 @@ def produce_widened(
                 _widen(copied.index(1), v_ring, stage, KEYS, SIZE)
             mbarrier.arrive(v_full.index(stage), count=1)
             if i + 1 < num_steps:
-                _bring(value_tiles, blocks, offsets, arrived.index(1), copied, 1, SIZE)
+                _bring(value_tiles, blocks, head, offsets, arrived.index(1), copied, 1, SIZE)
             at += 1
         turn += 1
         head, seq, query_row, _left, _low, length, num_steps = tile_of(turn, work, NUM_KV_HEADS, GROUP)

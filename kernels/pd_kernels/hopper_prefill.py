@@ -69,7 +69,7 @@ class HopperPrefill:
         cached = "fp8e4nv" if self.has_fp8_cache else element
         types = {
             "query_tiles": f"tensordesc<{element}{self._query_block},{layout!r}>",
-            **dict.fromkeys(("key_tiles", "value_tiles"), f"tensordesc<{cached}{[1, _PIECE, _PIECE]},{pieces!r}>"),
+            **dict.fromkeys(("key_tiles", "value_tiles"), f"tensordesc<{cached}{[1, 1, _PIECE, _PIECE]},{pieces!r}>"),
             "out": f"*{element}",
             **dict.fromkeys(("block_tables", "query_starts", "seq_lens", "tiles"), "*i32"),
             **dict.fromkeys(("num_tiles", "table_stride"), "i32"),
@@ -97,12 +97,9 @@ class HopperPrefill:
 
         layout, pieces = _layouts(self.has_fp8_cache)
         keys, values = (
-            TensorDescriptor(
-                cache, [cache.shape[0] * self.num_kv_heads, self.block_size, self.head_dim],
-                [cache.stride(1), self.head_dim, 1], [1, _PIECE, _PIECE], pieces,
-            )
+            TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, _PIECE, _PIECE], pieces)
             for cache in (key_cache, value_cache)
-        )  # fmt: skip
+        )
         queries = TensorDescriptor(query, list(query.shape), list(query.stride()), self._query_block, layout)
         num_tiles = tiles.shape[1]
         kernel = compiled(self)
@@ -127,8 +124,8 @@ def _layouts(has_fp8_cache: bool) -> tuple[Any, Any]:
     """Layouts of queries, and of keys and values, in shared memory. Cached: Gluon takes 5 us to make one."""
     from triton.experimental.gluon import language as gl
 
-    layout = gl.NVMMASharedLayout(128, 16, rank=3)
-    return layout, gl.NVMMASharedLayout(_PIECE, 8, rank=3) if has_fp8_cache else layout
+    pieces = gl.NVMMASharedLayout(_PIECE, 8, rank=4) if has_fp8_cache else gl.NVMMASharedLayout(128, 16, rank=4)
+    return gl.NVMMASharedLayout(128, 16, rank=3), pieces
 
 
 @cache

@@ -99,11 +99,12 @@ def norm_rope_write(
     return rope(query, cos, sin)
 
 
-def read_cache(cache: torch.Tensor, block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The first `num_tokens` tokens of one sequence from a layer's K or V view, as [G, num_tokens, D]."""
-    num_blocks = -(-num_tokens // cache.shape[2])
-    tiles = cache[block_table[:num_blocks].long()]
-    return tiles.transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+def read_cache(cache: torch.Tensor, block_table: torch.Tensor, num_tokens: int, first: int = 0) -> torch.Tensor:
+    """Tokens [first, num_tokens) of one sequence from a layer's K or V view, as [G, num_tokens - first, D]."""
+    block_size = cache.shape[2]
+    first_block = first // block_size
+    tiles = cache[block_table[first_block : -(-num_tokens // block_size)].long()]
+    return tiles.transpose(0, 1).flatten(1, 2)[:, first % block_size : num_tokens - first_block * block_size]
 
 
 def attend(
@@ -160,9 +161,12 @@ def prefill_attention(
     """
     out = torch.empty_like(query)
     for row, num_tokens in enumerate(seq_lens.tolist()):
-        start, end = query_starts[row].item(), query_starts[row + 1].item()
-        key = read_cache(key_cache, block_tables[row], num_tokens).to(query.dtype)
-        value = read_cache(value_cache, block_tables[row], num_tokens).to(query.dtype)
+        start, end = int(query_starts[row]), int(query_starts[row + 1])
+        first = max(num_tokens - (end - start) - window + 1, 0) if window else 0
+        key, value = (
+            read_cache(cache, block_tables[row], num_tokens, first).to(query.dtype)
+            for cache in (key_cache, value_cache)
+        )
         out[start:end] = attend(query[start:end], key, value, scale, window, soft_cap, sinks)
     return out
 

@@ -2,12 +2,12 @@
 
 A (block, head) tile of a layer is contiguous, so the gather is one `index_select` of rows of `block_size * head_dim`
 numbers: near memcpy speed on CPU (14 GB/s with tiles of 4 KiB in fp32; fancy indexing reaches 9). The index tensors are
-the same in every layer. A plan holds them for one step.
+the same in every layer. The first layer makes them, as they depend on the cache's strides, and a plan holds them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -30,7 +30,7 @@ class DecodeBucket:
 
     rows: torch.Tensor | None  # int64 [n]: query rows; None when they are all the decodes, in order
     num_rows: int
-    tiles: torch.Tensor  # int64 [n * num_kv_heads * width]: rows of the layer's tile view
+    blocks: torch.Tensor  # int64 [n, width]
     mask: torch.Tensor  # [n, 1, 1, width * block_size], 0 or -inf
 
 
@@ -40,8 +40,8 @@ class PrefillGroup:
 
     first_rows: tuple[int, ...]  # each sequence's first query row
     num_queries: int
-    num_keys: int
-    tiles: torch.Tensor  # int64 [n * num_kv_heads * num_blocks]
+    num_keys: int  # from the first block on
+    blocks: torch.Tensor  # int64 [n, num_blocks]: from the one that holds the first key of the first query
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ class TorchAttentionPlan:
     shape: AttentionShape
     decodes: tuple[DecodeBucket, ...]
     prefills: tuple[PrefillGroup, ...]
+    # int64 [n * num_kv_heads * blocks] for each part of the step: rows of `tile_view`
+    tiles: list[torch.Tensor] = field(default_factory=list)
 
     def run(
         self,
@@ -66,16 +68,20 @@ class TorchAttentionPlan:
         check_query(query, key_cache, self.num_tokens)
         if key_cache.stride(1) != 2 * self.shape.num_layers * key_cache.shape[2] * key_cache.shape[3]:
             raise ValueError(f"the cache view is not one of {self.shape.num_layers} layers")
+        if not self.tiles:
+            blocks = [*(part.blocks for part in self.decodes), *(part.blocks for part in self.prefills)]
+            self.tiles.extend(_tile_index(one, key_cache) for one in blocks)
         keys, values = tile_view(key_cache), tile_view(value_cache)
         if len(self.decodes) == 1 and self.decodes[0].rows is None and not self.prefills:
-            found = _decode(self.decodes[0], query, keys, values, key_cache.shape, scale)
+            found = _decode(self.decodes[0], self.tiles[0], query, keys, values, key_cache.shape, scale)
             return found if out is None else out.copy_(found)
         out = output(out, query.shape, query)
+        tiles = iter(self.tiles)
         for bucket in self.decodes:
             rows = slice(0, bucket.num_rows) if bucket.rows is None else bucket.rows
-            out[rows] = _decode(bucket, query[rows], keys, values, key_cache.shape, scale)
+            out[rows] = _decode(bucket, next(tiles), query[rows], keys, values, key_cache.shape, scale)
         for group in self.prefills:
-            _prefill(group, query, keys, values, key_cache.shape, scale, self.shape.window, out)
+            _prefill(group, next(tiles), query, keys, values, key_cache.shape, scale, self.shape.window, out)
         return out
 
     @property
@@ -128,14 +134,16 @@ def tile_view(cache: torch.Tensor) -> torch.Tensor:
     """
     num_blocks, num_kv_heads, block_size, head_dim = cache.shape
     tile = block_size * head_dim
-    num_rows = (num_blocks * num_kv_heads - 1) * (cache.stride(1) // tile) + 1
+    num_rows = ((num_blocks - 1) * cache.stride(0) + (num_kv_heads - 1) * cache.stride(1)) // tile + 1
     return cache.as_strided((num_rows, tile), (tile, 1), cache.storage_offset())
 
 
-def _tile_index(blocks: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+def _tile_index(blocks: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     """Tile rows of `blocks` (int64 [n, width]), head by head: flat [n, num_kv_heads, width]."""
-    heads = torch.arange(shape.num_kv_heads, device=blocks.device)[:, None]
-    return ((blocks[:, None] * shape.num_kv_heads + heads) * (2 * shape.num_layers)).flatten()
+    _, num_kv_heads, block_size, head_dim = cache.shape
+    block_rows, head_rows = (stride // (block_size * head_dim) for stride in cache.stride()[:2])
+    heads = torch.arange(num_kv_heads, device=blocks.device)[:, None] * head_rows
+    return (blocks[:, None] * block_rows + heads).flatten()
 
 
 def bucket_rows(num_blocks: Ints, tile_row_bytes: int) -> list[Ints]:
@@ -180,12 +188,11 @@ def _plan_decodes(packed: PackedSequences, shape: AttentionShape) -> tuple[Decod
         mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, -torch.inf)
         whole = len(rows) == count
         blocks = packed.block_tables[:count] if whole else packed.block_tables[index.to(device)]
-        tiles = _tile_index(blocks.long().gather(1, columns.to(device)), shape)
         buckets.append(
             DecodeBucket(
                 rows=None if whole else index.to(device),
                 num_rows=len(rows),
-                tiles=tiles,
+                blocks=blocks.long().gather(1, columns.to(device)),
                 mask=mask.to(device)[:, None, None],
             )
         )
@@ -199,10 +206,11 @@ def _plan_prefills(packed: PackedSequences, shape: AttentionShape) -> tuple[Pref
         shapes.setdefault((int(packed.host_query_lens[row]), int(packed.host_seq_lens[row])), []).append(row)
     groups = []
     for (num_queries, num_keys), rows in shapes.items():
-        num_blocks = -(-num_keys // shape.block_size)
-        blocks = packed.block_tables[torch.tensor(rows, device=packed.block_tables.device), :num_blocks].long()
+        first = max(num_keys - num_queries - shape.window + 1, 0) // shape.block_size if shape.window else 0
+        columns = slice(first, -(-num_keys // shape.block_size))
+        blocks = packed.block_tables[torch.tensor(rows, device=packed.block_tables.device), columns].long()
         first_rows = tuple(int(starts[row]) for row in rows)
-        groups.append(PrefillGroup(first_rows, num_queries, num_keys, _tile_index(blocks, shape)))
+        groups.append(PrefillGroup(first_rows, num_queries, num_keys - first * shape.block_size, blocks))
     return tuple(groups)
 
 
@@ -215,6 +223,7 @@ def _gather(
 
 def _decode(
     bucket: DecodeBucket,
+    tiles: torch.Tensor,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -223,14 +232,15 @@ def _decode(
 ) -> torch.Tensor:
     # The query heads that share a KV head become query rows: all of them see the same keys
     grouped = query.view(bucket.num_rows, cache_shape[1], -1, cache_shape[3])
-    key = _gather(keys, bucket.tiles, bucket.num_rows, cache_shape, query.dtype)
-    value = _gather(values, bucket.tiles, bucket.num_rows, cache_shape, query.dtype)
+    key = _gather(keys, tiles, bucket.num_rows, cache_shape, query.dtype)
+    value = _gather(values, tiles, bucket.num_rows, cache_shape, query.dtype)
     out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bucket.mask, scale=scale)
     return out.reshape(query.shape)
 
 
 def _prefill(
     group: PrefillGroup,
+    tiles: torch.Tensor,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -241,8 +251,8 @@ def _prefill(
 ) -> None:
     """Attention of one group into its rows of `out`."""
     num_rows, num_queries, num_keys = len(group.first_rows), group.num_queries, group.num_keys
-    key = _gather(keys, group.tiles, num_rows, cache_shape, query.dtype)[:, :, :num_keys]
-    value = _gather(values, group.tiles, num_rows, cache_shape, query.dtype)[:, :, :num_keys]
+    key = _gather(keys, tiles, num_rows, cache_shape, query.dtype)[:, :, :num_keys]
+    value = _gather(values, tiles, num_rows, cache_shape, query.dtype)[:, :, :num_keys]
     dense = torch.stack([query[row : row + num_queries] for row in group.first_rows]).transpose(1, 2)
     gqa = query.shape[1] != cache_shape[1]
     if num_queries == num_keys and (not window or num_keys <= window):

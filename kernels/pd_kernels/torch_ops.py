@@ -96,7 +96,7 @@ def norm_rope_write(
 def _num_rows(cache: torch.Tensor) -> int:
     """Tokens of one head that a flat view from the layer's first to its last one spans."""
     num_blocks, num_kv_heads, block_size, head_dim = cache.shape
-    return (num_blocks * num_kv_heads - 1) * (cache.stride(1) // head_dim) + block_size
+    return ((num_blocks - 1) * cache.stride(0) + (num_kv_heads - 1) * cache.stride(1)) // head_dim + block_size
 
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:

@@ -38,21 +38,26 @@ _MERGED_ROWS = 16  # rows that one program merges
 
 @triton.jit
 def _attend_tiles(
-    q, position, top, total, sums, key_tiles, value_tiles, keys, values, table, head, start, stop, length,
+    q, position, top, total, sums, key_tiles, value_tiles, keys, values, table, head, start, stop, lowest, length,
     block_stride, scale, NUM_KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Continue the online softmax over tokens [start, stop). Without MASKED every row sees all of them."""
+    """Continue the online softmax over tokens [start, stop). Without MASKED every row sees all of them.
+
+    No row sees a token before `lowest`. Such tokens are not loaded: their blocks may be gone.
+    """
     column = tl.arange(0, COLUMNS)
     for begin in tl.range(start, stop, KEYS, num_stages=STAGES):
         token = begin + tl.arange(0, KEYS)
         if DESCRIPTORS and not MASKED:
-            tile = tl.load(table + begin // BLOCK_SIZE) * NUM_KV_HEADS + head
-            k = tl.reshape(key_tiles.load([tile, begin % BLOCK_SIZE, 0]), [KEYS, COLUMNS])
-            v = tl.reshape(value_tiles.load([tile, begin % BLOCK_SIZE, 0]), [KEYS, COLUMNS])
+            block = tl.load(table + begin // BLOCK_SIZE)
+            k = tl.reshape(key_tiles.load([block, head, begin % BLOCK_SIZE, 0]), [KEYS, COLUMNS])
+            v = tl.reshape(value_tiles.load([block, head, begin % BLOCK_SIZE, 0]), [KEYS, COLUMNS])
         else:
             present = token < length
+            if MASKED and WINDOW > 0:
+                present = present & (token >= lowest)
             if BLOCK_SIZE % KEYS == 0:
                 block = tl.load(table + begin // BLOCK_SIZE).to(tl.int64)
                 place = block * block_stride + (begin % BLOCK_SIZE + tl.arange(0, KEYS)) * SIZE
@@ -125,31 +130,32 @@ def _prefill_kernel(
     keys, values = key_cache + head.to(tl.int64) * head_stride, value_cache + head.to(tl.int64) * head_stride
     top, total = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    start, diagonal = 0, (low + 1) // KEYS * KEYS
+    start, diagonal, lowest = 0, (low + 1) // KEYS * KEYS, 0
     if SPLIT:
         share = tl.cdiv(tl.cdiv(high, KEYS), tl.num_programs(2)) * KEYS
         start = tl.program_id(2) * share
         high = tl.minimum(high, start + share)
         diagonal = tl.minimum(tl.maximum(diagonal, start), high)
     if WINDOW > 0:
-        start = tl.maximum(low - WINDOW + 1, 0) // KEYS * KEYS
+        lowest = tl.maximum(low - WINDOW + 1, 0)
+        start = lowest // KEYS * KEYS
         everyone = (tl.maximum(high - WINDOW, 0) + KEYS - 1) // KEYS * KEYS
         diagonal = tl.maximum(diagonal, start)
         everyone = tl.minimum(everyone, diagonal)
         top, total, sums = _attend_tiles(
-            q, position, top, total, sums, key_tiles, value_tiles, keys, values, table, head, start, everyone, length,
-            block_stride, scale, NUM_KV_HEADS, SIZE, BLOCK_SIZE, WINDOW, KEYS, COLUMNS, PRECISION, 1,
+            q, position, top, total, sums, key_tiles, value_tiles, keys, values, table, head, start, everyone, lowest,
+            length, block_stride, scale, NUM_KV_HEADS, SIZE, BLOCK_SIZE, WINDOW, KEYS, COLUMNS, PRECISION, 1,
             True, DESCRIPTORS,
         )  # fmt: skip
         start = everyone
     top, total, sums = _attend_tiles(
-        q, position, top, total, sums, key_tiles, value_tiles, keys, values, table, head, start, diagonal, length,
-        block_stride, scale, NUM_KV_HEADS, SIZE, BLOCK_SIZE, WINDOW, KEYS, COLUMNS, PRECISION, STAGES,
+        q, position, top, total, sums, key_tiles, value_tiles, keys, values, table, head, start, diagonal, lowest,
+        length, block_stride, scale, NUM_KV_HEADS, SIZE, BLOCK_SIZE, WINDOW, KEYS, COLUMNS, PRECISION, STAGES,
         False, DESCRIPTORS,
     )  # fmt: skip
     top, total, sums = _attend_tiles(
-        q, position, top, total, sums, key_tiles, value_tiles, keys, values, table, head, diagonal, high, length,
-        block_stride, scale, NUM_KV_HEADS, SIZE, BLOCK_SIZE, WINDOW, KEYS, COLUMNS, PRECISION, 1,
+        q, position, top, total, sums, key_tiles, value_tiles, keys, values, table, head, diagonal, high, lowest,
+        length, block_stride, scale, NUM_KV_HEADS, SIZE, BLOCK_SIZE, WINDOW, KEYS, COLUMNS, PRECISION, 1,
         True, DESCRIPTORS,
     )  # fmt: skip
     if SPLIT:
@@ -370,7 +376,5 @@ def _columns(size: int) -> int:
 
 
 def _descriptor(cache: torch.Tensor, keys: int, columns: int) -> TensorDescriptor:
-    """A layer's view as [num_blocks * num_kv_heads, block_size, head_dim]: a block is num_kv_heads rows."""
-    num_blocks, num_kv_heads, block_size, size = cache.shape
-    shape, strides = [num_blocks * num_kv_heads, block_size, size], [cache.stride(1), size, 1]
-    return TensorDescriptor(cache, shape, strides, [1, keys, columns])
+    """A layer's view in pieces of `keys` tokens of one head."""
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, keys, columns])

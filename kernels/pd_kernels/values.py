@@ -30,7 +30,7 @@ class PackedSequences:
     num_decodes: int
     query_starts: torch.Tensor  # int32 [num_seqs + 1]: sequence i has query rows [starts[i], starts[i + 1])
     seq_lens: torch.Tensor  # int32 [num_seqs]: tokens in the cache once the tokens of this step are written
-    block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]; entries past a sequence's last block are ignored
+    block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]; entries outside a sequence's live blocks are undefined
     host_query_lens: Ints  # int64 [num_seqs], in host memory
     host_seq_lens: Ints  # int64 [num_seqs], in host memory
 

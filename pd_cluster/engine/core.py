@@ -90,7 +90,7 @@ class EngineCore:
         self._mailbox = mailbox
         self._clock = clock
         self._blocks = BlockManager(
-            executor.num_blocks,
+            executor.slabs.num_blocks(0),
             executor.block_size,
             num_host_blocks=executor.num_host_blocks,
             num_groups=len(executor.layout.groups),

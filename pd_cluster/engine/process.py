@@ -176,7 +176,7 @@ def _build(
     ready = EngineReady(
         engine_id=context.engine_id,
         epoch=epoch,
-        num_blocks=executor.num_blocks,
+        num_blocks=executor.slabs.num_blocks(0),
         block_size=executor.block_size,
         max_model_len=executor.model.max_model_len,
         fingerprint=context.fingerprint,
@@ -184,6 +184,7 @@ def _build(
         control_port=connector.control_port,
         max_num_seqs=executor.config.scheduler.max_num_seqs,
         num_ranks=config.model.tp,
+        num_groups=len(executor.layout.groups),
     )
     return core, ready
 

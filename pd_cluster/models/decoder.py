@@ -17,10 +17,11 @@ from pd_cluster.models.shard import Cut
 from pd_kernels.values import HalfNormed, HeadNorms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.mixer import LayerCache
     from pd_cluster.models.model_share import ModelShare
     from pd_cluster.models.slot import Slot
     from pd_cluster.models.spec import ModelSpec
@@ -86,7 +87,7 @@ class Decoder(ABC, Generic[FamilyLayer]):
         """Make the layer `name` of the checkpoint, which is the layer `index` of the spec."""
 
     @abstractmethod
-    def hidden(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Normed:
+    def hidden(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> Normed:
         """Compute all layers and the final norm: [R, hidden_size] for the tail's rows, [T, hidden_size] without a tail.
 
         `Model.forward` describes the arguments.
@@ -100,15 +101,13 @@ class Decoder(ABC, Generic[FamilyLayer]):
         padding = self._num_logits - len(self.head_ids)
         return F.pad(logits, (0, padding), value=-torch.inf) if padding else logits
 
-    def forward(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
         """See Model."""
-        return self.logits(self.hidden(inputs, layer_views))
+        return self.logits(self.hidden(inputs, caches))
 
-    def hidden_states(
-        self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
+    def hidden_states(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
         """See Model."""
-        hidden = self.hidden(inputs, layer_views)
+        hidden = self.hidden(inputs, caches)
         hidden = hidden.normed() if isinstance(hidden, HalfNormed) else hidden
         assert isinstance(hidden, torch.Tensor), "the last norm feeds the head, which is not quantized"
         return hidden

@@ -28,7 +28,7 @@ class ForwardInputs:
 
     token_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
-    slot_mapping: torch.Tensor  # int64 [T]
+    slot_mappings: Sequence[torch.Tensor]  # int64 [T], by KV group
     plans: Sequence[AttentionPlan]  # by KV group
     tail: Tail | None  # the rows that get logits; None: all T
-    sequences: PackedSequences | None = None  # None: in captured steps
+    sequences: Sequence[PackedSequences] | None = None  # by KV group; None: in captured steps

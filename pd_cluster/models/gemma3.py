@@ -15,12 +15,12 @@ from pd_cluster.models.decoder import Decoder
 from pd_cluster.models.rope import make_rope_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.mixer import LayerCache, Mixer
     from pd_cluster.models.model_share import ModelShare
-    from pd_cluster.models.paged_attention import PagedAttention
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import Kernels
 
@@ -31,7 +31,7 @@ class Gemma3Layer:
 
     input_norm: torch.Tensor
     qkv: Linear  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
-    attention: PagedAttention
+    attention: Mixer
     out: Linear  # [hidden, num_heads * head_dim]
     out_norm: torch.Tensor
     mlp_norm: torch.Tensor
@@ -61,16 +61,16 @@ class Gemma3(Decoder[Gemma3Layer]):
             if following is not None:
                 layer.down.feed(following.qkv)
 
-    def hidden(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Normed:
+    def hidden(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> Normed:
         """See Decoder."""
         eps, last = self.spec.norm_eps, self._layers[-1]
         # before an ordinary launch: see triton_dependent_launch
         angles = [rope.at(inputs.positions) for rope in self._ropes]
         residual = F.embedding(inputs.token_ids, self._embedding) * self._embedding_scale
         x: Normed = self._kernels.rms_norm(residual, self._layers[0].input_norm, eps)
-        for layer, next_norm, views in zip(self._layers, self._next_norms, layer_views, strict=True):
+        for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             tail = inputs.tail if layer is last else None
-            attended = layer.attention(layer.qkv(x), angles[layer.attention.group], inputs, views, tail)
+            attended = layer.attention(layer.qkv(x), angles[layer.attention.group], inputs, caches[index], tail)
             if tail is not None:
                 residual = residual[tail.rows]
                 if not len(residual):

@@ -13,15 +13,15 @@ from pd_cluster.models.feed_forward import Dense
 from pd_cluster.models.rope import make_rope_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     import torch
 
     from pd_cluster.models.feed_forward import FeedForward
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.mixer import LayerCache, Mixer
     from pd_cluster.models.model_share import ModelShare
-    from pd_cluster.models.paged_attention import PagedAttention
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import Kernels
 
@@ -32,7 +32,7 @@ class LlamaLayer:
 
     input_norm: torch.Tensor  # [hidden]
     qkv: Linear  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
-    attention: PagedAttention
+    attention: Mixer
     out: Linear  # [hidden, num_heads * head_dim]
     post_norm: torch.Tensor
     feed_forward: FeedForward
@@ -57,15 +57,15 @@ class Llama(Decoder[LlamaLayer]):
         for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
             layer.feed_forward.feed(layer.out, following.qkv if following else None)
 
-    def hidden(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Normed:
+    def hidden(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> Normed:
         """See Decoder."""
         eps, last = self.spec.norm_eps, self._layers[-1]
         angles = self._rope.at(inputs.positions)  # before an ordinary launch: see triton_dependent_launch
         residual = F.embedding(inputs.token_ids, self._embedding)
         x: Normed = self._kernels.rms_norm(residual, self._layers[0].input_norm, eps)
-        for layer, next_norm, views in zip(self._layers, self._next_norms, layer_views, strict=True):
+        for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             tail = inputs.tail if layer is last else None
-            attended = layer.attention(layer.qkv(x), angles, inputs, views, tail)
+            attended = layer.attention(layer.qkv(x), angles, inputs, caches[index], tail)
             if tail is not None:
                 residual = residual[tail.rows]
                 if not len(residual):

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.models.forward_inputs import ForwardInputs
+    from pd_cluster.models.mixer import LayerCache
     from pd_cluster.models.model_share import ModelShare
     from pd_cluster.models.slot import Slot
     from pd_cluster.models.spec import ModelSpec
@@ -50,17 +51,14 @@ class Model(Protocol):
         of which sample. Raises RuntimeError when the device fails.
         """
 
-    def forward(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
         """Logits of the tail's rows, or of all T. Writes the step's keys and values into the cache.
 
         The logits are [R, vocab_size]. On one of several ranks they are [R, ceil(vocab_size / size)]: those of
-        `head_ids`, and -inf behind them. `layer_views`: by layer, the cache's K and V views, [num_blocks, num_kv_heads,
-        block_size, head_dim] each, with the rank's KV heads.
+        `head_ids`, and -inf behind them. `caches`: by layer, for the layers of the KV groups.
         """
 
-    def hidden_states(
-        self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
+    def hidden_states(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
         """The part of `forward` before the head: the states behind the last norm, [R, hidden_size] on every rank."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,13 @@ from pd_kernels.reference import prefill_attention
 from pd_kernels.torch_ops import write_cache
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
 
     from pd_cluster.models.forward_inputs import ForwardInputs
+    from pd_cluster.models.mixer import LayerCache
     from pd_cluster.models.spec import ModelSpec
     from pd_cluster.models.transformers_modules import Attend, LayerCall
     from pd_kernels.gemm_selection import Measure, ProposeProducts
@@ -51,33 +52,33 @@ class TransformersModel:
         """See Model. The products of the modules stay as they are."""
         return 0
 
-    def forward(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
         """See Model."""
         rows = 0 if inputs.tail is None else inputs.tail.rows
-        return run_modules(self._module, inputs.token_ids, inputs.positions, rows, self._attention(inputs, layer_views))
+        return run_modules(self._module, inputs.token_ids, inputs.positions, rows, self._attention(inputs, caches))
 
-    def hidden_states(
-        self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
+    def hidden_states(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
         """See Model."""
-        attend = self._attention(inputs, layer_views)
+        attend = self._attention(inputs, caches)
         return run_body(self._module, inputs.token_ids, inputs.positions, attend)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Model."""
         return run_head(self._module, hidden)
 
-    def _attention(self, inputs: ForwardInputs, layer_views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Attend:
+    def _attention(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> Attend:
         def attend(call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            views, width, packed = layer_views[call.layer], value.shape[-1], inputs.sequences
-            query, key, value = (_as_cached(part, views[0]) for part in (query, key, value))
-            write_cache(key, value, *views, inputs.slot_mapping)
+            views, width = caches[call.layer], value.shape[-1]
+            group = self.spec.group_windows.index(call.window)
+            query, key, value = (_as_cached(part, views.keys) for part in (query, key, value))
+            write_cache(key, value, *views, inputs.slot_mappings[group])
             if call.soft_cap or call.sinks is not None:
-                assert packed is not None, "steps of transformers' modules are not captured"
+                assert inputs.sequences is not None, "steps of transformers' modules are not captured"
+                packed = inputs.sequences[group]
                 places = packed.block_tables, packed.query_starts, packed.seq_lens
                 out = prefill_attention(query, *views, *places, call.scale, call.window, call.soft_cap, call.sinks)
             else:
-                out = inputs.plans[self.spec.group_windows.index(call.window)].run(query, *views, call.scale)
+                out = inputs.plans[group].run(query, *views, call.scale)
             return out[..., :width]
 
         return attend

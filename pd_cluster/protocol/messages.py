@@ -156,7 +156,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
     engine_id: str
     epoch: int
-    num_blocks: int
+    num_blocks: int  # units, as in KvStats
     block_size: int
     max_model_len: int
     fingerprint: str
@@ -164,6 +164,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     control_port: int  # 0 without a peer-to-peer connector
     max_num_seqs: int
     num_ranks: int = 1
+    num_groups: int = 1  # of KV
 
 
 class StartupProgress(msgspec.Struct, frozen=True, tag=True):
@@ -270,8 +271,24 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
     code: str = ""
 
 
+class KvGroupStats(msgspec.Struct, frozen=True):
+    """The blocks of one KV group. `num_blocks == free + cached + in_use`, in the slabs that the group owns now."""
+
+    kind: str
+    num_blocks: int
+    free: int
+    cached: int
+    in_use: int
+    leased: int
+    quarantined: int
+
+
 class KvStats(msgspec.Struct, frozen=True):
-    """The block pool. `num_blocks == free + cached + in_use`."""
+    """The KV memory of all groups, in units. `num_blocks == free + cached + in_use`.
+
+    With one group a unit is a block. Else a slab has as many units as the least common multiple of what it holds of
+    each group's blocks, and a block its share of them. A slab without an owner is free.
+    """
 
     num_blocks: int
     free: int
@@ -279,6 +296,7 @@ class KvStats(msgspec.Struct, frozen=True):
     in_use: int
     leased: int  # the part of `in_use` that a lease holds
     quarantined: int  # the part of `in_use` that a failed load may still write
+    groups: tuple[KvGroupStats, ...] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):

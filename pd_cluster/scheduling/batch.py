@@ -21,13 +21,21 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.messages import SampledToken
 
 
+class NewBlocks(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Blocks for a sequence's table of one KV group: table[first_block : first_block + len(block_ids)] = block_ids."""
+
+    group: int
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
 class SequenceStart(msgspec.Struct, frozen=True):
     """A sequence enters the worker (first time, or again after preemption). Its row is set to exactly this."""
 
     seq_id: int
     token_ids: tuple[int, ...]  # all known: prompt, then output so far
     num_prompt_tokens: int
-    block_ids: tuple[int, ...]
+    tables: tuple[NewBlocks, ...]  # one entry a KV group, in order; entries before its first block are undefined
     sampling: SamplingParams
     seed: int  # resolved: the client's, or a drawn one; differs per index of n
     # n > 1 before the fork: seeds of all n first tokens; the row keeps the first
@@ -49,19 +57,18 @@ class SequenceChunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
     seq_id: int
     start: int
     num_tokens: int
-    first_new_block: int = 0  # block_table[first_new_block : +len(new_block_ids)] = new_block_ids, before the forward
-    new_block_ids: tuple[int, ...] = ()
+    new_blocks: tuple[NewBlocks, ...] = ()  # written into the tables before the forward
     num_samples: int = 0  # 0: the chunk does not reach the last known token, or nothing is drawn behind it
     reads: bool = False  # it finds out something about the prompt. No captured step serves it
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies to run before the forward, in this order. Pairs are (from, to)."""
+    """Copies to run before the forward, in this order. Each is (KV group, from, to)."""
 
-    swap_out: tuple[tuple[int, int], ...] = ()  # device -> host
-    swap_in: tuple[tuple[int, int], ...] = ()  # host -> device
-    copy_on_write: tuple[tuple[int, int], ...] = ()  # device -> device; one may write what those before it read
+    swap_out: tuple[tuple[int, int, int], ...] = ()  # device -> host
+    swap_in: tuple[tuple[int, int, int], ...] = ()  # host -> device
+    copy_on_write: tuple[tuple[int, int, int], ...] = ()  # device -> device; one may write what those before it read
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from pd_cluster.scheduling.batch import Batch, BeamStep, BlockCopies, SequenceChunk, SequenceStart
+from pd_cluster.scheduling.batch import Batch, BeamStep, BlockCopies, NewBlocks, SequenceChunk, SequenceStart
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
 from pd_cluster.scheduling.unready import Unready
 from pd_connectors.base import LoadSpec, PublishSpec
@@ -57,7 +57,9 @@ class BatchBuilder:
             chunks=tuple(self.chunks),
             beam_steps=beam_steps,
             departures=departures,
-            copies=BlockCopies(tuple(self.swap_out), tuple(self.swap_in), tuple(self.copy_on_write)),
+            copies=BlockCopies(
+                *(tuple((0, *pair) for pair in pairs) for pairs in (self.swap_out, self.swap_in, self.copy_on_write))
+            ),
             loads=tuple(loads),
             begun=tuple(self.begun),
             publishes=tuple(self.publishes),
@@ -108,15 +110,14 @@ class BatchBuilder:
             self.num_tokens += num_tokens
             self.best_priority = min(self.best_priority, seq.rank[0])
         end = start + num_tokens
-        first_block = 0
-        new_block_ids: tuple[int, ...] = ()
+        new_blocks: tuple[NewBlocks, ...] = ()
         if end > table.capacity:
             growth = blocks.grow(table, start, end)
             if growth.copy is not None:
                 self.copy_on_write.append(growth.copy)
-            first_block, new_block_ids = growth.first_block, growth.block_ids
+            new_blocks = (NewBlocks(0, growth.first_block, growth.block_ids),)
         if not seq.in_worker:
-            first_block, new_block_ids = 0, ()  # SequenceStart names all blocks
+            new_blocks = ()  # SequenceStart names all blocks
             self._add_start(seq, table)
         num_samples = 0
         if num_tokens == num_remaining:
@@ -130,7 +131,7 @@ class BatchBuilder:
         self.budget -= num_tokens
         self.prompts.tokens_left = min(self.prompts.tokens_left, self.budget)
         reads = seq.reads(start, end)
-        self.chunks.append(SequenceChunk(seq.seq_id, start, num_tokens, first_block, new_block_ids, num_samples, reads))
+        self.chunks.append(SequenceChunk(seq.seq_id, start, num_tokens, new_blocks, num_samples, reads))
         if seq.request.lease_id is not None:
             self._announce(seq, table, seq.request.lease_id, blocks)
 
@@ -147,7 +148,7 @@ class BatchBuilder:
                 seq_id=seq.seq_id,
                 token_ids=tuple(seq.token_ids),
                 num_prompt_tokens=seq.num_prompt_tokens,
-                block_ids=tuple(table.ids),
+                tables=(NewBlocks(0, 0, tuple(table.ids)),),
                 sampling=request.sampling,
                 seed=seq.seed,
                 num_sample_seeds=seeds,

@@ -151,7 +151,7 @@ class Planner:
                 seq.planned_step = step
                 if portions is not None:
                     portions.take_row(seq)
-                chunks.append(SequenceChunk(seq.seq_id, start, 1, 0, (), 1))
+                chunks.append(SequenceChunk(seq.seq_id, start, 1, (), 1))
                 builder.budget -= 1
             elif builder.has_rows(seq) and self._make_writable(seq, builder):
                 builder.add_chunk(seq, self._blocks)

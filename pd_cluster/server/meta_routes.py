@@ -146,7 +146,7 @@ def _status(state: NodeState) -> str:
 
 def _kv(state: NodeState) -> dict[str, Any]:
     ready, stats = state.ready, state.engine.stats
-    pool = msgspec.structs.asdict(stats.kv) if stats else {"num_blocks": ready.num_blocks}
+    pool = msgspec.to_builtins(stats.kv) if stats else {"num_blocks": ready.num_blocks}
     return pool | {"block_size": ready.block_size, "epoch": ready.epoch, "engine_id": ready.engine_id}
 
 

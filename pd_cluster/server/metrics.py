@@ -166,13 +166,23 @@ class EngineCollector:
         if stats is None:
             return
         kv = stats.kv
-        yield GaugeMetricFamily("pd_kv_num_blocks", "KV blocks in the cache.", value=kv.num_blocks)
+        yield GaugeMetricFamily(
+            "pd_kv_num_blocks", "KV blocks in the cache; with several KV groups, units.", value=kv.num_blocks
+        )
         blocks = GaugeMetricFamily(
             "pd_kv_blocks", "KV blocks by state; leased and quarantined are part of in_use.", labels=["state"]
         )
+        groups = GaugeMetricFamily(
+            "pd_kv_group_blocks",
+            "Blocks of each KV group, in the memory that it has now.",
+            labels=["group", "kind", "state"],
+        )
         for state in ("free", "cached", "in_use", "leased", "quarantined"):
             blocks.add_metric([state], getattr(kv, state))
+            for number, group in enumerate(kv.groups):
+                groups.add_metric([str(number), group.kind, state], getattr(group, state))
         yield blocks
+        yield groups
         for name in ("num_running", "num_waiting", "num_waiting_for_remote_kv"):
             yield GaugeMetricFamily(f"pd_{name}", "Sequences of the engine in this state.", value=getattr(stats, name))
         yield from _families(stats.counters, CounterMetricFamily)

@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
+from pd_cluster.scheduling.sequence_room import decode_blocks
 from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes
 from pd_cluster.worker.cuda_graphs.set_up import captured_bytes
+from pd_connectors.protocol.layout import BlockLayout
+from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
     from pd_cluster.config import NodeConfig, SchedulerConfig
@@ -36,6 +39,8 @@ SPARE_SHARE, MOST_SPARE_BYTES = 0.1, 6e9
 CUDA_CONTEXT_BYTES = 0.7e9  # memory of the driver and the libraries, which no allocator statistic shows
 SAMPLING_BYTES_PER_LOGIT = 24  # for float32 and int64 copies of logits, when requests ask for all features
 SAMPLES_PER_SEQ = 2  # a step samples at most this many tokens for each sequence that may run
+GPU_BLOCK_SIZE = 64  # tokens, where no flag says another
+_KV_DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}  # by bytes of a number: types of one size take as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,9 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
         return Capacity(seqs, budget, cache.gpu_memory_utilization, line)
     utilization = cache.gpu_memory_utilization or _utilization(cache.gpu_share, gpu_bytes)
     kv_bytes = 1 if config.model.kv_cache_dtype == "fp8" else dtype_bytes
-    memory = MemoryEstimate(limits, spec, dtype_bytes, gpu_bytes * utilization, kv_bytes, config.model.tp)
+    memory = MemoryEstimate(
+        limits, spec, dtype_bytes, gpu_bytes * utilization, kv_bytes, config.model.tp, cache.block_size
+    )
     filled = f"{memory.own_bytes / 1e9:.1f} of {gpu_bytes / 1e9:.1f} GB"
     if cache.gpu_share < 1 and not cache.gpu_memory_utilization:
         filled += f", its share is {cache.gpu_share:g}"
@@ -89,11 +96,13 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
     is_measured &= cache.gpu_share == 1
     budget = told_budget or max(MOST_STEP_TOKENS if is_measured else STEP_TOKENS, seqs)
     reason = "at most; steps will be measured" if is_measured else "larger steps are no faster"
-    room = f"room for {memory.cache_tokens(seqs) // length:,} sequences of {length:,} tokens"
+    room = f"room for {memory.cached_seqs(seqs, length):,} sequences of {length:,} tokens"
+    longest = min(config.model.max_model_len or spec.max_len, max(length, memory.cache_tokens(seqs)))
     reasons = (
         f"max_num_seqs {seqs} ({'given; ' if told_seqs else ''}{room})",
         f"max_num_batched_tokens {budget} ({'given' if told_budget else reason})",
         f"gpu_memory_utilization {utilization:.3g} ({'given; ' if cache.gpu_memory_utilization else ''}{filled})",
+        *([f"KV of a sequence: {memory.held_line(length)}, {memory.held_line(longest)}"] if any(spec.windows) else ()),
     )
     return Capacity(seqs, budget, utilization, ", ".join(reasons), is_measured)
 
@@ -114,14 +123,15 @@ def longest_sequence(wanted: int, limit: int, cache_tokens: int) -> int:
 
 
 class MemoryEstimate:
-    """Bytes that a model needs on a GPU, and the tokens of cache that are left."""
+    """Bytes that a model needs on a GPU, and the sequences that the cache in the rest has room for."""
 
     def __init__(
-        self, limits: SchedulerConfig, spec: ModelSpec, dtype_bytes: int, own_bytes: float, kv_bytes: int, tp: int = 1
-    ) -> None:
+        self, limits: SchedulerConfig, spec: ModelSpec, dtype_bytes: int, own_bytes: float, kv_bytes: int, tp: int = 1,
+        block_size: int = 0,
+    ) -> None:  # fmt: skip
         """`own_bytes`: bytes of the GPU's memory that the node may fill; `kv_bytes`: of one cached number.
 
-        `tp`: ranks that share the weights. The estimate is for one of them.
+        `tp`: ranks that share the weights. The estimate is for one of them. `block_size`: 0: GPU_BLOCK_SIZE.
         """
         self._limits = limits
         self._vocab_size, self._dtype_bytes = spec.vocab_size, dtype_bytes
@@ -129,7 +139,11 @@ class MemoryEstimate:
         heads = spec.num_heads // tp + 2 * num_kv_heads
         activations = 4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.intermediate_size // tp  # of a token
         self._step_bytes = (limits.max_num_batched_tokens or STEP_TOKENS) * activations * dtype_bytes
-        self._kv_bytes = 2 * spec.num_layers * num_kv_heads * spec.head_dim * kv_bytes  # of a token
+        self._groups = spec.kv_groups(block_size or GPU_BLOCK_SIZE, _KV_DTYPES[kv_bytes])
+        slabs = KvSlabs.of_blocks(BlockLayout(self._groups, tp), 1)
+        self._block_bytes = [slabs.stride(group) for group in range(len(self._groups))]
+        sizes = zip(self._groups, self._block_bytes, strict=True)
+        self._kv_bytes = sum(size // group.block_size for group, size in sizes)  # of a token in every group
         self.weight_bytes = spec.weight_bytes(dtype_bytes, tp)
         self.own_bytes = own_bytes
 
@@ -138,14 +152,36 @@ class MemoryEstimate:
         """Bytes for cache, activations and graphs; negative when the weights do not fit."""
         return self.own_bytes - CUDA_CONTEXT_BYTES - self.weight_bytes
 
-    def cache_tokens(self, seqs: int) -> int:
-        """Tokens that the cache has room for beside steps of `seqs` sequences."""
+    def sequence_bytes(self, num_tokens: int) -> int:
+        """Bytes of KV that a decoding sequence of `num_tokens` holds, at most those of its tokens in every group."""
+        unread = sum(
+            size * (-(-num_tokens // group.block_size) - decode_blocks(group, num_tokens))
+            for group, size in zip(self._groups, self._block_bytes, strict=True)
+        )
+        return num_tokens * self._kv_bytes - unread
+
+    def cache_bytes(self, seqs: int) -> float:
+        """Bytes that are left for the cache beside steps of `seqs` sequences."""
         sampling = seqs * SAMPLES_PER_SEQ * self._vocab_size * SAMPLING_BYTES_PER_LOGIT
         graphs = 0.0
         if self._limits.cuda_graphs:
             limits = replace(self._limits, max_num_seqs=seqs, max_num_batched_tokens=0)
             graphs = captured_bytes(limits, self._vocab_size * self._dtype_bytes)
-        return max(0, int((self.room - self._step_bytes - sampling - graphs) // self._kv_bytes))
+        return max(0.0, self.room - self._step_bytes - sampling - graphs)
+
+    def cache_tokens(self, seqs: int) -> int:
+        """Tokens of the longest sequence that can be prefilled alone, beside buffers for steps of `seqs` sequences."""
+        return int(self.cache_bytes(seqs) // self._kv_bytes)
+
+    def cached_seqs(self, seqs: int, length: int) -> int:
+        """Sequences of `length` tokens that the cache has room for: one is prefilled while the others decode."""
+        rest = self.cache_bytes(seqs) - length * self._kv_bytes
+        return max(0, 1 + int(rest // self.sequence_bytes(length)))
+
+    def held_line(self, num_tokens: int) -> str:
+        """What a decoding sequence of `num_tokens` holds, and what it holds when its prefill begins, for a log."""
+        held, whole = self.sequence_bytes(num_tokens), num_tokens * self._kv_bytes
+        return f"{held / 1e6:,.0f} of {whole / 1e6:,.0f} MB with {num_tokens:,} tokens"
 
     def most_seqs(self, length: int) -> int:
         """The largest captured number of sequences of `length` tokens for which there is room, at least 1.
@@ -154,10 +190,7 @@ class MemoryEstimate:
         because each sequence needs one of these.
         """
         sizes = bucket_sizes(min(MOST_SEQS, self._limits.max_num_batched_tokens or MOST_SEQS))
-        return max((seqs for seqs in sizes if self.cache_tokens(seqs) >= self._needed(seqs, length)), default=1)
-
-    def _needed(self, seqs: int, length: int) -> int:
-        return length * (seqs if seqs > LEAST_SEQS else 1)
+        return max((n for n in sizes if self.cached_seqs(n, length) >= (n if n > LEAST_SEQS else 1)), default=1)
 
 
 def _utilization(gpu_share: float, gpu_bytes: int) -> float:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from pd_cluster.errors import InvalidRequest, StartupError
+from pd_cluster.scheduling.sequence_room import cache_tokens
 from pd_cluster.worker.capacity import longest_sequence
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps, choose_step_products
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.pending_step import PendingStep
     from pd_cluster.worker.rank_sampler import RankPlace
     from pd_connectors.base import CacheDescription, ConnectorContext
+    from pd_connectors.protocol.slabs import KvSlabs
     from pd_connectors.rank_port import RankPort
     from pd_kernels.values import StepSize
 
@@ -139,10 +141,10 @@ class DeviceLoaded(DeviceState):
             free -= captured_bytes(limits, plan.model.vocab_size * DTYPES[plan.model.dtype].itemsize)
         return max(0, int(free))
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> DeviceCached:
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> DeviceCached:
         plan = self._plan
-        model = self._fit_sequences(num_blocks * plan.layout.block_size)
-        cache = KVCache.allocate(plan.layout, num_blocks, num_host_blocks, plan.device)
+        model = self._fit_sequences(cache_tokens(plan.layout.groups, slabs))
+        cache = KVCache.allocate(plan.layout, slabs, num_host_blocks, plan.device)
         return self.left_for(DeviceCached(plan, self._weights, cache, model))
 
     def unload(self) -> DeviceDescribed:
@@ -150,11 +152,11 @@ class DeviceLoaded(DeviceState):
         self._weights.owned.close()
         return self._back_to(DeviceDescribed(self._plan))
 
-    def _fit_sequences(self, cache_tokens: int) -> ModelDescription:
+    def _fit_sequences(self, room: int) -> ModelDescription:
         """The model with sequences that are no longer than the cache. Raises StartupError."""
         model, wanted = self._plan.model, self._plan.config.model.max_model_len
         limit = model.max_model_len
-        longest = longest_sequence(wanted, limit, cache_tokens)
+        longest = longest_sequence(wanted, limit, room)
         if longest < limit:
             self._plan.progress(f"max_model_len {longest} (the KV cache has no room for the model's {limit} tokens)")
         return replace(model, max_model_len=longest)
@@ -163,7 +165,7 @@ class DeviceLoaded(DeviceState):
         limits, max_len = self._plan.config.scheduler, self._plan.model.max_model_len
         budget = limits.max_num_batched_tokens
         runner = make_runner(self._plan, self._weights.model, scratch, budget)
-        run_largest_step(runner, budget, limits.max_num_seqs, max_len, self._plan.layout.block_size)
+        run_largest_step(runner, budget, limits.max_num_seqs, max_len)
 
 
 class DeviceCached(DeviceState):
@@ -207,7 +209,7 @@ class DeviceCached(DeviceState):
         runner = make_runner(plan, self._weights.model, self._cache, max_len)
         run_first_steps(runner, block_size, max_len)
         if plan.device.type == "cuda":
-            run_steps_of_all_kinds(runner, block_size, max_len, plan.config.scheduler)
+            run_steps_of_all_kinds(runner, max_len, plan.config.scheduler)
         for tensor in self._cache.tensors:
             tensor[:NUM_BLOCKS].zero_()
 
@@ -228,8 +230,8 @@ class DeviceExecutor(DeviceState):
         return run_phases(DeviceDescribed.of(config, progress), config.cache, progress)
 
     @property
-    def num_blocks(self) -> int:
-        return self._cache.num_blocks
+    def slabs(self) -> KvSlabs:
+        return self._cache.slabs
 
     @property
     def num_host_blocks(self) -> int:
@@ -257,8 +259,7 @@ class DeviceExecutor(DeviceState):
     def clear(self) -> None:
         """Forget all sequences and zero the cache."""
         self._runner.forget_sequences()
-        for tensor in self._cache.tensors:
-            tensor.zero_()
+        self._cache.memory.zero_()
 
     def sleep(self) -> DeviceLoaded:
         return self._back_to(DeviceLoaded(self._plan, self._weights))
@@ -325,7 +326,7 @@ class DeviceExecutor(DeviceState):
         Leaves the cache zeroed and no sequences.
         """
         limits, progress, model = self.config.scheduler, self._plan.progress, self.model
-        timer = StepTimer(launch, self.num_blocks, self.block_size, model.max_model_len, model.vocab_size)
+        timer = StepTimer(launch, self.slabs, self.block_size, model.max_model_len, model.vocab_size)
         try:
             if limits.max_tokens_beside_decodes < 0 and self.config.tokens_beside_decodes_on(model.device):
                 limits, keys = limit_beside_decodes(limits, timer, model.keys_per_token, progress)

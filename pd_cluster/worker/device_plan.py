@@ -11,7 +11,7 @@ import torch
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory
 from pd_cluster.models.shard import WHOLE, Shard
-from pd_cluster.worker.capacity import decide_capacity
+from pd_cluster.worker.capacity import GPU_BLOCK_SIZE, decide_capacity
 from pd_cluster.worker.cuda_graphs.set_up import capturable
 from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.kernel_selection import attention_by_group
@@ -126,4 +126,4 @@ def resolve_device(config: ModelConfig, rank: int = 0) -> torch.device:
 def _resolve_block_size(wanted: int, device: torch.device) -> int:
     if wanted % _BLOCK_SIZE_STEP or wanted < 0:
         raise StartupError(f"--block-size {wanted} is not a multiple of {_BLOCK_SIZE_STEP}")
-    return wanted or (16 if device.type == "cpu" else 64)
+    return wanted or (16 if device.type == "cpu" else GPU_BLOCK_SIZE)

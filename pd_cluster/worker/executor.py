@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.kv_cache import blocks_in
+from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -119,7 +120,7 @@ class LoadedState(AnyState, Protocol[Ready_co]):
     def free_kv_bytes(self) -> int:
         """Bytes that a rank can give to its cache: the minimum over the ranks."""
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> CachedState[Ready_co]:
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> CachedState[Ready_co]:
         """Allocate every rank's cache. Raises StartupError."""
 
     def unload(self) -> DescribedState[Ready_co]:
@@ -158,12 +159,12 @@ class Executor(AnyState, Protocol):
     layout: BlockLayout  # of one rank's blocks
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks of the cache."""
+    def slabs(self) -> KvSlabs:
+        """The memory of the cache."""
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks of the host memory for preempted sequences."""
+        """Blocks of each group in the host memory for preempted sequences."""
 
     @property
     def block_size(self) -> int:
@@ -230,10 +231,9 @@ def run_phases(described: DescribedState[Ready_co], config: CacheConfig, progres
     state: AnyState = described
     try:
         state = loaded = described.load()
-        num_blocks = _count_blocks(loaded, config)
-        block_size, dtype = loaded.layout.block_size, loaded.layout.groups[0].dtype
-        progress(f"cache {num_blocks} blocks of {block_size} tokens in {dtype}")
-        state = cached = loaded.allocate(num_blocks, blocks_in(config.swap_gb * 1e9, loaded.layout))
+        slabs = _divide_memory(loaded, config)
+        progress(_describe(slabs, loaded.layout))
+        state = cached = loaded.allocate(slabs, blocks_in(config.swap_gb * 1e9, loaded.layout))
         progress("warm-up")
         return cached.warm_up()
     except BaseException:
@@ -244,9 +244,29 @@ def run_phases(described: DescribedState[Ready_co], config: CacheConfig, progres
         raise
 
 
-def _count_blocks(loaded: LoadedState[Ready_co], config: CacheConfig) -> int:
-    num_blocks = config.num_blocks or blocks_in(loaded.free_kv_bytes(), loaded.layout)
-    if num_blocks < MIN_BLOCKS:
-        size_mb = loaded.layout.block_bytes / 1e6
-        raise StartupError(f"the KV cache has room for {num_blocks} blocks of {size_mb:.1f} MB; give it more memory")
-    return num_blocks
+def _divide_memory(loaded: LoadedState[Ready_co], config: CacheConfig) -> KvSlabs:
+    """The slabs for the configured number of blocks, or those that fit. Raises StartupError if they are too few."""
+    layout = loaded.layout
+    if config.num_blocks:
+        slabs = KvSlabs.of_blocks(layout, config.num_blocks)
+    else:
+        slabs = KvSlabs.in_bytes(layout, loaded.free_kv_bytes())
+    groups = range(len(layout.groups))
+    least = 1 if len(groups) == 1 else len(groups) + 1  # a slab for each, and one that moves
+    if slabs.num_slabs < least or min(map(slabs.num_blocks, groups)) < MIN_BLOCKS:
+        size_mb, count = layout.block_bytes / 1e6, slabs.num_bytes // layout.rank_bytes
+        raise StartupError(f"the KV cache has room for {count} blocks of {size_mb:.1f} MB; give it more memory")
+    return slabs
+
+
+def _describe(slabs: KvSlabs, layout: BlockLayout) -> str:
+    """The line of the start about the cache."""
+    dtype = layout.groups[0].dtype
+    if len(layout.groups) == 1:
+        return f"cache {slabs.num_blocks(0)} blocks of {layout.block_size} tokens in {dtype}"
+    parts = [
+        f"{count} blocks of {group.block_size} tokens ({group.kind}{f' {group.window}' if group.window else ''})"
+        for group, count in zip(layout.groups, slabs.per_slab, strict=True)
+    ]
+    size_mb = slabs.slab_bytes / 1e6
+    return f"cache {slabs.num_slabs} slabs of {size_mb:.1f} MB in {dtype}, each {' or '.join(parts)}"

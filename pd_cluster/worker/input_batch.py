@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
+from pd_cluster.worker.block_tables import BlockTables
 from pd_kernels.values import Ints, PackedSequences, leading_ones
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class TailInputs:
     """The N sequences that sample in a step, when not all tokens of the step sample."""
 
     rows: torch.Tensor  # int64 [N] into T: each sequence's last token, which gets logits
-    sequences: PackedSequences  # the sequences, each with its last token as the only query
+    # Each sequence with its last token as the only query, for the last layer's KV group; None: it has none
+    sequences: PackedSequences | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,9 @@ class StepInputs:
     token_ids: torch.Tensor  # int64 [T]
     late: tuple[torch.Tensor, torch.Tensor] | None  # int64: places in `token_ids`, rows of `last_tokens` for them
     positions: torch.Tensor  # int64 [T]
-    slot_mapping: torch.Tensor  # int64 [T]
-    sequences: PackedSequences
-    fresh_blocks: torch.Tensor | None  # int64: blocks that this step begins and does not fill
+    slot_mappings: tuple[torch.Tensor, ...]  # int64 [T], by KV group
+    sequences: tuple[PackedSequences, ...]  # by KV group: only their block tables differ
+    fresh_blocks: tuple[torch.Tensor | None, ...]  # int64, by KV group: blocks that this step begins and does not fill
     tail: TailInputs | None  # None: all tokens sample, in order
     sampling: SamplingInputs | None  # of the early samples; None: there are none
     samples: Samples
@@ -61,7 +63,8 @@ class StepInputs:
 class ReplayInputs:
     """The inputs of a replay with S sequences, except those in the host buffer's first array (StepPlaces)."""
 
-    block_tables: torch.Tensor  # int32 [S, width]
+    block_tables: tuple[torch.Tensor, ...]  # int32 [S, width], by KV group
+    fresh_blocks: tuple[torch.Tensor | None, ...] | None  # as in StepInputs; None: old content is finite for all groups
     # Of the early samples. None: the step's own graph draws them by the settings in StepPlaces
     sampling: SamplingInputs | CapturedDraw | None
     samples: Samples
@@ -117,19 +120,26 @@ class InputBatch:
         self,
         num_rows: int,
         max_len: int,
-        block_size: int,
+        block_sizes: Sequence[int],
         sampling: SamplingState,
         host_buffer: HostBuffer,
         vocab_size: int,
         device: torch.device,
+        last_group: int | None = 0,
+        *,
+        mixes_dtypes: bool = False,
     ) -> None:
-        self._block_size, self._sampling = block_size, sampling
+        """`block_sizes`: by KV group. `last_group`: that of the last layer; None: it has none.
+
+        `mixes_dtypes`: memory of one group may be NaN for another one.
+        """
+        self._tables = BlockTables(num_rows, max_len, block_sizes)
+        self._last_group, self._mixes_dtypes, self._sampling = last_group, mixes_dtypes, sampling
         self._move, self._host_buffer = host_buffer.move, host_buffer
         self._row_of: dict[int, int] = {}
         self._free = list(range(num_rows - 1, -1, -1))
         self._serials = np.zeros(num_rows, np.int64)
         self._tokens = np.zeros((num_rows, max_len + 1), np.int32)
-        self._blocks = np.zeros((num_rows, table_width(max_len, block_size)), np.int32)
         self._num_tokens, self._num_on_host = np.zeros((2, num_rows), np.int64)  # tokens; those that `_tokens` has
         # A captured step's token: the last one of a row (0 at first), or any. One launch finds it; `where` takes four
         self.token_choices = torch.arange(-num_rows - 1, vocab_size, device=device).clamp_(min=0)
@@ -141,9 +151,9 @@ class InputBatch:
         return len(self._serials)
 
     @property
-    def max_blocks(self) -> int:
-        """The most blocks of a row's block table."""
-        return self._blocks.shape[1]
+    def max_blocks(self) -> tuple[int, ...]:
+        """The most blocks of a row's block table, by KV group."""
+        return self._tables.widths
 
     def apply(self, batch: Batch) -> None:
         """Apply a batch to the rows: beams, then departures, then starts, then the chunks' new blocks."""
@@ -154,9 +164,8 @@ class InputBatch:
         for start in batch.starts:
             self._start(start)
         for chunk in batch.chunks:
-            if chunk.new_block_ids:
-                first = chunk.first_new_block
-                self._blocks[self._row_of[chunk.seq_id], first : first + len(chunk.new_block_ids)] = chunk.new_block_ids
+            if chunk.new_blocks:
+                self._tables.write(self._row_of[chunk.seq_id], chunk.new_blocks)
 
     def staged(self, starts: Sequence[SequenceStart]) -> Staged:
         """The sequences among `starts`, which were applied, that have active stages."""
@@ -176,8 +185,9 @@ class InputBatch:
         """Pack the chunks (at least one)."""
         rows, lens, ends, row_of_token, positions = self._spread(chunks)
         query_starts = np.concatenate(([0], np.cumsum(lens)))
-        fields = np.stack((self._tokens[row_of_token, positions], positions, self._slots(row_of_token, positions)))
-        token_ids, placed_positions, slots = self._move(fields)
+        slots = [self._tables.slots(group, row_of_token, positions) for group in self._tables.groups]
+        fields = np.stack((self._tokens[row_of_token, positions], positions, *slots))
+        token_ids, placed_positions, *slot_mappings = self._move(fields)
         late = np.flatnonzero(ends > self._num_on_host[rows])  # their last token is still on the device only
         samples = self._plan_samples(chunks, rows, ends)
         parts = self._split(samples)
@@ -185,9 +195,9 @@ class InputBatch:
             token_ids=token_ids,
             late=(self._move(query_starts[late + 1] - 1), self._move(rows[late])) if len(late) else None,
             positions=placed_positions,
-            slot_mapping=slots,
-            sequences=self._pack(rows, lens, ends),
-            fresh_blocks=self._fresh_blocks(rows, ends - lens, ends),
+            slot_mappings=tuple(slot_mappings),
+            sequences=self._pack(rows, lens, ends, query_starts, self._tables.groups),
+            fresh_blocks=self._clear(rows, ends - lens, ends),
             tail=self._plan_tail(chunks, samples, query_starts),
             sampling=None if parts.early is None else self.prepare_sampling(parts.early.samples),
             samples=samples,
@@ -195,26 +205,29 @@ class InputBatch:
         )
 
     def build_replay(
-        self, chunks: tuple[SequenceChunk, ...], step: CapturedStep, padding_slot: int, draws: DrawLayout | None
+        self, chunks: tuple[SequenceChunk, ...], step: CapturedStep, padding_slots: Ints, draws: DrawLayout | None
     ) -> ReplayInputs:
         """Pack chunks that sample at most one token each, padded to the size of `step`.
 
-        `draws`: the layout of captured draws; None: there are none.
+        `padding_slots`: see CapturedStep. `draws`: the layout of captured draws; None: there are none.
         """
         rows, lens, ends, row_of_token, positions = self._spread(chunks)
         places, num_tokens = step.places(self._host_buffer.take_first(step.length)), len(positions)
-        step.pad(places, self.padding_row, padding_slot)
+        step.pad(places, self.padding_row, padding_slots)
         known = len(self.last_tokens) + self._tokens[row_of_token, positions]
         places.tokens[:num_tokens] = np.where(positions < self._num_on_host[row_of_token], known, row_of_token)
         places.positions[:num_tokens] = positions
-        places.slots[:num_tokens] = self._slots(row_of_token, positions)
+        for group in self._tables.groups:
+            places.slots[group, :num_tokens] = self._tables.slots(group, row_of_token, positions)
         samples = self._plan_samples(chunks, rows, ends)
         parts = self._split(samples)
         places.owners[: len(samples)] = samples.rows
         places.lengths[: len(samples)] = samples.positions
         step.fill(places, chunks, lens, ends)
-        tables = self._move(self._blocks[rows, : (int(ends.max()) - 1) // self._block_size + 1])
-        return ReplayInputs(tables, self._plan_draw(parts.early, places, draws), samples, parts)
+        longest = int(ends.max())
+        tables = tuple([self._move(self._tables.columns(group, rows, longest)) for group in self._tables.groups])
+        fresh = self._clear(rows, ends - lens, ends) if self._mixes_dtypes else None
+        return ReplayInputs(tables, fresh, self._plan_draw(parts.early, places, draws), samples, parts)
 
     def fill_late(self, inputs: StepInputs) -> None:
         """Copy the tokens that are only on the device from `last_tokens` into the inputs."""
@@ -276,7 +289,7 @@ class InputBatch:
         count = len(start.token_ids)
         self._tokens[row, :count] = start.token_ids
         self._num_tokens[row] = self._num_on_host[row] = count
-        self._blocks[row, : len(start.block_ids)] = start.block_ids
+        self._tables.write(row, start.tables)
         self._sampling.start(row, start)
 
     def _step_beams(self, steps: tuple[BeamStep, ...]) -> None:
@@ -285,7 +298,7 @@ class InputBatch:
         ends, moved = self._num_tokens[parents], rows != parents
         to, of, longest = rows[moved], parents[moved], int(ends.max())
         self._tokens[to, :longest] = self._tokens[of, :longest]  # the right side is a copy of all rows
-        self._blocks[to] = self._blocks[of]
+        self._tables.copy(to, of)
         self._num_tokens[rows] = self._num_on_host[rows] = ends
         self._tokens[rows, ends - 1] = [step.token_id for step in steps]
 
@@ -304,26 +317,19 @@ class InputBatch:
         positions = np.arange(num_tokens) + np.repeat(ends - np.cumsum(lens), lens)
         return rows, lens, ends, np.repeat(rows, lens), positions
 
-    def _pack(self, rows: Ints, lens: Ints, ends: Ints) -> PackedSequences:
-        width = table_width(int(ends.max(initial=0)), self._block_size)
-        return PackedSequences(
-            num_decodes=leading_ones(lens),
-            query_starts=self._move(np.concatenate(([0], np.cumsum(lens))).astype(np.int32)),
-            seq_lens=self._move(ends.astype(np.int32)),
-            block_tables=self._move(self._blocks[rows, :width]),
-            host_query_lens=lens,
-            host_seq_lens=ends,
-        )
+    def _pack(
+        self, rows: Ints, lens: Ints, ends: Ints, query_starts: Ints, groups: Sequence[int]
+    ) -> tuple[PackedSequences, ...]:
+        """Pack the sequences for each of the KV groups. They share all but the block tables."""
+        longest, num_decodes = int(ends.max(initial=0)), leading_ones(lens)
+        starts, seq_lens = self._move(query_starts.astype(np.int32)), self._move(ends.astype(np.int32))
+        tables = [self._move(self._tables.columns(group, rows, longest, rounded=True)) for group in groups]
+        return tuple([PackedSequences(num_decodes, starts, seq_lens, table, lens, ends) for table in tables])
 
-    def _slots(self, rows: Ints, positions: Ints) -> Ints:
-        blocks = self._blocks[rows, positions // self._block_size].astype(np.int64)
-        slots: Ints = blocks * self._block_size + positions % self._block_size
-        return slots
-
-    def _fresh_blocks(self, rows: Ints, starts: Ints, ends: Ints) -> torch.Tensor | None:
-        last = (ends - 1) // self._block_size
-        fresh = np.flatnonzero((last * self._block_size >= starts) & (ends % self._block_size != 0))
-        return self._move(self._blocks[rows[fresh], last[fresh]].astype(np.int64)) if len(fresh) else None
+    def _clear(self, rows: Ints, starts: Ints, ends: Ints) -> tuple[torch.Tensor | None, ...]:
+        """The blocks to clear before tokens [starts, ends) of rows are written, by KV group."""
+        found = [self._tables.fresh(group, rows, starts, ends) for group in self._tables.groups]
+        return tuple([None if blocks is None else self._move(blocks) for blocks in found])
 
     def _plan_samples(self, chunks: tuple[SequenceChunk, ...], rows: Ints, ends: Ints) -> Samples:
         counts = [chunk.num_samples for chunk in chunks]
@@ -389,12 +395,6 @@ class InputBatch:
         if len(samples) == query_starts[-1]:
             return None  # every token is a decode that samples
         rows = query_starts[1:][[chunk.num_samples > 0 for chunk in chunks]] - 1
-        return TailInputs(self._move(rows), self._pack(samples.rows, np.ones_like(rows), samples.positions))
-
-
-def table_width(num_tokens: int, block_size: int) -> int:
-    """Columns of a block table for this many tokens.
-
-    The number is rounded up, because some kernels are compiled for each divisor of a stride.
-    """
-    return -(-num_tokens // (16 * block_size)) * 16
+        groups = () if self._last_group is None else (self._last_group,)
+        packed = self._pack(samples.rows, np.ones_like(rows), samples.positions, np.arange(len(rows) + 1), groups)
+        return TailInputs(self._move(rows), packed[0] if packed else None)

@@ -1,4 +1,4 @@
-"""The paged KV cache: one tensor for each group of layers, with the block as first dimension.
+"""The paged KV cache: one memory, with a tensor over it for each group of layers, the block as first dimension.
 
 A pool of the same blocks in host memory takes the blocks of preempted sequences.
 """
@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.errors import StartupError
+from pd_cluster.models.mixer import KeysValues
 from pd_cluster.worker.plain_memory import plain_memory
 from pd_connectors.base import CacheDescription
 from pd_kernels.fp8_cache import FP8, indexable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from pd_cluster.models.mixer import LayerCache
     from pd_cluster.scheduling.batch import BlockCopies
     from pd_connectors.protocol.layout import BlockLayout
+    from pd_connectors.protocol.slabs import KvSlabs
     from pd_kernels.backends import Kernels
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,94 +32,130 @@ _NUM_PADDING_BLOCKS = 1
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The tensors of the cache.
+    """The memory of the cache, and the tensors in it.
 
-    The engine decides which sequence owns which block. A block id is valid in every group's tensor.
+    The engine decides which sequence owns which block. Blocks of different groups lie in the same memory: a slab has
+    blocks of one group at a time (`KvSlabs`).
     """
 
     layout: BlockLayout
-    tensors: tuple[torch.Tensor, ...]  # by group: [num_blocks + padding, *group.rank_shape(tp_size)]
+    slabs: KvSlabs
+    memory: torch.Tensor  # uint8 [n]: the slabs, and behind them room for a block of padding
+    tensors: tuple[torch.Tensor, ...]  # by group: [num_blocks + padding, *group.rank_shape(tp_size)], views of `memory`
     hosts: tuple[torch.Tensor, ...]  # by group: [num_host_blocks, as above], pinned when the cache is on a GPU
-    layer_views: tuple[
-        tuple[torch.Tensor, torch.Tensor], ...
-    ]  # K and V by layer, each [num_blocks + padding, num_kv_heads, block_size, head_dim]
-    num_blocks: int  # blocks that the engine may use; padding writes to one more block behind them
-    num_host_blocks: int
+    layer_caches: Mapping[int, LayerCache]  # by layer; layers of no group are absent
+    num_host_blocks: int  # of each group
 
     @classmethod
-    def allocate(cls, layout: BlockLayout, num_blocks: int, num_host_blocks: int, device: torch.device) -> KVCache:
+    def allocate(cls, layout: BlockLayout, slabs: KvSlabs, num_host_blocks: int, device: torch.device) -> KVCache:
         """Allocate the cache of a rank, zeroed. Raises StartupError when memory is short.
 
         Attention multiplies the value of a masked slot by 0, and 0 times uninitialized memory may be NaN.
         """
         is_pinned = device.type == "cuda" and num_host_blocks > 0
-        tensors, hosts = [], []
-        views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        padding = _NUM_PADDING_BLOCKS * max(map(slabs.stride, range(len(layout.groups))))
+        shapes = [group.rank_shape(layout.tp_size) for group in layout.groups]
+        dtypes = [KV_DTYPES[group.dtype] for group in layout.groups]
         try:
-            for group in layout.groups:
-                shape, dtype = group.rank_shape(layout.tp_size), KV_DTYPES[group.dtype]
-                with plain_memory(device):
-                    tensor = torch.zeros((num_blocks + _NUM_PADDING_BLOCKS, *shape), dtype=dtype, device=device)
-                tensors.append(tensor)
-                hosts.append(torch.zeros((num_host_blocks, *shape), dtype=dtype, pin_memory=is_pinned))
-                views |= {layer: (tensor[:, :, i, 0], tensor[:, :, i, 1]) for i, layer in enumerate(group.layers)}
+            with plain_memory(device):
+                memory = torch.zeros(slabs.num_bytes + padding, dtype=torch.uint8, device=device)
+            hosts = tuple(
+                torch.zeros((num_host_blocks, *shape), dtype=dtype, pin_memory=is_pinned)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
+            )
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            size_gb = (num_blocks + num_host_blocks) * layout.rank_bytes / 1e9
+            size_gb = (slabs.num_bytes + num_host_blocks * layout.rank_bytes) / 1e9
             raise StartupError(f"cannot allocate {size_gb:.2f} GB of KV cache: {error}") from error
-        layer_views = tuple(views[layer] for layer in range(len(views)))
-        return cls(layout, tuple(tensors), tuple(hosts), layer_views, num_blocks, num_host_blocks)
+        tensors = tuple(
+            _blocks(memory, slabs.num_blocks(index) + _NUM_PADDING_BLOCKS, slabs.stride(index), shape, dtype)
+            for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+        )
+        caches = {
+            layer: KeysValues(tensor[:, :, place, 0], tensor[:, :, place, 1])
+            for group, tensor in zip(layout.groups, tensors, strict=True)
+            for place, layer in enumerate(group.layers)
+        }
+        return cls(layout, slabs, memory, tensors, hosts, caches, num_host_blocks)
 
-    @property
-    def padding_block(self) -> int:
-        """The id of the block that padding writes to. No sequence owns it, and it is never read."""
-        return self.num_blocks
+    def padding_block(self, group: int) -> int:
+        """The id of the block that padding writes to, behind all slabs. No sequence owns it, and it is never read."""
+        return self.slabs.num_blocks(group)
 
     @property
     def num_bytes(self) -> int:
-        """The size of the tensors on the device, padding included."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        """The size of the memory on the device, padding included."""
+        return self.memory.nbytes
 
     def describe(self) -> CacheDescription:
-        """Describe the cache for a connector, without the padding block."""
-        return CacheDescription(
-            tuple(tensor[: self.num_blocks] for tensor in self.tensors), self.layout, self.num_blocks
-        )
+        """Describe the cache for a connector, without the padding blocks."""
+        tensors = tuple(tensor[: self.slabs.num_blocks(index)] for index, tensor in enumerate(self.tensors))
+        return CacheDescription(tensors, self.layout)
 
     def run_copies(self, copies: BlockCopies, kernels: Kernels) -> None:
         """Run the copies of a batch: swap out, then swap in, then copy on write."""
-        for pairs, sources, targets in (
+        for told, sources, targets in (
             (copies.swap_out, self.tensors, self.hosts),
             (copies.swap_in, self.hosts, self.tensors),
-            *((pairs, self.tensors, self.tensors) for pairs in independent(copies.copy_on_write)),
         ):
-            if pairs:
-                ids = torch.tensor(pairs, dtype=torch.int64)
-                for source, target in zip(sources, targets, strict=True):
-                    kernels.copy_blocks(source, target, ids)
+            for group, pairs in _by_group(told):
+                kernels.copy_blocks(sources[group], targets[group], torch.tensor(pairs, dtype=torch.int64))
+        for part in independent(copies.copy_on_write, self.slabs.per_slab):
+            for group, pairs in _by_group(part):
+                tensor = self.tensors[group]
+                kernels.copy_blocks(tensor, tensor, torch.tensor(pairs, dtype=torch.int64))
 
-    def clear(self, blocks: torch.Tensor) -> None:
-        """Zero blocks (int64 [n]) before they are filled in part, so that no read depends on their old content."""
-        for tensor in self.tensors:
-            indexable(tensor).index_fill_(0, blocks, 0)
+    def clear(self, blocks: Sequence[torch.Tensor | None]) -> None:
+        """Zero blocks (int64 [n] by group) before they are filled in part: no read may depend on their old content."""
+        for tensor, fresh in zip(self.tensors, blocks, strict=True):
+            if fresh is not None:
+                indexable(tensor).index_fill_(0, fresh, 0)
 
 
-def independent(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Cut copies (from, to) within one memory into parts. A part's copies may run in any order, the parts run in order.
+def _blocks(
+    memory: torch.Tensor, num_blocks: int, stride: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """View `memory` as [num_blocks, *shape]: each block contiguous, `stride` bytes from one to the next."""
+    inner = torch.empty(shape, device="meta").stride()
+    typed = memory[: num_blocks * stride].view(dtype)
+    return typed.as_strided((num_blocks, *shape), (stride // dtype.itemsize, *inner))
+
+
+def _by_group(copies: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """The pairs (from, to) of each group that has some."""
+    for group in sorted({group for group, _, _ in copies}):
+        yield group, [(source, target) for own, source, target in copies if own == group]
+
+
+def independent(copies: Iterable[tuple[int, int, int]], per_slab: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """Cut copies (group, from, to) within the cache into parts. A part's copies may run in any order, the parts run in
+    order.
 
     A launch copies its pairs in any order. If a block was copied on write, and its last holder is preempted in the same
-    step, it may be the target of the step's next copy.
+    step, it may be the target of the step's next copy, or its slab may be another group's.
     """
-    parts: list[list[tuple[int, int]]] = []
-    read: set[int] = set()
-    written: set[int] = set()
-    for source, target in pairs:
-        if not parts or target in read or target in written or source in written:
+    parts: list[list[tuple[int, int, int]]] = []
+    read: set[tuple[int, int]] = set()
+    written: set[tuple[int, int]] = set()
+    for group, source, target in copies:
+        from_own, from_foreign = _places(group, source, per_slab)
+        to_own, to_foreign = _places(group, target, per_slab)
+        if not parts or not written.isdisjoint(from_foreign | to_foreign) or not read.isdisjoint(to_foreign):
             parts.append([])
             read, written = set(), set()
-        parts[-1].append((source, target))
-        read.add(source)
-        written.add(target)
+        parts[-1].append((group, source, target))
+        read |= from_own
+        written |= to_own
     return parts
+
+
+def _places(group: int, block: int, per_slab: Sequence[int]) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """The marks of a block: itself, and its slab. And the marks that conflict with it.
+
+    A block conflicts with itself, and with any block of another group in the same slab.
+    """
+    slab = block // per_slab[group]
+    others = {(-1 - other, slab) for other in range(len(per_slab)) if other != group}
+    return {(group, block), (-1 - group, slab)}, {(group, block), *others}
 
 
 def blocks_in(num_bytes: float, layout: BlockLayout) -> int:

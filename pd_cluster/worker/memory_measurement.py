@@ -10,6 +10,8 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.capacity import CUDA_CONTEXT_BYTES, SAMPLES_PER_SEQ
 from pd_cluster.worker.kv_cache import KVCache
+from pd_cluster.worker.warm_up import equal_tables
+from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +40,8 @@ def measure_free_bytes(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    scratch = KVCache.allocate(layout, -(-budget // layout.block_size) + 1, 0, device)
+    slabs = KvSlabs.of_blocks(layout, -(-budget // layout.block_size) + 1)
+    scratch = KVCache.allocate(layout, slabs, 0, device)
     run_largest_step(scratch)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before - scratch.num_bytes
@@ -49,7 +52,7 @@ def measure_free_bytes(
     return min(total * utilization - own, free) - peak
 
 
-def run_largest_step(runner: ModelRunner, budget: int, num_seqs: int, max_model_len: int, block_size: int) -> None:
+def run_largest_step(runner: ModelRunner, budget: int, num_seqs: int, max_model_len: int) -> None:
     """Run a step with the whole token budget, in as many sequences as may run.
 
     Each sequence uses sampling features, which need memory too.
@@ -57,9 +60,9 @@ def run_largest_step(runner: ModelRunner, budget: int, num_seqs: int, max_model_
     params = SamplingParams(max_tokens=1, top_k=50, top_p=0.9, frequency_penalty=0.1, logprobs=1)
     share, rest = divmod(budget, num_seqs)
     sizes = [min(share + (i >= num_seqs - rest), max_model_len) for i in range(num_seqs)]
-    blocks = (0,) * -(-max(sizes) // block_size)
+    tables = equal_tables(runner, max(sizes))
     # A step may sample twice as many tokens as sequences run: see `BatchBuilder.rows`
     seeds = tuple(range(SAMPLES_PER_SEQ))
-    starts = tuple(SequenceStart(i, (0,) * size, size, blocks, params, i, seeds) for i, size in enumerate(sizes))
+    starts = tuple(SequenceStart(i, (0,) * size, size, tables, params, i, seeds) for i, size in enumerate(sizes))
     chunks = tuple(SequenceChunk(i, 0, size, num_samples=SAMPLES_PER_SEQ) for i, size in enumerate(sizes))
     runner.launch(Batch(0, starts, chunks)).result()

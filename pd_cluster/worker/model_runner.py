@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+from pd_cluster.worker.block_tables import table_width
 from pd_cluster.worker.cuda_graphs.draw_graphs import DrawGraphs
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.draw_places import DrawLayout
 from pd_cluster.worker.host_buffer import HostBuffer
-from pd_cluster.worker.input_batch import InputBatch, table_width
+from pd_cluster.worker.input_batch import InputBatch
 from pd_cluster.worker.logits_stages.order import make_stages
 from pd_cluster.worker.logits_stages.penalties import Penalties, PenaltyTables
 from pd_cluster.worker.logits_stages.stage import StageContext
@@ -77,12 +78,8 @@ class ModelRunner:
         self.draws = draws
         self._prompts = PromptReader(model, sampler, kernels, rows.padding_row, host_buffer.move)
         self._deferred: Deferred | None = None
-        self._views = list(cache.layer_views)
-        last_layer = len(self._views) - 1
-        self._last = next(
-            attention for attention, group in zip(attentions, cache.layout.groups, strict=True)
-            if last_layer in group.layers
-        )  # fmt: skip
+        self._caches = cache.layer_caches
+        self._last_group = last_group(model, cache)
         self.watcher: Callable[[torch.Tensor], None] | None = None  # is shown every step's logits [R, vocab_size]
 
     @classmethod
@@ -100,13 +97,15 @@ class ModelRunner:
         place: RankPlace | None = None,
     ) -> ModelRunner:
         """A runner with empty rows. `max_len`: tokens of a sequence, prompt and output. `place`: None for one rank."""
-        limits, vocab_size, block_size = config.scheduler, model.spec.vocab_size, cache.layout.block_size
+        limits, vocab_size = config.scheduler, model.spec.vocab_size
+        block_sizes = [group.block_size for group in cache.layout.groups]
         num_rows = limits.max_num_seqs
         layout = DrawLayout(num_rows, vocab_size)
-        # Up to 50 bytes a token, 200 a sequence, block tables of all sequences and of those that sample, a draw's
-        # inputs, a mask for each sequence. Arrays that do not fit are copied one by one
-        num_bytes = limits.max_num_batched_tokens * 64 + num_rows * (
-            200 + 8 * table_width(max_len, block_size) + vocab_size // 8
+        # Up to 50 bytes a token and 8 for each further group, 200 a sequence, block tables of all sequences and of
+        # those that sample, a draw's inputs, a mask for each sequence. Arrays that do not fit are copied one by one
+        num_blocks = sum(table_width(max_len, size) for size in block_sizes)
+        num_bytes = limits.max_num_batched_tokens * (56 + 8 * len(block_sizes)) + num_rows * (
+            200 + 8 * num_blocks + vocab_size // 8
         )
         host_buffer = HostBuffer(device, num_bytes + 8 * layout.length + 1024)
         context = StageContext(num_rows, vocab_size, eos_token_ids, device, host_buffer.move, grammars, kernels)
@@ -120,7 +119,10 @@ class ModelRunner:
         else:
             stages = place.told.stages(num_rows)
         sampling = SamplingState(num_rows, vocab_size, stages, host_buffer)
-        rows = InputBatch(num_rows, max_len, block_size, sampling, host_buffer, vocab_size, device)
+        rows = InputBatch(
+            num_rows, max_len, block_sizes, sampling, host_buffer, vocab_size, device, last_group(model, cache),
+            mixes_dtypes=len({group.dtype for group in cache.layout.groups}) > 1,
+        )  # fmt: skip
 
         def penalty_tables() -> PenaltyTables:
             return next(stage for stage in stages if isinstance(stage, Penalties)).tables()
@@ -194,21 +196,23 @@ class ModelRunner:
         """Compute the logits [R, vocab_size] of the samples. The inputs must be on the device."""
         tail = None
         if inputs.tail is not None:
-            tail = Tail(inputs.tail.rows, self._last.plan(inputs.tail.sequences))
-        logits = self._model.forward(self._forward_inputs(inputs, tail), self._views)
+            packed, group = inputs.tail.sequences, self._last_group
+            plan = None if packed is None or group is None else self._attentions[group].plan(packed)
+            tail = Tail(inputs.tail.rows, plan)
+        logits = self._model.forward(self._forward_inputs(inputs, tail), self._caches)
         return logits if inputs.samples.owners is None else logits[inputs.samples.owners]
 
     def _forward_and_read(self, inputs: StepInputs, plan: ReadPlan) -> tuple[torch.Tensor, LaunchedRead | None]:
         """`forward`, and what the step's chunks tell of their prompts."""
-        hidden = self._model.hidden_states(self._forward_inputs(inputs, None), self._views)
+        hidden = self._model.hidden_states(self._forward_inputs(inputs, None), self._caches)
         logits = self._model.logits(hidden if inputs.tail is None else hidden[inputs.tail.rows])
         logits = logits if inputs.samples.owners is None else logits[inputs.samples.owners]
         return logits, self._prompts.read(plan, hidden)
 
     def _forward_inputs(self, inputs: StepInputs, tail: Tail | None) -> ForwardInputs:
         packed = inputs.sequences
-        plans = [attention.plan(packed) for attention in self._attentions]
-        return ForwardInputs(inputs.token_ids, inputs.positions, inputs.slot_mapping, plans, tail, packed)
+        plans = [attention.plan(own) for attention, own in zip(self._attentions, packed, strict=True)]
+        return ForwardInputs(inputs.token_ids, inputs.positions, inputs.slot_mappings, plans, tail, packed)
 
     def make_logits(self, num_rows: int) -> torch.Tensor:
         """Zeroed logits [num_rows, vocab_size] as the model computes them."""
@@ -220,8 +224,7 @@ class ModelRunner:
         plan = self._prompts.plan(batch.chunks)
         self.host_buffer.flush()
         rows.fill_late(inputs)
-        if inputs.fresh_blocks is not None:
-            self.cache.clear(inputs.fresh_blocks)
+        self.cache.clear(inputs.fresh_blocks)
         pending = self._begun(batch)
         if plan is None:
             logits = self.forward(inputs)
@@ -232,10 +235,13 @@ class ModelRunner:
     def _replay(self, batch: Batch, graph: StepSize) -> PendingStep:
         """Run the step by the graph of size `graph`.
 
-        No blocks are cleared, because kernels that can be captured use nothing past a sequence's length.
+        Kernels that can be captured use nothing past a sequence's length. But a later step, or another node, may read
+        the rest of a block. So blocks are cleared if their old content may be NaN.
         """
         inputs = self.graphs.build(batch.chunks, graph, self.draws.layout)
         self.host_buffer.flush()
+        if inputs.fresh_blocks is not None:
+            self.cache.clear(inputs.fresh_blocks)
         outputs = self.graphs.replay(inputs, graph)
         pending, early = self._begun(batch), inputs.parts.early
         if early is None or isinstance(inputs.sampling, SamplingInputs):
@@ -294,7 +300,7 @@ class ModelRunner:
 
     def _launched(self, pending: PendingStep) -> PendingStep:
         """Note that all of the step's work is on its way to the device."""
-        if self.cache.tensors[0].is_cuda:
+        if self.cache.memory.is_cuda:
             pending.retired = torch.cuda.Event()  # type: ignore[no-untyped-call]
             pending.retired.record()
         pending.is_launched = True
@@ -304,6 +310,12 @@ class ModelRunner:
         """Note that a step's tokens have been read."""
         for samples, token_ids in parts:
             self.rows.note_result(samples, token_ids)
+
+
+def last_group(model: Model, cache: KVCache) -> int | None:
+    """The KV group of the model's last layer; None: the layer has none."""
+    last = model.spec.num_layers - 1
+    return next((index for index, group in enumerate(cache.layout.groups) if last in group.layers), None)
 
 
 def _note_failures(pending: PendingStep, part: Part, failures: dict[int, PdError]) -> None:

@@ -44,6 +44,7 @@ from pd_cluster.worker.rank_frames import (
 from pd_cluster.worker.rank_port import LinkPort
 from pd_connectors.base import ConnectorContext
 from pd_connectors.protocol.errors import HandoffError
+from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
     from pd_cluster.worker.device_executor import DeviceDescribed
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_cluster.ranks")
 
 ORPHAN_EXIT_CODE = 3
-MOVES = ("allocate", "free", "unload")  # phases that do nothing but take the executor's state to the next one
+MOVES = ("free", "unload")  # phases that do nothing but take the executor's state to the next one
 PR_SET_PDEATHSIG = 1
 SWITCH_INTERVAL_S = 0.0001  # an acknowledgement must not wait 5 ms for a launch, see `engine/process.py`
 
@@ -164,6 +165,9 @@ class RankProcess:
     def _phase_free_kv_bytes(self) -> int:
         num_bytes: int = self._state.free_kv_bytes()
         return num_bytes
+
+    def _phase_allocate(self, slabs: dict[str, Any], num_host_blocks: int) -> None:
+        self._state = self._state.allocate(msgspec.convert(slabs, KvSlabs), num_host_blocks)
 
     def _phase_capture(self) -> Any:
         self._state = self._state.left_for(self._state.capture())

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.pending_step import PendingStep
     from pd_cluster.worker.ranks import Ranks
     from pd_connectors.base import ConnectorContext
+    from pd_connectors.protocol.slabs import KvSlabs
     from pd_connectors.rank_port import RankPort
 
 Own = TypeVar("Own", bound=DeviceState)
@@ -77,10 +78,8 @@ class RankedLoaded(RankedState[DeviceLoaded]):
     def free_kv_bytes(self) -> int:
         return min(self._ranks.on_all("free_kv_bytes", self._own.free_kv_bytes))
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> RankedCached:
-        own = self._ranks.move(
-            "allocate", lambda: self._own.allocate(num_blocks, num_host_blocks), num_blocks, num_host_blocks
-        )
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> RankedCached:
+        own = self._ranks.move("allocate", lambda: self._own.allocate(slabs, num_host_blocks), slabs, num_host_blocks)
         return self.left_for(RankedCached(own, self._ranks))
 
     def unload(self) -> RankedDescribed:
@@ -117,7 +116,7 @@ class RankedExecutor(RankedState[DeviceExecutor]):
         super().__init__(own, ranks)
         self._graph_sizes = graph_sizes
         # What only rank 0 does
-        self.num_blocks, self.num_host_blocks, self.block_size = own.num_blocks, own.num_host_blocks, own.block_size
+        self.slabs, self.num_host_blocks, self.block_size = own.slabs, own.num_host_blocks, own.block_size
         self.cache, self.check, self.ready, self.watch_logits = own.cache, own.check, own.ready, own.watch_logits
         self.start_profile, self.stop_profile = own.start_profile, own.stop_profile
 

@@ -10,7 +10,7 @@ from itertools import cycle, islice, pairwise
 from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
+from pd_cluster.scheduling.batch import Batch, NewBlocks, SequenceChunk, SequenceStart
 from pd_cluster.scheduling.step_cost import SIZES_BESIDE, tokens_beside_decodes, tokens_of_prompts
 from pd_cluster.scheduling.step_model import StepWork, keys_of
 from pd_cluster.worker.capacity import MOST_STEP_TOKENS, STEP_TOKENS
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.worker.executor import Pending
+    from pd_connectors.protocol.slabs import KvSlabs
 
 DECODES = 32
 CONTEXT = 1024  # tokens of a decoding sequence, and of a prompt in steps of prompts only
@@ -41,7 +42,7 @@ class StepTimer:
     """
 
     launch: Callable[[Batch], Pending]
-    num_blocks: int
+    slabs: KvSlabs
     block_size: int
     max_len: int
     vocab_size: int
@@ -79,11 +80,13 @@ class StepTimer:
     def _starts(self, lengths: Sequence[int]) -> Iterator[SequenceStart]:
         """Sequences of random tokens, which have different blocks while the cache has enough."""
         tokens = random.Random(0).choices(range(self.vocab_size), k=2 * max(lengths))
-        blocks = cycle(range(self.num_blocks))
+        groups = range(len(self.slabs.per_slab))
+        blocks = [cycle(range(self.slabs.num_blocks(group))) for group in groups]
         for index, length in enumerate(lengths):
             first = index * 31 % max(lengths)
             most = min(length + STEPS, self.max_len)  # a row has no room for more
-            owned = tuple(islice(blocks, -(-most // self.block_size)))
+            count = -(-most // self.block_size)
+            owned = tuple(NewBlocks(group, 0, tuple(islice(blocks[group], count))) for group in groups)
             yield SequenceStart(index, tuple(tokens[first : first + length]), length, owned, SAMPLING, index)
 
 

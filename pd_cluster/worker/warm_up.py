@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
+from pd_cluster.scheduling.batch import Batch, BlockCopies, NewBlocks, SequenceChunk, SequenceStart
 from pd_kernels.values import FEW_ROWS, Draws, Limits, TokenMasks
 
 if TYPE_CHECKING:
@@ -37,17 +37,18 @@ def run_first_steps(runner: ModelRunner, block_size: int, max_len: int) -> None:
     """Run a prefill, a decode and a copy of a block."""
     length = min(block_size, max_len - 1)
     for chunks in ([(0, length)], [(length, 1)]):
-        _run(runner, block_size, chunks, (GREEDY,))
-    runner.launch(Batch(0, copies=BlockCopies(copy_on_write=((0, 1),)))).result()
+        _run(runner, chunks, (GREEDY,))
+    copies = tuple((group, 0, 1) for group in range(len(runner.cache.layout.groups)))
+    runner.launch(Batch(0, copies=BlockCopies(copy_on_write=copies))).result()
 
 
-def run_steps_of_all_kinds(runner: ModelRunner, block_size: int, max_len: int, limits: SchedulerConfig) -> None:
+def run_steps_of_all_kinds(runner: ModelRunner, max_len: int, limits: SchedulerConfig) -> None:
     """Run at least one step for each variant of a kernel that steps within the limits may need."""
     num_seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
     for chunks in (*mixed_steps(num_seqs), *prompt_steps(num_seqs, budget, max_len)):
-        _run(runner, block_size, chunks, (DRAWN, GREEDY))
+        _run(runner, chunks, (DRAWN, GREEDY))
     for params in ASKING:
-        _run(runner, block_size, [(0, 1)], (params,))
+        _run(runner, [(0, 1)], (params,))
     _draw_with_masks(runner)
 
 
@@ -91,11 +92,17 @@ def prompt_steps(num_seqs: int, budget: int, max_len: int) -> Iterator[Chunks]:
             yield [(min(prefix, max_len - share), share) for share in shares]
 
 
-def _run(runner: ModelRunner, block_size: int, chunks: Chunks, params: Sequence[SamplingParams]) -> None:
+def equal_tables(runner: ModelRunner, num_tokens: int) -> tuple[NewBlocks, ...]:
+    """Tables of which every entry is block 0."""
+    groups = enumerate(runner.cache.layout.groups)
+    return tuple(NewBlocks(index, 0, (0,) * -(-num_tokens // group.block_size)) for index, group in groups)
+
+
+def _run(runner: ModelRunner, chunks: Chunks, params: Sequence[SamplingParams]) -> None:
     """Run one step of `chunks`, which all sample, with the parameters in turn. Then remove its sequences."""
     ends = [before + count for before, count in chunks]
     starts = tuple(
-        SequenceStart(index, (0,) * end, end, (0,) * -(-end // block_size), params[index % len(params)], index)
+        SequenceStart(index, (0,) * end, end, equal_tables(runner, end), params[index % len(params)], index)
         for index, end in enumerate(ends)
     )
     samples = tuple(SequenceChunk(index, *chunk, num_samples=1) for index, chunk in enumerate(chunks))

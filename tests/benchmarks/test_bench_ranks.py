@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def test_every_sequence_gets_its_blocks_in_turn() -> None:
-    chunks = [chunk for step in range(64) for chunk in decodes(step, 3).chunks if chunk.new_block_ids]
+    chunks = [chunk for step in range(64) for chunk in decodes(step, 3).chunks if chunk.new_blocks]
     assert [chunk.seq_id for chunk in chunks] == [0, 2, 1]
     assert [chunk.start for chunk in chunks] == [CONTEXT, CONTEXT + 64, CONTEXT + 64]
     [start] = prompt(0, PROMPT).starts
-    assert (len(start.token_ids), len(start.block_ids)) == (PROMPT, PROMPT // 64)
+    assert (len(start.token_ids), len(start.tables[0].block_ids)) == (PROMPT, PROMPT // 64)
 
 
 @pytest.mark.integration

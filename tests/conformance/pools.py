@@ -15,7 +15,7 @@ from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from pd_connectors.store import ObjectName, Sealer, StoreUnavailable
 from tests.conformance.harness import FOREVER_S, LOAD_DEADLINE_S, NUM_SOURCE_BLOCKS, SIZE, Harness, Prompt, Reader
 from tests.connectors.mooncake_master import MooncakeMaster
-from tests.connectors.remote_node import RemoteNode, context, remote_node
+from tests.connectors.remote_node import LAYOUT, RemoteNode, context, remote_node
 from tests.connectors.store_server import StoreServer
 from tests.deadlines import wait_until
 
@@ -68,11 +68,12 @@ class PoolHarness(Harness):
 
     def names(self, prompt: Prompt) -> list[ObjectName]:
         """The first object of each of its blocks."""
-        return self._objects(prompt)[:: len(Sealer(context("any")).parts)]
+        return self._objects(prompt)[:: sum(map(len, Sealer(context("any")).parts))]
 
     def _objects(self, prompt: Prompt) -> list[ObjectName]:
         sealer = Sealer(context("any"))
-        return [name for block_hash in hashes_of(prompt, prompt.num_blocks) for name in sealer.names(block_hash)]
+        groups = range(len(LAYOUT.groups))
+        return [n for one in hashes_of(prompt, prompt.num_blocks) for group in groups for n in sealer.names(one, group)]
 
     def ask(
         self, reader: Reader, prompt: Prompt, load_id: str, first_block: int = 0, deadline_s: float = LOAD_DEADLINE_S
@@ -90,7 +91,8 @@ class PoolHarness(Harness):
             self.source.call("stamp", block_id, prompt.version)
         hashes = hashes_of(prompt, prompt.num_offered)
         blocks = prompt.source_blocks[: prompt.num_offered]
-        cached = tuple(CachedBlock(*pair) for pair in zip(hashes, blocks, strict=True))
+        pairs = list(zip(hashes, blocks, strict=True))
+        cached = tuple(CachedBlock(*pair, group) for group in range(len(LAYOUT.groups)) for pair in pairs)
 
         def are_there() -> bool:
             """Not at once where something has just died: a server, or a node with memory that is still counted on."""

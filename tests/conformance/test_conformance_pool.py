@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tests.conformance.pools import PoolHarness
 
 KIND = "pool"
+GROUPS = range(len(LAYOUT.groups))
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -58,7 +59,7 @@ def test_a_flipped_bit_ends_the_prefix_before_it(harness: PoolHarness, reader: R
         assert not bool(reader.node.cache.tensors[0][9:11].any()), "the damaged block was written"
         reader.named.add(4)
         stamp(reader.node.cache, 4, prompt.version, like=prompt.source_blocks[1])
-        COMMANDS["store"](reader.node, (CachedBlock(hashes_of(prompt, 2)[1], 4),))
+        COMMANDS["store"](reader.node, tuple(CachedBlock(hashes_of(prompt, 2)[1], 4, group) for group in GROUPS))
     assert missed(before, misses(reader)) == {"damaged": len(positions)}
     reader.wipe()
     assert harness.fetch(reader, prompt, harness.load_id("mended"), (8, 9, 10)) == End(3 * SIZE)
@@ -79,7 +80,9 @@ def test_what_is_known_is_not_sent_again(harness: PoolHarness, reader: Reader) -
     prompt = harness.prompt(2 * SIZE)
     harness.offer(prompt, 1)
     before = reader.node.connector.stats()
-    COMMANDS["store"](reader.node, tuple(CachedBlock(block_hash, 0) for block_hash in hashes_of(prompt, 2)))
+    COMMANDS["store"](
+        reader.node, tuple(CachedBlock(block_hash, 0) for block_hash in hashes_of(prompt, 2))
+    )  # of one group
     after = reader.node.connector.stats()
     assert after["pool_blocks_known_total"] - before["pool_blocks_known_total"] == 1
     assert after["pool_blocks_stored_total"] - before["pool_blocks_stored_total"] == 1

@@ -13,7 +13,7 @@ from pd_connectors.base import CachedBlock, CacheDescription, Event, LoadSpec, P
 from pd_connectors.pool import PoolLimits, StorePool
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from pd_connectors.store import KVStore, ObjectName, StoreUnavailable
-from tests.connectors.layouts import full_layout, make_cache, runs
+from tests.connectors.layouts import full_layout, make_cache, prefix_runs
 from tests.connectors.simulation import CONTEXT
 from tests.deadlines import HANG_S
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from pd_connectors.base import ConnectorContext
-    from pd_connectors.protocol.layout import BlockLayout, BlockRun
+    from pd_connectors.protocol.layout import BlockLayout
 
 LAYOUT = full_layout(num_kv_heads=2, num_layers=3, head_dim=4)
 POOL_CONTEXT = replace(CONTEXT, layout=LAYOUT)
@@ -91,6 +91,7 @@ class Node:
         device: str = "cpu",
     ) -> None:
         self.now_s = 100.0
+        self.layout = context.layout
         random = torch.Generator().manual_seed(seed)
         empty = make_cache(context.layout, NUM_BLOCKS).tensors
         self.caches = tuple(torch.randn(like.shape, generator=random).to(device, like.dtype) for like in empty)
@@ -98,11 +99,12 @@ class Node:
         self.pool = StorePool(context, open_store, limits or PoolLimits(), lambda: self.now_s)
         self._changed = threading.Event()
         self.pool.set_waker(self._changed.set)
-        self.pool.open(CacheDescription(self.caches, context.layout, NUM_BLOCKS))
+        self.pool.open(CacheDescription(self.caches, context.layout))
 
     def store(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Offer blocks and wait until they were sent or dropped."""
-        self.pool.store([CachedBlock(block_hash, i) for block_hash, i in zip(hashes, block_ids, strict=True)])
+        pairs = list(zip(hashes, block_ids, strict=True))
+        self.pool.store([CachedBlock(*pair, group) for group in range(len(self.caches)) for pair in pairs])
         self.wait_sent()
 
     def wait_sent(self) -> None:
@@ -126,14 +128,11 @@ class Node:
         self.pool.find(name, hashes, first_block)
         event = self.event()
         if isinstance(event, PrefixFound):
-            num_blocks = event.num_tokens // LAYOUT.block_size - first_block
-            assert self.pool.load(LoadSpec(name, self.runs(first_block, block_ids[:num_blocks]), event.num_tokens))
+            runs = prefix_runs(self.layout, first_block, event.num_tokens, block_ids)
+            assert self.pool.load(LoadSpec(name, runs, event.num_tokens))
             event = self.event()
         assert isinstance(event, PrefixLoaded), event
         return event.num_tokens
-
-    def runs(self, first_block: int, block_ids: Sequence[int]) -> tuple[BlockRun, ...]:
-        return runs(first_block, block_ids, len(self.caches))
 
     def stat(self, name: str) -> float:
         return self.pool.stats()[name]

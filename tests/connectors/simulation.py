@@ -32,27 +32,28 @@ from pd_connectors.loopback import LoopbackChannel, LoopbackNetwork, LoopbackNod
 from pd_connectors.p2p import PeerToPeerConnector
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from pd_connectors.protocol.hashing import prompt_digest
+from pd_connectors.protocol.layout import BlockLayout, BlockRun, KVGroup, KVKind
 from pd_connectors.protocol.messages import LeaseRef, SampledToken
 from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.pull_limits import PullLimits
 from pd_connectors.ranked_transport import RankedTransport
-from tests.connectors.layouts import full_layout, mixed_heads, over, runs, two_groups
+from tests.connectors.layouts import full_layout, mixed_heads, over, two_groups
 from tests.connectors.rank_wires import VirtualRank
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
-    from pd_connectors.protocol.layout import BlockLayout
-
 LAYOUT = full_layout()  # of tests with one group; the engines here have two
-TWO_GROUPS = two_groups(num_kv_heads=1, head_dim=1)
-NUM_GROUPS = len(TWO_GROUPS.groups)
-RANKED_GROUPS = mixed_heads()
+TWO_GROUPS = two_groups(num_kv_heads=1, head_dim=1, window=24)
+STATE = KVGroup(KVKind.STATE, (3,), (2, 1, 8), "float32", LAYOUT.block_size)
+DRAFTS = KVGroup(KVKind.FULL, (4,), (2, 1, 4), "float32", LAYOUT.block_size, optional=True)
+RANKED_GROUPS = (*mixed_heads(window=40).groups, STATE, DRAFTS)
 RANK_SILENCE_S = 3.0  # after which an engine notices that a rank is dead, and ends
 NUM_BLOCKS = 24
 MAX_PROMPT_BLOCKS = 6
 FREE = -7.0  # what a free block holds
+SHIFT = 5  # between the ids that a block has in one group and in the next
 LOAD_DEADLINE_S = 6.0
 CONTEXT = ConnectorContext(
     engine_id="",
@@ -67,6 +68,14 @@ CONTEXT = ConnectorContext(
     confirm_deadline_s=1.0,
     drain_deadline_s=1.0,
 )
+
+
+Runs = tuple[BlockRun, ...]
+
+
+def shifted(block: int, group: int) -> int:
+    """The id of a block in a group."""
+    return (block + SHIFT * group) % NUM_BLOCKS
 
 
 class VirtualClock:
@@ -114,6 +123,7 @@ class Load:
     prompt: Prompt
     begun_at: float
     first_block: int
+    num_common: int  # groups that P has, too
     events: list[Event] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     failed_at: float | None = None
@@ -121,10 +131,11 @@ class Load:
     waits_for_blocks: bool = False
 
 
-def _make_caches(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor, list[CacheDescription]]:
+def _make_caches(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[CacheDescription]]:
     """The caches by rank, as views of one memory [num_blocks, numbers], so that a block is checked in one operation.
 
-    The second result, [numbers], is what is added to a block's content to get its numbers.
+    The second result, [numbers], is what is added to a block's content to get its numbers; the third is the group of
+    each number.
     """
     heads = [
         (rank, index, head, prod(group.shape[1:]))
@@ -133,13 +144,14 @@ def _make_caches(layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor, list[
         for head in group.heads_of(rank, layout.tp_size)
     ]
     pattern = torch.cat([torch.full((size,), index / 4 + head / 32) for _, index, head, size in heads])
+    groups = torch.cat([torch.full((size,), index) for _, index, _, size in heads])
     memory = torch.zeros((NUM_BLOCKS, pattern.numel()))
     parts = iter(memory.split([prod(group.rank_shape(layout.tp_size)) for group in layout.groups] * layout.tp_size, 1))  # type: ignore[no-untyped-call]
     caches = [
         tuple(next(parts).unflatten(1, group.rank_shape(layout.tp_size)) for group in layout.groups)
         for _ in range(layout.tp_size)
     ]
-    return memory, pattern, [CacheDescription(tensors, layout, NUM_BLOCKS) for tensors in caches]
+    return memory, pattern, groups, [CacheDescription(tensors, layout) for tensors in caches]
 
 
 class Engine:
@@ -152,7 +164,9 @@ class Engine:
         self.network = network
         self.layout = layout
         self.node: LoopbackNode = network.attach("sim", port)
-        self.memory, self.pattern, self.caches = _make_caches(layout)
+        self.memory, self.pattern, self.groups, self.caches = _make_caches(layout)
+        # A block of this model is a block of each group. Its id in group g is `shifted`, so no two groups have the same
+        self.rows = (torch.arange(NUM_BLOCKS)[:, None] + SHIFT * self.groups) % NUM_BLOCKS
         self.ranks = [VirtualRank(network, rank, cache) for rank, cache in enumerate(self.caches) if rank]
         for block in range(NUM_BLOCKS):
             self.fill(block, FREE)
@@ -183,15 +197,26 @@ class Engine:
 
     def fill(self, block: int, content: float) -> None:
         """Write a block on every rank; the numbers of groups and heads differ."""
-        self.memory[block] = content + self.pattern
+        self.memory.scatter_(0, self.rows[block][None], (content + self.pattern)[None])
 
-    def holds(self, blocks: int | list[int], content: float) -> bool:
-        return bool((self.memory[blocks] == content + self.pattern).all())
+    def holds(self, blocks: list[int], content: float | torch.Tensor) -> bool:
+        """content: of all numbers of a block, or [numbers]."""
+        return bool((self.memory.gather(0, self.rows[blocks]) == content + self.pattern).all())
+
+    def runs(self, blocks: list[int], num_tokens: int, num_computed: int | None = None, first: int = 0) -> Runs:
+        """The runs of a handoff, by group. blocks: the prompt's from `first` on; those before it are not named."""
+        runs = []
+        for index, group in enumerate(self.layout.groups):
+            span = group.handed_over(num_tokens, num_computed)
+            span = range(min(span.stop, max(span.start, first)), span.stop)
+            own = blocks[span.start - first : span.stop - first]
+            runs.append(BlockRun(span.start, tuple(shifted(block, index) for block in own)))
+        return tuple(runs)
 
     def take(self, count: int) -> list[int]:
         taken, self.free = self.free[:count], self.free[count:]
         for block in taken:
-            assert self.holds(block, FREE), "something landed in a free block"
+            assert self.holds([block], FREE), "something landed in a free block"
         return taken
 
     def give(self, blocks: list[int]) -> None:
@@ -238,7 +263,7 @@ class Engine:
         for block in range(start, stop):
             self.fill(request.blocks[block], prompt.content(block))
         request.num_computed = min(prompt.num_tokens, stop * LAYOUT.block_size)
-        readable = runs(0, request.blocks[:stop], len(self.layout.groups))
+        readable = self.runs(request.blocks, prompt.num_tokens, request.num_computed)
         publish = PublishSpec(request.lease.lease_id, readable, request.num_computed, request.generation)
         first_tokens = (SampledToken(prompt.number),)
         request.is_finished = stop == prompt.num_blocks and (start == stop or sample)
@@ -252,7 +277,7 @@ class Engine:
         request = next((request for request in self.prefills.values() if not request.is_finished), None)
         if request is None or len(self.free) < request.prompt.num_blocks:
             return
-        readable = runs(0, request.blocks, len(self.layout.groups))
+        readable = self.runs(request.blocks, request.prompt.num_tokens)
         stale = PublishSpec(request.lease.lease_id, readable, request.prompt.num_tokens, request.generation)
         generation = self.connector.leases.retract(request.lease.lease_id)
         self.connector.leases.announce(stale)  # of a step that was in flight: must be void
@@ -273,7 +298,8 @@ class Engine:
     # as D
 
     def begin(self, load_id: str, ticket: Ticket, prompt: Prompt, first_block: int) -> None:
-        self.loads[load_id] = Load(prompt, self.clock.now, first_block)
+        num_common = self.layout.num_common(ticket.layout)
+        self.loads[load_id] = Load(prompt, self.clock.now, first_block, num_common)
         self.submit(lambda reader, now: reader.begin(load_id, ticket, LOAD_DEADLINE_S, now))
 
     def cancel(self) -> None:
@@ -339,15 +365,20 @@ class Engine:
         load.waits_for_blocks = len(self.free) < count
         if not load.waits_for_blocks:
             load.blocks = self.take(count)
-            spec = LoadSpec(
-                load_id, runs(first_block, tuple(load.blocks), len(self.layout.groups)), load.prompt.num_tokens
-            )
+            num_tokens = load.prompt.num_tokens
+            spec = LoadSpec(load_id, self.runs(load.blocks, num_tokens, first=first_block), num_tokens)
             self.submit(lambda reader, now: reader.reserve(spec, now))
 
     def check_bytes(self, load: Load) -> None:
+        """What was handed over is there, and nothing landed in the load's other blocks."""
         first_block = load.prompt.num_blocks - len(load.blocks)
-        for i, block in enumerate(load.blocks):
-            assert self.holds(block, load.prompt.content(first_block + i)), f"stale bytes in {load}"
+        moved = [group.handed_over(load.prompt.num_tokens) for group in self.layout.groups[: load.num_common]]
+        for i, block in enumerate(load.blocks, start=first_block):
+            contents = torch.tensor(
+                [load.prompt.content(i) if i in span else FREE for span in moved]
+                + [FREE] * (len(self.layout.groups) - load.num_common)
+            )
+            assert self.holds([block], contents[self.groups]), f"stale bytes in {load}"
 
     def end(self, load: Load) -> None:
         self.give(load.blocks)
@@ -361,7 +392,9 @@ class Simulation:
     def __init__(self, network: LoopbackNetwork, clock: VirtualClock, ports: int, degrees: Sequence[int] = ()) -> None:
         self.network = network
         self.clock = clock
-        layouts = [over(RANKED_GROUPS, degree) for degree in degrees] or [TWO_GROUPS] * ports
+        """Every second engine with ranks has one group less, which is optional."""
+        ranked = [over(BlockLayout(RANKED_GROUPS[: -(i % 2) or None]), n) for i, n in enumerate(degrees)]
+        layouts = ranked or [TWO_GROUPS] * ports
         self.engines = [Engine(network, clock, port, 1, layout) for port, layout in enumerate(layouts, start=1)]
         self.num_prompts = 0
         self.num_loads = 0

@@ -10,8 +10,7 @@ from pd_connectors.loopback import LoopbackChannel, LoopbackNetwork
 from pd_connectors.protocol.clock import PatientClock
 from pd_connectors.protocol.errors import LeaseEnd
 from pd_connectors.protocol.messages import LeaseState, PrefillFacts, Renew, SampledToken
-from tests.connectors.layouts import runs
-from tests.connectors.simulation import CONTEXT, NUM_GROUPS, Engine, VirtualClock
+from tests.connectors.simulation import CONTEXT, Engine, VirtualClock
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def test_the_last_blocks_and_the_first_token_are_one_message(
     assert len(told(reader)) == 1, "the answer to the renewal"
     heard = []
     for num_tokens, block_ids, tokens in ((0, (), ()), (16, (4,), ()), (40, (4, 5, 6), (SampledToken(7),))):
-        blocks = runs(0, block_ids, NUM_GROUPS) if num_tokens else ()
+        blocks = owner.runs(list(block_ids), 40, num_tokens) if num_tokens else ()
         owner.connector.leases.announce(PublishSpec(lease.lease_id, blocks, num_tokens, 0, tokens, PrefillFacts(0.25)))
         owner.connector.turn()
         heard.append([(state.num_tokens_readable, state.first_tokens, state.prefill.seconds) for state in told(reader)])

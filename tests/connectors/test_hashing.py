@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import pytest
 
-from pd_connectors.protocol.hashing import HASH_UNIT_TOKENS, extend_hashes, prompt_digest, root_hash
+from pd_connectors.protocol.hashing import HASH_UNIT_TOKENS, chain_hash, extend_hashes, prompt_digest, root_hash
 
 TOKENS = [(index * 40503) % 151_936 for index in range(5 * HASH_UNIT_TOKENS + 3)]
 
@@ -33,3 +33,17 @@ def test_blocks_of_any_size_are_named_by_a_chain_over_units() -> None:
 def test_blocks_are_whole_units() -> None:
     with pytest.raises(ValueError, match="not a multiple"):
         extend_hashes(root_hash(), TOKENS, HASH_UNIT_TOKENS + 1)
+
+
+def test_media_name_the_units_in_which_they_lie() -> None:
+    """A chain without media is the chain of before; one with media differs from the first unit of theirs on."""
+    media = {1: b"m" * 16}
+    plain, shown = (extend_hashes(root_hash(), TOKENS, HASH_UNIT_TOKENS, given) for given in ({}, media))
+    assert extend_hashes(root_hash(), TOKENS, HASH_UNIT_TOKENS) == plain
+    assert shown[0] == plain[0]
+    assert not set(shown[1:]) & set(plain[1:])
+    assert extend_hashes(root_hash(), TOKENS, 2 * HASH_UNIT_TOKENS, media) == [shown[1], shown[3]]
+    assert shown != extend_hashes(root_hash(), TOKENS, HASH_UNIT_TOKENS, {1: b"n" * 16})
+    assert prompt_digest(TOKENS, media=media) == chain_hash(shown[4], TOKENS[-3:])
+    assert prompt_digest(TOKENS, media={5: b"m" * 16}) == chain_hash(plain[4], TOKENS[-3:], b"m" * 16)
+    assert prompt_digest(TOKENS, media={5: b"m" * 16}) != prompt_digest(TOKENS)

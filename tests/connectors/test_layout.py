@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pd_connectors.protocol.errors import LayoutMismatch
 from pd_connectors.protocol.layout import BlockLayout, BlockRun, KVGroup, KVKind
-from pd_connectors.protocol.slices import SliceRead, plan_slices
+from pd_connectors.protocol.slices import SliceRead, plan_slices, slices_between
 
 FULL = KVGroup(KVKind.FULL, (0, 2), (8, 2, 2, 16, 4), "bfloat16", 16)
 WINDOW = KVGroup(KVKind.WINDOW, (1,), (2, 1, 2, 16, 4), "bfloat16", 16, window=20)
@@ -105,12 +105,97 @@ def test_a_run_names_consecutive_prompt_blocks() -> None:
 
 def test_what_a_handoff_moves() -> None:
     assert [FULL.handed_over(40, computed) for computed in (0, 15, 16, 39, 40)] == [*map(range, (0, 0, 1, 2, 3))]
-    assert FULL.handed_over(40) == WINDOW.handed_over(40) == LATENT.handed_over(40) == range(3)
+    assert FULL.handed_over(40) == LATENT.handed_over(40) == range(3)
+    assert [WINDOW.handed_over(64, computed) for computed in (0, 16, 32, 64)] == [
+        range(1, 1),
+        range(1, 1),
+        range(1, 2),
+        range(1, 4),
+    ]
     assert [STATE.handed_over(40, computed) for computed in (0, 39, 40)] == [range(0), range(0), range(1)]
+    assert [STATE.handed_over(n) for n in (2048, 2049, 4096)] == [range(1), range(1, 2), range(1, 2)]
 
 
-@pytest.mark.parametrize(("num_tokens", "first"), [(0, 0), (19, 0), (34, 0), (35, 1), (51, 2)])
-def test_the_first_block_that_later_tokens_see(num_tokens: int, first: int) -> None:
-    """A token at position p sees the `window` positions up to p."""
-    assert WINDOW.first_block(num_tokens) == first
-    assert FULL.first_block(num_tokens) == LATENT.first_block(num_tokens) == 0
+@pytest.mark.parametrize(("position", "first"), [(0, 0), (34, 0), (35, 1), (50, 1), (51, 2), (340, 20)])
+def test_the_first_block_that_later_tokens_see(position: int, first: int) -> None:
+    """A window of 20 tokens, its own among them, over blocks of 16."""
+    assert WINDOW.first_block(position) == first
+    assert FULL.first_block(position) == LATENT.first_block(position) == 0
+
+
+@pytest.mark.parametrize(("position", "first"), [(0, 0), (1, 0), (2048, 0), (2049, 1), (4097, 2)])
+def test_a_state_is_continued_from_the_block_of_the_token_before(position: int, first: int) -> None:
+    assert STATE.first_block(position) == first
+
+
+GROUPS = st.builds(
+    KVGroup,
+    st.sampled_from(KVKind),
+    st.just((0,)),
+    st.just((1, 1, 2, 16, 4)),
+    st.just("float16"),
+    st.sampled_from((1, 16, 32, 48)),
+    st.integers(1, 200),
+)
+
+
+def read_by(group: KVGroup, position: int) -> set[int]:
+    """The blocks that the token at `position` reads, from what each kind is."""
+    match group.kind:
+        case KVKind.WINDOW:
+            tokens = range(max(0, position - group.window + 1), position + 1)
+        case KVKind.STATE:  # the state after the token before, which the step leaves in the block of its own token
+            tokens = range(max(0, position - 1), position)
+        case _:
+            tokens = range(position + 1)
+    return {token // group.block_size for token in tokens}
+
+
+@given(GROUPS, st.integers(0, 400), st.integers(0, 300))
+def test_no_token_reads_a_dead_block(group: KVGroup, position: int, later: int) -> None:
+    first = group.first_block(position)
+    assert min(read_by(group, position + later), default=first) >= first
+    if position:
+        assert min(read_by(group, position)) == first, "and none is kept for nothing"
+
+
+@given(GROUPS, st.integers(1, 400), st.data())
+def test_what_is_handed_over_only_grows(group: KVGroup, num_tokens: int, data: st.DataObject) -> None:
+    """And begins at the same block, whatever is computed. At its end a reader has what the next token reads."""
+    less = data.draw(st.integers(0, num_tokens))
+    more = data.draw(st.integers(less, num_tokens))
+    before, then, whole = (group.handed_over(num_tokens, computed) for computed in (less, more, None))
+    assert before.start == then.start == whole.start
+    assert before.stop <= then.stop <= whole.stop
+    assert all((block + 1) * group.block_size <= less or less == num_tokens for block in before), "they are final"
+    last = (num_tokens - 1) // group.block_size * group.block_size
+    for position in (num_tokens,) if group.kind is KVKind.STATE else (num_tokens, num_tokens - 1, last):
+        held = {block for block in read_by(group, position) if block * group.block_size < num_tokens}
+        assert held <= set(whole)
+
+
+DRAFTS = msgspec.structs.replace(FULL, layers=(9,), optional=True)
+
+
+def test_an_optional_group_need_not_be_the_peers() -> None:
+    with_drafts, without = BlockLayout((FULL, WINDOW, DRAFTS)), BlockLayout((FULL, WINDOW))
+    other = BlockLayout((FULL, WINDOW, msgspec.structs.replace(DRAFTS, dtype="float16")))
+    assert with_drafts.digest() == without.digest()
+    for ours, theirs, num_common in (
+        (with_drafts, with_drafts, 3),
+        (with_drafts, without, 2),
+        (without, with_drafts, 2),
+        (with_drafts, other, 2),
+    ):
+        assert ours.num_common(theirs) == num_common
+        assert [part.group for part in plan_slices(theirs, ours)] == list(range(num_common))
+    assert [part.group for part in slices_between(0, 1, with_drafts, 0, num_groups=2)] == [0, 1]
+    with pytest.raises(ValueError, match="optional come last"):
+        BlockLayout((DRAFTS, FULL))
+    with pytest.raises(LayoutMismatch, match="block_size is 16 tokens, ours 16/16"):
+        with_drafts.num_common(BlockLayout((FULL, DRAFTS)))
+
+
+def test_sizes_of_groups_with_different_blocks() -> None:
+    layout = BlockLayout((STATE, msgspec.structs.replace(FULL, block_size=48), WINDOW))
+    assert (layout.block_size, layout.boundary) == (16, 6144)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 LAYOUT = full_layout(block_size=16, num_kv_heads=1, num_layers=1, head_dim=1, dtype="float32")
-NUM_BLOCKS = 4
+NUM_BLOCKS, SIZE = 4, LAYOUT.block_bytes
 ANYWHERE = KvNetwork((), "", None)
 PEER = PeerKey(("there", 1), "P", 1, 1)
 OTHER_WAY = PeerKey(("also-there", 1), "P", 1, 2)
@@ -75,7 +75,7 @@ class Bench:
         return not self._completions
 
     def connect(self, key: PeerKey = PEER) -> None:
-        region = Region(base=0, num_blocks=NUM_BLOCKS, block_bytes=LAYOUT.block_bytes, segment="DRAM", device=0)
+        region = Region(base=0, num_blocks=NUM_BLOCKS, block_bytes=SIZE, stride=SIZE, segment="DRAM", device=0)
         there = {"agent": "peer", "metadata": b"peer", "regions": (region,)}
         self.transport.connect(key, msgspec.msgpack.encode(there))
 

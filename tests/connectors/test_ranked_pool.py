@@ -19,7 +19,7 @@ from pd_connectors.port_share import share_port
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.ranked_pool import RankedPool, RankPool
 from pd_connectors.store import Sealer
-from tests.connectors.layouts import full_layout, make_cache, mixed_heads, over, runs
+from tests.connectors.layouts import full_layout, make_cache, mixed_heads, over, prefix_runs
 from tests.connectors.pool_bench import DEADLINE_S, POOL_CONTEXT, MemoryStore, Shelf, hashes_of
 from tests.connectors.rank_wires import PortPair
 from tests.connectors.remote_node import is_stamped, stamp
@@ -53,7 +53,7 @@ class RankedNode:
             RankPool(pool, share_port(pair.rank, 2)[1])
         self.pool.open(caches[0])
         self.pools = pools
-        self.cache = CacheDescription(tuple(t for cache in caches for t in cache.tensors), layout, NUM_BLOCKS)
+        self.cache = CacheDescription(tuple(t for cache in caches for t in cache.tensors), layout)
         self.changed = threading.Event()
         self.pool.set_waker(self.changed.set)
         self.events: list[Event] = []
@@ -69,9 +69,10 @@ class RankedNode:
 
     def store(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
         before = self._num_handled()
-        self.pool.store([CachedBlock(*pair) for pair in zip(hashes, blocks, strict=True)])
-        storing = [pool for pool in self.pools if any(part.is_stored for part in pool._sealer.parts)]
-        expected = before + len(blocks) * len(storing)
+        groups, pairs = range(len(LAYOUT.groups)), list(zip(hashes, blocks, strict=True))
+        self.pool.store([CachedBlock(*pair, group) for group in groups for pair in pairs])
+        storing = sum(any(part.is_stored for part in parts) for pool in self.pools for parts in pool._sealer.parts)
+        expected = before + len(blocks) * storing
         wait_until(lambda: self._num_handled() == expected, lambda: "the blocks were not handled")
 
     def _num_handled(self) -> float:
@@ -82,8 +83,7 @@ class RankedNode:
         self.pool.find(name, hashes, 0)
         event = self.event()
         if isinstance(event, PrefixFound):
-            count = event.num_tokens // SIZE
-            spec = LoadSpec(name, runs(0, blocks[:count], len(LAYOUT.groups)), event.num_tokens)
+            spec = LoadSpec(name, prefix_runs(LAYOUT, 0, event.num_tokens, blocks), event.num_tokens)
             assert self.pool.load(spec)
             event = self.event()
         assert isinstance(event, PrefixLoaded)
@@ -133,10 +133,10 @@ def test_a_prefix_is_as_long_as_every_rank_has_it() -> None:
             stamp(node.cache, block, 1)
         node.store(hashes, [0, 1, 2, 3])
         last = Sealer(replace(POOL_CONTEXT, layout=over(LAYOUT, 2), rank=1))
-        own = [name for name in last.names(hashes[2]) if name.group == 0]
+        own = last.names(hashes[2])
         del shelf.objects[own[0]]
         assert node.recall(hashes, [8, 9, 10, 11], "short") == 2 * SIZE
-        own = [name for name in last.names(hashes[0]) if name.group == 0]
+        own = last.names(hashes[0])
         del shelf.objects[own[0]]
         assert node.recall(hashes, [8, 9, 10, 11], "nothing") == 0
         node.store(hashes[:1], [0])
@@ -157,7 +157,7 @@ def test_a_search_ends_when_its_last_rank_has_ended() -> None:
         slow.gate.set()
         assert node.event() == PrefixFound("r", 2 * SIZE)
         slow.gate.clear()
-        assert node.pool.load(LoadSpec("r", runs(0, (8, 9), len(layout.groups)), 2 * SIZE))
+        assert node.pool.load(LoadSpec("r", prefix_runs(layout, 0, 2 * SIZE, (8, 9)), 2 * SIZE))
         wait_until(lambda: node.pools[0].stats()["pool_searches"] == 0, lambda: "rank 0 does not end")
         assert node.pool.take_events() == []
         node.pool.cancel("r")
@@ -177,7 +177,7 @@ def test_a_rank_without_its_store_finds_nothing() -> None:
     try:
         assert node.recall(hashes, [8, 9]) == 0
         assert node.pool.take_events() == []
-        assert not node.pool.load(LoadSpec("r", runs(0, (8, 9), len(LAYOUT.groups)), 2 * SIZE))
+        assert not node.pool.load(LoadSpec("r", prefix_runs(LAYOUT, 0, 2 * SIZE, (8, 9)), 2 * SIZE))
     finally:
         node.close()
 

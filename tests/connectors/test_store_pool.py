@@ -19,7 +19,7 @@ from pd_connectors.pooled import PooledConnector, pool_address
 from pd_connectors.protocol.messages import LeaseRef
 from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.search import Search
-from pd_connectors.store import HEADER_BYTES, ObjectName, Sealer
+from pd_connectors.store import HEADER_BYTES, Sealer
 from tests.connectors.layouts import full_layout, make_cache, runs, two_groups
 from tests.connectors.pool_bench import (
     DEADLINE_S,
@@ -259,17 +259,18 @@ def test_a_block_is_there_when_every_group_has_it() -> None:
     hashes = hashes_of(3)
     with nodes(lambda: MemoryStore(shelf), context, context) as (p, d):
         p.store(hashes, [3, 9, 1])
-        assert (len(shelf.objects), p.stat("pool_blocks_stored_total")) == (12, 3)
+        assert (len(shelf.objects), p.stat("pool_blocks_stored_total")) == (12, 6)
         assert d.recall(hashes, [8, 2, 5]) == 3 * SIZE
         assert all(
             torch.equal(theirs[[8, 2, 5]], ours[[3, 9, 1]]) for ours, theirs in zip(p.caches, d.caches, strict=True)
         )
         assert d.stat("pool_read_bytes_total") == 3 * context.layout.block_bytes
-        del shelf.objects[Sealer(context).names(hashes[1])[2]]
+        first, second = (Sealer(context).names(hashes[1], group) for group in (0, 1))
+        del shelf.objects[second[0]]
         assert d.recall(hashes, [8, 2, 5], name="gap") == SIZE
         assert d.misses() == {"absent": 1}
         before = [cache[[2, 5]] for cache in d.caches]
-        shelf.objects[Sealer(context).names(hashes[1])[2]] = shelf.objects[Sealer(context).names(hashes[1])[0]]
+        shelf.objects[second[0]] = shelf.objects[first[0]]
         assert d.recall(hashes, [8, 2, 5], name="mixed up") == SIZE
         assert d.misses() == {"absent": 1, "damaged": 1}
         assert torch.equal(d.caches[1][[2, 5]], before[1]), "the damaged part was not written"
@@ -296,11 +297,11 @@ class GatedInlet:
 
 def test_a_search_is_over_only_when_the_block_that_is_being_written_has_landed() -> None:
     (part,) = head_parts(full_layout(), 0)
-    name, inlet = ObjectName("", b""), GatedInlet()
-    search = Search("r", [[name]], 0, 0.0)
+    inlet = GatedInlet()
+    search = Search("r", [b""], 0, 0.0)
     ends: list[bool] = []
     with ThreadPoolExecutor(2) as threads:
-        landing = threads.submit(search.land, cast("Inlet", inlet), part, name, 8, memoryview(b""))
+        landing = threads.submit(search.land, cast("Inlet", inlet), part, 8, memoryview(b""), is_last=True)
         assert inlet.begun.wait(DEADLINE_S)
         ending = threads.submit(lambda: ends.append(search.finish()))
         with pytest.raises(TimeoutError):
@@ -311,7 +312,8 @@ def test_a_search_is_over_only_when_the_block_that_is_being_written_has_landed()
         ending.result(DEADLINE_S)
     assert ends == [True]
     assert (inlet.written, inlet.flushed, search.num_read) == ([8], [[8]], 1)
-    assert not search.land(cast("Inlet", inlet), part, name, 9, memoryview(b"")), "nothing lands once it is over"
+    is_written = search.land(cast("Inlet", inlet), part, 9, memoryview(b""), is_last=True)
+    assert not is_written, "nothing lands once it is over"
     assert not search.finish()
     assert (inlet.written, inlet.flushed, search.num_read) == ([8], [[8]], 1)
 

@@ -157,7 +157,7 @@ def test_late_rows_are_drawn_before_the_next_step_is_planned(device: FakeDevice)
 
 def test_copies_and_departures_are_steps(device: FakeDevice) -> None:
     steps = pipeline(device, 2)
-    assert steps.launch(lambda: Batch(1, copies=BlockCopies(swap_out=((3, 0),))))
+    assert steps.launch(lambda: Batch(1, copies=BlockCopies(swap_out=((0, 3, 0),))))
     assert steps.launch(lambda: Batch(2, departures=(1,), loads=(LoadSpec("load a", runs(0, (3,)), 16),)))
     assert device.log == ["step 1 begins", "step 2 begins"]
 

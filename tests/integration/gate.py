@@ -12,7 +12,9 @@
 A limit holds what comes after it was set. `held_nixl` is the node's side.
 
 A patient node is for tests that are not about silence: a busy machine may keep a healthy process waiting for seconds.
-It is not judged frozen by its silence, and as a reader it waits for the answers of a prefill node that is silent.
+It is not judged frozen by its silence, and as a reader it waits for the answers of a prefill node that is silent. Its
+API process waits for that node's HTTP, too (the hook `hear_patiently`, see tests/fork_server.py): the product gives it
+3 s, and on one crowded core a healthy P was silent for longer in one of seven runs.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ from __future__ import annotations
 import contextlib
 import os
 from math import inf
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+from unittest import mock
+
+from tests.patient_node import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
+    from collections.abc import Coroutine, Iterator, Mapping
 
+T = TypeVar("T")
 VARIABLE = "PD_TEST_GATE"  # in the engine's environment: the path of the gate's file
 
 
@@ -51,7 +57,7 @@ class Gate:
     @property
     def environment(self) -> Mapping[str, str]:
         """Of the node."""
-        return {VARIABLE: str(self._path)}
+        return {VARIABLE: str(self._path), "PD_TEST_NODE_HOOK": f"{__name__}:hear_patiently"}
 
     @contextlib.contextmanager
     def held(self, *, prompt: float = inf, answer: float = inf) -> Iterator[None]:
@@ -90,3 +96,17 @@ def pipe_of(path: Path) -> Path:
 def patience_of(path: Path) -> Path:
     """It is there while the node of the gate with its file at `path` is patient."""
     return path.with_suffix(".patient")
+
+
+def hear_patiently() -> None:
+    """In a node's API process, before it starts."""
+    from pd_cluster.server import app, prefill_client
+    from pd_connectors.protocol import clock
+
+    patience, patiently = patience_of(Path(os.environ[VARIABLE])), clock.patiently
+
+    async def wait(work: Coroutine[None, None, T], silence_s: float) -> T:
+        return await patiently(work, PATIENCE_S if patience.exists() else silence_s)
+
+    mock.patch.object(prefill_client, "patiently", wait).start()
+    mock.patch.object(app, "CONNECT_DEADLINE_S", PATIENCE_S).start()

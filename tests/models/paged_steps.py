@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+from pd_cluster.models.mixer import KeysValues
 from pd_kernels.attention import AttentionShape
 from pd_kernels.torch_attention import TorchAttention
 from pd_kernels.values import PackedSequences
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.model import Model
     from pd_cluster.models.shard import Shard
-    from pd_kernels.attention import AttentionPlan
+from pd_kernels.attention import AttentionPlan
 
 BLOCK, BLOCKS_OF_SEQUENCE, NUM_SEQUENCES = 16, 4, 6
 TABLES = np.random.default_rng(5).permutation(NUM_SEQUENCES * BLOCKS_OF_SEQUENCE).reshape(NUM_SEQUENCES, -1)
@@ -50,8 +51,8 @@ def serve_steps(
     num_heads, num_kv_heads = spec.num_heads // shard.size, len(shard.kv_heads(spec.num_kv_heads))
     groups = spec.kv_groups(BLOCK, "float32")
     caches = [torch.zeros((TABLES.size, num_kv_heads, *group.shape[1:]), dtype=dtype) for group in groups]
-    views = {
-        layer: (cache[:, :, place, 0], cache[:, :, place, 1])
+    layers = {
+        layer: KeysValues(cache[:, :, place, 0], cache[:, :, place, 1])
         for group, cache in zip(groups, caches, strict=True)
         for place, layer in enumerate(group.layers)
     }
@@ -67,14 +68,15 @@ def serve_steps(
         ends = np.cumsum([count for _, _, count in parts]) - 1
         tail = None if sampling is None else Tail(torch.from_numpy(ends[sampling]).long(), None)
         places = [(sequence, start + index) for sequence, start, count in parts for index in range(count)]
+        slots = torch.tensor([TABLES[row, place // BLOCK] * BLOCK + place % BLOCK for row, place in places])
         inputs = ForwardInputs(
             token_ids=torch.tensor([(91 * sequence + 7 * place) % 300 for sequence, place in places]),
             positions=torch.tensor([place for _, place in places]),
-            slot_mapping=torch.tensor([TABLES[row, place // BLOCK] * BLOCK + place % BLOCK for row, place in places]),
+            slot_mappings=[slots] * len(groups),
             plans=plans,
             tail=tail,
         )
-        logits.append(model.forward(inputs, [views[layer] for layer in range(spec.num_layers)]).clone())
+        logits.append(model.forward(inputs, layers).clone())
     return ServedSteps(logits, caches, model.head_ids)
 
 

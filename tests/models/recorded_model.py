@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from benchmarks.shapes import CONFIGS
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+from pd_cluster.models.mixer import KeysValues
 from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.weights import fill_at_random
 from pd_kernels.attention import AttentionShape
@@ -177,7 +178,9 @@ class RecordedModel:
         cache_shape = (8, spec.num_kv_heads, spec.num_layers, 2, BLOCK, spec.head_dim)
         cache = torch.randn(cache_shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
         self.recorder.name("cache", cache)
-        self.views = [(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(spec.num_layers)]
+        self.caches = {
+            layer: KeysValues(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(spec.num_layers)
+        }
 
     @torch.inference_mode()
     def step(self, count: int, rows: list[int] | None, *, plans_tail: bool = True) -> torch.Tensor:
@@ -207,13 +210,13 @@ class RecordedModel:
         inputs = ForwardInputs(
             token_ids=torch.arange(count) + 7,
             positions=torch.from_numpy(lengths) - 1,
-            slot_mapping=torch.arange(count) * BLOCK + 3,
+            slot_mappings=[torch.arange(count) * BLOCK + 3] * len(self.spec.group_windows),
             plans=[plan(list(range(count)), window, "all") for window in self.spec.group_windows],
             tail=tail,
         )
-        self.recorder.name("slot_mapping", inputs.slot_mapping)
+        self.recorder.name("slot_mapping", inputs.slot_mappings[0])
         self.recorder.name("positions", inputs.positions)
-        logits = self.model.forward(inputs, self.views)
+        logits = self.model.forward(inputs, self.caches)
         self.recorder.lines.append(f"logits {self.recorder._text(logits)}")
         self.recorder.forget()
         return logits

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+from pd_cluster.models.mixer import KeysValues
 from pd_cluster.models.paged_attention import PagedAttention
 from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH
@@ -55,9 +56,11 @@ def attended(plan: AttentionPlan, tail: Tail | None, cache: torch.Tensor) -> tor
     heads = torch.randn(3, (HEADS + 2 * KV_HEADS) * SIZE, generator=generator)
     angles = torch.randn(3, SIZE // 2, generator=generator)
     ids = torch.arange(3)
-    inputs = ForwardInputs(ids, ids, ids * BLOCK + torch.from_numpy(LENGTHS) - 1, [plan], tail)
+    inputs = ForwardInputs(ids, ids, [ids * BLOCK + torch.from_numpy(LENGTHS) - 1], [plan], tail)
     attention = PagedAttention(TORCH, SIZE, 0, SIZE**-0.5, None)
-    return attention(heads, (angles.cos(), angles.sin()), inputs, (cache[:, :, 0, 0], cache[:, :, 0, 1]), tail)
+    return attention(
+        heads, (angles.cos(), angles.sin()), inputs, KeysValues(cache[:, :, 0, 0], cache[:, :, 0, 1]), tail
+    )
 
 
 def test_a_plan_that_rotates_gets_the_product() -> None:

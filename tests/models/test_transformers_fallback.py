@@ -93,7 +93,7 @@ class Recorder:
 
     def __init__(self, executor: DeviceExecutor) -> None:
         self._executor = executor
-        self.num_blocks, self.block_size = executor.num_blocks, executor.block_size
+        self.slabs, self.layout, self.block_size = executor.slabs, executor.layout, executor.block_size
         self.logits: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def launch(self, batch: Batch) -> PendingStep:
@@ -158,8 +158,8 @@ def test_a_prompt_computed_on_one_node_goes_on_at_another(tmp_path: Path, name: 
     for source, target in zip(prefill._cache.tensors, decode._cache.tensors, strict=True):
         target.copy_(source)
     rest = after.add(prompt, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0))
-    rest.computed, rest.blocks, rest.tokens = first.computed, list(first.blocks), list(first.tokens)
-    after.free = [block for block in after.free if block not in rest.blocks]
+    rest.computed, rest.tables, rest.tokens = first.computed, first.tables, list(first.tokens)
+    after.pools.adopt(rest.tables)
     after.run()
     with torch.inference_mode():
         logits = model(torch.tensor([rest.all_ids]), use_cache=False).logits[0]

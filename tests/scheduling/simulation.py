@@ -160,7 +160,7 @@ class FakeWorker:
         self._copy(batch)
         for start in batch.starts:
             assert start.seq_id not in self.rows, "a sequence entered twice"
-            self.rows[start.seq_id] = Row(start, list(start.token_ids), list(start.block_ids))
+            self.rows[start.seq_id] = Row(start, list(start.token_ids), list(start.tables[0].block_ids))
         assert len(batch.chunks) <= len(self.rows) <= self.max_num_seqs
         assert batch.num_tokens <= self.max_num_tokens
         assert len({chunk.seq_id for chunk in batch.chunks}) == len(batch.chunks)
@@ -178,15 +178,15 @@ class FakeWorker:
 
     def _copy(self, batch: Batch) -> None:
         copies = batch.copies
-        targets = [to for _, to in copies.swap_in + copies.copy_on_write]
+        targets = [to for _, _, to in copies.swap_in + copies.copy_on_write]
         assert len(set(targets)) == len(targets), "two copies into one block"
-        swapped_in = {to for _, to in copies.swap_in}
-        assert not {source for source, _ in copies.copy_on_write} & swapped_in, "copies depend on each other"
-        for source, to in copies.swap_out:
+        swapped_in = {to for _, _, to in copies.swap_in}
+        assert not {source for _, source, _ in copies.copy_on_write} & swapped_in, "copies depend on each other"
+        for _, source, to in copies.swap_out:
             self._copy_block(self.device, source, self.host, to)
-        for source, to in copies.swap_in:
+        for _, source, to in copies.swap_in:
             self._copy_block(self.host, source, self.device, to)
-        for source, to in copies.copy_on_write:
+        for _, source, to in copies.copy_on_write:
             self._copy_block(self.device, source, self.device, to)
 
     @staticmethod
@@ -198,9 +198,9 @@ class FakeWorker:
 
     def _compute(self, chunk: SequenceChunk) -> tuple[SampledToken, ...]:
         row, end = self.rows[chunk.seq_id], chunk.start + chunk.num_tokens
-        first = chunk.first_new_block
-        assert first <= len(row.block_ids)
-        row.block_ids[first : first + len(chunk.new_block_ids)] = chunk.new_block_ids
+        for new in chunk.new_blocks:
+            assert new.first_block <= len(row.block_ids)
+            row.block_ids[new.first_block : new.first_block + len(new.block_ids)] = new.block_ids
         assert len(set(row.block_ids)) == len(row.block_ids)
         assert chunk.num_tokens > 0
         assert end <= len(row.tokens), "a chunk of unknown tokens"

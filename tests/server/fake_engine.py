@@ -15,6 +15,7 @@ from pd_cluster.protocol.messages import (
     EngineReady,
     EngineStats,
     FinishReason,
+    KvGroupStats,
     KvStats,
     NeedsPrefill,
     PrefillLocally,
@@ -113,7 +114,18 @@ class FakeEngine:
             max_num_seqs=48,
         )
         self.stats: EngineStats | None = EngineStats(
-            kv=KvStats(num_blocks=100, free=80, cached=5, in_use=15, leased=3, quarantined=1),
+            kv=KvStats(
+                num_blocks=100,
+                free=80,
+                cached=5,
+                in_use=15,
+                leased=3,
+                quarantined=1,
+                groups=(
+                    KvGroupStats("full", num_blocks=40, free=25, cached=5, in_use=10, leased=3, quarantined=1),
+                    KvGroupStats("window", num_blocks=1, free=0, cached=0, in_use=1, leased=0, quarantined=0),
+                ),
+            ),
             num_running=2,
             num_waiting=1,
             num_waiting_for_remote_kv=1,

@@ -76,6 +76,10 @@ async def test_kv() -> None:
     assert kv == {
         "num_blocks": 100, "free": 80, "cached": 5, "in_use": 15, "leased": 3, "quarantined": 1,
         "block_size": 16, "epoch": 7, "engine_id": "fake-engine",
+        "groups": [
+            {"kind": "full", "num_blocks": 40, "free": 25, "cached": 5, "in_use": 10, "leased": 3, "quarantined": 1},
+            {"kind": "window", "num_blocks": 1, "free": 0, "cached": 0, "in_use": 1, "leased": 0, "quarantined": 0},
+        ],
     }  # fmt: skip
 
 
@@ -113,6 +117,8 @@ async def test_metrics_of_api_and_engine() -> None:
         'pd_prefill_seconds_count{work="generate"}': 1,
         'pd_kv_blocks{state="leased"}': 3,
         "pd_kv_num_blocks": 100,
+        'pd_kv_group_blocks{group="0",kind="full",state="free"}': 25,
+        'pd_kv_group_blocks{group="1",kind="window",state="in_use"}': 1,
         "pd_num_running": 2,
         'pd_kv_transfer_bytes_total{direction="read"}': 1024,
         "pd_preemptions_total": 3,

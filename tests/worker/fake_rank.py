@@ -19,6 +19,7 @@ from pd_cluster.worker.rank import RankProcess, main
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.worker.device_executor import DeviceDescribed
+    from pd_connectors.protocol.slabs import KvSlabs
 
 
 @dataclass
@@ -51,8 +52,8 @@ class FakeExecutor:
     def free_kv_bytes(self) -> int:
         return 1000 * self.rank
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        raise StartupError(f"no room for {num_blocks} and {num_host_blocks} blocks")
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> None:
+        raise StartupError(f"no room for {slabs.num_blocks(0)} and {num_host_blocks} blocks")
 
     def follow(self, batch: Batch, graph: object, staged: object) -> FakePending:
         if self.fails:

@@ -9,7 +9,7 @@ import pytest
 
 from pd_cluster.protocol.prompt_outputs import PromptOutputs, PromptPart, PromptToken
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from tests.worker.driver import GREEDY
+from tests.worker.driver import GREEDY, SlabPools
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,10 +25,10 @@ def read_prompt(executor: Executor, prompt: Sequence[int], chunk: int = 23) -> t
     """(all entries, what the last step told). Another sequence decodes beside it, and samples in each step."""
     entries: list[PromptToken] = []
     num_blocks = -(-len(prompt) // executor.block_size)
-    blocks = tuple(range(3, 3 + num_blocks))
+    pools = SlabPools(executor.slabs, 0)
     starts: tuple[SequenceStart, ...] = (
-        SequenceStart(8, tuple(prompt), len(prompt), blocks, GREEDY, 0, outputs=ASKED),
-        SequenceStart(9, (5,), 1, (0, 1, 2), GREEDY, 0),
+        SequenceStart(8, tuple(prompt), len(prompt), pools.tables(num_blocks), GREEDY, 0, outputs=ASKED),
+        SequenceStart(9, (5,), 1, pools.tables(3), GREEDY, 0),
     )
     last = PromptPart()
     for step, first in enumerate(range(0, len(prompt), chunk)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from pd_cluster.models.registry import resolve_spec
 from pd_cluster.worker.capacity import MemoryEstimate, decide_capacity, longest_sequence
 
 H200, H100, SMALL = 150.1e9, 85.0e9, 25.4e9  # bytes of memory
-SPECS = {shape: resolve_spec(Path(), CONFIGS[shape]) for shape in ("8b", "0.6b")}
+SPECS = {shape: resolve_spec(Path(), CONFIGS[shape]) for shape in ("8b", "0.6b", "gemma3-27b")}
 BF16 = 2
 
 
@@ -129,6 +130,27 @@ def test_the_estimate_knows_weights_and_kv(shape: str, weights_gb: float, kv_byt
     )
     assert small.weight_bytes / 1e9 == pytest.approx(weights_gb, rel=0.005)
     assert large.cache_tokens(64) - small.cache_tokens(64) == pytest.approx(10e9 / kv_bytes, rel=1e-4)
+
+
+def test_windows_leave_room_for_more_long_sequences() -> None:
+    spec = SPECS["gemma3-27b"]
+    windows = MemoryEstimate(SchedulerConfig(), spec, BF16, H200 * 0.96, BF16)
+    whole = MemoryEstimate(SchedulerConfig(), replace(spec, windows=(0,) * 62), BF16, H200 * 0.96, BF16)
+    rooms = [
+        (one.cached_seqs(144, 1024), one.cached_seqs(144, 32_768), one.cache_tokens(144)) for one in (windows, whole)
+    ]
+    assert rooms == [(164, 23, 168_140), (164, 5, 168_140)]
+    # a window, and of the other layers all tokens
+    window, full = 52 * 16 * 2 * 64 * 128 * BF16, 10 * 16 * 2 * 64 * 128 * BF16
+    assert windows.sequence_bytes(32_768) == 16 * window + 512 * full
+    assert windows.sequence_bytes(640) == whole.sequence_bytes(640) == 10 * (window + full)
+
+
+def test_the_line_tells_what_sequences_of_a_model_with_windows_hold() -> None:
+    assert decided("gemma3-27b", H200, NodeConfig(model=ModelConfig(max_model_len=32_768)))[3].endswith(
+        "KV of a sequence: 520 of 520 MB with 1,024 tokens, 3,121 of 16,643 MB with 32,768 tokens"
+    )
+    assert decided("gemma3-27b", H100, NodeConfig())[3].endswith("4,027 of 22,211 MB with 43,731 tokens")
 
 
 def test_a_rank_has_its_part_of_the_weights_and_the_whole_embedding() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="tiles are those of the Triton kernels")
 
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
+from pd_cluster.scheduling.batch import Batch, NewBlocks, SequenceChunk, SequenceStart
 from pd_cluster.worker.cuda_graphs.captured_step import MixedStep
 from pd_cluster.worker.cuda_graphs.graph_sizes import FAR_KEYS, GraphSizes, decode_sizes, step_sizes
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
@@ -24,6 +24,8 @@ from pd_cluster.worker.input_batch import InputBatch
 from pd_cluster.worker.kv_cache import DTYPES, KVCache
 from pd_cluster.worker.sampler import WholeSampler
 from pd_cluster.worker.sampling_state import SamplingState
+from pd_connectors.protocol.layout import BlockLayout
+from pd_connectors.protocol.slabs import KvSlabs
 from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH
 from pd_kernels.triton_plan import TritonAttention
@@ -104,13 +106,15 @@ def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceC
     """Rows in which the step may be launched. The result of the step that sampled late tokens was not read yet."""
     host_buffer = HostBuffer(CPU, 64 * problem.limit + 200 * problem.max_seqs + 1024)
     sampling = SamplingState(problem.max_seqs, 99, (), host_buffer)
-    rows = InputBatch(problem.max_seqs, MAX_LEN, BLOCK_SIZE, sampling, host_buffer, 99, CPU)
+    rows = InputBatch(problem.max_seqs, MAX_LEN, [BLOCK_SIZE] * 3, sampling, host_buffer, 99, CPU)
     random, starts, chunks, before = np.random.default_rng(0), [], [], []
     for seq_id, part in enumerate(problem.parts):
         end = part.start + part.num_tokens
         known = end + part.rest - part.is_late
-        blocks = tuple(random.permutation(1000)[: -(-end // BLOCK_SIZE)].tolist())
-        starts.append(SequenceStart(seq_id, tuple(random.integers(0, 99, known).tolist()), known, blocks, GREEDY, 0))
+        tables = tuple(
+            NewBlocks(group, 0, tuple(random.permutation(1000)[: -(-end // BLOCK_SIZE)].tolist())) for group in range(3)
+        )
+        starts.append(SequenceStart(seq_id, tuple(random.integers(0, 99, known).tolist()), known, tables, GREEDY, 0))
         chunks.append(SequenceChunk(seq_id, part.start, part.num_tokens, num_samples=int(not part.rest)))
         if part.is_late:
             before.append(SequenceChunk(seq_id, known - 1, 1, num_samples=1))
@@ -122,13 +126,15 @@ def make_rows(problem: Problem) -> tuple[InputBatch, HostBuffer, tuple[SequenceC
 
 def make_graphs(problem: Problem, rows: InputBatch, host_buffer: HostBuffer) -> StepGraphs:
     """Of a model that has a shape and no weights. Two of its KV groups share tiles."""
-    layout = full_layout(BLOCK_SIZE, 2, 1, 16, problem.dtype)
+    layout = BlockLayout(3 * full_layout(BLOCK_SIZE, 2, 1, 16, problem.dtype).groups)
     spec = SimpleNamespace(vocab_size=99)
     model = cast("Any", SimpleNamespace(device=CPU, dtype=torch.float32, spec=spec))
     shape = AttentionShape(2 * problem.group, 2, 16, BLOCK_SIZE, 1, DTYPES[problem.dtype])
     attentions = [TritonAttention.of(shape, CPU, large_tiles=cast("Any", large)) for large in (None, "a kernel", None)]
     sampler = WholeSampler(spec.vocab_size, TORCH)
-    steps = StepGraphs(model, KVCache.allocate(layout, 1, 0, CPU), rows, host_buffer, sampler, attentions)
+    steps = StepGraphs(
+        model, KVCache.allocate(layout, KvSlabs.of_blocks(layout, 1), 0, CPU), rows, host_buffer, sampler, attentions
+    )
     decodes = decode_sizes(problem.max_seqs) if problem.with_decode_sizes else []
     mixed = (step_sizes if problem.with_far else near_sizes)(problem.limit, problem.max_seqs)
     steps.capture([*decodes, *mixed], NoRecorder(), lambda _: None)
@@ -143,8 +149,9 @@ def check_tokens(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places: St
     rows.fill_late(plain)
     assert torch.equal(token_ids[:count], plain.token_ids)
     assert torch.equal(places.positions[:count], plain.positions)
-    assert torch.equal(places.slots[:count], plain.slot_mapping)
-    assert set(places.slots[count:].tolist()) <= {padding_slot}
+    for slots, expected in zip(places.slots, plain.slot_mappings, strict=True):
+        assert torch.equal(slots[:count], expected)
+        assert set(slots[count:].tolist()) <= {padding_slot}
     assert not token_ids[count:].any(), "padding needs no last token"
     samples = plain.samples
     assert places.lengths.tolist()[: len(samples)] == samples.positions.tolist()
@@ -155,9 +162,10 @@ def check_tokens(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places: St
 def check_sequences(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places: StepPlaces, tables: Any) -> None:
     """Their order, lengths and tables, and those that sample. Those behind the last one are empty."""
     plain, count, parts = rows.build(chunks), len(chunks), places.attention
-    packed = plain.sequences
-    assert torch.equal(tables, packed.block_tables[:, : tables.shape[1]])
-    assert tables.shape[1] * BLOCK_SIZE >= int(packed.host_seq_lens.max())
+    packed = plain.sequences[0]
+    for table, own in zip(tables, plain.sequences, strict=True):
+        assert torch.equal(table, own.block_tables[:, : table.shape[1]])
+        assert table.shape[1] * BLOCK_SIZE >= int(packed.host_seq_lens.max())
     if parts is None:
         assert places.lengths.tolist()[:count] == packed.host_seq_lens.tolist()
         assert not places.lengths[count:].any()
@@ -221,8 +229,10 @@ def test_a_step_in_any_place_is_the_step(problem: Problem) -> None:
     inputs = steps.build(chunks, size, None)
     step = steps._graphs[size].step
     places = step.places(host_buffer.first(step.length))
-    assert [len(part) for part in places[:7]] == [size.num_tokens] * 3 + [size.num_seqs] * 4
-    padding_slot = BLOCK_SIZE  # behind the only block
+    assert [len(part) for part in places[:2]] == [size.num_tokens] * 2
+    assert places.slots.shape == (3, size.num_tokens)
+    assert [len(part) for part in places[3:7]] == [size.num_seqs] * 4
+    padding_slot = 3 * BLOCK_SIZE  # behind the only slabs, of a block each
     check_tokens(rows, chunks, places, padding_slot)
     check_sequences(rows, chunks, places, inputs.block_tables)
     if isinstance(step, MixedStep):

@@ -35,7 +35,7 @@ def build(model: Path | str, cache: CacheConfig, **options: Any) -> tuple[Device
 def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> None:
     executor, lines = build(models.get("qwen3").directory, CacheConfig(kv_cache_gb=0.004, swap_gb=0.001))
     tensor, layout = executor.cache.tensors[0], executor.cache.layout
-    assert tensor.shape == (executor.num_blocks, 2, 3, 2, 16, 16)
+    assert tensor.shape == (executor.slabs.num_blocks(0), 2, 3, 2, 16, 16)
     assert tensor.is_contiguous()
     assert tensor[0].nbytes == layout.block_bytes
     assert 0.004e9 - layout.block_bytes < tensor.nbytes <= 0.004e9
@@ -55,7 +55,7 @@ def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> N
 @pytest.mark.parametrize("cache", [CacheConfig(kv_cache_gb=0.0002), CacheConfig(num_blocks=16)])
 def test_no_sequence_is_offered_that_the_cache_cannot_hold(models: ModelStore, cache: CacheConfig) -> None:
     executor, lines = build(models.get("qwen3").directory, cache)
-    assert executor.model.max_model_len == executor.num_blocks * 16 == 256
+    assert executor.model.max_model_len == executor.slabs.num_blocks(0) * 16 == 256
     assert "max_model_len 256 (the KV cache has no room for the model's 512 tokens)" in lines
     executor.close()
 
@@ -186,7 +186,7 @@ def test_the_step_that_is_measured_has_the_whole_budget(models: ModelStore, monk
         return launch(batch)
 
     monkeypatch.setattr(executor._runner, "launch", recorded)
-    run_largest_step(executor._runner, 512, 9, executor.model.max_model_len, executor.block_size)
+    run_largest_step(executor._runner, 512, 9, executor.model.max_model_len)
     assert [batch.num_tokens for batch in batches] == [512]
     assert len(batches[0].chunks) == 9
     executor.close()

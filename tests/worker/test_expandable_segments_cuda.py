@@ -19,10 +19,12 @@ from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.plain_memory import is_plain
 from pd_connectors.nixl.gpu_memory import is_readable, open_driver
 from pd_connectors.protocol.layout import BlockLayout
+from pd_connectors.protocol.slabs import KvSlabs
 from tests.worker.test_capacity import SPECS
 device = torch.device("cuda", 0)
 before = is_plain(device)
-cache = KVCache.allocate(BlockLayout(SPECS["0.6b"].kv_groups(16, "bfloat16")), 4096, 0, device)
+layout = BlockLayout(SPECS["0.6b"].kv_groups(16, "bfloat16"))
+cache = KVCache.allocate(layout, KvSlabs.of_blocks(layout, 4096), 0, device)
 print(json.dumps([before, [is_readable(t.data_ptr(), open_driver()) for t in cache.tensors], is_plain(device)]))
 """
 

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.shapes import CONFIGS
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+from pd_cluster.models.mixer import KeysValues
 from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.spec import ExpertsSpec
 from pd_cluster.models.weights import fill_at_random
@@ -94,7 +95,7 @@ def prepare(model: Model, count: int, sampling: list[int] | None) -> Callable[[]
     spec, lengths, device = model.spec, np.arange(count) % (BLOCK - 3) + 3, model.device
     shape = (count, spec.num_kv_heads, spec.num_layers, 2, BLOCK, spec.head_dim)
     cache = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, model.dtype)
-    views = [(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(spec.num_layers)]
+    caches = {layer: KeysValues(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(spec.num_layers)}
     attention_shape = AttentionShape(
         spec.num_heads, spec.num_kv_heads, spec.head_dim, BLOCK, spec.num_layers, model.dtype
     )
@@ -119,11 +120,11 @@ def prepare(model: Model, count: int, sampling: list[int] | None) -> Callable[[]
     inputs = ForwardInputs(
         token_ids=torch.arange(count, device=device) + 7,
         positions=positions,
-        slot_mapping=blocks * BLOCK + positions,
+        slot_mappings=[blocks * BLOCK + positions],
         plans=[plan(list(range(count)))],
         tail=tail,
     )
-    return partial(model.forward, inputs, views)
+    return partial(model.forward, inputs, caches)
 
 
 @pytest.mark.parametrize("rows", [None, [2, 0], []], ids=["all", "some", "none"])

@@ -17,6 +17,7 @@ from pd_cluster.worker.model_loading import describe_model, resolve_kv_dtype
 from pd_connectors.block_staging import BlockStaging, Inlet
 from tests.worker.conftest import VOCAB_SIZE
 from tests.worker.driver import GREEDY, Driver, make_executor, random_prompts
+from tests.worker.tables import table
 from tests.worker.test_capacity import BF16, H200, SPECS
 
 if TYPE_CHECKING:
@@ -88,13 +89,13 @@ def test_swaps_copies_and_old_content_change_no_token(models: ModelStore) -> Non
     driver.add(prompt)
     expected = driver.run()[0]
     executor.cache.tensors[0].fill_(torch.nan)
-    start = SequenceStart(0, tuple(prompt), 20, (1, 2), GREEDY, 0)
+    start = SequenceStart(0, tuple(prompt), 20, table((1, 2)), GREEDY, 0)
     first = executor.launch(Batch(0, (start,), (SequenceChunk(0, 0, 20, num_samples=1),))).result().samples[0][0]
-    executor.launch(Batch(1, departures=(0,), copies=BlockCopies(swap_out=((1, 3), (2, 0))))).result()
+    executor.launch(Batch(1, departures=(0,), copies=BlockCopies(swap_out=((0, 1, 3), (0, 2, 0))))).result()
     executor.cache.tensors[0].fill_(torch.nan)
-    back = SequenceStart(0, (*prompt, first.token_id), 20, (7, 6), GREEDY, 0)
-    chunk = SequenceChunk(0, 20, 1, first_new_block=1, new_block_ids=(6,), num_samples=1)
-    copies = BlockCopies(swap_in=((3, 7), (0, 5)), copy_on_write=((5, 6),))
+    back = SequenceStart(0, (*prompt, first.token_id), 20, table((7, 6)), GREEDY, 0)
+    chunk = SequenceChunk(0, 20, 1, new_blocks=table((6,), 1), num_samples=1)
+    copies = BlockCopies(swap_in=((0, 3, 7), (0, 0, 5)), copy_on_write=((0, 5, 6),))
     second = executor.launch(Batch(2, (back,), (chunk,), copies=copies)).result().samples[0][0]
     assert [first.token_id, second.token_id] == expected[:2]
 
@@ -109,7 +110,7 @@ def test_blocks_of_another_node_give_its_tokens(models: ModelStore) -> None:
     staged, inlet = BlockStaging(prefill.cache.tensors[0]).gather(blocks), Inlet(decode.cache)
     for index in range(3):
         inlet.write(0, slice(None), 10 + index, staged.block(index, slice(None)))
-    start = SequenceStart(0, (*PROMPT, expected[0]), 45, (10, 11, 12), GREEDY, 0)
+    start = SequenceStart(0, (*PROMPT, expected[0]), 45, table((10, 11, 12)), GREEDY, 0)
     samples = decode.launch(Batch(0, (start,), (SequenceChunk(0, 45, 1, num_samples=1),))).result().samples
     assert samples[0][0].token_id == expected[1]
 

@@ -29,6 +29,7 @@ from pd_cluster.worker.mask_threads import MaskThreads, Pace
 from pd_cluster.worker.pending_step import PendingStep
 from tests.worker.driver import make_executor
 from tests.worker.repeated_graphs import with_graphs
+from tests.worker.tables import table
 from tests.worker.test_step_graphs import cuda_executor
 
 if TYPE_CHECKING:
@@ -541,7 +542,7 @@ def serve(executor: DeviceExecutor, depth: int, *, is_alone: bool = False, **mor
     ][: 2 - is_alone]
     rows = range(len(samplings))
     executor.check(samplings[0])
-    starts = tuple(SequenceStart(i, (5, 6, 7), 3, (i,), sampling, i) for i, sampling in enumerate(samplings))
+    starts = tuple(SequenceStart(i, (5, 6, 7), 3, table((i,)), sampling, i) for i, sampling in enumerate(samplings))
     flights, tokens = list[PendingStep](), list[tuple[int, ...]]()
     for step in range(12):
         parts = [(i, 2 + step, 1) for i in rows] if step else [(i, 0, 3) for i in rows]

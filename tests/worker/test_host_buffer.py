@@ -12,6 +12,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.host_buffer import HostBuffer
+from tests.worker.tables import table
 
 if TYPE_CHECKING:
     import pytest
@@ -45,7 +46,7 @@ def test_it_holds_a_step_of_as_many_sequences_as_there_may_be(
     executor, sizes = DeviceExecutor.started(config, lambda _: None), list[int]()
     params = SamplingParams(max_tokens=1, top_k=5, top_p=0.9)
     lengths = [1] * 23 + [7]
-    starts = tuple(SequenceStart(i, (9,) * 272, 272, tuple(range(17)), params, i) for i in range(24))
+    starts = tuple(SequenceStart(i, (9,) * 272, 272, table(tuple(range(17))), params, i) for i in range(24))
     chunks = tuple(SequenceChunk(i, 272 - size, size, num_samples=1) for i, size in enumerate(lengths))
     move = HostBuffer.move
 

@@ -17,6 +17,7 @@ from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_kernels.backends import TORCH, Kernels
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
+from tests.worker.tables import table
 from tests.worker.test_few_rows import FEW_ROWS
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ def test_rows_with_a_token_on_the_device_only(executor: DeviceExecutor) -> None:
     expected, beside = driver.run(), Beside(executor, 2e-5)
     greedy = SamplingParams(max_tokens=9, temperature=0.0)
     start, other = (
-        SequenceStart(0, tuple(first), 20, (0, 1), greedy, 0),
-        SequenceStart(1, tuple(second), 50, (2, 3, 4, 5), greedy, 0),
+        SequenceStart(0, tuple(first), 20, table((0, 1)), greedy, 0),
+        SequenceStart(1, tuple(second), 50, table((2, 3, 4, 5)), greedy, 0),
     )
     pending = executor.launch(Batch(0, (start,), (SequenceChunk(0, 0, 20, num_samples=1),)))
     tokens: list[list[int]] = [[], []]
@@ -130,9 +131,9 @@ def test_several_samples_of_one_row(executor: DeviceExecutor) -> None:
     prompts = random_prompts([7, 20, 40], VOCAB_SIZE)
     drawn = SamplingParams(max_tokens=9, n=3, logprobs=1)
     starts = [
-        SequenceStart(0, tuple(prompts[0]), 7, (0,), SamplingParams(max_tokens=9, temperature=0.0), 0),
-        SequenceStart(1, tuple(prompts[1]), 20, (1, 2), drawn, 0, num_sample_seeds=(0, 1, 2)),
-        SequenceStart(2, tuple(prompts[2]), 40, (3, 4, 5), drawn, 0),
+        SequenceStart(0, tuple(prompts[0]), 7, table((0,)), SamplingParams(max_tokens=9, temperature=0.0), 0),
+        SequenceStart(1, tuple(prompts[1]), 20, table((1, 2)), drawn, 0, num_sample_seeds=(0, 1, 2)),
+        SequenceStart(2, tuple(prompts[2]), 40, table((3, 4, 5)), drawn, 0),
     ]
     executor.launch(Batch(0, (starts[0],), (SequenceChunk(0, 0, 7, num_samples=1),))).result()
     counts.clear()
@@ -146,7 +147,9 @@ def test_several_samples_of_one_row(executor: DeviceExecutor) -> None:
 
 def test_nothing_of_a_chunk_in_the_middle_of_a_prompt_goes_on(executor: DeviceExecutor) -> None:
     counts = last_layer_rows(executor)
-    start = SequenceStart(0, tuple(random_prompts([40], VOCAB_SIZE)[0]), 40, (0, 1, 2), SamplingParams(max_tokens=9), 0)
+    start = SequenceStart(
+        0, tuple(random_prompts([40], VOCAB_SIZE)[0]), 40, table((0, 1, 2)), SamplingParams(max_tokens=9), 0
+    )
     executor.launch(Batch(0, (start,), (SequenceChunk(0, 0, 30),))).result()
     assert counts == []
 

@@ -29,6 +29,7 @@ from tests.engine.test_core_pipeline import CONFIG, PROMPTS, Bench, make_connect
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import make_executor, random_prompts
 from tests.worker.repeated_graphs import near_sizes, with_graphs
+from tests.worker.tables import table
 from tests.worker.test_step_graphs import cuda_executor
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def serve_late_rows(executor: DeviceExecutor, depth: int, *, with_chunks: bool =
     prompts, flights, tokens = random_prompts([20, 9, 70], VOCAB_SIZE), list[PendingStep](), list[tuple[int, ...]]()
     kinds = [SamplingParams(max_tokens=9, logits_args=args) for args in ({"count": 1}, {}, {})]
     starts = tuple(
-        SequenceStart(i, tuple(prompt), len(prompt), tuple(range(5 * i, 5 * i + 5)), kind, i)
+        SequenceStart(i, tuple(prompt), len(prompt), table(tuple(range(5 * i, 5 * i + 5))), kind, i)
         for i, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
     )
     for step in range(7):
@@ -244,7 +245,7 @@ def test_rows_beside_late_ones_are_drawn_at_launch(
     prompts, found = random_prompts([9, 20, 5, 11], VOCAB_SIZE), list[list[list[SampledToken]]]()
     for depth in (1, 2):
         starts = tuple(
-            SequenceStart(i, tuple(prompt), len(prompt), (2 * i, 2 * i + 1), kind, i)
+            SequenceStart(i, tuple(prompt), len(prompt), table((2 * i, 2 * i + 1)), kind, i)
             for i, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
         )
         flights, tokens, at_launch = list[PendingStep](), list[list[SampledToken]](), list[list[int]]()

@@ -19,13 +19,14 @@ import pytest
 from pd_cluster.config import ModelConfig, NodeConfig
 from pd_cluster.errors import PdError, StartupError
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
+from pd_cluster.scheduling.batch import Batch, BlockCopies, NewBlocks, SequenceChunk, SequenceStart
 from pd_cluster.worker.rank import ORPHAN_EXIT_CODE
 from pd_cluster.worker.rank_frames import PhaseFrame, RankLost, RankStart, StepFrame, ToRank
 from pd_cluster.worker.rank_link import LOOK_S, START_SILENCE_S, RankLink
 from pd_cluster.worker.rank_link import SILENCE_S as RANK_SILENCE_S
 from pd_kernels.values import StepSize
 from tests.deadlines import HANG_S, wait_until
+from tests.worker.tables import slabs_of, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,10 +36,13 @@ SILENCE_S = 1.5  # of a rank that is stopped; others are not judged by it
 PARAMS = SamplingParams(max_tokens=5, temperature=0.5, logit_bias={7: 1.5}, grammar="start: /a/", stop_token_ids=(3,))
 BATCH = Batch(
     7,
-    (SequenceStart(2, (1, 2, 3), 2, (4, 5), PARAMS, -(1 << 63), (8, (1 << 63) - 1)),),
-    (SequenceChunk(1, 9, 1, 2, (3,), 1), SequenceChunk(2, 0, 3, num_samples=2)),
+    (SequenceStart(2, (1, 2, 3), 2, table((4, 5)), PARAMS, -(1 << 63), (8, (1 << 63) - 1)),),
+    (
+        SequenceChunk(1, 9, 1, (NewBlocks(0, 2, (3,)), NewBlocks(1, 0, (7, 8))), 1),
+        SequenceChunk(2, 0, 3, num_samples=2),
+    ),
     (5, 6),
-    BlockCopies(((1, 2),), ((3, 4),), ((5, 6),)),
+    BlockCopies(((0, 1, 2),), ((0, 3, 4),), ((0, 5, 6),)),
 )
 
 
@@ -184,7 +188,7 @@ def test_a_step_that_does_not_retire_ends_all(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_the_failure_of_a_rank_is_told(tmp_path: Path) -> None:
     with running_ranks(tmp_path) as ranks:
-        ranks.link.send(PhaseFrame("allocate", (5, 6)))
+        ranks.link.send(PhaseFrame("allocate", (slabs_of(5), 6)))
         with pytest.raises(StartupError, match=r"rank [12]: no room for 5 and 6 blocks"):
             ranks.link.results()
         assert "no room for 5 and 6 blocks" in ranks.loss()

@@ -28,9 +28,11 @@ from pd_cluster.worker.rank_link import StepOnRanks
 from pd_cluster.worker.ranked_executor import RankedCached, RankedDescribed, RankedExecutor
 from pd_cluster.worker.ranks import Ranks
 from pd_cluster.worker.warm_up import ASKING, DRAWN, GREEDY
+from pd_connectors.protocol.layout import BlockLayout
 from tests.shallow_model import shallow_model
 from tests.worker.driver import random_prompts
 from tests.worker.reads import read_prompt
+from tests.worker.tables import slabs_of, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -109,7 +111,9 @@ class OverlappedDriver:
                     continue
                 if not one.computed:
                     starts.append(
-                        SequenceStart(i, tuple(one.prompt), len(one.prompt), tuple(one.blocks), one.params, 41 + i)
+                        SequenceStart(
+                            i, tuple(one.prompt), len(one.prompt), table(tuple(one.blocks)), one.params, 41 + i
+                        )
                     )
                 count = min(48, max(1, len(one.prompt) - one.computed))
                 samples = int(one.computed + count >= len(one.prompt))
@@ -216,10 +220,10 @@ def test_every_rank_copies_blocks(one: DeviceExecutor, several: RankedExecutor) 
 def run_copies(executor: Executor) -> list[list[int]]:
     (prompt,) = random_prompts([41], 3000, seed=3)
     driver, sampling = OverlappedDriver(executor), params(temperature=0.8)
-    start = SequenceStart(0, tuple(prompt), 41, (5, 2, 9), sampling, 7, (7, 8))
+    start = SequenceStart(0, tuple(prompt), 41, table((5, 2, 9)), sampling, 7, (7, 8))
     driver.launch(starts=(start,), chunks=(SequenceChunk(0, 0, 41, num_samples=2),))
     firsts = [token.token_id for token in driver.retire().first_samples[0]]
-    second = SequenceStart(1, (*prompt, firsts[1]), 41, (5, 2, 11), sampling, 8)
+    second = SequenceStart(1, (*prompt, firsts[1]), 41, table((5, 2, 11)), sampling, 8)
     tokens = {0: [firsts[0]], 1: [firsts[1]]}
 
     def decode(seq_ids: Sequence[int], **parts: Any) -> None:
@@ -228,15 +232,17 @@ def run_copies(executor: Executor) -> list[list[int]]:
         for seq_id, drawn in driver.retire().samples.items():
             tokens[seq_id] += [token.token_id for token in drawn]
 
-    decode([0, 1], starts=(second,), copies=BlockCopies(copy_on_write=((9, 11),)))
+    decode([0, 1], starts=(second,), copies=BlockCopies(copy_on_write=((0, 9, 11),)))
     decode([0, 1])
-    decode([1], departures=(0,), copies=BlockCopies(swap_out=((5, 3), (2, 0), (9, 1))))
+    decode([1], departures=(0,), copies=BlockCopies(swap_out=((0, 5, 3), (0, 2, 0), (0, 9, 1))))
     # Its blocks are overwritten by a sequence of other tokens
     other = tuple(random_prompts([48], 3000, seed=4)[0])
-    driver.launch(starts=(SequenceStart(2, other, 48, (5, 2, 9), sampling, 1),), chunks=(SequenceChunk(2, 0, 48),))
+    driver.launch(
+        starts=(SequenceStart(2, other, 48, table((5, 2, 9)), sampling, 1),), chunks=(SequenceChunk(2, 0, 48),)
+    )
     driver.retire()
-    back = SequenceStart(0, (*prompt, *tokens[0]), 41, (14, 12, 13), sampling, 7)
-    decode([0], starts=(back,), copies=BlockCopies(swap_in=((3, 14), (0, 12), (1, 13))), departures=(2,))
+    back = SequenceStart(0, (*prompt, *tokens[0]), 41, table((14, 12, 13)), sampling, 7)
+    decode([0], starts=(back,), copies=BlockCopies(swap_in=((0, 3, 14), (0, 0, 12), (0, 1, 13))), departures=(2,))
     decode([0])
     driver.launch(departures=(0, 1))
     driver.retire()
@@ -248,9 +254,9 @@ def test_ranks_agree_on_the_cache(one: DeviceExecutor, several: RankedExecutor) 
     size = several.config.model.tp
     assert several.layout.groups == one.layout.groups
     assert several.layout.tp_size == size
-    assert several.num_blocks // one.num_blocks == size  # --kv-cache-gb is for each rank
+    assert several.slabs.num_blocks(0) // one.slabs.num_blocks(0) == size  # --kv-cache-gb is for each rank
     (tensor,) = several.cache.tensors
-    assert tensor.shape == (several.num_blocks, 4 // size, *one.cache.tensors[0].shape[2:])
+    assert tensor.shape == (several.slabs.num_blocks(0), 4 // size, *one.cache.tensors[0].shape[2:])
     assert several.model.fingerprint == one.model.fingerprint
 
 
@@ -272,7 +278,7 @@ def test_a_measurement_that_fails_on_rank_0_ends_the_start(monkeypatch: pytest.M
     ranks = Ranks(make_config(2), f"ipc://{tmp_path}/r", lambda _: None)
     # As after the phases before, on a GPU
     stub = SimpleNamespace(
-        device="cpu", max_model_len=64, vocab_size=100, num_blocks=9, block_size=16, num_host_blocks=0, sizes=()
+        device="cpu", max_model_len=64, vocab_size=100, slabs=slabs_of(9), block_size=16, num_host_blocks=0, sizes=()
     )
     plan = SimpleNamespace(
         device=torch.device("cuda"), is_budget_measured=True, place=stub, config=make_config(2), layout=stub,
@@ -317,6 +323,8 @@ def test_steps_of_the_warm_up_need_no_frames() -> None:
     """A rank must know which rows of these steps are plain without being told, because no StepFrame comes with them."""
 
     class Runner:
+        cache = SimpleNamespace(layout=BlockLayout(()))
+
         def launch(self, batch: Batch) -> Any:
             asked.extend(start.sampling for start in batch.starts)
             return self
@@ -325,7 +333,7 @@ def test_steps_of_the_warm_up_need_no_frames() -> None:
             return
 
     asked: list[SamplingParams] = []
-    run_largest_step(cast("Any", Runner()), 4 * SAMPLES_PER_SEQ, 2, 64, BLOCK_SIZE)
+    run_largest_step(cast("Any", Runner()), 4 * SAMPLES_PER_SEQ, 2, 64)
     assert asked
     for sampling in (*asked, *ASKING):
         assert sampling.logprobs is not None, "gathered by its own parameters"

@@ -23,6 +23,8 @@ from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.memory_measurement import measure_free_bytes
 from pd_cluster.worker.model_runner import ModelRunner
+from pd_connectors.protocol.layout import BlockLayout, KVGroup, KVKind
+from pd_connectors.protocol.slabs import KvSlabs
 from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH
 from pd_kernels.torch_attention import TorchAttention
@@ -64,8 +66,8 @@ class Phases:
         self._note("free_kv_bytes")
         return self.free_blocks * self.layout.block_bytes + 7
 
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> Phases:
-        self._note("allocate", num_blocks, num_host_blocks)
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> Phases:
+        self._note("allocate", slabs.num_blocks(0), num_host_blocks)
         return self
 
     def warm_up(self) -> Phases:
@@ -109,6 +111,27 @@ def test_a_cache_of_less_than_two_blocks_is_refused_before_it_is_allocated(free_
     with pytest.raises(StartupError, match=rf"room for {free_blocks} blocks of 0\.0 MB"):
         start(executor, CacheConfig())
     assert executor.calls[-1] == ("close",)
+
+
+def test_groups_share_the_memory_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full block is as large as four of a window, which has a quarter of the layers."""
+    full = KVGroup(KVKind.FULL, (1, 2, 3, 4), (2, 4, 2, 16, 16), "float32", 16)
+    window = KVGroup(KVKind.WINDOW, (0,), (2, 1, 2, 16, 16), "float32", 16, 500)
+    layout = BlockLayout((window, full))
+    monkeypatch.setattr(Phases, "layout", layout)
+    slab = KvSlabs.of_blocks(layout, 1).slab_bytes
+    executor, lines = Phases(free_blocks=5 * slab // layout.block_bytes), list[str]()
+    start(executor, CacheConfig(), lines)
+    assert executor.calls[2] == ("allocate", 20, 0)
+    assert lines[0] == (
+        "cache 5 slabs of 0.0 MB in float32, each 4 blocks of 16 tokens (window 500) or 1 blocks of 16 tokens (full)"
+    )
+    executor = Phases()
+    start(executor, CacheConfig(num_blocks=8))
+    assert executor.calls[1] == ("allocate", 40, 0), "two slabs hold 8 blocks of the window, eight those of the other"
+    for few in (1, 2):
+        with pytest.raises(StartupError, match=r"give it more memory"):
+            start(Phases(free_blocks=few * slab // layout.block_bytes), CacheConfig())
 
 
 @pytest.mark.parametrize(
@@ -249,4 +272,4 @@ def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.Mon
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 19e9 + scratch[0].num_bytes)
     free = [measure_free_bytes(layout, 100, scratch.append, share, torch.device("cpu")) for share in (0.5, 0.9, 0.999)]
     assert free == pytest.approx([(limit - 3) * 1e9 for limit in (0.5 * 80 - 17.7, 0.9 * 80 - 17.7, 60)])
-    assert [cache.num_blocks for cache in scratch] == [8] * 3, "of a budget of 100 tokens, and one more"
+    assert [cache.slabs.num_blocks(0) for cache in scratch] == [8] * 3, "of a budget of 100 tokens, and one more"

@@ -21,6 +21,7 @@ from pd_cluster.worker.rank_frames import RankStart
 from pd_cluster.worker.ranked_executor import RankedDescribed
 from pd_cluster.worker.ranks import Ranks
 from pd_cluster.worker.state import StateLeft
+from pd_connectors.protocol.slabs import KvSlabs
 from tests.worker.driver import Driver, random_prompts
 from tests.worker.test_ranked_executor import PLAIN, ROOT, OverlappedDriver, make_sequences
 from tests.worker.test_ranked_executor import make_config as ranked_config
@@ -72,8 +73,17 @@ def held(served: tuple[list[list[int]], list[torch.Tensor]]) -> int:
     return sum(logits.untyped_storage().nbytes() for logits in served[1])
 
 
+def allocate(loaded: Any, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> Any:
+    return loaded.allocate(KvSlabs.of_blocks(loaded.layout, num_blocks), num_host_blocks)
+
+
+def go(state: Any, way: str) -> Any:
+    """Take a state to the next one by one of its methods."""
+    return allocate(state) if way == "allocate" else getattr(state, way)()
+
+
 def ready(loaded: Any) -> Any:
-    return loaded.allocate(NUM_BLOCKS, NUM_HOST_BLOCKS).warm_up()
+    return allocate(loaded, NUM_BLOCKS, NUM_HOST_BLOCKS).warm_up()
 
 
 @pytest.mark.usefixtures("without_search")
@@ -96,7 +106,7 @@ def test_a_device_goes_and_comes_back_and_serves_the_same(described: DeviceDescr
             assert resident_bytes() == described_bytes + held(expected)
             loaded = again.load()
         executor = ready(loaded)
-        assert (executor.num_blocks, executor.num_host_blocks) == (NUM_BLOCKS, NUM_HOST_BLOCKS)
+        assert (executor.slabs.num_blocks(0), executor.num_host_blocks) == (NUM_BLOCKS, NUM_HOST_BLOCKS)
         assert not executor._cache.tensors[0].any()
         tokens, logits = serve(executor)
         assert tokens == expected[0]
@@ -107,23 +117,23 @@ def test_a_device_goes_and_comes_back_and_serves_the_same(described: DeviceDescr
 
 @pytest.mark.usefixtures("without_search")
 def test_a_cache_of_another_size_needs_no_new_weights(described: DeviceDescribed) -> None:
-    cached = described.load().allocate(4, 0)
+    cached = allocate(described.load(), 4)
     tensor, model = weakref.ref(cached._cache.tensors[0]), weakref.ref(cached._weights.model)
     loaded = cached.free()
     assert tensor() is None
-    executor = loaded.allocate(5, 2).warm_up()
-    assert (executor.num_blocks, executor.num_host_blocks, executor.model.max_model_len) == (5, 2, 80)
+    executor = allocate(loaded, 5, 2).warm_up()
+    assert (executor.slabs.num_blocks(0), executor.num_host_blocks, executor.model.max_model_len) == (5, 2, 80)
     assert model() is executor._weights.model
-    assert executor.sleep().allocate(6, 0).warm_up().model.max_model_len == 96, "not the shorter one of before"
+    assert allocate(executor.sleep(), 6).warm_up().model.max_model_len == 96, "not the shorter one of before"
 
 
 def test_a_state_that_was_left_is_not_used(described: DeviceDescribed) -> None:
     loaded = described.load()
-    cached = loaded.allocate(4, 0)
+    cached = allocate(loaded, 4)
     executor = cached.warm_up()
     again = executor.sleep()
     for use in (
-        described.load, loaded.free_kv_bytes, lambda: loaded.allocate(4, 0), loaded.unload, cached.warm_up, cached.free,
+        described.load, loaded.free_kv_bytes, lambda: allocate(loaded, 4), loaded.unload, cached.warm_up, cached.free,
         executor.sleep, executor.draw_late, executor.clear, lambda: executor.launch(Batch(0)), lambda: executor.cache,
         lambda: executor.check(PLAIN[0]), lambda: executor.ready({}, lambda: None), executor.start_profile,
     ):  # fmt: skip
@@ -148,10 +158,8 @@ def test_all_is_released_once_by_whatever_state_is_closed(
     for num_ways in range(6):
         state: Any = DeviceDescribed.of(make_config(demo_directory), lambda _: None)
         states, released = [state], list[str]()
-        for way, arguments in (
-            ("load", ()), ("allocate", (4, 0)), ("warm_up", ()), ("sleep", ()), ("unload", ()),
-        )[:num_ways]:  # fmt: skip
-            state = getattr(state, way)(*arguments)
+        for way in ("load", "allocate", "warm_up", "sleep", "unload")[:num_ways]:
+            state = go(state, way)
             states.append(state)
             if way == "load":
                 state._weights.owned.callback(released.append, "weights")
@@ -180,14 +188,14 @@ def test_a_transition_that_fails_leaves_its_state_as_it_was(
         raise StartupError("too bad")
 
     state: Any = described
-    for way, arguments in (("load", ()), ("allocate", (NUM_BLOCKS, 0)), ("warm_up", ())):
+    for way in ("load", "allocate", "warm_up"):
         if way == phase:
             with monkeypatch.context() as patch:
                 patch.setattr(f"pd_cluster.worker.{function}", fail)
                 with pytest.raises(StartupError, match="too bad"):
-                    getattr(state, way)(*arguments)
+                    go(state, way)
             assert not state.is_left
-        state = getattr(state, way)(*arguments)
+        state = go(state, way)
     assert serve(state)[0]
     state.close()
 
@@ -236,7 +244,7 @@ def test_ranks_go_and_come_back_and_draw_the_same(tmp_path: Path, monkeypatch: p
     loaded = described.load()
     loaded_bytes = resident()
     assert all(own > before + 1_000_000 for own, before in zip(loaded_bytes, described_bytes, strict=True))
-    executor = loaded.allocate(80, 0).warm_up()
+    executor = allocate(loaded, 80).warm_up()
 
     def draw() -> list[list[int]]:
         runs = OverlappedDriver(executor).run(make_sequences(PLAIN))
@@ -252,14 +260,14 @@ def test_ranks_go_and_come_back_and_draw_the_same(tmp_path: Path, monkeypatch: p
             again = loaded.unload()
             assert resident() == described_bytes
             loaded = again.load()
-        loaded = loaded.allocate(7, 0).free()
+        loaded = allocate(loaded, 7).free()
         assert resident() == loaded_bytes
-        executor = loaded.allocate(80, 0).warm_up()
+        executor = allocate(loaded, 80).warm_up()
         assert draw() == expected
     assert losses == []
     loaded = executor.sleep()
     with pytest.raises(StartupError, match="cannot allocate"):
-        loaded.allocate(10**12, 0)
+        allocate(loaded, 10**12)
     for _ in range(2):
         loaded.close()
     assert None not in [process.returncode for process in ranks.link._processes.values()]

@@ -20,6 +20,7 @@ from pd_kernels.values import StepSize
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
 from tests.worker.repeated_graphs import Repeater, near_sizes, reference_attentions, step_graphs, with_graphs
+from tests.worker.tables import table
 from tests.worker.test_few_rows import FEW_ROWS
 
 if TYPE_CHECKING:
@@ -150,8 +151,8 @@ def test_steps_launched_ahead_take_tokens_that_are_on_the_device_only(models: Mo
         executor = make_executor(models.get("llama").directory)
         replayed = with_graphs(executor, SIZES).replayed if is_replayed else []
         starts = (
-            SequenceStart(0, tuple(first), 20, (0, 1), GREEDY, 0),
-            SequenceStart(1, tuple(second), 50, (2, 3, 4, 5), GREEDY, 0),
+            SequenceStart(0, tuple(first), 20, table((0, 1)), GREEDY, 0),
+            SequenceStart(1, tuple(second), 50, table((2, 3, 4, 5)), GREEDY, 0),
         )
         pending = executor.launch(Batch(0, starts[:1], (SequenceChunk(0, 0, 20, num_samples=1),)))
         tokens: list[list[int]] = [[], []]
@@ -177,14 +178,14 @@ def test_padding_touches_no_live_block(models: ModelStore, num_steps_before: int
     driver.add(random_prompts([20], VOCAB_SIZE)[0], GREEDY)
     for _ in range(num_steps_before):
         driver.step()
-    executor._cache.tensors[0][executor.num_blocks] = 0  # the recording has padded too
+    executor._cache.tensors[0][executor.slabs.num_blocks(0)] = 0  # the recording has padded too
     before = executor._cache.tensors[0].clone()
     driver.step()
     changed = (executor._cache.tensors[0] != before).flatten(1).any(1).nonzero()[:, 0].tolist()
     blocks = driver.sequences[0].blocks[num_steps_before:]
-    assert changed == sorted([*blocks, executor.num_blocks])
+    assert changed == sorted([*blocks, executor.slabs.num_blocks(0)])
     assert repeated.replayed[-1] == size
-    assert executor.cache.tensors[0].shape[0] == executor.num_blocks, "others do not see the padding block"
+    assert executor.cache.tensors[0].shape[0] == executor.slabs.num_blocks(0), "others do not see the padding block"
     executor.close()
 
 
@@ -255,7 +256,7 @@ def test_logits_of_replayed_steps_on_a_gpu(models: ModelStore, num_decodes: int)
         lengths = [(length, 1) for length in range(2, 2 + num_decodes)] + [(0, 90), (70, 33), (5, 7)]
         prompts = random_prompts([begin + count for begin, count in lengths], VOCAB_SIZE)
         starts = tuple(
-            SequenceStart(i, tuple(prompt), len(prompt), (2 * i, 2 * i + 1), GREEDY, i)
+            SequenceStart(i, tuple(prompt), len(prompt), table((2 * i, 2 * i + 1)), GREEDY, i)
             for i, prompt in enumerate(prompts)
         )
         before = tuple(

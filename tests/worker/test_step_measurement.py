@@ -31,6 +31,7 @@ from pd_cluster.worker.step_measurement import (
 )
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
+from tests.worker.tables import slabs_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +60,7 @@ def bent(bend: int, max_len: int) -> TableTimer:
     def launch(batch: Batch) -> PendingStep:
         raise NotImplementedError
 
-    return TableTimer(launch, num_blocks=10, block_size=16, max_len=max_len, vocab_size=100, bend=bend)
+    return TableTimer(launch, slabs=slabs_of(10), block_size=16, max_len=max_len, vocab_size=100, bend=bend)
 
 
 def noting(executor: DeviceExecutor, batches: list[Batch]) -> StepTimer:
@@ -67,7 +68,7 @@ def noting(executor: DeviceExecutor, batches: list[Batch]) -> StepTimer:
         batches.append(batch)
         return executor.launch(batch)
 
-    return StepTimer(launch, executor.num_blocks, executor.block_size, executor.model.max_model_len, VOCAB_SIZE)
+    return StepTimer(launch, executor.slabs, executor.block_size, executor.model.max_model_len, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-experts"])
@@ -147,7 +148,7 @@ def test_the_steps_that_a_model_is_fitted_to(
             steps.append((num_decodes, sum(prompts)))
             return 1.0
 
-    timer = Noting(bent(1, max_len).launch, num_blocks=10, block_size=16, max_len=max_len, vocab_size=100)
+    timer = Noting(bent(1, max_len).launch, slabs=slabs_of(10), block_size=16, max_len=max_len, vocab_size=100)
     measure_for_model(limits, timer)
     assert sorted(steps) == sorted(expected)
 

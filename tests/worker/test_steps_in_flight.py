@@ -19,6 +19,7 @@ from pd_connectors.protocol.messages import SampledToken
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import make_executor
 from tests.worker.repeated_graphs import near_sizes, with_graphs
+from tests.worker.tables import table
 from tests.worker.test_step_graphs import cuda_executor
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Walk:
             if live.num_known == MAX_LEN or rng.random() < 0.04:
                 del self.live[seq_id]
                 self.departures.append(seq_id)
-                self.free.append(live.start.block_ids)
+                self.free.append(live.start.tables[0].block_ids)
         chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
         return Batch(step, tuple(starts), tuple(chunks), tuple(departures))
 
@@ -96,7 +97,9 @@ class Walk:
         rng, seq_id, blocks = self.random, self.num_started, self.free.pop(0)
         length, num_samples = rng.choice((1, 2, 5, 16, 17, 40, 64)), rng.choice((1, 1, 1, 2))
         tokens, params = tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(length)), rng.choice(self.params)
-        start = SequenceStart(seq_id, tokens, length, blocks, params, rng.getrandbits(40), tuple(range(num_samples)))
+        start = SequenceStart(
+            seq_id, tokens, length, table(blocks), params, rng.getrandbits(40), tuple(range(num_samples))
+        )
         self.live[seq_id] = Live(start, num_samples, length)
         self.num_started += 1
         return start

@@ -18,6 +18,7 @@ from pd_cluster.worker.logits_stages.stage import StageContext
 from pd_cluster.worker.sampling_state import SamplingState
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
+from tests.worker.tables import table
 
 if TYPE_CHECKING:
     import pytest
@@ -61,7 +62,7 @@ def started(*all_params: SamplingParams) -> SamplingState:
     context = StageContext(len(all_params), DEMO_VOCAB_SIZE, frozenset({2}), cpu, host_buffer.move)
     state = SamplingState(len(all_params), DEMO_VOCAB_SIZE, make_stages(context), host_buffer)
     for row, params in enumerate(all_params):
-        state.start(row, SequenceStart(row, (1, 2, 3), 3, (0,), params, row))
+        state.start(row, SequenceStart(row, (1, 2, 3), 3, table((0,)), params, row))
     return state
 
 
@@ -91,6 +92,6 @@ def test_a_row_keeps_nothing_of_the_request_before() -> None:
     (_, bias), (_, ban) = inputs.changes
     assert [shift.rows for shift in bias.shifts] == [slice(0, 1)]
     assert ban.entries.tokens.tolist() == [2]
-    state.start(0, SequenceStart(1, (1, 2, 3), 3, (0,), SamplingParams(max_tokens=9), 0))
+    state.start(0, SequenceStart(1, (1, 2, 3), 3, table((0,)), SamplingParams(max_tokens=9), 0))
     inputs = state.prepare(rows, lengths, [1])
     assert not inputs.changes

@@ -14,6 +14,7 @@ from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_kernels import sampling
 from tests.worker.conftest import MODELS, VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
+from tests.worker.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,20 +84,22 @@ def test_steps_launched_ahead_and_swaps(models: ModelStore, name: str, num_group
     driver = Driver(executor)
     driver.add(prompt, params)
     expected = driver.run()[0]
-    start = SequenceStart(0, tuple(prompt), 20, (3, 4), params, 0)
+    start = SequenceStart(0, tuple(prompt), 20, table((3, 4)), params, 0)
     batches = [Batch(0, (start,), (SequenceChunk(0, 0, 20, num_samples=1),))]
     batches += [Batch(step, (), (SequenceChunk(0, 19 + step, 1, num_samples=1),)) for step in range(1, 6)]
     pending = [executor.launch(batch) for batch in batches]
     tokens = [step.result().samples[0][0].token_id for step in pending]
     assert tokens == expected[:6]
     held = [tensor[[3, 4]].clone() for tensor in executor.cache.tensors]
-    executor.launch(Batch(6, departures=(0,), copies=BlockCopies(swap_out=((3, 1), (4, 0))))).result()
+    executor.launch(Batch(6, departures=(0,), copies=BlockCopies(swap_out=((0, 3, 1), (0, 4, 0))))).result()
     for tensor in executor.cache.tensors:
         tensor.fill_(torch.nan)
-    back = SequenceStart(0, (*prompt, *tokens), 20, (9, 8), params, 0)
+    back = SequenceStart(0, (*prompt, *tokens), 20, table((9, 8)), params, 0)
     chunk = SequenceChunk(0, 25, 1, num_samples=1)
     samples = (
-        executor.launch(Batch(7, (back,), (chunk,), copies=BlockCopies(swap_in=((1, 9), (0, 8))))).result().samples
+        executor.launch(Batch(7, (back,), (chunk,), copies=BlockCopies(swap_in=((0, 1, 9), (0, 0, 8)))))
+        .result()
+        .samples
     )
     assert samples[0][0].token_id == expected[6]
     for tensor, blocks in zip(executor.cache.tensors, held, strict=True):

@@ -13,6 +13,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from tests.worker.conftest import VOCAB_SIZE, ModelStore, SavedModel
 from tests.worker.driver import Driver, make_executor, random_prompts
+from tests.worker.tables import table
 
 if TYPE_CHECKING:
     from pd_cluster.worker.device_executor import DeviceExecutor
@@ -84,8 +85,8 @@ def test_several_first_tokens_are_those_of_their_seeds(executor: DeviceExecutor)
     expected = [alone(executor, params(temperature=1.8), seed) for seed in seeds]
     expected.append(alone(executor, params(temperature=0.0), 0))
     alone(executor, params(temperature=0.0), 0, PROMPT[::-1])  # its tokens are what the rows hold before
-    start = SequenceStart(0, tuple(PROMPT), len(PROMPT), (1, 2, 3), wanted, seeds[0], seeds)
-    neighbour = SequenceStart(1, tuple(PROMPT), len(PROMPT), (4, 5, 6), params(temperature=0.0), 0)
+    start = SequenceStart(0, tuple(PROMPT), len(PROMPT), table((1, 2, 3)), wanted, seeds[0], seeds)
+    neighbour = SequenceStart(1, tuple(PROMPT), len(PROMPT), table((4, 5, 6)), params(temperature=0.0), 0)
     chunks = (SequenceChunk(0, 0, 37, num_samples=4), SequenceChunk(1, 0, 37, num_samples=1))
     pending = executor.launch(Batch(0, (start, neighbour), chunks))
     chunks = (SequenceChunk(0, 37, 1, num_samples=1), SequenceChunk(1, 37, 1, num_samples=1))

@@ -11,6 +11,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
 from tests.worker.conftest import VOCAB_SIZE
 from tests.worker.driver import Driver, random_prompts
+from tests.worker.tables import table
 
 if TYPE_CHECKING:
     from pd_cluster.worker.device_executor import DeviceExecutor
@@ -21,7 +22,7 @@ LONG = SamplingParams(max_tokens=10, temperature=0.0)
 
 def prefill(executor: DeviceExecutor, blocks: tuple[int, ...], params: SamplingParams = LONG) -> int:
     """Start sequence 0 with PROMPT in `blocks`; its first token."""
-    start = SequenceStart(0, tuple(PROMPT), 20, blocks, params, 0)
+    start = SequenceStart(0, tuple(PROMPT), 20, table(blocks), params, 0)
     return (
         executor.launch(Batch(0, (start,), (SequenceChunk(0, 0, 20, num_samples=1),))).result().samples[0][0].token_id
     )
@@ -40,7 +41,7 @@ def test_steps_launched_ahead_give_the_same_tokens(executor: DeviceExecutor) -> 
     other = Driver(executor)
     other.add(PROMPT[::-1], LONG)
     other.run()  # the row that the sequence will have holds other tokens now
-    start = SequenceStart(0, tuple(PROMPT), 20, (3, 4, 5), params, 0)
+    start = SequenceStart(0, tuple(PROMPT), 20, table((3, 4, 5)), params, 0)
     pending = executor.launch(Batch(0, (start,), (SequenceChunk(0, 0, 20, num_samples=1),)))
     tokens = []
     for step in range(1, 10):
@@ -54,9 +55,9 @@ def test_steps_launched_ahead_give_the_same_tokens(executor: DeviceExecutor) -> 
 def test_a_result_read_after_its_row_was_given_away_is_void(executor: DeviceExecutor) -> None:
     """The row's new occupant keeps its own tokens."""
     expected = expected_tokens(executor)
-    start = SequenceStart(0, (9, 9, 9), 3, (8,), LONG, 0)
+    start = SequenceStart(0, (9, 9, 9), 3, table((8,)), LONG, 0)
     pending = executor.launch(Batch(0, (start,), (SequenceChunk(0, 0, 3, num_samples=1),)))
-    newcomer = SequenceStart(1, tuple(PROMPT), 20, (1, 2), LONG, 0)
+    newcomer = SequenceStart(1, tuple(PROMPT), 20, table((1, 2)), LONG, 0)
     executor.launch(Batch(1, (newcomer,), (), departures=(0,)))
     pending.result()
     samples = executor.launch(Batch(2, (), (SequenceChunk(1, 0, 20, num_samples=1),))).result().samples
@@ -67,8 +68,8 @@ def test_copy_on_write_gives_the_copy_its_own_future(executor: DeviceExecutor) -
     """Two sequences share blocks; before one appends to the shared last block it gets a copy."""
     expected = expected_tokens(executor)
     first = prefill(executor, (1, 2))
-    child = SequenceStart(1, (*PROMPT, 77), 20, (1, 3), LONG, 0)
-    copies = BlockCopies(copy_on_write=((2, 3),))
+    child = SequenceStart(1, (*PROMPT, 77), 20, table((1, 3)), LONG, 0)
+    copies = BlockCopies(copy_on_write=((0, 2, 3),))
     chunks = (SequenceChunk(1, 20, 1, num_samples=1), SequenceChunk(0, 20, 1, num_samples=1))
     samples = executor.launch(Batch(1, (child,), chunks, copies=copies)).result().samples
     assert [first, samples[0][0].token_id] == expected[:2]
@@ -82,8 +83,8 @@ def test_new_blocks_may_replace_old_ones(executor: DeviceExecutor) -> None:
     """After copy on write the table's last entry is another block."""
     expected = expected_tokens(executor)
     prefill(executor, (1, 2))
-    chunk = SequenceChunk(0, 20, 1, first_new_block=1, new_block_ids=(6,), num_samples=1)
-    samples = executor.launch(Batch(1, (), (chunk,), copies=BlockCopies(copy_on_write=((2, 6),)))).result().samples
+    chunk = SequenceChunk(0, 20, 1, new_blocks=table((6,), 1), num_samples=1)
+    samples = executor.launch(Batch(1, (), (chunk,), copies=BlockCopies(copy_on_write=((0, 2, 6),)))).result().samples
     executor.cache.tensors[0][2] = torch.nan
     following = executor.launch(Batch(2, (), (SequenceChunk(0, 21, 1, num_samples=1),))).result().samples
     executor.cache.tensors[0][2] = 0
@@ -95,12 +96,14 @@ def test_a_swapped_sequence_goes_on_where_it_was(executor: DeviceExecutor) -> No
     expected = expected_tokens(executor)
     assert executor.num_host_blocks >= 4
     first = prefill(executor, (1, 2))
-    executor.launch(Batch(1, departures=(0,), copies=BlockCopies(swap_out=((1, 3), (2, 0))))).result()
+    executor.launch(Batch(1, departures=(0,), copies=BlockCopies(swap_out=((0, 1, 3), (0, 2, 0))))).result()
     executor.cache.tensors[0].fill_(torch.nan)
-    back = SequenceStart(0, (*PROMPT, first), 20, (7, 5), LONG, 0)
+    back = SequenceStart(0, (*PROMPT, first), 20, table((7, 5)), LONG, 0)
     chunk = SequenceChunk(0, 20, 1, num_samples=1)
     samples = (
-        executor.launch(Batch(2, (back,), (chunk,), copies=BlockCopies(swap_in=((3, 7), (0, 5))))).result().samples
+        executor.launch(Batch(2, (back,), (chunk,), copies=BlockCopies(swap_in=((0, 3, 7), (0, 0, 5)))))
+        .result()
+        .samples
     )
     assert samples[0][0].token_id == expected[1]
     executor.cache.tensors[0].zero_()
@@ -116,7 +119,7 @@ def test_what_blocks_held_before_does_not_matter(executor: DeviceExecutor) -> No
 
 def test_empty_steps_and_unfinished_prompts_sample_nothing(executor: DeviceExecutor) -> None:
     assert executor.launch(Batch(4)).result().samples == {}
-    start = SequenceStart(0, tuple(PROMPT), 20, (1, 2), LONG, 0)
+    start = SequenceStart(0, tuple(PROMPT), 20, table((1, 2)), LONG, 0)
     result = executor.launch(Batch(5, (start,), (SequenceChunk(0, 0, 7),))).result()
     assert (result.step, result.samples) == (5, {})
 
@@ -128,4 +131,4 @@ def test_broken_invariants_are_assertions(executor: DeviceExecutor) -> None:
     with pytest.raises(AssertionError, match="samples before"):
         executor.launch(Batch(1, (), (SequenceChunk(0, 4, 1, num_samples=1),))).result()
     with pytest.raises(AssertionError, match="already has a row"):
-        executor.launch(Batch(1, (SequenceStart(0, (1,), 1, (3,), LONG, 0),))).result()
+        executor.launch(Batch(1, (SequenceStart(0, (1,), 1, table((3,)), LONG, 0),))).result()

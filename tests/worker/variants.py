@@ -33,6 +33,7 @@ from pd_cluster.worker.warm_up import run_steps_of_all_kinds
 from pd_kernels import launch_sizes, triton_dependent_launch
 from pd_kernels.selection import BACKENDS
 from pd_kernels.triton_attention import TritonBackend
+from tests.worker.tables import table
 
 if TYPE_CHECKING:
     from pd_kernels.backends import Kernels
@@ -131,7 +132,7 @@ def start(case: Case) -> DeviceExecutor:
             scheduler=SchedulerConfig(max_num_seqs=case.num_seqs, max_num_batched_tokens=case.budget),
         )
         worker = DeviceExecutor.started(node, lambda line: None)
-    run_steps_of_all_kinds(worker._runner, BLOCK_SIZE, case.max_len, node.scheduler)
+    run_steps_of_all_kinds(worker._runner, case.max_len, node.scheduler)
     return worker
 
 
@@ -142,7 +143,7 @@ def serve(worker: DeviceExecutor, num_decodes: int, *prompts: tuple[int, int, in
     for seq_id, (begin, size, rest) in enumerate(lengths):
         count = begin + size + rest
         params, blocks = PARAMS[seq_id % len(PARAMS)], tuple(range(-(-count // BLOCK_SIZE)))
-        starts.append(SequenceStart(seq_id, (0,) * count, count, blocks, params, seq_id))
+        starts.append(SequenceStart(seq_id, (0,) * count, count, table(blocks), params, seq_id))
         chunks.append(SequenceChunk(seq_id, begin, size, num_samples=0 if rest else 1))
     worker.launch(Batch(0, tuple(starts), tuple(chunks))).result()
     worker.launch(Batch(1, departures=tuple(range(len(lengths))))).result()

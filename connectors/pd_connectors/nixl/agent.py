@@ -55,21 +55,29 @@ class MayStillLand(NixlError):
 
 
 class Region(msgspec.Struct, frozen=True):
-    """A registered cache tensor, of one group: `num_blocks` blocks of `block_bytes`, one after another from `base`."""
+    """A cache tensor, of one group: `num_blocks` blocks of `block_bytes`, the first at `base`, each contiguous."""
 
     base: int
     num_blocks: int
     block_bytes: int
+    stride: int  # bytes from one block to the next; other groups' blocks may lie in the same memory
     segment: str  # "DRAM" or "VRAM"
     device: int
 
+    @property
+    def end(self) -> int:
+        """The address behind the last block."""
+        return self.base + (self.num_blocks - 1) * self.stride + self.block_bytes
+
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Region:
-        """The region of a tensor [num_blocks, ...], contiguous."""
+        """The region of a tensor [num_blocks, ...], of which each block is contiguous."""
+        assert tensor[0].is_contiguous(), tensor.stride()
         return cls(
             base=tensor.data_ptr(),
             num_blocks=tensor.shape[0],
             block_bytes=tensor[0].nbytes,
+            stride=tensor.stride(0) * tensor.element_size(),
             segment="VRAM" if tensor.is_cuda else "DRAM",
             device=tensor.get_device() if tensor.is_cuda else 0,
         )
@@ -108,8 +116,8 @@ class NixlAgent:
             self._agent = self._bind.nixlAgent(name, config)
             with _environment(network.settings):
                 self._backends = [self._agent.createBackend("UCX", {})]
-            for region in self.regions:
-                self._register(region.segment, region.base, region.num_blocks * region.block_bytes, region.device)
+            for segment, device, base, end in _memories(self.regions):
+                self._register(segment, base, end - base, device)
             self._register("DRAM", self._scratch_base, WARM_UP_BYTES, 0)
         except Exception as error:
             raise ConnectorUnavailable(f"NIXL did not start: {type(error).__name__}: {error}") from error
@@ -264,7 +272,7 @@ class NixlAgent:
         for group, offset, num_bytes in places:
             region = regions[group]
             part = rows[start : start + region.num_blocks]
-            part[:, 0] = np.arange(region.num_blocks, dtype=np.uint64) * np.uint64(region.block_bytes)
+            part[:, 0] = np.arange(region.num_blocks, dtype=np.uint64) * np.uint64(region.stride)
             part[:, 0] += np.uint64(region.base + offset)
             part[:, 1] = num_bytes
             part[:, 2] = region.device
@@ -285,6 +293,17 @@ def _places(regions: Sequence[Region], groups: Sequence[int], ids: GroupIds) -> 
     if not found.size:
         raise NixlError("post_read: no blocks")
     return found
+
+
+def _memories(regions: Sequence[Region]) -> list[tuple[str, int, int, int]]:
+    """The memory under the regions, as (segment, device, base, end). Regions that overlap lie in the same memory."""
+    memories: list[tuple[str, int, int, int]] = []
+    for segment, device, base, end in sorted((r.segment, r.device, r.base, r.end) for r in regions):
+        if memories and memories[-1][:2] == (segment, device) and base < memories[-1][3]:
+            _, _, base, before = memories.pop()
+            end = max(end, before)
+        memories.append((segment, device, base, end))
+    return memories
 
 
 def _segment(bind: Any, name: str) -> Any:

@@ -200,11 +200,11 @@ class NixlTransport(Transport):
             there = msgspec.msgpack.decode(description, type=_Description)
             if any(there.agent == peer.remote.name for peer in self._retired):
                 raise NixlError("reads over its previous endpoint are still in flight")
-            theirs = [region.block_bytes for region in there.regions]
-            expected = [group.rank_bytes(key.num_ranks) for group in self._layout.groups]
+            theirs = [region.block_bytes for region in there.regions[: key.num_groups]]
+            expected = [group.rank_bytes(key.num_ranks) for group in self._layout.groups[: key.num_groups]]
             if theirs != expected:  # a slice could reach beyond the region
                 raise NixlError(f"its blocks have {theirs} bytes, not {expected}")
-            slices = slices_between(key.rank, key.num_ranks, self._layout, self._rank)
+            slices = slices_between(key.rank, key.num_ranks, self._layout, self._rank, key.num_groups)
             peer = _Peer(key, agent.connect(there.metadata, there.regions, slices))
         except (NixlError, msgspec.MsgspecError) as error:
             self._tell(ConnectFailed(key, str(error)))

@@ -2,21 +2,25 @@
 
 A block's hash covers its tokens and everything before them, so equal hashes mean equal KV (given equal fingerprints).
 Chains run over fixed units of `HASH_UNIT_TOKENS` tokens: nodes with different block sizes (multiples of the unit)
-agree on every hash. blake2b, never Python's `hash`: a collision would hand one user's KV to another.
+agree on every hash. A unit with placeholders of media covers the media, too. blake2b, never Python's `hash`: a
+collision would hand one user's KV to another.
 """
 
 from __future__ import annotations
 
 from array import array
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 HASH_UNIT_TOKENS = 16
 DIGEST_BYTES = 16
+NO_MEDIA: Mapping[int, bytes] = MappingProxyType({})
 _TOKEN_BYTES = 4
+_MEDIA_UNIT = blake2b(digest_size=DIGEST_BYTES, person=b"pd-kv-media")
 _UNIT = blake2b(digest_size=DIGEST_BYTES, person=b"pd-kv-unit")  # copied for every unit: half the time of a new one
 
 
@@ -25,21 +29,27 @@ def root_hash(salt: str = "") -> bytes:
     return blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"pd-kv-root").digest()
 
 
-def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Hash of `token_ids` (each 0 <= id < 2**32) following the prefix that `parent` names."""
-    return _chain(parent, array("I", token_ids).tobytes())
+def chain_hash(parent: bytes, token_ids: Sequence[int], media: bytes = b"") -> bytes:
+    """Hash of `token_ids` (each 0 <= id < 2**32) following the prefix that `parent` names.
+
+    media: a digest of DIGEST_BYTES of the media that have placeholders among these tokens; b"": there are none.
+    """
+    return _chain(parent, array("I", token_ids).tobytes(), media)
 
 
-def _chain(parent: bytes, tokens: bytes) -> bytes:
-    state = _UNIT.copy()
-    state.update(parent + tokens)
+def _chain(parent: bytes, tokens: bytes, media: bytes = b"") -> bytes:
+    state = (_MEDIA_UNIT if media else _UNIT).copy()
+    state.update(parent + media + tokens)
     return state.digest()
 
 
-def extend_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+def extend_hashes(
+    parent: bytes, token_ids: Sequence[int], block_size: int, media: Mapping[int, bytes] = NO_MEDIA
+) -> list[bytes]:
     """One hash per *whole* block of `token_ids`; the tail is left out.
 
-    `parent` is the hash of what precedes `token_ids` (`root_hash()` at the start of a prompt).
+    `parent` is the hash of what precedes `token_ids` (`root_hash()` at the start of a prompt). `media`: digests as for
+    `chain_hash`, by the number of the unit within `token_ids`.
     """
     if block_size % HASH_UNIT_TOKENS:
         raise ValueError(f"block_size {block_size} is not a multiple of {HASH_UNIT_TOKENS}")
@@ -47,13 +57,16 @@ def extend_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> l
     block_bytes = block_size * _TOKEN_BYTES
     for end in range(block_bytes, len(tokens) + 1, block_bytes):
         for start in range(end - block_bytes, end, unit_bytes):
-            parent = _chain(parent, tokens[start : start + unit_bytes])
+            parent = _chain(parent, tokens[start : start + unit_bytes], media.get(start // unit_bytes, b""))
         hashes.append(parent)
     return hashes
 
 
-def prompt_digest(token_ids: Sequence[int], salt: str = "") -> bytes:
-    """Hash of a whole prompt, tail included. Two nodes compare it before one reads the other's KV."""
-    units = extend_hashes(root_hash(salt), token_ids, HASH_UNIT_TOKENS)
-    tail = token_ids[len(token_ids) // HASH_UNIT_TOKENS * HASH_UNIT_TOKENS :]
-    return chain_hash(units[-1] if units else root_hash(salt), tail)
+def prompt_digest(token_ids: Sequence[int], salt: str = "", media: Mapping[int, bytes] = NO_MEDIA) -> bytes:
+    """Hash of a whole prompt, tail included. Two nodes compare it before one reads the other's KV.
+
+    media: as for `extend_hashes`. The tail is the last unit.
+    """
+    units = extend_hashes(root_hash(salt), token_ids, HASH_UNIT_TOKENS, media)
+    tail = token_ids[len(units) * HASH_UNIT_TOKENS :]
+    return chain_hash(units[-1] if units else root_hash(salt), tail, media.get(len(units), b""))

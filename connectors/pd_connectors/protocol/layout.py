@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 from hashlib import blake2b
-from math import prod
+from itertools import pairwise, takewhile
+from math import lcm, prod
 
 import msgspec
 
@@ -38,28 +39,37 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int  # tokens a block; for STATE the distance of checkpoints
     window: int = 0  # tokens, for WINDOW
     sharded: bool = True  # axis 0 is split over ranks; False: every rank holds, and reads, the whole block
+    optional: bool = False  # a peer without this group is accepted; then it is not handed over (the head of drafts)
 
     @property
     def block_bytes(self) -> int:
         """The size of one block with each head once, whatever the ranks replicate."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
-    def first_block(self, num_tokens: int) -> int:
-        """The first block that a token at position `num_tokens`, or a later one, attends to."""
-        return max(0, num_tokens - self.window + 1) // self.block_size if self.kind is KVKind.WINDOW else 0
+    def first_block(self, position: int) -> int:
+        """The first block that the token at `position`, or a later one, reads. The blocks before it are dead then."""
+        match self.kind:
+            case KVKind.WINDOW:
+                return max(0, position - self.window + 1) // self.block_size
+            case KVKind.STATE:
+                return max(0, position - 1) // self.block_size
+        return 0
 
     def handed_over(self, num_tokens: int, num_computed: int | None = None) -> range:
         """The prompt blocks that a handoff of a prompt of `num_tokens` moves, as indices into the prompt's blocks.
 
         num_computed: only those that are final when this many of the prompt's tokens are computed. None: all tokens.
-
-        A WINDOW group is handed over from block 0 and not from `first_block`: one block table serves all groups, and
-        the engine keeps and caches whole prompts. This is the only place that decides it.
+        A reader may compute the last token again, and finds its own last whole block cached in the next turn, so what
+        follows that boundary reads is moved too.
         """
         computed = num_tokens if num_computed is None else num_computed
+        first = self.first_block(
+            num_tokens if self.kind is KVKind.STATE else (num_tokens - 1) // self.block_size * self.block_size
+        )
         if self.kind is KVKind.STATE:  # the state after the last token, which no earlier step has
-            return range(int(computed == num_tokens))
-        return range(-(-computed // self.block_size) if computed == num_tokens else computed // self.block_size)
+            return range(first, first + int(computed == num_tokens))
+        stop = -(-computed // self.block_size) if computed == num_tokens else computed // self.block_size
+        return range(first, max(first, stop))
 
     def heads_of(self, rank: int, tp_size: int) -> range:
         """The part of axis 0 that a rank holds.
@@ -101,45 +111,71 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The blocks of one engine. Block `i` of a sequence has one id, which is valid in every group's tensor."""
+    """The blocks of one engine. A sequence has a block table for each group; an id is valid in its group's tensor."""
 
-    groups: tuple[KVGroup, ...]
+    groups: tuple[KVGroup, ...]  # those that are optional come last
     tp_size: int = 1  # ranks that the engine splits its blocks over
+
+    def __post_init__(self) -> None:
+        if any(a.optional and not b.optional for a, b in pairwise(self.groups)):
+            raise ValueError("KV groups that are optional come last")
+
+    @property
+    def required(self) -> tuple[KVGroup, ...]:
+        """The groups that a peer must have."""
+        return tuple(group for group in self.groups if not group.optional)
 
     @property
     def block_size(self) -> int:
-        """Tokens a block, which all groups share as long as they share the block table."""
-        return self.groups[0].block_size
+        """Tokens a block of the group with the smallest blocks. The block size of each group is a multiple of it."""
+        return min(group.block_size for group in self.groups)
+
+    @property
+    def boundary(self) -> int:
+        """Tokens from one place where a prompt can be continued in every required group to the next."""
+        return lcm(*(group.block_size for group in self.required))
 
     @property
     def block_bytes(self) -> int:
-        """The size of one block in all groups, with each head once."""
+        """The size of one block of every group, with each head once. It is no measure of a number of tokens."""
         return sum(group.block_bytes for group in self.groups)
 
     @property
     def rank_bytes(self) -> int:
-        """The size of one block in all groups, on one rank. `tp_size` of these hold replicated heads several times."""
+        """`block_bytes` on one rank. `tp_size` of these hold replicated heads several times."""
         return sum(group.rank_bytes(self.tp_size) for group in self.groups)
 
     def digest(self) -> bytes:
-        """16 bytes that name the groups. Equal for engines with different `tp_size`."""
-        return blake2b(msgspec.msgpack.encode(self.groups), digest_size=16, person=b"pd-kv-layout").digest()
+        """16 bytes that name the groups that a peer must have. Equal for engines with different `tp_size`."""
+        groups = [msgspec.to_builtins(group) for group in self.required]
+        for group in groups:
+            del group["optional"]  # so that digests are those of before there were such groups
+        return blake2b(msgspec.msgpack.encode(groups), digest_size=16, person=b"pd-kv-layout").digest()
 
     def check_same_groups(self, theirs: BlockLayout) -> None:
-        """Raises LayoutMismatch, which names the difference, unless `theirs` has the same groups."""
-        if [group.block_size for group in theirs.groups] != [group.block_size for group in self.groups]:
+        """Raises LayoutMismatch, which names the difference, unless `theirs` has the same groups but optional ones."""
+        here, there = self.required, theirs.required
+        if [group.block_size for group in there] != [group.block_size for group in here]:
             raise LayoutMismatch(
-                f"the peer's block_size is {_sizes(theirs)} tokens, ours {_sizes(self)}: "
+                f"the peer's block_size is {_sizes(there)} tokens, ours {_sizes(here)}: "
                 "start both nodes with the same block_size"
             )
-        if [group.dtype for group in theirs.groups] != [group.dtype for group in self.groups]:
+        if [group.dtype for group in there] != [group.dtype for group in here]:
             raise LayoutMismatch(
-                f"the peer's KV is {theirs.groups[0].dtype}, ours {self.groups[0].dtype}: "
+                f"the peer's KV is {there[0].dtype}, ours {here[0].dtype}: "
                 "start both nodes with the same dtype and kv_cache_dtype"
             )
-        if theirs.groups != self.groups:
-            raise LayoutMismatch(f"the peer's KV groups are {theirs.groups}, ours {self.groups}")
+        if there != here:
+            raise LayoutMismatch(f"the peer's KV groups are {there}, ours {here}")
+
+    def num_common(self, theirs: BlockLayout) -> int:
+        """How many groups are handed over between the two: as many as are equal from the first one on.
+
+        Raises as `check_same_groups` does.
+        """
+        self.check_same_groups(theirs)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.groups, theirs.groups, strict=False)))
 
 
-def _sizes(layout: BlockLayout) -> str:
-    return "/".join(str(group.block_size) for group in layout.groups)
+def _sizes(groups: tuple[KVGroup, ...]) -> str:
+    return "/".join(str(group.block_size) for group in groups)

@@ -17,7 +17,7 @@ import msgspec
 from pd_connectors.protocol.errors import BadSignature, LeaseEnd, ProtocolMismatch
 from pd_connectors.protocol.layout import BlockLayout, BlockRun
 
-PROTOCOL_VERSION = 2  # of tickets, offers, orders and control messages; both sides must have the same
+PROTOCOL_VERSION = 3  # of tickets and control messages; both sides must have the same
 MAC_BYTES = 16
 
 

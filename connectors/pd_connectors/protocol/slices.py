@@ -27,23 +27,28 @@ def plan_slices(theirs: BlockLayout, ours: BlockLayout) -> tuple[SliceRead, ...]
     Every byte of our ranks' blocks is covered once, by a rank of theirs that holds it. Where several ranks hold the
     same heads, our ranks spread over them. With one rank on both sides there is one slice a group, the whole block.
 
-    Raises LayoutMismatch when the groups differ, or the heads cannot be split over either side's ranks.
+    Groups that one side lacks are not read. Raises LayoutMismatch when groups differ that are not optional, or the
+    heads cannot be split over either side's ranks.
     """
-    ours.check_same_groups(theirs)
+    num_groups = ours.num_common(theirs)
     return tuple(
         part
         for rank in range(ours.tp_size)
-        for index in range(len(ours.groups))
+        for index in range(num_groups)
         for part in _plan_group(index, rank, theirs, ours)
     )
 
 
-def slices_between(remote_rank: int, num_remote: int, ours: BlockLayout, rank: int) -> tuple[SliceRead, ...]:
-    """What our `rank` reads from rank `remote_rank` of a peer of `num_remote` ranks, at most one slice a group.
+def plan_peer(num_remote: int, num_groups: int | None, ours: BlockLayout) -> tuple[SliceRead, ...]:
+    """`plan_slices` for a peer of `num_remote` ranks that has our first `num_groups` groups. None: all."""
+    return plan_slices(msgspec.structs.replace(ours, tp_size=num_remote, groups=ours.groups[:num_groups]), ours)
 
-    The peer's groups are ours. Raises as `plan_slices` does.
-    """
-    plan = plan_slices(msgspec.structs.replace(ours, tp_size=num_remote), ours)
+
+def slices_between(
+    remote_rank: int, num_remote: int, ours: BlockLayout, rank: int, num_groups: int | None = None
+) -> tuple[SliceRead, ...]:
+    """What our `rank` reads from rank `remote_rank` of a peer, at most one slice a group. See `plan_peer`."""
+    plan = plan_peer(num_remote, num_groups, ours)
     return tuple(part for part in plan if (part.remote_rank, part.local_rank) == (remote_rank, rank))
 
 

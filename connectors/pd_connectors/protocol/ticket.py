@@ -17,6 +17,7 @@ from pd_connectors.protocol.errors import BadSignature, ProtocolMismatch, Ticket
 from pd_connectors.protocol.layout import BlockLayout
 from pd_connectors.protocol.messages import MAC_BYTES, PROTOCOL_VERSION, LeaseRef, mac
 
+PAPER_VERSION = 2  # of offers and orders; tickets and control messages have PROTOCOL_VERSION
 TICKET_LIFETIME_S = 600.0  # far above any clock skew between nodes
 MAX_LIFETIME_S = 86_400.0  # that a paper may still have. Signers give 600 s at most; the rest is for clocks that differ
 
@@ -39,6 +40,7 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
     # Digest of the parameters that decide P's first tokens. D adopts the tokens only if its own digest is equal. The KV
     # does not depend on them. b"": of an older P, which sends none; equal to no digest.
     sampling_digest: bytes = b""
+    position_delta: int = 0  # what media of the prompt add to the positions of the tokens behind it
 
 
 NODE_ACTIONS = {
@@ -61,7 +63,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
     prefill_urls: tuple[str, ...]
     expires_at_s: float
-    version: int = PROTOCOL_VERSION
+    version: int = PAPER_VERSION
 
 
 class NodeOrder(msgspec.Struct, frozen=True, tag=True):
@@ -74,7 +76,7 @@ class NodeOrder(msgspec.Struct, frozen=True, tag=True):
     node: str  # the base URL for "add", else the node's id or its host:port; ALL_NODES for an action of NODE_ACTIONS
     expires_at_s: float  # wall clock; until then a process that overhears the order can repeat it, so keep it short
     role: str = ""  # for "add" and "role": prefill, decode or mixed
-    version: int = PROTOCOL_VERSION
+    version: int = PAPER_VERSION
     is_forced: bool = False  # for "role": even if no node is left that decodes
     reader: str = ""  # for "feed": "ROUTER.PLACE", of the router's process; "": of a router that names it outside
     serial: int = 0  # for "feed": higher in each order of that process
@@ -114,10 +116,10 @@ def verify(key: bytes, token: str, kind: type[Paper], now_s: float) -> Paper:
         )
     try:
         version = msgspec.msgpack.decode(payload, type=_Versioned).version
-        if version != PROTOCOL_VERSION:
+        ours = PROTOCOL_VERSION if kind is Ticket else PAPER_VERSION
+        if version != ours:
             raise ProtocolMismatch(
-                f"the {what} speaks protocol {version}, this node {PROTOCOL_VERSION}: "
-                "run the same release on all nodes and routers"
+                f"the {what} speaks protocol {version}, this node {ours}: run the same release on all nodes and routers"
             )
         paper = msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the second one for a text that is not UTF-8

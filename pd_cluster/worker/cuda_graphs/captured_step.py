@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 class StepPlaces(NamedTuple):
     """The inputs of a captured step, as parts of the host buffer's first array.
 
-    The parts are numpy views on the host, torch views on the device. T, S: the size's num_tokens and num_seqs.
+    The parts are numpy views on the host, torch views on the device. T, S: the size's num_tokens and num_seqs. G: the
+    number of KV groups.
     """
 
     tokens: Any  # [T]: places in InputBatch.token_choices
     positions: Any  # [T]
-    slots: Any  # [T]
+    slots: Any  # [G, T]
     owners: Any  # [S]: rows in InputBatch of the sequences that sample
     temperatures: Any  # float32 in the first half of [S]; 0 for a row that is drawn outside the graph
     seeds: Any  # [S]: see Draws, as for `lengths`
@@ -78,8 +79,11 @@ class CapturedStep(Protocol):
     def places(self, fields: Any) -> StepPlaces:
         """Divide `fields` [length] into views, one for each input of the step."""
 
-    def pad(self, places: StepPlaces, padding_row: int, padding_slot: int) -> None:
-        """Turn zeroed places into a step of padding alone. It reads no cache, and writes to `padding_slot` at most."""
+    def pad(self, places: StepPlaces, padding_row: int, padding_slots: Ints) -> None:
+        """Turn zeroed places into a step of padding alone. It reads no cache, and writes to `padding_slots` at most.
+
+        `padding_slots`: [G, 1].
+        """
 
     def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
         """Write the inputs of attention except `lengths`.
@@ -87,8 +91,11 @@ class CapturedStep(Protocol):
         `lens`, `ends` [n]: the number of tokens of each chunk, and the position after its last token.
         """
 
-    def plan(self, places: StepPlaces, block_tables: torch.Tensor) -> tuple[list[AttentionPlan], Tail | None]:
-        """Plan the attention of each KV group, and name the rows that sample (None: all). The graph captures both."""
+    def plan(self, places: StepPlaces, block_tables: Sequence[torch.Tensor]) -> tuple[list[AttentionPlan], Tail | None]:
+        """Plan the attention of each KV group, and name the rows that sample (None: all). The graph captures both.
+
+        `block_tables`: by KV group.
+        """
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         """Put the outputs where a replay leaves them, and return them there. The graph captures this."""
@@ -105,24 +112,28 @@ class DecodeStep:
 
     @property
     def length(self) -> int:
-        return 7 * self.size.num_seqs
+        return (6 + len(self.attentions)) * self.size.num_seqs
 
     def places(self, fields: Any) -> StepPlaces:
-        tokens, positions, slots, owners, temperatures, seeds, lengths = fields.reshape(7, -1)
-        return StepPlaces(tokens, positions, slots, owners, temperatures, seeds, lengths, None)
+        rows = fields.reshape(-1, self.size.num_seqs)
+        owners, temperatures, seeds, lengths = rows[-4:]
+        return StepPlaces(rows[0], rows[1], rows[2:-4], owners, temperatures, seeds, lengths, None)
 
-    def pad(self, places: StepPlaces, padding_row: int, padding_slot: int) -> None:
+    def pad(self, places: StepPlaces, padding_row: int, padding_slots: Ints) -> None:
         places.tokens[:] = padding_row + 1  # token 0 of the vocabulary
         places.owners[:] = padding_row
-        places.slots[:] = padding_slot
+        places.slots[:] = padding_slots
 
     def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
         """Writes nothing, because padding has length 0."""
 
-    def plan(self, places: StepPlaces, block_tables: torch.Tensor) -> tuple[list[AttentionPlan], None]:
+    def plan(self, places: StepPlaces, block_tables: Sequence[torch.Tensor]) -> tuple[list[AttentionPlan], None]:
         lens = places.lengths.to(torch.int32)
-        step = StepOnDevice(lens, lens, self.query_starts, block_tables[: self.size.num_seqs], self.no_tiles)
-        return [attention.plan(step) for attention in self.attentions], None
+        plans = [
+            attention.plan(StepOnDevice(lens, lens, self.query_starts, tables[: self.size.num_seqs], self.no_tiles))
+            for attention, tables in zip(self.attentions, block_tables, strict=True)
+        ]
+        return plans, None
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         return ReplayOutputs(logits, token_ids)
@@ -144,8 +155,8 @@ class MixedStep:
         num_decodes = num_seqs if size.has_decodes else 0
         tiles = tuple(dict.fromkeys(attention.tiles for attention in attentions))
         lengths = (
-            *[num_tokens] * 3, *[num_seqs] * 5, num_decodes, num_seqs + 1, num_seqs + 2,
-            *(2 * each.count for each in tiles),
+            num_tokens, num_tokens, num_tokens * len(attentions), *[num_seqs] * 5, num_decodes, num_seqs + 1,
+            num_seqs + 2, *(2 * each.count for each in tiles),
         )  # fmt: skip
         shared = ReplayOutputs(outputs.logits[:num_seqs], outputs.token_ids[:num_seqs])
         return cls(size, attentions, tiles, shared, tuple(pairwise((0, *accumulate(lengths)))))
@@ -161,12 +172,13 @@ class MixedStep:
         decode_lens, seq_lens, query_starts, *tiles = others
         placed = {kind: place.reshape(2, -1) for kind, place in zip(self.tiles, tiles, strict=True)}
         attention = MixedPlaces(sampled, decode_lens, seq_lens, query_starts, placed)
+        slots = slots.reshape(-1, self.size.num_tokens)
         return StepPlaces(tokens, positions, slots, owners, temperatures, seeds, lengths, attention)
 
-    def pad(self, places: StepPlaces, padding_row: int, padding_slot: int) -> None:
+    def pad(self, places: StepPlaces, padding_row: int, padding_slots: Ints) -> None:
         places.tokens[:] = padding_row + 1  # token 0 of the vocabulary
         places.owners[:] = padding_row
-        places.slots[:] = padding_slot
+        places.slots[:] = padding_slots
         for tiles in places.attention.tiles.values():
             tiles[0] = self.size.num_seqs
 
@@ -182,17 +194,17 @@ class MixedStep:
         for tiles, place in parts.tiles.items():
             place[:] = tiles.cut(lens, ends, num_decodes, padding_seq=self.size.num_seqs)
 
-    def plan(self, places: StepPlaces, block_tables: torch.Tensor) -> tuple[list[AttentionPlan], Tail]:
+    def plan(self, places: StepPlaces, block_tables: Sequence[torch.Tensor]) -> tuple[list[AttentionPlan], Tail]:
         parts: MixedPlaces = places.attention
         decode_lens, seq_lens, query_starts = (
             numbers.to(torch.int32) for numbers in (parts.decode_lens, parts.seq_lens, parts.query_starts)
         )
-        tables = block_tables[: self.size.num_seqs + 1]
-        steps = {
-            tiles: StepOnDevice(decode_lens, seq_lens, query_starts, tables, place.to(torch.int32))
-            for tiles, place in parts.tiles.items()
-        }
-        return [attention.plan(steps[attention.tiles]) for attention in self.attentions], Tail(parts.sampled, plan=None)
+        cut, num_seqs = {tiles: place.to(torch.int32) for tiles, place in parts.tiles.items()}, self.size.num_seqs + 1
+        plans = [
+            attention.plan(StepOnDevice(decode_lens, seq_lens, query_starts, tables[:num_seqs], cut[attention.tiles]))
+            for attention, tables in zip(self.attentions, block_tables, strict=True)
+        ]
+        return plans, Tail(parts.sampled, plan=None)
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         self.outputs.logits.copy_(logits)

@@ -16,6 +16,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs
@@ -61,10 +62,11 @@ class StepGraphs:
         self._host_buffer = host_buffer
         self._sampler = sampler
         self._attentions = attentions
-        self._views = list(cache.layer_views)
-        self._padding_slot = cache.padding_block * cache.layout.block_size
+        self._caches = cache.layer_caches
+        paddings = [cache.padding_block(index) * group.block_size for index, group in enumerate(cache.layout.groups)]
+        self._padding_slots = np.array(paddings)[:, None]
         self._graphs: dict[StepSize, _Graph] = {}
-        self._block_tables = torch.empty(0)
+        self._block_tables: list[torch.Tensor] = []  # by KV group
 
     @property
     def sizes(self) -> tuple[StepSize, ...]:
@@ -78,8 +80,10 @@ class StepGraphs:
         Steps with decodes only come first. Of each kind the largest step comes first. Call it once.
         """
         started_s, free = time.perf_counter(), recorder.free_bytes
-        shape = max(size.num_seqs for size in sizes) + 1, self._rows.max_blocks
-        self._block_tables = torch.zeros(shape, dtype=torch.int32, device=self._model.device)
+        most, device = max(size.num_seqs for size in sizes) + 1, self._model.device
+        self._block_tables = [
+            torch.zeros((most, width), dtype=torch.int32, device=device) for width in self._rows.max_blocks
+        ]
         steps = make_captured_steps(sizes, self._model, self._attentions, self._sampler.num_columns)
         for step in steps:
             if not recorder.has_room():
@@ -100,15 +104,16 @@ class StepGraphs:
 
         `draws`: the layout of captured draws; None: there are none.
         """
-        return self._rows.build_replay(chunks, self._graphs[size].step, self._padding_slot, draws)
+        return self._rows.build_replay(chunks, self._graphs[size].step, self._padding_slots, draws)
 
     def replay(self, inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
         """Run the step. Row i of the outputs belongs to the i-th sequence that samples.
 
         The replay also writes the drawn tokens to `InputBatch.last_tokens`.
         """
-        num_seqs, width = inputs.block_tables.shape
-        self._block_tables[:num_seqs, :width].copy_(inputs.block_tables)
+        for place, tables in zip(self._block_tables, inputs.block_tables, strict=True):
+            num_seqs, width = tables.shape
+            place[:num_seqs, :width].copy_(tables)
         _, replay, outputs = self._graphs[size]
         replay()
         count = len(inputs.samples)
@@ -118,7 +123,7 @@ class StepGraphs:
         """Write the inputs of a step of padding alone, for the run before the capture."""
         self._host_buffer.begin()
         places = step.places(self._host_buffer.take_first(step.length))
-        step.pad(places, self._rows.padding_row, self._padding_slot)
+        step.pad(places, self._rows.padding_row, self._padding_slots)
         self._host_buffer.flush()
 
     def _run(self, step: CapturedStep) -> ReplayOutputs:
@@ -129,8 +134,8 @@ class StepGraphs:
         rows, places = self._rows, step.places(self._host_buffer.first(step.length))
         token_ids = rows.token_choices.index_select(0, places.tokens)
         plans, tail = step.plan(places, self._block_tables)
-        inputs = ForwardInputs(token_ids, places.positions, places.slots, plans, tail)
-        logits = self._model.forward(inputs, self._views)
+        inputs = ForwardInputs(token_ids, places.positions, places.slots.unbind(), plans, tail)
+        logits = self._model.forward(inputs, self._caches)
         temperatures = places.temperatures.view(torch.float32)[: step.size.num_seqs]
         chosen = self._sampler.draw(logits, Draws(temperatures, places.seeds, places.lengths))
         rows.last_tokens.index_copy_(0, places.owners, chosen)

@@ -208,20 +208,21 @@ async def test_p_stopped_before_it_is_asked(cluster: GatedCluster) -> None:
     interval = f"--health-interval-s={LONG_S:g}"
     router = cluster.new_router(["p0"], ["d0"], interval, f"--ticket-timeout-s={LONG_S:g}")
     impatient = cluster.new_router(["p0"], ["d0"], interval, "--ticket-timeout-s=0.5")
-    cluster.p0.stop()
-    second, leaves = (cluster.call(SHORT, D_FIRST, url=router.url) for _ in range(2))
+    with cluster.impatient("d0"):
+        cluster.p0.stop()
+        second, leaves = (cluster.call(SHORT, D_FIRST, url=router.url) for _ in range(2))
 
-    async def both_ask() -> bool:
-        return await cluster.d0.metric("pd_num_waiting_for_remote_kv") == 2
+        async def both_ask() -> bool:
+            return await cluster.d0.metric("pd_num_waiting_for_remote_kv") == 2
 
-    await until(both_ask, "d0 asks p0 for two tickets")
-    await leaves.leave()
-    first = cluster.call(SHORT, P_FIRST, url=impatient.url)
-    for call, route in ((second, "d-first; reason=header"), (first, "direct; reason=prefill-failed")):
-        outcome = await call.outcome()
-        outcome.check(short)
-        logger.info("%s: answered after %.2f s", route, outcome.seconds)
-        assert outcome.headers["x-pd-route"] == route
+        await until(both_ask, "d0 asks p0 for two tickets")
+        await leaves.leave()
+        first = cluster.call(SHORT, P_FIRST, url=impatient.url)
+        for call, route in ((second, "d-first; reason=header"), (first, "direct; reason=prefill-failed")):
+            outcome = await call.outcome()
+            outcome.check(short)
+            logger.info("%s: answered after %.2f s", route, outcome.seconds)
+            assert outcome.headers["x-pd-route"] == route
     await cluster.check_clean(cluster.d0)
     cluster.p0.go_on()
     logger.info("all clean %.2f s after p0 went on", await cluster.check_clean())

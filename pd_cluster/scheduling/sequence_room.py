@@ -1,0 +1,35 @@
+"""What a sequence holds of the KV cache, and whether it fits into an empty one.
+
+Pure: worker and scheduler must agree.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_connectors.protocol.layout import KVGroup
+    from pd_connectors.protocol.slabs import KvSlabs
+
+
+def decode_blocks(group: KVGroup, num_tokens: int) -> int:
+    """Blocks of a group that a decoding sequence of `num_tokens` holds: what its next token or a later one reads.
+
+    At least 1. A sequence that is prefilled begins with blocks for all of its tokens, of every group.
+    """
+    return max(1, -(-num_tokens // group.block_size) - group.first_block(num_tokens))
+
+
+def fits(groups: Sequence[KVGroup], slabs: KvSlabs, num_tokens: int) -> bool:
+    """Whether the empty cache has blocks for all of `num_tokens`, of every group at once."""
+    needs = (-(-num_tokens // group.block_size) for group in groups)
+    return sum(-(-count // most) for count, most in zip(needs, slabs.per_slab, strict=True)) <= slabs.num_slabs
+
+
+def cache_tokens(groups: Sequence[KVGroup], slabs: KvSlabs) -> int:
+    """The longest sequence that `fits`, in tokens."""
+    limit = max(slabs.num_blocks(index) * group.block_size for index, group in enumerate(groups))
+    return bisect_left(range(limit), True, key=lambda n: not fits(groups, slabs, n + 1))

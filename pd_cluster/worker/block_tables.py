@@ -1,0 +1,65 @@
+"""The block tables of the worker's rows, one for each KV group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from pd_cluster.scheduling.batch import NewBlocks
+    from pd_kernels.values import Ints
+
+
+class BlockTables:
+    """Block ids by group, row, and block of the sequence. Entries that no NewBlocks named are undefined."""
+
+    def __init__(self, num_rows: int, max_len: int, block_sizes: Sequence[int]) -> None:
+        """`max_len`: tokens of a sequence. `block_sizes`: tokens of a block, by group."""
+        self.groups = range(len(block_sizes))
+        self.arrays = [np.zeros((num_rows, table_width(max_len, size)), np.int32) for size in block_sizes]
+        self._sizes = block_sizes
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The most blocks of a row, by group."""
+        return tuple(array.shape[1] for array in self.arrays)
+
+    def write(self, row: int, new_blocks: tuple[NewBlocks, ...]) -> None:
+        for new in new_blocks:
+            self.arrays[new.group][row, new.first_block : new.first_block + len(new.block_ids)] = new.block_ids
+
+    def copy(self, to: Ints, of: Ints) -> None:
+        """Set the rows `to` to the rows `of`, as they were before."""
+        for array in self.arrays:
+            array[to] = array[of]
+
+    def columns(self, group: int, rows: Ints, num_tokens: int, *, rounded: bool = False) -> npt.NDArray[np.int32]:
+        """The blocks of the first `num_tokens` tokens of rows; `rounded`: as many as `table_width` says."""
+        size = self._sizes[group]
+        return self.arrays[group][rows, : table_width(num_tokens, size) if rounded else -(-num_tokens // size)]
+
+    def slots(self, group: int, rows: Ints, positions: Ints) -> Ints:
+        """Where tokens lie in the group's tensor."""
+        size = self._sizes[group]
+        slots: Ints = self.arrays[group][rows, positions // size].astype(np.int64) * size + positions % size
+        return slots
+
+    def fresh(self, group: int, rows: Ints, starts: Ints, ends: Ints) -> Ints | None:
+        """The blocks that tokens [starts, ends) of rows begin and do not fill; None: there are none."""
+        size = self._sizes[group]
+        last = (ends - 1) // size
+        fresh = np.flatnonzero((last * size >= starts) & (ends % size != 0))
+        return self.arrays[group][rows[fresh], last[fresh]].astype(np.int64) if len(fresh) else None
+
+
+def table_width(num_tokens: int, block_size: int) -> int:
+    """Columns of a block table for this many tokens.
+
+    The number is rounded up, because some kernels are compiled for each divisor of a stride.
+    """
+    return -(-num_tokens // (16 * block_size)) * 16

@@ -1,0 +1,243 @@
+"""Pools of caches with groups of every kind: what a prefix needs, what is asked for, and what comes in part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pd_connectors.base import CachedBlock, LoadSpec, PrefixFound, PrefixLoaded
+from pd_connectors.prefix_plan import GroupBlock, PrefixPlan
+from pd_connectors.probe import Probe
+from pd_connectors.protocol.layout import BlockLayout, BlockRun
+from pd_connectors.search import Miss
+from pd_connectors.store import KVStore, ObjectName, Sealer
+from tests.connectors.layouts import FULL, LATENT, LAYOUTS, STATE, WINDOW, full_layout
+from tests.connectors.pool_bench import POOL_CONTEXT, MemoryStore, Node, Shelf, hashes_of, nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+NUM_HASHES = 6
+END = NUM_HASHES * 16
+HASHES = hashes_of(NUM_HASHES)
+
+
+class RecordingStore(MemoryStore):
+    """Keeps every question."""
+
+    def __init__(self, shelf: Shelf, asked: list[list[ObjectName]]) -> None:
+        super().__init__(shelf)
+        self._asked = asked
+
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        self._asked.append(list(names))
+        return super().contains(names)
+
+
+def every_block(layout: BlockLayout) -> list[GroupBlock]:
+    return [GroupBlock(g, block) for g, group in enumerate(layout.groups) for block in range(END // group.block_size)]
+
+
+def store_all(node: Node, layout: BlockLayout) -> None:
+    """Block i of each group lies in its block 2 * i + 1."""
+    plan = PrefixPlan(layout)
+    node.pool.store([CachedBlock(plan.hash_of(at, HASHES), 2 * at.block + 1, at.group) for at in every_block(layout)])
+    node.wait_sent()
+
+
+def runs(layout: BlockLayout, end: int, have: int = 0) -> tuple[BlockRun, ...]:
+    """Into block i of each group, what an engine asks for that has the prompt up to `have`."""
+    needed = [PrefixPlan(layout).needed(group, end, have) for group in range(len(layout.groups))]
+    return tuple(BlockRun(span.start, tuple(span)) for span in needed)
+
+
+def recall(node: Node, layout: BlockLayout, name: str, have: int = 0) -> tuple[int, int]:
+    """Tokens found, and loaded."""
+    node.pool.find(name, HASHES, have // 16)
+    found, event = 0, node.event()
+    if isinstance(event, PrefixFound):
+        found = event.num_tokens
+        assert node.pool.load(LoadSpec(name, runs(layout, found, have), found))
+        event = node.event()
+    assert isinstance(event, PrefixLoaded)
+    return found, event.num_tokens
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_prefix_is_read_without_blocks_that_no_later_token_reads(name: str) -> None:
+    layout, shelf = BlockLayout(LAYOUTS[name].required), Shelf()
+    asked: list[list[ObjectName]] = []
+    context = replace(POOL_CONTEXT, layout=layout)
+    with nodes(partial(RecordingStore, shelf, asked), context, context) as (p, d):
+        store_all(p, layout)
+        asked.clear()
+        before = [cache.clone() for cache in d.caches]
+        assert recall(d, layout, "r") == (END, END)
+        num_bytes, plan = 0, PrefixPlan(layout)
+        needed = [plan.needed(group, END, 0) for group in range(len(layout.groups))]
+        for span, ours, theirs, old, group in zip(needed, d.caches, p.caches, before, layout.groups, strict=True):
+            others = [block for block in range(ours.shape[0]) if block not in span]
+            assert torch.equal(ours[list(span)], theirs[[2 * block + 1 for block in span]])
+            assert torch.equal(ours[others], old[others])
+            num_bytes += len(span) * group.block_bytes
+        assert (d.stat("pool_read_bytes_total"), d.stat("pool_hit_tokens_total")) == (num_bytes, END)
+        hashes = [{plan.hash_of(GroupBlock(g, block), HASHES) for block in span} for g, span in enumerate(needed)]
+        assert {(one.group, one.hash) for names in asked for one in names} == {
+            (group, one) for group, own in enumerate(hashes) for one in own
+        }
+        assert d.misses() == {}
+
+
+def remove(shelf: Shelf, layout: BlockLayout, group: int, block: int) -> None:
+    """One of the block's objects is evicted."""
+    sealer = Sealer(replace(POOL_CONTEXT, layout=layout))
+    del shelf.objects[sealer.names(PrefixPlan(layout).hash_of(GroupBlock(group, block), HASHES), group)[-1]]
+
+
+def test_the_largest_boundary_is_found_that_every_group_accepts() -> None:
+    layout, shelf = LAYOUTS["windowed"], Shelf()
+    context = replace(POOL_CONTEXT, layout=layout)
+    with nodes(lambda: MemoryStore(shelf), context) as (node,):
+        store_all(node, layout)
+        remove(shelf, layout, 1, 0)
+        assert recall(node, layout, "dead at the end") == (96, 96)
+        remove(shelf, layout, 1, 5)
+        assert recall(node, layout, "the last window") == (80, 80)
+        remove(shelf, layout, 0, 3)
+        assert recall(node, layout, "full attention") == (48, 48)
+        remove(shelf, layout, 1, 1)
+        assert recall(node, layout, "no window is whole") == (0, 0)
+        assert recall(node, layout, "what the engine has", have=32) == (48, 48)
+        assert node.misses() == {"absent": 4}
+
+
+def test_what_is_lost_on_the_way_leaves_a_prefix_only_where_it_can_be_continued() -> None:
+    """Of a window only the last blocks are read, so without them no prefix is whole."""
+    for name, left in (("windowed", 0), ("full", 64)):
+        layout, shelf = LAYOUTS[name], Shelf()
+        context = replace(POOL_CONTEXT, layout=layout)
+        with nodes(partial(MemoryStore, shelf), context) as (node,):
+            store_all(node, layout)
+            node.pool.find("r", HASHES, 0)
+            assert node.event() == PrefixFound("r", END)
+            remove(shelf, layout, len(layout.groups) - 1, 4)
+            assert node.pool.load(LoadSpec("r", runs(layout, END), END))
+            assert node.event() == PrefixLoaded("r", left)
+            assert node.misses() == {"lost": 1}
+            num_whole = 5 if name == "windowed" else 4  # up to the object that was lost
+            assert node.stat("pool_read_bytes_total") == num_whole * FULL.block_bytes
+            assert node.stat("pool_hit_tokens_total") == left
+
+
+@pytest.mark.parametrize("num_stored", [0, 3, 8, 9, 100])
+def test_the_questions_for_one_group_of_full_attention(num_stored: int) -> None:
+    """First 8 blocks, then 64 at a time; of each block the first head, and the other one where the first one is."""
+    asked: list[list[ObjectName]] = []
+    hashes, sealer = hashes_of(100), Sealer(POOL_CONTEXT)
+    shelf = Shelf({name: bytearray() for one in hashes[:num_stored] for name in sealer.names(one)})
+    with nodes(partial(RecordingStore, shelf, asked), POOL_CONTEXT) as (node,):
+        node.pool.find("r", hashes, 0)
+        event = node.event()
+        assert (event.num_tokens if isinstance(event, PrefixFound) else 0) == 16 * num_stored
+        node.pool.cancel("r")
+    expected, start = [], 0
+    while start < 100 and start <= num_stored:
+        batch = hashes[start : start + (64 if start else 8)]
+        expected.append([sealer.names(one)[0] for one in batch])
+        if there := batch[: max(0, num_stored - start)]:
+            expected.append([sealer.names(one)[1] for one in there])
+        start += len(batch)
+    assert asked == expected
+
+
+GROUPS = (FULL, WINDOW, LATENT, STATE, msgspec.structs.replace(WINDOW, window=70))
+
+
+class SetStore(KVStore):
+    """Has these blocks."""
+
+    def __init__(self, blocks: set[GroupBlock]) -> None:
+        self.blocks, self.num_questions = blocks, 0
+
+    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
+        self.num_questions += 1
+        return [GroupBlock(name.group, name.part) in self.blocks for name in names]
+
+    def get(self, names: Sequence[ObjectName]) -> Generator[bytearray | None, None, None]:
+        raise NotImplementedError
+
+    def put(self, objects: Sequence[tuple[ObjectName, bytes]]) -> int:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
+
+
+@given(st.lists(st.sampled_from(GROUPS), min_size=1, max_size=3, unique=True), st.data())
+@settings(deadline=None)
+def test_a_search_finds_what_a_model_finds(groups: list[object], data: st.DataObject) -> None:
+    """Between what the engine has and the prompt's end, whatever is stored: in few questions, and none in vain."""
+    layout = BlockLayout(tuple(groups))  # type: ignore[arg-type]
+    plan = PrefixPlan(layout)
+    end = plan.last_boundary(16)
+    have = data.draw(st.sampled_from(range(0, end, plan.boundary)))
+    every = [GroupBlock(g, block) for g, kind in enumerate(layout.groups) for block in range(end // kind.block_size)]
+    stored = set(every) - set(data.draw(st.lists(st.sampled_from(every), max_size=4)))
+    known = stored | {
+        GroupBlock(g, block)
+        for g, kind in enumerate(layout.groups)
+        for block in range(kind.first_block(have), have // kind.block_size)
+    }
+
+    def is_whole(at: int) -> bool:
+        return all(
+            GroupBlock(g, block) in known
+            for g, kind in enumerate(layout.groups)
+            for block in range(kind.first_block(at), at // kind.block_size)
+        )
+
+    def names(at: GroupBlock) -> list[ObjectName]:
+        asked.append(at)
+        return [ObjectName("", b"", at.group, at.block)]
+
+    asked: list[GroupBlock] = []
+    store = SetStore(stored)
+    found, miss = Probe(plan, store, names, lambda: None).find(have, end)
+    best = max(at for at in range(have, end + 1, plan.boundary) if at == have or is_whole(at))
+    assert (found, miss) == (best, None if best == end else Miss.ABSENT)
+    assert len(asked) == len(set(asked)), "twice"
+    assert all(have <= (at.block + 1) * layout.groups[at.group].block_size - 1 for at in asked), "the engine has it"
+    assert store.num_questions <= 6
+
+
+@given(st.lists(st.sampled_from(GROUPS), min_size=1, max_size=3, unique=True), st.data())
+@settings(deadline=None)
+def test_what_is_loaded_in_part_can_be_continued(groups: list[object], data: st.DataObject) -> None:
+    layout = BlockLayout(tuple(groups))  # type: ignore[arg-type]
+    plan = PrefixPlan(layout)
+    end = plan.last_boundary(16)
+    have = data.draw(st.sampled_from(range(0, end, plan.boundary)))
+    asked = runs(layout, end, have)
+    assert plan.is_asked_for(asked, end)
+    assert plan.begin(asked, end, have) == have
+    order = plan.in_order(asked)
+    assert [one.end for one in order] == sorted(one.end for one in order)
+    num_read = data.draw(st.integers(0, len(order)))
+    is_all = num_read == len(order)
+    reached = end if is_all else order[num_read].end - 1
+    got = {one.at for one in order[:num_read]}
+    loaded = plan.loaded(have, reached, is_all=is_all)
+    assert loaded in ((0, end) if plan.partial else range(have, reached + 1, plan.boundary))
+    assert all(one.at in got for one in order if one.end <= loaded), "what was named up to there is whole"
+
+
+def test_the_rest_of_a_chain_that_no_boundary_ends_is_not_asked_for() -> None:
+    plan = PrefixPlan(LAYOUTS["hybrid"])
+    assert (plan.boundary, plan.last_boundary(5)) == (32, 64)
+    assert PrefixPlan(full_layout()).last_boundary(5) == 80
