@@ -16,8 +16,7 @@ from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, 
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.executor import run_phases
-from pd_cluster.worker.ranked_executor import RankedDescribed, RankedExecutor
-from pd_cluster.worker.ranks import Ranks
+from pd_cluster.worker.ranked_executor import RankedDescribed, RankedExecutor, Ranks
 from pd_connectors.base import ConnectorContext
 from pd_connectors.registry import create_connector
 
@@ -138,7 +137,7 @@ class OfflineEngine:
             return DeviceExecutor.started(config, progress)
         directory = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pd-bench-"))
         ranks = Ranks(config, f"ipc://{directory}/rank", _end_after_loss)
-        return run_phases(RankedDescribed.of(config, progress, ranks), config.cache, progress)
+        return run_phases(RankedDescribed.of(ranks, progress), config.cache, progress)
 
 
 def _end_after_loss(error: PdError) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from pd_cluster.worker.rank import RankProcess, main
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
-    from pd_cluster.worker.device_executor import DeviceDescribed
 
 
 @dataclass(slots=True)
@@ -55,9 +54,8 @@ class TimedExecutor:
 class TimedRank(RankProcess):
     """Has two phases of its own: how long a step lasts, and what was noted since the phase before."""
 
-    def _describe(self) -> DeviceDescribed:
-        self._timed = TimedExecutor(0.0)
-        return cast("DeviceDescribed", self._timed)
+    def _phase_describe(self) -> None:
+        self._state = self._timed = TimedExecutor(0.0)
 
     def _phase_steps(self, step_s: float) -> None:
         self._timed.step_s = step_s

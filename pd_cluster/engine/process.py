@@ -125,13 +125,12 @@ def _describe(
 ) -> DescribedState[Executor]:
     # Imported here, because they import torch: configuration errors are reported before
     if config.model.tp > 1:
-        from pd_cluster.worker.ranked_executor import RankedDescribed
-        from pd_cluster.worker.ranks import Ranks
+        from pd_cluster.worker.ranked_executor import RankedDescribed, Ranks
 
         signs = SignsOfLife(address)
         cleanup.callback(signs.close)
         on_loss = partial(_end_after_loss, address)
-        return RankedDescribed.of(config, progress, Ranks(config, f"{address}.rank", on_loss, signs.send))
+        return RankedDescribed.of(Ranks(config, f"{address}.rank", on_loss, signs.send), progress)
     from pd_cluster.worker.device_executor import DeviceDescribed
 
     return DeviceDescribed.of(config, progress)

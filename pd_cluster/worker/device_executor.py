@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.input_batch import Staged
     from pd_cluster.worker.pending_step import PendingStep
     from pd_cluster.worker.rank_sampler import RankPlace
-    from pd_connectors.base import CacheDescription, ConnectorContext
+    from pd_connectors.base import ConnectorContext
     from pd_connectors.protocol.slabs import KvSlabs
     from pd_connectors.rank_port import RankPort
     from pd_kernels.values import StepSize
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 class Weights:
     """A loaded model, and what its chosen products use."""
 
-    model: Model
+    model: Model = field(init=False)
     owned: ExitStack = field(default_factory=ExitStack)
     has_products: bool = False  # they are chosen by measurement once, beside the first cache
 
@@ -59,18 +59,14 @@ class Weights:
 class DeviceState(ExecutorState):
     """A state of the executor on one device."""
 
-    def __init__(self, plan: DevicePlan, weights: Weights | None = None) -> None:
-        self._plan = plan
-        self.layout = plan.layout
-        self._owned = (plan.owned,) if weights is None else (plan.owned, weights.owned)
+    def __init__(self, plan: DevicePlan, weights: Weights) -> None:
+        """`weights`: empty before they are loaded."""
+        self._plan, self._weights = plan, weights
+        self.layout, self.config = plan.layout, plan.config
 
     def close(self, *, waits: bool = True) -> None:
-        """See DescribedState. `waits`: for the device."""
-        if self.is_left:
-            return
-        with ExitStack() as owned:
-            for stack in self._owned:
-                owned.enter_context(stack)
+        """See ExecutorState. `waits`: for the device."""
+        with self._plan.owned, self._weights.owned:
             if waits:
                 self._synchronize()
 
@@ -81,12 +77,17 @@ class DeviceState(ExecutorState):
 
     def _back_to(self, state: NextState) -> NextState:
         """Leave this state for one that owns less, and give the memory to the device."""
-        is_cuda = self._plan.device.type == "cuda"
         self._synchronize()
         self.left_for(state)
-        if is_cuda:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # nothing on a CPU
         return state
+
+    def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
+        plan = self._plan
+        return ModelRunner.make(
+            self._weights.model, cache, plan.kernels, plan.attentions, plan.config, plan.model.eos_token_ids, max_len,
+            plan.device, plan.grammars, plan.place,
+        )  # fmt: skip
 
     def _synchronize(self) -> None:
         if self._plan.device.type == "cuda":
@@ -102,32 +103,20 @@ class DeviceDescribed(DeviceState):
 
         Raises StartupError, and then leaves nothing behind.
         """
-        return cls(DevicePlan.make(config, progress, place))
+        return cls(DevicePlan.make(config, progress, place), Weights())
 
-    @property
-    def config(self) -> NodeConfig:
-        """The settings, with the decided capacity."""
-        return self._plan.config
-
-    def adopt(self, config: NodeConfig) -> None:
-        """On a rank > 0: use the settings that rank 0 has decided."""
-        self._plan = replace(self._plan, config=config)
-
-    def load(self) -> DeviceLoaded:
-        plan = self._plan
-        model = load_model(
+    def load(self, config: NodeConfig | None = None) -> DeviceLoaded:
+        """See DescribedState. `config`: the settings of rank 0, on another rank."""
+        plan = replace(self._plan, config=config or self.config)
+        self._weights.model = load_model(
             plan.model, plan.config.model, plan.kernels, plan.device, plan.progress, plan.shard, plan.reduce
         )
         plan.progress(plan.model.ends)
-        return self.left_for(DeviceLoaded(plan, Weights(model)))
+        return self.left_for(DeviceLoaded(plan, self._weights))
 
 
 class DeviceLoaded(DeviceState):
     """See LoadedState."""
-
-    def __init__(self, plan: DevicePlan, weights: Weights) -> None:
-        super().__init__(plan, weights)
-        self._weights = weights
 
     def free_kv_bytes(self) -> int:
         plan, config, limits = self._plan, self._plan.config.cache, self._plan.config.scheduler
@@ -150,22 +139,20 @@ class DeviceLoaded(DeviceState):
     def unload(self) -> DeviceDescribed:
         self._synchronize()
         self._weights.owned.close()
-        return self._back_to(DeviceDescribed(self._plan))
+        return self._back_to(DeviceDescribed(self._plan, Weights()))
 
     def _fit_sequences(self, room: int) -> ModelDescription:
         """The model with sequences that are no longer than the cache. Raises StartupError."""
-        model, wanted = self._plan.model, self._plan.config.model.max_model_len
-        limit = model.max_model_len
-        longest = longest_sequence(wanted, limit, room)
+        model, limit = self._plan.model, self._plan.model.max_model_len
+        longest = longest_sequence(self._plan.config.model.max_model_len, limit, room)
         if longest < limit:
             self._plan.progress(f"max_model_len {longest} (the KV cache has no room for the model's {limit} tokens)")
         return replace(model, max_model_len=longest)
 
     def _run_largest_step(self, scratch: KVCache) -> None:
-        limits, max_len = self._plan.config.scheduler, self._plan.model.max_model_len
-        budget = limits.max_num_batched_tokens
-        runner = make_runner(self._plan, self._weights.model, scratch, budget)
-        run_largest_step(runner, budget, limits.max_num_seqs, max_len)
+        limits, budget = self._plan.config.scheduler, self._plan.config.scheduler.max_num_batched_tokens
+        runner = self._make_runner(scratch, budget)
+        run_largest_step(runner, budget, limits.max_num_seqs, self._plan.model.max_model_len)
 
 
 class DeviceCached(DeviceState):
@@ -173,7 +160,7 @@ class DeviceCached(DeviceState):
 
     def __init__(self, plan: DevicePlan, weights: Weights, cache: KVCache, model: ModelDescription) -> None:
         super().__init__(plan, weights)
-        self._weights, self._cache, self._model = weights, cache, model
+        self._cache, self._model = cache, model
 
     def warm_up(self) -> DeviceExecutor:
         executor = self.capture()
@@ -186,7 +173,7 @@ class DeviceCached(DeviceState):
         limits, device, max_len = plan.config.scheduler, plan.device, self._model.max_model_len
         self._run_first_steps()
         try:
-            runner = make_runner(plan, weights.model, self._cache, max_len)
+            runner = self._make_runner(self._cache, max_len)
             if captures_steps(limits, plan.attentions, device):
                 if not weights.has_products:
                     choose_step_products(weights.model, limits, weights.owned, plan.progress)
@@ -206,7 +193,7 @@ class DeviceCached(DeviceState):
     def _run_first_steps(self) -> None:
         """Compile and load the kernels that steps need, by steps of a separate runner. Leaves the cache zeroed."""
         plan, max_len, block_size = self._plan, self._model.max_model_len, self.layout.block_size
-        runner = make_runner(plan, self._weights.model, self._cache, max_len)
+        runner = self._make_runner(self._cache, max_len)
         run_first_steps(runner, block_size, max_len)
         if plan.device.type == "cuda":
             run_steps_of_all_kinds(runner, max_len, plan.config.scheduler)
@@ -219,42 +206,47 @@ class DeviceExecutor(DeviceState):
 
     def __init__(self, plan: DevicePlan, weights: Weights, runner: ModelRunner, model: ModelDescription) -> None:
         super().__init__(plan, weights)
-        self.config, self.model = plan.config, model  # `measure` makes them complete
-        self._weights, self._model, self._grammars = weights, weights.model, plan.grammars
-        self._cache, self._runner = runner.cache, runner
-        self._graph_sizes = GraphSizes(runner.graphs.sizes)
+        self.model, self._model, self._grammars = model, weights.model, plan.grammars  # `measure` completes `model`
+        self._runner, self._cache = runner, runner.cache
+        cache = runner.cache
+        self.slabs, self.num_host_blocks, self.block_size = cache.slabs, cache.num_host_blocks, plan.layout.block_size
+        self.cache = cache.describe()
+        self.start_profile, self.stop_profile = plan.profiler.start, plan.profiler.stop
+        self.graph_sizes = runner.graphs.sizes  # the captured ones
+        self._graph_sizes = GraphSizes(self.graph_sizes)
 
     @classmethod
     def started(cls, config: NodeConfig, progress: Callable[[str], None]) -> DeviceExecutor:
         """Make an executor by all phases. Raises StartupError."""
         return run_phases(DeviceDescribed.of(config, progress), config.cache, progress)
 
-    @property
-    def slabs(self) -> KvSlabs:
-        return self._cache.slabs
-
-    @property
-    def num_host_blocks(self) -> int:
-        return self._cache.num_host_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self.layout.block_size
-
-    @property
-    def cache(self) -> CacheDescription:
-        return self._cache.describe()
-
-    @property
-    def graph_sizes(self) -> tuple[StepSize, ...]:
-        """The captured sizes."""
-        return self._graph_sizes.sizes
-
     def measure(self, launch: Callable[[Batch], Pending]) -> None:
-        """The part of `warm_up` that only rank 0 decides: it measures steps on a GPU, through `launch`."""
+        """The part of `warm_up` for rank 0 alone: on a GPU, measure the sizes of steps that the settings leave open.
+
+        Where that fails they are the defaults. Leaves the cache zeroed and no sequences.
+        """
         # On a shared GPU other nodes' steps would be measured, too
-        if self._plan.device.type == "cuda" and self.config.cache.gpu_share == 1:
-            self._measure_steps(launch)
+        if self.model.device == "cpu" or self.config.cache.gpu_share < 1:
+            return
+        limits, progress, model = self.config.scheduler, self._plan.progress, self.model
+        timer = StepTimer(launch, self.slabs, self.block_size, model.max_model_len, model.vocab_size)
+        try:
+            if limits.max_tokens_beside_decodes < 0 and self.config.tokens_beside_decodes_on(model.device):
+                limits, keys = limit_beside_decodes(limits, timer, model.keys_per_token, progress)
+                self.model = replace(model, measured_keys=keys)
+            if limits.has_targets:
+                measure_for_model(limits, timer)
+            if self._plan.is_budget_measured:
+                limits = limit_of_prompts(limits, timer, progress)
+            self.model = replace(self.model, step_times=tuple(timer.samples))
+        except Exception as error:  # of a kernel, memory, a watcher: a node with default sizes serves all the same
+            if self._plan.place is not None:
+                raise  # other ranks may wait for ever in the step that failed here
+            progress(f"default sizes of steps: their measurement failed ({type(error).__name__}: {error})")
+            if self._plan.is_budget_measured:
+                limits = unmeasured_limit_of_prompts(limits)
+        self.config = replace(self.config, scheduler=limits)
+        self.clear()
 
     def clear(self) -> None:
         """Forget all sequences and zero the cache."""
@@ -306,12 +298,6 @@ class DeviceExecutor(DeviceState):
         self._plan.place.told.absent = absent
         self._runner.draw_late()
 
-    def start_profile(self) -> None:
-        self._plan.profiler.start()
-
-    def stop_profile(self, directory: str) -> None:
-        self._plan.profiler.stop(directory)
-
     def watch_logits(self, watcher: Callable[[torch.Tensor], None] | None) -> None:
         """Show `watcher` the logits [R, vocab_size] of every step's R samples, in the order of `launch`.
 
@@ -319,36 +305,3 @@ class DeviceExecutor(DeviceState):
         later step overwrites the tensor, so the watcher must copy the values that it needs. None removes the watcher.
         """
         self._runner.watcher = watcher
-
-    def _measure_steps(self, launch: Callable[[Batch], Pending]) -> None:
-        """Decide the sizes of steps that the settings leave open: as measured, else the defaults.
-
-        Leaves the cache zeroed and no sequences.
-        """
-        limits, progress, model = self.config.scheduler, self._plan.progress, self.model
-        timer = StepTimer(launch, self.slabs, self.block_size, model.max_model_len, model.vocab_size)
-        try:
-            if limits.max_tokens_beside_decodes < 0 and self.config.tokens_beside_decodes_on(model.device):
-                limits, keys = limit_beside_decodes(limits, timer, model.keys_per_token, progress)
-                self.model = replace(model, measured_keys=keys)
-            if limits.has_targets and model.device != "cpu":
-                measure_for_model(limits, timer)
-            if self._plan.is_budget_measured:
-                limits = limit_of_prompts(limits, timer, progress)
-            self.model = replace(self.model, step_times=tuple(timer.samples))
-        except Exception as error:  # of a kernel, memory, a watcher: a node with default sizes serves all the same
-            if self._plan.place is not None:
-                raise  # other ranks may wait for ever in the step that failed here
-            progress(f"default sizes of steps: their measurement failed ({type(error).__name__}: {error})")
-            if self._plan.is_budget_measured:
-                limits = unmeasured_limit_of_prompts(limits)
-        self.config = replace(self.config, scheduler=limits)
-        self.clear()
-
-
-def make_runner(plan: DevicePlan, model: Model, cache: KVCache, max_len: int) -> ModelRunner:
-    """See `ModelRunner.make`."""
-    return ModelRunner.make(
-        model, cache, plan.kernels, plan.attentions, plan.config, plan.model.eos_token_ids, max_len, plan.device,
-        plan.grammars, plan.place,
-    )  # fmt: skip

@@ -45,6 +45,7 @@ class DevicePlan:
     config: NodeConfig  # with the decided capacity
     progress: Callable[[str], None]  # gets lines about the weights, kernels and graphs
     place: RankPlace | None  # None: the only rank
+    shard: Shard
     device: torch.device
     model: ModelDescription
     layout: BlockLayout  # of one rank's blocks
@@ -56,10 +57,6 @@ class DevicePlan:
     reduce: Reduce | None  # the sums of the model's products over the ranks
     profiler: Profiler
     owned: ExitStack
-
-    @property
-    def shard(self) -> Shard:
-        return WHOLE if self.place is None else self.place.shard
 
     @classmethod
     def make(cls, config: NodeConfig, progress: Callable[[str], None], place: RankPlace | None = None) -> DevicePlan:
@@ -89,7 +86,7 @@ class DevicePlan:
             owned.callback(grammars.close)
             reduce = _make_reduce(model, place, device, progress)
             return cls(
-                config, progress, place, device, model, layout, kernels, attentions, outside_stages,
+                config, progress, place, shard, device, model, layout, kernels, attentions, outside_stages,
                 capacity.is_budget_measured, grammars, reduce, profiler, owned.pop_all(),
             )  # fmt: skip
 

@@ -1,22 +1,18 @@
 """The engine's side of the worker: an executor in states, of which the last one launches one batch per step.
 
-    state            owns                                          method        next state
-    DescribedState   the description and layout of the model,      load          LoadedState
-                     the chosen kernels; no weights
-    LoadedState      the weights, too                              allocate      CachedState
-                                                                   unload        DescribedState
-    CachedState      the cache, zeroed                             warm_up       Executor, which is ready to serve
-                                                                   free          LoadedState
-    Executor         the rows of sequences, the captured steps     sleep         LoadedState
+    state       owns                                            method      next state
+    Described   description and layout of the model, kernels    load        Loaded
+    Loaded      the weights, too                                allocate    Cached
+                                                                unload      Described
+    Cached      the cache, zeroed                               warm_up     Executor, which is ready to serve
+                                                                free        Loaded
+    Executor    the rows of sequences, the captured steps       sleep       Loaded
 
 Each state is an object of its own with complete attributes. One state is present at a time, and owns all that was
 acquired; to use a state that was left raises StateLeft. A transition that fails leaves its state present. On one device
 it may be tried again; over several ranks the state can only be closed. After a way back the memory is free, unless the
 caller still holds some of it: a connector, a CacheDescription, a step. The weights are unchanged by `sleep`; what was
 measured is measured again.
-
-An engine of one device has the states in `device_executor`. One of several ranks has those in `ranked_executor`: each
-holds the same state of rank 0's device, and sends each transition to the other ranks, which hold such states, too.
 """
 
 from __future__ import annotations
@@ -28,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.kv_cache import blocks_in
+from pd_connectors.base import Closes
 from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
@@ -45,7 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Ready_co = TypeVar("Ready_co", bound="Executor", covariant=True)  # the last state
-
 MIN_BLOCKS = 2  # the first step copies a block
 
 
@@ -94,25 +90,14 @@ class Pending(Protocol):
         """
 
 
-class AnyState(Protocol):
-    """A state, in that it can be closed."""
-
-    def close(self) -> None:
-        """Wait for the devices and release what the executor has acquired. Idempotent.
-
-        A state that was left has nothing to release. The cache's memory lives until the last reference to it, a
-        transport's for instance, is gone.
-        """
-
-
-class DescribedState(AnyState, Protocol[Ready_co]):
+class DescribedState(Closes, Protocol[Ready_co]):
     """The model is described, and all is chosen that needs no weights."""
 
     def load(self) -> LoadedState[Ready_co]:
         """Read the weights from the model's files. Raises StartupError."""
 
 
-class LoadedState(AnyState, Protocol[Ready_co]):
+class LoadedState(Closes, Protocol[Ready_co]):
     """The weights are in place."""
 
     layout: BlockLayout  # of one rank's blocks
@@ -127,7 +112,7 @@ class LoadedState(AnyState, Protocol[Ready_co]):
         """Give the memory of the weights back."""
 
 
-class CachedState(AnyState, Protocol[Ready_co]):
+class CachedState(Closes, Protocol[Ready_co]):
     """The cache exists, zeroed."""
 
     def warm_up(self) -> Ready_co:
@@ -140,7 +125,7 @@ class CachedState(AnyState, Protocol[Ready_co]):
         """Give the memory of the cache back."""
 
 
-class Executor(AnyState, Protocol):
+class Executor(Closes, Protocol):
     """Runs the model on its ranks, each of which is ready. Not thread-safe.
 
     The executor on rank 0 chooses the captured size that serves a step (`GraphSizes.choose`), and gives it to every
@@ -148,31 +133,13 @@ class Executor(AnyState, Protocol):
     hang.
     """
 
-    @property
-    def config(self) -> NodeConfig:
-        """The settings, with the decided capacity and the measured limits."""
-
-    @property
-    def model(self) -> ModelDescription:
-        """The description of the model. Sequences are no longer than the cache."""
-
+    config: NodeConfig  # the settings, with the decided capacity and the measured limits
+    model: ModelDescription  # its sequences are no longer than the cache
     layout: BlockLayout  # of one rank's blocks
-
-    @property
-    def slabs(self) -> KvSlabs:
-        """The memory of the cache."""
-
-    @property
-    def num_host_blocks(self) -> int:
-        """Blocks of each group in the host memory for preempted sequences."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-
-    @property
-    def cache(self) -> CacheDescription:
-        """The cache in this process, which is rank 0's, for a connector."""
+    slabs: KvSlabs  # the memory of the cache
+    num_host_blocks: int  # of each group, in the host memory for preempted sequences
+    block_size: int  # tokens per block
+    cache: CacheDescription  # of the cache in this process, which is rank 0's, for a connector
 
     def sleep(self) -> LoadedState[Executor]:
         """Give back the memory of the cache and the graphs, and forget all sequences. No step may be under way.
@@ -228,7 +195,7 @@ def run_phases(described: DescribedState[Ready_co], config: CacheConfig, progres
 
     When a phase fails, the state before it is closed. Raises StartupError.
     """
-    state: AnyState = described
+    state: Closes = described
     try:
         state = loaded = described.load()
         slabs = _divide_memory(loaded, config)

@@ -47,7 +47,6 @@ from pd_connectors.protocol.errors import HandoffError
 from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
-    from pd_cluster.worker.device_executor import DeviceDescribed
     from pd_cluster.worker.pending_step import PendingStep
     from pd_cluster.worker.rank_sampler import RankPlace
     from pd_connectors.base import Closes
@@ -55,7 +54,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_cluster.ranks")
 
 ORPHAN_EXIT_CODE = 3
-MOVES = ("free", "unload")  # phases that do nothing but take the executor's state to the next one
+# Phases that take the executor's state to the next one, with the types of their arguments
+MOVES: dict[str, Any] = dict.fromkeys(("unload", "capture", "free", "sleep"), tuple[()])
+MOVES |= {"load": tuple[NodeConfig], "allocate": tuple[KvSlabs, int]}
 PR_SET_PDEATHSIG = 1
 SWITCH_INTERVAL_S = 0.0001  # an acknowledgement must not wait 5 ms for a launch, see `engine/process.py`
 
@@ -126,9 +127,8 @@ class RankProcess:
                     self._port.deliver(message)
                 case PhaseFrame(name, arguments):
                     self._phase = name
-                    result = None
                     if name in MOVES:
-                        self._state = getattr(self._state, name)(*arguments)
+                        result = self._move(name, arguments)
                     else:
                         result = getattr(self, f"_phase_{name}")(*arguments)
                     self._phase = "steps"
@@ -143,46 +143,32 @@ class RankProcess:
         kind = type(error) if isinstance(error, PdError) else RankLost
         self._sockets.tell_last(RankFailed(self._start.rank, kind.__name__, text))
 
-    def _describe(self) -> DeviceDescribed:
-        # Imported here, because they import torch: rank 0 hears of this process before
-        from pd_cluster.worker.collectives import connect_store
-        from pd_cluster.worker.device_executor import DeviceDescribed
-        from pd_cluster.worker.ranks import make_place
-
-        config, shard = self._start.config, Shard(self._start.rank, self._start.config.model.tp)
-        self._place = make_place(config.model, shard, connect_store(shard.size, self._start.store_port))
-        return DeviceDescribed.of(config, lambda _: None, self._place)
-
     # phases: the names after "_phase_", and MOVES; the results are plain values
 
     def _phase_describe(self) -> None:
-        self._state = self._describe()
+        # Imported here, because they import torch: rank 0 hears of this process before
+        from pd_cluster.worker.collectives import connect_store
+        from pd_cluster.worker.device_executor import DeviceDescribed
+        from pd_cluster.worker.ranked_executor import make_place
 
-    def _phase_load(self, config: bytes) -> None:
-        self._state.adopt(msgspec.json.decode(config, type=NodeConfig))
-        self._state = self._state.load()
+        config, shard = self._start.config, Shard(self._start.rank, self._start.config.model.tp)
+        self._place = make_place(config.model, shard, connect_store(shard.size, self._start.store_port))
+        self._state = DeviceDescribed.of(config, lambda _: None, self._place)
 
-    def _phase_free_kv_bytes(self) -> int:
-        num_bytes: int = self._state.free_kv_bytes()
-        return num_bytes
+    def _move(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        self._read_steps(keep=0)
+        self._close_reader()
+        self._state = getattr(self._state, name)(*msgspec.convert(arguments, MOVES[name]))
+        return getattr(self._state, "graph_sizes", None)
 
-    def _phase_allocate(self, slabs: dict[str, Any], num_host_blocks: int) -> None:
-        self._state = self._state.allocate(msgspec.convert(slabs, KvSlabs), num_host_blocks)
-
-    def _phase_capture(self) -> Any:
-        self._state = self._state.left_for(self._state.capture())
-        return msgspec.to_builtins(self._state.graph_sizes)
+    def _phase_free_kv_bytes(self) -> Any:
+        return self._state.free_kv_bytes()
 
     def _phase_clear(self) -> None:
         self._read_steps(keep=0)
         self._state.clear()
         gc.collect()
         gc.freeze()
-
-    def _phase_sleep(self) -> None:
-        self._read_steps(keep=0)
-        self._close_reader()
-        self._state = self._state.sleep()
 
     def _phase_connect(self, name: str, values: dict[str, Any]) -> None:
         from pd_connectors.registry import rank_reader

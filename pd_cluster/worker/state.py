@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from pd_cluster.errors import PdError
 
@@ -14,23 +14,26 @@ class StateLeft(PdError):
 
 
 class ExecutorState:
-    """A state of an executor. A transition leaves it only when the next state is complete, and owns the same and more.
+    """A state of an executor.
 
-    A state that was left has no attributes. So it keeps no memory alive, and releases nothing a second time.
+    A transition leaves it only when the next state is complete, and owns the same and more.
     """
-
-    @property
-    def is_left(self) -> bool:
-        return not vars(self)
 
     def left_for(self, state: NextState) -> NextState:
         """Leave this state. -> `state`, which owns from now on what this one did."""
         vars(self).clear()
+        self.__class__ = LeftState
         return state
 
-    if not TYPE_CHECKING:  # mypy would accept any attribute
+    def close(self) -> None:
+        """Wait for the devices and release what the executor has acquired. Idempotent.
 
-        def __getattr__(self, name: str) -> NoReturn:
-            if self.is_left:
-                raise StateLeft(f"{type(self).__name__}.{name}: the executor has left this state")
-            raise AttributeError(name)
+        The cache's memory lives until the last reference to it, a transport's for instance, is gone.
+        """
+
+
+class LeftState(ExecutorState):
+    """What a state becomes that was left. It keeps no memory alive, and has nothing to release."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StateLeft(f"{name}: the executor has left this state")

@@ -11,14 +11,13 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.rank import RankProcess, main
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
-    from pd_cluster.worker.device_executor import DeviceDescribed
     from pd_connectors.protocol.slabs import KvSlabs
 
 
@@ -68,10 +67,9 @@ class FakeExecutor:
 
 
 class FakeRank(RankProcess):
-    def _describe(self) -> DeviceDescribed:
-        self._fake = FakeExecutor(self._start.rank)
+    def _phase_describe(self) -> None:
+        self._state = self._fake = FakeExecutor(self._start.rank)
         self._port.set_handler(self._handle)
-        return cast("DeviceDescribed", self._fake)
 
     def _phase_echo(self, *arguments: Any) -> list[Any]:
         return [self._start.rank, *arguments]

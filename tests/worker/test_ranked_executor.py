@@ -18,15 +18,13 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart, StepResult
 from pd_cluster.worker import device_executor
 from pd_cluster.worker.capacity import SAMPLES_PER_SEQ
-from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.executor import run_phases
 from pd_cluster.worker.memory_measurement import run_largest_step
 from pd_cluster.worker.pending_step import PendingStep
 from pd_cluster.worker.rank_frames import RankLost
 from pd_cluster.worker.rank_link import StepOnRanks
-from pd_cluster.worker.ranked_executor import RankedCached, RankedDescribed, RankedExecutor
-from pd_cluster.worker.ranks import Ranks
+from pd_cluster.worker.ranked_executor import RankedCached, RankedDescribed, RankedExecutor, Ranks
 from pd_cluster.worker.warm_up import ASKING, DRAWN, GREEDY
 from pd_connectors.protocol.layout import BlockLayout
 from tests.shallow_model import shallow_model
@@ -172,7 +170,7 @@ def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with pytest.MonkeyPatch.context() as patch:  # a rank imports the class of the stage, and not from its folder
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
         ranks = Ranks(config, f"ipc://{tmp_path_factory.mktemp('r')}/r", losses.append)
-        executor = run_phases(RankedDescribed.of(config, lambda _: None, ranks), config.cache, lambda _: None)
+        executor = run_phases(RankedDescribed.of(ranks, lambda _: None), config.cache, lambda _: None)
     yield executor
     executor.close()
     executor.close()
@@ -278,20 +276,26 @@ def test_a_measurement_that_fails_on_rank_0_ends_the_start(monkeypatch: pytest.M
     ranks = Ranks(make_config(2), f"ipc://{tmp_path}/r", lambda _: None)
     # As after the phases before, on a GPU
     stub = SimpleNamespace(
-        device="cpu", max_model_len=64, vocab_size=100, slabs=slabs_of(9), block_size=16, num_host_blocks=0, sizes=()
+        device="cuda",
+        max_model_len=64,
+        vocab_size=100,
+        slabs=slabs_of(9),
+        block_size=16,
+        num_host_blocks=0,
+        sizes=(),
+        describe=lambda: None,
     )
     plan = SimpleNamespace(
         device=torch.device("cuda"), is_budget_measured=True, place=stub, config=make_config(2), layout=stub,
-        grammars=None, owned=None, progress=None,
+        grammars=None, owned=None, progress=None, profiler=SimpleNamespace(start=None, stop=None),
     )  # fmt: skip
     weights, runner = SimpleNamespace(model=None, owned=None), SimpleNamespace(cache=stub, graphs=stub)
-    own = DeviceExecutor(cast("Any", plan), cast("Any", weights), cast("Any", runner), cast("Any", stub))
+    ranks.own = DeviceExecutor(cast("Any", plan), cast("Any", weights), cast("Any", runner), cast("Any", stub))
     monkeypatch.setattr(ranks.link, "blamed", nullcontext)
-    monkeypatch.setattr(ranks, "on_all", lambda *_: (own,))
-    monkeypatch.setattr(DeviceExecutor, "cache", None)
+    monkeypatch.setattr(ranks, "move", lambda _: ())
     monkeypatch.setattr(device_executor, "limit_of_prompts", fail)
     with pytest.raises(RuntimeError, match="a kernel failed"):
-        RankedCached(cast("Any", SimpleNamespace(layout=stub, capture=None)), ranks).warm_up()
+        RankedCached(ranks).warm_up()
     assert ranks.has_failed
 
 
@@ -311,7 +315,8 @@ def test_a_late_draw_that_fails_behind_a_result_ends_the_ranks_at_once(
             raise RuntimeError("a stage failed")
 
     ranks = Ranks(make_config(2), f"ipc://{tmp_path}/r", lambda _: None)
-    executor = RankedExecutor(cast("Any", Own()), ranks, GraphSizes(()))
+    ranks.own = Own(graph_sizes=())
+    executor = RankedExecutor(ranks, [])
     monkeypatch.setattr(ranks.link, "blamed", nullcontext)
     pending = executor.launch(Batch(0))
     with pytest.raises(RuntimeError, match="a stage failed"):

@@ -15,7 +15,7 @@ from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerCon
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
 from pd_cluster.worker.cuda_graphs.set_up import capturable, captures_steps
-from pd_cluster.worker.device_executor import DeviceExecutor, DeviceLoaded, Weights, make_runner
+from pd_cluster.worker.device_executor import DeviceExecutor, DeviceLoaded, Weights
 from pd_cluster.worker.executor import run_phases
 from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.host_buffer import HostBuffer
@@ -37,7 +37,6 @@ from tests.worker.test_model_files import QWEN3_EXPERTS, spec_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pd_cluster.worker.executor import DescribedState, Executor
     from tests.worker.conftest import ModelStore
 
 PHASES = ("load", "free_kv_bytes", "allocate", "warm_up")
@@ -80,7 +79,7 @@ class Phases:
 
 def start(phases: Phases, config: CacheConfig, lines: list[str] | None = None) -> Any:
     lines = [] if lines is None else lines
-    return run_phases(cast("DescribedState[Executor]", phases), config, lines.append)
+    return run_phases(cast("Any", phases), config, lines.append)
 
 
 def test_phases_run_once_and_in_order() -> None:
@@ -181,7 +180,7 @@ def test_what_only_measured_needs_no_search_for_garbage(models: ModelStore, monk
     gc.disable()
     try:
         executor = make_executor(models.get("qwen3").directory, num_blocks=6)
-        make_runner(executor._plan, executor._weights.model, executor._cache, 32)
+        executor._make_runner(executor._cache, 32)
         assert [buffer() is not None for buffer in buffers[:-1]] == [False] * (len(buffers) - 2) + [True]
         assert buffers[-1]() is None
     finally:
@@ -256,7 +255,7 @@ def test_captured_steps_leave_less_for_the_cache(
     )  # fmt: skip
     monkeypatch.setattr("pd_cluster.worker.device_executor.measure_free_bytes", lambda *arguments: free)
     monkeypatch.setattr("pd_cluster.worker.device_executor.captures_steps", lambda *arguments: captures)
-    weights = Weights(cast("Any", None))
+    weights = Weights()
     assert DeviceLoaded(cast("Any", plan), weights).free_kv_bytes() == left
 
 

@@ -18,9 +18,8 @@ from pd_cluster.worker.device_executor import DeviceDescribed, DeviceExecutor
 from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.rank import RankProcess
 from pd_cluster.worker.rank_frames import RankStart
-from pd_cluster.worker.ranked_executor import RankedDescribed
-from pd_cluster.worker.ranks import Ranks
-from pd_cluster.worker.state import StateLeft
+from pd_cluster.worker.ranked_executor import RankedDescribed, Ranks
+from pd_cluster.worker.state import LeftState, StateLeft
 from pd_connectors.protocol.slabs import KvSlabs
 from tests.worker.driver import Driver, random_prompts
 from tests.worker.test_ranked_executor import PLAIN, ROOT, OverlappedDriver, make_sequences
@@ -132,15 +131,17 @@ def test_a_state_that_was_left_is_not_used(described: DeviceDescribed) -> None:
     cached = allocate(loaded, 4)
     executor = cached.warm_up()
     again = executor.sleep()
-    for use in (
-        described.load, loaded.free_kv_bytes, lambda: allocate(loaded, 4), loaded.unload, cached.warm_up, cached.free,
-        executor.sleep, executor.draw_late, executor.clear, lambda: executor.launch(Batch(0)), lambda: executor.cache,
-        lambda: executor.check(PLAIN[0]), lambda: executor.ready({}, lambda: None), executor.start_profile,
+    for left, names in (
+        (described, "load"), (loaded, "free_kv_bytes allocate unload"), (cached, "warm_up free"),
+        (executor, "sleep draw_late clear launch cache check ready connect start_profile watch_logits model slabs"),
     ):  # fmt: skip
-        with pytest.raises(StateLeft, match="the executor has left this state"):
-            use()
+        left.close()
+        for name in names.split():
+            with pytest.raises(StateLeft, match="the executor has left this state"):
+                getattr(left, name)
+        assert not vars(left)
     with pytest.raises(AttributeError):
-        again.nothing  # type: ignore[attr-defined]  # noqa: B018
+        again.nothing  # noqa: B018
     again.close()
 
 
@@ -194,7 +195,7 @@ def test_a_transition_that_fails_leaves_its_state_as_it_was(
                 patch.setattr(f"pd_cluster.worker.{function}", fail)
                 with pytest.raises(StartupError, match="too bad"):
                     go(state, way)
-            assert not state.is_left
+            assert not isinstance(state, LeftState)
         state = go(state, way)
     assert serve(state)[0]
     state.close()
@@ -217,7 +218,7 @@ def test_a_rank_that_sleeps_closes_the_part_of_the_connector() -> None:
     process._pending.append(cast("Any", SimpleNamespace(result=note("step"))))
     process._reader = cast("Any", SimpleNamespace(close=note("reader")))
     process._port.set_handler(note("message"))
-    process._phase_sleep()
+    process._move("sleep", ())
     assert calls == ["step", "reader", "sleep"]
     assert process._state == "loaded"
     process._port.deliver(b"to the reader of the next cache")
@@ -239,7 +240,7 @@ def test_ranks_go_and_come_back_and_draw_the_same(tmp_path: Path, monkeypatch: p
     def resident() -> tuple[int, ...]:
         return ranks.on_all("resident", resident_bytes)
 
-    described = RankedDescribed.of(ranked_config(2), lambda _: None, ranks)
+    described = RankedDescribed.of(ranks, lambda _: None)
     described_bytes = resident()
     loaded = described.load()
     loaded_bytes = resident()
