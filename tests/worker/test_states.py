@@ -130,7 +130,10 @@ def test_a_state_that_was_left_is_not_used(described: DeviceDescribed) -> None:
     loaded = described.load()
     cached = allocate(loaded, 4)
     executor = cached.warm_up()
+    launch = executor.launch
     again = executor.sleep()
+    with pytest.raises(StateLeft):
+        launch(Batch(0))
     for left, names in (
         (described, "load"), (loaded, "free_kv_bytes allocate unload"), (cached, "warm_up free"),
         (executor, "sleep draw_late clear launch cache check ready connect start_profile watch_logits model slabs"),
@@ -240,6 +243,9 @@ def test_ranks_go_and_come_back_and_draw_the_same(tmp_path: Path, monkeypatch: p
     def resident() -> tuple[int, ...]:
         return ranks.on_all("resident", resident_bytes)
 
+    given: list[int] = []  # bytes that are left on rank 0 when it gives free memory to its device
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(resident_bytes()))
+
     described = RankedDescribed.of(ranks, lambda _: None)
     described_bytes = resident()
     loaded = described.load()
@@ -255,11 +261,13 @@ def test_ranks_go_and_come_back_and_draw_the_same(tmp_path: Path, monkeypatch: p
     for unloads in (False, True):
         left, loaded = executor, executor.sleep()
         assert resident() == loaded_bytes
+        assert given[-1] == loaded_bytes[0]
         with pytest.raises(StateLeft):
             left.launch(Batch(0))
         if unloads:
             again = loaded.unload()
             assert resident() == described_bytes
+            assert given[-1] == described_bytes[0]
             loaded = again.load()
         loaded = allocate(loaded, 7).free()
         assert resident() == loaded_bytes
