@@ -134,10 +134,11 @@ class GrammarBench:
 def read_grammars(directory: Path, seed: int, engine: OfflineEngine) -> list[str]:
     """NUM_ROWS different grammars of schemas that compile. Raises StartupError."""
     found: list[str] = []
+    executor: Any = engine.executor  # of one device
+    kept = executor._grammars
     for _, schema in islice(read_schemas(directory, seed), MOST_SCHEMAS):
         try:
             grammar = write("json", json.dumps(schema), [], coerces_one_of=False)
-            kept = engine.executor._grammars
             compiled = kept.prepare(grammar)
             if not (compiled.exception() or kept.state(compiled).error or grammar in found):
                 found.append(grammar)

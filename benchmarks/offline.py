@@ -16,7 +16,7 @@ from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, 
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.executor import run_phases
-from pd_cluster.worker.ranked_executor import RankedExecutor
+from pd_cluster.worker.ranked_executor import RankedDescribed, RankedExecutor, Ranks
 from pd_connectors.base import ConnectorContext
 from pd_connectors.registry import create_connector
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pd_cluster.engine.ipc import EngineSockets
     from pd_cluster.errors import PdError
     from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.worker.executor import Executor
 
 
 @dataclass(slots=True)
@@ -80,7 +81,6 @@ class OfflineEngine:
         self._cleanup = ExitStack()
         self.executor = self._make_executor(config, progress)
         self._cleanup.callback(self.executor.close)
-        run_phases(self.executor, config.cache, progress)
         context = offline_context(self.executor)
         connector = create_connector("none", replace(context, rank_ports=self.executor.connect("none", context)))
         connector.register_kv_cache(self.executor.cache)
@@ -132,11 +132,12 @@ class OfflineEngine:
         """Idempotent."""
         self._cleanup.close()
 
-    def _make_executor(self, config: NodeConfig, progress: Callable[[str], None]) -> DeviceExecutor:
+    def _make_executor(self, config: NodeConfig, progress: Callable[[str], None]) -> DeviceExecutor | RankedExecutor:
         if config.model.tp == 1:
-            return DeviceExecutor(config, progress)
+            return DeviceExecutor.started(config, progress)
         directory = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pd-bench-"))
-        return RankedExecutor(config, progress, f"ipc://{directory}/rank", _end_after_loss)
+        ranks = Ranks(config, f"ipc://{directory}/rank", _end_after_loss)
+        return run_phases(RankedDescribed.of(ranks, progress), config.cache, progress)
 
 
 def _end_after_loss(error: PdError) -> None:
@@ -145,7 +146,7 @@ def _end_after_loss(error: PdError) -> None:
     os._exit(1)
 
 
-def offline_context(executor: DeviceExecutor) -> ConnectorContext:
+def offline_context(executor: Executor) -> ConnectorContext:
     """For a connector that transfers nothing."""
     return ConnectorContext(
         engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, layout=executor.cache.layout,

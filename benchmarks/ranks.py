@@ -92,7 +92,7 @@ def running_ranks(size: int) -> Iterator[RankLink]:
         link = RankLink(size, address, lambda error: None)
         try:
             link.start(spawn)
-            link.send(PhaseFrame("load"))
+            link.send(PhaseFrame("describe"))
             link.results()
             link.serve()
             yield link

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from pd_cluster.worker.rank import RankProcess, main
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
-    from pd_cluster.worker.device_executor import DeviceExecutor
 
 
 @dataclass(slots=True)
@@ -42,9 +41,6 @@ class TimedExecutor:
     launched_s: list[float] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)
 
-    def load(self) -> None:
-        return
-
     def follow(self, batch: Batch, graph: object, staged: object) -> TimedStep:
         self.launched_s.append(time.monotonic())
         return TimedStep(self.launched_s[-1], self.step_s, self.ends_s)
@@ -52,15 +48,14 @@ class TimedExecutor:
     def close(self) -> None:
         return
 
-    leave = use_device = close
+    use_device = close
 
 
 class TimedRank(RankProcess):
     """Has two phases of its own: how long a step lasts, and what was noted since the phase before."""
 
-    def _make_executor(self) -> DeviceExecutor:
-        self._timed = TimedExecutor(0.0)
-        return cast("DeviceExecutor", self._timed)
+    def _phase_describe(self) -> None:
+        self._state = self._timed = TimedExecutor(0.0)
 
     def _phase_steps(self, step_s: float) -> None:
         self._timed.step_s = step_s

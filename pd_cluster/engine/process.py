@@ -36,7 +36,7 @@ from pd_connectors.registry import create_connector
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping
 
-    from pd_cluster.worker.device_executor import DeviceExecutor
+    from pd_cluster.worker.executor import DescribedState, Executor
 
 logger = logging.getLogger("pd_cluster.engine")
 
@@ -120,20 +120,20 @@ def _end_after_loss(address: str, error: PdError) -> None:
     os._exit(1)
 
 
-def _make_executor(
+def _describe(
     config: NodeConfig, address: str, progress: Callable[[str], None], cleanup: ExitStack
-) -> DeviceExecutor:
+) -> DescribedState[Executor]:
     # Imported here, because they import torch: configuration errors are reported before
     if config.model.tp > 1:
-        from pd_cluster.worker.ranked_executor import RankedExecutor
+        from pd_cluster.worker.ranked_executor import RankedDescribed, Ranks
 
         signs = SignsOfLife(address)
         cleanup.callback(signs.close)
         on_loss = partial(_end_after_loss, address)
-        return RankedExecutor(config, progress, f"{address}.rank", on_loss, signs.send)
-    from pd_cluster.worker.device_executor import DeviceExecutor
+        return RankedDescribed.of(Ranks(config, f"{address}.rank", on_loss, signs.send), progress)
+    from pd_cluster.worker.device_executor import DeviceDescribed
 
-    return DeviceExecutor(config, progress)
+    return DeviceDescribed.of(config, progress)
 
 
 def _build(
@@ -145,15 +145,14 @@ def _build(
         mailbox.send(StartupProgress(text))
         mailbox.flush()
 
-    executor = _make_executor(config, address, progress, cleanup)
+    executor = run_phases(_describe(config, address, progress, cleanup), config.cache, progress)
     cleanup.callback(executor.close)
-    (cache,) = run_phases(executor, config.cache, progress)  # of rank 0
     epoch = secrets.randbits(EPOCH_BITS)
     context = ConnectorContext(
         engine_id=config.server.node_id or f"engine-{secrets.token_hex(4)}",
         epoch=epoch,
         fingerprint=executor.model.fingerprint,
-        layout=cache.layout,
+        layout=executor.layout,
         cluster_key=load_cluster_key(config.handoff.cluster_key_file),
         host=config.handoff.advertise_host,
         port=config.handoff.control_port,
@@ -171,7 +170,7 @@ def _build(
     context = replace(context, rank_ports=executor.connect(config.handoff.connector, context))
     connector = create_connector(config.handoff.connector, context)
     cleanup.callback(connector.close)
-    connector.register_kv_cache(cache)
+    connector.register_kv_cache(executor.cache)
     core = EngineCore(executor.config, executor, connector, mailbox, given=config)
     ready = EngineReady(
         engine_id=context.engine_id,

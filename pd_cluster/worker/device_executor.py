@@ -1,29 +1,26 @@
-"""The executor of one device: the only rank of an engine, or one of several."""
+"""The states of the executor on one device: of the only rank of an engine, or of one of several. See `executor`."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Self
 
 import torch
 
 from pd_cluster.errors import InvalidRequest, StartupError
-from pd_cluster.models.directory import model_directory
-from pd_cluster.models.shard import Shard
-from pd_cluster.worker.capacity import decide_capacity, longest_sequence
+from pd_cluster.scheduling.sequence_room import cache_tokens
+from pd_cluster.worker.capacity import longest_sequence
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
-from pd_cluster.worker.cuda_graphs.set_up import capturable, capture_steps, captured_bytes, captures_steps
+from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps, choose_step_products
+from pd_cluster.worker.device_plan import DevicePlan
 from pd_cluster.worker.executor import run_phases
-from pd_cluster.worker.grammars import Grammars
-from pd_cluster.worker.kernel_selection import attention_by_group
-from pd_cluster.worker.kv_cache import DTYPES, KVCache, longest_in
-from pd_cluster.worker.logits_stages.order import find_stage
-from pd_cluster.worker.memory_measurement import gpu_bytes, measure_free_bytes, run_largest_step
-from pd_cluster.worker.model_loading import describe_model, load_model
+from pd_cluster.worker.kv_cache import DTYPES, KVCache
+from pd_cluster.worker.memory_measurement import measure_free_bytes, run_largest_step
+from pd_cluster.worker.model_loading import load_model
 from pd_cluster.worker.model_runner import ModelRunner
-from pd_cluster.worker.profiler import Profiler
+from pd_cluster.worker.state import ExecutorState, NextState
 from pd_cluster.worker.step_measurement import (
     StepTimer,
     limit_beside_decodes,
@@ -32,183 +29,238 @@ from pd_cluster.worker.step_measurement import (
     unmeasured_limit_of_prompts,
 )
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
-from pd_connectors.protocol.layout import BlockLayout
-from pd_kernels.selection import select_kernels
-from pd_kernels.values import FEW_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from pd_cluster.config import ModelConfig, NodeConfig
+    from pd_cluster.config import NodeConfig
     from pd_cluster.models.model import Model
-    from pd_cluster.models.reduce import Reduce
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch
-    from pd_cluster.worker.executor import ModelDescription
+    from pd_cluster.worker.executor import ModelDescription, Pending
     from pd_cluster.worker.input_batch import Staged
-    from pd_cluster.worker.logits_stages.stage import LogitsStage
     from pd_cluster.worker.pending_step import PendingStep
     from pd_cluster.worker.rank_sampler import RankPlace
-    from pd_connectors.base import CacheDescription, ConnectorContext
+    from pd_connectors.base import ConnectorContext
     from pd_connectors.protocol.slabs import KvSlabs
     from pd_connectors.rank_port import RankPort
-    from pd_kernels.attention import GroupAttention
-    from pd_kernels.backends import Kernels
     from pd_kernels.values import StepSize
 
-_BLOCK_SIZE_STEP = 16  # tokens; a block holds a whole number of these units of hashing
+
+@dataclass(slots=True)
+class Weights:
+    """A loaded model, and what its chosen products use."""
+
+    model: Model = field(init=False)
+    owned: ExitStack = field(default_factory=ExitStack)
+    has_products: bool = False  # they are chosen by measurement once, beside the first cache
 
 
-class DeviceExecutor:
-    """The Executor of one device. See Executor for the phases.
+class DeviceState(ExecutorState):
+    """A state of the executor on one device."""
 
-    Each comment below names the phase that sets the attribute and those after it.
-    """
+    def __init__(self, plan: DevicePlan, weights: Weights) -> None:
+        """`weights`: empty before they are loaded."""
+        self._plan, self._weights = plan, weights
+        self.layout, self.config = plan.layout, plan.config
 
-    model: ModelDescription  # load
-    layout: BlockLayout
-    _attentions: tuple[GroupAttention, ...]  # by KV group
-    _kernels: Kernels
-    _grammars: Grammars
-    _model: Model
-    _is_budget_measured: bool
-    _cache: KVCache  # allocate
-    _outside_stages: list[type[LogitsStage]]
-    _runner: ModelRunner  # warm_up
-    _graph_sizes: GraphSizes
+    def close(self, *, waits: bool = True) -> None:
+        """See ExecutorState. `waits`: for the device."""
+        with self._plan.owned, self._weights.owned:
+            if waits:
+                self._synchronize()
 
-    def __init__(self, config: NodeConfig, progress: Callable[[str], None], place: RankPlace | None = None) -> None:
-        """`progress` gets lines about the weights, kernels and graphs. `place`: None for the only rank.
+    def use_device(self) -> None:
+        """Make the device the calling thread's own: else a call of CUDA takes memory of the first one."""
+        if self._plan.device.type == "cuda":
+            torch.cuda.set_device(self._plan.device)
 
-        Raises StartupError if there is no device.
-        """
-        self._config = config
-        self._progress = progress
-        self._place = place
-        self._shard = Shard() if place is None else place.shard
-        self._device = resolve_device(config.model, self._shard.rank)
-        self._cleanup = ExitStack()
-        self._profiler = Profiler(self._device)
-        self._cleanup.callback(self._profiler.stop)
+    def _back_to(self, state: NextState) -> NextState:
+        """Leave this state for one that owns less, and give the memory to the device."""
+        self._synchronize()
+        self.left_for(state)
+        torch.cuda.empty_cache()  # nothing on a CPU
+        return state
+
+    def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
+        plan = self._plan
+        return ModelRunner.make(
+            self._weights.model, cache, plan.kernels, plan.attentions, plan.config, plan.model.eos_token_ids, max_len,
+            plan.device, plan.grammars, plan.place,
+        )  # fmt: skip
+
+    def _synchronize(self) -> None:
+        if self._plan.device.type == "cuda":
+            torch.cuda.synchronize(self._plan.device)
+
+
+class DeviceDescribed(DeviceState):
+    """See DescribedState."""
 
     @classmethod
-    def started(cls, config: NodeConfig, progress: Callable[[str], None]) -> Self:
-        """Make an executor and run all its phases. Raises StartupError."""
-        executor = cls(config, progress)
-        run_phases(executor, config.cache, progress)
-        return executor
+    def of(cls, config: NodeConfig, progress: Callable[[str], None], place: RankPlace | None = None) -> Self:
+        """`progress` gets lines about the weights, kernels and graphs. `place`: None for the only rank.
 
-    @property
-    def config(self) -> NodeConfig:
-        """The settings. They include the decided capacity from `load` on, and the measured limits from `warm_up` on."""
-        return self._config
+        Raises StartupError, and then leaves nothing behind.
+        """
+        return cls(DevicePlan.make(config, progress, place), Weights())
 
-    @property
-    def slabs(self) -> KvSlabs:
-        return self._cache.slabs
-
-    @property
-    def num_host_blocks(self) -> int:
-        return self._cache.num_host_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self.layout.block_size
-
-    @property
-    def cache(self) -> CacheDescription:
-        """The description of the cache, for a connector."""
-        return self._cache.describe()
-
-    def load(self) -> None:
-        config, progress, device = self._config, self._progress, self._device
-        if device.type == "cpu" and (config.model.num_threads or self._place):
-            torch.set_num_threads(config.model.num_threads or max(1, torch.get_num_threads() // self._shard.size))
-        # First, so that a wrong path ends the start before the weights are read
-        self._outside_stages = [find_stage(path) for path in config.model.logits_stages]
-        self.model = describe_model(config.model, device, progress)
-        self._shard.kv_heads(self.model.spec.num_kv_heads)  # raises before attention is chosen
-        self._shard.part(self.model.spec.num_heads, "attention heads")
-        self._kernels = select_kernels(device)
-        if device.type == "cuda":
-            limits = capturable(config.scheduler, self.model.spec, self._kernels, progress)
-            config = replace(config, scheduler=limits)
-        item_bytes = DTYPES[self.model.dtype].itemsize
-        capacity = decide_capacity(config, self.model.spec, item_bytes, gpu_bytes(device))
-        progress(capacity.line)
-        self._is_budget_measured = capacity.is_budget_measured
-        self._config = config = capacity.applied_to(config)
-        block_size = _resolve_block_size(config.cache.block_size, device)
-        self.layout = BlockLayout(self.model.spec.kv_groups(block_size, self.model.kv_dtype), self._shard.size)
-        self._attentions = attention_by_group(
-            self.model.spec, self.layout, DTYPES[self.model.dtype], config.model.attention_backend, device, progress,
-        )  # fmt: skip
-        self._grammars = Grammars(model_directory(config.model.model), self.model.vocab_size, self.model.eos_token_ids)
-        self._cleanup.callback(self._grammars.close)
-        self._model = load_model(
-            self.model, config.model, self._kernels, device, progress, self._shard, self._make_reduce()
+    def load(self, config: NodeConfig | None = None) -> DeviceLoaded:
+        """See DescribedState. `config`: the settings of rank 0, on another rank."""
+        plan = replace(self._plan, config=config or self.config)
+        self._weights.model = load_model(
+            plan.model, plan.config.model, plan.kernels, plan.device, plan.progress, plan.shard, plan.reduce
         )
-        progress(self.model.ends)
+        plan.progress(plan.model.ends)
+        return self.left_for(DeviceLoaded(plan, self._weights))
+
+
+class DeviceLoaded(DeviceState):
+    """See LoadedState."""
 
     def free_kv_bytes(self) -> int:
-        config, limits = self._config.cache, self._config.scheduler
-        if self._device.type == "cpu":
+        plan, config, limits = self._plan, self._plan.config.cache, self._plan.config.scheduler
+        if plan.device.type == "cpu":
             return int(config.kv_cache_gb * 1e9)
         free = measure_free_bytes(
-            self.layout, limits.max_num_batched_tokens, self._run_largest_step, config.gpu_memory_utilization,
-            self._device,
+            plan.layout, limits.max_num_batched_tokens, self._run_largest_step, config.gpu_memory_utilization,
+            plan.device,
         )  # fmt: skip
-        if captures_steps(limits, self._attentions, self._device):
-            free -= captured_bytes(limits, self.model.vocab_size * DTYPES[self.model.dtype].itemsize)
+        if captures_steps(limits, plan.attentions, plan.device):
+            free -= captured_bytes(limits, plan.model.vocab_size * DTYPES[plan.model.dtype].itemsize)
         return max(0, int(free))
 
-    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> tuple[CacheDescription, ...]:
-        limit = max(self.model.max_model_len, self._config.model.max_model_len)
-        self._fit_sequences(longest_in(slabs, self.layout, limit))
-        self._cache = KVCache.allocate(self.layout, slabs, num_host_blocks, self._device)
-        return (self.cache,)
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> DeviceCached:
+        plan = self._plan
+        model = self._fit_sequences(cache_tokens(plan.layout.groups, slabs))
+        cache = KVCache.allocate(plan.layout, slabs, num_host_blocks, plan.device)
+        return self.left_for(DeviceCached(plan, self._weights, cache, model))
 
-    def adopt(self, config: NodeConfig) -> None:
-        """Use the settings that rank 0 has decided in `load`."""
-        self._config = config
+    def unload(self) -> DeviceDescribed:
+        self._synchronize()
+        self._weights.owned.close()
+        return self._back_to(DeviceDescribed(self._plan, Weights()))
 
-    def warm_up(self) -> tuple[StepSize, ...]:
-        self._graph_sizes = GraphSizes(self.capture())
-        self.measure()
-        return self._graph_sizes.sizes
+    def _fit_sequences(self, room: int) -> ModelDescription:
+        """The model with sequences that are no longer than the cache. Raises StartupError."""
+        model, limit = self._plan.model, self._plan.model.max_model_len
+        longest = longest_sequence(self._plan.config.model.max_model_len, limit, room)
+        if longest < limit:
+            self._plan.progress(f"max_model_len {longest} (the KV cache has no room for the model's {limit} tokens)")
+        return replace(model, max_model_len=longest)
 
-    def capture(self) -> tuple[StepSize, ...]:
-        """The part of `warm_up` that every rank runs: the first steps, and graphs. -> the captured sizes."""
-        limits, device = self._config.scheduler, self._device
+    def _run_largest_step(self, scratch: KVCache) -> None:
+        limits, budget = self._plan.config.scheduler, self._plan.config.scheduler.max_num_batched_tokens
+        runner = self._make_runner(scratch, budget)
+        run_largest_step(runner, budget, limits.max_num_seqs, self._plan.model.max_model_len)
+
+
+class DeviceCached(DeviceState):
+    """See CachedState."""
+
+    def __init__(self, plan: DevicePlan, weights: Weights, cache: KVCache, model: ModelDescription) -> None:
+        super().__init__(plan, weights)
+        self._cache, self._model = cache, model
+
+    def warm_up(self) -> DeviceExecutor:
+        executor = self.capture()
+        executor.measure(executor.launch)
+        return self.left_for(executor)
+
+    def capture(self) -> DeviceExecutor:
+        """The part of `warm_up` that every rank runs: the first steps, and graphs. Does not leave this state."""
+        plan, weights = self._plan, self._weights
+        limits, device, max_len = plan.config.scheduler, plan.device, self._model.max_model_len
         self._run_first_steps()
         try:
-            self._runner = runner = self._make_runner(self._cache, self.model.max_model_len)
-            if captures_steps(limits, self._attentions, device):
-                agree = None if self._place is None else self._place.reduce.agree
-                capture_steps(self._model, runner.graphs, runner.draws, limits, self._cleanup, self._progress, agree)
+            runner = self._make_runner(self._cache, max_len)
+            if captures_steps(limits, plan.attentions, device):
+                if not weights.has_products:
+                    choose_step_products(weights.model, limits, weights.owned, plan.progress)
+                    weights.has_products = True
+                agree = None if plan.place is None else plan.place.reduce.agree
+                capture_steps(weights.model, runner.graphs, runner.draws, limits, plan.progress, agree)
         except torch.OutOfMemoryError as error:
             hint = "lower --gpu-memory-utilization or --max-graph-tokens"
             raise StartupError(f"{device} has no room for captured steps: {hint} ({error})") from error
         except RuntimeError as error:
             raise StartupError(f"steps cannot be captured on {device}: {error}") from error
-        return runner.graphs.sizes
+        return DeviceExecutor(plan, weights, runner, self._model)
 
-    def measure(self) -> None:
-        """The part of `warm_up` that only rank 0 decides: it measures steps on a GPU, through `launch`."""
+    def free(self) -> DeviceLoaded:
+        return self._back_to(DeviceLoaded(self._plan, self._weights))
+
+    def _run_first_steps(self) -> None:
+        """Compile and load the kernels that steps need, by steps of a separate runner. Leaves the cache zeroed."""
+        plan, max_len, block_size = self._plan, self._model.max_model_len, self.layout.block_size
+        runner = self._make_runner(self._cache, max_len)
+        run_first_steps(runner, block_size, max_len)
+        if plan.device.type == "cuda":
+            run_steps_of_all_kinds(runner, max_len, plan.config.scheduler)
+        for tensor in self._cache.tensors:
+            tensor[:NUM_BLOCKS].zero_()
+
+
+class DeviceExecutor(DeviceState):
+    """The Executor of one device."""
+
+    def __init__(self, plan: DevicePlan, weights: Weights, runner: ModelRunner, model: ModelDescription) -> None:
+        super().__init__(plan, weights)
+        self.model, self._model, self._grammars = model, weights.model, plan.grammars  # `measure` completes `model`
+        self._runner, self._cache = runner, runner.cache
+        cache = runner.cache
+        self.slabs, self.num_host_blocks, self.block_size = cache.slabs, cache.num_host_blocks, plan.layout.block_size
+        self.cache = cache.describe()
+        self.start_profile, self.stop_profile = plan.profiler.start, plan.profiler.stop
+        self.graph_sizes = runner.graphs.sizes  # the captured ones
+        self._graph_sizes = GraphSizes(self.graph_sizes)
+
+    @classmethod
+    def started(cls, config: NodeConfig, progress: Callable[[str], None]) -> DeviceExecutor:
+        """Make an executor by all phases. Raises StartupError."""
+        return run_phases(DeviceDescribed.of(config, progress), config.cache, progress)
+
+    def measure(self, launch: Callable[[Batch], Pending]) -> None:
+        """The part of `warm_up` for rank 0 alone: on a GPU, measure the sizes of steps that the settings leave open.
+
+        Where that fails they are the defaults. Leaves the cache zeroed and no sequences.
+        """
         # On a shared GPU other nodes' steps would be measured, too
-        if self._device.type == "cuda" and self._config.cache.gpu_share == 1:
-            self._measure_steps()
+        if self.model.device == "cpu" or self.config.cache.gpu_share < 1:
+            return
+        limits, progress, model = self.config.scheduler, self._plan.progress, self.model
+        timer = StepTimer(launch, self.slabs, self.block_size, model.max_model_len, model.vocab_size)
+        try:
+            if limits.max_tokens_beside_decodes < 0 and self.config.tokens_beside_decodes_on(model.device):
+                limits, keys = limit_beside_decodes(limits, timer, model.keys_per_token, progress)
+                self.model = replace(model, measured_keys=keys)
+            if limits.has_targets:
+                measure_for_model(limits, timer)
+            if self._plan.is_budget_measured:
+                limits = limit_of_prompts(limits, timer, progress)
+            self.model = replace(self.model, step_times=tuple(timer.samples))
+        except Exception as error:  # of a kernel, memory, a watcher: a node with default sizes serves all the same
+            if self._plan.place is not None:
+                raise  # other ranks may wait for ever in the step that failed here
+            progress(f"default sizes of steps: their measurement failed ({type(error).__name__}: {error})")
+            if self._plan.is_budget_measured:
+                limits = unmeasured_limit_of_prompts(limits)
+        self.config = replace(self.config, scheduler=limits)
+        self.clear()
 
     def clear(self) -> None:
         """Forget all sequences and zero the cache."""
         self._runner.forget_sequences()
         self._cache.memory.zero_()
 
+    def sleep(self) -> DeviceLoaded:
+        return self._back_to(DeviceLoaded(self._plan, self._weights))
+
     def connect(self, name: str, context: ConnectorContext) -> tuple[RankPort, ...]:
         return ()
 
     def check(self, sampling: SamplingParams) -> None:
-        for kind in self._outside_stages:
+        for kind in self._plan.outside_stages:
             try:
                 kind.check(sampling)
             except Exception as error:  # the stage is foreign and may raise anything
@@ -219,10 +271,14 @@ class DeviceExecutor:
     def launch(self, batch: Batch, deadline_s: float = inf) -> PendingStep:
         return self._runner.launch(batch, self._graph_sizes.choose(batch.chunks))
 
+    def lead(self, batch: Batch, graph: StepSize | None, announce: Callable[[Staged], None]) -> PendingStep:
+        """On rank 0 of several: launch a step that the others hear of by `announce`."""
+        return self._runner.launch(batch, graph, announce)
+
     def follow(self, batch: Batch, graph: StepSize | None, staged: Staged) -> PendingStep:
         """On a rank > 0: launch a step as rank 0 does. `staged`: the starting sequences that rank 0 draws itself."""
-        assert self._place is not None
-        self._place.told.changed, self._place.told.late = staged
+        assert self._plan.place is not None
+        self._plan.place.told.changed, self._plan.place.told.late = staged
         return self._runner.launch(batch, graph)
 
     def draw_late(self) -> float:
@@ -238,25 +294,9 @@ class DeviceExecutor:
 
     def follow_late(self, absent: Collection[int]) -> None:
         """On a rank > 0: draw the late rows of the newest step. The steps before it must have been read."""
-        assert self._place is not None
-        self._place.told.absent = absent
+        assert self._plan.place is not None
+        self._plan.place.told.absent = absent
         self._runner.draw_late()
-
-    def use_device(self) -> None:
-        """Make the device the calling thread's own: else a call of CUDA takes memory of the first one."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-
-    def leave(self) -> None:
-        """Leave the other ranks, after `close`. Every rank must do so."""
-        if self._place is not None:
-            self._place.reduce.close()
-
-    def start_profile(self) -> None:
-        self._profiler.start()
-
-    def stop_profile(self, directory: str) -> None:
-        self._profiler.stop(directory)
 
     def watch_logits(self, watcher: Callable[[torch.Tensor], None] | None) -> None:
         """Show `watcher` the logits [R, vocab_size] of every step's R samples, in the order of `launch`.
@@ -265,108 +305,3 @@ class DeviceExecutor:
         later step overwrites the tensor, so the watcher must copy the values that it needs. None removes the watcher.
         """
         self._runner.watcher = watcher
-
-    def close(self) -> None:
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-        finally:
-            self._cleanup.close()
-
-    def _make_reduce(self) -> Reduce | None:
-        """The sums of the model's products over the ranks; None for the only rank."""
-        if self._place is None or self._device.type == "cpu":
-            return None if self._place is None else self._place.reduce
-        from pd_cluster.worker.symmetric_reduce import start_symmetric_reduce
-
-        spec, dtype = self.model.spec, DTYPES[self.model.dtype]
-        half_rows = FEW_ROWS[0] if dtype is torch.bfloat16 and not spec.quantization else 0  # as few rows have products
-        return start_symmetric_reduce(
-            self._place.reduce, spec.hidden_size, dtype, self._device, self._progress, half_rows
-        )
-
-    def _fit_sequences(self, cache_tokens: int) -> None:
-        """Lower the longest length of a sequence to the size of the cache. Raises StartupError."""
-        limit = self.model.max_model_len
-        longest = longest_sequence(self._config.model.max_model_len, limit, cache_tokens)
-        if longest < limit:
-            self._progress(f"max_model_len {longest} (the KV cache has no room for the model's {limit} tokens)")
-            self.model = replace(self.model, max_model_len=longest)
-
-    def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
-        return ModelRunner.make(
-            self._model,
-            cache,
-            self._kernels,
-            self._attentions,
-            self._config,
-            self.model.eos_token_ids,
-            max_len,
-            self._device,
-            self._grammars,
-            self._place,
-        )
-
-    def _run_largest_step(self, scratch: KVCache) -> None:
-        limits = self._config.scheduler
-        budget = limits.max_num_batched_tokens
-        runner = self._make_runner(scratch, budget)
-        run_largest_step(runner, budget, limits.max_num_seqs, self.model.max_model_len)
-
-    def _measure_steps(self) -> None:
-        """Decide the sizes of steps that the settings leave open: as measured, else the defaults.
-
-        Leaves the cache zeroed and no sequences.
-        """
-        limits, progress, model = self._config.scheduler, self._progress, self.model
-        timer = StepTimer(self.launch, self.slabs, self.block_size, model.max_model_len, model.vocab_size)
-        try:
-            if limits.max_tokens_beside_decodes < 0 and self._config.tokens_beside_decodes_on(model.device):
-                limits, keys = limit_beside_decodes(limits, timer, model.keys_per_token, progress)
-                self.model = replace(model, measured_keys=keys)
-            if limits.has_targets and model.device != "cpu":
-                measure_for_model(limits, timer)
-            if self._is_budget_measured:
-                limits = limit_of_prompts(limits, timer, progress)
-            self.model = replace(self.model, step_times=tuple(timer.samples))
-        except Exception as error:  # of a kernel, memory, a watcher: a node with default sizes serves all the same
-            if self._place is not None:
-                raise  # other ranks may wait for ever in the step that failed here
-            progress(f"default sizes of steps: their measurement failed ({type(error).__name__}: {error})")
-            if self._is_budget_measured:
-                limits = unmeasured_limit_of_prompts(limits)
-        self._config = replace(self._config, scheduler=limits)
-        self.clear()
-
-    def _run_first_steps(self) -> None:
-        """Compile and load the kernels that steps need, by steps of a separate runner. Leaves the cache zeroed."""
-        max_len = self.model.max_model_len
-        runner = self._make_runner(self._cache, max_len)
-        run_first_steps(runner, self.block_size, max_len)
-        if self._device.type == "cuda":
-            run_steps_of_all_kinds(runner, max_len, self._config.scheduler)
-        for tensor in self._cache.tensors:
-            tensor[:NUM_BLOCKS].zero_()
-
-
-def resolve_device(config: ModelConfig, rank: int = 0) -> torch.device:
-    """The device of a rank, which becomes the current one. Raises StartupError if there is none."""
-    name = config.device
-    if name == "cuda" and not torch.cuda.is_available():
-        raise StartupError("--device cuda: torch finds no CUDA device")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if config.tp == 1:
-        return torch.device("cuda", torch.cuda.current_device())
-    if torch.cuda.device_count() < config.tp:
-        raise StartupError(f"--tp {config.tp} needs {config.tp} GPUs; torch finds {torch.cuda.device_count()}")
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
-
-
-def _resolve_block_size(wanted: int, device: torch.device) -> int:
-    if wanted % _BLOCK_SIZE_STEP or wanted < 0:
-        raise StartupError(f"--block-size {wanted} is not a multiple of {_BLOCK_SIZE_STEP}")
-    return wanted or (16 if device.type == "cpu" else 64)

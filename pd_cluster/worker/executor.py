@@ -1,20 +1,36 @@
-"""The engine's side of the worker: an executor starts in phases, then launches one batch per step."""
+"""The engine's side of the worker: an executor in states, of which the last one launches one batch per step.
+
+    state       owns                                            method      next state
+    Described   description and layout of the model, kernels    load        Loaded
+    Loaded      the weights, too                                allocate    Cached
+                                                                unload      Described
+    Cached      the cache, zeroed                               warm_up     Executor, which is ready to serve
+                                                                free        Loaded
+    Executor    the rows of sequences, the captured steps       sleep       Loaded
+
+Each state is an object of its own with complete attributes. One state is present at a time, and owns all that was
+acquired; to use a state that was left raises StateLeft. A transition that fails leaves its state present. On one device
+it may be tried again; over several ranks the state can only be closed. After a way back the memory is free, unless the
+caller still holds some of it: a connector, a CacheDescription, a step. The weights are unchanged by `sleep`; what was
+measured is measured again.
+"""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.kv_cache import blocks_in
+from pd_connectors.base import Closes
 from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from pd_cluster.config import CacheConfig
+    from pd_cluster.config import CacheConfig, NodeConfig
     from pd_cluster.models.spec import ModelSpec
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch, StepResult
@@ -22,10 +38,10 @@ if TYPE_CHECKING:
     from pd_connectors.base import CacheDescription, ConnectorContext
     from pd_connectors.protocol.layout import BlockLayout
     from pd_connectors.rank_port import RankPort
-    from pd_kernels.values import StepSize
 
 logger = logging.getLogger(__name__)
 
+Ready_co = TypeVar("Ready_co", bound="Executor", covariant=True)  # the last state
 MIN_BLOCKS = 2  # the first step copies a block
 
 
@@ -74,62 +90,67 @@ class Pending(Protocol):
         """
 
 
-class Executor(Protocol):
-    """Runs the model on its ranks. Not thread-safe.
+class DescribedState(Closes, Protocol[Ready_co]):
+    """The model is described, and all is chosen that needs no weights."""
 
-    The phases run once, in this order; `run_phases` drives them:
+    def load(self) -> LoadedState[Ready_co]:
+        """Read the weights from the model's files. Raises StartupError."""
 
-        load            the weights are in place; `model` and `layout` are known
-        free_kv_bytes   not called when the number of blocks is configured
-        allocate        the cache exists, zeroed
-        warm_up         kernels are compiled, steps are captured, the cache is zero again
-        launch          any number of times
-        close           at any point, also after a phase that failed
 
-    A phase raises StartupError when it fails for a reason that the operator can change. The constructor acquires
-    nothing.
+class LoadedState(Closes, Protocol[Ready_co]):
+    """The weights are in place."""
+
+    layout: BlockLayout  # of one rank's blocks
+
+    def free_kv_bytes(self) -> int:
+        """Bytes that a rank can give to its cache: the minimum over the ranks."""
+
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> CachedState[Ready_co]:
+        """Allocate every rank's cache. Raises StartupError."""
+
+    def unload(self) -> DescribedState[Ready_co]:
+        """Give the memory of the weights back."""
+
+
+class CachedState(Closes, Protocol[Ready_co]):
+    """The cache exists, zeroed."""
+
+    def warm_up(self) -> Ready_co:
+        """Run the first steps, capture graphs, measure steps. The cache is zero again. Raises StartupError.
+
+        Ranks stop capturing when their own memory runs out; only sizes that all of them have may be replayed.
+        """
+
+    def free(self) -> LoadedState[Ready_co]:
+        """Give the memory of the cache back."""
+
+
+class Executor(Closes, Protocol):
+    """Runs the model on its ranks, each of which is ready. Not thread-safe.
 
     The executor on rank 0 chooses the captured size that serves a step (`GraphSizes.choose`), and gives it to every
     rank with the batch. If each rank chose, ranks could pad a step to different sizes, and their collectives would
     hang.
     """
 
-    model: ModelDescription
-    layout: BlockLayout  # layout of one rank's blocks
+    config: NodeConfig  # the settings, with the decided capacity and the measured limits
+    model: ModelDescription  # its sequences are no longer than the cache
+    layout: BlockLayout  # of one rank's blocks
+    slabs: KvSlabs  # the memory of the cache
+    num_host_blocks: int  # of each group, in the host memory for preempted sequences
+    block_size: int  # tokens per block
+    cache: CacheDescription  # of the cache in this process, which is rank 0's, for a connector
 
-    @property
-    def slabs(self) -> KvSlabs:
-        """The memory of the cache."""
+    def sleep(self) -> LoadedState[Executor]:
+        """Give back the memory of the cache and the graphs, and forget all sequences. No step may be under way.
 
-    @property
-    def num_host_blocks(self) -> int:
-        """Blocks of each group in the host memory for preempted sequences."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-
-    def load(self) -> None:
-        """Read the model's files and place its weights. Raises StartupError."""
-
-    def free_kv_bytes(self) -> int:
-        """Bytes that a rank can give to its cache: the minimum over the ranks."""
-
-    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> tuple[CacheDescription, ...]:
-        """Allocate every rank's cache. -> descriptions of those in this process: rank 0's. Raises StartupError."""
-
-    def warm_up(self) -> tuple[StepSize, ...]:
-        """Run the first steps, capture graphs, measure steps. -> the sizes that every rank has captured.
-
-        Raises StartupError.
-
-        Ranks stop capturing when their own memory runs out; only sizes that all of them have may be replayed.
+        The connector must be closed before, and it needs `connect` again afterwards.
         """
 
     def connect(self, name: str, context: ConnectorContext) -> tuple[RankPort, ...]:
         """Start what the connector `name` needs on the further ranks. -> the ways to them, by rank.
 
-        Call it between the phases and the first launch, before the connector is made. Raises RankLost.
+        Call it before the first launch, and before the connector is made. Raises RankLost.
         """
 
     def check(self, sampling: SamplingParams) -> None:
@@ -168,43 +189,35 @@ class Executor(Protocol):
     def stop_profile(self, directory: str) -> None:
         """Write the record to a new file of `directory`, which may take a minute. Ignored when there is none."""
 
-    def close(self) -> None:
-        """Wait for the devices and release what the phases acquired. Idempotent.
 
-        The cache's memory lives until the last reference to it (a transport's, for instance) is gone.
-        """
+def run_phases(described: DescribedState[Ready_co], config: CacheConfig, progress: Callable[[str], None]) -> Ready_co:
+    """Take an executor from its first state to the last one. `progress` receives a line per phase.
 
-
-def run_phases(
-    executor: Executor, config: CacheConfig, progress: Callable[[str], None]
-) -> tuple[CacheDescription, ...]:
-    """Take a new executor through its phases. -> the caches, by rank. `progress` receives a line per phase.
-
-    When a phase fails, the executor is closed. Raises StartupError.
+    When a phase fails, the state before it is closed. Raises StartupError.
     """
+    state: Closes = described
     try:
-        executor.load()
-        slabs = _divide_memory(executor, config)
-        progress(_describe(slabs, executor.layout))
-        caches = executor.allocate(slabs, blocks_in(config.swap_gb * 1e9, executor.layout))
+        state = loaded = described.load()
+        slabs = _divide_memory(loaded, config)
+        progress(_describe(slabs, loaded.layout))
+        state = cached = loaded.allocate(slabs, blocks_in(config.swap_gb * 1e9, loaded.layout))
         progress("warm-up")
-        executor.warm_up()
+        return cached.warm_up()
     except BaseException:
         try:
-            executor.close()
+            state.close()
         except RuntimeError:  # a device that has failed fails again; the first failure is the one to report
             logger.warning("the executor could not be closed after a failed start", exc_info=True)
         raise
-    return caches
 
 
-def _divide_memory(executor: Executor, config: CacheConfig) -> KvSlabs:
+def _divide_memory(loaded: LoadedState[Ready_co], config: CacheConfig) -> KvSlabs:
     """The slabs for the configured number of blocks, or those that fit. Raises StartupError if they are too few."""
-    layout = executor.layout
+    layout = loaded.layout
     if config.num_blocks:
         slabs = KvSlabs.of_blocks(layout, config.num_blocks)
     else:
-        slabs = KvSlabs.in_bytes(layout, executor.free_kv_bytes())
+        slabs = KvSlabs.in_bytes(layout, loaded.free_kv_bytes())
     groups = range(len(layout.groups))
     least = 1 if len(groups) == 1 else len(groups) + 1  # a slab for each, and one that moves
     if slabs.num_slabs < least or min(map(slabs.num_blocks, groups)) < MIN_BLOCKS:

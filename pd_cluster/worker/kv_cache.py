@@ -5,7 +5,6 @@ A pool of the same blocks in host memory takes the blocks of preempted sequences
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -157,16 +156,6 @@ def _places(group: int, block: int, per_slab: Sequence[int]) -> tuple[set[tuple[
     slab = block // per_slab[group]
     others = {(-1 - other, slab) for other in range(len(per_slab)) if other != group}
     return {(group, block), (-1 - group, slab)}, {(group, block), *others}
-
-
-def longest_in(slabs: KvSlabs, layout: BlockLayout, limit: int) -> int:
-    """Tokens, at most `limit`, of the longest sequence that the slabs can hold in every group at once."""
-
-    def slabs_for(num_tokens: int) -> int:
-        counts = [-(-num_tokens // group.block_size) for group in layout.groups]
-        return sum(-(-count // most) for count, most in zip(counts, slabs.per_slab, strict=True))
-
-    return bisect_right(range(1, limit + 1), slabs.num_slabs, key=slabs_for)
 
 
 def blocks_in(num_bytes: float, layout: BlockLayout) -> int:

@@ -47,13 +47,16 @@ from pd_connectors.protocol.errors import HandoffError
 from pd_connectors.protocol.slabs import KvSlabs
 
 if TYPE_CHECKING:
-    from pd_cluster.worker.device_executor import DeviceExecutor
     from pd_cluster.worker.pending_step import PendingStep
+    from pd_cluster.worker.rank_sampler import RankPlace
     from pd_connectors.base import Closes
 
 logger = logging.getLogger("pd_cluster.ranks")
 
 ORPHAN_EXIT_CODE = 3
+# Phases that take the executor's state to the next one, with the types of their arguments
+MOVES: dict[str, Any] = dict.fromkeys(("unload", "capture", "free", "sleep"), tuple[()])
+MOVES |= {"load": tuple[NodeConfig], "allocate": tuple[KvSlabs, int]}
 PR_SET_PDEATHSIG = 1
 SWITCH_INTERVAL_S = 0.0001  # an acknowledgement must not wait 5 ms for a launch, see `engine/process.py`
 
@@ -99,14 +102,14 @@ class RankSockets:
 class RankProcess:
     """Runs one rank's executor as rank 0's frames say."""
 
-    _executor: DeviceExecutor  # from the phase "load" on
-
     def __init__(self, start: RankStart, sockets: RankSockets) -> None:
         self._start, self._sockets = start, sockets
+        self._state: Any = None  # of this rank's executor: one of DeviceDescribed to DeviceExecutor
         self._pending: deque[PendingStep] = deque()  # launched, and their tokens were not read
         self._retiring: queue.SimpleQueue[PendingStep] = queue.SimpleQueue()
         self._phase = "start"
         self._reader: Closes | None = None  # of the connector
+        self._place: RankPlace | None = None  # of a described model
         self._num_launched = self._num_retired = 0
         self._port = LinkPort(start.rank, sockets.tell)
         for run in (self._beat, self._retire):
@@ -124,7 +127,10 @@ class RankProcess:
                     self._port.deliver(message)
                 case PhaseFrame(name, arguments):
                     self._phase = name
-                    result = getattr(self, f"_phase_{name}")(*arguments)
+                    if name in MOVES:
+                        result = self._move(name, arguments)
+                    else:
+                        result = getattr(self, f"_phase_{name}")(*arguments)
                     self._phase = "steps"
                     self._sockets.answer(PhaseDone(self._start.rank, result))
                 case CloseFrame():
@@ -137,38 +143,30 @@ class RankProcess:
         kind = type(error) if isinstance(error, PdError) else RankLost
         self._sockets.tell_last(RankFailed(self._start.rank, kind.__name__, text))
 
-    def _make_executor(self) -> DeviceExecutor:
+    # phases: the names after "_phase_", and MOVES; the results are plain values
+
+    def _phase_describe(self) -> None:
         # Imported here, because they import torch: rank 0 hears of this process before
         from pd_cluster.worker.collectives import connect_store
-        from pd_cluster.worker.device_executor import DeviceExecutor
+        from pd_cluster.worker.device_executor import DeviceDescribed
         from pd_cluster.worker.ranked_executor import make_place
 
         config, shard = self._start.config, Shard(self._start.rank, self._start.config.model.tp)
-        place = make_place(config.model, shard, connect_store(shard.size, self._start.store_port))
-        return DeviceExecutor(config, lambda _: None, place)
+        self._place = make_place(config.model, shard, connect_store(shard.size, self._start.store_port))
+        self._state = DeviceDescribed.of(config, lambda _: None, self._place)
 
-    # phases: the names after "_phase_"; the results are plain values
+    def _move(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        self._read_steps(keep=0)
+        self._close_reader()
+        self._state = getattr(self._state, name)(*msgspec.convert(arguments, MOVES[name]))
+        return getattr(self._state, "graph_sizes", None)
 
-    def _phase_load(self) -> None:
-        self._executor = self._make_executor()
-        self._executor.load()
-
-    def _phase_adopt(self, config: bytes) -> None:
-        self._executor.adopt(msgspec.json.decode(config, type=NodeConfig))
-
-    def _phase_measure(self) -> int:
-        return self._executor.free_kv_bytes()
-
-    def _phase_allocate(self, slabs: dict[str, Any], num_host_blocks: int) -> None:
-        self._executor.allocate(msgspec.convert(slabs, KvSlabs), num_host_blocks)
-
-    def _phase_capture(self) -> Any:
-        return msgspec.to_builtins(self._executor.capture())
+    def _phase_free_kv_bytes(self) -> Any:
+        return self._state.free_kv_bytes()
 
     def _phase_clear(self) -> None:
-        while self._pending:
-            self._pending.popleft().result()
-        self._executor.clear()
+        self._read_steps(keep=0)
+        self._state.clear()
         gc.collect()
         gc.freeze()
 
@@ -177,31 +175,40 @@ class RankProcess:
 
         values["options"] = tuple(map(tuple, values["options"]))
         values["kv_ports"] = values["kv_ports"] and tuple(values["kv_ports"])
-        context = ConnectorContext(layout=self._executor.layout, rank=self._start.rank, **values)
-        self._reader = rank_reader(name, context, self._executor.cache, self._port)
+        context = ConnectorContext(layout=self._state.layout, rank=self._start.rank, **values)
+        self._reader = rank_reader(name, context, self._state.cache, self._port)
 
     # steps
 
     def _close(self) -> None:
+        self._close_reader()
+        if self._state is not None:
+            self._state.close()
+            if self._place is not None:
+                self._place.reduce.close()
+
+    def _close_reader(self) -> None:
+        """End the connector's part here. It holds the cache, as the port does by its handler."""
         if self._reader is not None:
             self._reader.close()
-        if self._phase != "start":
-            self._executor.close()
-            self._executor.leave()
+            self._reader = None
+            self._port = LinkPort(self._start.rank, self._sockets.tell)
+
+    def _read_steps(self, keep: int) -> None:
+        while len(self._pending) > keep:  # rank 0 has read them, so they have ended
+            self._pending.popleft().result()
 
     def _launch(self, frame: StepFrame) -> None:
-        while len(self._pending) > 1:  # rank 0 has read them, so they have ended
-            self._pending.popleft().result()
-        pending = self._executor.follow(frame.batch, frame.graph, (frame.changed, frame.late))
+        self._read_steps(keep=1)
+        pending = self._state.follow(frame.batch, frame.graph, (frame.changed, frame.late))
         self._num_launched += 1
         self._pending.append(pending)
         if pending.is_launched:
             self._retiring.put(pending)
 
     def _draw_late(self, absent: tuple[int, ...]) -> None:
-        while len(self._pending) > 1:
-            self._pending.popleft().result()
-        self._executor.follow_late(absent)
+        self._read_steps(keep=1)
+        self._state.follow_late(absent)
         self._retiring.put(self._pending[-1])
 
     def _retire(self) -> None:
@@ -210,10 +217,11 @@ class RankProcess:
             while True:
                 pending = self._retiring.get()
                 if not self._num_retired:
-                    self._executor.use_device()
+                    self._state.use_device()
                 pending.wait()
                 self._num_retired += 1
                 self._sockets.answer(StepRetired(self._start.rank, pending.digest()))
+                del pending  # it holds the cache, which may be freed before the next step
         except Exception as error:
             logger.exception("a step failed")
             self.fail(error)

@@ -108,6 +108,10 @@ class RankLink:
         """The start is over: from now on a rank may be silent for SILENCE_S only."""
         self._silence_s = self._serving_silence_s
 
+    def rest(self) -> None:
+        """Until `serve` a rank may be silent as at the start."""
+        self._silence_s = START_SILENCE_S
+
     def send(self, frame: ToRank) -> None:
         """Send a frame to every rank. Neither waits nor raises."""
         encoded = self._encoder.encode(frame)

@@ -1,4 +1,4 @@
-"""The executor of several ranks. Rank 0, in the engine's process, decides everything; each other rank is a process."""
+"""The states of the executor of several ranks. Rank 0, in the engine's process, decides everything. See `executor`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import sys
 from contextlib import contextmanager
 from dataclasses import fields
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from pd_cluster.models.shard import Shard
 from pd_cluster.worker.collectives import GroupReduce, open_store
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
-from pd_cluster.worker.device_executor import DeviceExecutor, resolve_device
+from pd_cluster.worker.device_executor import DeviceDescribed, DeviceExecutor
+from pd_cluster.worker.device_plan import resolve_device
 from pd_cluster.worker.rank_frames import DrawLate, PhaseFrame, RankStart, StepFrame
 from pd_cluster.worker.rank_link import RankLink, StepOnRanks
 from pd_cluster.worker.rank_sampler import RankPlace
+from pd_cluster.worker.state import ExecutorState
 from pd_kernels.selection import select_kernels
 from pd_kernels.values import StepSize
 
@@ -31,105 +33,94 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.worker.input_batch import Staged
     from pd_cluster.worker.pending_step import PendingStep
-    from pd_connectors.base import CacheDescription, ConnectorContext
+    from pd_connectors.base import ConnectorContext
     from pd_connectors.protocol.slabs import KvSlabs
     from pd_connectors.rank_port import RankPort
 
-Result = TypeVar("Result")
 
+class Ranks:
+    """All ranks of an engine, in one state. Rank 0's device is in this process, each other rank is a process."""
 
-class RankedExecutor(DeviceExecutor):
-    """The Executor of `config.model.tp` ranks: rank 0's device here, the others through a RankLink.
-
-    Every rank runs the same phases and launches the same steps, so that their collectives meet. What depends on a
-    rank's memory is agreed on, and what is measured or chosen is rank 0's.
-    """
+    module = "pd_cluster.worker.rank"  # of a rank's process
 
     def __init__(
         self,
         config: NodeConfig,
-        progress: Callable[[str], None],
         address: str,
         on_loss: Callable[[PdError], None],
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`address`, `on_loss`, `on_look`: see RankLink. No process is started before `load`."""
-        super().__init__(config, progress)
+        """`address`, `on_loss`, `on_look`: see RankLink. Acquires nothing."""
+        self._config, self._address = config, address
         self._shard = Shard(0, config.model.tp)
-        self._address = address
-        self._link = RankLink(self._shard.size, address, on_loss, on_look)
-        self._has_failed = False
+        self.link = RankLink(self._shard.size, address, on_loss, on_look)
+        self._place: RankPlace | None = None  # from `start` on
+        self.own: Any = None  # the present state of rank 0's device, from DeviceDescribed to DeviceExecutor
+        self.has_failed = self._is_closed = False
 
-    def load(self) -> None:
+    def start(self, progress: Callable[[str], None]) -> None:
+        """Start the other ranks' processes, join them, and describe the model on all. Raises StartupError."""
         store, port = open_store(self._shard.size)
-        self._link.start(lambda rank: self._spawn(rank, port))
+        self.link.start(lambda rank: self._spawn(rank, port))
 
-        def load() -> None:
+        def describe() -> None:
             self._place = make_place(self._config.model, self._shard, store, self._tell_late)
-            super(RankedExecutor, self).load()
+            self.own = DeviceDescribed.of(self._config, progress, self._place)
 
-        self._on_all("load", load)
-        self._on_all("adopt", lambda: None, msgspec.json.encode(self._config))
+        self.on_all("describe", describe)
 
-    def free_kv_bytes(self) -> int:
-        return min(self._on_all("measure", super().free_kv_bytes))
+    def move(self, phase: str, *arguments: Any) -> tuple[Any, ...]:
+        """Take all ranks to their next state, by a method of their states. -> the other ranks' results, by rank."""
 
-    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> tuple[CacheDescription, ...]:
-        caches, *_ = self._on_all(
-            "allocate", lambda: super(RankedExecutor, self).allocate(slabs, num_host_blocks), slabs, num_host_blocks
-        )
-        return caches
+        def run() -> None:
+            self.own = getattr(self.own, phase)(*arguments)
 
-    def warm_up(self) -> tuple[StepSize, ...]:
-        own, *others = self._on_all("capture", self.capture)
-        common = set(own).intersection(*(msgspec.convert(sizes, set[StepSize]) for sizes in others))
-        self._graph_sizes = GraphSizes(size for size in own if size in common)
-        with self._noted():
-            self.measure()
-        self._on_all("clear", self.clear)
-        return self._graph_sizes.sizes
+        return self.on_all(phase, run, *arguments)[1:]
 
-    def connect(self, name: str, context: ConnectorContext) -> tuple[RankPort, ...]:
-        own = ("layout", "rank", "rank_ports")  # which each rank knows itself
-        values = {field.name: getattr(context, field.name) for field in fields(context) if field.name not in own}
-        self._on_all("connect", lambda: None, name, values)
-        self._link.serve()
-        return self._link.ports
+    def on_all(self, phase: str, run: Callable[[], Any], *arguments: Any) -> tuple[Any, ...]:
+        """Run a phase on all ranks at once. -> rank 0's result and those of the others, by rank."""
+        self.link.send(PhaseFrame(phase, arguments))
+        with self.noted():
+            own = run()
+            return own, *self.link.results()
 
-    def launch(self, batch: Batch, deadline_s: float = inf) -> PendingStep:
-        graph, number = self._graph_sizes.choose(batch.chunks), 0
-
-        def announce(staged: Staged) -> None:
-            nonlocal number
-            number = self._link.send_step(StepFrame.of(batch, graph, *staged), deadline_s)
-
-        with self._noted():
-            pending = self._runner.launch(batch, graph, announce)
-        pending.others = StepOnRanks(self._link, number)
-        pending.finish_late = self.draw_late  # notes a failure: the other ranks may wait in this draw's collectives
-        return pending
-
-    def draw_late(self) -> float:
-        with self._noted():
-            return super().draw_late()
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note a failure, and blame a lost rank for it."""
+        try:
+            with self.link.blamed():
+                yield
+        except BaseException:
+            self.has_failed = True
+            raise
 
     def close(self) -> None:
-        """See Executor. After a failure it does not wait for the device, where a collective may wait for its peers."""
-        is_well = self._place is not None and not self._has_failed and self._link.lost is None
+        """Close all ranks. After a failure it does not wait for the device, where a collective may wait for its peers.
+
+        Idempotent.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        is_well = self.own is not None and not self.has_failed and self.link.lost is None
         try:
             if is_well:
-                self._link.dismiss()
-                super().close()
-                self.leave()  # while the other ranks do
-            else:
-                self._cleanup.close()
+                self.link.dismiss()
+            if self.own is not None:
+                self.own.close(waits=is_well)
+            if is_well:
+                self._leave()  # while the other ranks do
         finally:
-            self._link.close(at_once=not is_well)
+            self.link.close(at_once=not is_well)
         if not is_well:
-            self.leave()
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._place is not None:
+            self._place.reduce.close()
 
     def _spawn(self, rank: int, store_port: int) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, "-P", "-m", "pd_cluster.worker.rank"], stdin=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, "-P", "-m", self.module], stdin=subprocess.PIPE)
         assert process.stdin is not None
         start = RankStart(self._config, rank, self._address, store_port)
         try:
@@ -139,25 +130,116 @@ class RankedExecutor(DeviceExecutor):
             pass  # it died at once, which the link reports
         return process
 
-    def _on_all(self, phase: str, run: Callable[[], Result], *arguments: Any) -> tuple[Result, ...]:
-        """Run a phase on all ranks at once. -> rank 0's result and those of the others, by rank."""
-        self._link.send(PhaseFrame(phase, arguments))
-        with self._noted():
-            own = run()
-            return own, *self._link.results()
+    def _tell_late(self, absent: frozenset[int]) -> None:
+        self.link.send(DrawLate(tuple(absent)))
 
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Note a failure, and blame a lost rank for it."""
+
+class RankedState(ExecutorState):
+    """A state of the executor of several ranks: all of them are in this state.
+
+    Every rank runs the same phases and launches the same steps, so that their collectives meet. What depends on a
+    rank's memory is agreed on, and what is measured or chosen is rank 0's.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.layout, self._ranks = ranks.own.layout, ranks
+
+    def close(self) -> None:
+        self._ranks.close()
+
+
+class RankedDescribed(RankedState):
+    """See DescribedState."""
+
+    @classmethod
+    def of(cls, ranks: Ranks, progress: Callable[[str], None]) -> Self:
+        """Start `ranks`. `progress` gets rank 0's lines. Raises StartupError, and then ends the ranks."""
         try:
-            with self._link.blamed():
-                yield
+            ranks.start(progress)
+            return cls(ranks)
         except BaseException:
-            self._has_failed = True
+            ranks.close()
             raise
 
-    def _tell_late(self, absent: frozenset[int]) -> None:
-        self._link.send(DrawLate(tuple(absent)))
+    def load(self) -> RankedLoaded:
+        self._ranks.move("load", self._ranks.own.config)
+        return self.left_for(RankedLoaded(self._ranks))
+
+
+class RankedLoaded(RankedState):
+    """See LoadedState."""
+
+    def free_kv_bytes(self) -> int:
+        num_bytes: int = min(self._ranks.on_all("free_kv_bytes", self._ranks.own.free_kv_bytes))
+        return num_bytes
+
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> RankedCached:
+        self._ranks.move("allocate", slabs, num_host_blocks)
+        return self.left_for(RankedCached(self._ranks))
+
+    def unload(self) -> RankedDescribed:
+        self._ranks.move("unload")
+        return self.left_for(RankedDescribed(self._ranks))
+
+
+class RankedCached(RankedState):
+    """See CachedState."""
+
+    def warm_up(self) -> RankedExecutor:
+        others = [msgspec.convert(sizes, set[StepSize]) for sizes in self._ranks.move("capture")]
+        with self._ranks.noted():
+            self._ranks.own.measure(RankedExecutor(self._ranks, others).launch)
+        self._ranks.on_all("clear", self._ranks.own.clear)
+        return self.left_for(RankedExecutor(self._ranks, others))
+
+    def free(self) -> RankedLoaded:
+        self._ranks.move("free")
+        return self.left_for(RankedLoaded(self._ranks))
+
+
+class RankedExecutor(RankedState):
+    """The Executor of `config.model.tp` ranks."""
+
+    def __init__(self, ranks: Ranks, others: list[set[StepSize]]) -> None:
+        """`others`: the sizes that each other rank has captured."""
+        super().__init__(ranks)
+        self._own: DeviceExecutor = ranks.own
+        own = self._own
+        self._graph_sizes = GraphSizes(size for size in own.graph_sizes if all(size in sizes for sizes in others))
+        self.config, self.model, self.cache = own.config, own.model, own.cache
+        self.slabs, self.num_host_blocks, self.block_size = own.slabs, own.num_host_blocks, own.block_size
+        self.check, self.ready, self.watch_logits = own.check, own.ready, own.watch_logits
+        self.start_profile, self.stop_profile = own.start_profile, own.stop_profile
+
+    def sleep(self) -> RankedLoaded:
+        self._ranks.link.rest()
+        del self.cache  # else its memory would not be free when rank 0 gives it to the device
+        self._ranks.move("sleep")
+        return self.left_for(RankedLoaded(self._ranks))
+
+    def connect(self, name: str, context: ConnectorContext) -> tuple[RankPort, ...]:
+        own = ("layout", "rank", "rank_ports")  # which each rank knows itself
+        values = {field.name: getattr(context, field.name) for field in fields(context) if field.name not in own}
+        self._ranks.on_all("connect", lambda: None, name, values)
+        self._ranks.link.serve()
+        return self._ranks.link.ports
+
+    def launch(self, batch: Batch, deadline_s: float = inf) -> PendingStep:
+        graph, number, link = self._graph_sizes.choose(batch.chunks), 0, self._ranks.link
+
+        def announce(staged: Staged) -> None:
+            nonlocal number
+            number = link.send_step(StepFrame.of(batch, graph, *staged), deadline_s)
+
+        with self._ranks.noted():
+            pending = self._own.lead(batch, graph, announce)
+        pending.others = StepOnRanks(link, number)
+        pending.finish_late = self.draw_late  # notes a failure: the other ranks may wait in this draw's collectives
+        return pending
+
+    def draw_late(self) -> float:
+        with self._ranks.noted():
+            return self._own.draw_late()
 
 
 def make_place(

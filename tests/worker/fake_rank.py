@@ -11,14 +11,13 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.rank import RankProcess, main
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
-    from pd_cluster.worker.device_executor import DeviceExecutor
     from pd_connectors.protocol.slabs import KvSlabs
 
 
@@ -49,9 +48,6 @@ class FakeExecutor:
     fails: bool = False
     launched: int = 0
 
-    def load(self) -> None:
-        return
-
     def free_kv_bytes(self) -> int:
         return 1000 * self.rank
 
@@ -67,14 +63,13 @@ class FakeExecutor:
     def close(self) -> None:
         return
 
-    leave = use_device = close
+    use_device = close
 
 
 class FakeRank(RankProcess):
-    def _make_executor(self) -> DeviceExecutor:
-        self._fake = FakeExecutor(self._start.rank)
+    def _phase_describe(self) -> None:
+        self._state = self._fake = FakeExecutor(self._start.rank)
         self._port.set_handler(self._handle)
-        return cast("DeviceExecutor", self._fake)
 
     def _phase_echo(self, *arguments: Any) -> list[Any]:
         return [self._start.rank, *arguments]

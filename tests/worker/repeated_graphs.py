@@ -51,7 +51,7 @@ class ReferenceAttention:
 
 def reference_attentions(executor: DeviceExecutor) -> list[ReferenceAttention]:
     """By KV group."""
-    return [captured_as_reference(attention) for attention in executor._attentions]
+    return [captured_as_reference(attention) for attention in executor._plan.attentions]
 
 
 def captured_as_reference(attention: GroupAttention) -> ReferenceAttention:
@@ -192,7 +192,9 @@ def near_sizes(limit: int, max_seqs: int) -> list[StepSize]:
 def step_graphs(executor: DeviceExecutor, attentions: Sequence[GroupAttention]) -> StepGraphs:
     """For the executor's steps, without graphs yet."""
     runner = executor._runner
-    return StepGraphs(executor._model, executor._cache, runner.rows, runner.host_buffer, runner._sampler, attentions)
+    return StepGraphs(
+        executor._weights.model, executor._cache, runner.rows, runner.host_buffer, runner._sampler, attentions
+    )
 
 
 def with_graphs(executor: DeviceExecutor, sizes: list[StepSize], room: int = 100) -> Repeated:

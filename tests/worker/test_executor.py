@@ -63,7 +63,7 @@ def test_no_sequence_is_offered_that_the_cache_cannot_hold(models: ModelStore, c
 def test_each_group_of_layers_has_its_attention(models: ModelStore) -> None:
     directory = models.get("qwen3-some-windows").directory
     executor, lines = build(directory, CacheConfig(num_blocks=4), attention_backend="torch")
-    assert len(executor._attentions) == len(executor.layout.groups) == 2
+    assert len(executor._plan.attentions) == len(executor.layout.groups) == 2
     assert sum(line.startswith("attention of ") and line.endswith(": torch") for line in lines) == 2
     executor.close()
 
@@ -87,6 +87,7 @@ def test_a_capture_that_fails_ends_the_start_with_words(
         raise error
 
     monkeypatch.setattr("pd_cluster.worker.device_executor.captures_steps", lambda *arguments: True)
+    monkeypatch.setattr("pd_cluster.worker.device_executor.choose_step_products", lambda *arguments: None)
     monkeypatch.setattr("pd_cluster.worker.device_executor.capture_steps", fail_to_capture)
     with pytest.raises(StartupError, match=words):
         build(models.get("llama").directory, CacheConfig(num_blocks=4))
@@ -118,8 +119,10 @@ def test_a_context_of_a_block_or_less_starts(models: ModelStore, max_len: int) -
 def test_the_largest_step_fits_the_context(models: ModelStore) -> None:
     """What measures a GPU's memory at start: the step's budget may be more than one sequence can have."""
     executor = make_executor(models.get("qwen3").directory, max_model_len=64, max_num_seqs=1)
-    executor._run_largest_step(executor._cache)
-    assert executor.model.max_model_len == 64
+    cache = executor._cache
+    loaded = executor.sleep()
+    loaded._run_largest_step(cache)
+    assert loaded._plan.model.max_model_len == 64
 
 
 def test_dummy_weights_follow_the_seed(models: ModelStore, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def ours(directory: Path, device: str, ids: list[int], choice: Choice) -> torch.
     )
     choice.is_used = False  # not by the steps of the warm-up
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pd_cluster.worker.device_executor.select_kernels", lambda device: kernels)
+        patch.setattr("pd_cluster.worker.device_plan.select_kernels", lambda device: kernels)
         executor = DeviceExecutor.started(config, lambda _: None)
         choice.is_used = True
         forward = executor._runner.forward

@@ -12,7 +12,7 @@ import torch
 from pd_cluster.models.directory import read_json
 from pd_cluster.models.registry import resolve_spec
 from pd_cluster.scheduling.batch import BlockCopies
-from pd_cluster.worker.kv_cache import KVCache, longest_in
+from pd_cluster.worker.kv_cache import KVCache
 from pd_connectors.protocol.layout import BlockLayout, KVGroup, KVKind
 from pd_connectors.protocol.slabs import KvSlabs
 from pd_kernels.backends import TORCH
@@ -119,16 +119,3 @@ def test_a_copy_reads_a_block_before_another_group_gets_its_memory(layout: Block
     assert numbers(cache.tensors[0][target]) == [5]
     assert numbers(cache.tensors[1][reused]) == [4]
     assert numbers(cache.tensors[1][full[2]]) == [3]
-
-
-@pytest.mark.parametrize("windows", [(0, 0, 0), (8, 0, 8), (8, 8, 8)])
-def test_the_longest_sequence_fits_into_the_slabs(spec: ModelSpec, windows: tuple[int, ...]) -> None:
-    layout = BlockLayout(replace(spec, windows=windows).kv_groups(16, "float32"))
-    slabs = KvSlabs.of_blocks(layout, 10)
-    longest = longest_in(slabs, layout, 1000)
-    assert longest >= 160
-    assert longest == 160 or len(layout.groups) > 1, "a slab may have room for more blocks"
-    assert KvSlabs.of_blocks(layout, -(-longest // 16)).num_slabs <= slabs.num_slabs
-    if len(layout.groups) > 1:
-        assert KvSlabs.of_blocks(layout, -(-(longest + 1) // 16)).num_slabs > slabs.num_slabs
-    assert longest_in(slabs, layout, longest - 1) == longest - 1

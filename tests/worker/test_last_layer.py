@@ -91,7 +91,7 @@ def last_layer_rows(executor: DeviceExecutor) -> list[int]:
 def test_logits_equal_those_of_all_rows(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, kernels: Kernels, budget: int
 ) -> None:
-    monkeypatch.setattr("pd_cluster.worker.device_executor.select_kernels", lambda device: kernels)
+    monkeypatch.setattr("pd_cluster.worker.device_plan.select_kernels", lambda device: kernels)
     executor = make_executor(models.get(name).directory)
     beside = Beside(executor, 2e-5)
     run(executor, budget)

@@ -22,7 +22,8 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, BlockCopies, NewBlocks, SequenceChunk, SequenceStart
 from pd_cluster.worker.rank import ORPHAN_EXIT_CODE
 from pd_cluster.worker.rank_frames import PhaseFrame, RankLost, RankStart, StepFrame, ToRank
-from pd_cluster.worker.rank_link import LOOK_S, RankLink
+from pd_cluster.worker.rank_link import LOOK_S, START_SILENCE_S, RankLink
+from pd_cluster.worker.rank_link import SILENCE_S as RANK_SILENCE_S
 from pd_kernels.values import StepSize
 from tests.deadlines import HANG_S, wait_until
 from tests.worker.tables import slabs_of, table
@@ -96,7 +97,7 @@ def running_ranks(directory: Path, size: int = 3, silence_s: float = HANG_S) -> 
 
     try:
         ranks.link.start(spawn)
-        ranks.link.send(PhaseFrame("load"))
+        ranks.link.send(PhaseFrame("describe"))
         ranks.link.results()
         ranks.link.serve()
         yield ranks
@@ -268,6 +269,16 @@ def test_a_rank_that_a_driver_holds_keeps_no_other_from_its_end(
         held.wait()
 
 
+def test_a_rank_may_be_silent_for_long_while_the_engine_sleeps(tmp_path: Path) -> None:
+    """It may read weights or compile again."""
+    link = RankLink(2, f"ipc://{tmp_path}/r", lambda _: None)
+    for change, silence_s in ((link.serve, RANK_SILENCE_S), (link.rest, START_SILENCE_S), (link.serve, RANK_SILENCE_S)):
+        change()
+        link._heard_s = {1: 100.0}
+        assert not link._judge(100.0 + silence_s)
+        assert "rank 1 has been silent" in link._judge(100.1 + silence_s)
+
+
 def test_a_link_that_was_not_started_closes(tmp_path: Path) -> None:
     link = RankLink(2, f"ipc://{tmp_path}/r", lambda _: None)
     link.close()
@@ -275,16 +286,17 @@ def test_a_link_that_was_not_started_closes(tmp_path: Path) -> None:
 
 
 def test_names_of_phases() -> Any:
-    """RankedExecutor and RankProcess must know the same phases."""
+    """The states over several ranks, and RankProcess, must know the same phases."""
     import re
     from pathlib import Path as FilePath
 
     import pd_cluster.worker.rank as rank
     import pd_cluster.worker.ranked_executor as ranked
 
-    asked = re.findall(r'_on_all\(\s*"(\w+)"', FilePath(ranked.__file__).read_text())
+    texts = FilePath(ranked.__file__).read_text()
+    asked = re.findall(r'\.(?:on_all|move)\(\s*"(\w+)"', texts)
     known = [name.removeprefix("_phase_") for name in vars(rank.RankProcess) if name.startswith("_phase_")]
-    assert sorted(asked) == sorted(known)
+    assert sorted(asked) == sorted([*known, *rank.MOVES])
 
 
 if __name__ == "__main__":

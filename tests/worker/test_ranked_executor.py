@@ -18,14 +18,13 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart, StepResult
 from pd_cluster.worker import device_executor
 from pd_cluster.worker.capacity import SAMPLES_PER_SEQ
-from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.executor import run_phases
 from pd_cluster.worker.memory_measurement import run_largest_step
 from pd_cluster.worker.pending_step import PendingStep
 from pd_cluster.worker.rank_frames import RankLost
 from pd_cluster.worker.rank_link import StepOnRanks
-from pd_cluster.worker.ranked_executor import RankedExecutor
+from pd_cluster.worker.ranked_executor import RankedCached, RankedDescribed, RankedExecutor, Ranks
 from pd_cluster.worker.warm_up import ASKING, DRAWN, GREEDY
 from pd_connectors.protocol.layout import BlockLayout
 from tests.shallow_model import shallow_model
@@ -170,12 +169,13 @@ def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     config = make_config(request.param)
     with pytest.MonkeyPatch.context() as patch:  # a rank imports the class of the stage, and not from its folder
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        executor = RankedExecutor(config, lambda _: None, f"ipc://{tmp_path_factory.mktemp('r')}/r", losses.append)
-        run_phases(executor, config.cache, lambda _: None)
+        ranks = Ranks(config, f"ipc://{tmp_path_factory.mktemp('r')}/r", losses.append)
+        executor = run_phases(RankedDescribed.of(ranks, lambda _: None), config.cache, lambda _: None)
     yield executor
     executor.close()
+    executor.close()
     assert losses == []
-    assert [process.returncode for process in executor._link._processes.values()] == [0] * (request.param - 1)
+    assert [process.returncode for process in ranks.link._processes.values()] == [0] * (request.param - 1)
 
 
 @pytest.mark.integration
@@ -273,20 +273,30 @@ def test_a_measurement_that_fails_on_rank_0_ends_the_start(monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise RuntimeError("a kernel failed")
 
-    executor = RankedExecutor(make_config(2), lambda _: None, f"ipc://{tmp_path}/r", lambda _: None)
+    ranks = Ranks(make_config(2), f"ipc://{tmp_path}/r", lambda _: None)
     # As after the phases before, on a GPU
-    stub = cast(
-        "Any", SimpleNamespace(device="cpu", max_model_len=64, vocab_size=100, slabs=slabs_of(9), block_size=16)
+    stub = SimpleNamespace(
+        device="cuda",
+        max_model_len=64,
+        vocab_size=100,
+        slabs=slabs_of(9),
+        block_size=16,
+        num_host_blocks=0,
+        sizes=(),
+        describe=lambda: None,
     )
-    executor._place = executor.model = executor._cache = executor.layout = stub
-    executor._device, executor._is_budget_measured = torch.device("cuda"), True
-    monkeypatch.setattr(executor, "clear", lambda: None)
-    monkeypatch.setattr(executor._link, "blamed", nullcontext)
-    monkeypatch.setattr(executor, "_on_all", lambda *_: ((),))
+    plan = SimpleNamespace(
+        device=torch.device("cuda"), is_budget_measured=True, place=stub, config=make_config(2), layout=stub,
+        grammars=None, owned=None, progress=None, profiler=SimpleNamespace(start=None, stop=None),
+    )  # fmt: skip
+    weights, runner = SimpleNamespace(model=None, owned=None), SimpleNamespace(cache=stub, graphs=stub)
+    ranks.own = DeviceExecutor(cast("Any", plan), cast("Any", weights), cast("Any", runner), cast("Any", stub))
+    monkeypatch.setattr(ranks.link, "blamed", nullcontext)
+    monkeypatch.setattr(ranks, "move", lambda _: ())
     monkeypatch.setattr(device_executor, "limit_of_prompts", fail)
     with pytest.raises(RuntimeError, match="a kernel failed"):
-        executor.warm_up()
-    assert executor._has_failed
+        RankedCached(ranks).warm_up()
+    assert ranks.has_failed
 
 
 def test_a_late_draw_that_fails_behind_a_result_ends_the_ranks_at_once(
@@ -294,20 +304,24 @@ def test_a_late_draw_that_fails_behind_a_result_ends_the_ranks_at_once(
 ) -> None:
     """At depth 1 the result draws late rows. The other ranks have been told to, and wait in the draw's collectives."""
 
-    class Runner:
-        def launch(self, batch: Batch, *_: object) -> PendingStep:
+    class Own(SimpleNamespace):
+        def __getattr__(self, name: str) -> None:
+            return None
+
+        def lead(self, batch: Batch, *_: object) -> PendingStep:
             return PendingStep(batch.step, lambda _: None, lambda: None)
 
         def draw_late(self) -> float:
             raise RuntimeError("a stage failed")
 
-    executor = RankedExecutor(make_config(2), lambda _: None, f"ipc://{tmp_path}/r", lambda _: None)
-    executor._runner, executor._graph_sizes = cast("Any", Runner()), GraphSizes(())
-    monkeypatch.setattr(executor._link, "blamed", nullcontext)
+    ranks = Ranks(make_config(2), f"ipc://{tmp_path}/r", lambda _: None)
+    ranks.own = Own(graph_sizes=())
+    executor = RankedExecutor(ranks, [])
+    monkeypatch.setattr(ranks.link, "blamed", nullcontext)
     pending = executor.launch(Batch(0))
     with pytest.raises(RuntimeError, match="a stage failed"):
         pending.result()
-    assert executor._has_failed
+    assert ranks.has_failed
 
 
 def test_steps_of_the_warm_up_need_no_frames() -> None:

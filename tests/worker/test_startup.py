@@ -15,12 +15,14 @@ from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerCon
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
 from pd_cluster.worker.cuda_graphs.set_up import capturable, captures_steps
-from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_cluster.worker.device_executor import DeviceExecutor, DeviceLoaded, Weights
 from pd_cluster.worker.executor import run_phases
+from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.memory_measurement import measure_free_bytes
+from pd_cluster.worker.model_runner import ModelRunner
 from pd_connectors.protocol.layout import BlockLayout, KVGroup, KVKind
 from pd_connectors.protocol.slabs import KvSlabs
 from pd_kernels.attention import AttentionShape
@@ -35,9 +37,6 @@ from tests.worker.test_model_files import QWEN3_EXPERTS, spec_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pd_cluster.worker.executor import Executor
-    from pd_connectors.base import CacheDescription
-    from pd_kernels.values import StepSize
     from tests.worker.conftest import ModelStore
 
 PHASES = ("load", "free_kv_bytes", "allocate", "warm_up")
@@ -52,35 +51,40 @@ class Phases:
     def __init__(self, fails: str = "", free_blocks: int = 5) -> None:
         self.fails, self.free_blocks = fails, free_blocks
         self.calls: list[Any] = []
-        self.caches: tuple[CacheDescription, ...] = ()
 
     def _note(self, phase: str, *arguments: int) -> None:
         self.calls.append((phase, *arguments))
         if phase == self.fails:
             raise StartupError(f"{phase} failed")
 
-    def load(self) -> None:
+    def load(self) -> Phases:
         self._note("load")
+        return self
 
     def free_kv_bytes(self) -> int:
         self._note("free_kv_bytes")
         return self.free_blocks * self.layout.block_bytes + 7
 
-    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> tuple[CacheDescription, ...]:
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> Phases:
         self._note("allocate", slabs.num_blocks(0), num_host_blocks)
-        return self.caches
+        return self
 
-    def warm_up(self) -> tuple[StepSize, ...]:
+    def warm_up(self) -> Phases:
         self._note("warm_up")
-        return ()
+        return self
 
     def close(self) -> None:
         self.calls.append(("close",))
 
 
+def start(phases: Phases, config: CacheConfig, lines: list[str] | None = None) -> Any:
+    lines = [] if lines is None else lines
+    return run_phases(cast("Any", phases), config, lines.append)
+
+
 def test_phases_run_once_and_in_order() -> None:
     executor, lines = Phases(), list[str]()
-    assert run_phases(cast("Executor", executor), CacheConfig(), lines.append) is executor.caches
+    assert start(executor, CacheConfig(), lines) is executor
     assert executor.calls == [("load",), ("free_kv_bytes",), ("allocate", 5, 0), ("warm_up",)]
     assert lines == ["cache 5 blocks of 16 tokens in float32", "warm-up"]
 
@@ -88,7 +92,7 @@ def test_phases_run_once_and_in_order() -> None:
 def test_nothing_is_measured_when_the_blocks_are_configured() -> None:
     executor = Phases()
     swap_gb = 3.5 * executor.layout.block_bytes / 1e9
-    run_phases(cast("Executor", executor), CacheConfig(num_blocks=9, swap_gb=swap_gb), lambda _: None)
+    start(executor, CacheConfig(num_blocks=9, swap_gb=swap_gb))
     assert executor.calls == [("load",), ("allocate", 9, 3), ("warm_up",)]
 
 
@@ -96,7 +100,7 @@ def test_nothing_is_measured_when_the_blocks_are_configured() -> None:
 def test_a_phase_that_fails_closes_the_executor(phase: str) -> None:
     executor = Phases(fails=phase)
     with pytest.raises(StartupError, match=f"^{phase} failed$"):
-        run_phases(cast("Executor", executor), CacheConfig(), lambda _: None)
+        start(executor, CacheConfig())
     assert [call[0] for call in executor.calls] == [*PHASES[: PHASES.index(phase) + 1], "close"]
 
 
@@ -104,7 +108,7 @@ def test_a_phase_that_fails_closes_the_executor(phase: str) -> None:
 def test_a_cache_of_less_than_two_blocks_is_refused_before_it_is_allocated(free_blocks: int) -> None:
     executor = Phases(free_blocks=free_blocks)
     with pytest.raises(StartupError, match=rf"room for {free_blocks} blocks of 0\.0 MB"):
-        run_phases(cast("Executor", executor), CacheConfig(), lambda _: None)
+        start(executor, CacheConfig())
     assert executor.calls[-1] == ("close",)
 
 
@@ -116,45 +120,50 @@ def test_groups_share_the_memory_in_slabs(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Phases, "layout", layout)
     slab = KvSlabs.of_blocks(layout, 1).slab_bytes
     executor, lines = Phases(free_blocks=5 * slab // layout.block_bytes), list[str]()
-    run_phases(cast("Executor", executor), CacheConfig(), lines.append)
+    start(executor, CacheConfig(), lines)
     assert executor.calls[2] == ("allocate", 20, 0)
     assert lines[0] == (
         "cache 5 slabs of 0.0 MB in float32, each 4 blocks of 16 tokens (window 500) or 1 blocks of 16 tokens (full)"
     )
     executor = Phases()
-    run_phases(cast("Executor", executor), CacheConfig(num_blocks=8), lambda _: None)
+    start(executor, CacheConfig(num_blocks=8))
     assert executor.calls[1] == ("allocate", 40, 0), "two slabs hold 8 blocks of the window, eight those of the other"
     for few in (1, 2):
         with pytest.raises(StartupError, match=r"give it more memory"):
-            run_phases(
-                cast("Executor", Phases(free_blocks=few * slab // layout.block_bytes)), CacheConfig(), lambda _: None
-            )
+            start(Phases(free_blocks=few * slab // layout.block_bytes), CacheConfig())
 
 
 @pytest.mark.parametrize(
-    "function", ["model_loading.fingerprint", "device_executor.load_model", "device_executor.run_first_steps"]
+    "function", ["device_plan._make_reduce", "device_executor.load_model", "device_executor.run_first_steps"]
 )
 def test_a_start_that_fails_leaves_nothing_behind(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    """Neither what its executor would release at its end, nor the executor, nor its tensors."""
-    released: list[str] = []
+    """Neither threads, nor memory of the weights or the cache."""
+    released: list[Grammars] = []
+    memory: list[weakref.ref[Any]] = []
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: Any) -> None:
+        for runner in arguments:
+            if isinstance(runner, ModelRunner):
+                memory.extend(map(weakref.ref, (runner._model, runner.cache.tensors[0])))
         raise StartupError("too bad")
 
+    close = Grammars.close
+
+    def noted(grammars: Grammars) -> None:
+        released.append(grammars)
+        close(grammars)
+
     model = ModelConfig(model=str(models.get("llama").directory), device="cpu")
-    executor = DeviceExecutor(NodeConfig(model=model, cache=CacheConfig(num_blocks=4)), lambda _: None)
-    executor._cleanup.callback(released.append, "handle")
-    gone = weakref.ref(executor)
     with monkeypatch.context() as patch:
         patch.setattr(f"pd_cluster.worker.{function}", fail)
+        patch.setattr(Grammars, "close", noted)
         with pytest.raises(StartupError, match="too bad"):
-            run_phases(executor, CacheConfig(num_blocks=4), lambda _: None)
-    assert released == ["handle"]
-    del executor
+            DeviceExecutor.started(NodeConfig(model=model, cache=CacheConfig(num_blocks=4)), lambda _: None)
+    assert len(released) == 1
     gc.collect()
-    assert gone() is None
+    assert [one() for one in memory] == [None] * len(memory)
 
 
 def test_what_only_measured_needs_no_search_for_garbage(models: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,16 +188,6 @@ def test_what_only_measured_needs_no_search_for_garbage(models: ModelStore, monk
     executor.close()
 
 
-def test_the_phases_of_a_device_say_what_they_made(models: ModelStore) -> None:
-    executor = make_executor(models.get("qwen3").directory, num_blocks=6)
-    assert executor.warm_up() == (), "a CPU captures nothing"
-    slabs = KvSlabs.of_blocks(executor.layout, 7)
-    (cache,) = executor.allocate(slabs, 2)
-    assert (len(cache.tensors[0]), executor.slabs, executor.num_host_blocks) == (7, slabs, 2)
-    executor.close()
-    executor.close()
-
-
 def test_the_sizes_that_warm_up_captured_serve_steps(models: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with functions that are called again in place of graphs."""
 
@@ -201,7 +200,7 @@ def test_the_sizes_that_warm_up_captured_serve_steps(models: ModelStore, monkeyp
     config = NodeConfig(model=model, cache=cache, scheduler=limits)
     plain = DeviceExecutor.started(config, lambda _: None)
     for name, value in (
-        ("device_executor.attention_by_group", attentions),
+        ("device_plan.attention_by_group", attentions),
         ("device_executor.captures_steps", lambda *arguments: True),
         ("cuda_graphs.set_up.CudaRecorder", lambda *arguments: repeater),
         ("cuda_graphs.set_up.choose_products", lambda *arguments: None),
@@ -250,12 +249,14 @@ def test_captured_steps_leave_less_for_the_cache(
 ) -> None:
     """By a GB and 2,000 rows of logits in float32: 80 of seven decode graphs, and four times max_num_seqs."""
     limits = SchedulerConfig(max_num_seqs=480, max_num_batched_tokens=2000, max_graph_batch=25)
-    executor = DeviceExecutor(NodeConfig(model=ModelConfig(device="cpu"), scheduler=limits), lambda _: None)
-    executor._device, executor.layout, executor._attentions = torch.device("cuda"), Phases.layout, ()
-    executor.model = cast("Any", SimpleNamespace(vocab_size=125_000, dtype="float32"))
+    plan = SimpleNamespace(
+        config=NodeConfig(scheduler=limits), device=torch.device("cuda"), layout=Phases.layout, attentions=(),
+        model=SimpleNamespace(vocab_size=125_000, dtype="float32"), owned=None,
+    )  # fmt: skip
     monkeypatch.setattr("pd_cluster.worker.device_executor.measure_free_bytes", lambda *arguments: free)
     monkeypatch.setattr("pd_cluster.worker.device_executor.captures_steps", lambda *arguments: captures)
-    assert executor.free_kv_bytes() == left
+    weights = Weights()
+    assert DeviceLoaded(cast("Any", plan), weights).free_kv_bytes() == left
 
 
 def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

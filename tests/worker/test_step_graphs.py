@@ -118,7 +118,7 @@ def test_replayed_steps_sample_the_same(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, kernels: Kernels
 ) -> None:
     """Prompts in chunks, decodes between them, and steps larger than the largest size."""
-    monkeypatch.setattr("pd_cluster.worker.device_executor.select_kernels", lambda device: kernels)
+    monkeypatch.setattr("pd_cluster.worker.device_plan.select_kernels", lambda device: kernels)
     directory = models.get(name).directory
     replayed: list[StepSize] = []
     for budget in (24, 40):

@@ -158,8 +158,8 @@ def test_a_node_with_targets_measures_its_steps_and_sets_no_limit(models: ModelS
     executor = make_executor(models.get("qwen3").directory, num_blocks=40, max_num_seqs=4)
     executor.model = replace(executor.model, device="cuda:0")
     limits = replace(executor.config.scheduler, slo_tpot_ms=10.0)
-    executor._config = replace(executor.config, server=ServerConfig(role=role), scheduler=limits)
-    executor._measure_steps()
+    executor.config = replace(executor.config, server=ServerConfig(role=role), scheduler=limits)
+    executor.measure(executor.launch)
     assert executor.config.scheduler == limits
     assert not executor.model.measured_keys
     assert len(executor.model.step_times) >= 4
@@ -196,8 +196,8 @@ def test_an_executor_measures_what_a_decode_node_was_not_told(
     executor = make_executor(models.get("qwen3").directory)
     executor.model = replace(executor.model, device="cuda:0")
     limits = replace(executor.config.scheduler, max_tokens_beside_decodes=told)
-    executor._config = replace(executor.config, server=ServerConfig(role=role), scheduler=limits)
-    executor._measure_steps()
+    executor.config = replace(executor.config, server=ServerConfig(role=role), scheduler=limits)
+    executor.measure(executor.launch)
     assert (executor.config.scheduler.max_tokens_beside_decodes != told) == is_measured
     assert bool(executor.model.measured_keys) == is_measured
     assert executor.model.keys_per_token >= executor.model.spec.keys_per_token
@@ -208,10 +208,10 @@ def test_an_executor_measures_what_a_decode_node_was_not_told(
 def test_a_measurement_that_fails_leaves_the_defaults_and_no_rows(models: ModelStore, last: int) -> None:
     saved, lines = models.get("qwen3"), list[str]()
     executor = make_executor(saved.directory, num_blocks=40, max_num_seqs=6)
-    executor._progress, executor._is_budget_measured = lines.append, True
+    executor._plan = replace(executor._plan, progress=lines.append, is_budget_measured=True)
     executor.model = replace(executor.model, device="cuda:0")
     limits = replace(executor.config.scheduler, max_num_batched_tokens=8192)
-    executor._config = config = replace(executor.config, server=ServerConfig(role="decode"), scheduler=limits)
+    executor.config = config = replace(executor.config, server=ServerConfig(role="decode"), scheduler=limits)
     launch, launched = executor._runner.launch, list[PendingStep]()
 
     def launch_some(batch: Batch, graph: StepSize | None = None, announce: object = None) -> PendingStep:
@@ -222,7 +222,7 @@ def test_a_measurement_that_fails_leaves_the_defaults_and_no_rows(models: ModelS
         return pending
 
     executor._runner.launch = launch_some  # type: ignore[method-assign]
-    executor._measure_steps()
+    executor.measure(executor.launch)
     executor._runner.launch = launch  # type: ignore[method-assign]
     assert lines == ["default sizes of steps: their measurement failed (OutOfMemoryError: no room)"]
     assert executor.config == replace(config, scheduler=replace(limits, max_num_batched_tokens=STEP_TOKENS))

@@ -8,8 +8,7 @@ import pytest
 
 from pd_cluster.config import ModelConfig, NodeConfig
 from pd_cluster.errors import StartupError
-from pd_cluster.worker.executor import run_phases
-from pd_cluster.worker.ranked_executor import RankedExecutor
+from pd_cluster.worker.ranked_executor import RankedDescribed, Ranks
 from tests.deadlines import HANG_S
 from tests.shallow_model import shallow_model
 
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
 def test_a_model_that_cannot_be_split(tmp_path: Path) -> None:
     """Rank 0 says why, and the other ranks end."""
     config = NodeConfig(model=ModelConfig(model=shallow_model(), device="cpu", dtype="float32", tp=3, num_threads=1))
-    executor = RankedExecutor(config, lambda _: None, f"ipc://{tmp_path}/r", lambda _: None)
+    ranks = Ranks(config, f"ipc://{tmp_path}/r", lambda _: None)
     with pytest.raises(StartupError, match="--tp 3: 4 KV heads cannot be split"):
-        run_phases(executor, config.cache, lambda _: None)
-    others = executor._link._processes
+        RankedDescribed.of(ranks, lambda _: None)
+    others = ranks.link._processes
     assert [*others] == [1, 2]
     for process in others.values():
         process.wait(HANG_S)

@@ -32,6 +32,6 @@ def test_steps_are_within_the_limits(num_seqs: int, budget: int, max_len: int) -
 def test_the_steps_leave_nothing_behind(models: ModelStore) -> None:
     """They are run on GPUs only, but legal everywhere."""
     executor = make_executor(models.get("qwen3").directory, num_blocks=2, max_num_seqs=9, max_model_len=32)
-    run_steps_of_all_kinds(executor._runner, 32, executor._config.scheduler)
+    run_steps_of_all_kinds(executor._runner, 32, executor.config.scheduler)
     assert not executor._runner.rows._row_of
     executor.close()

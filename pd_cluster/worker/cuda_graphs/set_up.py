@@ -62,31 +62,36 @@ def captured_bytes(limits: SchedulerConfig, bytes_per_row: int) -> float:
     return GRAPH_BYTES + num_rows * bytes_per_row
 
 
+def choose_step_products(
+    model: Model, limits: SchedulerConfig, cleanup: ExitStack, progress: Callable[[str], None]
+) -> None:
+    """Choose the model's products for the steps within the limits. `cleanup` releases what they use."""
+    budget = limits.max_num_batched_tokens
+    # Steps with prompts that are larger than any graph often have the whole budget, or a power of two of tokens
+    powers = [1 << power for power in range(10, budget.bit_length())]
+    products = [*token_buckets(min(limits.max_graph_tokens, budget)), *powers, budget]
+    choose_products(model, bucket_sizes(_max_decodes(limits)), products, model.device, cleanup, progress)
+
+
 def capture_steps(
     model: Model,
     graphs: StepGraphs,
     draws: DrawGraphs,
     limits: SchedulerConfig,
-    cleanup: ExitStack,
     progress: Callable[[str], None],
     agree: Callable[[bool], bool] | None = None,
 ) -> None:
-    """Choose the products, then capture as many steps as there is memory for, and the draws from their logits.
+    """Capture as many steps as there is memory for, and the draws from their logits. Their products must be chosen.
 
-    `cleanup` releases what the products use. `agree`: whether all ranks say yes; None: there is one rank. With several,
-    draws are not captured, because rank 0 alone has their inputs.
+    `agree`: whether all ranks say yes; None: there is one rank. With several, draws are not captured, because rank 0
+    alone has their inputs.
 
     Raises RuntimeError, of which torch.OutOfMemoryError is one.
     """
-    device, budget, max_decodes = model.device, limits.max_num_batched_tokens, _max_decodes(limits)
-    limit = min(limits.max_graph_tokens, budget)
-    # Steps with prompts that are larger than any graph often have the whole budget, or a power of two of tokens
-    powers = [1 << power for power in range(10, budget.bit_length())]
-    products = [*token_buckets(limit), *powers, budget]
-    choose_products(model, bucket_sizes(max_decodes), products, device, cleanup, progress)
+    limit = min(limits.max_graph_tokens, limits.max_num_batched_tokens)
     mixed = step_sizes(limit, limits.max_num_seqs) if limit else []
-    recorder = CudaRecorder(device, agree)
-    graphs.capture([*decode_sizes(max_decodes), *mixed], recorder, progress)
+    recorder = CudaRecorder(model.device, agree)
+    graphs.capture([*decode_sizes(_max_decodes(limits)), *mixed], recorder, progress)
     if agree is None:
         draws.capture(graphs.logits, recorder, progress)
 
