@@ -1,4 +1,4 @@
-"""Gemma 3 27B's layers, narrow: D reads the windows of a long prompt, not all of it, and says how many bytes it read."""
+"""Gemma 3 27B's layers, narrow: D reads the windows of a long prompt, not all of it, and counts the bytes."""
 
 from __future__ import annotations
 
