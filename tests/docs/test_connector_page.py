@@ -61,7 +61,9 @@ def test_what_one_node_stores_another_reads(module: None, tmp_path: Path) -> Non
         for block_id in range(3):
             stamp(source.cache, block_id, 1)
         assert source.connector.pool is not None
-        source.connector.pool.store([CachedBlock(*pair) for pair in zip(HASHES, range(3), strict=True)])
+        groups = range(len(LAYOUT.groups))
+        blocks = [CachedBlock(HASHES[block], block, group) for block in range(3) for group in groups]
+        source.connector.pool.store(blocks)
         num_files = 3 * len(head_parts(LAYOUT, 0))
         wait_until(lambda: len(list(folder.glob("pd-*"))) == num_files, lambda: f"{list(folder.iterdir())}")
         assert loaded(reader, "whole") == 3 * LAYOUT.block_size

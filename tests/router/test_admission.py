@@ -170,8 +170,11 @@ async def test_a_full_queue_keeps_the_place_of_a_key_that_asks_for_little(keys: 
     node = FakeNode("mixed", fakes.decode_until_told)
     node.num_slots = 1
     async with running(node), serving(mixed=[node], api_keys=str(keys), max_queue=2) as router:
-        greedy = [asyncio.create_task(post(router, "one", BODY | {"prompt": f"g{i}"})) for i in range(3)]
-        await until(lambda: router.count("pd_router_requests_queued") == 2)
+        greedy = []
+        for num_queued in (0, 1, 2):  # one after the other: of requests at once any may come last
+            greedy.append(asyncio.create_task(post(router, "one", BODY | {"prompt": f"g{num_queued}"})))
+            await node.wait_seen(1)
+            await until(lambda num=num_queued: router.count("pd_router_requests_queued") == num)  # type: ignore[misc]
         status, body, headers = await post(router, "one", BODY | {"prompt": "too much"})
         assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(headers["retry-after"]) >= 1

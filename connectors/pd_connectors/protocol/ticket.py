@@ -86,8 +86,9 @@ Paper = TypeVar("Paper", Ticket, Offer, NodeOrder)
 
 
 class _Versioned(msgspec.Struct):
-    """The field that every version of every paper has."""
+    """The fields that every version of every paper has."""
 
+    type: str
     version: int
 
 
@@ -115,11 +116,14 @@ def verify(key: bytes, token: str, kind: type[Paper], now_s: float) -> Paper:
             "nodes, routers and `pd-cluster nodes` need the same $PD_CLUSTER_KEY or --cluster-key-file"
         )
     try:
-        version = msgspec.msgpack.decode(payload, type=_Versioned).version
-        ours = PROTOCOL_VERSION if kind is Ticket else PAPER_VERSION
-        if version != ours:
+        told, ours = (
+            msgspec.msgpack.decode(payload, type=_Versioned),
+            PROTOCOL_VERSION if kind is Ticket else PAPER_VERSION,
+        )
+        if told.type == kind.__name__ and told.version != ours:  # versions of different papers say nothing
             raise ProtocolMismatch(
-                f"the {what} speaks protocol {version}, this node {ours}: run the same release on all nodes and routers"
+                f"the {what} speaks protocol {told.version}, this node {ours}: "
+                "run the same release on all nodes and routers"
             )
         paper = msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the second one for a text that is not UTF-8
