@@ -9,12 +9,11 @@ import torch
 
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
+from pd_cluster.scheduling.batch import Batch, BlockCopies, NewBlocks, SequenceChunk, SequenceStart
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_kernels import sampling
 from tests.worker.conftest import MODELS, VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
-from tests.worker.tables import table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,6 +73,18 @@ def test_random_bits_equal_the_cpus() -> None:
     assert torch.equal(sampling.random_bits(seeds, positions, tokens), on_gpu.cpu())
 
 
+def ids_in(executor: DeviceExecutor, slab: int) -> tuple[int, ...]:
+    """A block of each group, in slabs that no other group uses. One group has one slab: there it is the block."""
+    per_slab = executor.slabs.per_slab
+    if len(per_slab) == 1:
+        return (slab,)
+    return tuple((slab + 10 * group) * count for group, count in enumerate(per_slab))
+
+
+def tables(*blocks: tuple[int, ...]) -> tuple[NewBlocks, ...]:
+    return tuple(NewBlocks(group, 0, ids) for group, ids in enumerate(zip(*blocks, strict=True)))
+
+
 @pytest.mark.parametrize(("name", "num_groups"), [("llama", 1), ("gemma3", 2)])
 def test_steps_launched_ahead_and_swaps(models: ModelStore, name: str, num_groups: int) -> None:
     """Swaps move the same blocks of every KV group. Under Gemma's windows the first tokens are out of sight."""
@@ -84,27 +95,27 @@ def test_steps_launched_ahead_and_swaps(models: ModelStore, name: str, num_group
     driver = Driver(executor)
     driver.add(prompt, params)
     expected = driver.run()[0]
-    start = SequenceStart(0, tuple(prompt), 20, table((3, 4)), params, 0)
+    used, later = ([ids_in(executor, first) for first in slabs] for slabs in ((3, 4), (9, 8)))  # by block, then group
+    start = SequenceStart(0, tuple(prompt), 20, tables(*used), params, 0)
     batches = [Batch(0, (start,), (SequenceChunk(0, 0, 20, num_samples=1),))]
     batches += [Batch(step, (), (SequenceChunk(0, 19 + step, 1, num_samples=1),)) for step in range(1, 6)]
     pending = [executor.launch(batch) for batch in batches]
     tokens = [step.result().samples[0][0].token_id for step in pending]
     assert tokens == expected[:6]
-    held = [tensor[[3, 4]].clone() for tensor in executor.cache.tensors]
-    executor.launch(Batch(6, departures=(0,), copies=BlockCopies(swap_out=((0, 3, 1), (0, 4, 0))))).result()
+    held = [[tensor[ids[group]].clone() for ids in used] for group, tensor in enumerate(executor.cache.tensors)]
+    out = tuple((group, ids[group], 1 - at) for group in range(num_groups) for at, ids in enumerate(used))
+    executor.launch(Batch(6, departures=(0,), copies=BlockCopies(swap_out=out))).result()
     for tensor in executor.cache.tensors:
         tensor.fill_(torch.nan)
-    back = SequenceStart(0, (*prompt, *tokens), 20, table((9, 8)), params, 0)
+    back = SequenceStart(0, (*prompt, *tokens), 20, tables(*later), params, 0)
     chunk = SequenceChunk(0, 25, 1, num_samples=1)
-    samples = (
-        executor.launch(Batch(7, (back,), (chunk,), copies=BlockCopies(swap_in=((0, 1, 9), (0, 0, 8)))))
-        .result()
-        .samples
-    )
+    into = tuple((group, 1 - at, ids[group]) for group in range(num_groups) for at, ids in enumerate(later))
+    samples = executor.launch(Batch(7, (back,), (chunk,), copies=BlockCopies(swap_in=into))).result().samples
     assert samples[0][0].token_id == expected[6]
-    for tensor, blocks in zip(executor.cache.tensors, held, strict=True):
-        assert torch.equal(tensor[9], blocks[0])
-        assert torch.equal(tensor[8, ..., : 25 - 16, :], blocks[1, ..., : 25 - 16, :]), "before the new token"
+    for group, tensor in enumerate(executor.cache.tensors):
+        (first, second), blocks = (ids[group] for ids in later), held[group]
+        assert torch.equal(tensor[first], blocks[0])
+        assert torch.equal(tensor[second, ..., : 25 - 16, :], blocks[1][..., : 25 - 16, :]), "before the new token"
     executor.close()
 
 
