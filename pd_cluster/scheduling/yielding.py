@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from pd_cluster.scheduling.portion import Portions
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pd_cluster.scheduling.batch_builder import BatchBuilder
     from pd_cluster.scheduling.group import Group
     from pd_cluster.scheduling.kv_memory import KvMemory
@@ -76,19 +78,25 @@ class Yielding:
         A victim that a running step touches is left out of this step, and yields in the next.
         """
         has_taken = False
-        num_missing = self._memory.num_missing(seq) if seq.table is None else 0
-        while wants_slot or num_missing > 0:
+        memory, taken = self._memory, []
+        if not wants_slot and not memory.can_enter(seq, self._debtors(seq)):
+            return False
+        while wants_slot or (seq.table is None and memory.lacks_room(seq, taken)):
             victim = self.debtor(seq, builder)
             if victim is None:
                 return has_taken
             wants_slot, has_taken = False, True
-            num_missing -= self._memory.num_held(victim)
             if victim.num_in_flight:
                 builder.held.add(victim.seq_id)
+                taken.append(victim)
             else:
-                builder.swap_out += self._memory.preempt(victim)
+                builder.swap_out += memory.preempt(victim)
                 builder.preempted = bool(builder.swap_out)  # no step copies blocks both out and in
         return True
+
+    def _debtors(self, seq: Sequence) -> Iterator[Sequence]:
+        """The running sequences of groups that owe the sequence's a slot."""
+        return (other for other in self._queues.running if other.request.group.owes(seq.request.group))
 
     def debtor(self, seq: Sequence, builder: BatchBuilder) -> Sequence | None:
         """The youngest running sequence of a group that owes the sequence's a slot, if this step may take it.

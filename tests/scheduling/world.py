@@ -117,8 +117,8 @@ class World:
             clock=lambda: self.now_s,
         )
         self.admission = Admission(
-            self.blocks, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS}),
+            self.blocks, max_num_seqs=self.max_num_seqs, max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS}),
             check_sampling=lambda sampling: None,
         )  # fmt: skip
         self.blocks.news.switch(is_on=True)
