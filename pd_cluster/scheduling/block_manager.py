@@ -64,6 +64,11 @@ class BlockManager:
     # sizes
 
     @property
+    def has_mortal(self) -> bool:
+        """Whether blocks of a group die."""
+        return bool(self._mortal)
+
+    @property
     def num_blocks(self) -> int:
         """Units of memory."""
         return self._memory.num_units

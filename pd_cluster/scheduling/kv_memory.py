@@ -293,12 +293,14 @@ class KvMemory:
         num_here = self.pin(request)
         if num_here >= num_whole or not self._blocks.prefix_caching:
             return [], 0
+        request.num_cached_before = num_here * size
         return request.sequences[0].hash_blocks(num_whole, size)[:], num_here
 
     def reserve(self, request: Request, prefix: int | None) -> LoadSpec | None:
         """Reserve blocks for the part of a parked prompt that is not cached. Returns None when they are refused.
 
-        `prefix`: reserve for the first `prefix` tokens only.
+        `prefix`: reserve for the first `prefix` tokens only, which a search has found. It is given up, with a load of
+        nothing, if blocks die and less is cached than at the search: the pool was not asked for what was cached then.
         """
         blocks, table = self._blocks, request.table
         assert request.load_id is not None
@@ -306,7 +308,8 @@ class KvMemory:
         num_cached = self.pin(request) * blocks.block_size
         num_tokens = request.num_loaded_tokens
         if prefix is not None:  # more of the prompt may be cached since the search found `prefix`
-            num_tokens = max(prefix, num_cached)
+            is_given_up = num_cached < request.num_cached_before and blocks.has_mortal
+            num_tokens = num_cached if is_given_up else max(prefix, num_cached)
         self._queues.stop_reserving(request)
         if not self._is_next(request) or not self._take_load_blocks(request, num_tokens, is_prefix=prefix is not None):
             self._queues.refuse(request)

@@ -202,9 +202,15 @@ class BlocksMachine(RuleBasedStateMachine):
             num_held = sum(
                 pool.blocks_for(holder.computed) - pool.group.first_block(holder.computed) for pool in self.blocks.pools
             )
+            before = [dict(enumerate(held.ids, held.first)) for held in holder.table.groups]
             copies, host = self.blocks.swap_out(holder.table, holder.computed)
             assert len(copies) == num_held
             self.swapped.append((holder.family, holder.computed, host))
+            sources = iter(copies)
+            for index, run in enumerate(host):
+                for block in run.span:
+                    copy = next(sources)
+                    assert copy == (index, before[index][block], run.ids_of(range(block, block + 1))[0])
             self.holders.remove(holder)
 
     @rule(pick=PICK)
@@ -223,6 +229,9 @@ class BlocksMachine(RuleBasedStateMachine):
         self.swapped.remove((family, computed, host))
         held = {(index, one) for index, groups in enumerate(table.groups) for one in groups.ids}
         assert {(index, to) for index, _, to in copies} <= held
+        for index, source, to in copies:
+            groups = table.groups[index]
+            assert host[index].first_block + host[index].block_ids.index(source) == groups.first + groups.ids.index(to)
         assert [one.first for one in table.groups] == [pool.group.first_block(computed) for pool in self.blocks.pools]
         self.holders.append(Holder(table, family, computed, computed))
 

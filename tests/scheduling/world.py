@@ -272,6 +272,10 @@ class World:
         load = self.scheduler.reserve(request)
         if load is not None:
             self.loads[load.load_id] = (load, request)
+            for pool, run in zip(self.blocks.pools, load.runs, strict=True):
+                needed = pool.group.handed_over(load.num_tokens)
+                assert needed.start <= run.first_block
+                assert run.span.stop == needed.stop
         return load
 
     def first_tokens(self, request: Request) -> tuple[SampledToken, ...]:
