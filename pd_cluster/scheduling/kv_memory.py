@@ -79,9 +79,9 @@ class KvMemory:
         assert table is not None
         return self.can_gain(self._blocks.needs(table, start, start + 1), (victim.table for victim in victims))
 
-    def can_begin_again(self, seq: Sequence, victims: Iterable[Sequence]) -> bool:
-        """Whether a sequence that gives all of its blocks back finds room for all of its tokens, in other slabs."""
-        return self.can_enter(seq, (seq, *victims))
+    def can_begin(self, seq: Sequence, victims: Iterable[Sequence]) -> bool:
+        """Whether the blocks of these sequences, with all pins, would make room for all of the sequence's tokens."""
+        return self.can_gain(self._blocks.needs_of(len(seq.token_ids)), (victim.table for victim in victims))
 
     def drop_pin(self, keep: Request | None = None) -> bool:
         """Make the pinned prefix of the worst-ranked parked request evictable. False: there is none but `keep`'s.
@@ -173,12 +173,14 @@ class KvMemory:
         table = blocks.open_table()
         start = self._hold_cached(seq, table)
         needs = blocks.needs(table, start, num_tokens)
-        if not self._make_room(needs, seq.request):
+        has_room = self._make_room(needs, seq.request)
+        if not has_room and self._is_nothing_active:
             start = self._hold_nothing(seq, table)
             needs = blocks.needs(table, start, num_tokens)
-            if self._queues.running or self._queues.loaded or not self._make_room(needs, seq.request):
-                blocks.close(table)
-                return None
+            has_room = self._make_room(needs, seq.request)
+        if not has_room:
+            blocks.close(table)
+            return None
         seq.request.num_named = 0  # some of its blocks may have been evicted since
         copies: Copies = []
         if is_swapped:
@@ -260,9 +262,14 @@ class KvMemory:
             self.counters["prefix_cache_queried_tokens_total"] += seq.num_prompt_tokens
             self.counters["prefix_cache_hit_tokens_total"] += seq.num_cached_tokens
 
+    @property
+    def _is_nothing_active(self) -> bool:
+        """Whether no sequence runs or has its KV."""
+        return not self._queues.running and not self._queues.loaded
+
     def _make_room(self, needs: list[int], claimant: Request) -> bool:
         """Whether so many blocks by group can be taken; drops the pins of other parked requests for it, worst first."""
-        if self._queues.running or self._queues.loaded:
+        if not self._is_nothing_active:
             needs = [need + spare for need, spare in zip(needs, self._watermark, strict=True)]
         while not self._blocks.has_room(needs):
             if not self.can_gain(needs, (), claimant) or not self.drop_pin(claimant):
@@ -325,14 +332,14 @@ class KvMemory:
         match = blocks.match_held if is_prefix else blocks.match_handed_over
         num_whole = min(request.num_kept_tokens, num_tokens) // size
         match(table, request.sequences[0].iter_hashes(num_whole, size), num_tokens)
-        if not self._make_room(blocks.needs(table, num_tokens, num_tokens), request):
+        has_room = self._make_room(blocks.needs(table, num_tokens, num_tokens), request)
+        if not has_room and self._is_nothing_active:
             blocks.truncate(table, 0)  # see `_hold_nothing`
             match(table, (), num_tokens)
-            is_alone = not (self._queues.running or self._queues.loaded)
-            if not is_alone or not self._make_room(blocks.needs(table, num_tokens, num_tokens), request):
-                return False
-        blocks.grow(table, num_tokens, num_tokens)
-        return True
+            has_room = self._make_room(blocks.needs(table, num_tokens, num_tokens), request)
+        if has_room:
+            blocks.grow(table, num_tokens, num_tokens)
+        return has_room
 
     def _is_next(self, request: Request) -> bool:
         """Whether no refused request or sequence has a better claim."""

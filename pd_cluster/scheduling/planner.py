@@ -224,9 +224,9 @@ class Planner:
         if builder.chunks or any(other.num_in_flight for other in queues.running):
             return
         first = queues.waiting.first
-        helps = first is not None and memory.can_enter(first, [seq])
+        helps = first is not None and memory.can_begin(first, [seq])
         helps = helps or any(memory.can_give(other, [seq]) for other in queues.loaded if other is not seq)
-        if helps or memory.can_begin_again(seq, takeable):
+        if helps or memory.can_begin(seq, (seq, *takeable)):
             self._preempt(seq, builder)
 
     def _victim(self, builder: BatchBuilder) -> Sequence | None:

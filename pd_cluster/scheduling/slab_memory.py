@@ -8,7 +8,7 @@
 A group takes blocks from its busy slabs first, so that slabs become idle. When it has no free block it takes an unowned
 slab. When there is none, it evicts what was in use least recently: of its own cached blocks, and of all idle slabs,
 where a slab was in use until its last reference went. So all groups have one order of age. Before a group takes a block
-from slack it looks whether enough is left for what the other groups want in the same growth (`expect`).
+from slack it looks whether enough is left for what the other groups want in the same growth (`wanted`).
 """
 
 from __future__ import annotations
