@@ -78,7 +78,8 @@ class Yielding:
         A victim that a running step touches is left out of this step, and yields in the next.
         """
         has_taken = False
-        memory, taken = self._memory, []
+        memory = self._memory
+        taken: list[Sequence] = []
         if not wants_slot and not memory.can_enter(seq, self._debtors(seq)):
             return False
         while wants_slot or (seq.table is None and memory.lacks_room(seq, taken)):

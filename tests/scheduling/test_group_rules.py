@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_cluster.protocol.messages import Work
+from pd_cluster.scheduling.batch_builder import BatchBuilder
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.planner import Planner
 from pd_cluster.scheduling.sequence import KvArrival
@@ -23,7 +24,6 @@ from tests.scheduling.world import World
 if TYPE_CHECKING:
     import random
 
-    from pd_cluster.scheduling.batch_builder import BatchBuilder
     from pd_cluster.scheduling.block_table import BlockTable
     from pd_cluster.scheduling.sequence import Sequence
 
@@ -106,6 +106,44 @@ def test_room_without_some_tables_is_the_room_when_they_are_closed(
     assert told == [blocks.has_room(needs) for needs in asked]
 
 
+@pytest.mark.parametrize("length", range(1, 5 * SIZE))
+def test_what_a_load_brought_comes_back_from_the_host_at_its_places(length: int) -> None:
+    """A handoff brings a block before the first one that the sequence needs when it is swapped in."""
+    kv = GroupSet(((FULL, 0), (WINDOW, 1)), (2, 3))
+    blocks = BlockManager(kv.groups(SIZE), kv.slabs(12), num_host_blocks=8)
+    table = blocks.open_table()
+    blocks.match_handed_over(table, (), length)
+    blocks.grow(table, length, length)
+    _, host = blocks.swap_out(table, length)
+    again = blocks.open_table()
+    blocks.match_held(again, (), length)
+    needs = blocks.needs(again, length, length + 1)
+    copies = blocks.swap_in(again, host, needs)
+    for index, source, target in copies:
+        held = again.groups[index]
+        assert host[index].first_block + host[index].block_ids.index(source) == held.first + held.ids.index(target)
+    assert [one.end for one in again.groups] == [pool.blocks_for(length) for pool in blocks.pools]
+    assert [one.first for one in again.groups] == [pool.group.first_block(length) for pool in blocks.pools]
+    blocks.check()
+
+
+def test_copies_into_a_slab_that_changed_hands_in_the_same_step_come_later() -> None:
+    """The second copy lies over what the first one reads: a worker must not run them in another order."""
+    blocks = manager(GroupSet(((FULL, 0), (WINDOW, 9)), (1, 1)), 6)
+    table = blocks.open_table()
+    blocks.grow(table, 0, SIZE - 1)
+    fork, third = blocks.fork(table), blocks.fork(table)
+    builder = BatchBuilder(step=0, budget=1)
+    builder.copy_on_write += blocks.grow(fork, SIZE - 1, SIZE).copies
+    blocks.close(fork)
+    builder.copy_on_write += blocks.grow(third, SIZE - 1, SIZE).copies
+    assert len(builder.copy_on_write) == 4
+    targets = [slab for _, _, slab in builder.copy_on_write]
+    assert set(targets[:2]) & set(targets[2:]), "the slabs of the preempted one were taken"
+    assert builder.batch((), (), []).copies.copy_on_write == tuple(builder.copy_on_write)
+    blocks.check()
+
+
 @pytest.mark.parametrize("name", SETS)
 def test_a_copy_of_what_is_cached_and_unused_takes_its_place(name: str) -> None:
     blocks = manager(SETS[name] if name in SEVERAL else GroupSet(SETS[name].kinds, (40,)), 40)
@@ -181,22 +219,30 @@ def test_a_prefix_is_loaded_behind_what_each_group_has(
     world.check_empty()
 
 
-def test_nothing_is_preempted_for_a_lease_that_holds_a_block_in_every_slab() -> None:
-    """Two decodes need a block each; the other's blocks lie in slabs that a lease keeps."""
+def test_what_shares_all_of_its_blocks_with_a_lease_is_not_preempted() -> None:
+    """A lease holds a block in every slab. A decode needs a block; those of the only victim are the lease's."""
     world = World(kv=GroupSet(((FULL, 0), (WINDOW, 1)), (8, 8)), num_blocks=8, max_num_batched_tokens=200)
-    lease = world.submit(message("p", prompt(4 * BLOCK_SIZE, 1), work=Work.PREFILL))
+    world.submit(message("p", prompt(2 * BLOCK_SIZE), work=Work.PREFILL))
+    world.run_until_idle()
+    long = world.submit(message("a", prompt(5 * BLOCK_SIZE - 1, 2), max_tokens=30))
     world.start_step()
-    assert lease.finished
-    first = world.submit(message("a", prompt(2 * BLOCK_SIZE - 2, 2), max_tokens=40))
-    other = world.submit(message("b", prompt(2 * BLOCK_SIZE - 2, 3), max_tokens=40))
-    for _ in range(30):
+    taken = world.submit(message("b", prompt(2 * BLOCK_SIZE), work=Work.TAKE_OVER, max_tokens=4))
+    load = world.reserve(taken)
+    assert load is not None
+    assert not any(run.block_ids for run in load.runs)
+    world.finish_load(load)
+    for _ in range(5):
+        world.start_step()  # the decode takes the last block
+    world.give_first_tokens(taken)
+    for _ in range(25):
         world.start_step()
         world.check()
-    assert not sum(world.scheduler.counters[name] for name in PREEMPTIONS)
+    assert taken.finished
+    assert sum(world.scheduler.counters[name] for name in PREEMPTIONS) == 1, "the decode gave way, nothing else"
+    assert not long.finished
     world.end_lease("lease-p")
     world.run_until_idle()
-    assert first.finished
-    assert other.finished
+    assert long.finished
     world.check_empty()
 
 

@@ -165,9 +165,9 @@ class BlocksMachine(RuleBasedStateMachine):
             self.blocks.hold(f"{self.serial}", holder.table)
             self.holders.remove(holder)
 
-    @rule(family=st.integers(0, 3), length=st.integers(1, 9 * SIZE))
-    def load(self, family: int, length: int) -> None:
-        """A handoff fails: what it would have written is out of use for a while."""
+    @rule(family=st.integers(0, 3), length=st.integers(1, 9 * SIZE), is_good=st.booleans())
+    def load(self, family: int, length: int, *, is_good: bool) -> None:
+        """A handoff. When it fails, what it would have written is out of use for a while."""
         table, hashes = self.enter(family, length).table, hashes_of(family, length)
         self.holders.pop()
         self.blocks.match_handed_over(table, hashes, length)
@@ -183,6 +183,10 @@ class BlocksMachine(RuleBasedStateMachine):
                 assert run.first_block == due.start + num
                 assert run.span.stop == due.stop
                 assert all(pool.refs[one] == 1 and one not in pool.cache for one in run.block_ids)
+            if is_good:
+                self.blocks.publish(table, hashes)
+                self.holders.append(Holder(table, family, length, length))
+                return
             self.names.add(f"{self.serial}")
             self.blocks.quarantine(f"{self.serial}", table)
         self.blocks.close(table)
@@ -200,7 +204,8 @@ class BlocksMachine(RuleBasedStateMachine):
         holder = self.pick(pick)
         if holder is not None and self.blocks.can_swap_out(holder.table, holder.computed):
             num_held = sum(
-                pool.blocks_for(holder.computed) - pool.group.first_block(holder.computed) for pool in self.blocks.pools
+                pool.blocks_for(holder.computed) - held.first
+                for pool, held in zip(self.blocks.pools, holder.table.groups, strict=True)
             )
             before = [dict(enumerate(held.ids, held.first)) for held in holder.table.groups]
             copies, host = self.blocks.swap_out(holder.table, holder.computed)
