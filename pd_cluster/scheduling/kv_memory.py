@@ -318,11 +318,11 @@ class KvMemory:
             is_given_up = num_cached < request.num_cached_before and blocks.has_mortal
             num_tokens = num_cached if is_given_up else max(prefix, num_cached)
         self._queues.stop_reserving(request)
+        request.sequences[0].num_cached_tokens = num_cached
         if not self._is_next(request) or not self._take_load_blocks(request, num_tokens, is_prefix=prefix is not None):
             self._queues.refuse(request)
             return None
         request.kv = KvArrival.WRITING
-        request.sequences[0].num_cached_tokens = num_cached
         return LoadSpec(request.load_id, blocks.uncached_runs(table), num_tokens)
 
     def _take_load_blocks(self, request: Request, num_tokens: int, *, is_prefix: bool) -> bool:
@@ -336,6 +336,7 @@ class KvMemory:
         if not has_room and self._is_nothing_active:
             blocks.truncate(table, 0)  # see `_hold_nothing`
             match(table, (), num_tokens)
+            request.sequences[0].num_cached_tokens = 0
             has_room = self._make_room(blocks.needs(table, num_tokens, num_tokens), request)
         if has_room:
             blocks.grow(table, num_tokens, num_tokens)
@@ -353,7 +354,7 @@ class KvMemory:
         assert request.table is not None
         lead, size = request.sequences[0], self._blocks.block_size
         self._blocks.drop_targets(request.table, num_tokens // size)
-        self.publish(lead, request.table, max(lead.num_cached_tokens, num_tokens))
+        self.publish(lead, request.table, num_tokens)
         request.kv = KvArrival.ABSENT
         lead.num_cached_tokens = 0  # counted when it is scheduled, or loaded
 
