@@ -76,9 +76,10 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Units without a reference."""
-        memory = self._memory
-        owned = (pool.num_unreferenced * weight for pool, weight in zip(self.pools, memory.weights, strict=True))
-        return memory.num_unowned_units + sum(owned)
+        memory, num_units = self._memory, self._memory.num_unowned_units
+        for pool in self.pools:
+            num_units += (pool.num_free + pool.cache.num_evictable) * memory.weights[pool.index]
+        return num_units
 
     @property
     def block_units(self) -> float:

@@ -60,10 +60,6 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self.free)
 
-    @property
-    def num_unreferenced(self) -> int:
-        return self.num_free + self.cache.num_evictable
-
     def stats(self) -> KvGroupStats:
         free, cached = self.num_free, self.cache.num_evictable
         return KvGroupStats(

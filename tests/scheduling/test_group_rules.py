@@ -16,7 +16,7 @@ from pd_cluster.scheduling.planner import Planner
 from pd_cluster.scheduling.sequence import KvArrival
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from tests.scheduling.kv_groups import FULL, FULL_WINDOW, SETS, WINDOW, GroupSet
-from tests.scheduling.simulation import BLOCK_SIZE, message, prompt
+from tests.scheduling.simulation import BLOCK_SIZE, history, message, prompt
 from tests.scheduling.test_scheduler_machine import random_walk
 from tests.scheduling.test_shared_kv_memory import SIZE, compute, hashes_of, manager
 from tests.scheduling.world import World
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.scheduling.block_table import BlockTable
     from pd_cluster.scheduling.sequence import Sequence
+    from pd_cluster.scheduling.slab_memory import SlabPool
 
 SEVERAL = [name for name, kv in SETS.items() if len(kv.kinds) > 1]
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
@@ -139,6 +140,50 @@ def test_the_cache_of_an_idle_engine_is_in_no_request_s_way(
     world.check()
     world.stop(request)
     world.run_until_idle()
+    world.check_empty()
+
+
+def fill_slabs(pool: SlabPool) -> list[int]:
+    """Take the free blocks of the group's slabs, so that its next block lies in another one."""
+    return [pool.take() for _ in range(sum(map(len, pool.free_in.values())))]
+
+
+@pytest.mark.parametrize("kind", ["prompt", "load"])
+def test_a_hit_that_leaves_no_slab_for_another_group_is_given_up(kind: str) -> None:
+    """Each cached block of FULL lies in a slab of its own, where the WINDOW can have none."""
+    window, per_slab, num_cached = (1, (8, 2), 2) if kind == "prompt" else (2, (8, 1), 5)
+    world = World(kv=GroupSet(((FULL, 0), (WINDOW, window)), per_slab), num_blocks=6, max_num_batched_tokens=200)
+    blocks, tokens = world.blocks, prompt(6 * BLOCK_SIZE)
+    full, last = blocks._memory.slab_pools
+    table, junk = blocks.open_table(), []
+    hashes = extend_hashes(root_hash(), tokens, BLOCK_SIZE)[:num_cached]
+    for pool, held in zip(blocks._memory.slab_pools, table.groups, strict=True):
+        for _ in hashes if pool is full or kind == "prompt" else ():
+            held.ids.append(pool.take())
+            junk += fill_slabs(pool) if pool is full else []
+        pool.publish(held, hashes[: len(held.ids)], [])
+    for index, held in enumerate(table.groups):
+        for block, block_id in enumerate(held.ids):
+            for slot in range(BLOCK_SIZE):
+                world.worker._write((index, block_id, slot), history(tokens)[block * BLOCK_SIZE + slot])
+    for block_id in junk:
+        full.drop(block_id)
+    blocks.close(table)
+    blocks.check()
+    if kind == "prompt":
+        assert blocks.num_cached(hashes) == num_cached * BLOCK_SIZE
+        world.submit(message("r", tokens, max_tokens=1))
+        world.run_until_idle()
+    else:
+        request = world.submit(message("r", tokens, work=Work.TAKE_OVER, max_tokens=1))
+        load = world.reserve(request)
+        assert load is not None
+        assert [run.first_block for run in load.runs] == [0, last.group.handed_over(len(tokens)).start]
+        assert request.sequences[0].num_cached_tokens == 0
+        world.start_step()
+        world.finish_load(load)
+        world.give_first_tokens(request)
+        world.run_until_idle()
     world.check_empty()
 
 
@@ -318,6 +363,15 @@ def test_a_lease_keeps_what_it_hands_over_until_it_ends(window: int, length: int
         assert held.end == pool.blocks_for(length)
     world.end_lease("lease-p")
     world.check_empty()
+
+
+def test_routers_are_told_blocks_of_all_groups() -> None:
+    """10 slabs of 6 units; `block_size` tokens take 3 in FULL and 2 in WINDOW."""
+    world = World(kv=FULL_WINDOW, num_blocks=12)
+    assert (world.scheduler.load.free_blocks, world.scheduler.load.num_blocks) == (12, 12)
+    world.submit(message("a", prompt(2 * BLOCK_SIZE), max_tokens=9))
+    world.start_step()
+    assert world.scheduler.load.free_blocks == (60 - 2 * 5) // 5
 
 
 def test_the_optional_groups_that_no_model_has_are_refused() -> None:
