@@ -175,7 +175,8 @@ class KvMemory:
         needs = blocks.needs(table, start, num_tokens)
         has_room = self._make_room(needs, seq.request)
         if not has_room and self._is_nothing_active:
-            start = self._hold_nothing(seq, table)
+            blocks.truncate(table, 0)
+            start = self._hold_cached(seq, table, is_any=False)
             needs = blocks.needs(table, start, num_tokens)
             has_room = self._make_room(needs, seq.request)
         if not has_room:
@@ -194,23 +195,18 @@ class KvMemory:
         seq.table = table
         return copies
 
-    def _hold_cached(self, seq: Sequence, table: BlockTable) -> int:
+    def _hold_cached(self, seq: Sequence, table: BlockTable, *, is_any: bool = True) -> int:
         """Let an empty table hold what is cached of a waiting sequence. Returns the tokens behind which it goes on.
 
-        What is swapped needs no common boundary: the rest of each group comes from the host.
+        What is swapped needs no common boundary: the rest of each group comes from the host. `is_any` false: hold
+        nothing. Cached blocks may lie so that no slab is left for another group.
         """
-        blocks, size = self._blocks, self._blocks.block_size
-        if seq.status is not SequenceStatus.SWAPPED:
-            return blocks.match(table, seq.iter_hashes(seq.num_reusable_tokens // size, size)) * size
-        num_tokens = seq.num_computed_tokens
-        blocks.match_held(table, seq.iter_hashes(num_tokens // size, size), num_tokens)
-        return num_tokens
-
-    def _hold_nothing(self, seq: Sequence, table: BlockTable) -> int:
-        """Let the table hold nothing that is cached: it may lie so that no slab is left for another group."""
-        num_tokens = seq.num_computed_tokens if seq.status is SequenceStatus.SWAPPED else 0
-        self._blocks.truncate(table, 0)
-        self._blocks.match_held(table, (), num_tokens)
+        blocks, size, is_swapped = self._blocks, self._blocks.block_size, seq.status is SequenceStatus.SWAPPED
+        num_tokens = seq.num_computed_tokens if is_swapped else seq.num_reusable_tokens
+        hashes = seq.iter_hashes(num_tokens // size if is_any else 0, size)
+        if not is_swapped:
+            return blocks.match(table, hashes) * size
+        blocks.match_held(table, hashes, num_tokens)
         return num_tokens
 
     def num_cached(self, seq: Sequence) -> int:
@@ -334,7 +330,7 @@ class KvMemory:
         match(table, request.sequences[0].iter_hashes(num_whole, size), num_tokens)
         has_room = self._make_room(blocks.needs(table, num_tokens, num_tokens), request)
         if not has_room and self._is_nothing_active:
-            blocks.truncate(table, 0)  # see `_hold_nothing`
+            blocks.truncate(table, 0)  # see `_hold_cached`
             match(table, (), num_tokens)
             request.sequences[0].num_cached_tokens = 0
             has_room = self._make_room(blocks.needs(table, num_tokens, num_tokens), request)

@@ -34,7 +34,7 @@ from pd_cluster.scheduling.sequence import SequenceStatus
 from pd_cluster.scheduling.step_budget import is_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.scheduling.batch import Batch
@@ -191,7 +191,10 @@ class Planner:
         """Preempt until the sequence can write its next token, or is itself the next to yield: False."""
         if self._memory.can_write(seq):
             return True
-        if not self._memory.can_give(seq, takeable := tuple(self._takeable(seq, builder))):
+        holders = chain(self._queues.loaded, self._queues.running)
+        may_yield = [one for one in holders if one is not seq and one.planned_step != builder.step]
+        takeable = [one for one in may_yield if self._may_take(seq, one)]
+        if not self._memory.can_give(seq, takeable):
             self._yield_alone(seq, takeable, builder)
             return False
         while not self._memory.can_write(seq):
@@ -209,13 +212,7 @@ class Planner:
                 return False
         return True
 
-    def _takeable(self, seq: Sequence, builder: BatchBuilder) -> Iterator[Sequence]:
-        """The sequences that the running or loaded one may take blocks from in this step."""
-        for other in chain(self._queues.loaded, self._queues.running):
-            if other is not seq and other.planned_step != builder.step and self._may_take(seq, other):
-                yield other
-
-    def _yield_alone(self, seq: Sequence, takeable: tuple[Sequence, ...], builder: BatchBuilder) -> None:
+    def _yield_alone(self, seq: Sequence, takeable: list[Sequence], builder: BatchBuilder) -> None:
         """Preempt a sequence that the blocks of `takeable` do not help, if that helps it or one that waits.
 
         Else, and while anything goes on, it waits: for a lease or a load to end.
@@ -302,7 +299,7 @@ class Planner:
             worse = [] if queues.running else [other for other in queues.loaded if other.rank > seq.rank]
             if not self._memory.can_give(seq, worse):
                 if not queues.running:
-                    self._yield_alone(seq, tuple(worse), builder)
+                    self._yield_alone(seq, worse, builder)
                 return
         while not self._memory.can_write(seq):
             if self._memory.drop_pin():

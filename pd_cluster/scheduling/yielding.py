@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from pd_cluster.scheduling.portion import Portions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pd_cluster.scheduling.batch_builder import BatchBuilder
     from pd_cluster.scheduling.group import Group
     from pd_cluster.scheduling.kv_memory import KvMemory
@@ -77,10 +75,10 @@ class Yielding:
 
         A victim that a running step touches is left out of this step, and yields in the next.
         """
-        has_taken = False
-        memory = self._memory
-        taken: list[Sequence] = []
-        if not wants_slot and not memory.can_enter(seq, self._debtors(seq)):
+        has_taken, memory = False, self._memory
+        taken: list[Sequence] = []  # and still in a running step
+        debtors = (other for other in self._queues.running if other.request.group.owes(seq.request.group))
+        if not wants_slot and not memory.can_enter(seq, debtors):
             return False
         while wants_slot or (seq.table is None and memory.lacks_room(seq, taken)):
             victim = self.debtor(seq, builder)
@@ -94,10 +92,6 @@ class Yielding:
                 builder.swap_out += memory.preempt(victim)
                 builder.preempted = bool(builder.swap_out)  # no step copies blocks both out and in
         return True
-
-    def _debtors(self, seq: Sequence) -> Iterator[Sequence]:
-        """The running sequences of groups that owe the sequence's a slot."""
-        return (other for other in self._queues.running if other.request.group.owes(seq.request.group))
 
     def debtor(self, seq: Sequence, builder: BatchBuilder) -> Sequence | None:
         """The youngest running sequence of a group that owes the sequence's a slot, if this step may take it.
