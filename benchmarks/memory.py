@@ -48,9 +48,8 @@ class GroupBytes:
 
 
 def blocks_moved(group: KVGroup, num_tokens: int) -> int:
-    """Blocks of a prompt that are handed over: what a token behind the last boundary before its end reads, or later."""
-    boundary = (num_tokens - 1) // group.block_size * group.block_size
-    return -(-num_tokens // group.block_size) - group.first_block(boundary)
+    """Blocks of a prompt that are handed over."""
+    return len(group.handed_over(num_tokens))
 
 
 def group_bytes(groups: Sequence[KVGroup], num_tokens: int) -> Iterator[GroupBytes]:

@@ -28,7 +28,6 @@ class Admission:
         blocks: BlockManager,
         *,
         max_num_seqs: int,
-        max_num_batched_tokens: int,
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
@@ -37,7 +36,6 @@ class Admission:
         """`check_sampling` raises InvalidRequest for parameters that the worker's logits stages cannot serve."""
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -96,12 +94,11 @@ class Admission:
             )
         if n > self._max_num_seqs:
             raise InvalidRequest(f"n is {n}; this engine runs {self._max_num_seqs} sequences at once", "n")
-        step_tokens = self._max_num_batched_tokens
-        if not blocks.fits(num_prompt + num_output - 1, step_tokens):
+        if not blocks.fits(num_prompt + num_output - 1):
             raise InvalidRequest(
                 f"{num_prompt} prompt and {num_output} output tokens need more than this engine's KV cache of "
-                f"{blocks.num_blocks // blocks.block_units * blocks.block_size} tokens",
-                "max_tokens" if blocks.fits(num_prompt, step_tokens) else "prompt",
+                f"{blocks.num_tokens} tokens",
+                "max_tokens" if blocks.fits(num_prompt) else "prompt",
             )
 
     def _check_beams(self, message: AddRequest, width: int) -> None:

@@ -104,7 +104,6 @@ class EngineCore:
         self._admission = Admission(
             self._blocks,
             max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_model_len=executor.model.max_model_len,
             vocab_size=executor.model.vocab_size,
             eos_token_ids=executor.model.eos_token_ids,

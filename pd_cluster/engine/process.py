@@ -18,6 +18,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from math import lcm
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -175,7 +176,7 @@ def _build(
     ready = EngineReady(
         engine_id=context.engine_id,
         epoch=epoch,
-        num_blocks=executor.slabs.num_blocks(0),
+        num_blocks=executor.slabs.num_slabs * lcm(*executor.slabs.per_slab),
         block_size=executor.block_size,
         max_model_len=executor.model.max_model_len,
         fingerprint=context.fingerprint,

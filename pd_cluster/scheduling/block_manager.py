@@ -9,22 +9,24 @@ of the blocks that groups have in one.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.messages import KvStats
 from pd_cluster.scheduling.batch import NewBlocks
-from pd_cluster.scheduling.block_pool import BlockPool
 from pd_cluster.scheduling.block_table import BlockTable, GroupBlocks, Growth
-from pd_cluster.scheduling.cache_news import CacheNews, WindowChains
+from pd_cluster.scheduling.cache_news import CacheNews
 from pd_cluster.scheduling.hits import GroupHits, TreeHits
-from pd_cluster.scheduling.slab_memory import SlabMemory, WholeMemory
-from pd_connectors.protocol.layout import BlockRun, KVKind
+from pd_cluster.scheduling.sequence_room import cache_tokens, fits
+from pd_cluster.scheduling.slab_memory import SlabMemory
+from pd_connectors.protocol.layout import BlockRun
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from pd_cluster.scheduling.block_pool import BlockPool
     from pd_connectors.base import CachedBlock
     from pd_connectors.protocol.layout import KVGroup
     from pd_connectors.protocol.slabs import KvSlabs
@@ -39,36 +41,32 @@ class BlockManager:
         self, groups: Sequence[KVGroup], slabs: KvSlabs, *, num_host_blocks: int = 0, prefix_caching: bool = True
     ) -> None:
         """`num_host_blocks`: of each group, for swapping."""
+        # its tables would begin empty, hits and handoffs would leave it out, and nothing of it would be published
+        assert not any(group.optional for group in groups), "no model has an optional KV group yet"
         self.block_size = min(group.block_size for group in groups)  # tokens; of hashes
         self.prefix_caching = prefix_caching
-        ratios = [group.block_size // self.block_size for group in groups]
         assert all(group.block_size % self.block_size == 0 for group in groups), "block sizes that do not divide"
-        self._memory: WholeMemory | SlabMemory
-        if len(groups) == 1:
-            self._memory = WholeMemory(BlockPool(0, groups[0], 1, slabs.num_blocks(0), num_host_blocks))
-        else:
-            self._memory = SlabMemory(groups, ratios, slabs, num_host_blocks)
+        self._groups, self._slabs = groups, slabs
+        ratios = [group.block_size // self.block_size for group in groups]
+        self._memory = SlabMemory(groups, ratios, slabs, num_host_blocks)
         self.pools: tuple[BlockPool, ...] = self._memory.pools
         self._mortal = tuple(pool for pool in self.pools if not pool.is_tree)  # their blocks die
         is_tree = len(groups) == 1 and self.pools[0].is_tree
         self._hits: TreeHits | GroupHits
         self._hits = TreeHits(self.pools[0]) if is_tree else GroupHits(self.pools, self.block_size)
         self.news = CacheNews()
-        self._chains = {pool: self._tell_news(pool) for pool in self.pools}
+        for pool in self.pools:
+            pool.on_evicted = self.news.evicted if pool.is_tree else partial(self.news.evicted_in, pool.index)
         self._tables: set[BlockTable] = set()
         self._leases: dict[str, BlockTable] = {}
         self._quarantines: dict[str, list[list[int]]] = {}  # by group
 
-    def _tell_news(self, pool: BlockPool) -> WindowChains | None:
-        """Let evictions take names back. A block of a WINDOW group takes all that need it."""
-        if pool.group.kind is not KVKind.WINDOW:
-            pool.on_evicted = self.news.evicted
-            return None
-        chains = WindowChains(self.news, -(-(pool.group.window - 1) // pool.block_size))
-        pool.on_evicted = chains.evicted
-        return chains
-
     # sizes
+
+    @property
+    def has_mortal(self) -> bool:
+        """Whether blocks of a group die."""
+        return bool(self._mortal)
 
     @property
     def num_blocks(self) -> int:
@@ -78,15 +76,15 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Units without a reference."""
-        memory = self._memory
-        owned = (pool.num_unreferenced * weight for pool, weight in zip(self.pools, memory.weights, strict=True))
-        return memory.num_unowned_units + sum(owned)
+        memory, num_units = self._memory, self._memory.num_unowned_units
+        for pool in self.pools:
+            num_units += (pool.num_free + pool.cache.num_evictable) * memory.weights[pool.index]
+        return num_units
 
     @property
-    def block_units(self) -> int:
-        """The units of a block of the group that lasts as long as the sequence: of FULL, or LATENT."""
-        weights = zip(self.pools, self._memory.weights, strict=True)
-        return max((weight for pool, weight in weights if pool.is_tree), default=max(self._memory.weights))
+    def block_units(self) -> float:
+        """The units that `block_size` tokens take in all groups."""
+        return sum(weight / pool.ratio for weight, pool in zip(self._memory.weights, self.pools, strict=True))
 
     @property
     def num_evicted(self) -> int:
@@ -96,17 +94,18 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def fits(self, num_tokens: int, step_tokens: int) -> bool:
-        """Whether a sequence of so many tokens fits the memory alone, computed in steps of `step_tokens`."""
-        return self._memory.fits([pool.most_held(num_tokens, step_tokens) for pool in self.pools])
+    def needs_of(self, num_tokens: int) -> list[int]:
+        """The blocks by group of a sequence of so many tokens that is prefilled."""
+        return [pool.blocks_for(num_tokens) for pool in self.pools]
 
-    def units(self, num_blocks: Sequence[int]) -> int:
-        """The units of so many blocks by group."""
-        return sum(num * weight for num, weight in zip(num_blocks, self._memory.weights, strict=True))
+    def fits(self, num_tokens: int) -> bool:
+        """See `sequence_room.fits`."""
+        return fits(self._groups, self._slabs, num_tokens)
 
-    def units_of(self, table: BlockTable) -> int:
-        """The units that a table holds."""
-        return self.units([len(held.ids) for held in table.groups])
+    @property
+    def num_tokens(self) -> int:
+        """The longest sequence that `fits`, in tokens."""
+        return cache_tokens(self._groups, self._slabs)
 
     def stats(self) -> KvStats:
         groups, weights = tuple(pool.stats() for pool in self.pools), self._memory.weights
@@ -145,54 +144,49 @@ class BlockManager:
         self._tables.discard(table)
         self.truncate(table, 0)
 
-    def needs(self, table: BlockTable, start: int, end: int, reach: int | None = None) -> list[int]:
-        """The blocks to take by group, to make positions [start, end) writable.
-
-        `reach`: in groups of which blocks die, only those before it. None: `end`.
-        """
+    def needs(self, table: BlockTable, start: int, end: int) -> list[int]:
+        """The blocks to take by group, to make positions [start, end) writable."""
         groups = table.groups  # `zip` with `strict` takes as long as the rest, here and where steps grow tables
-        if reach is None:
-            return [pool.num_missing(groups[pool.index], start, end) for pool in self.pools]
-        return [pool.num_missing(groups[pool.index], start, end if pool.is_tree else reach) for pool in self.pools]
+        return [pool.num_missing(groups[pool.index], start, end) for pool in self.pools]
 
-    def has_room(self, needs: Sequence[int]) -> bool:
-        """Whether each group can take so many blocks now."""
-        return self._memory.has_room(needs)
+    def has_room(self, needs: Sequence[int], without: Sequence[BlockTable] = ()) -> bool:
+        """Whether each group can take so many blocks now, or if these tables were closed."""
+        return self._memory.has_room(needs, without)
 
     def can_grow(self, table: BlockTable, start: int, end: int) -> bool:
         """Whether there are blocks to make positions [start, end) writable."""
         return self._memory.has_room(self.needs(table, start, end))
 
-    def grow(self, table: BlockTable, start: int, end: int, reach: int | None = None) -> Growth:
-        """Make positions [start, end) writable; see `needs`. The caller has asked for room.
+    def grow(self, table: BlockTable, start: int, end: int) -> Growth:
+        """Make positions [start, end) writable. The caller has asked for room.
 
         All tokens before `start` are computed, so of the table's blocks only the one of `start` can be shared.
         """
-        needs = self.needs(table, start, end, reach)
+        needs = self.needs(table, start, end)
         assert self._memory.has_room(needs)
-        self._memory.expect(needs)
+        self._memory.wanted = needs[:]
         new, copies = [], []
         for pool in self.pools:
             if needs[pool.index]:
                 held = table.groups[pool.index]
-                begin, copy = pool.grow(held, start, end if reach is None or pool.is_tree else reach)
+                begin, copy = pool.grow(held, start, end)
                 new.append(NewBlocks(pool.index, held.first + begin, tuple(held.ids[begin:])))
                 if copy is not None:
                     copies.append((pool.index, *copy))
-        table.capacity = self.reach(table)
+        table.capacity = self.end_of(table)
         return Growth(tuple(new), tuple(copies))
 
     def _by_group(self, table: BlockTable) -> Iterable[tuple[BlockPool, GroupBlocks]]:
         return zip(self.pools, table.groups, strict=True)
 
-    def reach(self, table: BlockTable) -> int:
+    def end_of(self, table: BlockTable) -> int:
         """Positions below this have a block in every group, which may be shared."""
-        reach = inf
+        end = inf
         for pool in self.pools:
             held = table.groups[pool.index]
-            if (own := (held.first + len(held.ids)) * pool.block_size) < reach:
-                reach = own
-        return int(reach)
+            if (own := (held.first + len(held.ids)) * pool.block_size) < end:
+                end = own
+        return int(end)
 
     def whole(self, table: BlockTable) -> tuple[NewBlocks, ...]:
         """All blocks, for a worker that knows none of them."""
@@ -222,25 +216,27 @@ class BlockManager:
         table.capacity = 0
         table.due = 0
 
-    def let_go(self, table: BlockTable, position: int) -> None:
-        """Release the blocks that no token from `position` on reads. Those in the cache stay findable."""
+    def let_go(self, table: BlockTable, position: int, num_leased: int | None = None) -> None:
+        """Release the blocks that no token from `position` on reads. Those in the cache stay findable.
+
+        `num_leased`: what a handoff of a prompt of so many tokens moves is kept.
+        """
         for pool in self._mortal:
-            pool.let_go_before(table.groups[pool.index], pool.group.first_block(position))
+            first = pool.group.first_block(position)
+            if num_leased is not None:
+                first = min(first, pool.group.handed_over(num_leased).start)
+            pool.let_go_before(table.groups[pool.index], first)
         due = inf
         for pool in self.pools:
             if (own := pool.due(table.groups[pool.index], is_cached=self.prefix_caching)) < due:
                 due = own
         table.due = due
 
-    def drop_mortal(self, table: BlockTable) -> None:
-        """Release all blocks of the groups of which blocks die."""
-        for pool in self._mortal:
-            pool.truncate(table.groups[pool.index], 0)
-
-    def keep_handed_over(self, table: BlockTable, num_tokens: int) -> None:
-        """Release what a load of a prompt of `num_tokens` does not need beside what it brings."""
-        for pool in self._mortal:
-            pool.let_go_before(table.groups[pool.index], pool.group.handed_over(num_tokens).start)
+    def drop_targets(self, table: BlockTable, num_blocks: int) -> None:
+        """Release the targets of a load from block `num_blocks` (of `block_size` tokens) on."""
+        for pool, held in self._by_group(table):
+            pool.truncate(held, max(held.first + len(held.path), num_blocks // pool.ratio))
+        table.capacity = 0
 
     # prefix cache
 
@@ -255,6 +251,17 @@ class BlockManager:
         the boundary, of which those that are dead there are not held.
         """
         return self._hits.hold(table, hashes if self.prefix_caching else ())
+
+    def match_held(self, table: BlockTable, hashes: Iterable[bytes], num_tokens: int) -> None:
+        """Let a table hold what is cached of what a sequence holds that continues behind `num_tokens`: by group, a run
+        of `hashes` from its first block on."""
+        firsts = [pool.group.first_block(num_tokens) for pool in self.pools]
+        self._hits.hold_runs(table, hashes if self.prefix_caching else (), firsts)
+
+    def match_handed_over(self, table: BlockTable, hashes: Iterable[bytes], num_tokens: int) -> None:
+        """The same of what a handoff of a prompt of `num_tokens` moves."""
+        firsts = [pool.group.handed_over(num_tokens).start for pool in self.pools]
+        self._hits.hold_runs(table, hashes if self.prefix_caching else (), firsts)
 
     def publish(self, table: BlockTable, hashes: list[bytes]) -> list[CachedBlock]:
         """Cache the table's first len(hashes) blocks: full, computed, and the step that computed them has retired.
@@ -273,16 +280,7 @@ class BlockManager:
 
     def name(self, steps: Sequence[tuple[int, int]], first: int, hashes: Sequence[bytes]) -> int:
         """Name the hits of a prompt of which the blocks with `hashes` are published. See `CacheNews.name`."""
-        hits = None
-        if isinstance(self._hits, GroupHits) and self.news.is_on:
-            at = steps[first][0] // self.block_size
-            hits = self._hits.boundaries(hashes, at)
-            for pool, chains in self._chains.items():
-                if chains is not None and hits:
-                    begin = pool.group.first_block(min(hits) * self.block_size)
-                    row = hashes[(begin + 1) * pool.ratio - 1 :: pool.ratio]
-                    chains.link([None if pool.cache.find(one) is None else one for one in row])
-        return self.news.name(steps, first, hashes, self.block_size, hits)
+        return self.news.name(steps, first, hashes, self.block_size, self._hits.needed)
 
     def forget_unused(self) -> None:
         """Free all cached blocks that nothing refers to."""
@@ -355,7 +353,7 @@ class BlockManager:
         freed here must not be written by it).
         """
         copies: list[Copy] = []
-        self._memory.expect(needs)
+        self._memory.wanted = list(needs)
         for (pool, held), run in zip(self._by_group(table), host_blocks, strict=True):
             for host in islice(run.block_ids, held.end - run.first_block, None):
                 held.ids.append(pool.take())

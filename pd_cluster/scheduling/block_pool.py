@@ -7,7 +7,8 @@
 
 FULL and LATENT caches are trees: a table with content that another holder cached first keeps its own copy, and
 refers to the cached twin as well, so that a cached block never outlives its parents' references (`prefix_cache`). A
-WINDOW or STATE cache is not a tree: there a copy has no twin.
+WINDOW or STATE cache is not a tree: there a copy has no twin. A cached block that nothing refers to makes way for a new
+copy of the same content in any group.
 """
 
 from __future__ import annotations
@@ -59,10 +60,6 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self.free)
 
-    @property
-    def num_unreferenced(self) -> int:
-        return self.num_free + self.cache.num_evictable
-
     def stats(self) -> KvGroupStats:
         free, cached = self.num_free, self.cache.num_evictable
         return KvGroupStats(
@@ -78,13 +75,13 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def most_held(self, num_tokens: int, step_tokens: int) -> int:
-        """The most blocks that a sequence of `num_tokens` needs at once, computed in steps of `step_tokens`."""
-        num_blocks = self.blocks_for(num_tokens)
-        if self.is_tree:
-            return num_blocks
-        reach = step_tokens + (self.group.window - 1 if self.group.kind is KVKind.WINDOW else 1)
-        return min(num_blocks, (reach + self.block_size - 2) // self.block_size + 1)
+    def freed(self, holders: Iterable[GroupBlocks]) -> list[int]:
+        """The blocks that nothing refers to without these holders."""
+        counts: Counter[int] = Counter()
+        for held in holders:
+            counts.update(held.ids)
+            counts.update(cached for own, cached in zip(held.ids, held.path, strict=False) if own != cached)
+        return [block_id for block_id, count in counts.items() if self.refs[block_id] == count]
 
     # references
 
@@ -119,10 +116,13 @@ class BlockPool:
             else:
                 self.free.append(block_id)
 
+    def _put_free(self, block_id: int) -> None:
+        self.free.append(block_id)
+
     def forget_unused(self) -> None:
         """Free all cached blocks that nothing refers to."""
         while self.cache.num_evictable:
-            self.free.append(self._evict())
+            self._put_free(self._evict())
 
     # tables
 
@@ -195,6 +195,10 @@ class BlockPool:
                 cache.insert(block_hash, own, path[-1] if path and is_tree else None)
                 cached = own
                 news.append(CachedBlock(block_hash, own, self.index))
+            elif not self.refs[cached]:  # no second copy is kept
+                cache.replace(cached, own)
+                self._put_free(cached)
+                cached = own
             elif is_tree:
                 self.acquire(cached)
             else:

@@ -7,13 +7,12 @@ contains them.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pd_connectors.protocol.feed import StoredBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Callable, Sequence
 
 ID_BYTES = 8  # of a block's hash: the block's name in the feed
 
@@ -41,6 +40,8 @@ class CacheNews:
         self._named: set[bytes] = set()
         self._stored: dict[bytes, StoredBlock] = {}  # since the last `take`
         self._evicted: list[int] = []
+        # (group, hash) of a WINDOW's or STATE's cached block -> the boundaries that need it, named now or once
+        self._needing: dict[tuple[int, bytes], set[bytes]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._stored or self._evicted)
@@ -56,16 +57,19 @@ class CacheNews:
         first: int,
         hashes: Sequence[bytes],
         block_size: int,
-        hits: Container[int] | None = None,
+        needed: Callable[[Sequence[bytes], int], list[tuple[int, bytes]] | None],
     ) -> int:
-        """Name boundaries of a prompt, of which the blocks with these `hashes` are cached: by steps[first:].
+        """Name boundaries of a prompt by steps[first:]. The blocks with these `hashes` are cached in all trees.
 
-        `hits`: only these boundaries, in blocks; None: all. Returns the number of `steps` that are done with.
+        `needed`: see `GroupHits.needed`; None: no hit. Returns the number of `steps` that are done with.
         """
         at = first
         while at < len(steps) and (num_blocks := steps[at][0] // block_size) <= len(hashes):
             block_hash = hashes[num_blocks - 1]
-            if self.is_on and block_hash not in self._named and (hits is None or num_blocks in hits):
+            is_new = self.is_on and block_hash not in self._named
+            if is_new and (blocks := needed(hashes, num_blocks)) is not None:
+                for block in blocks:
+                    self._needing.setdefault(block, set()).add(block_hash)
                 self._named.add(block_hash)
                 self._stored[block_hash] = StoredBlock(block_id(block_hash), steps[at][1], steps[at][0])
             at += 1
@@ -78,44 +82,14 @@ class CacheNews:
             if self._stored.pop(block_hash, None) is None:
                 self._evicted.append(block_id(block_hash))
 
+    def evicted_in(self, group: int, block_hash: bytes) -> None:
+        """Note that no boundary that needs this block of a WINDOW or STATE group is a hit any more."""
+        for boundary in self._needing.pop((group, block_hash), ()):
+            self.evicted(boundary)
+
     def take(self) -> tuple[tuple[int, ...], tuple[StoredBlock, ...]]:
         """Evicted and stored blocks since the last call. A reader takes the evicted ones first."""
         evicted, stored = tuple(self._evicted), tuple(self._stored.values())
         self._evicted.clear()
         self._stored.clear()
         return evicted, stored
-
-
-class WindowChains:
-    """The cached blocks of a WINDOW group before named boundaries, each with those that continue it.
-
-    Invariant: the blocks that a named boundary needs of the group are cached, and linked in a row up to the boundary.
-    `reach`: how many boundaries need one block, in a row.
-    """
-
-    def __init__(self, news: CacheNews, reach: int) -> None:
-        self._news = news
-        self._reach = reach
-        self._next: dict[bytes, set[bytes]] = {}
-        self._previous: dict[bytes, bytes] = {}
-
-    def link(self, hashes: Sequence[bytes | None]) -> None:
-        """Note that blocks follow each other. None: one that is not cached."""
-        for block_hash, following in pairwise(hashes):
-            if block_hash is not None and following is not None and following not in self._previous:
-                self._previous[following] = block_hash
-                self._next.setdefault(block_hash, set()).add(following)
-
-    def evicted(self, block_hash: bytes) -> None:
-        """Take the names back that need this block."""
-        reached = [block_hash]
-        for _ in range(self._reach):
-            for one in reached:
-                self._news.evicted(one)
-            reached = [following for one in reached for following in self._next.get(one, ())]
-        for following in self._next.pop(block_hash, ()):
-            del self._previous[following]
-        if (previous := self._previous.pop(block_hash, None)) is not None:
-            self._next[previous].discard(block_hash)
-            if not self._next[previous]:
-                del self._next[previous]

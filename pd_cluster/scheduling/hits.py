@@ -1,4 +1,4 @@
-"""How much of a prompt is cached: the largest boundary that every KV group accepts.
+"""What of a prompt is cached: the largest boundary that every KV group accepts, or the runs of each group alone.
 
 A boundary is a number of tokens, a multiple of every group's block size. A group accepts boundary b when its blocks
 [first_block(b), b // block_size) are cached. The hash of a block is that of the whole prompt up to its end, so one
@@ -8,6 +8,7 @@ chain of hashes, in the smallest block size, serves all groups.
 from __future__ import annotations
 
 from itertools import islice
+from math import lcm
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,6 +37,14 @@ class TreeHits:
             path.append(block_id)
         return len(ids)
 
+    def hold_runs(self, table: BlockTable, hashes: Iterable[bytes], firsts: Sequence[int]) -> None:
+        assert firsts == [0]
+        self.hold(table, hashes)
+
+    def needed(self, hashes: Sequence[bytes], boundary: int) -> list[tuple[int, bytes]] | None:
+        assert boundary <= len(hashes)
+        return []
+
 
 class GroupHits:
     """The hits in the caches of any groups. Lengths are in blocks of `block_size`, the smallest."""
@@ -45,7 +54,7 @@ class GroupHits:
         self._block_size = block_size
         self._trees = [pool for pool in pools if pool.is_tree]
         self._others = [pool for pool in pools if not pool.is_tree]
-        self._unit = max(pool.ratio for pool in pools)
+        self._unit = lcm(*(pool.ratio for pool in pools))
 
     def num_cached(self, hashes: Iterable[bytes]) -> int:
         """The length of the largest boundary."""
@@ -54,11 +63,23 @@ class GroupHits:
     def hold(self, table: BlockTable, hashes: Iterable[bytes]) -> int:
         """Let the table hold what a sequence that continues at the largest boundary needs. Returns its length."""
         boundary, known = self._find(hashes)
-        for pool, held in zip(self._pools, table.groups, strict=True):
-            blocks = range(pool.group.first_block(boundary * self._block_size), boundary // pool.ratio)
-            found = [pool.cache.find(_hash(known, index, pool.ratio)) for index in blocks]
-            pool.hold(held, blocks.start, [block_id for block_id in found if block_id is not None])
+        firsts = [pool.group.first_block(boundary * self._block_size) for pool in self._pools]
+        self.hold_runs(table, known[:boundary], firsts)
         return boundary
+
+    def hold_runs(self, table: BlockTable, hashes: Iterable[bytes], firsts: Sequence[int]) -> None:
+        """Let the table hold, of each group alone, the longest cached run of blocks from index `firsts[group]` on."""
+        known = list(hashes)
+        for pool, held, first in zip(self._pools, table.groups, firsts, strict=True):
+            pool.hold(held, first, pool.cache.match(known[(first + 1) * pool.ratio - 1 :: pool.ratio]))
+
+    def needed(self, hashes: Sequence[bytes], boundary: int) -> list[tuple[int, bytes]] | None:
+        """The (group, hash) of the blocks that a boundary needs of groups that are no trees. None: one is not cached.
+
+        The prompt is cached in all trees.
+        """
+        missing, needed = self._look_up(hashes, boundary)
+        return needed if missing is None and not boundary % self._unit else None
 
     def _find(self, hashes: Iterable[bytes]) -> tuple[int, list[bytes]]:
         """The largest boundary, and the hashes that were looked at: as few as the first tree allows."""
@@ -71,38 +92,19 @@ class GroupHits:
         boundary = len(known)
         for tree in self._trees:
             boundary = min(boundary, tree.ratio * len(tree.cache.match(known[tree.ratio - 1 :: tree.ratio])))
-        boundary -= boundary % self._unit
-        while boundary and (missing := self._missing(known, boundary)) is not None:
+        missing: int | None = boundary
+        while missing is not None:  # every boundary between the missing block's start and the last one needs it too
             boundary = missing - missing % self._unit
+            missing = self._look_up(known, boundary)[0]
         return boundary, known
 
-    def _missing(self, known: list[bytes], boundary: int) -> int | None:
-        """The start of a block that this boundary needs, and which is not cached.
-
-        Every boundary between that start and this one needs the block too.
-        """
+    def _look_up(self, hashes: Sequence[bytes], boundary: int) -> tuple[int | None, list[tuple[int, bytes]]]:
+        """The start of a block that this boundary needs and that is not cached, or None; and what it needs."""
+        needed = []
         for pool in self._others:
-            blocks = range(pool.group.first_block(boundary * self._block_size), boundary // pool.ratio)
-            for index in blocks:
-                if pool.cache.find(_hash(known, index, pool.ratio)) is None:
-                    return index * pool.ratio
-        return None
-
-    def boundaries(self, hashes: Sequence[bytes], first: int) -> set[int]:
-        """Those from `first` on that are hits, of a prompt that is cached in all trees."""
-        unit, size = self._unit, self._block_size
-        hits = set(range(-(-first // unit) * unit, len(hashes) + 1, unit))
-        for pool in self._others:
-            num_cached = 0  # in a row
-            for index in range(pool.group.first_block(first * size), len(hashes) // pool.ratio):
-                is_cached = pool.cache.find(_hash(hashes, index, pool.ratio)) is not None
-                num_cached = num_cached + 1 if is_cached else 0
-                end = (index + 1) * pool.ratio
-                if num_cached < index + 1 - pool.group.first_block(end * size):
-                    hits.discard(end)
-        return hits
-
-
-def _hash(hashes: Sequence[bytes], index: int, ratio: int) -> bytes:
-    """The hash of block `index` of a group."""
-    return hashes[(index + 1) * ratio - 1]
+            for index in range(pool.group.first_block(boundary * self._block_size), boundary // pool.ratio):
+                block_hash = hashes[(index + 1) * pool.ratio - 1]
+                if pool.cache.find(block_hash) is None:
+                    return index * pool.ratio, []
+                needed.append((pool.index, block_hash))
+        return None, needed

@@ -14,7 +14,7 @@ from pd_cluster.scheduling.sequence import KvArrival, SequenceStatus
 from pd_connectors.base import LoadSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.block_table import BlockTable
@@ -45,27 +45,43 @@ class KvMemory:
         queues: Queues,
         retract: Callable[[str], int | None],
         clock: Callable[[], float],
-        step_tokens: int,
     ) -> None:
-        """`step_tokens`: the most of one step."""
         self.counters = dict.fromkeys((*PREEMPTIONS, *HITS), 0.0)
         self._blocks = blocks
         self._queues = queues
         self._retract = retract
         self._clock = clock
-        self._step_tokens = step_tokens
         self._watermark = [max(1, len(pool.refs) // WATERMARK_SHARE) for pool in blocks.pools]  # by group
         self._refused: Sequence | None = None
         self._news: list[CachedBlock] = []
 
     # running sequences
 
-    def can_write(self, seq: Sequence, num_tokens: int = 1) -> bool:
-        """Whether the sequence's next tokens have blocks, or can get them."""
+    def can_write(self, seq: Sequence) -> bool:
+        """Whether the sequence's next token has a block, or can get one."""
         table, start = seq.table, seq.num_scheduled_tokens
         assert table is not None
-        end = start + num_tokens
-        return end <= table.capacity or self._blocks.can_grow(table, start, end)
+        return start < table.capacity or self._blocks.can_grow(table, start, start + 1)
+
+    def can_gain(self, needs: list[int], tables: Iterable[BlockTable | None], keep: Request | None = None) -> bool:
+        """Whether the blocks of these tables, with the pins of all parked requests but `keep`, make room.
+
+        With one group each table that is closed helps, so the answer is yes. With several it may free no slab.
+        """
+        if len(self._blocks.pools) == 1:
+            return True
+        pins = (one.table for one in self._queues.parked if one is not keep and one.kv is KvArrival.ABSENT)
+        return self._blocks.has_room(needs, [table for table in (*pins, *tables) if table is not None])
+
+    def can_give(self, seq: Sequence, victims: Iterable[Sequence]) -> bool:
+        """Whether the blocks of these sequences, with all pins, would make room for the sequence's next token."""
+        table, start = seq.table, seq.num_scheduled_tokens
+        assert table is not None
+        return self.can_gain(self._blocks.needs(table, start, start + 1), (victim.table for victim in victims))
+
+    def can_begin(self, seq: Sequence, victims: Iterable[Sequence]) -> bool:
+        """Whether the blocks of these sequences, with all pins, would make room for all of the sequence's tokens."""
+        return self.can_gain(self._blocks.needs_of(len(seq.token_ids)), (victim.table for victim in victims))
 
     def drop_pin(self, keep: Request | None = None) -> bool:
         """Make the pinned prefix of the worst-ranked parked request evictable. False: there is none but `keep`'s.
@@ -81,10 +97,6 @@ class KvMemory:
                 request.table = self._blocks.open_table()
                 return True
         return False
-
-    def num_held(self, seq: Sequence) -> int:
-        """The units that a sequence holds."""
-        return 0 if seq.table is None else self._blocks.units_of(seq.table)
 
     def preempt(self, seq: Sequence) -> Copies:
         """Take all blocks of a sequence that no running step touches, and make it wait. Returns the copies to run.
@@ -127,24 +139,25 @@ class KvMemory:
         seq = self._refused
         return seq if seq is not None and seq in self._queues.waiting else None
 
-    def num_missing(self, seq: Sequence) -> int:
-        """The units to free until a waiting sequence can enter beside the running ones' next tokens.
+    def lacks_room(self, seq: Sequence, victims: list[Sequence]) -> bool:
+        """Whether a waiting sequence could not enter beside the running ones' next tokens, without these running."""
+        return not self._blocks.has_room(self._wanted(seq), [victim.table for victim in victims if victim.table])
 
-        At least one while it could not: units may be free in slabs of another group.
-        """
-        blocks, num_tokens = self._blocks, len(seq.token_ids)
+    def can_enter(self, seq: Sequence, victims: Iterable[Sequence]) -> bool:
+        """Whether the blocks of these sequences would let a waiting one enter."""
+        return self.can_gain(self._wanted(seq), (victim.table for victim in victims))
+
+    def _wanted(self, seq: Sequence) -> list[int]:
+        blocks = self._blocks
         num_growing = sum(
-            one.table is None or one.num_scheduled_tokens >= blocks.reach(one.table) for one in self._queues.running
+            one.table is None or one.num_scheduled_tokens >= blocks.end_of(one.table) for one in self._queues.running
         )
-        most = (pool.most_held(num_tokens, self._step_tokens) for pool in blocks.pools)
-        wanted = [num + spare + num_growing for num, spare in zip(most, self._watermark, strict=True)]
-        num_missing = blocks.units(wanted) - blocks.num_available
-        return num_missing if num_missing > 0 or blocks.has_room(wanted) else 1
+        pairs = zip(blocks.needs_of(len(seq.token_ids)), self._watermark, strict=True)
+        return [num + spare + num_growing for num, spare in pairs]
 
     def admit(self, seq: Sequence) -> Copies | None:
         """Give a waiting sequence blocks for all of its tokens, so that no prompt is preempted before its end.
 
-        In groups of which blocks die: for those of its next step, because later ones may take the place of dead ones.
         At least one token is left to compute, for its logits. Returns the copies that swap it in, or None: refused.
         """
         copies = self._take_blocks(seq)
@@ -158,29 +171,43 @@ class KvMemory:
             return None
         blocks, num_tokens, is_swapped = self._blocks, len(seq.token_ids), seq.status is SequenceStatus.SWAPPED
         table = blocks.open_table()
-        reusable = seq.num_computed_tokens if is_swapped else seq.num_reusable_tokens
-        num_cached = blocks.match(table, seq.iter_hashes(reusable // blocks.block_size, blocks.block_size))
-        start = seq.num_computed_tokens if is_swapped else num_cached * blocks.block_size
-        if is_swapped:
-            blocks.let_go(table, start)
-        reach = min(num_tokens, start + self._step_tokens)
-        needs = blocks.needs(table, start, num_tokens, reach)
-        if not self._make_room(needs, seq.request):
-            is_compact = self._compact(table, num_tokens)
+        start = self._hold_cached(seq, table)
+        needs = blocks.needs(table, start, num_tokens)
+        has_room = self._make_room(needs, seq.request)
+        if not has_room and self._is_nothing_active:
+            blocks.truncate(table, 0)
+            start = self._hold_cached(seq, table, is_any=False)
+            needs = blocks.needs(table, start, num_tokens)
+            has_room = self._make_room(needs, seq.request)
+        if not has_room:
             blocks.close(table)
-            return self._take_blocks(seq) if is_compact else None
+            return None
         seq.request.num_named = 0  # some of its blocks may have been evicted since
-        self._name(seq, num_cached)
         copies: Copies = []
         if is_swapped:
             copies = blocks.swap_in(table, seq.host_blocks, needs)
             seq.host_blocks = ()
         else:
+            self._name(seq, start // blocks.block_size)
             seq.num_computed_tokens = seq.num_scheduled_tokens = start
             self._count_hit(seq)
-        blocks.grow(table, start, num_tokens, reach)
+        blocks.grow(table, start, num_tokens)
         seq.table = table
         return copies
+
+    def _hold_cached(self, seq: Sequence, table: BlockTable, *, is_any: bool = True) -> int:
+        """Let an empty table hold what is cached of a waiting sequence. Returns the tokens behind which it goes on.
+
+        What is swapped needs no common boundary: the rest of each group comes from the host. `is_any` false: hold
+        nothing. Cached blocks may lie so that no slab is left for another group.
+        """
+        blocks, size, is_swapped = self._blocks, self._blocks.block_size, seq.status is SequenceStatus.SWAPPED
+        num_tokens = seq.num_computed_tokens if is_swapped else seq.num_reusable_tokens
+        hashes = seq.iter_hashes(num_tokens // size if is_any else 0, size)
+        if not is_swapped:
+            return blocks.match(table, hashes) * size
+        blocks.match_held(table, hashes, num_tokens)
+        return num_tokens
 
     def num_cached(self, seq: Sequence) -> int:
         """The tokens that a waiting sequence would find cached now; 0 while no router asks for the load."""
@@ -207,9 +234,8 @@ class KvMemory:
         assert table is not None
         if self._blocks.prefix_caching:
             self._news += self.publish(seq, table, num_computed)
-        if seq.request.lease_id is not None:
-            num_computed = min(num_computed, seq.num_prompt_tokens - 1)
-        self._blocks.let_go(table, num_computed)
+        is_leased = seq.request.lease_id is not None
+        self._blocks.let_go(table, num_computed, seq.num_prompt_tokens if is_leased else None)
 
     def take_news(self) -> list[CachedBlock]:
         """Returns the computed blocks that were new to the cache since the last call. Their content is certain only
@@ -232,12 +258,17 @@ class KvMemory:
             self.counters["prefix_cache_queried_tokens_total"] += seq.num_prompt_tokens
             self.counters["prefix_cache_hit_tokens_total"] += seq.num_cached_tokens
 
+    @property
+    def _is_nothing_active(self) -> bool:
+        """Whether no sequence runs or has its KV."""
+        return not self._queues.running and not self._queues.loaded
+
     def _make_room(self, needs: list[int], claimant: Request) -> bool:
         """Whether so many blocks by group can be taken; drops the pins of other parked requests for it, worst first."""
-        if self._queues.running or self._queues.loaded:
+        if not self._is_nothing_active:
             needs = [need + spare for need, spare in zip(needs, self._watermark, strict=True)]
         while not self._blocks.has_room(needs):
-            if not self.drop_pin(claimant):
+            if not self.can_gain(needs, (), claimant) or not self.drop_pin(claimant):
                 return False
         return True
 
@@ -255,21 +286,6 @@ class KvMemory:
         self._blocks.truncate(request.table, num_whole)
         return self._blocks.match(request.table, request.sequences[0].iter_hashes(num_whole, size))
 
-    def _compact(self, table: BlockTable, num_tokens: int) -> bool:
-        """Forget all that is cached and unused, and all blocks of the table, if a sequence then has room alone.
-
-        The blocks of a cached prefix may lie so that no slab is left for another group.
-        """
-        blocks, pools = self._blocks, self._blocks.pools
-        if len(pools) == 1 or self._queues.running or self._queues.loaded:
-            return False
-        blocks.truncate(table, 0)
-        is_used = any(pool.cache.num_evictable for pool in pools)
-        has_room = blocks.has_room([pool.most_held(num_tokens, self._step_tokens) for pool in pools])
-        if is_used and has_room:
-            blocks.forget_unused()
-        return is_used and has_room
-
     def missing(self, request: Request) -> tuple[list[bytes], int]:
         """The hashes of a parked prompt's whole blocks, to search a pool for, and how many of them are cached here.
 
@@ -280,12 +296,14 @@ class KvMemory:
         num_here = self.pin(request)
         if num_here >= num_whole or not self._blocks.prefix_caching:
             return [], 0
+        request.num_cached_before = num_here * size
         return request.sequences[0].hash_blocks(num_whole, size)[:], num_here
 
     def reserve(self, request: Request, prefix: int | None) -> LoadSpec | None:
         """Reserve blocks for the part of a parked prompt that is not cached. Returns None when they are refused.
 
-        `prefix`: reserve for the first `prefix` tokens only.
+        `prefix`: reserve for the first `prefix` tokens only, which a search has found. It is given up, with a load of
+        nothing, if blocks die and less is cached than at the search: the pool was not asked for what was cached then.
         """
         blocks, table = self._blocks, request.table
         assert request.load_id is not None
@@ -293,30 +311,32 @@ class KvMemory:
         num_cached = self.pin(request) * blocks.block_size
         num_tokens = request.num_loaded_tokens
         if prefix is not None:  # more of the prompt may be cached since the search found `prefix`
-            num_tokens = max(prefix, num_cached)
+            is_given_up = num_cached < request.num_cached_before and blocks.has_mortal
+            num_tokens = num_cached if is_given_up else max(prefix, num_cached)
         self._queues.stop_reserving(request)
-        if not self._is_next(request):
-            self._queues.refuse(request)
-            return None
-        if not self._make_load_room(request, table, num_cached, num_tokens, prefix):
-            if self._compact(table, num_tokens):
-                return self.reserve(request, prefix)
-            self._queues.refuse(request)
-            return None
-        blocks.grow(table, num_cached, num_tokens)
-        request.kv = KvArrival.WRITING
         request.sequences[0].num_cached_tokens = num_cached
+        if not self._is_next(request) or not self._take_load_blocks(request, num_tokens, is_prefix=prefix is not None):
+            self._queues.refuse(request)
+            return None
+        request.kv = KvArrival.WRITING
         return LoadSpec(request.load_id, blocks.uncached_runs(table), num_tokens)
 
-    def _make_load_room(
-        self, request: Request, table: BlockTable, num_cached: int, num_tokens: int, prefix: int | None
-    ) -> bool:
-        """Release what is cached and dead behind the load, and make room for what is not cached."""
-        if prefix is None:
-            self._blocks.keep_handed_over(table, num_tokens)
-        else:
-            self._blocks.let_go(table, num_tokens)
-        return self._make_room(self._blocks.needs(table, num_cached, num_tokens), request)
+    def _take_load_blocks(self, request: Request, num_tokens: int, *, is_prefix: bool) -> bool:
+        """Give a load its blocks: in each group those behind its own longest cached run. False: there is no room."""
+        blocks, table, size = self._blocks, request.table, self._blocks.block_size
+        assert table is not None
+        match = blocks.match_held if is_prefix else blocks.match_handed_over
+        num_whole = min(request.num_kept_tokens, num_tokens) // size
+        match(table, request.sequences[0].iter_hashes(num_whole, size), num_tokens)
+        has_room = self._make_room(blocks.needs(table, num_tokens, num_tokens), request)
+        if not has_room and self._is_nothing_active:
+            blocks.truncate(table, 0)  # see `_hold_cached`
+            match(table, (), num_tokens)
+            request.sequences[0].num_cached_tokens = 0
+            has_room = self._make_room(blocks.needs(table, num_tokens, num_tokens), request)
+        if has_room:
+            blocks.grow(table, num_tokens, num_tokens)
+        return has_room
 
     def _is_next(self, request: Request) -> bool:
         """Whether no refused request or sequence has a better claim."""
@@ -329,10 +349,8 @@ class KvMemory:
         """Cache the first `num_tokens` of a loaded prefix, and free the rest of its blocks."""
         assert request.table is not None
         lead, size = request.sequences[0], self._blocks.block_size
-        num_blocks = max(lead.num_cached_tokens, num_tokens) // size
-        self._blocks.truncate(request.table, num_blocks)
-        self.publish(lead, request.table, num_blocks * size)
-        self._blocks.drop_mortal(request.table)  # less may have come than its end needs: `pin` finds what is enough
+        self._blocks.drop_targets(request.table, num_tokens // size)
+        self.publish(lead, request.table, num_tokens)
         request.kv = KvArrival.ABSENT
         lead.num_cached_tokens = 0  # counted when it is scheduled, or loaded
 

@@ -21,6 +21,7 @@ Nothing here reads a sampled token, so a step can be planned while the step befo
 
 from __future__ import annotations
 
+from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -162,7 +163,7 @@ class Planner:
         first = self._queues.waiting.first
         able = [seq for seq in prefills if self._may_run(seq, builder)]
         seq = self._passed.of_turn(able, None if first is None else first.rank[0])
-        if seq is None or not builder.prompts.admits(seq.num_scheduled_tokens) or not self._has_blocks(seq, builder):
+        if seq is None or not builder.prompts.admits(seq.num_scheduled_tokens):
             return False
         builder.add_chunk(seq, self._blocks)
         return True
@@ -183,28 +184,24 @@ class Planner:
                     self._admit(builder, before=priority)
             may_run = self._may_run(seq, builder)
             builder.limit_to_fill(seq)
-            if may_run and builder.prompts.admits(seq.num_scheduled_tokens) and self._has_blocks(seq, builder):
+            if may_run and builder.prompts.admits(seq.num_scheduled_tokens):
                 builder.add_chunk(seq, self._blocks)
 
-    def _has_blocks(self, seq: Sequence, builder: BatchBuilder) -> bool:
-        """Whether a running prompt's chunk has blocks, or gets them. It can lack those that die."""
-        num_tokens = min(seq.num_remaining_tokens, builder.prompts.tokens_left)
-        if builder.swap_in:  # no step copies blocks both out and in
-            return self._memory.can_write(seq, num_tokens)
-        return self._make_writable(seq, builder, num_tokens)
-
-    def _make_writable(self, seq: Sequence, builder: BatchBuilder, num_tokens: int = 1) -> bool:
-        """Preempt until the sequence can write its next tokens, or is itself the next to yield: False.
-
-        A prompt that is the next to yield waits while another sequence goes on.
-        """
-        while not self._memory.can_write(seq, num_tokens):
+    def _make_writable(self, seq: Sequence, builder: BatchBuilder) -> bool:
+        """Preempt until the sequence can write its next token, or is itself the next to yield: False."""
+        if self._memory.can_write(seq):
+            return True
+        holders = chain(self._queues.loaded, self._queues.running)
+        may_yield = [one for one in holders if one is not seq and one.planned_step != builder.step]
+        takeable = [one for one in may_yield if self._may_take(seq, one)]
+        if not self._memory.can_give(seq, takeable):
+            self._yield_alone(seq, takeable, builder)
+            return False
+        while not self._memory.can_write(seq):
             if self._memory.drop_pin():
                 continue
             victim = self._victim(builder)
             if victim is None or not self._may_take(seq, victim):
-                return False
-            if victim is seq and seq.num_remaining_tokens > 1 and (builder.chunks or self._is_any_in_flight):
                 return False
             # a running step touches its blocks: it is left out of this step and yields in the next
             if victim.num_in_flight:
@@ -215,9 +212,19 @@ class Planner:
                 return False
         return True
 
-    @property
-    def _is_any_in_flight(self) -> bool:
-        return any(seq.num_in_flight for seq in self._queues.running)
+    def _yield_alone(self, seq: Sequence, takeable: list[Sequence], builder: BatchBuilder) -> None:
+        """Preempt a sequence that the blocks of `takeable` do not help, if that helps it or one that waits.
+
+        Else, and while anything goes on, it waits: for a lease or a load to end.
+        """
+        memory, queues = self._memory, self._queues
+        if builder.chunks or any(other.num_in_flight for other in queues.running):
+            return
+        first = queues.waiting.first
+        helps = first is not None and memory.can_begin(first, [seq])
+        helps = helps or any(memory.can_give(other, [seq]) for other in queues.loaded if other is not seq)
+        if helps or memory.can_begin(seq, (seq, *takeable)):
+            self._preempt(seq, builder)
 
     def _victim(self, builder: BatchBuilder) -> Sequence | None:
         """The worst-ranked holder of blocks that this step has not planned, or one of a group that owes it a slot."""
@@ -288,6 +295,12 @@ class Planner:
         If nothing runs, loaded sequences of worse rank are preempted for it.
         """
         queues = self._queues
+        if not self._memory.can_write(seq):
+            worse = [] if queues.running else [other for other in queues.loaded if other.rank > seq.rank]
+            if not self._memory.can_give(seq, worse):
+                if not queues.running:
+                    self._yield_alone(seq, worse, builder)
+                return
         while not self._memory.can_write(seq):
             if self._memory.drop_pin():
                 continue

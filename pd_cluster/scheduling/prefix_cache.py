@@ -8,7 +8,8 @@ A holder of a node holds its ancestors too, and lets go of them tail first. Henc
 
     unreferenced node  =>  its whole subtree is unreferenced, and each descendant was let go of earlier
 
-and the least recently used unreferenced node is always a leaf: eviction is O(1) and never cuts a path in the middle.
+and the least recently used unreferenced node is always a leaf: its eviction is O(1) and cuts no path in the middle. Any
+other unreferenced node is evicted with its subtree. Nodes that are inserted without a parent are no tree.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ if TYPE_CHECKING:
 class PrefixNode(msgspec.Struct, eq=False, gc=False):
     """One cached block. There are tens of thousands, without reference cycles, so the garbage collector skips them.
 
-    Nodes refer to each other by block number. Objects outside the garbage collector are freed recursively, and a chain
-    of 100,000 references is too deep for that.
+    Nodes refer to each other by hash. Objects outside the garbage collector are freed recursively, and a chain of
+    100,000 references is too deep for that.
     """
 
     hash: bytes
     block_id: int
-    parent_block: int | None  # None: a child of a root
-    num_children: int = 0
+    parent: bytes | None = None  # None: a child of a root
+    child: bytes | None = None  # the youngest; the others follow by `older`
+    older: bytes | None = None  # siblings
+    younger: bytes | None = None
 
 
 class PrefixCache:
@@ -72,9 +75,12 @@ class PrefixCache:
         """Add a referenced node below the node of `parent_block` (None: below a root). The hash must be new."""
         assert block_hash not in self._by_hash
         assert block_id not in self._by_block
+        node = PrefixNode(block_hash, block_id)
         if parent_block is not None:
-            self._by_block[parent_block].num_children += 1
-        node = PrefixNode(block_hash, block_id, parent_block)
+            parent = self._by_block[parent_block]
+            node.parent, node.older, parent.child = parent.hash, parent.child, block_hash
+            if node.older is not None:
+                self._by_hash[node.older].younger = block_hash
         self._by_hash[block_hash] = node
         self._by_block[block_id] = node
 
@@ -86,24 +92,53 @@ class PrefixCache:
         """Make the node of this block not evictable, because the block got its first reference."""
         del self._evictable[block_id]
 
+    def replace(self, block_id: int, own: int) -> None:
+        """Let a referenced block of the same content take the place of an unreferenced one, which is free then."""
+        node = self._evictable.pop(block_id)
+        del self._by_block[block_id]
+        node.block_id = own
+        self._by_block[own] = node
+
+    @property
+    def evictable(self) -> Iterable[int]:
+        """The blocks of the unreferenced nodes, least recently used first."""
+        return self._evictable
+
     def evict(self) -> tuple[int, bytes]:
         """Forget the least recently used unreferenced leaf and return its block and hash. There must be one."""
         block_id, node = self._evictable.popitem(last=False)
         self._forget(node)
         return block_id, node.hash
 
+    def evict_subtree(self, block_id: int) -> list[tuple[int, bytes]]:
+        """Forget the unreferenced node of this block and all nodes below it. Returns their blocks and hashes."""
+        doomed = [self._by_block[block_id]]
+        for node in doomed:  # grows meanwhile
+            child = node.child
+            while child is not None:
+                doomed.append(self._by_hash[child])
+                child = doomed[-1].older
+        for node in reversed(doomed):
+            del self._evictable[node.block_id]
+            self._forget(node)
+        return [(node.block_id, node.hash) for node in doomed]
+
     def _forget(self, node: PrefixNode) -> None:
-        block_id = node.block_id
-        assert node.num_children == 0, f"block {block_id} was to be evicted before its {node.num_children} children"
-        if node.parent_block is not None:
-            self._by_block[node.parent_block].num_children -= 1
+        assert node.child is None, f"block {node.block_id} was to be evicted before its children"
+        if node.parent is not None:
+            if node.younger is None:
+                self._by_hash[node.parent].child = node.older
+            else:
+                self._by_hash[node.younger].older = node.older
+            if node.older is not None:
+                self._by_hash[node.older].younger = node.younger
         del self._by_hash[node.hash]
-        del self._by_block[block_id]
+        del self._by_block[node.block_id]
 
     def check(self, refs: list[int]) -> None:
         """Raise AssertionError unless the tree agrees with itself and with the reference counts."""
         assert len(self._by_hash) == len(self._by_block), "two nodes share a hash or a block"
-        children: dict[int, int] = {}
+        children: dict[bytes, set[bytes]] = {}
         for block_id, node in self._by_block.items():
             assert node.block_id == block_id, f"node of block {block_id} is misfiled"
             assert self._by_hash.get(node.hash) is node, f"node of block {block_id} is not found by its hash"
@@ -111,57 +146,15 @@ class PrefixCache:
             assert (num_refs == 0) == evictable, (
                 f"cached block {block_id}: {num_refs} references, evictable {evictable}"
             )
-            if (parent := node.parent_block) is not None:
-                assert parent in self._by_block, f"parent of cached block {block_id} is not cached"
+            if node.parent is not None:
+                assert node.parent in self._by_hash, f"parent of cached block {block_id} is not cached"
+                parent = self._by_hash[node.parent].block_id
                 assert refs[parent] or not refs[block_id], f"block {block_id} is referenced, its parent {parent} is not"
-                children[parent] = children.get(parent, 0) + 1
-        for block_id, node in self._by_block.items():
-            have, counted = children.get(block_id, 0), node.num_children
-            assert counted == have, f"block {block_id} counts {counted} children, has {have}"
-
-
-class LinkedCache(PrefixCache):
-    """A prefix cache of which any unreferenced node can be evicted: with its subtree, which is unreferenced too.
-
-    Nodes that are inserted without a parent are no tree: each is evicted alone.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._children: dict[int, set[int]] = {}  # block -> the blocks of its children
-
-    @property
-    def oldest(self) -> int | None:
-        """The block that `evict` would return."""
-        return next(iter(self._evictable), None)
-
-    def unreferenced(self) -> Iterable[int]:
-        """The blocks of the unreferenced nodes, least recently used first."""
-        return self._evictable
-
-    def insert(self, block_hash: bytes, block_id: int, parent_block: int | None) -> None:
-        super().insert(block_hash, block_id, parent_block)
-        if parent_block is not None:
-            self._children.setdefault(parent_block, set()).add(block_id)
-
-    def evict_with_subtree(self, block_id: int) -> list[tuple[int, bytes]]:
-        """Forget the unreferenced node of this block and all nodes below it. Returns their blocks and hashes."""
-        doomed = [self._by_block[block_id]]
-        for node in doomed:  # grows meanwhile
-            doomed += [self._by_block[child] for child in self._children.get(node.block_id, ())]
-        for node in reversed(doomed):
-            del self._evictable[node.block_id]
-            self._forget(node)
-        return [(node.block_id, node.hash) for node in doomed]
-
-    def _forget(self, node: PrefixNode) -> None:
-        super()._forget(node)
-        self._children.pop(node.block_id, None)
-        if node.parent_block is not None:
-            self._children[node.parent_block].discard(node.block_id)
-
-    def check(self, refs: list[int]) -> None:
-        super().check(refs)
-        below = {(parent, child) for parent, children in self._children.items() for child in children}
-        parents = ((node.parent_block, block_id) for block_id, node in self._by_block.items())
-        assert below == {pair for pair in parents if pair[0] is not None}, "the links to children are wrong"
+                children.setdefault(node.parent, set()).add(node.hash)
+        for node in self._by_block.values():
+            linked, child, younger = set(), node.child, None
+            while child is not None and child not in linked:
+                assert self._by_hash[child].younger == younger, "siblings are linked one way"
+                linked.add(child)
+                child, younger = self._by_hash[child].older, child
+            assert linked == children.get(node.hash, set()), f"the children of block {node.block_id} are not linked"

@@ -86,7 +86,7 @@ class Scheduler:
         self._order = order
         self._turns = Turns()
         self._queues = Queues(config.max_num_seqs, self._turns)
-        self._memory = KvMemory(blocks, self._queues, retract, clock, config.max_num_batched_tokens)
+        self._memory = KvMemory(blocks, self._queues, retract, clock)
         yielding = Yielding(self._turns, self._queues, self._memory, rests=rests)
         self._planner = Planner(config, blocks, self._queues, self._memory, yielding, clock, step_budget)
         self._life = Lifecycle(self._queues, blocks, clock)

@@ -89,6 +89,7 @@ class Request:
     redraws: bool = False
     table: BlockTable | None = None  # TAKE_OVER: the pinned prefix, then the blocks being loaded
     kv: KvArrival = KvArrival.ABSENT
+    num_cached_before: int = 0  # tokens that were cached here when a pool was searched
     marks: Marks = field(default_factory=Marks)
     group: Group[Sequence] = field(init=False, repr=False)  # shares slots and turns with its other requests
     is_queued: bool = True  # nothing of it has run yet

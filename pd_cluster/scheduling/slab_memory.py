@@ -8,70 +8,49 @@
 A group takes blocks from its busy slabs first, so that slabs become idle. When it has no free block it takes an unowned
 slab. When there is none, it evicts what was in use least recently: of its own cached blocks, and of all idle slabs,
 where a slab was in use until its last reference went. So all groups have one order of age. Before a group takes a block
-from slack it looks whether enough is left for what the other groups want in the same growth (`expect`).
+from slack it looks whether enough is left for what the other groups want in the same growth (`wanted`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import count
 from math import lcm
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.block_pool import BlockPool
-from pd_cluster.scheduling.prefix_cache import LinkedCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from pd_cluster.scheduling.block_table import BlockTable
     from pd_connectors.protocol.layout import KVGroup
     from pd_connectors.protocol.slabs import KvSlabs
 
 
-class WholeMemory:
-    """The memory of one group, which is one slab."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self.pools = (pool,)
-        self._free, self._cache = pool.free, pool.cache
-        self.num_units = pool.num_owned
-        self.weights = (1,)
-
-    @property
-    def num_unowned_units(self) -> int:
-        return 0
-
-    def has_room(self, needs: Sequence[int]) -> bool:
-        return needs[0] <= len(self._free) + self._cache.num_evictable
-
-    def fits(self, needs: Sequence[int]) -> bool:
-        return needs[0] <= self.num_units
-
-    def expect(self, needs: Sequence[int]) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-
 class SlabMemory:
-    """`num_units`: a slab has as many as the least common multiple of the blocks that groups have in one.
+    """The pools of all groups. A group that is alone has all of the memory, and no slabs.
 
+    `num_units`: a slab has as many as the least common multiple of the blocks that groups have in one.
     `weights`: the units of a block, by group.
     """
 
     def __init__(self, groups: Sequence[KVGroup], ratios: Sequence[int], slabs: KvSlabs, num_host_blocks: int) -> None:
-        self._slabs = slabs
         self._units = lcm(*slabs.per_slab)
         self.num_units = slabs.num_slabs * self._units
         self.weights = tuple(self._units // count for count in slabs.per_slab)
-        self.unowned = list(range(slabs.num_slabs - 1, -1, -1))
+        self._num_slabs = slabs.num_slabs if len(groups) > 1 else 0
+        self.unowned = list(range(self._num_slabs - 1, -1, -1))
         self.idle: dict[int, int] = {}  # slab -> when its last reference went; in this order
         self.owners: dict[int, SlabPool] = {}
         self.clock = count()
-        self.pools = tuple(
+        self.slab_pools = tuple(
             SlabPool(self, index, group, ratio, slabs, num_host_blocks)
             for index, (group, ratio) in enumerate(zip(groups, ratios, strict=True))
+            if len(groups) > 1
         )
+        alone = BlockPool(0, groups[0], 1, slabs.num_blocks(0), num_host_blocks)
+        self.pools: tuple[BlockPool, ...] = self.slab_pools or (alone,)
         self.wanted = [0] * len(groups)  # blocks of the growth under way that are not taken yet, by group
 
     @property
@@ -83,34 +62,35 @@ class SlabMemory:
     def num_unowned_units(self) -> int:
         return len(self.unowned) * self._units
 
-    def has_room(self, needs: Sequence[int]) -> bool:
-        """Whether each group can take so many blocks at once."""
-        short = (max(0, need - pool.num_loose) for need, pool in zip(needs, self.pools, strict=True))
-        num_slabs = sum(-(-num // pool.per_slab) for num, pool in zip(short, self.pools, strict=True))
-        return num_slabs <= self.num_slack
-
-    def fits(self, needs: Sequence[int]) -> bool:
-        """Whether an empty memory has room."""
-        slabs = self._slabs
-        return sum(-(-need // num) for need, num in zip(needs, slabs.per_slab, strict=True)) <= slabs.num_slabs
-
-    def expect(self, needs: Sequence[int]) -> None:
-        """Note what will be taken. There is room for it."""
-        self.wanted = list(needs)
+    def has_room(self, needs: Sequence[int], without: Sequence[BlockTable] = ()) -> bool:
+        """Whether each group can take so many blocks at once, if these tables are closed."""
+        if not self.slab_pools:
+            pool = self.pools[0]
+            num_freed = len(pool.freed(table.groups[0] for table in without)) if without else 0
+            return needs[0] <= len(pool.free) + pool.cache.num_evictable + num_freed
+        num_slabs, num_slack = 0, self.num_slack
+        for pool in self.slab_pools:
+            num_loose, freed = pool.num_loose, pool.freed(table.groups[pool.index] for table in without)
+            for slab, num in Counter(block_id // pool.per_slab for block_id in freed).items():
+                becomes_idle = num == pool.used[slab]
+                num_slack += becomes_idle
+                num_loose += num - pool.per_slab if becomes_idle else num
+            num_slabs += max(0, -(-(needs[pool.index] - num_loose) // pool.per_slab))
+        return num_slabs <= num_slack
 
     def spares_slack(self, taker: SlabPool) -> bool:
         """Whether `taker` can take a block from a slab of slack, and all that is wanted still has room."""
         num_slabs = 1
-        for need, pool in zip(self.wanted, self.pools, strict=True):
+        for need, pool in zip(self.wanted, self.slab_pools, strict=True):
             loose = pool.num_loose + (pool.per_slab if pool is taker else 0)
             num_slabs += max(0, -(-(need - loose) // pool.per_slab))
         return num_slabs <= self.num_slack
 
     def check(self) -> None:
         """Raise AssertionError unless every slab is accounted for once."""
-        owned = [slab for pool in self.pools for slab in pool.free_in]
-        assert sorted(owned + self.unowned) == list(range(self._slabs.num_slabs)), "slabs lost, or owned twice"
-        for pool in self.pools:
+        owned = [slab for pool in self.slab_pools for slab in pool.free_in]
+        assert sorted(owned + self.unowned) == list(range(self._num_slabs)), "slabs lost, or owned twice"
+        for pool in self.slab_pools:
             num_loose = 0
             for slab, free in pool.free_in.items():
                 assert self.owners[slab] is pool
@@ -129,15 +109,12 @@ class SlabMemory:
 class SlabPool(BlockPool):
     """The blocks of one group in the slabs that it owns. Block i is in slab i // per_slab."""
 
-    cache: LinkedCache
-
     def __init__(
         self, memory: SlabMemory, index: int, group: KVGroup, ratio: int, slabs: KvSlabs, num_host_blocks: int
     ) -> None:
         super().__init__(index, group, ratio, slabs.num_blocks(index), num_host_blocks)
         self._memory = memory
         self.per_slab = slabs.per_slab[index]
-        self.cache = LinkedCache()
         self.free = []
         self.free_in: dict[int, list[int]] = {}  # owned slab -> its free blocks
         self.used = [0] * slabs.num_slabs  # referenced blocks
@@ -170,7 +147,7 @@ class SlabPool(BlockPool):
             if self.open:
                 return next(iter(self.open))
             if self.num_loose and not memory.spares_slack(self):
-                self._evict_all(next(one for one in self.cache.unreferenced() if self.used[one // self.per_slab]))
+                self._evict_all(next(one for one in self.cache.evictable if self.used[one // self.per_slab]))
             elif self.idle_free:
                 return next(iter(self.idle_free))
             elif memory.unowned:
@@ -188,7 +165,8 @@ class SlabPool(BlockPool):
 
     def _evict_oldest(self) -> None:
         """Evict the own block, or all blocks of the idle slab, that was in use least recently."""
-        oldest, (slab, idle_at) = self.cache.oldest, next(iter(self._memory.idle.items()), (None, 0))
+        oldest = next(iter(self.cache.evictable), None)
+        slab, idle_at = next(iter(self._memory.idle.items()), (None, 0))
         if slab is None or (oldest is not None and self._let_go_at[oldest] <= idle_at):
             assert oldest is not None, "a block was taken without room"
             self._evict_all(oldest)
@@ -203,7 +181,7 @@ class SlabPool(BlockPool):
 
     def _evict_all(self, block_id: int) -> None:
         """Evict an unreferenced block, and what hangs below it."""
-        for evicted, block_hash in self.cache.evict_with_subtree(block_id):
+        for evicted, block_hash in self.cache.evict_subtree(block_id):
             self.on_evicted(block_hash)
             self.num_evicted += 1
             self._put_free(evicted)
@@ -258,12 +236,6 @@ class SlabPool(BlockPool):
             self.idle_free.pop(slab, None)
             del self.free_in[slab], self._memory.idle[slab], self._memory.owners[slab]
             self._memory.unowned.append(slab)
-
-    def forget_unused(self) -> None:
-        num_evicted = self.num_evicted
-        while (oldest := self.cache.oldest) is not None:
-            self._evict_all(oldest)
-        self.num_evicted = num_evicted
 
     def _all_free(self) -> list[int]:
         return [block_id for free in self.free_in.values() for block_id in free]

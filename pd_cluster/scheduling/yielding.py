@@ -75,18 +75,21 @@ class Yielding:
 
         A victim that a running step touches is left out of this step, and yields in the next.
         """
-        has_taken = False
-        num_missing = self._memory.num_missing(seq) if seq.table is None else 0
-        while wants_slot or num_missing > 0:
+        has_taken, memory = False, self._memory
+        taken: list[Sequence] = []  # and still in a running step
+        debtors = (other for other in self._queues.running if other.request.group.owes(seq.request.group))
+        if not wants_slot and not memory.can_enter(seq, debtors):
+            return False
+        while wants_slot or (seq.table is None and memory.lacks_room(seq, taken)):
             victim = self.debtor(seq, builder)
             if victim is None:
                 return has_taken
             wants_slot, has_taken = False, True
-            num_missing -= self._memory.num_held(victim)
             if victim.num_in_flight:
                 builder.held.add(victim.seq_id)
+                taken.append(victim)
             else:
-                builder.swap_out += self._memory.preempt(victim)
+                builder.swap_out += memory.preempt(victim)
                 builder.preempted = bool(builder.swap_out)  # no step copies blocks both out and in
         return True
 

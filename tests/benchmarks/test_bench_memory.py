@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.memory import (
@@ -22,6 +22,7 @@ from benchmarks.memory import (
 )
 from benchmarks.shapes import CONFIGS
 from pd_cluster.models.registry import resolve_spec
+from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.sequence_room import decode_blocks
 from pd_connectors.protocol.layout import BlockLayout, KVGroup, KVKind
 from pd_connectors.protocol.slabs import KvSlabs
@@ -50,15 +51,20 @@ def test_more_long_streams_of_gemma_fit_on_a_gpu() -> None:
         assert now >= LEAST_STREAMS[length] * before > 0
 
 
+def two_groups(layers: tuple[int, int], window: int) -> list[KVGroup]:
+    """FULL and WINDOW, with so many layers, in blocks of 4 tokens."""
+    kinds = ((KVKind.FULL, 0), (KVKind.WINDOW, window))
+    return [
+        KVGroup(kind, tuple(range(count)), (2, count, 2, 4, 8), "float32", 4, size)
+        for count, (kind, size) in zip(layers, kinds, strict=True)
+    ]
+
+
 @given(st.tuples(st.integers(1, 6), st.integers(1, 6)), st.integers(1, 40), st.integers(1, 60), st.integers(2, 30))
 def test_as_many_streams_fit_as_can_be_put_into_slabs(
     layers: tuple[int, int], window: int, num_tokens: int, num_blocks: int
 ) -> None:
-    kinds = ((KVKind.FULL, 0), (KVKind.WINDOW, window))
-    groups = [
-        KVGroup(kind, tuple(range(count)), (2, count, 2, 4, 8), "float32", 4, size)
-        for count, (kind, size) in zip(layers, kinds, strict=True)
-    ]
+    groups = two_groups(layers, window)
     slabs = KvSlabs.of_blocks(BlockLayout(tuple(groups)), num_blocks)
     assert streams(groups, slabs, num_tokens) == put_into(slabs, groups, num_tokens)
 
@@ -75,6 +81,27 @@ def put_into(slabs: KvSlabs, groups: list[KVGroup], num_tokens: int) -> int:
         if unowned < 0:
             return count
         count += 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.tuples(st.integers(1, 6), st.integers(1, 6)), st.integers(1, 40), st.integers(1, 60), st.integers(2, 30))
+def test_as_many_streams_fit_as_the_block_manager_gives_blocks_to(
+    layers: tuple[int, int], window: int, num_tokens: int, num_blocks: int
+) -> None:
+    """One after the other is prefilled and then decodes, as long as another prompt finds room.
+
+    At the end of a block, a sequence has none of a window of one token until it computes the next. It counts as one.
+    """
+    groups = two_groups(layers, window)
+    assume(all(group.first_block(num_tokens) * group.block_size < num_tokens for group in groups))
+    slabs = KvSlabs.of_blocks(BlockLayout(tuple(groups)), num_blocks)
+    blocks = BlockManager(groups, slabs, prefix_caching=False)
+    count, table = 0, blocks.open_table()
+    while blocks.can_grow(table, 0, num_tokens):
+        blocks.grow(table, 0, num_tokens)
+        blocks.let_go(table, num_tokens)
+        count, table = count + 1, blocks.open_table()
+    assert streams(groups, slabs, num_tokens) == count
 
 
 def test_the_command_prints_both_tables(capsys: pytest.CaptureFixture[str]) -> None:

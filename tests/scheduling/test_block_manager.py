@@ -169,7 +169,7 @@ def test_it_is_idle_when_nothing_is_held_in_any_way() -> None:
     assert blocks.idle
 
 
-@pytest.mark.parametrize("damage", ["_by_hash", "_evictable", "num_children", "block_id"])
+@pytest.mark.parametrize("damage", ["_by_hash", "_evictable", "child", "block_id"])
 def test_the_check_sees_a_tree_that_does_not_agree_with_itself(damage: str) -> None:
     blocks = full_manager(4, SIZE)
     blocks.close(full_table(blocks, 1, 2))
@@ -181,8 +181,8 @@ def test_the_check_sees_a_tree_that_does_not_agree_with_itself(damage: str) -> N
         del cache._by_hash[hashes(1)[0]]
     elif damage == "_evictable":
         del cache._evictable[first]
-    elif damage == "num_children":
-        cache._by_block[first].num_children += 1
+    elif damage == "child":
+        cache._by_block[first].child = None
     else:
         cache._by_block[first].block_id += 1
     with pytest.raises(AssertionError):

@@ -44,7 +44,7 @@ class Holders:
         self.named &= self.blocks.pools[0].cache._by_hash.keys()  # what was evicted comes back without a name
         self.blocks.publish(table, hashes)
         steps = steps_of(tokens) if named else ()
-        assert self.blocks.news.name(steps, 0, hashes, SIZE) == len(steps)
+        assert self.blocks.name(steps, 0, hashes) == len(steps)
         self.named |= set(hashes) if named else set()
         self.open.append(table)
 

@@ -117,8 +117,8 @@ class World:
             clock=lambda: self.now_s,
         )
         self.admission = Admission(
-            self.blocks, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS}),
+            self.blocks, max_num_seqs=self.max_num_seqs, max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS}),
             check_sampling=lambda sampling: None,
         )  # fmt: skip
         self.blocks.news.switch(is_on=True)
@@ -272,6 +272,10 @@ class World:
         load = self.scheduler.reserve(request)
         if load is not None:
             self.loads[load.load_id] = (load, request)
+            for pool, run in zip(self.blocks.pools, load.runs, strict=True):
+                needed = pool.group.handed_over(load.num_tokens)
+                assert needed.start <= run.first_block
+                assert run.span.stop == needed.stop
         return load
 
     def first_tokens(self, request: Request) -> tuple[SampledToken, ...]:
