@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import orjson
 
 from pd_connectors.protocol.clock import patiently
-from pd_connectors.protocol.messages import PROTOCOL_VERSION
 from pd_http.names import MAX_NAME_CHARS, is_name
 from pd_http.node_answers import FailureKind, object_in
 from pd_router.liveness import Down
@@ -25,6 +24,7 @@ log = logging.getLogger("pd_router")
 MAX_MODELS = 1000  # of one node, with the names of its adapters
 MAX_REASON_CHARS = 500
 LEAST_INTERVAL_S = 0.05  # between two polls of a node, whatever its feed says
+UNTOLD_PROTOCOL = 2  # of a node that tells no `kv_protocol`: the releases before it speak no later version
 
 
 class HealthPoller:
@@ -142,8 +142,7 @@ class HealthPoller:
         self._table.set_length(node, max_model_len if is_length else None)
         version = report.get("stream_version")
         node.stream_version = version if is_name(version) else ""
-        # A node of before `kv_protocol` pairs as if it spoke this router's
-        fingerprint, protocol = report.get("fingerprint"), report.get("kv_protocol", PROTOCOL_VERSION)
+        fingerprint, protocol = report.get("fingerprint"), report.get("kv_protocol", UNTOLD_PROTOCOL)
         is_told = is_name(fingerprint) and isinstance(protocol, int)
         node.kv_version = f"{fingerprint}/{protocol}" if is_told else ""
         kv_in_use = report.get("kv_in_use")

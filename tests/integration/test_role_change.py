@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 import pytest
@@ -18,7 +18,7 @@ from tests.integration.fault_cluster import Member, fetch, make_prompt, start, u
 from tests.router.router_process import Router, serving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
 
@@ -49,17 +49,20 @@ def members() -> Iterator[list[Member]]:
 class Load:
     """Clients that ask without a pause, at both routers and by all routes. `with` it, they are stopped at the end."""
 
-    def __init__(self, urls: list[str], expected: list[list[Outcome]]) -> None:
-        """`expected`: of each body, the answers that are right."""
+    def __init__(
+        self, urls: list[str], expected: list[list[Outcome]], bodies: Sequence[dict[str, Any]] = BODIES
+    ) -> None:
+        """`expected`: of each of `bodies`, the answers that are right."""
         self.answered: list[tuple[str, str]] = []  # prefill and decode node of each answer
         self.reasons: list[str] = []
         self._urls = urls
         self._expected = expected
+        self._bodies = bodies
         self._numbers = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_over = False
 
-    async def __aenter__(self) -> Load:
+    async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._work()) for _ in range(NUM_WORKERS)]
         return self
 
@@ -70,8 +73,8 @@ class Load:
     async def _work(self) -> None:
         while not self._is_over:
             number = next(self._numbers)
-            which = number % len(BODIES)
-            body = BODIES[which] | {"cache_salt": f"salt {number}"}  # so that each prompt is handed over
+            which = number % len(self._bodies)
+            body = self._bodies[which] | {"cache_salt": self.salt(number)}
             call = Call(self._urls[number % len(self._urls)], body, ROUTES[number % len(ROUTES)])
             outcome = await call.outcome()
             assert (outcome.status, outcome.error) == (200, None), outcome
@@ -79,6 +82,10 @@ class Load:
             assert (outcome.text, outcome.finish_reason) in answers, f"altered: {outcome}"
             self.answered.append((outcome.headers["x-pd-prefill"], outcome.headers["x-pd-decode"]))
             self.reasons.append(outcome.headers["x-pd-route"])
+
+    def salt(self, number: int) -> str:
+        """Of the request of this number. A salt of its own: each prompt is handed over."""
+        return f"salt {number}"
 
     async def until_new(self, condition: Callable[[str, str], bool], what: str) -> None:
         """Until an answer from now on has such nodes. Fails as soon as an answer is wrong."""
@@ -93,9 +100,9 @@ class Load:
         await until(is_there, what)
 
 
-async def learn(url: str) -> list[Outcome]:
+async def learn(url: str, bodies: Sequence[dict[str, Any]] = BODIES) -> list[Outcome]:
     """What a node alone answers."""
-    outcomes = [await Call(url, body).outcome() for body in BODIES]
+    outcomes = [await Call(url, body).outcome() for body in bodies]
     for outcome in outcomes:
         outcome.check(outcome)
     return outcomes
