@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.worker.draw_places import CapturedDraw
     from pd_cluster.worker.grammars import Grammars
-    from pd_cluster.worker.input_batch import Part, ReplayInputs, SampleParts, Samples, Staged, StepInputs
+    from pd_cluster.worker.input_batch import Staged
     from pd_cluster.worker.kv_cache import KVCache
     from pd_cluster.worker.prompt_outputs import LaunchedRead, ReadPlan
     from pd_cluster.worker.sampler import TokenSampler
+    from pd_cluster.worker.step_inputs import Part, ReplayInputs, SampleParts, Samples, StepInputs
     from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
     from pd_kernels.values import Ints, StepSize

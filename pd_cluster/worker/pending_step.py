@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.errors import PdError
-    from pd_cluster.worker.input_batch import Samples
     from pd_cluster.worker.prompt_outputs import LaunchedRead
     from pd_cluster.worker.rank_link import StepOnRanks
     from pd_cluster.worker.sampler import Sampled
+    from pd_cluster.worker.step_inputs import Samples
     from pd_connectors.protocol.messages import SampledToken
     from pd_kernels.values import Ints
 

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from pd_cluster.worker.cuda_graphs.recorder import Recorder
     from pd_cluster.worker.draw_places import DrawLayout
     from pd_cluster.worker.host_buffer import HostBuffer
-    from pd_cluster.worker.input_batch import InputBatch, ReplayInputs
+    from pd_cluster.worker.input_batch import InputBatch
     from pd_cluster.worker.kv_cache import KVCache
     from pd_cluster.worker.sampler import TokenSampler
+    from pd_cluster.worker.step_inputs import ReplayInputs
     from pd_kernels.attention import GroupAttention
     from pd_kernels.values import StepSize
 
