@@ -79,22 +79,27 @@ class SamplingState:
         self._plain[row] = not (self._limited[row] or self._changed[row] or params.num_alternatives is not None)
 
     def plain_draws(self, rows: Ints) -> tuple[npt.NDArray[np.float32], Ints] | None:
-        """Temperatures (0: greedy) and seeds of `rows` with one sample each; None if any row asks for more."""
+        """Temperatures (0: greedy) and seeds of `rows`, each for one draw; None if any row asks for more."""
         return (self._temperature[rows], self._seeds[rows]) if self._plain[rows].all() else None
 
-    def prepare(self, rows: Ints, lengths: Ints, num_samples: Sequence[int]) -> SamplingInputs:
+    def prepare(
+        self, rows: Ints, lengths: Ints, num_samples: Sequence[int], before: Ints | None = None
+    ) -> SamplingInputs:
         """Make the sampler's inputs for logits of `rows`; `lengths`: tokens of each sequence before the sampled one.
 
         A row with several samples occurs once for each, in neighbouring places. The i-th uses the i-th sample seed.
+        before: the drafts before each row of logits; None: there are none. See `LogitsStage.prepare_behind`.
         """
         is_plain = bool(self._plain[rows].all())
         if is_plain and not self._temperature[rows].any():
             return GREEDY
-        changes = [
-            (stage, inputs)
-            for stage, active in self._stages
-            if active[rows].any() and (inputs := stage.prepare(rows, lengths)) is not None
-        ]
+        changes = []
+        for stage, active in self._stages:
+            if active[rows].any():
+                args = rows, lengths
+                inputs = stage.prepare(*args) if before is None else stage.prepare_behind(*args, before)
+                if inputs is not None:
+                    changes.append((stage, inputs))
         masks = None
         if changes and isinstance(changes[-1][1], TokenMasks):  # the draw itself reads them, and copies no logits
             masks = changes.pop()[1]
@@ -106,13 +111,16 @@ class SamplingState:
             is_plain=is_plain,
         )
 
-    def capture(self, rows: Ints, lengths: Ints, at: Ints | None, layout: DrawLayout | None) -> CapturedDraw | None:
+    def capture(
+        self, rows: Ints, lengths: Ints, continued: Ints, at: Ints | None, layout: DrawLayout
+    ) -> CapturedDraw | None:
         """Make the inputs of a captured draw for `rows`. `at`: their rows in the logits of the step; None: the first.
 
-        `lengths` as for `prepare`; each row has one sample. None if a captured draw cannot draw all of them, or if
-        there are none (`layout` is None).
+        `lengths` as for `prepare`; each row has one sample. `continued`: the rows that the draw continues; padding's
+        for a row behind drafts. None if a captured draw cannot draw all of them: it knows no drafts, so no stage may
+        change what is drawn behind some.
         """
-        if layout is None:
+        if continued is not rows and self._changed[rows[continued != rows]].any():
             return None
         at = np.arange(len(rows)) if at is None else at
         fields = layout.padded()
@@ -123,7 +131,7 @@ class SamplingState:
                 continue
             if not isinstance(stage, CapturedStage) or not stage.fold(rows, lengths, changes):
                 return None
-        places.owners[at], places.positions[at], places.seeds[at] = rows, lengths, self._seeds[rows]
+        places.owners[at], places.positions[at], places.seeds[at] = continued, lengths, self._seeds[rows]
         places.temperature[at], places.top_k[at] = self._temperature[rows], self._top_k[rows]
         places.top_p[at], places.min_p[at] = self._top_p[rows], self._min_p[rows]
         masks = changes.take_masks()

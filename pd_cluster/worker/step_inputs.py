@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from pd_cluster.worker.draw_places import CapturedDraw
@@ -17,8 +21,8 @@ if TYPE_CHECKING:
 class TailInputs:
     """The N sequences that sample in a step, when not all tokens of the step sample."""
 
-    rows: torch.Tensor  # int64 [N] into T: each sequence's last token, which gets logits
-    # Each sequence with its last token as the only query, for the last layer's KV group; None: it has none
+    rows: torch.Tensor  # int64 [L] into T: the tokens that get logits: each sequence's last one, with its drafts
+    # Each of these tokens as the only query of a sequence, for the last layer's KV group; None: it has none
     sequences: PackedSequences | None
 
 
@@ -57,21 +61,40 @@ class ReplayInputs:
 class Samples:
     """The N sequences for which a step samples R tokens, in the order of the logits rows.
 
-    A sequence with several rows continues with the token of the first.
+    A sequence with several rows has drafts, or continues with the token of the first. One with drafts continues with a
+    run, which is not known before the result is read.
     """
 
     seq_ids: tuple[int, ...]
     rows: Ints
-    positions: Ints  # position of the sampled token
+    positions: Ints  # position of the sampled token, or of the first one
     serials: Ints  # tells the row's occupants apart
     counts: tuple[int, ...]  # logits rows of each sequence
-    num_logprobs: Ints  # -1: none
-    device_rows: torch.Tensor  # `rows` on the device
-    firsts: torch.Tensor | None  # int64 [N]: each sequence's first logits row; None: each sequence has one row
-    owners: torch.Tensor | None  # int64 [R]: the sequence of each logits row; None: as for `firsts`
+    drafts: Sequence[tuple[int, ...]]  # of each sequence; empty: none has drafts
+    draw_rows: Ints  # [R]: `rows` by logits row
+    draw_positions: Ints  # [R]: of the token that is sampled
+    num_logprobs: Ints  # [R]; -1: none
+    plain_rows: Ints  # [P]: rows of the sequences without drafts
+    device_rows: torch.Tensor  # the same on the device
+    firsts: torch.Tensor | None  # int64 [P]: the first logits row of each; None: each of the N sequences has one row
+    owners: torch.Tensor | None  # int64 [R] into L: which of the model's rows each is a copy of; None: it is the same
 
     def __len__(self) -> int:
         return len(self.seq_ids)
+
+    @property
+    def num_logits(self) -> int:
+        """L, the rows of logits that the model computes."""
+        return len(self.seq_ids) + sum(map(len, self.drafts))
+
+    @property
+    def lens(self) -> Ints:
+        """The rows among L of each sequence [N]."""
+        return np.array([1 + len(drafts) for drafts in self.drafts]) if self.drafts else np.ones_like(self.rows)
+
+    def with_logits(self, query_ends: Ints) -> Ints:
+        """The tokens of the step that get logits [L]. `query_ends` [N]: the place behind each sequence's last token."""
+        return up_to(query_ends, self.lens) if self.drafts else query_ends - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +116,8 @@ class SampleParts:
 
     early: Part | None  # at launch
     late: Part | None  # rows of late stages: when all of their tokens are on the host
+
+
+def up_to(ends: Ints, counts: Ints) -> Ints:
+    """The `counts` numbers before each of `ends`, in order."""
+    return np.arange(counts.sum()) + np.repeat(ends - np.cumsum(counts), counts)

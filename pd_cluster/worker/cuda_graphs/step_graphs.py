@@ -108,7 +108,7 @@ class StepGraphs:
         return self._rows.build_replay(chunks, self._graphs[size].step, self._padding_slots, draws)
 
     def replay(self, inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
-        """Run the step. Row i of the outputs belongs to the i-th sequence that samples.
+        """Run the step. Its outputs have a row for each token behind which one is sampled.
 
         The replay also writes the drawn tokens to `InputBatch.last_tokens`.
         """
@@ -117,7 +117,7 @@ class StepGraphs:
             place[:num_seqs, :width].copy_(tables)
         _, replay, outputs = self._graphs[size]
         replay()
-        count = len(inputs.samples)
+        count = inputs.samples.num_logits
         return ReplayOutputs(outputs.logits[:count], outputs.token_ids[:count])
 
     def _write_padding(self, step: CapturedStep) -> None:
