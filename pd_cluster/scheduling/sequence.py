@@ -253,6 +253,7 @@ class Sequence:
     # Tokens that running steps sample, one per step: their positions are known, their values not. Of a beam, until its
     # round is over
     num_pending: int = 0
+    num_uncertain: int = 0  # further tokens that the newest step may give it: its drafts. No step is planned behind it
     num_in_flight: int = 0  # steps that still run and touch this sequence
     num_announced_tokens: int = 0  # PREFILL: announced to the lease's reader
     num_queued_tokens: int = 0  # its part of `Queues.num_queued_tokens`
@@ -320,6 +321,7 @@ class Sequence:
         """
         self.is_absent = True
         self.num_pending -= 1
+        self.num_uncertain = 0
         self.num_scheduled_tokens -= 1
         self.num_announced_tokens = min(self.num_announced_tokens, self.num_scheduled_tokens)
 

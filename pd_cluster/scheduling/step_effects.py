@@ -76,6 +76,10 @@ class StepEffects:
             num_computed = chunk.start + chunk.num_tokens
             if is_absent := seq.seq_id in result.absent:
                 num_computed -= 1
+            if chunk.drafts:
+                num_computed -= len(chunk.drafts)
+                if not is_absent:  # or else the next step may have drafts of it already
+                    seq.num_uncertain = 0
             seq.num_computed_tokens = num_computed
             if seq.num_queued_tokens:
                 self._queues.count_queued(seq, num_computed)

@@ -365,10 +365,9 @@ class InputBatch:
 
     def plan_draw(self, part: Part, draws: DrawLayout | None) -> SamplingInputs | CapturedDraw:
         """Make the inputs of the part's draw: of a captured one, if `draws` is its layout and it can draw all rows."""
-        samples, captured = part.samples, None
-        if draws is not None:
-            rows, positions, continued = samples.draw_rows, samples.draw_positions, self._continued(samples)
-            captured = self._sampling.capture(rows, positions, continued, part.places, draws)
+        samples = part.samples
+        continued = self._continued(samples) if samples.drafts else None
+        captured = self._sampling.capture(samples.draw_rows, samples.draw_positions, part.places, draws, continued)
         return self.prepare_sampling(samples) if captured is None else captured
 
     def _plan_tail(self, chunks: tuple[SequenceChunk, ...], samples: Samples, query_starts: Ints) -> TailInputs | None:

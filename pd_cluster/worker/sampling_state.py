@@ -112,15 +112,19 @@ class SamplingState:
         )
 
     def capture(
-        self, rows: Ints, lengths: Ints, continued: Ints, at: Ints | None, layout: DrawLayout
+        self, rows: Ints, lengths: Ints, at: Ints | None, layout: DrawLayout | None, continued: Ints | None = None
     ) -> CapturedDraw | None:
         """Make the inputs of a captured draw for `rows`. `at`: their rows in the logits of the step; None: the first.
 
-        `lengths` as for `prepare`; each row has one sample. `continued`: the rows that the draw continues; padding's
-        for a row behind drafts. None if a captured draw cannot draw all of them: it knows no drafts, so no stage may
-        change what is drawn behind some.
+        `lengths` as for `prepare`; each row has one sample. `continued`: the rows that the draw continues, padding's
+        for one of a sequence with drafts; None: `rows`. None if a captured draw cannot draw all of them (it knows no
+        drafts, so no stage may change what is drawn behind some), or if there are none (`layout` is None).
         """
-        if continued is not rows and self._changed[rows[continued != rows]].any():
+        if layout is None:
+            return None
+        if continued is None:
+            continued = rows
+        elif self._changed[rows[continued != rows]].any():
             return None
         at = np.arange(len(rows)) if at is None else at
         fields = layout.padded()
