@@ -52,7 +52,7 @@ class Answered:
     answers: Answers
     reasons: dict[tuple[str, int], FinishReason]
     hashes: list[set[bytes]]
-    free: list[int]
+    free: int  # in units
     num_steps: int
 
     @property
@@ -88,8 +88,7 @@ class Told(Bench):
         blocks = self.core._blocks
         blocks.check()
         hashes = [set(pool.cache._by_hash) for pool in blocks.pools]
-        free = [group.free for group in blocks.stats().groups]
-        return Answered(self.told, self.reasons, hashes, free, self.core._num_steps)
+        return Answered(self.told, self.reasons, hashes, blocks.stats().free, self.core._num_steps)
 
 
 @dataclass
@@ -173,7 +172,7 @@ def test_drafts_change_no_answer_and_leave_no_trace(roomy: Node, single: Answere
         assert (found.num_steps < 0.9 * single.num_steps) == (kind != "wrong")
     send_all(bench, name="s")  # what is cached is right
     expect_same(Answered({key: tokens for key, tokens in bench.answered().answers.items() if key[0][0] == "s"},
-                         bench.reasons, [], [], 0), single, "s")  # fmt: skip
+                         bench.reasons, [], 0, 0), single, "s")  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("mixed", "off"), ("mixed", "on"), ("right", "on")])
