@@ -75,6 +75,10 @@ class PendingStep:
         is_over = self.is_launched and (self.retired is None or bool(self.retired.query()))  # type: ignore[no-untyped-call]
         return is_over and (self.others is None or self.others.is_over)
 
+    @property
+    def has_drafts(self) -> bool:
+        return any(part.samples.drafts for part in self.parts)
+
     def wait(self) -> None:
         """Wait until the step has ended on this device. Another thread may call it."""
         assert self.is_launched, "results are read in the order of launches"

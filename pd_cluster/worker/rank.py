@@ -190,7 +190,8 @@ class RankProcess:
             self._executor.leave()
 
     def _launch(self, frame: StepFrame) -> None:
-        while len(self._pending) > 1:  # rank 0 has read them, so they have ended
+        # Rank 0 has read them, so they have ended. Where a sequence with drafts goes on is known when its step is read
+        while self._pending and (len(self._pending) > 1 or self._pending[0].has_drafts):
             self._pending.popleft().result()
         pending = self._executor.follow(frame.batch, frame.graph, (frame.changed, frame.late))
         self._num_launched += 1
