@@ -40,7 +40,7 @@ class Drafting:
         self._drafter, self._blocks, self._queues = drafter, blocks, queues
 
     def add(self, builder: BatchBuilder) -> None:
-        """Turn decodes of the step, which is planned otherwise, into decodes with drafts. It then has its final order."""
+        """Turn decodes of the step, which is planned otherwise, into decodes with drafts, and order its chunks."""
         for at, chunk in enumerate(builder.chunks):
             seq = self._queues.sequences[chunk.seq_id]
             if _may_draft(seq, chunk, builder) and (drafts := self._propose(seq, chunk, builder)):

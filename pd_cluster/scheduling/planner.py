@@ -146,7 +146,7 @@ class Planner:
                 prefills.append(seq)
             elif num_known >= seq.max_len or seq.status is not RUNNING:
                 continue  # a running step samples its last token, or it was just preempted
-            elif seq.num_pending and (seq.is_beam or seq.num_samples > 1 or seq.num_uncertain):
+            elif seq.num_pending and (seq.num_uncertain or seq.num_samples > 1):
                 continue  # a running step samples its first ones, or several; or the host chooses its token
             elif portions is not None and not portions.has_row(seq):
                 continue

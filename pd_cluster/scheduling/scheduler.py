@@ -96,7 +96,10 @@ class Scheduler:
         self._planner = Planner(config, blocks, self._queues, self._memory, yielding, clock, step_budget, drafting)
         self._life = Lifecycle(self._queues, blocks, clock)
         self._beams = BeamSequences(self._queues, blocks, self._life)
-        self._effects = StepEffects(self._queues, blocks, self._memory, self._life, self._beams, clock)
+        has_drafts = drafting is not None
+        self._effects = StepEffects(
+            self._queues, blocks, self._memory, self._life, self._beams, clock, has_drafts=has_drafts
+        )
         self._hashes = HashAhead(blocks.block_size, clock)
         self._loads: list[LoadSpec] = []  # for the next batch
         self._arrivals = count()
@@ -317,7 +320,7 @@ class Scheduler:
         loads, self._loads = self._loads, []
         batch = self._planner.plan(loads)
         for chunk in reversed(batch.chunks):
-            if chunk.is_decode:
+            if chunk.num_tokens == 1 or chunk.drafts:
                 break  # decodes come first
             self._hashes.expect(self._queues.sequences[chunk.seq_id], chunk.start + chunk.num_tokens)
         return batch

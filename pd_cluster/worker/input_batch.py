@@ -146,8 +146,9 @@ class InputBatch:
             places.slots[group, :num_tokens] = self._tables.slots(group, row_of_token, positions)
         samples = self._plan_samples(chunks, rows, known, has_drafts=has_drafts)
         parts = self._split(samples)
-        places.owners[: len(samples.draw_rows)] = self._continued(samples)
-        places.lengths[: len(samples.draw_rows)] = samples.draw_positions
+        num_rows = len(samples.draw_rows)
+        places.owners[:num_rows] = self._continued(samples) if has_drafts else samples.draw_rows
+        places.lengths[:num_rows] = samples.draw_positions
         step.fill(places, chunks, samples, lens, ends)
         longest = int(ends.max())
         tables = tuple([self._move(self._tables.columns(group, rows, longest)) for group in self._tables.groups])
@@ -286,7 +287,7 @@ class InputBatch:
 
     def _plan_samples(self, chunks: tuple[SequenceChunk, ...], rows: Ints, ends: Ints, *, has_drafts: bool) -> Samples:
         """`ends`: of what is certain."""
-        counts = [chunk.num_rows if has_drafts else chunk.num_samples for chunk in chunks]
+        counts = [chunk.num_rows for chunk in chunks] if has_drafts else [chunk.num_samples for chunk in chunks]
         seq_ids = [chunk.seq_id for chunk in chunks]
         drafts = [chunk.drafts for chunk in chunks if chunk.num_samples] if has_drafts else []
         if 0 in counts:
@@ -329,8 +330,6 @@ class InputBatch:
 
     def _continued(self, samples: Samples) -> Ints:
         """The row that each of R draws of a graph continues. Those of a sequence with drafts continue none yet."""
-        if not samples.drafts:
-            return samples.draw_rows
         drafted = np.repeat([bool(one) for one in samples.drafts], samples.counts)
         return np.where(drafted, self.padding_row, samples.draw_rows)
 

@@ -119,5 +119,6 @@ class SampleParts:
 
 
 def up_to(ends: Ints, counts: Ints) -> Ints:
-    """The `counts` numbers before each of `ends`, in order."""
-    return np.arange(counts.sum()) + np.repeat(ends - np.cumsum(counts), counts)
+    """The `counts` numbers before each of `ends` (at least one), in order."""
+    behind = np.cumsum(counts)
+    return np.arange(behind[-1]) + np.repeat(ends - behind, counts)

@@ -193,7 +193,8 @@ class MixedStep:
         parts: MixedPlaces = places.attention
         count, num_decodes, query_ends = len(lens), leading_ones(lens), np.cumsum(lens)
         sampling = np.flatnonzero([chunk.num_samples > 0 for chunk in chunks])
-        parts.sampled[: samples.num_logits] = samples.with_logits(query_ends[sampling])
+        sampled = samples.with_logits(query_ends[sampling])
+        parts.sampled[: len(sampled)] = sampled
         parts.decode_lens[:num_decodes] = ends[:num_decodes]
         parts.seq_lens[:count] = ends
         parts.query_starts[1 : count + 1] = query_ends
