@@ -262,14 +262,15 @@ class InputBatch:
         are_single = num_tokens == count  # as in most steps of a decode node
         lens = np.ones(count, np.int64) if are_single else np.array(lengths)
         ends = known = starts + lens
-        if not are_single and chunks[min(bisect_right(lengths, 1), count - 1)].drafts:  # they follow the single tokens
+        if not are_single and chunks[bisect_right(lengths, 1) - count].drafts:  # they are behind the single tokens
             known = ends - [len(chunk.drafts) for chunk in chunks]
             for row, start, chunk in zip(rows, known, chunks, strict=True):
                 self._tokens[row, start : start + len(chunk.drafts)] = chunk.drafts
         assert (known <= self._num_tokens[rows]).all(), "a chunk reaches past its sequence's last known token"
         if are_single:
             return rows, lens, ends, known, rows, starts
-        return rows, lens, ends, known, np.repeat(rows, lens), up_to(ends, lens)
+        positions = np.arange(num_tokens) + np.repeat(ends - np.cumsum(lens), lens)
+        return rows, lens, ends, known, np.repeat(rows, lens), positions
 
     def _pack(
         self, rows: Ints, lens: Ints, ends: Ints, query_starts: Ints, groups: Sequence[int]
@@ -318,7 +319,7 @@ class InputBatch:
             positions=positions,
             serials=self._serials[rows],
             counts=tuple(counts),
-            drafts=drafts if any(drafts) else (),
+            drafts=drafts,
             draw_rows=draw_rows,
             draw_positions=draw_positions,
             num_logprobs=self._sampling.num_logprobs[draw_rows],
