@@ -182,7 +182,7 @@ class Request:
         self.marks.arrived_s = self.message.received_s or now_s
         self.marks.begun_s = now_s
         sampling = self.sampling
-        is_beam = sampling.beams is not None and self.work is not Work.PREFILL
+        beams = None if self.work is Work.PREFILL else sampling.beams
         stop_ids = sampling.stop_ids(eos_token_ids)
         num_prompt, known = len(self.prompt_token_ids), self.message.known
         self.is_parted = any(known)
@@ -200,8 +200,8 @@ class Request:
                 max_len=min(num_prompt + self.message.max_output_tokens, max_model_len),
                 token_ids=[*self.prompt_token_ids, *known[index]] if self.is_parted else [],
                 num_given_tokens=len(known[index]) if self.is_parted else 0,
-                is_beam=is_beam,
-                num_uncertain=int(is_beam),
+                is_beam=beams is not None,
+                num_uncertain=int(beams is not None),
             )
             for index in range(self.num_live)
         ]
@@ -211,9 +211,9 @@ class Request:
             lead.num_samples = 0 if self.work is Work.READ else sampling.num_first_tokens
             outputs = self.message.outputs
             lead.num_unread_tokens = 0 if outputs is None else outputs.num_entries(num_prompt)
-        if is_beam:
+        if beams is not None:
             max_tokens = lead.max_len - num_prompt
-            self.beams = Beams(BeamSearch(sampling.beams, max_tokens, stop_ids, sampling.logprobs), [lead])
+            self.beams = Beams(BeamSearch(beams, max_tokens, stop_ids, sampling.logprobs), [lead])
 
     def ask(self, outputs: PromptOutputs) -> None:
         """Find these out about its prompt, of which nothing is scheduled yet. Not for one that has parted."""

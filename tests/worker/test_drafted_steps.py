@@ -21,7 +21,7 @@ from tests.worker.repeated_graphs import near_sizes, with_graphs
 from tests.worker.tables import table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pd_cluster.worker.device_executor import DeviceExecutor
     from pd_connectors.protocol.messages import SampledToken
@@ -93,7 +93,7 @@ class DraftDriver:
             drafts = bent(self.answers[one.seq_id][known : known + most], self.kind, known)
         self.num_drafts += len(drafts)
         chunk = self.driver._chunk(one, count + len(drafts), int(count == remaining))
-        return SequenceChunk(*chunk.__reduce__()[1][:6], drafts)  # type: ignore[index]
+        return msgspec.structs.replace(chunk, drafts=drafts)
 
 
 def penalty_tables(executor: DeviceExecutor, seq_ids: Sequence[int] = (3, 6)) -> list[torch.Tensor]:
@@ -140,7 +140,7 @@ def expect_single(found: list[list[SampledToken]], single: Single, tables: list[
         assert torch.equal(own, others), "a draft is counted, or a token of a run is not"
 
 
-def ids_of(tokens: list[list[SampledToken]]) -> list[list[int]]:
+def ids_of(tokens: Iterable[Sequence[SampledToken]]) -> list[list[int]]:
     return [[token.token_id for token in one] for one in tokens]
 
 
@@ -211,8 +211,8 @@ def test_drafts_follow_a_token_that_is_on_the_device_only(executor: DeviceExecut
                 Batch(3, (), (SequenceChunk(1, other + 1, 1, (), 1),)),
             )
         )  # fmt: skip
-        assert ids_of([*first.result().samples.values()]) == [expected[1][:1], answer[:1]]
-        assert ids_of([*second.result().samples.values()]) == [answer[1:2]]
+        assert ids_of(first.result().samples.values()) == [expected[1][:1], answer[:1]]
+        assert ids_of(second.result().samples.values()) == [answer[1:2]]
         result = third.result()
         assert ids_of([result.samples[1], result.samples[3]]) == [expected[1][1:2], answer[2:5]]
         if leads:
