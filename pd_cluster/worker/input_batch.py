@@ -146,8 +146,8 @@ class InputBatch:
             places.slots[group, :num_tokens] = self._tables.slots(group, row_of_token, positions)
         samples = self._plan_samples(chunks, rows, known, has_drafts=has_drafts)
         parts = self._split(samples)
-        num_rows = len(samples.draw_rows)
-        places.owners[:num_rows] = self._continued(samples) if has_drafts else samples.draw_rows
+        num_rows = len(samples.draw_rows)  # a sequence with drafts goes on when its run is on the host
+        places.owners[:num_rows] = samples.draw_rows
         places.lengths[:num_rows] = samples.draw_positions
         step.fill(places, chunks, samples, lens, ends)
         longest = int(ends.max())
@@ -329,11 +329,6 @@ class InputBatch:
             owners=owners,
         )
 
-    def _continued(self, samples: Samples) -> Ints:
-        """The row that each of R draws of a graph continues. Those of a sequence with drafts continue none yet."""
-        drafted = np.repeat([bool(one) for one in samples.drafts], samples.counts)
-        return np.where(drafted, self.padding_row, samples.draw_rows)
-
     def _split(self, samples: Samples) -> SampleParts:
         """Part the samples of rows with a late stage from the others."""
         are_late = self._sampling.are_late(samples.rows)
@@ -366,8 +361,9 @@ class InputBatch:
     def plan_draw(self, part: Part, draws: DrawLayout | None) -> SamplingInputs | CapturedDraw:
         """Make the inputs of the part's draw: of a captured one, if `draws` is its layout and it can draw all rows."""
         samples = part.samples
-        continued = self._continued(samples) if samples.drafts else None
-        captured = self._sampling.capture(samples.draw_rows, samples.draw_positions, part.places, draws, continued)
+        if samples.drafts and self._sampling.are_changed(samples.rows[samples.lens > 1]).any():
+            draws = None  # stages would have to know the drafts before each row
+        captured = self._sampling.capture(samples.draw_rows, samples.draw_positions, part.places, draws)
         return self.prepare_sampling(samples) if captured is None else captured
 
     def _plan_tail(self, chunks: tuple[SequenceChunk, ...], samples: Samples, query_starts: Ints) -> TailInputs | None:

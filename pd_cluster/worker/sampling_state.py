@@ -111,20 +111,13 @@ class SamplingState:
             is_plain=is_plain,
         )
 
-    def capture(
-        self, rows: Ints, lengths: Ints, at: Ints | None, layout: DrawLayout | None, continued: Ints | None = None
-    ) -> CapturedDraw | None:
+    def capture(self, rows: Ints, lengths: Ints, at: Ints | None, layout: DrawLayout | None) -> CapturedDraw | None:
         """Make the inputs of a captured draw for `rows`. `at`: their rows in the logits of the step; None: the first.
 
-        `lengths` as for `prepare`; each row has one sample. `continued`: the rows that the draw continues, padding's
-        for one of a sequence with drafts; None: `rows`. None if a captured draw cannot draw all of them (it knows no
-        drafts, so no stage may change what is drawn behind some), or if there are none (`layout` is None).
+        `lengths` as for `prepare`; each row has one sample. None if a captured draw cannot draw all of them, or if
+        there are none (`layout` is None).
         """
         if layout is None:
-            return None
-        if continued is None:
-            continued = rows
-        elif self._changed[rows[continued != rows]].any():
             return None
         at = np.arange(len(rows)) if at is None else at
         fields = layout.padded()
@@ -135,7 +128,7 @@ class SamplingState:
                 continue
             if not isinstance(stage, CapturedStage) or not stage.fold(rows, lengths, changes):
                 return None
-        places.owners[at], places.positions[at], places.seeds[at] = continued, lengths, self._seeds[rows]
+        places.owners[at], places.positions[at], places.seeds[at] = rows, lengths, self._seeds[rows]
         places.temperature[at], places.top_k[at] = self._temperature[rows], self._top_k[rows]
         places.top_p[at], places.min_p[at] = self._top_p[rows], self._min_p[rows]
         masks = changes.take_masks()
