@@ -199,7 +199,8 @@ class InputBatch:
         changed = rows[self._sampling.are_changed(rows)]
         for place in range(max((len(noted[row]) for row in changed), default=0)):
             going = [row for row in changed if len(noted[row]) > place]
-            drawn = torch.tensor([noted[row][place] for row in going]).to(self.last_tokens.device)
+            drawn = torch.tensor([noted[row][place] for row in going])
+            drawn = drawn.to(self.last_tokens.device, non_blocking=True)  # CUDA has read pageable memory on return
             self._sampling.note_sampled(np.array(going), drawn)
 
     def without_absent(self, part: Part) -> Part:
