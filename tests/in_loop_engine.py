@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pd_cluster.config import NodeConfig
     from pd_cluster.engine.ipc import EngineSockets
     from pd_cluster.protocol.messages import ToEngine
+    from pd_cluster.scheduling.drafts import Drafter
     from pd_cluster.worker.device_executor import DeviceExecutor
     from pd_connectors.base import Connector
 
@@ -27,10 +28,12 @@ TURNS_OF_OTHERS = 20  # of the loop between two steps, so that each step's token
 class InLoopEngine:
     """Implements EngineClient. Steps run while `running`, as a task, and a request is open."""
 
-    def __init__(self, config: NodeConfig, executor: DeviceExecutor, connector: Connector) -> None:
+    def __init__(
+        self, config: NodeConfig, executor: DeviceExecutor, connector: Connector, drafter: Drafter | None = None
+    ) -> None:
         self._mailbox = FakeMailbox()
         config = replace(config, scheduler=replace(config.scheduler, async_scheduling="off"))
-        self._core = EngineCore(config, executor, connector, cast("EngineSockets", self._mailbox))
+        self._core = EngineCore(config, executor, connector, cast("EngineSockets", self._mailbox), drafter=drafter)
         self._streams: dict[str, RequestStream] = {}
         self._open: set[str] = set()
         self._rests = asyncio.Event()

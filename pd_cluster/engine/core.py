@@ -49,6 +49,7 @@ from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
 from pd_cluster.scheduling.step_model import StepModel
 from pd_cluster.scheduling.stream_room import StreamRoom
 from pd_cluster.scheduling.unready import UNREADY_DEADLINE_S
+from pd_connectors.protocol.layout import KVKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from pd_cluster.config import NodeConfig
     from pd_cluster.engine.ipc import EngineSockets
     from pd_cluster.scheduling.batch import Batch
+    from pd_cluster.scheduling.drafts import Drafter
     from pd_cluster.scheduling.sequence import Request
     from pd_cluster.scheduling.step_budget import StepBudget
     from pd_cluster.worker.executor import Executor
@@ -81,8 +83,12 @@ class EngineCore:
         mailbox: EngineSockets,
         clock: Callable[[], float] = time.monotonic,
         given: NodeConfig | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """`config`: with what the worker has decided. `given`: before that, of the command line; None: the same."""
+        """`config`: with what the worker has decided. `given`: before that, of the command line; None: the same.
+
+        drafter: used if the model and the logits stages allow it; None: each decode draws one token a step.
+        """
         self._executor = executor
         self._given = given or config
         self._measured_beside = -1 if given is None else config.scheduler.max_tokens_beside_decodes
@@ -100,7 +106,7 @@ class EngineCore:
         self._step_budget = self._make_step_budget(config)
         self._room = StreamRoom(self._targets.tpot_s, config.scheduler.max_num_seqs, self._step_model, clock)
         self._set_role(config.server.role)
-        self._scheduler = self._make_scheduler(config)
+        self._scheduler = self._make_scheduler(config, drafter)
         self._admission = Admission(
             self._blocks,
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -133,8 +139,12 @@ class EngineCore:
             self._allow_silence,
         )  # fmt: skip
 
-    def _make_scheduler(self, config: NodeConfig) -> Scheduler:
+    def _make_scheduler(self, config: NodeConfig, drafter: Drafter | None) -> Scheduler:
         model = self._executor.model
+        # A wrong draft would stay in a running state, and a stage from outside draws one token of a sequence in a step
+        is_state_kept = any(group.kind is KVKind.STATE for group in self._executor.layout.groups)
+        if is_state_kept or config.model.logits_stages:
+            drafter = None
         return Scheduler(
             config.scheduler,
             self._blocks,
@@ -145,6 +155,7 @@ class EngineCore:
             eos_token_ids=model.eos_token_ids,
             retract=self._connector.retract,
             clock=self._clock,
+            drafter=drafter,
         )
 
     def _make_step_budget(self, config: NodeConfig) -> StepBudget:

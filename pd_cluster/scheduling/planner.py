@@ -3,6 +3,7 @@
     1  running sequences with one token left (decodes), best rank first; short of memory, the worst rank is preempted
     2  running sequences with more (prefill chunks), while the prompts' share of the token budget lasts
     3  unless something was preempted: sequences that wait, in turn (`turns`), while slots, memory and budget last
+    4  drafts for decodes (`drafts`), of what is left
 
 Prompts that wait go before running chunks of a worse priority, and a step with a prompt of a better priority takes
 chunks of worse ones only as far as they hardly prolong it (`batch_builder.FILL`). A chunk that is passed so in many
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.scheduling.block_manager import BlockManager
+    from pd_cluster.scheduling.drafts import Drafting
     from pd_cluster.scheduling.group import Group
     from pd_cluster.scheduling.kv_memory import KvMemory
     from pd_cluster.scheduling.queues import Queues
@@ -66,7 +68,9 @@ class Planner:
         yielding: Yielding,
         clock: Callable[[], float],
         step_budget: StepBudget,
+        drafting: Drafting | None = None,
     ) -> None:
+        self._drafting = drafting
         self._config = config
         self._blocks = blocks
         self._queues = queues
@@ -102,6 +106,8 @@ class Planner:
             self._passed.note(prefills, builder.best_priority, is_turn=has_turn)
         if resting is not None and not builder.chunks:  # no other group has work: the group need not rest
             self._plan_decodes(builder, None)
+        if self._drafting is not None:
+            self._drafting.add(builder)
         return builder.batch(self._queues.take_departures(), self._queues.take_beam_steps(), loads)
 
     def tokens_beside_decodes(self) -> int:
@@ -141,8 +147,8 @@ class Planner:
                 prefills.append(seq)
             elif num_known >= seq.max_len or seq.status is not RUNNING:
                 continue  # a running step samples its last token, or it was just preempted
-            elif seq.num_pending and (seq.is_beam or seq.num_samples > 1):
-                continue  # a running step samples its first ones, or the host chooses its token
+            elif seq.num_pending and (seq.num_uncertain or seq.num_samples > 1):
+                continue  # a running step samples its first ones, or several; or the host chooses its token
             elif portions is not None and not portions.has_row(seq):
                 continue
             elif start < seq.table.capacity and seq.in_worker and start >= seq.num_prompt_tokens:  # type: ignore[union-attr]

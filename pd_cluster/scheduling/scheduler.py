@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from pd_cluster.errors import Overloaded
 from pd_cluster.protocol.messages import FinishReason, SequenceTokens
 from pd_cluster.scheduling.beam_sequences import BeamSequences
+from pd_cluster.scheduling.drafts import Drafting
 from pd_cluster.scheduling.hash_ahead import HashAhead
 from pd_cluster.scheduling.kv_memory import KvMemory
 from pd_cluster.scheduling.lifecycle import Lifecycle, Update
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.block_manager import BlockManager
+    from pd_cluster.scheduling.drafts import Drafter
     from pd_cluster.scheduling.queue_order import QueueOrder
     from pd_cluster.scheduling.step_budget import StepBudget
     from pd_connectors.base import CachedBlock, LoadSpec, PublishSpec
@@ -62,7 +64,8 @@ class Scheduler:
 
     `retract`: called with a lease before a preemption frees its blocks; takes their announcements back and
     returns the lease's new generation, or None if the lease has ended. `step_budget`: prompts' share of steps with
-    decodes. `order`: of prompts that wait. `rests`: see `Yielding` and `Portions`. `clock`: seconds.
+    decodes. `order`: of prompts that wait. `rests`: see `Yielding` and `Portions`. `clock`: seconds. `drafter`: guesses
+    what decodes draw next; None: each draws one token a step.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Scheduler:
         order: QueueOrder,
         rests: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,
     ) -> None:
         self._max_waiting = config.max_waiting
         self._blocks = blocks
@@ -88,10 +92,14 @@ class Scheduler:
         self._queues = Queues(config.max_num_seqs, self._turns)
         self._memory = KvMemory(blocks, self._queues, retract, clock)
         yielding = Yielding(self._turns, self._queues, self._memory, rests=rests)
-        self._planner = Planner(config, blocks, self._queues, self._memory, yielding, clock, step_budget)
+        drafting = None if drafter is None else Drafting(drafter, blocks, self._queues)
+        self._planner = Planner(config, blocks, self._queues, self._memory, yielding, clock, step_budget, drafting)
         self._life = Lifecycle(self._queues, blocks, clock)
         self._beams = BeamSequences(self._queues, blocks, self._life)
-        self._effects = StepEffects(self._queues, blocks, self._memory, self._life, self._beams, clock)
+        has_drafts = drafting is not None
+        self._effects = StepEffects(
+            self._queues, blocks, self._memory, self._life, self._beams, clock, has_drafts=has_drafts
+        )
         self._hashes = HashAhead(blocks.block_size, clock)
         self._loads: list[LoadSpec] = []  # for the next batch
         self._arrivals = count()
@@ -312,7 +320,7 @@ class Scheduler:
         loads, self._loads = self._loads, []
         batch = self._planner.plan(loads)
         for chunk in reversed(batch.chunks):
-            if chunk.num_tokens == 1:
+            if chunk.num_tokens == 1 or chunk.drafts:
                 break  # decodes come first
             self._hashes.expect(self._queues.sequences[chunk.seq_id], chunk.start + chunk.num_tokens)
         return batch

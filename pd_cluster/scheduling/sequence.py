@@ -183,6 +183,7 @@ class Request:
         self.marks.arrived_s = self.message.received_s or now_s
         self.marks.begun_s = now_s
         sampling = self.sampling
+        beams = None if self.work is Work.PREFILL else sampling.beams
         stop_ids = sampling.stop_ids(eos_token_ids)
         num_prompt, known = len(self.prompt_token_ids), self.message.known
         self.is_parted = any(known)
@@ -200,7 +201,8 @@ class Request:
                 max_len=min(num_prompt + self.message.max_output_tokens, max_model_len),
                 token_ids=[*self.prompt_token_ids, *known[index]] if self.is_parted else [],
                 num_given_tokens=len(known[index]) if self.is_parted else 0,
-                is_beam=sampling.beams is not None and self.work is not Work.PREFILL,
+                is_beam=beams is not None,
+                num_uncertain=int(beams is not None),
             )
             for index in range(self.num_live)
         ]
@@ -210,9 +212,9 @@ class Request:
             lead.num_samples = 0 if self.work is Work.READ else sampling.num_first_tokens
             outputs = self.message.outputs
             lead.num_unread_tokens = 0 if outputs is None else outputs.num_entries(num_prompt)
-        if sampling.beams is not None and self.work is not Work.PREFILL:
+        if beams is not None:
             max_tokens = lead.max_len - num_prompt
-            self.beams = Beams(BeamSearch(sampling.beams, max_tokens, stop_ids, sampling.logprobs), [lead])
+            self.beams = Beams(BeamSearch(beams, max_tokens, stop_ids, sampling.logprobs), [lead])
 
     def ask(self, outputs: PromptOutputs) -> None:
         """Find these out about its prompt, of which nothing is scheduled yet. Not for one that has parted."""
@@ -254,6 +256,9 @@ class Sequence:
     # Tokens that running steps sample, one per step: their positions are known, their values not. Of a beam, until its
     # round is over
     num_pending: int = 0
+    # Further tokens that the newest step may give it: its drafts. No step is planned behind such a step. Of a beam
+    # always 1, because no step is planned behind one before its token is chosen
+    num_uncertain: int = 0
     num_in_flight: int = 0  # steps that still run and touch this sequence
     num_announced_tokens: int = 0  # PREFILL: announced to the lease's reader
     num_queued_tokens: int = 0  # its part of `Queues.num_queued_tokens`
@@ -265,7 +270,7 @@ class Sequence:
     # Prompt tokens of which a log-probability is wanted and not reported: the last so many
     num_unread_tokens: int = 0
     in_worker: bool = False  # the worker has a row for it
-    is_beam: bool = False  # no step is planned behind one before its token is chosen
+    is_beam: bool = False
     is_absent: bool = False  # the step that runs draws no token for it: see `sit_out`
     awaits_first_decode: bool = (
         False  # its KV or first token came from another node, and no decode step followed; for the timeline
@@ -321,6 +326,7 @@ class Sequence:
         """
         self.is_absent = True
         self.num_pending -= 1
+        self.num_uncertain = int(self.is_beam)
         self.num_scheduled_tokens -= 1
         self.num_announced_tokens = min(self.num_announced_tokens, self.num_scheduled_tokens)
 

@@ -34,13 +34,17 @@ class StepEffects:
         life: Lifecycle,
         beams: BeamSequences,
         clock: Callable[[], float],
+        *,
+        has_drafts: bool = False,
     ) -> None:
+        """`has_drafts`: chunks may have some."""
         self._queues = queues
         self._blocks = blocks
         self._memory = memory
         self._life = life
         self._beams = beams
         self._clock = clock
+        self._has_drafts = has_drafts
         self.num_sat_out = 0  # draws that sequences have sat out
 
     def sit_out(self, absent: frozenset[int]) -> None:
@@ -65,7 +69,7 @@ class StepEffects:
         updates = self._life.take_entries(result.prompts) if result.prompts else []
         shared: dict[Request, list[SequenceTokens]] = {}  # of requests with several sequences
         samples = result.samples
-        sequences = self._queues.sequences
+        sequences, has_drafts = self._queues.sequences, self._has_drafts
         for chunk in batch.chunks:
             seq = sequences[chunk.seq_id]
             request = seq.request
@@ -76,6 +80,10 @@ class StepEffects:
             num_computed = chunk.start + chunk.num_tokens
             if is_absent := seq.seq_id in result.absent:
                 num_computed -= 1
+            if has_drafts and chunk.drafts:
+                num_computed -= len(chunk.drafts)
+                if not is_absent:  # or else the next step may have drafts of it already
+                    seq.num_uncertain = 0
             seq.num_computed_tokens = num_computed
             if seq.num_queued_tokens:
                 self._queues.count_queued(seq, num_computed)

@@ -7,17 +7,19 @@ step's launch. Until then the value is only in `last_tokens`, on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
 from pd_cluster.worker.block_tables import BlockTables
+from pd_cluster.worker.step_inputs import Part, ReplayInputs, SampleParts, Samples, StepInputs, TailInputs, up_to
+from pd_cluster.worker.verification import tokens_before
 from pd_kernels.values import Ints, PackedSequences, leading_ones
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -26,91 +28,10 @@ if TYPE_CHECKING:
     from pd_cluster.worker.draw_places import CapturedDraw, DrawLayout
     from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
+    from pd_connectors.protocol.messages import SampledToken
 
 # Starting sequences with active logits stages: those without a late stage, those with one
 Staged: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class TailInputs:
-    """The N sequences that sample in a step, when not all tokens of the step sample."""
-
-    rows: torch.Tensor  # int64 [N] into T: each sequence's last token, which gets logits
-    # Each sequence with its last token as the only query, for the last layer's KV group; None: it has none
-    sequences: PackedSequences | None
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """The packed inputs of one step with T tokens of S sequences.
-
-    The tensors hold their values once the host buffer was flushed, `token_ids` once `InputBatch.fill_late` ran too.
-    """
-
-    token_ids: torch.Tensor  # int64 [T]
-    late: tuple[torch.Tensor, torch.Tensor] | None  # int64: places in `token_ids`, rows of `last_tokens` for them
-    positions: torch.Tensor  # int64 [T]
-    slot_mappings: tuple[torch.Tensor, ...]  # int64 [T], by KV group
-    sequences: tuple[PackedSequences, ...]  # by KV group: only their block tables differ
-    fresh_blocks: tuple[torch.Tensor | None, ...]  # int64, by KV group: blocks that this step begins and does not fill
-    tail: TailInputs | None  # None: all tokens sample, in order
-    sampling: SamplingInputs | None  # of the early samples; None: there are none
-    samples: Samples
-    parts: SampleParts
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayInputs:
-    """The inputs of a replay with S sequences, except those in the host buffer's first array (StepPlaces)."""
-
-    block_tables: tuple[torch.Tensor, ...]  # int32 [S, width], by KV group
-    fresh_blocks: tuple[torch.Tensor | None, ...] | None  # as in StepInputs; None: old content is finite for all groups
-    # Of the early samples. None: the step's own graph draws them by the settings in StepPlaces
-    sampling: SamplingInputs | CapturedDraw | None
-    samples: Samples
-    parts: SampleParts
-
-
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """The N sequences for which a step samples R tokens, in the order of the logits rows.
-
-    A sequence with several rows continues with the token of the first.
-    """
-
-    seq_ids: tuple[int, ...]
-    rows: Ints
-    positions: Ints  # position of the sampled token
-    serials: Ints  # tells the row's occupants apart
-    counts: tuple[int, ...]  # logits rows of each sequence
-    num_logprobs: Ints  # -1: none
-    device_rows: torch.Tensor  # `rows` on the device
-    firsts: torch.Tensor | None  # int64 [N]: each sequence's first logits row; None: each sequence has one row
-    owners: torch.Tensor | None  # int64 [R]: the sequence of each logits row; None: as for `firsts`
-
-    def __len__(self) -> int:
-        return len(self.seq_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some of a step's samples, which are drawn together."""
-
-    samples: Samples
-    places: Ints | None  # int64 [R], the part's rows in the step's logits; None: all of them, in order
-    index: torch.Tensor | None  # the same on the device
-
-    def of(self, logits: torch.Tensor) -> torch.Tensor:
-        """The part's rows of the step's `logits`."""
-        return logits if self.index is None else logits[self.index]
-
-
-@dataclass(frozen=True, slots=True)
-class SampleParts:
-    """A step's samples, by the time at which they can be drawn."""
-
-    early: Part | None  # at launch
-    late: Part | None  # rows of late stages: when all of their tokens are on the host
 
 
 class InputBatch:
@@ -183,17 +104,18 @@ class InputBatch:
 
     def build(self, chunks: tuple[SequenceChunk, ...]) -> StepInputs:
         """Pack the chunks (at least one)."""
-        rows, lens, ends, row_of_token, positions = self._spread(chunks)
+        rows, lens, ends, known, row_of_token, positions = self._spread(chunks)
         query_starts = np.concatenate(([0], np.cumsum(lens)))
         slots = [self._tables.slots(group, row_of_token, positions) for group in self._tables.groups]
         fields = np.stack((self._tokens[row_of_token, positions], positions, *slots))
         token_ids, placed_positions, *slot_mappings = self._move(fields)
-        late = np.flatnonzero(ends > self._num_on_host[rows])  # their last token is still on the device only
-        samples = self._plan_samples(chunks, rows, ends)
+        late = np.flatnonzero(known > self._num_on_host[rows])  # their last token is still on the device only
+        late_places = query_starts[late + 1] - 1 - (ends - known)[late]
+        samples = self._plan_samples(chunks, rows, known, has_drafts=known is not ends)
         parts = self._split(samples)
         return StepInputs(
             token_ids=token_ids,
-            late=(self._move(query_starts[late + 1] - 1), self._move(rows[late])) if len(late) else None,
+            late=(self._move(late_places), self._move(rows[late])) if len(late) else None,
             positions=placed_positions,
             slot_mappings=tuple(slot_mappings),
             sequences=self._pack(rows, lens, ends, query_starts, self._tables.groups),
@@ -207,23 +129,27 @@ class InputBatch:
     def build_replay(
         self, chunks: tuple[SequenceChunk, ...], step: CapturedStep, padding_slots: Ints, draws: DrawLayout | None
     ) -> ReplayInputs:
-        """Pack chunks that sample at most one token each, padded to the size of `step`.
+        """Pack chunks that draw at most one token behind each of theirs, padded to the size of `step`.
 
         `padding_slots`: see CapturedStep. `draws`: the layout of captured draws; None: there are none.
         """
-        rows, lens, ends, row_of_token, positions = self._spread(chunks)
+        rows, lens, ends, known, row_of_token, positions = self._spread(chunks)
         places, num_tokens = step.places(self._host_buffer.take_first(step.length)), len(positions)
         step.pad(places, self.padding_row, padding_slots)
-        known = len(self.last_tokens) + self._tokens[row_of_token, positions]
-        places.tokens[:num_tokens] = np.where(positions < self._num_on_host[row_of_token], known, row_of_token)
+        choices = len(self.last_tokens) + self._tokens[row_of_token, positions]
+        are_on_host = positions < self._num_on_host[row_of_token]
+        if has_drafts := known is not ends:
+            are_on_host |= positions >= np.repeat(known, lens)
+        places.tokens[:num_tokens] = np.where(are_on_host, choices, row_of_token)
         places.positions[:num_tokens] = positions
         for group in self._tables.groups:
             places.slots[group, :num_tokens] = self._tables.slots(group, row_of_token, positions)
-        samples = self._plan_samples(chunks, rows, ends)
+        samples = self._plan_samples(chunks, rows, known, has_drafts=has_drafts)
         parts = self._split(samples)
-        places.owners[: len(samples)] = samples.rows
-        places.lengths[: len(samples)] = samples.positions
-        step.fill(places, chunks, lens, ends)
+        num_rows = len(samples.draw_rows)  # a sequence with drafts goes on when its run is on the host
+        places.owners[:num_rows] = samples.draw_rows
+        places.lengths[:num_rows] = samples.draw_positions
+        step.fill(places, chunks, samples, lens, ends)
         longest = int(ends.max())
         tables = tuple([self._move(self._tables.columns(group, rows, longest)) for group in self._tables.groups])
         fresh = self._clear(rows, ends - lens, ends) if self._mixes_dtypes else None
@@ -238,16 +164,17 @@ class InputBatch:
     def note_launched(self, samples: Samples, token_ids: torch.Tensor | None) -> None:
         """Note that the step will sample `token_ids` (int64 [R], on the device). Later steps may use them from now on.
 
-        None: a graph draws the tokens, writes them into `last_tokens`, and counts them.
+        None: a graph draws the tokens, writes them into `last_tokens`, and counts them. Those of a sequence with drafts
+        wait for `note_result`.
         """
         if token_ids is not None:
             chosen = token_ids if samples.firsts is None else token_ids[samples.firsts]
             self.last_tokens.index_copy_(0, samples.device_rows, chosen)
-            self._sampling.note_sampled(samples.rows, chosen)
+            self._sampling.note_sampled(samples.plain_rows, chosen)
         self._num_tokens[samples.rows] += 1
 
-    def note_result(self, samples: Samples, token_ids: Ints) -> None:
-        """Note the sampled tokens (int64 [len(samples)], on the host).
+    def note_result(self, samples: Samples, token_ids: Ints, runs: Mapping[int, Sequence[SampledToken]]) -> None:
+        """Note the sampled tokens (int64 [len(samples)], on the host), and `runs` of sequences with drafts.
 
         A row that has another sequence by now is skipped.
         """
@@ -256,6 +183,25 @@ class InputBatch:
         self._tokens[rows, positions] = known
         self._num_on_host[rows] = positions + 1
         self._sampling.note_read(rows, known)
+        if runs:
+            self._note_runs({at: runs[samples.seq_ids[at]] for at in same if samples.seq_ids[at] in runs}, samples)
+
+    @torch.inference_mode()
+    def _note_runs(self, runs: Mapping[int, Sequence[SampledToken]], samples: Samples) -> None:
+        """Note runs, by their place in `samples`. Stages hear of one token after the other."""
+        noted = {}
+        for at, run in runs.items():
+            row, start, token_ids = samples.rows[at], samples.positions[at], [token.token_id for token in run]
+            self._tokens[row, start : start + len(run)] = token_ids
+            self._num_tokens[row] = self._num_on_host[row] = start + len(run)
+            noted[row] = token_ids
+        rows = samples.rows[list(runs)]
+        changed = rows[self._sampling.are_changed(rows)]
+        for place in range(max((len(noted[row]) for row in changed), default=0)):
+            going = [row for row in changed if len(noted[row]) > place]
+            drawn = torch.tensor([noted[row][place] for row in going])
+            drawn = drawn.to(self.last_tokens.device, non_blocking=True)  # CUDA has read pageable memory on return
+            self._sampling.note_sampled(np.array(going), drawn)
 
     def without_absent(self, part: Part) -> Part:
         """The samples of a late part that can be drawn now. Late stages wait for their masks."""
@@ -277,10 +223,13 @@ class InputBatch:
 
     def prepare_sampling(self, samples: Samples) -> SamplingInputs:
         """Make the sampler's inputs. All tokens of rows with a late stage must be on the host."""
-        rows, lengths = samples.rows, samples.positions
-        if samples.firsts is not None:
-            rows, lengths = np.repeat(rows, samples.counts), np.repeat(lengths, samples.counts)
-        return self._sampling.prepare(rows, lengths, samples.counts)
+        rows, positions, drafts = samples.draw_rows, samples.draw_positions, samples.drafts
+        if not drafts:
+            return self._sampling.prepare(rows, positions, samples.counts)
+        pairs = tuple(zip(drafts, samples.counts, strict=True))
+        before = tokens_before([one for one, count in pairs for _ in range(1 if one else count)])
+        counts = [each for one, count in pairs for each in ([1] * count if one else [count])]
+        return self._sampling.prepare(rows, positions, counts, before)
 
     def _start(self, start: SequenceStart) -> None:
         assert start.seq_id not in self._row_of, f"sequence {start.seq_id} already has a row"
@@ -302,20 +251,27 @@ class InputBatch:
         self._num_tokens[rows] = self._num_on_host[rows] = ends
         self._tokens[rows, ends - 1] = [step.token_id for step in steps]
 
-    def _spread(self, chunks: tuple[SequenceChunk, ...]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Per chunk: row, length, end. Per token of the chunks: row, position."""
+    def _spread(self, chunks: tuple[SequenceChunk, ...]) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:
+        """Per chunk: row, length, end, end of what is certain. Per token of the chunks: row, position.
+
+        Without drafts the two ends are one array.
+        """
         rows = np.array([self._row_of[chunk.seq_id] for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
         lengths = [chunk.num_tokens for chunk in chunks]
         num_tokens, count = sum(lengths), len(lengths)
         are_single = num_tokens == count  # as in most steps of a decode node
         lens = np.ones(count, np.int64) if are_single else np.array(lengths)
-        ends = starts + lens
-        assert (ends <= self._num_tokens[rows]).all(), "a chunk reaches past its sequence's last known token"
+        ends = known = starts + lens
+        if not are_single and chunks[bisect_right(lengths, 1) - count].drafts:  # they are behind the single tokens
+            known = ends - [len(chunk.drafts) for chunk in chunks]
+            for row, start, chunk in zip(rows, known, chunks, strict=True):
+                self._tokens[row, start : start + len(chunk.drafts)] = chunk.drafts
+        assert (known <= self._num_tokens[rows]).all(), "a chunk reaches past its sequence's last known token"
         if are_single:
-            return rows, lens, ends, rows, starts
+            return rows, lens, ends, known, rows, starts
         positions = np.arange(num_tokens) + np.repeat(ends - np.cumsum(lens), lens)
-        return rows, lens, ends, np.repeat(rows, lens), positions
+        return rows, lens, ends, known, np.repeat(rows, lens), positions
 
     def _pack(
         self, rows: Ints, lens: Ints, ends: Ints, query_starts: Ints, groups: Sequence[int]
@@ -331,29 +287,45 @@ class InputBatch:
         found = [self._tables.fresh(group, rows, starts, ends) for group in self._tables.groups]
         return tuple([None if blocks is None else self._move(blocks) for blocks in found])
 
-    def _plan_samples(self, chunks: tuple[SequenceChunk, ...], rows: Ints, ends: Ints) -> Samples:
-        counts = [chunk.num_samples for chunk in chunks]
+    def _plan_samples(self, chunks: tuple[SequenceChunk, ...], rows: Ints, ends: Ints, *, has_drafts: bool) -> Samples:
+        """`ends`: of what is certain."""
+        counts = [chunk.num_rows for chunk in chunks] if has_drafts else [chunk.num_samples for chunk in chunks]
         seq_ids = [chunk.seq_id for chunk in chunks]
+        drafts = [chunk.drafts for chunk in chunks if chunk.num_samples] if has_drafts else []
         if 0 in counts:
             wanted = np.flatnonzero(counts)
             rows, ends = rows[wanted], ends[wanted]
             counts, seq_ids = [counts[index] for index in wanted], [seq_ids[index] for index in wanted]
         assert (ends == self._num_tokens[rows]).all(), "a chunk samples before its sequence's last known token"
-        return self._make_samples(seq_ids, rows, ends, counts)
+        return self._make_samples(seq_ids, rows, ends, counts, drafts)
 
-    def _make_samples(self, seq_ids: Sequence[int], rows: Ints, positions: Ints, counts: Sequence[int]) -> Samples:
-        firsts = owners = None
-        if sum(counts) > len(counts):
-            firsts = self._move(np.concatenate(([0], np.cumsum(counts)[:-1])))
-            owners = self._move(np.repeat(np.arange(len(counts)), counts))
+    def _make_samples(
+        self, seq_ids: Sequence[int], rows: Ints, positions: Ints, counts: Sequence[int],
+        drafts: Sequence[tuple[int, ...]],
+    ) -> Samples:  # fmt: skip
+        draw_rows = plain_rows = rows
+        draw_positions, firsts, owners = positions, None, None
+        if (num_rows := sum(counts)) > len(counts):
+            lens = np.array([1 + len(one) for one in drafts]) if drafts else np.ones_like(rows)
+            begins, are_plain = np.cumsum(counts) - counts, lens == 1
+            behind = np.arange(num_rows) - np.repeat(begins, counts)  # tokens behind that of the sequence's first row
+            behind[np.repeat(are_plain, counts)] = 0  # its rows are copies
+            draw_rows, draw_positions = np.repeat(rows, counts), np.repeat(positions, counts) + behind
+            if num_rows > lens.sum():
+                owners = self._move(np.repeat(np.cumsum(lens) - lens, counts) + behind)
+            plain_rows, firsts = rows[are_plain], self._move(begins[are_plain])
         return Samples(
             seq_ids=tuple(seq_ids),
             rows=rows,
             positions=positions,
             serials=self._serials[rows],
             counts=tuple(counts),
-            num_logprobs=self._sampling.num_logprobs[rows],
-            device_rows=self._move(rows),
+            drafts=drafts,
+            draw_rows=draw_rows,
+            draw_positions=draw_positions,
+            num_logprobs=self._sampling.num_logprobs[draw_rows],
+            plain_rows=plain_rows,
+            device_rows=self._move(plain_rows),
             firsts=firsts,
             owners=owners,
         )
@@ -371,7 +343,8 @@ class InputBatch:
         at = np.flatnonzero(chosen)
         counts, seq_ids = [samples.counts[one] for one in at], [samples.seq_ids[one] for one in at]
         places = np.flatnonzero(np.repeat(chosen, samples.counts))
-        part = self._make_samples(seq_ids, samples.rows[at], samples.positions[at], counts)
+        drafts = [samples.drafts[one] for one in at] if samples.drafts else []
+        part = self._make_samples(seq_ids, samples.rows[at], samples.positions[at], counts, drafts)
         return Part(part, places, self._move(places))
 
     def _plan_draw(
@@ -380,21 +353,27 @@ class InputBatch:
         """Decide how the early samples of a captured step are drawn: by its own graph, by another, or by launches."""
         if early is None:
             return None
-        if (drawn := self._sampling.plain_draws(early.samples.rows)) is not None:
-            at = slice(len(early.samples)) if early.places is None else early.places
+        if (drawn := self._sampling.plain_draws(early.samples.draw_rows)) is not None:
+            at = slice(len(early.samples.draw_rows)) if early.places is None else early.places
             places.temperatures.view(np.float32)[at], places.seeds[at] = drawn
             return None
         return self.plan_draw(early, draws)
 
     def plan_draw(self, part: Part, draws: DrawLayout | None) -> SamplingInputs | CapturedDraw:
         """Make the inputs of the part's draw: of a captured one, if `draws` is its layout and it can draw all rows."""
-        captured = self._sampling.capture(part.samples.rows, part.samples.positions, part.places, draws)
-        return self.prepare_sampling(part.samples) if captured is None else captured
+        samples = part.samples
+        if samples.drafts and self._sampling.are_changed(samples.rows[samples.lens > 1]).any():
+            draws = None  # stages would have to know the drafts before each row
+        captured = self._sampling.capture(samples.draw_rows, samples.draw_positions, part.places, draws)
+        return self.prepare_sampling(samples) if captured is None else captured
 
     def _plan_tail(self, chunks: tuple[SequenceChunk, ...], samples: Samples, query_starts: Ints) -> TailInputs | None:
-        if len(samples) == query_starts[-1]:
-            return None  # every token is a decode that samples
-        rows = query_starts[1:][[chunk.num_samples > 0 for chunk in chunks]] - 1
+        if samples.num_logits == query_starts[-1]:
+            return None  # something is drawn behind every token
+        places = samples.with_logits(query_starts[1:][[chunk.num_samples > 0 for chunk in chunks]])
+        rows, ends = samples.rows, samples.positions
+        if samples.drafts:
+            rows, ends = np.repeat(rows, samples.lens), up_to(ends + samples.lens, samples.lens)
         groups = () if self._last_group is None else (self._last_group,)
-        packed = self._pack(samples.rows, np.ones_like(rows), samples.positions, np.arange(len(rows) + 1), groups)
-        return TailInputs(self._move(rows), packed[0] if packed else None)
+        packed = self._pack(rows, np.ones_like(rows), ends, np.arange(len(rows) + 1), groups)
+        return TailInputs(self._move(places), packed[0] if packed else None)

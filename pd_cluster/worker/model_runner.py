@@ -33,10 +33,12 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.worker.draw_places import CapturedDraw
     from pd_cluster.worker.grammars import Grammars
-    from pd_cluster.worker.input_batch import Part, ReplayInputs, SampleParts, Samples, Staged, StepInputs
+    from pd_cluster.worker.input_batch import Staged
     from pd_cluster.worker.kv_cache import KVCache
+    from pd_cluster.worker.pending_step import Runs
     from pd_cluster.worker.prompt_outputs import LaunchedRead, ReadPlan
     from pd_cluster.worker.sampler import TokenSampler
+    from pd_cluster.worker.step_inputs import Part, ReplayInputs, SampleParts, Samples, StepInputs
     from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
     from pd_kernels.values import Ints, StepSize
@@ -249,7 +251,7 @@ class ModelRunner:
         if self.watcher is not None:
             self.watcher(outputs.logits)
         if inputs.sampling is not None:
-            self._draw_captured(pending, early, inputs.sampling, graph, len(inputs.samples))
+            self._draw_captured(pending, early, inputs.sampling, graph, len(outputs.logits))
         else:
             self._note_drawn(pending, early, Sampled(outputs.token_ids))
         return self._sample_late(pending, inputs.parts, outputs.logits, graph)
@@ -306,10 +308,10 @@ class ModelRunner:
         pending.is_launched = True
         return pending
 
-    def _note_result(self, parts: Sequence[tuple[Samples, Ints]]) -> None:
+    def _note_result(self, parts: Sequence[tuple[Samples, Ints, Runs]]) -> None:
         """Note that a step's tokens have been read."""
-        for samples, token_ids in parts:
-            self.rows.note_result(samples, token_ids)
+        for part in parts:
+            self.rows.note_result(*part)
 
 
 def last_group(model: Model, cache: KVCache) -> int | None:

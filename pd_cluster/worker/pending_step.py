@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 from zlib import crc32
 
 import numpy as np
 
 from pd_cluster.scheduling.batch import StepResult
+from pd_cluster.worker.verification import run_length
+from pd_connectors.protocol.messages import SampledToken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,12 +19,13 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.errors import PdError
-    from pd_cluster.worker.input_batch import Samples
     from pd_cluster.worker.prompt_outputs import LaunchedRead
     from pd_cluster.worker.rank_link import StepOnRanks
     from pd_cluster.worker.sampler import Sampled
-    from pd_connectors.protocol.messages import SampledToken
+    from pd_cluster.worker.step_inputs import Samples
     from pd_kernels.values import Ints
+
+Runs: TypeAlias = dict[int, tuple[SampledToken, ...]]  # by sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,10 @@ class DrawnPart:
         """Each sequence's first token (int64 [len(samples)]), and the tokens of all logits rows."""
         samples = self.samples
         sampled = self.sampled if self.places is None else self.sampled.at(self.places)
+        token_ids, tokens = sampled.token_ids.numpy(), sampled.read(samples.num_logprobs.tolist())
         if samples.firsts is None:  # each has one
-            return sampled.token_ids.numpy(), sampled.read(samples.num_logprobs.tolist())
-        counts = np.array(samples.counts)
-        tokens = sampled.read(np.repeat(samples.num_logprobs, counts).tolist())
-        return sampled.token_ids.numpy()[np.cumsum(counts) - counts], tokens
+            return token_ids, tokens
+        return token_ids[np.cumsum(samples.counts) - samples.counts], tokens
 
 
 @dataclass(slots=True)
@@ -56,8 +58,9 @@ class PendingStep:
     """The Pending of a step on one device."""
 
     step: int
-    # Receives samples with their tokens (int64 [len(samples)]), in one call for the whole step
-    note_result: Callable[[Sequence[tuple[Samples, Ints]]], None]
+    # Receives samples with their first tokens (int64 [len(samples)]), and the runs of those with drafts by sequence, in
+    # one call for the whole step
+    note_result: Callable[[Sequence[tuple[Samples, Ints, Runs]]], None]
     finish_late: Callable[[], object]  # draws its late rows, if they wait still
     parts: list[DrawnPart] = field(default_factory=list)
     is_launched: bool = False  # False: its late rows wait for `Executor.draw_late`
@@ -71,6 +74,10 @@ class PendingStep:
     def is_over(self) -> bool:
         is_over = self.is_launched and (self.retired is None or bool(self.retired.query()))  # type: ignore[no-untyped-call]
         return is_over and (self.others is None or self.others.is_over)
+
+    @property
+    def has_drafts(self) -> bool:
+        return any(part.samples.drafts for part in self.parts)
 
     def wait(self) -> None:
         """Wait until the step has ended on this device. Another thread may call it."""
@@ -98,16 +105,28 @@ class PendingStep:
         if not self.is_launched:
             self.finish_late()
         self.wait()
-        runs: dict[int, tuple[SampledToken, ...]] = {}
-        firsts: dict[int, tuple[SampledToken, ...]] = {}
+        runs: Runs = {}
+        firsts: Runs = {}
         noted = []
         for part in self.parts:
             first_ids, tokens = part.read()
-            noted.append((part.samples, first_ids))
             rest = iter(tokens)
             for seq_id, count in zip(part.samples.seq_ids, part.samples.counts, strict=True):
                 (runs if count == 1 else firsts)[seq_id] = tuple(islice(rest, count))
+            verified = _verified(part.samples, firsts) if part.samples.drafts else {}
+            runs |= verified
+            noted.append((part.samples, first_ids, verified))
         if noted:
             self.note_result(noted)
         prompts = {} if self.prompts is None else self.prompts.read()
         return StepResult(self.step, runs, firsts, self.failures, self.absent, prompts)
+
+
+def _verified(samples: Samples, drawn: Runs) -> Runs:
+    """Take what was drawn for sequences with drafts out of `drawn`, as far as their drafts are right."""
+    found = {}
+    for seq_id, drafts in zip(samples.seq_ids, samples.drafts, strict=True):
+        if drafts:
+            tokens = drawn.pop(seq_id)
+            found[seq_id] = tokens[: run_length(drafts, [token.token_id for token in tokens])]
+    return found

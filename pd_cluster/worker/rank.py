@@ -199,7 +199,8 @@ class RankProcess:
             self._pending.popleft().result()
 
     def _launch(self, frame: StepFrame) -> None:
-        self._read_steps(keep=1)
+        # Where a sequence with drafts goes on is known when its step is read. Rank 0 has read it
+        self._read_steps(keep=0 if self._pending and self._pending[-1].has_drafts else 1)
         pending = self._state.follow(frame.batch, frame.graph, (frame.changed, frame.late))
         self._num_launched += 1
         self._pending.append(pending)

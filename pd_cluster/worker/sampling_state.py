@@ -79,22 +79,27 @@ class SamplingState:
         self._plain[row] = not (self._limited[row] or self._changed[row] or params.num_alternatives is not None)
 
     def plain_draws(self, rows: Ints) -> tuple[npt.NDArray[np.float32], Ints] | None:
-        """Temperatures (0: greedy) and seeds of `rows` with one sample each; None if any row asks for more."""
+        """Temperatures (0: greedy) and seeds of `rows`, each for one draw; None if any row asks for more."""
         return (self._temperature[rows], self._seeds[rows]) if self._plain[rows].all() else None
 
-    def prepare(self, rows: Ints, lengths: Ints, num_samples: Sequence[int]) -> SamplingInputs:
+    def prepare(
+        self, rows: Ints, lengths: Ints, num_samples: Sequence[int], before: Ints | None = None
+    ) -> SamplingInputs:
         """Make the sampler's inputs for logits of `rows`; `lengths`: tokens of each sequence before the sampled one.
 
         A row with several samples occurs once for each, in neighbouring places. The i-th uses the i-th sample seed.
+        before: the drafts before each row of logits; None: there are none. See `LogitsStage.prepare_behind`.
         """
         is_plain = bool(self._plain[rows].all())
         if is_plain and not self._temperature[rows].any():
             return GREEDY
-        changes = [
-            (stage, inputs)
-            for stage, active in self._stages
-            if active[rows].any() and (inputs := stage.prepare(rows, lengths)) is not None
-        ]
+        changes = []
+        for stage, active in self._stages:
+            if active[rows].any():
+                args = rows, lengths
+                inputs = stage.prepare(*args) if before is None else stage.prepare_behind(*args, before)
+                if inputs is not None:
+                    changes.append((stage, inputs))
         masks = None
         if changes and isinstance(changes[-1][1], TokenMasks):  # the draw itself reads them, and copies no logits
             masks = changes.pop()[1]

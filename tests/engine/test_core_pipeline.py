@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.engine.ipc import EngineSockets
     from pd_cluster.scheduling.batch import Batch, StepResult
+    from pd_cluster.scheduling.drafts import Drafter
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import PublishSpec
     from pd_connectors.protocol.messages import SampledToken
@@ -96,15 +97,16 @@ class Bench:
     """One core, driven turn by turn, and what its clients have seen."""
 
     def __init__(
-        self, executor: Executor, connector: Connector, mode: str, prefix_caching: bool = True, max_num_seqs: int = 6
-    ) -> None:
+        self, executor: Executor, connector: Connector, mode: str, prefix_caching: bool = True, max_num_seqs: int = 6,
+        drafter: Drafter | None = None,
+    ) -> None:  # fmt: skip
         self.mailbox = FakeMailbox()
         config = replace(
             CONFIG,
             scheduler=replace(CONFIG.scheduler, async_scheduling=mode, max_num_seqs=max_num_seqs),
             cache=replace(CONFIG.cache, prefix_caching=prefix_caching),
         )
-        self.core = EngineCore(config, executor, connector, cast("EngineSockets", self.mailbox))
+        self.core = EngineCore(config, executor, connector, cast("EngineSockets", self.mailbox), drafter=drafter)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], FinishReason] = {}
         self.open: set[str] = set()

@@ -20,6 +20,7 @@ from pd_cluster.protocol.messages import AddRequest, FinishReason, Work
 from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS, BeamParams, SamplingParams
 from pd_cluster.scheduling.batch import Batch, StepResult
 from pd_cluster.scheduling.sequence import sequence_seed
+from pd_cluster.worker.verification import run_length
 from pd_connectors.protocol.layout import KVKind
 from pd_connectors.protocol.messages import SampledToken, TopLogprob
 from tests.scheduling.kv_groups import ONE_FULL
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.layout import BlockRun, KVGroup
 
 BLOCK_SIZE = 16
+MAX_MODEL_LEN = 160
 VOCAB_SIZE = 23
 EOS = 0
 GARBAGE = -1
@@ -138,6 +140,24 @@ def reads(group: KVGroup, start: int) -> range:
     return range(start - 1 if start and group.kind is KVKind.STATE else 0, start)
 
 
+class SeedDrafter:
+    """Finds out which of some seeds a sequence may have, and guesses what it says. Some of its guesses are wrong."""
+
+    seeds = tuple(sequence_seed(seed, index) for seed in range(4) for index in range(3))
+
+    def propose(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+        hashes = history(token_ids)
+        fits = [seed for seed in self.seeds if len(hashes) > 1 and sample(hashes[-2], seed) == token_ids[-1]]
+        seed, last, drafts = (fits or self.seeds)[0], hashes[-1], list[int]()
+        for _ in range(min(most, last % 7)):
+            token = sample(last, seed)
+            if last % 5 == 0:
+                token = (token + 1) % VOCAB_SIZE
+            drafts.append(token)
+            last = history([token], last)[-1]
+        return tuple(drafts)
+
+
 @dataclass
 class Row:
     """What the worker keeps of a live sequence."""
@@ -169,6 +189,8 @@ class FakeWorker:
     writers: dict[int, int] = field(default_factory=dict)  # slab -> the group that wrote it last
     rows: dict[int, Row] = field(default_factory=dict)
     num_tokens_computed: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
 
     def execute(self, batch: Batch) -> StepResult:
         rows = {step.seq_id: (self.rows[step.parent], step.token_id) for step in batch.beam_steps}
@@ -235,9 +257,12 @@ class FakeWorker:
                 del table[index]  # dead: it may be another one's, or another index's, by now
             assert len(set(table.values())) == len(table)
         assert chunk.num_tokens > 0
-        assert end <= len(row.tokens), "a chunk of unknown tokens"
-        assert bool(chunk.num_samples) == (end == len(row.tokens))
-        hashes = history(row.tokens[:end])
+        certain = end - len(chunk.drafts)
+        assert certain <= len(row.tokens), "a chunk of unknown tokens"
+        assert bool(chunk.num_samples) == (certain == len(row.tokens))
+        most = min(MAX_MODEL_LEN, row.start.num_prompt_tokens + row.start.sampling.max_tokens)
+        assert not chunk.drafts or (chunk.is_decode and chunk.num_samples == 1 and end < most), "a run may be too long"
+        hashes = history([*row.tokens[:certain], *chunk.drafts])
         for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
             self.expect(index, table, hashes, reads(group, chunk.start), f"sequence {chunk.seq_id}")
         self._put(row, range(chunk.start, end), hashes)
@@ -245,6 +270,13 @@ class FakeWorker:
             return ()
         seeds = row.start.num_sample_seeds if chunk.num_samples > 1 else (row.start.seed,)
         assert len(seeds) == chunk.num_samples
+        if chunk.drafts:
+            drawn = [sample(last, row.start.seed) for last in hashes[chunk.start :]]
+            run = drawn[: run_length(chunk.drafts, drawn)]
+            self.num_drafts += len(chunk.drafts)
+            self.num_accepted += len(run) - 1
+            row.tokens += run
+            return tuple(map(SampledToken, run))
         tokens = tuple(SampledToken(sample(hashes[-1], seed)) for seed in seeds)
         if row.start.sampling.beams is not None:
             tokens = (candidates(hashes[-1]),)

@@ -6,8 +6,8 @@ import pytest
 
 from pd_cluster.errors import Overloaded
 from pd_cluster.protocol.messages import Work
-from tests.scheduling.simulation import BLOCK_SIZE, message, prompt
-from tests.scheduling.world import MAX_MODEL_LEN, World
+from tests.scheduling.simulation import BLOCK_SIZE, MAX_MODEL_LEN, message, prompt
+from tests.scheduling.world import World
 
 
 def test_while_a_victim_is_awaited_the_other_sequences_decode() -> None:

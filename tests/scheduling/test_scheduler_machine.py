@@ -58,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         keys_per_token=st.sampled_from([0, 1, 15]),
         rests=st.booleans(),
         longest_run=st.sampled_from([1, 1, 4]),
+        drafts=st.booleans(),
         lateness=st.sampled_from([0.0, 0.0, 0.2, 0.7]),
         tpot_s=st.sampled_from([0.0, 0.0, 0.01, 3.0]),
         shortest_first=st.booleans(),
@@ -68,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, num_blocks: int, num_host_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, depth: int,
         limit: int, keys_per_token: int, rests: bool = False, longest_run: int = 1, lateness: float = 0.0,
         tpot_s: float = 0.0, shortest_first: bool = False, unreadiness: float = 0.0, kv: str = "full",
+        drafts: bool = False,
     ) -> None:  # fmt: skip
         is_unready = self.late_rows(unreadiness)
         self.world = World(
@@ -80,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             depth=depth,
             longest_run=longest_run if depth == 1 else 1,
+            drafts=drafts,
             max_tokens_beside_decodes=limit,
             keys_per_token=keys_per_token,
             rests=rests,
@@ -285,6 +288,7 @@ def random_walk(seed: int, num_steps: int, kv: str = "full") -> int:
         tpot_s=rng.choice([0.0, 0.01, 3.0]),
         shortest_first=rng.random() < 0.5,
         kv=kv,
+        drafts=seed % 3 > 0,
     )
     for _ in range(num_steps):
         pick = rng.randrange(8)

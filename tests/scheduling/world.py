@@ -26,8 +26,10 @@ from tests.scheduling.simulated_client import Client
 from tests.scheduling.simulation import (
     BLOCK_SIZE,
     EOS,
+    MAX_MODEL_LEN,
     VOCAB_SIZE,
     FakeWorker,
+    SeedDrafter,
     candidates,
     history,
 )
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.step_budget import StepBudget
     from pd_connectors.base import LoadSpec, PublishSpec
     from pd_connectors.protocol.feed import StoredBlock
-
-MAX_MODEL_LEN = 160
 
 
 def steps_of(message: AddRequest) -> tuple[tuple[int, int], ...]:
@@ -85,6 +85,7 @@ class World:
     prefix_caching: bool = True
     depth: int = 1
     longest_run: int = 1
+    drafts: bool = False
     are_late: Callable[[], bool] = lambda: False  # see FakeWorker
     is_unready: Callable[[int], bool] = lambda seq_id: False  # the worker's answer before each plan
     hashes: bool = True  # whether every second step leaves time for it
@@ -115,6 +116,7 @@ class World:
             order=Shortest(self.model, self.blocks) if self.shortest_first else Fifo(),
             rests=self.rests,
             clock=lambda: self.now_s,
+            drafter=SeedDrafter() if self.drafts and not self.kv.has_state else None,
         )
         self.admission = Admission(
             self.blocks, max_num_seqs=self.max_num_seqs, max_model_len=MAX_MODEL_LEN,

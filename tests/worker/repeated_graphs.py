@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.cuda_graphs.recorder import Outputs
     from pd_cluster.worker.device_executor import DeviceExecutor
     from pd_cluster.worker.draw_places import CapturedDraw, DrawVariant
-    from pd_cluster.worker.input_batch import ReplayInputs
+    from pd_cluster.worker.step_inputs import ReplayInputs
     from pd_kernels.attention import AttentionPlan, GroupAttention
     from pd_kernels.values import NewTokens, PackedSequences, StepOnDevice, StepSize
 

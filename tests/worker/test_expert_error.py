@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from pd_cluster.worker.input_batch import StepInputs
+    from pd_cluster.worker.step_inputs import StepInputs
     from pd_kernels.values import Routing
 
     Spoil = Callable[[torch.Tensor], torch.Tensor]

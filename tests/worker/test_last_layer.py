@@ -23,7 +23,7 @@ from tests.worker.test_few_rows import FEW_ROWS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pd_cluster.worker.input_batch import StepInputs
+    from pd_cluster.worker.step_inputs import StepInputs
 
 LENGTHS = (1, 15, 16, 17, 70, 40, 2)
 WINDOWED = ["qwen3", "mistral-window", "gemma3", "qwen3-some-windows"]  # no layer, all, all but one, the last

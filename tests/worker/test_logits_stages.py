@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd_cluster.worker.cuda_graphs.captured_step import ReplayOutputs
-    from pd_cluster.worker.input_batch import ReplayInputs
+    from pd_cluster.worker.step_inputs import ReplayInputs
     from pd_kernels.backends import Kernels
     from pd_kernels.values import Ints
 

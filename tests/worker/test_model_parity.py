@@ -14,7 +14,7 @@ from tests.worker.driver import Driver, make_executor, random_prompts
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pd_cluster.worker.input_batch import StepInputs
+    from pd_cluster.worker.step_inputs import StepInputs
 
 NUM_TOKENS = 12
 LENGTHS = (1, 15, 16, 17, 70, 40)

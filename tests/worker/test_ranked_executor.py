@@ -27,10 +27,12 @@ from pd_cluster.worker.rank_link import StepOnRanks
 from pd_cluster.worker.ranked_executor import RankedCached, RankedDescribed, RankedExecutor, Ranks
 from pd_cluster.worker.warm_up import ASKING, DRAWN, GREEDY
 from pd_connectors.protocol.layout import BlockLayout
+from tests.drafters import KINDS
 from tests.shallow_model import shallow_model
 from tests.worker.driver import random_prompts
 from tests.worker.reads import read_prompt
 from tests.worker.tables import slabs_of, table
+from tests.worker.test_drafted_steps import driven, ids_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -345,3 +347,17 @@ def test_steps_of_the_warm_up_need_no_frames() -> None:
     assert all(
         sampling == SamplingParams(max_tokens=1, temperature=sampling.temperature) for sampling in (GREEDY, DRAWN)
     )
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_verify_drafts_alike(one: DeviceExecutor, several: RankedExecutor, kind: str) -> None:
+    """Plain rows and rows that rank 0 draws alone; each rank goes on behind the same runs."""
+    drive = driven(one, kind, ())
+    single = ids_of(drive.run())
+    drive.leave()
+    drive = driven(several, kind, single)
+    assert ids_of(drive.run()) == single
+    drive.leave()
+    assert drive.num_drafts > 40
+    assert (drive.num_accepted > 10) == (kind != "wrong")

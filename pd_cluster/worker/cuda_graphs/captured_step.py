@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import SequenceChunk
+    from pd_cluster.worker.step_inputs import Samples
     from pd_kernels.attention import AttentionPlan, GroupAttention, Replayable
     from pd_kernels.chunk_tiles import ChunkTiles
     from pd_kernels.values import Ints, StepSize
@@ -42,7 +43,7 @@ class StepPlaces(NamedTuple):
     tokens: Any  # [T]: places in InputBatch.token_choices
     positions: Any  # [T]
     slots: Any  # [G, T]
-    owners: Any  # [S]: rows in InputBatch of the sequences that sample
+    owners: Any  # [S]: rows in InputBatch that continue with what is drawn
     temperatures: Any  # float32 in the first half of [S]; 0 for a row that is drawn outside the graph
     seeds: Any  # [S]: see Draws, as for `lengths`
     lengths: Any  # [S]
@@ -52,7 +53,7 @@ class StepPlaces(NamedTuple):
 class MixedPlaces(NamedTuple):
     """The inputs that only mixed steps have. StepOnDevice describes all of them but `sampled`."""
 
-    sampled: Any  # [S]: places of the sampling sequences' last tokens among the T
+    sampled: Any  # [S]: places among the T of the tokens behind which one is sampled
     decode_lens: Any  # [S], [0] without decodes
     seq_lens: Any  # [S + 1]
     query_starts: Any  # [S + 2]
@@ -85,8 +86,10 @@ class CapturedStep(Protocol):
         `padding_slots`: [G, 1].
         """
 
-    def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
-        """Write the inputs of attention except `lengths`.
+    def fill(
+        self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], samples: Samples, lens: Ints, ends: Ints
+    ) -> None:
+        """Write the inputs of attention except `lengths`, and which tokens get logits.
 
         `lens`, `ends` [n]: the number of tokens of each chunk, and the position after its last token.
         """
@@ -124,7 +127,9 @@ class DecodeStep:
         places.owners[:] = padding_row
         places.slots[:] = padding_slots
 
-    def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
+    def fill(
+        self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], samples: Samples, lens: Ints, ends: Ints
+    ) -> None:
         """Writes nothing, because padding has length 0."""
 
     def plan(self, places: StepPlaces, block_tables: Sequence[torch.Tensor]) -> tuple[list[AttentionPlan], None]:
@@ -182,11 +187,14 @@ class MixedStep:
         for tiles in places.attention.tiles.values():
             tiles[0] = self.size.num_seqs
 
-    def fill(self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], lens: Ints, ends: Ints) -> None:
+    def fill(
+        self, places: StepPlaces, chunks: tuple[SequenceChunk, ...], samples: Samples, lens: Ints, ends: Ints
+    ) -> None:
         parts: MixedPlaces = places.attention
         count, num_decodes, query_ends = len(lens), leading_ones(lens), np.cumsum(lens)
         sampling = np.flatnonzero([chunk.num_samples > 0 for chunk in chunks])
-        parts.sampled[: len(sampling)] = query_ends[sampling] - 1
+        sampled = samples.with_logits(query_ends[sampling])
+        parts.sampled[: len(sampled)] = sampled
         parts.decode_lens[:num_decodes] = ends[:num_decodes]
         parts.seq_lens[:count] = ends
         parts.query_starts[1 : count + 1] = query_ends

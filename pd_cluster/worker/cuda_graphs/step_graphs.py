@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from pd_cluster.worker.cuda_graphs.recorder import Recorder
     from pd_cluster.worker.draw_places import DrawLayout
     from pd_cluster.worker.host_buffer import HostBuffer
-    from pd_cluster.worker.input_batch import InputBatch, ReplayInputs
+    from pd_cluster.worker.input_batch import InputBatch
     from pd_cluster.worker.kv_cache import KVCache
     from pd_cluster.worker.sampler import TokenSampler
+    from pd_cluster.worker.step_inputs import ReplayInputs
     from pd_kernels.attention import GroupAttention
     from pd_kernels.values import StepSize
 
@@ -107,7 +108,7 @@ class StepGraphs:
         return self._rows.build_replay(chunks, self._graphs[size].step, self._padding_slots, draws)
 
     def replay(self, inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
-        """Run the step. Row i of the outputs belongs to the i-th sequence that samples.
+        """Run the step. Its outputs have a row for each token behind which one is sampled.
 
         The replay also writes the drawn tokens to `InputBatch.last_tokens`.
         """
@@ -116,7 +117,7 @@ class StepGraphs:
             place[:num_seqs, :width].copy_(tables)
         _, replay, outputs = self._graphs[size]
         replay()
-        count = len(inputs.samples)
+        count = inputs.samples.num_logits
         return ReplayOutputs(outputs.logits[:count], outputs.token_ids[:count])
 
     def _write_padding(self, step: CapturedStep) -> None:

@@ -1,0 +1,40 @@
+"""Drafters of tests: they know the answers in advance, and say them right, wrong, or right at first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+KINDS = ("right", "wrong", "mixed")
+
+
+def bent(drafts: Sequence[int], kind: str, at: int) -> tuple[int, ...]:
+    """`drafts` as a drafter of that kind says them. `at`: their place in the answer; it decides what is wrong."""
+    if kind == "right":
+        return tuple(drafts)
+    num_right = 0 if kind == "wrong" else crc32(at.to_bytes(4)) % (len(drafts) + 1)
+    return tuple(token if index < num_right else token ^ 1 for index, token in enumerate(drafts))
+
+
+@dataclass
+class ScriptedDrafter:
+    """Finds answers that begin with the tokens of a sequence, and proposes what follows in the first of them."""
+
+    answers: tuple[tuple[int, ...], ...]  # with their prompts
+    kind: str = "right"
+    num_proposed: int = field(default=0)
+
+    @classmethod
+    def of(cls, answers: Iterable[Sequence[int]], kind: str) -> ScriptedDrafter:
+        return cls(tuple(map(tuple, answers)), kind)
+
+    def propose(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+        known = tuple(token_ids)
+        found = next((one for one in self.answers if one[: len(known)] == known), ())
+        drafts = bent(found[len(known) : len(known) + most], self.kind, len(known))
+        self.num_proposed += len(drafts)
+        return drafts

@@ -1,0 +1,89 @@
+"""What clients read of a real engine with a drafter: stop strings and usage are those of single tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pd_cluster.protocol.messages import TokensOut
+from pd_cluster.worker.device_executor import DeviceExecutor
+from tests.cut_streams import CHAT, COMPLETIONS, Case, asking, data_of, same_content
+from tests.drafters import KINDS, ScriptedDrafter
+from tests.engine.test_core_pipeline import make_connector
+from tests.in_loop_engine import InLoopEngine
+from tests.server.test_continued_generation import config_of, node_of, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pd_connectors.base import Connector
+
+pytestmark = [pytest.mark.anyio]
+
+STOPS = ["e ", "th", "zzz"]
+ASKED = [
+    plain("stop strings", CHAT, stop=STOPS, min_tokens=5, max_tokens=30).drawn(temperature=0),
+    plain("stop strings that are kept", COMPLETIONS, stop=STOPS, include_stop_str_in_output=True, logprobs=2, n=2,
+          max_tokens=30).drawn(temperature=0.9, seed=4),
+    plain("echo", COMPLETIONS, prompt=["Once upon", "A"], echo=True, logprobs=1).drawn(temperature=0.9, seed=-5),
+    plain("an end", COMPLETIONS, max_tokens=40).drawn(temperature=1.4, seed=9),
+]  # fmt: skip
+
+
+class ListeningEngine(InLoopEngine):
+    """Knows all tokens that it has told."""
+
+    def _deliver(self) -> None:
+        for message in self._mailbox.outbox:
+            if isinstance(message, TokensOut):
+                for part in message.sequences:
+                    key = message.request_id, part.index
+                    self.told.setdefault(key, []).extend(token.token_id for token in part.tokens)
+        super()._deliver()
+
+    told: dict[tuple[str, int], list[int]]
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """Behind their prompts."""
+        prompts = {request.request_id: request.prompt_token_ids for request in self.requests}
+        return [[*prompts[name], *ids] for (name, _), ids in self.told.items()]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[DeviceExecutor, Connector]]:
+    executor = DeviceExecutor.started(config_of("demo_model"), lambda text: None)
+    for connector in make_connector(executor):
+        yield executor, connector
+    executor.close()
+
+
+async def told_by(
+    served: tuple[DeviceExecutor, Connector], drafter: ScriptedDrafter | None
+) -> tuple[list[list[Any]], ListeningEngine]:
+    engine = ListeningEngine(config_of("demo_model"), *served, drafter)
+    engine.told = {}
+    async with asyncio.TaskGroup() as group, contextlib.AsyncExitStack() as stack:
+        running = group.create_task(engine.run())
+        ask = asking(node_of(engine, "node", "demo_model", stack))
+        found = await asyncio.gather(*(ask(case.path, case.body) for case in ASKED))
+        await engine.rest()
+        running.cancel()
+    return found, engine
+
+
+async def test_texts_with_drafts(served: tuple[DeviceExecutor, Connector], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1.8e9)  # answers say when they were created
+    single, engine = await told_by(served, None)
+    assert any(b'"finish_reason":"stop"' in data_of(one) for one in single)
+    for kind in KINDS:
+        drafter = ScriptedDrafter.of(engine.answers, kind)
+        found, _ = await told_by(served, drafter)
+        assert drafter.num_proposed > 20
+        for case, one, other in zip(ASKED, found, single, strict=True):
+            assert isinstance(case, Case)
+            same_content(data_of(one), data_of(other))
+        assert (sum(map(len, found)) < sum(map(len, single))) == (kind != "wrong")
