@@ -356,7 +356,7 @@ def test_ranks_verify_drafts_alike(one: DeviceExecutor, several: RankedExecutor,
     drive = driven(one, kind, ())
     single = ids_of(drive.run())
     drive.leave()
-    drive = driven(several, kind, single)
+    drive = driven(cast("Any", several), kind, single)
     assert ids_of(drive.run()) == single
     drive.leave()
     assert drive.num_drafts > 40
