@@ -28,6 +28,7 @@ class FakePending:
     step: int
     may_end: threading.Semaphore
     is_launched: bool = True
+    has_drafts: bool = False
 
     def wait(self) -> None:
         self.may_end.acquire()
