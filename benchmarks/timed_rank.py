@@ -21,6 +21,7 @@ class TimedStep:
     step_s: float
     ends_s: list[float]  # receives the moment of the end
     is_launched: bool = True
+    has_drafts: bool = False
 
     def wait(self) -> None:
         time.sleep(max(0.0, self.launched_s + self.step_s - time.monotonic()))
