@@ -170,12 +170,11 @@ def _until(sure_s: float, running_s: float) -> float:
 
 
 def _is_of_decodes(batch: Batch) -> bool:
-    """Whether a step has no prompts, or is as short as if it had none."""
-    return all(chunk.is_decode for chunk in batch.chunks)
+    """Whether a step has no prompts, or is as short as if it had none. Prompts are last in it."""
+    return not batch.chunks or batch.chunks[-1].is_decode
 
 
 def _num_decodes(batch: Batch) -> int:
     """The tokens of a step's decodes: one each, and its drafts. A draft takes as long as a decode, but for its keys."""
-    if batch.num_tokens == len(batch.chunks):
-        return len(batch.chunks)
-    return sum(chunk.num_tokens for chunk in takewhile(lambda chunk: chunk.is_decode, batch.chunks))
+    prompts = takewhile(lambda chunk: not chunk.is_decode, reversed(batch.chunks))  # they are last, and few
+    return batch.num_tokens - sum(chunk.num_tokens for chunk in prompts)

@@ -37,11 +37,11 @@ class CacheNews:
         self._clear()
 
     def _clear(self) -> None:
-        self._named: set[bytes] = set()
+        # named boundary -> the (group, hash) of the WINDOW's or STATE's cached blocks that it needs
+        self._named: dict[bytes, list[tuple[int, bytes]]] = {}
         self._stored: dict[bytes, StoredBlock] = {}  # since the last `take`
         self._evicted: list[int] = []
-        # (group, hash) of a WINDOW's or STATE's cached block -> the boundaries that need it, named now or once
-        self._needing: dict[tuple[int, bytes], set[bytes]] = {}
+        self._needing: dict[tuple[int, bytes], set[bytes]] = {}  # the same the other way round
 
     def __bool__(self) -> bool:
         return bool(self._stored or self._evicted)
@@ -70,21 +70,25 @@ class CacheNews:
             if is_new and (blocks := needed(hashes, num_blocks)) is not None:
                 for block in blocks:
                     self._needing.setdefault(block, set()).add(block_hash)
-                self._named.add(block_hash)
+                self._named[block_hash] = blocks
                 self._stored[block_hash] = StoredBlock(block_id(block_hash), steps[at][1], steps[at][0])
             at += 1
         return at
 
     def evicted(self, block_hash: bytes) -> None:
         """Note that the boundary behind this block is no hit any more."""
-        if block_hash in self._named:
-            self._named.remove(block_hash)
-            if self._stored.pop(block_hash, None) is None:
-                self._evicted.append(block_id(block_hash))
+        if (blocks := self._named.pop(block_hash, None)) is None:
+            return
+        for block in blocks:  # another boundary may need it for long
+            self._needing[block].remove(block_hash)
+            if not self._needing[block]:
+                del self._needing[block]
+        if self._stored.pop(block_hash, None) is None:
+            self._evicted.append(block_id(block_hash))
 
     def evicted_in(self, group: int, block_hash: bytes) -> None:
         """Note that no boundary that needs this block of a WINDOW or STATE group is a hit any more."""
-        for boundary in self._needing.pop((group, block_hash), ()):
+        for boundary in tuple(self._needing.get((group, block_hash), ())):
             self.evicted(boundary)
 
     def take(self) -> tuple[tuple[int, ...], tuple[StoredBlock, ...]]:

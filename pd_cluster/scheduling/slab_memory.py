@@ -14,14 +14,14 @@ from slack it looks whether enough is left for what the other groups want in the
 from __future__ import annotations
 
 from collections import Counter
-from itertools import count
+from itertools import count, islice
 from math import lcm
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.block_pool import BlockPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pd_cluster.scheduling.block_table import BlockTable
     from pd_connectors.protocol.layout import KVGroup
@@ -94,7 +94,7 @@ class SlabMemory:
             num_loose = 0
             for slab, free in pool.free_in.items():
                 assert self.owners[slab] is pool
-                block_ids = range(slab * pool.per_slab, (slab + 1) * pool.per_slab)
+                block_ids = pool._ids_of(slab)
                 used = sum(pool.refs[block_id] > 0 for block_id in block_ids)
                 assert pool.used[slab] == used, f"slab {slab}: {pool.used[slab]} blocks counted, {used} in use"
                 assert (slab in self.idle) == (not used)
@@ -122,6 +122,8 @@ class SlabPool(BlockPool):
         self.idle_free: dict[int, None] = {}  # idle ones with a free block
         self.num_loose = 0  # unreferenced blocks in busy slabs
         self._let_go_at = [0] * slabs.num_blocks(index)  # of cached ones
+        self._loose: Iterator[int] = iter(())  # cached blocks of busy slabs, see `_oldest_loose`
+        self._searched_for: list[int] = []  # the `wanted` of the growth for which they were searched
 
     @property
     def num_owned(self) -> int:
@@ -147,7 +149,7 @@ class SlabPool(BlockPool):
             if self.open:
                 return next(iter(self.open))
             if self.num_loose and not memory.spares_slack(self):
-                self._evict_all(next(one for one in self.cache.evictable if self.used[one // self.per_slab]))
+                self._evict_all(self._oldest_loose())
             elif self.idle_free:
                 return next(iter(self.idle_free))
             elif memory.unowned:
@@ -155,9 +157,27 @@ class SlabPool(BlockPool):
             else:
                 self._evict_oldest()
 
+    def _oldest_loose(self) -> int:
+        """The cached block of a busy slab that was let go longest ago.
+
+        Older blocks of idle slabs may be in the way by the thousand, so a growth searches once for all that it wants.
+        That is enough: these blocks are evicted only when they are as many as it wants, and all slack is other groups'.
+        Then they are so until its end, and no slab of this group becomes busy.
+        """
+        wanted = self._memory.wanted
+        if self._searched_for is wanted:
+            for block_id in self._loose:
+                if block_id in self.cache:
+                    return block_id
+        loose = (one for one in self.cache.evictable if self.used[one // self.per_slab])
+        self._loose, self._searched_for = iter(list(islice(loose, max(1, wanted[self.index])))), wanted
+        return next(self._loose)
+
+    def _ids_of(self, slab: int) -> range:
+        return range(slab * self.per_slab, (slab + 1) * self.per_slab)
+
     def _adopt(self, slab: int) -> int:
-        first = slab * self.per_slab
-        self.free_in[slab] = list(range(first + self.per_slab - 1, first - 1, -1))
+        self.free_in[slab] = list(reversed(self._ids_of(slab)))
         self.idle_free[slab] = None
         self._memory.idle[slab] = next(self._memory.clock)
         self._memory.owners[slab] = self
@@ -175,7 +195,7 @@ class SlabPool(BlockPool):
 
     def give_up(self, slab: int) -> None:
         """Evict all blocks of an idle slab."""
-        for block_id in range(slab * self.per_slab, (slab + 1) * self.per_slab):
+        for block_id in self._ids_of(slab):
             if block_id in self.cache:
                 self._evict_all(block_id)
 
@@ -241,4 +261,4 @@ class SlabPool(BlockPool):
         return [block_id for free in self.free_in.values() for block_id in free]
 
     def _all_owned(self) -> Iterable[int]:
-        return (slab * self.per_slab + one for slab in self.free_in for one in range(self.per_slab))
+        return (block_id for slab in self.free_in for block_id in self._ids_of(slab))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -31,7 +32,7 @@ from pd_cluster.worker.step_measurement import (
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.models.model import Model
@@ -45,6 +46,22 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.slabs import KvSlabs
     from pd_connectors.rank_port import RankPort
     from pd_kernels.values import StepSize
+
+
+@contextmanager
+def _without_locals() -> Iterator[None]:
+    """Let a failure hold no memory by the variables in its traceback: the handler may free the cache and make another.
+
+    Those of the function that uses this context stay.
+    """
+    try:
+        yield
+    except BaseException as error:
+        one: BaseException | None = error
+        while one is not None:
+            clear_frames(one.__traceback__)
+            one = one.__cause__ or one.__context__
+        raise
 
 
 @dataclass(slots=True)
@@ -133,7 +150,9 @@ class DeviceLoaded(DeviceState):
     def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> DeviceCached:
         plan = self._plan
         model = self._fit_sequences(cache_tokens(plan.layout.groups, slabs))
-        cache = KVCache.allocate(plan.layout, slabs, num_host_blocks, plan.device)
+        torch.cuda.empty_cache()  # an attempt that failed may have left memory
+        with _without_locals():
+            cache = KVCache.allocate(plan.layout, slabs, num_host_blocks, plan.device)
         return self.left_for(DeviceCached(plan, self._weights, cache, model))
 
     def unload(self) -> DeviceDescribed:
@@ -163,9 +182,13 @@ class DeviceCached(DeviceState):
         self._cache, self._model = cache, model
 
     def warm_up(self) -> DeviceExecutor:
+        with _without_locals():
+            return self.left_for(self._measured())
+
+    def _measured(self) -> DeviceExecutor:
         executor = self.capture()
         executor.measure(executor.launch)
-        return self.left_for(executor)
+        return executor
 
     def capture(self) -> DeviceExecutor:
         """The part of `warm_up` that every rank runs: the first steps, and graphs. Does not leave this state."""

@@ -10,9 +10,9 @@
 
 Each state is an object of its own with complete attributes. One state is present at a time, and owns all that was
 acquired; to use a state that was left raises StateLeft. A transition that fails leaves its state present. On one device
-it may be tried again; over several ranks the state can only be closed. After a way back the memory is free, unless the
-caller still holds some of it: a connector, a CacheDescription, a step. The weights are unchanged by `sleep`; what was
-measured is measured again.
+it may be tried again, also in the handler of the failure, which holds no memory; over several ranks the state can only
+be closed. After a way back the memory is free, unless the caller still holds some of it: a connector, a
+CacheDescription, a step. The weights are unchanged by `sleep`; what was measured is measured again.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,9 @@ from hypothesis import strategies as st
 
 from pd_cluster.engine.step_timing import WARM_UP_S, StepForecast, StepTiming
 from pd_cluster.scheduling.batch import Batch, SequenceChunk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HOST_S = 0.001
 
@@ -248,3 +252,42 @@ def test_prompts_behind_drafts_are_prompts() -> None:
     assert 0.005 < pace.rest_s(beside, 0.0) < 0.05
     pace.note_launch(beside, 1.0)
     assert pace.spare_s(drafted(8, 3), 0.0) > 0, "a slow launch of prompts says nothing of decodes"
+
+
+class Counted(tuple[SequenceChunk, ...]):
+    """Chunks that count how often one of them is looked at."""
+
+    num_looks = 0
+
+    def __iter__(self) -> Iterator[SequenceChunk]:
+        for chunk in super().__iter__():
+            self.num_looks += 1
+            yield chunk
+
+    def __reversed__(self) -> Iterator[SequenceChunk]:
+        for chunk in reversed(tuple(super().__iter__())):
+            self.num_looks += 1
+            yield chunk
+
+
+@pytest.mark.parametrize(
+    ("step", "num_passes"),
+    [(decodes(256), 1), (drafted(256, 3), 1), (mixed(256, 500), 2)],
+    ids=["plain", "drafts", "mixed"],
+)
+def test_a_prediction_costs_a_pass_over_the_chunks(step: Batch, num_passes: int) -> None:
+    """It is made several times a step, on the thread that answers. Prompts need a second pass."""
+    pace, counted = StepTiming(), Counted(step.chunks)
+    batch = Batch(0, chunks=counted)
+    looks = []
+    for ask in (
+        lambda: pace.note_launch(batch, HOST_S),
+        lambda: pace.spare_s(batch, 0.0),
+        lambda: pace.note_step(batch, 0.01, was_over=False),
+        lambda: pace.rest_s(batch, 0.0),
+    ):
+        counted.num_looks = 0
+        ask()
+        looks.append(counted.num_looks)
+    assert looks[0] == 0
+    assert max(looks) <= num_passes * len(step.chunks) + 2

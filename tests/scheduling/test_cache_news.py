@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.cache_news import block_id
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
-from tests.scheduling.kv_groups import full_manager
+from tests.scheduling.kv_groups import FULL, WINDOW, GroupSet, full_manager
 
 if TYPE_CHECKING:
     from pd_cluster.scheduling.block_table import BlockTable
@@ -102,3 +103,31 @@ def test_blocks_of_an_answer_are_named_by_the_prompt_that_repeats_them() -> None
     holders.compute([1] * 64, named=True)
     _, stored = holders.blocks.news.take()
     assert [(one.num_tokens, one.step) for one in stored] == [(16, 1016), (32, 1032), (48, 1048), (64, 1064)]
+
+
+def test_a_boundary_that_was_evicted_is_forgotten_also_where_a_block_that_it_needed_stays() -> None:
+    """All prompts begin with the same text, so the window's blocks of that text are never evicted."""
+    kv = GroupSet(((FULL, 0), (WINDOW, 4)), (2, 2))
+    blocks = BlockManager(kv.groups(SIZE), kv.slabs(32))
+    news = blocks.news
+    news.switch(is_on=True)
+    known: set[int] = set()
+    for user in range(100):
+        tokens = [1] * SIZE * 6 + [2 + user] * SIZE * 2
+        hashes = extend_hashes(root_hash(), tokens, SIZE)
+        table = blocks.open_table()
+        blocks.grow(table, blocks.match(table, hashes[:-1]) * SIZE, len(tokens))
+        blocks.publish(table, hashes)
+        blocks.name(steps_of(tokens), 0, hashes)
+        blocks.let_go(table, len(tokens))
+        blocks.close(table)
+        evicted, stored = news.take()
+        known = (known - set(evicted)) | {one.block for one in stored}
+        assert known == {block_id(boundary) for boundary in news._named}
+    assert blocks.num_evicted > 100
+    pairs = {(block, boundary) for block, boundaries in news._needing.items() for boundary in boundaries}
+    assert 0 < len(pairs) <= 4 * len(news._named), "the window's blocks of each named boundary"
+    assert pairs == {(block, boundary) for boundary, needed in news._named.items() for block in needed}
+    blocks.forget_unused()
+    assert not news._needing
+    assert set(news.take()[0]) == known

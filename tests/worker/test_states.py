@@ -204,6 +204,63 @@ def test_a_transition_that_fails_leaves_its_state_as_it_was(
     state.close()
 
 
+@pytest.mark.usefixtures("without_search")
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        ("device_executor.run_first_steps", StartupError),
+        ("device_executor.captures_steps", RuntimeError),  # the StartupError has it as its cause
+        ("device_executor.DeviceExecutor.measure", StartupError),
+    ],
+)
+def test_the_cache_is_free_in_the_handler_of_a_warm_up_that_failed(
+    described: DeviceDescribed, monkeypatch: pytest.MonkeyPatch, function: str, error: type[Exception]
+) -> None:
+    def fail(*arguments: object) -> None:
+        held = memory()
+        raise error(f"no room beside {held is not None}")
+
+    cached = allocate(described.load())
+    memory = weakref.ref(cached._cache.memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"pd_cluster.worker.{function}", fail)
+        try:
+            cached.warm_up()
+        except StartupError:
+            patch.undo()
+            loaded = cached.free()
+            assert memory() is None
+            executor = allocate(loaded, 4).warm_up()
+    executor.close()
+
+
+@pytest.mark.usefixtures("without_search")
+def test_an_allocation_that_fails_for_want_of_host_memory_leaves_none(
+    described: DeviceDescribed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros, given, made, emptied = torch.zeros, list[Any](), list[Any](), list[int]()
+
+    def fail_on_host(*arguments: Any, **options: Any) -> torch.Tensor:
+        if "pin_memory" in options:
+            raise RuntimeError("no room")
+        tensor = zeros(*arguments, **options)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    loaded = described.load()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(sum(one() is not None for one in made)))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", fail_on_host)
+        try:
+            allocate(loaded, NUM_BLOCKS, NUM_HOST_BLOCKS)
+        except StartupError:
+            patch.undo()
+            assert [one() for one in made] == [None]
+            given.append(allocate(loaded, 4))
+    assert emptied == [0, 0], "memory goes back to the device before the next attempt"
+    given.pop().close()
+
+
 def test_a_rank_that_sleeps_closes_the_part_of_the_connector() -> None:
     """Its reader, and its port by the reader's handler, would hold the old cache."""
     calls: list[str] = []
