@@ -88,7 +88,8 @@ def test_a_wrong_address_is_refused(module: None) -> None:
 
 def test_a_later_node_refuses_what_the_page_teaches(module: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connector that imports the version would claim the later one."""
+    later = base.API_VERSION + 1
     for place in (base, registry):
-        monkeypatch.setattr(place, "API_VERSION", base.API_VERSION + 1)
+        monkeypatch.setattr(place, "API_VERSION", later)
     with pytest.raises(ConnectorUnavailable, match="api_version"):
         create_connector(NAME, context("P"))
