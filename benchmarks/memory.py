@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.layout import KVGroup
 
 H200_BYTES = 150.1e9
-LENGTHS = (1024, 32_768)  # tokens
+LENGTHS = (1024, 32_768)  # tokens of a prompt
 BLOCK_SIZE = 64
 MOST_STREAMS = 1 << 20
 # Goals for Gemma 3 27B on one H200: shares of the whole-prompt rule
@@ -39,10 +39,10 @@ MOST_HELD, MOST_MOVED, LEAST_STREAMS = 0.2, 0.2, {1024: 0.85, 32_768: 4.0}
 
 @dataclass(frozen=True, slots=True)
 class GroupBytes:
-    """Of one KV group, for a sequence of some length."""
+    """Of one KV group, for a prompt of some length and the answer's first token."""
 
     name: str
-    whole: int  # all blocks of the sequence
+    whole: int  # all blocks
     held: int  # while it decodes
     moved: int  # by a handoff
 
@@ -53,13 +53,13 @@ def blocks_moved(group: KVGroup, num_tokens: int) -> int:
 
 
 def group_bytes(groups: Sequence[KVGroup], num_tokens: int) -> Iterator[GroupBytes]:
-    """What each group takes for a sequence of `num_tokens`."""
+    """What each group takes for a prompt of `num_tokens`."""
     for group in groups:
         window = f" of {group.window:,}" if group.window else ""
         yield GroupBytes(
             f"{group.kind.value}{window}, {len(group.layers)} layers",
-            -(-num_tokens // group.block_size) * group.block_bytes,
-            decode_blocks(group, num_tokens) * group.block_bytes,
+            -(-(num_tokens + 1) // group.block_size) * group.block_bytes,
+            decode_blocks(group, num_tokens + 1) * group.block_bytes,
             blocks_moved(group, num_tokens) * group.block_bytes,
         )
 
@@ -76,20 +76,25 @@ def streams(groups: Sequence[KVGroup], slabs: KvSlabs, num_tokens: int) -> int:
     return bisect_left(range(MOST_STREAMS), True, key=lambda n: slabs_for(n + 1) > slabs.num_slabs)
 
 
-def cache_bytes(spec: ModelSpec, gpu_bytes: float, dtype_bytes: int = 2) -> float:
-    """Bytes for KV on a GPU of `gpu_bytes` with default flags, as a node estimates them. Raises StartupError."""
+def kv_room(spec: ModelSpec, gpu_bytes: float, dtype_bytes: int = 2) -> tuple[float, int]:
+    """Bytes for KV on a GPU of `gpu_bytes`, and most sequences, with default flags, as a node estimates them.
+
+    Raises StartupError.
+    """
     capacity = decide_capacity(NodeConfig(), spec, dtype_bytes, int(gpu_bytes))
     own_bytes = gpu_bytes * capacity.gpu_memory_utilization
     memory = MemoryEstimate(SchedulerConfig(), spec, dtype_bytes, own_bytes, dtype_bytes)
-    return memory.cache_bytes(capacity.max_num_seqs)
+    return memory.cache_bytes(capacity.max_num_seqs), capacity.max_num_seqs
 
 
-def room_rows(groups: Sequence[KVGroup], num_bytes: float) -> Iterator[tuple[int, int, int]]:
-    """Of each length: tokens, streams that fit when every group keeps whole prompts, and streams that fit."""
+def room_rows(groups: Sequence[KVGroup], num_bytes: float, max_num_seqs: int) -> Iterator[tuple[int, int, int]]:
+    """Of each prompt and the first token of its answer: tokens of the prompt, streams that fit when every group keeps
+    whole prompts, and streams that fit."""
     slabs = KvSlabs.in_bytes(BlockLayout(tuple(groups)), num_bytes)
     num_blocks = int(num_bytes // sum(group.block_bytes for group in groups))
     for length in LENGTHS:
-        yield length, num_blocks // -(-length // groups[0].block_size), streams(groups, slabs, length)
+        whole = num_blocks // -(-(length + 1) // groups[0].block_size)
+        yield length, min(whole, max_num_seqs), min(streams(groups, slabs, length + 1), max_num_seqs)
 
 
 def byte_rows(groups: Sequence[KVGroup]) -> Iterator[tuple[int, GroupBytes]]:
@@ -110,18 +115,17 @@ def main(arguments: Sequence[str]) -> int:
     namespace = parser.parse_args(arguments)
     spec = resolve_spec(Path(), CONFIGS[namespace.shape])
     groups = spec.kv_groups(BLOCK_SIZE, "bfloat16")
-    num_bytes = cache_bytes(spec, namespace.memory_gb * 1e9)
-    table = Table("tokens", "KV group", "whole prompt, MB", "held", "share", "handed over", "share",
+    num_bytes, max_num_seqs = kv_room(spec, namespace.memory_gb * 1e9)
+    table = Table("tokens of a prompt", "KV group", "whole prompt, MB", "held", "share", "handed over", "share",
                   title=f"{namespace.shape}, blocks of {BLOCK_SIZE} tokens")  # fmt: skip
     for length, part in byte_rows(groups):
         table.add_row(f"{length:,}", part.name, f"{part.whole / 1e6:,.0f}",
                       f"{part.held / 1e6:,.0f}", f"{part.held / part.whole:.3f}",
                       f"{part.moved / 1e6:,.0f}", f"{part.moved / part.whole:.3f}")  # fmt: skip
     report_console().print(table)
-    rooms = Table(
-        "tokens", "whole prompts", "streams", "share", title=f"streams at once in {num_bytes / 1e9:.1f} GB of KV"
-    )
-    for length, before, now in room_rows(groups, num_bytes):
+    title = f"streams at once in {num_bytes / 1e9:.1f} GB of KV, at most {max_num_seqs}"
+    rooms = Table("tokens of a prompt", "whole prompts", "streams", "share", title=title)
+    for length, before, now in room_rows(groups, num_bytes, max_num_seqs):
         rooms.add_row(f"{length:,}", f"{before}", f"{now}", f"{now / max(1, before):.2f}")
     report_console().print(rooms)
     return 0

@@ -71,6 +71,10 @@ class BlockReads:
         """Blocks of the engine, of all groups, that a posted read may still write."""
         return sum(map(sum, list(self._in_flight.values())))  # a copy: stats come from other threads
 
+    def cut(self, num_groups: int | None) -> None:
+        """Leave all but the first `num_groups` alone, because the peer's endpoint lacks them. None: it has all."""
+        self._groups = self._groups[:num_groups]
+
     def start(self, spec: LoadSpec) -> None:
         """Set our blocks, which are reserved."""
         self._groups = self._groups[: len(spec.runs)]
@@ -108,7 +112,8 @@ class BlockReads:
 
     def _readable(self, state: LeaseState) -> list[int]:
         """The first prompt block that cannot be read yet, by group. Raises ValueError as `post` does."""
-        if any(not group.optional for group in self._groups[len(state.runs) :]):
+        lacking = self._groups[len(state.runs) :]
+        if lacking and (self.num_posted or any(not group.optional for group in lacking)):  # a read of it may be posted
             raise ValueError(f"the prefill node announced blocks of {len(state.runs)} groups, not {len(self._groups)}")
         num_groups = len(state.runs)  # P may hand over fewer, as long as those that it does not are optional
         self._groups, self._runs = self._groups[:num_groups], self._runs[:num_groups]

@@ -141,7 +141,7 @@ class StorePool(Pool):
             assert search.spec is None, spec
             assert self._plan.is_asked_for(spec.runs, spec.num_tokens), spec
             search.spec, search.order = spec, self._plan.in_order(spec.runs)
-            search.have = self._plan.begin(spec.runs, spec.num_tokens, search.have)  # it may have got more since `find`
+            search.begin = self._plan.begin(spec.runs, spec.num_tokens, search.have)
             search.due_s = self._clock() + self._limits.deadline_s
             search.is_found = False
             self._changed.notify()
@@ -359,7 +359,7 @@ class StorePool(Pool):
         if spec is not None:
             is_all = search.num_read == len(order)
             end = spec.num_tokens if is_all else order[search.num_read].end - 1
-            num_tokens = self._plan.loaded(search.have, end, is_all=is_all)
+            num_tokens = self._plan.loaded(search.begin, end, is_all=is_all)
             self._counted_read(search, num_tokens)
         with self._lock:
             del self._searches[search.load_id]
@@ -370,7 +370,9 @@ class StorePool(Pool):
 
     def _counted_read(self, search: Search, num_tokens: int) -> None:
         num_bytes = sum(self._block_bytes[at.group] for _, at, _ in search.order[: search.num_read])
-        self._count("pool_hit_tokens_total", max(0, num_tokens - search.have))
+        # beside partial groups the others may be cached further than the hit, which ended at `have`
+        own = search.have if self._plan.partial else search.begin
+        self._count("pool_hit_tokens_total", max(0, num_tokens - own))
         self._count("pool_read_bytes_total", num_bytes * self._context.layout.tp_size)
 
 

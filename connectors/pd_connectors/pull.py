@@ -172,6 +172,7 @@ class Pull:
     def connected(self, endpoint: PeerKey, now: float) -> None:
         """Set the endpoint of the lease's owner, which is up. Called once: a load does not outlive its endpoint."""
         self.endpoint = endpoint
+        self.reads.cut(endpoint.num_groups)  # the ticket may have named more
         self._advance(now)
 
     def lease_state(self, state: LeaseState, now: float, age_s: float = 0.0) -> None:

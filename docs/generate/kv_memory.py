@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.memory import BLOCK_SIZE, H200_BYTES, byte_rows, cache_bytes, room_rows
+from benchmarks.memory import BLOCK_SIZE, H200_BYTES, byte_rows, kv_room, room_rows
 from benchmarks.shapes import CONFIGS
 from docs.generate.document import table
 from pd_cluster.models.registry import resolve_spec
@@ -22,15 +22,15 @@ def _bytes() -> str:
         ]
         for length, part in byte_rows(_GROUPS)
     ]  # fmt: skip
-    return table(["tokens", "KV group", "whole prompt", "held in decode", "handed over", "held, of the whole"], rows)
+    columns = ("whole prompt", "held in decode", "handed over", "held, of the whole")
+    return table(["tokens of a prompt", "KV group", *columns], rows)
 
 
 def _streams() -> str:
     rows = [
-        [f"{length:,}", str(whole), str(now)]
-        for length, whole, now in room_rows(_GROUPS, cache_bytes(_SPEC, H200_BYTES))
+        [f"{length:,}", str(whole), str(now)] for length, whole, now in room_rows(_GROUPS, *kv_room(_SPEC, H200_BYTES))
     ]
-    return table(["tokens of a stream", "streams, if windows kept whole prompts", "streams"], rows)
+    return table(["tokens of a prompt", "streams, if windows kept whole prompts", "streams"], rows)
 
 
 PARTS = {"kv-bytes": _bytes, "kv-streams": _streams}

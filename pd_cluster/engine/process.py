@@ -18,7 +18,6 @@ import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from math import lcm
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,6 +28,7 @@ from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.ipc import EngineSockets, SignsOfLife, send_last_words
 from pd_cluster.errors import PdError
 from pd_cluster.protocol.messages import EngineDied, EngineReady, StartupProgress
+from pd_cluster.scheduling.sequence_room import cache_tokens
 from pd_connectors.base import ConnectorContext
 from pd_connectors.protocol.errors import HandoffError
 from pd_connectors.protocol.keys import load_cluster_key
@@ -176,7 +176,7 @@ def _build(
     ready = EngineReady(
         engine_id=context.engine_id,
         epoch=epoch,
-        num_blocks=executor.slabs.num_slabs * lcm(*executor.slabs.per_slab),
+        num_blocks=cache_tokens(executor.layout.groups, executor.slabs) // executor.block_size,
         block_size=executor.block_size,
         max_model_len=executor.model.max_model_len,
         fingerprint=context.fingerprint,
@@ -184,7 +184,6 @@ def _build(
         control_port=connector.control_port,
         max_num_seqs=executor.config.scheduler.max_num_seqs,
         num_ranks=config.model.tp,
-        num_groups=len(executor.layout.groups),
     )
     return core, ready
 

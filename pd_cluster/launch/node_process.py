@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.launch.engine_process import SpawnEngine
-    from pd_cluster.protocol.messages import EngineReady
 
 logger = logging.getLogger("pd_cluster.node")
 
@@ -181,7 +180,7 @@ class NodeProcess:
         role, node_id = self._config.server.role, self._config.server.node_id
         sys.stdout.write(
             f"ready: {role} node {node_id} on {server.url} (engine {ready.engine_id}, epoch {ready.epoch:x}, "
-            f"{cache_text(ready)}, connector {ready.connector})\n"
+            f"{ready.num_blocks} blocks of {ready.block_size} tokens, connector {ready.connector})\n"
         )
         sys.stdout.flush()
 
@@ -200,12 +199,6 @@ class NodeProcess:
 
     def _on_signal(self) -> None:
         (self._stop_now if self._stop.is_set() else self._stop).set()
-
-
-def cache_text(ready: EngineReady) -> str:
-    """The size of the cache, for the line that says that a node is ready."""
-    unit = "blocks" if ready.num_groups == 1 else f"units for {ready.num_groups} KV groups in blocks"
-    return f"{ready.num_blocks} {unit} of {ready.block_size} tokens"
 
 
 async def _to_end(server: HttpServer, http: asyncio.Task[None], client: ZmqEngineClient) -> None:

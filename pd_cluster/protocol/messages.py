@@ -156,7 +156,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
     engine_id: str
     epoch: int
-    num_blocks: int  # units, as in KvStats
+    num_blocks: int  # for one sequence in an empty cache, as in NodeLoad
     block_size: int
     max_model_len: int
     fingerprint: str
@@ -164,7 +164,6 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     control_port: int  # 0 without a peer-to-peer connector
     max_num_seqs: int
     num_ranks: int = 1
-    num_groups: int = 1  # of KV
 
 
 class StartupProgress(msgspec.Struct, frozen=True, tag=True):

@@ -9,7 +9,8 @@ of the blocks that groups have in one.
 
 from __future__ import annotations
 
-from functools import partial
+from bisect import bisect_left
+from functools import cached_property, partial
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
@@ -82,9 +83,13 @@ class BlockManager:
         return num_units
 
     @property
-    def block_units(self) -> float:
-        """The units that `block_size` tokens take in all groups."""
-        return sum(weight / pool.ratio for weight, pool in zip(self._memory.weights, self.pools, strict=True))
+    def num_free_tokens(self) -> int:
+        """The longest sequence for which there is room now, in tokens. A multiple of `block_size`."""
+        size = self.block_size
+        if len(self.pools) == 1:
+            return self.num_available * size
+        most = self.num_tokens // size
+        return bisect_left(range(most), True, key=lambda n: not self.has_room(self.needs_of((n + 1) * size))) * size
 
     @property
     def num_evicted(self) -> int:
@@ -102,7 +107,7 @@ class BlockManager:
         """See `sequence_room.fits`."""
         return fits(self._groups, self._slabs, num_tokens)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """The longest sequence that `fits`, in tokens."""
         return cache_tokens(self._groups, self._slabs)

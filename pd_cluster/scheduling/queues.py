@@ -82,8 +82,8 @@ class Queues:
             num_running=num_running,
             num_waiting=max(0, self.num_live - num_running),
             num_slots=self.max_num_seqs,
-            free_blocks=int(blocks.num_available / blocks.block_units),
-            num_blocks=int(blocks.num_blocks / blocks.block_units),
+            free_blocks=blocks.num_free_tokens // blocks.block_size,
+            num_blocks=blocks.num_tokens // blocks.block_size,
             block_size=blocks.block_size,
             queued_keys=self.num_queued_keys,
         )

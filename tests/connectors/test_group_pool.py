@@ -136,6 +136,24 @@ def test_what_is_lost_on_the_way_leaves_a_prefix_only_where_it_can_be_continued(
             assert node.stat("pool_hit_tokens_total") == left
 
 
+@pytest.mark.parametrize(
+    ("name", "have", "cached", "hit"),
+    [("windowed", 0, 96, 96), ("windowed", 32, 96, 64), ("windowed", 32, 48, 64), ("full", 32, 48, 48)],
+)
+def test_a_hit_counts_from_where_it_ended_without_the_pool(name: str, have: int, cached: int, hit: int) -> None:
+    """The engine has all FULL blocks up to `cached`, but its windows were evicted."""
+    layout, shelf = LAYOUTS[name], Shelf()
+    with nodes(partial(MemoryStore, shelf), replace(POOL_CONTEXT, layout=layout)) as (node,):
+        store_all(node, layout)
+        node.pool.find("r", HASHES, have // 16)
+        assert node.event() == PrefixFound("r", END)
+        _, *others = runs(layout, END, have)
+        rest = range(cached // 16, NUM_HASHES)
+        assert node.pool.load(LoadSpec("r", (BlockRun(rest.start, tuple(rest)), *others), END))
+        assert node.event() == PrefixLoaded("r", END)
+        assert node.stat("pool_hit_tokens_total") == hit
+
+
 @pytest.mark.parametrize("num_stored", [0, 3, 8, 9, 100])
 def test_the_questions_for_one_group_of_full_attention(num_stored: int) -> None:
     """First 8 blocks, then 64 at a time; of each block the first head, and the other one where the first one is."""

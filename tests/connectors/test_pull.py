@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -9,6 +11,7 @@ from msgspec.structs import replace
 from pd_connectors.base import FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec, LoadSteps
 from pd_connectors.block_reads import PostRead
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
+from pd_connectors.protocol.layout import BlockLayout, BlockRun
 from pd_connectors.protocol.messages import Confirm, ConfirmReply, LeaseRef, LeaseState, Release, Renew, SampledToken
 from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.pull import Action, Emit, Pull, Send
@@ -409,3 +412,47 @@ def test_long_reads_are_cut() -> None:
     pull.lease_state(state(1, 40), 0.0)
     pull.reserve(SPEC, 0.0)
     assert [read.local for read in reads(pull.take_actions())] == [((10, 11),), ((12,),)]
+
+
+DRAFTS = replace(LAYOUT.groups[0], layers=(1,), optional=True)
+WITH_DRAFTS = BlockLayout((*LAYOUT.groups, DRAFTS))
+BOTH = (*runs(0, (1, 2, 3)), BlockRun(0, (7, 8, 9)))
+
+
+def pull_with_drafts(peer: PeerKey, spec: LoadSpec) -> Pull:
+    """Of a ticket that names drafts, with all blocks of both groups announced."""
+    pull = Pull("load", replace(TICKET, layout=WITH_DRAFTS), WITH_DRAFTS, 30.0, LIMITS, now=0.0)
+    pull.accepted(0.0)
+    pull.connected(peer, 0.0)
+    pull.lease_state(LeaseState(LEASE, 0, 1, 40, BOTH, (TOKEN,)), 0.0)
+    pull.reserve(spec, 0.0)
+    return pull
+
+
+def test_a_group_that_the_ticket_names_and_the_endpoint_lacks_is_not_read() -> None:
+    """The transport would read none of its bytes, and the load would count them."""
+    pull = pull_with_drafts(
+        dataclasses.replace(PEER, num_groups=1), LoadSpec("load", (*SPEC.runs, BlockRun(0, (20, 21, 22))), 40)
+    )
+    assert reads(pull.take_actions()) == [PostRead(0, ((1, 2, 3), ()), ((10, 11, 12), ()))]
+    pull.read_ended(0, "", 0.1)
+    (question,) = sent(pull.take_actions())
+    assert isinstance(question, Confirm)
+    pull.confirm_reply(ConfirmReply(LEASE, 0, 40, question.nonce, True), 0.2)
+    (done,) = events(pull.take_actions())
+    assert isinstance(done, LoadDone)
+    assert done.group_bytes == (3 * LAYOUT.groups[0].block_bytes, 0)
+
+
+def test_a_load_is_not_done_while_a_group_is_read_that_the_peer_drops() -> None:
+    """Nothing else is wanted. What still lands must find the blocks in quarantine."""
+    pull = pull_with_drafts(PEER, LoadSpec("load", (BlockRun(3, ()), BlockRun(0, (20, 21, 22))), 40))
+    assert reads(pull.take_actions()) == [PostRead(0, ((), (7, 8, 9)), ((), (20, 21, 22)))]
+    for version in (2, 3):
+        pull.lease_state(LeaseState(LEASE, 0, version, 40, BOTH[:1], (TOKEN,)), 0.1)
+    (failed,) = events(pull.take_actions())
+    assert isinstance(failed, LoadFailed)
+    assert failed.reason is LoadFailure.REJECTED
+    assert pull.reads.num_blocks_in_flight == 3
+    pull.read_ended(0, "", 0.2)
+    assert events(pull.take_actions()) == [LoadDrained("load")]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pd_connectors import base, registry
 from pd_connectors.base import CachedBlock
 from pd_connectors.head_parts import head_parts
 from pd_connectors.protocol.errors import ConnectorUnavailable
@@ -83,3 +84,12 @@ def test_what_one_node_stores_another_reads(module: None, tmp_path: Path) -> Non
 def test_a_wrong_address_is_refused(module: None) -> None:
     with pytest.raises(ConnectorUnavailable, match="absolute directory"):
         create_connector(NAME, context("P", options=(("pool_url", "lm://x"), ("handoff", "none"))))
+
+
+def test_a_later_node_refuses_what_the_page_teaches(module: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector that imports the version would claim the later one."""
+    later = base.API_VERSION + 1
+    for place in (base, registry):
+        monkeypatch.setattr(place, "API_VERSION", later)
+    with pytest.raises(ConnectorUnavailable, match="api_version"):
+        create_connector(NAME, context("P"))

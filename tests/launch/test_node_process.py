@@ -13,8 +13,6 @@ import psutil
 import pytest
 
 from pd_cluster.launch.model_path import DEMO_MODEL
-from pd_cluster.launch.node_process import cache_text
-from pd_cluster.protocol.messages import EngineReady
 from tests.deadlines import HANG_S, wait_equal, wait_until
 
 if TYPE_CHECKING:
@@ -69,12 +67,6 @@ def wait_in_flight(url: str) -> None:
     """Until the node says that a request is open."""
     with httpx.Client(timeout=HANG_S) as client:
         wait_equal(lambda: client.get(f"{url}/health").json().get("num_in_flight"), 1)
-
-
-def test_the_ready_line_names_units_where_several_groups_share_the_cache() -> None:
-    one, two = (EngineReady("e", 1, 130, 64, 256, "f", "none", 0, 4, num_groups=count) for count in (1, 2))
-    assert cache_text(one) == "130 blocks of 64 tokens"
-    assert cache_text(two) == "130 units for 2 KV groups in blocks of 64 tokens"
 
 
 def test_ready_serve_stop(launcher: Launcher) -> None:

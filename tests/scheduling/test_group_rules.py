@@ -371,7 +371,18 @@ def test_routers_are_told_blocks_of_all_groups() -> None:
     assert (world.scheduler.load.free_blocks, world.scheduler.load.num_blocks) == (12, 12)
     world.submit(message("a", prompt(2 * BLOCK_SIZE), max_tokens=9))
     world.start_step()
-    assert world.scheduler.load.free_blocks == (60 - 2 * 5) // 5
+    assert world.scheduler.load.free_blocks == 10
+
+
+def test_routers_are_not_told_blocks_that_one_group_alone_can_have() -> None:
+    """Each has one loose block, and one slab is left, which only one of them can take."""
+    blocks = manager(FULL_WINDOW, 4)
+    assert blocks.num_free_tokens == blocks.num_tokens == 4 * SIZE
+    table = blocks.open_table()
+    blocks.grow(table, 0, 3 * SIZE)
+    blocks.let_go(table, 3 * SIZE)
+    assert blocks.num_available == 6 + 3 + 2, "units, of which a block of both takes 5"
+    assert blocks.num_free_tokens == SIZE
 
 
 def test_the_optional_groups_that_no_model_has_are_refused() -> None:

@@ -361,7 +361,11 @@ class World:
         assert queues.num_live == len(live)
         assert load.num_running == len(queues.running)
         stats = self.blocks.stats()
-        assert load.free_blocks == (stats.free + stats.cached) // self.blocks.block_units
+        most = load.free_blocks * BLOCK_SIZE
+        assert self.blocks.has_room(self.blocks.needs_of(most)), "another sequence has them"
+        assert not self.blocks.has_room(self.blocks.needs_of(most + 1))
+        if len(self.blocks.pools) == 1:
+            assert load.free_blocks == stats.free + stats.cached
 
     def check_hashes(self) -> None:
         """Every hash is that of tokens that the sequence has."""

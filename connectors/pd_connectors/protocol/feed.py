@@ -29,8 +29,8 @@ class NodeLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_running: int = 0  # sequences that hold a slot
     num_waiting: int = 0  # accepted sequences that hold none
     num_slots: int = 0
-    free_blocks: int = 0  # without content, or cached and not in use
-    num_blocks: int = 0
+    free_blocks: int = 0  # for one sequence more: without content, or cached and not in use
+    num_blocks: int = 0  # for one sequence in an empty cache
     block_size: int = 0  # tokens
     step_s: float = 0.0  # of a step with decodes only, at present
     token_s: float = 0.0  # to compute one more prompt token at position 0
