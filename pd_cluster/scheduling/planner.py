@@ -226,6 +226,9 @@ class Planner:
         memory, queues = self._memory, self._queues
         if builder.chunks or any(other.num_in_flight for other in queues.running):
             return
+        if seq.is_beam:  # it shares its blocks with its siblings, which wait for it
+            self._preempt(seq, builder)
+            return
         first = queues.waiting.first
         helps = first is not None and memory.can_begin(first, [seq])
         helps = helps or any(memory.can_give(other, [seq]) for other in queues.loaded if other is not seq)
