@@ -325,6 +325,11 @@ class BlockManager:
             for block_id in ids:
                 pool.drop(block_id)
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether a lease or a quarantine holds blocks."""
+        return bool(self._leases or self._quarantines)
+
     # host pool
 
     def can_swap_out(self, table: BlockTable, num_tokens: int) -> bool:

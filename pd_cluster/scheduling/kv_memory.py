@@ -55,6 +55,11 @@ class KvMemory:
         self._refused: Sequence | None = None
         self._news: list[CachedBlock] = []
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether a lease or a load holds blocks. Each ends."""
+        return self._blocks.is_lent or any(one.kv is not KvArrival.ABSENT for one in self._queues.parked)
+
     # running sequences
 
     def can_write(self, seq: Sequence) -> bool:

@@ -108,7 +108,10 @@ class Planner:
             self._plan_decodes(builder, None)
         if self._drafting is not None:
             self._drafting.add(builder)
-        return builder.batch(self._queues.take_departures(), self._queues.take_beam_steps(), loads)
+        batch = builder.batch(self._queues.take_departures(), self._queues.take_beam_steps(), loads)
+        if builder.preempted and not builder.held and not batch.moves_worker:
+            return self.plan(loads)  # what has yielded never ran: the next step can begin at once
+        return batch
 
     def tokens_beside_decodes(self) -> int:
         """The prompt tokens that a step may take at present beside the decodes. 0: it has none, or no limit."""
@@ -301,13 +304,14 @@ class Planner:
     def _enter_loaded(self, seq: Sequence, builder: BatchBuilder) -> None:
         """Let a sequence with its KV enter; it needs room for one token.
 
-        If nothing runs, loaded sequences of worse rank are preempted for it.
+        If nothing runs, loaded sequences of worse rank are preempted for it. It yields itself only if no memory is lent:
+        its KV was just transferred.
         """
         queues = self._queues
         if not self._memory.can_write(seq):
             worse = [] if queues.running else [other for other in queues.loaded if other.rank > seq.rank]
             if not self._memory.can_give(seq, worse):
-                if not queues.running:
+                if not queues.running and not self._memory.is_lent:
                     self._yield_alone(seq, worse, builder)
                 return
         while not self._memory.can_write(seq):
