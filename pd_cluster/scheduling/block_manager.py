@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import islice
 from math import inf
+from operator import mul
 from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.messages import KvStats
@@ -80,6 +81,10 @@ class BlockManager:
         for pool in self.pools:
             num_units += (pool.num_free + pool.cache.num_evictable) * memory.weights[pool.index]
         return num_units
+
+    def num_units(self, num_blocks: Sequence[int]) -> int:
+        """Units of so many blocks by group."""
+        return sum(map(mul, num_blocks, self._memory.weights))
 
     @property
     def block_units(self) -> float:
