@@ -53,6 +53,7 @@ class BlockManager:
         self.pools: tuple[BlockPool, ...] = self._memory.pools
         self._mortal = tuple(pool for pool in self.pools if not pool.is_tree)  # their blocks die
         is_tree = len(groups) == 1 and self.pools[0].is_tree
+        self.pools[0].keeps_first = is_tree
         self._hits: TreeHits | GroupHits
         self._hits = TreeHits(self.pools[0]) if is_tree else GroupHits(self.pools, self.block_size)
         self.news = CacheNews()
