@@ -45,6 +45,8 @@ class BatchBuilder:
     held: set[int] = field(
         default_factory=set
     )  # sequences that give their blocks up as soon as no running step touches them
+    # Blocks by group for which the blocks of these sequences were found to make no room
+    in_vain: tuple[list[int], set[int]] = field(default_factory=lambda: ([], set()))
     num_tokens: int = 0  # of prompts, in `chunks`
     best_priority: float = inf  # of these prompts
 

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from functools import cached_property, partial
 from itertools import islice
 from math import inf
+from operator import mul
 from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.messages import KvStats
@@ -53,6 +54,7 @@ class BlockManager:
         self.pools: tuple[BlockPool, ...] = self._memory.pools
         self._mortal = tuple(pool for pool in self.pools if not pool.is_tree)  # their blocks die
         is_tree = len(groups) == 1 and self.pools[0].is_tree
+        self.pools[0].keeps_first = is_tree
         self._hits: TreeHits | GroupHits
         self._hits = TreeHits(self.pools[0]) if is_tree else GroupHits(self.pools, self.block_size)
         self.news = CacheNews()
@@ -81,6 +83,10 @@ class BlockManager:
         for pool in self.pools:
             num_units += (pool.num_free + pool.cache.num_evictable) * memory.weights[pool.index]
         return num_units
+
+    def num_units(self, num_blocks: Sequence[int]) -> int:
+        """Units of so many blocks by group."""
+        return sum(map(mul, num_blocks, self._memory.weights))
 
     @property
     def num_free_tokens(self) -> int:
@@ -329,6 +335,11 @@ class BlockManager:
             pool.num_quarantined -= len(ids)
             for block_id in ids:
                 pool.drop(block_id)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a lease or a quarantine holds blocks."""
+        return bool(self._leases or self._quarantines)
 
     # host pool
 

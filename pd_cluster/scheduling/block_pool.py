@@ -8,7 +8,7 @@
 FULL and LATENT caches are trees: a table with content that another holder cached first keeps its own copy, and
 refers to the cached twin as well, so that a cached block never outlives its parents' references (`prefix_cache`). A
 WINDOW or STATE cache is not a tree: there a copy has no twin. A cached block that nothing refers to makes way for a new
-copy of the same content in any group.
+copy of the same content, but in a tree that is alone: hits read what was computed first.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class BlockPool:
         self.block_size = group.block_size
         self.ratio = ratio
         self.is_tree = group.kind in (KVKind.FULL, KVKind.LATENT)
+        self.keeps_first = False  # of copies, even if nothing refers to it
         self.num_evicted = 0  # since boot
         self.refs = [0] * num_blocks
         self.free = list(range(num_blocks - 1, -1, -1))
@@ -195,7 +196,7 @@ class BlockPool:
                 cache.insert(block_hash, own, path[-1] if path and is_tree else None)
                 cached = own
                 news.append(CachedBlock(block_hash, own, self.index))
-            elif not self.refs[cached]:  # no second copy is kept
+            elif not self.refs[cached] and not self.keeps_first:  # no second copy is kept
                 cache.replace(cached, own)
                 self._put_free(cached)
                 cached = own

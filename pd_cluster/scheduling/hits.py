@@ -82,9 +82,14 @@ class GroupHits:
         return needed if missing is None and not boundary % self._unit else None
 
     def _find(self, hashes: Iterable[bytes]) -> tuple[int, list[bytes]]:
-        """The largest boundary, and the hashes that were looked at: as few as the first tree allows."""
+        """The largest boundary, and the hashes that were looked at: as few as the first tree allows.
+
+        Without a tree: all, since the end of a prompt may be cached while its beginning is not; none if nothing is.
+        """
         known: list[bytes] = []
         first = self._trees[0] if self._trees else None
+        if first is None and not any(len(pool.cache) for pool in self._others):
+            return 0, known
         for block_hash in hashes:
             known.append(block_hash)
             if first is not None and not len(known) % first.ratio and first.cache.find(block_hash) is None:

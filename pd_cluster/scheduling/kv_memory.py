@@ -63,18 +63,27 @@ class KvMemory:
         assert table is not None
         return start < table.capacity or self._blocks.can_grow(table, start, start + 1)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several groups share the memory. Then a table that is closed may free no slab, and so not help."""
+        return len(self._blocks.pools) > 1
+
     def can_gain(self, needs: list[int], tables: Iterable[BlockTable | None], keep: Request | None = None) -> bool:
         """Whether the blocks of these tables, with the pins of all parked requests but `keep`, make room.
 
-        With one group each table that is closed helps, so the answer is yes. With several it may free no slab.
+        Each look counts all blocks of the tables, and the first few are usually enough: so these are tried alone.
         """
-        if len(self._blocks.pools) == 1:
+        if not self.is_shared:
             return True
         pins = (one.table for one in self._queues.parked if one is not keep and one.kv is KvArrival.ABSENT)
-        return self._blocks.has_room(needs, [table for table in (*pins, *tables) if table is not None])
+        closed = [table for table in (*tables, *pins) if table is not None]
+        nums = sorted({min(num, len(closed)) for num in (1, 8, 64, len(closed))})
+        return any(self._blocks.has_room(needs, closed[:num]) for num in nums)
 
     def can_give(self, seq: Sequence, victims: Iterable[Sequence]) -> bool:
         """Whether the blocks of these sequences, with all pins, would make room for the sequence's next token."""
+        if not self.is_shared:
+            return True
         table, start = seq.table, seq.num_scheduled_tokens
         assert table is not None
         return self.can_gain(self._blocks.needs(table, start, start + 1), (victim.table for victim in victims))
@@ -139,13 +148,22 @@ class KvMemory:
         seq = self._refused
         return seq if seq is not None and seq in self._queues.waiting else None
 
+    def num_missing(self, seq: Sequence) -> int:
+        """The least units to free until a waiting sequence can enter beside the running ones' next tokens."""
+        return self._blocks.num_units(self._wanted(seq)) - self._blocks.num_available
+
+    def num_held(self, seq: Sequence) -> int:
+        """The units of a sequence's blocks."""
+        return 0 if seq.table is None else self._blocks.num_units([len(held.ids) for held in seq.table.groups])
+
     def lacks_room(self, seq: Sequence, victims: list[Sequence]) -> bool:
-        """Whether a waiting sequence could not enter beside the running ones' next tokens, without these running."""
-        return not self._blocks.has_room(self._wanted(seq), [victim.table for victim in victims if victim.table])
+        """Whether so many units are not enough where groups share memory, without these running."""
+        tables = (victim.table for victim in victims)
+        return self.is_shared and not self._blocks.has_room(self._wanted(seq), [one for one in tables if one])
 
     def can_enter(self, seq: Sequence, victims: Iterable[Sequence]) -> bool:
         """Whether the blocks of these sequences would let a waiting one enter."""
-        return self.can_gain(self._wanted(seq), (victim.table for victim in victims))
+        return not self.is_shared or self.can_gain(self._wanted(seq), (victim.table for victim in victims))
 
     def _wanted(self, seq: Sequence) -> list[int]:
         blocks = self._blocks
@@ -267,10 +285,13 @@ class KvMemory:
         """Whether so many blocks by group can be taken; drops the pins of other parked requests for it, worst first."""
         if not self._is_nothing_active:
             needs = [need + spare for need, spare in zip(needs, self._watermark, strict=True)]
-        while not self._blocks.has_room(needs):
-            if not self.can_gain(needs, (), claimant) or not self.drop_pin(claimant):
-                return False
-        return True
+        if self._blocks.has_room(needs):
+            return True
+        can_gain = self.can_gain(needs, (), claimant)
+        while can_gain and self.drop_pin(claimant):
+            if self._blocks.has_room(needs):
+                return True
+        return False
 
     # parked requests
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from itertools import chain
 from math import inf
+from operator import ge
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.batch import SequenceChunk
@@ -31,7 +32,7 @@ from pd_cluster.scheduling.batch_builder import BatchBuilder
 from pd_cluster.scheduling.passed_prompts import PassedPrompts
 from pd_cluster.scheduling.portion import in_rotation
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
-from pd_cluster.scheduling.sequence import SequenceStatus
+from pd_cluster.scheduling.sequence import KvArrival, SequenceStatus
 from pd_cluster.scheduling.step_budget import is_stream
 
 if TYPE_CHECKING:
@@ -108,7 +109,10 @@ class Planner:
             self._plan_decodes(builder, None)
         if self._drafting is not None:
             self._drafting.add(builder)
-        return builder.batch(self._queues.take_departures(), self._queues.take_beam_steps(), loads)
+        batch = builder.batch(self._queues.take_departures(), self._queues.take_beam_steps(), loads)
+        if builder.preempted and not builder.held and not batch.moves_worker:
+            return self.plan(loads)  # what has yielded never ran: the next step can begin at once
+        return batch
 
     def tokens_beside_decodes(self) -> int:
         """The prompt tokens that a step may take at present beside the decodes. 0: it has none, or no limit."""
@@ -197,11 +201,7 @@ class Planner:
         """Preempt until the sequence can write its next token, or is itself the next to yield: False."""
         if self._memory.can_write(seq):
             return True
-        holders = chain(self._queues.loaded, self._queues.running)
-        may_yield = [one for one in holders if one is not seq and one.planned_step != builder.step]
-        takeable = [one for one in may_yield if self._may_take(seq, one)]
-        if not self._memory.can_give(seq, takeable):
-            self._yield_alone(seq, takeable, builder)
+        if self._memory.is_shared and not self._can_take(seq, builder):
             return False
         while not self._memory.can_write(seq):
             if self._memory.drop_pin():
@@ -218,6 +218,23 @@ class Planner:
                 return False
         return True
 
+    def _can_take(self, seq: Sequence, builder: BatchBuilder) -> bool:
+        """Whether what the sequence may take makes room for its next token; else it yields alone, or waits."""
+        holders = chain(reversed(self._queues.running), reversed(self._queues.loaded))
+        may_yield = (one for one in holders if one is not seq and one.planned_step != builder.step)
+        takeable = [one for one in may_yield if self._may_take(seq, one)]
+        table, start = seq.table, seq.num_scheduled_tokens
+        assert table is not None
+        needs, taken = self._blocks.needs(table, start, start + 1), {one.seq_id for one in takeable}
+        least, most = builder.in_vain  # fewer sequences make no room for more: to find it out takes milliseconds
+        is_in_vain = taken <= most and bool(least) and all(map(ge, needs, least))
+        if not is_in_vain and self._memory.can_give(seq, takeable):
+            return True
+        if not is_in_vain:
+            builder.in_vain = (needs, taken)
+        self._yield_alone(seq, takeable, builder)
+        return False
+
     def _yield_alone(self, seq: Sequence, takeable: list[Sequence], builder: BatchBuilder) -> None:
         """Preempt a sequence that the blocks of `takeable` do not help, if that helps it or one that waits.
 
@@ -225,6 +242,9 @@ class Planner:
         """
         memory, queues = self._memory, self._queues
         if builder.chunks or any(other.num_in_flight for other in queues.running):
+            return
+        if seq.is_beam:  # it shares its blocks with its siblings, which wait for it
+            self._preempt(seq, builder)
             return
         first = queues.waiting.first
         helps = first is not None and memory.can_begin(first, [seq])
@@ -298,13 +318,14 @@ class Planner:
     def _enter_loaded(self, seq: Sequence, builder: BatchBuilder) -> None:
         """Let a sequence with its KV enter; it needs room for one token.
 
-        If nothing runs, loaded sequences of worse rank are preempted for it.
+        If nothing runs, loaded sequences of worse rank are preempted for it. It yields itself, with KV that has just
+        been transferred, only if no memory is lent.
         """
         queues = self._queues
-        if not self._memory.can_write(seq):
+        if self._memory.is_shared and not self._memory.can_write(seq):
             worse = [] if queues.running else [other for other in queues.loaded if other.rank > seq.rank]
             if not self._memory.can_give(seq, worse):
-                if not queues.running:
+                if not queues.running and not self._is_memory_lent:
                     self._yield_alone(seq, worse, builder)
                 return
         while not self._memory.can_write(seq):
@@ -319,6 +340,11 @@ class Planner:
         if marks.decode_scheduled_s is None:
             marks.decode_scheduled_s = self._clock()
         builder.add_chunk(seq, self._blocks)
+
+    @property
+    def _is_memory_lent(self) -> bool:
+        """Whether a lease or a load holds blocks. Each ends."""
+        return self._blocks.is_lent or any(one.kv is not KvArrival.ABSENT for one in self._queues.parked)
 
     def _yield_beam(self, builder: BatchBuilder) -> None:
         """Preempt a beam that only waits for its siblings, if one of these needs a slot or blocks and none can run.

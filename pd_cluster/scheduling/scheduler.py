@@ -372,7 +372,8 @@ class Scheduler:
             if seq.finish_reason is None and index in (None, seq.index):
                 seq.finish_reason = reason
                 self._life.end(seq)
-                reports.append(SequenceTokens(seq.index, (), reason))
+                if seq.index < request.sampling.n:  # the client knows no more beams
+                    reports.append(SequenceTokens(seq.index, (), reason))
         if request.finished:
             self._unpark(request)
         return Update(request, tuple(reports), request.finished) if reports else None

@@ -80,11 +80,14 @@ class Yielding:
         debtors = (other for other in self._queues.running if other.request.group.owes(seq.request.group))
         if not wants_slot and not memory.can_enter(seq, debtors):
             return False
-        while wants_slot or (seq.table is None and memory.lacks_room(seq, taken)):
+        is_short = seq.table is None
+        num_missing = memory.num_missing(seq) if is_short else 0
+        while wants_slot or num_missing > 0 or (is_short and memory.lacks_room(seq, taken)):
             victim = self.debtor(seq, builder)
             if victim is None:
                 return has_taken
             wants_slot, has_taken = False, True
+            num_missing -= memory.num_held(victim)
             if victim.num_in_flight:
                 builder.held.add(victim.seq_id)
                 taken.append(victim)

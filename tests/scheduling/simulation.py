@@ -279,7 +279,8 @@ class FakeWorker:
             return tuple(map(SampledToken, run))
         tokens = tuple(SampledToken(sample(hashes[-1], seed)) for seed in seeds)
         if row.start.sampling.beams is not None:
-            tokens = (candidates(hashes[-1]),)
+            row.tokens.append(candidates(hashes[-1]).token_id)
+            return (candidates(hashes[-1]),)
         row.tokens.append(tokens[0].token_id)  # of several, the row goes on with the first
         return tokens if chunk.num_samples > 1 else self._run_on(row, tokens)
 

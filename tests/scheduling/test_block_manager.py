@@ -93,6 +93,24 @@ def test_a_block_with_content_that_is_cached_already_stays_private() -> None:
     assert (blocks.stats().in_use, blocks.stats().cached) == (0, 3)
 
 
+def test_the_first_copy_of_a_prompt_stays_cached_though_nothing_refers_to_it() -> None:
+    """A prompt of whole blocks computes its last one again, since logits of its last token are needed."""
+    blocks, known = full_manager(6, 16), hashes(0, 1, 2)
+    table = blocks.open_table()
+    blocks.grow(table, 0, 48)
+    blocks.publish(table, known)
+    blocks.close(table)
+    again = blocks.open_table()
+    blocks.grow(again, blocks.match(again, known[:2]) * 16, 48)
+    assert blocks.publish(again, known) == []
+    [held] = again.groups
+    assert (held.ids, held.path, blocks.pools[0].free) == ([0, 1, 3], [0, 1, 2], [5, 4])
+    blocks.close(again)
+    assert blocks.pools[0].free == [5, 4, 3]
+    assert blocks.num_available == 6
+    blocks.check()
+
+
 def test_the_last_holder_of_a_forked_block_writes_in_place() -> None:
     blocks = full_manager(8, SIZE)
     table = blocks.open_table()

@@ -7,6 +7,7 @@ import pytest
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling import hash_ahead
 from pd_cluster.scheduling.hash_ahead import HashAhead
+from tests.scheduling.kv_groups import ONLY_WINDOW
 from tests.scheduling.simulation import BLOCK_SIZE, message, prompt
 from tests.scheduling.world import World
 
@@ -80,3 +81,12 @@ def test_hashing_ends_in_time_and_keeps_nothing_that_is_done(monkeypatch: pytest
     assert [len(seq.block_hashes) for seq in (one, ended, other)] == [9, 1, 8]
     assert not ahead._expected
     world.run_until_idle()
+
+
+def test_nothing_is_hashed_for_a_cache_that_is_empty() -> None:
+    """Without a tree the first block that is not cached does not end the search."""
+    world = World(kv=ONLY_WINDOW, num_blocks=64)
+    seq = world.submit(message("a", prompt(BLOCKS * BLOCK_SIZE), max_tokens=1)).sequences[0]
+    seq.block_hashes.clear()
+    assert world.scheduler._memory._take_blocks(seq) == []
+    assert not seq.block_hashes

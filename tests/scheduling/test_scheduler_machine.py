@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pd_cluster.errors import InvalidRequest, Overloaded
 from pd_cluster.protocol.messages import Work
+from pd_cluster.protocol.sampling_params import BeamParams
 from pd_cluster.scheduling import prefill_budget
 from pd_cluster.scheduling.sequence import KvArrival, Request, SequenceStatus
 from tests.scheduling.kv_groups import SETS
@@ -121,19 +122,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         group=st.sampled_from(["", "", "a", "b"]),
         num_known=st.sampled_from([0, 0, 1, 5, 20]),
         grammar=st.sampled_from(["", "of the worker"]),
+        width=st.sampled_from([0, 0, 0, 2, 3]),
     )
     def arrive(
         self, work: Work, family: int, length: int, max_tokens: int, n: int, seed: int, ignore_eos: bool, priority: int,
         salt: str, min_tokens: int, group: str = "", num_known: int = 0, grammar: str = "",
+        width: int = 0,
     ) -> None:  # fmt: skip
         self.num_requests += 1
+        searches = width and not grammar and work is not Work.PREFILL
+        beams = BeamParams(width=max(n, width)) if searches else None
         asked = message(
             f"r{self.num_requests}", make_prompt(family, length), work=work, max_tokens=max_tokens, n=n, seed=seed,
             ignore_eos=ignore_eos and not grammar, priority=priority, salt=salt, group=group, grammar=grammar,
-            min_tokens=0 if grammar else min_tokens,
+            min_tokens=0 if grammar or beams else min_tokens, beams=beams,
         )  # fmt: skip
         goes_on = work is Work.TAKE_OVER and n == 1 and not self.world.kv.has_state  # it has no state before the last
-        if num_known and (work is Work.GENERATE or goes_on):
+        if num_known and not beams and (work is Work.GENERATE or goes_on):
             asked = begun(asked, num_known)
         try:
             self.world.submit(asked)
@@ -307,6 +312,7 @@ def random_walk(seed: int, num_steps: int, kv: str = "full") -> int:
                     min_tokens=rng.choice([0, 2]),
                     group=rng.choice(["", "", "a", "b"]),
                     num_known=rng.choice([0, 0, 1, 5, 20]),
+                    width=rng.choice([0, 0, 0, 2, 3]),
                 )
             case 1:
                 machine.step(rng.randint(1, 4))
