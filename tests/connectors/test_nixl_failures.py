@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 import pytest
 
 from pd_connectors.base import LeaseEnded, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec
@@ -96,7 +97,9 @@ def test_stopped_before_the_first_read_then_continued() -> None:
         ticket = prefill.open(16)
         prefill.publish(ticket.lease.lease_id, (7,), 16)
         prefill.finish(ticket.lease.lease_id)
-        os.kill(prefill.pid, signal.SIGSTOP)
+        stopped = psutil.Process(prefill.pid)
+        stopped.suspend()  # a busy machine may let it run on for a moment
+        wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED)
         decode.connector.begin_load("paused", ticket, HANG_S)
         load_whole(awake, decode, "meanwhile")  # the question for `paused` has been sent before
         assert decode.kinds("paused") == []
