@@ -28,7 +28,7 @@ A pool promises nothing: a block that is missing, late or damaged there only mak
 - Groups that are `KVGroup.optional` come last and need not be equal on both sides. `BlockLayout.num_common` groups are
   handed over, if both specs have runs of them: runs may be shorter by optional groups. No pool has them.
 - `CachedBlock.group`: a pool stores objects of that group only. A prefix counts as found at a boundary when every
-  group has the blocks that a later token reads (see `Pool.find`).
+  group has the blocks that a later token reads. `Pool.find` is told by group what the engine has.
 - `Ticket.position_delta`: refuse a ticket with another value than 0.
 """
 
@@ -293,11 +293,12 @@ class Pool(ABC):
     """
 
     @abstractmethod
-    def find(self, load_id: str, block_hashes: Sequence[bytes], first_block: int) -> None:
+    def find(self, load_id: str, block_hashes: Sequence[bytes], first_blocks: Sequence[int]) -> None:
         """Search for a prompt's blocks; `block_hashes` name blocks of `layout.block_size` tokens, from its start.
 
-        first_block: the engine has the prompt up to this one of them, that is in each group the blocks
-        [first_block(p), p // block_size) for the position p where it begins.
+        first_blocks: by group, in its own blocks: the engine has those of the prompt before this one. It has the prompt
+        up to the largest multiple of `layout.boundary` within all of them; of what comes before the KVGroup.first_block
+        there it may lack some.
 
         The prefix ends at the largest multiple p of `layout.boundary` for which every required group has its blocks
         from the engine's on, and of a WINDOW or STATE group only those from `first_block(p)` on. A larger block has the

@@ -28,8 +28,8 @@ class HeadPart:
     is_stored: bool  # by this rank: of several that hold it, the first one stores it
 
 
-def head_parts(layout: BlockLayout, rank: int) -> tuple[HeadPart, ...]:
-    """The objects of one block on one rank, by group and head. Together they are the rank's whole block.
+def head_parts(layout: BlockLayout, rank: int) -> list[list[HeadPart]]:
+    """By group, the objects of one block on one rank, by head. Together they are the rank's whole block.
 
     Raises ConnectorUnavailable when a rank would hold a fraction of an object.
     """
@@ -41,10 +41,13 @@ def head_parts(layout: BlockLayout, rank: int) -> tuple[HeadPart, ...]:
                                        f"{len(held)}: use another --tp, or no pool")  # fmt: skip
         is_first = rank == 0 or group.heads_of(rank - 1, layout.tp_size) != held
         num_bytes = group.block_bytes // group.shape[0] * size
-        for start in range(0, len(held), size):
-            number = (held.start + start) // size
-            parts.append(HeadPart(index, number, slice(start, start + size), num_bytes, is_first))
-    return tuple(parts)
+        parts.append(
+            [
+                HeadPart(index, (held.start + start) // size, slice(start, start + size), num_bytes, is_first)
+                for start in range(0, len(held), size)
+            ]
+        )
+    return parts
 
 
 def heads_per_object(group: KVGroup) -> int:

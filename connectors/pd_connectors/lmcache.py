@@ -213,5 +213,5 @@ class LMCacheConnector(PooledConnector):
     def __init__(self, context: ConnectorContext) -> None:
         address = pool_address(context, DEFAULT_URL)
         protocol = LMCacheProtocol()
-        most = HEADER_BYTES + max(part.num_bytes for part in head_parts(context.layout, context.rank))
+        most = HEADER_BYTES + max(parts[0].num_bytes for parts in head_parts(context.layout, context.rank))
         super().__init__(context, lambda: LMCacheStore(address, protocol, max_object_bytes=most))

@@ -5,7 +5,7 @@ store may hang for much longer than a request should wait. While a search past i
 the pool counts as down.
 
 A block of a group has one object for each part of its heads (`head_parts`). It counts as found, or as read, when all
-its objects are. Which blocks a prefix needs is in `prefix_plan`, which of them are there asks `probe`.
+its objects are. Which blocks a prefix needs, and which of them to ask for, is in `prefix_plan`.
 
 Stores: what a step computed is copied at once (`block_staging`) and sent later by one thread. The backlog is bounded;
 what does not fit is not stored, which costs a later request a prefill and nothing else.
@@ -23,21 +23,18 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pd_connectors.base import CachedBlock, Event, LoadSpec, Pool, PrefixFound, PrefixLoaded
-from pd_connectors.block_staging import BlockStaging, Inlet
-from pd_connectors.parcel import Offered, Parcel, batches
+from pd_connectors.block_staging import BlockStaging, Gathered, Inlet
 from pd_connectors.prefix_plan import PrefixPlan
-from pd_connectors.probe import Probe, contains
 from pd_connectors.search import Miss, Search
 from pd_connectors.store import HEADER_BYTES, KVStore, ObjectName, Sealer, StoreUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from pd_connectors.base import CacheDescription, ConnectorContext
-    from pd_connectors.head_parts import HeadPart
     from pd_connectors.prefix_plan import GroupBlock
 
 logger = logging.getLogger(__name__)
@@ -57,6 +54,22 @@ class PoolLimits:
     retry_s: float = 1.0
     backlog_bytes: int = 256 << 20
     close_s: float = 3.0
+
+
+class _GivenUp(Exception):
+    """A search ends now."""
+
+    def __init__(self, miss: Miss) -> None:
+        super().__init__(miss)
+        self.miss = miss
+
+
+class _Offered(NamedTuple):
+    """A block of one group, on its way from the cache to the store."""
+
+    names: list[ObjectName]  # of its objects
+    copy: Gathered
+    index: int  # in the copy
 
 
 class StorePool(Pool):
@@ -80,7 +93,7 @@ class StorePool(Pool):
         self._changed = threading.Condition(self._lock)  # for the watch
         self._searches: dict[str, Search] = {}  # not over
         self._jobs: SimpleQueue[Search | None] = SimpleQueue()
-        self._parcels: SimpleQueue[Parcel | None] = SimpleQueue()
+        self._offers: SimpleQueue[tuple[list[_Offered], int] | None] = SimpleQueue()  # of one `store`, and their bytes
         self._events: deque[Event] = deque()
         self._wake: Callable[[], None] = _no_waker
         self._retry_at_s = clock()
@@ -111,7 +124,7 @@ class StorePool(Pool):
             self._changed.notify()
         for _ in range(NUM_LOADERS):
             self._jobs.put(None)
-        self._parcels.put(None)
+        self._offers.put(None)
         end_s = time.monotonic() + self._limits.close_s
         for thread in self._threads:
             thread.join(max(0.0, end_s - time.monotonic()))
@@ -120,9 +133,8 @@ class StorePool(Pool):
 
     # the step loop's side
 
-    def find(self, load_id: str, block_hashes: Sequence[bytes], first_block: int) -> None:
-        have = first_block * self._context.layout.block_size
-        search = Search(load_id, block_hashes, have, self._clock() + self._limits.deadline_s)
+    def find(self, load_id: str, block_hashes: Sequence[bytes], first_blocks: Sequence[int]) -> None:
+        search = Search(load_id, block_hashes, first_blocks, self._clock() + self._limits.deadline_s)
         with self._changed:
             self._searches[load_id] = search
             self._counts["pool_lookups_total"] += 1
@@ -139,9 +151,9 @@ class StorePool(Pool):
             if search is None:
                 return False
             assert search.spec is None, spec
-            assert self._plan.is_asked_for(spec.runs, spec.num_tokens), spec
-            search.spec, search.order = spec, self._plan.in_order(spec.runs)
-            search.begin = self._plan.begin(spec.runs, spec.num_tokens, search.have)
+            search.spec, search.order = spec, self._plan.in_order(spec.runs, spec.num_tokens)
+            if not self._plan.partial:  # the engine's cache may have got more since `find`
+                search.first_blocks = [run.first_block for run in spec.runs]
             search.due_s = self._clock() + self._limits.deadline_s
             search.is_found = False
             self._changed.notify()
@@ -172,9 +184,9 @@ class StorePool(Pool):
         for group, staging in enumerate(self._staging):
             if own := [block for block in blocks if block.group == group]:
                 copy = staging.gather([block.block_id for block in own])
-                for index, block in enumerate(own):
-                    offered.append(Offered(self._sealer.names(block.hash, group), parts[group], copy, index))
-        self._parcels.put(Parcel(offered, num_bytes))
+                names = [self._sealer.names(block.hash, group) for block in own]
+                offered += [_Offered(each, copy, index) for index, each in enumerate(names)]
+        self._offers.put((offered, num_bytes))
 
     def settle(self) -> None:
         """Wait until the copies of all earlier `store` calls are complete."""
@@ -214,7 +226,7 @@ class StorePool(Pool):
             logger.warning("the pool is unavailable, trying again in %g s: %s", self._limits.retry_s, error)
         self._retry_at_s = self._clock() + self._limits.retry_s
 
-    def _count(self, name: str, number: int) -> None:
+    def _count(self, name: str, number: float) -> None:
         with self._lock:
             self._counts[name] += number
 
@@ -245,27 +257,34 @@ class StorePool(Pool):
                         self._probe(search, store)
                     else:
                         self._read(search, store, inlet)
+                except _GivenUp as why:
+                    self._end(search, why.miss)
+                except StoreUnavailable as error:
+                    self._went_down(error)
+                    self._end(search, Miss.UNAVAILABLE)
                 except Exception:  # a bug, ours or of the store's client, must not leave the request waiting
                     logger.exception("a search of the pool failed")
                     self._end(search, Miss.UNAVAILABLE)
                 finally:
                     self._held[index] = None
 
-    def _hopeless(self, search: Search) -> Miss | None:
-        """The reason to give the search up now; None: go on."""
-        return self._why_end(search, self._clock()) or (Miss.UNAVAILABLE if self._is_down() else None)
+    def _go_on(self, search: Search) -> None:
+        """Raise _GivenUp when there is a reason to end the search now."""
+        if miss := self._why_end(search, self._clock()) or (Miss.UNAVAILABLE if self._is_down() else None):
+            raise _GivenUp(miss)
+
+    def _names(self, search: Search, at: GroupBlock) -> list[ObjectName]:
+        return self._sealer.names(self._plan.hash_of(at, search.hashes), at.group)
 
     def _probe(self, search: Search, store: KVStore) -> None:
-        def names(at: GroupBlock) -> list[ObjectName]:
-            return self._sealer.names(self._plan.hash_of(at, search.hashes), at.group)
+        def are_there(blocks: list[GroupBlock]) -> list[bool]:
+            self._go_on(search)
+            return store.contains_all([self._names(search, at) for at in blocks])
 
-        probe = Probe(self._plan, store, names, lambda: self._hopeless(search))
-        try:
-            found, miss = probe.find(search.have, self._plan.last_boundary(len(search.hashes)))
-        except StoreUnavailable as error:
-            self._went_down(error)
-            found, miss = search.have, Miss.UNAVAILABLE
-        if found == search.have or miss not in (None, Miss.ABSENT):
+        end = self._plan.end(len(search.hashes))
+        found = self._plan.search(end, search.first_blocks, are_there)
+        miss = Miss.ABSENT if found < end else None
+        if found <= self._plan.begin(search.first_blocks):
             self._end(search, miss)
             return
         with self._lock:
@@ -278,70 +297,62 @@ class StorePool(Pool):
 
     def _read(self, search: Search, store: KVStore, inlet: Inlet) -> None:
         started_s = self._clock()
-        objects = list(self._objects(search))
-        miss = self._hopeless(search)
-        if miss is None and objects:
-            try:
-                with closing(store.get([name for name, *_ in objects])) as found:
-                    for (name, part, block_id, is_last), sealed in zip(objects, found, strict=True):
-                        content = None if sealed is None else self._sealer.open(name, sealed)
-                        miss = self._hopeless(search)
-                        if content is None:
-                            miss = Miss.LOST if sealed is None else Miss.DAMAGED
-                        if miss is Miss.DAMAGED:
-                            self._damaged.add(name)
-                        if content is None or miss is not None:
-                            break
-                        if not search.land(inlet, part, block_id, content, is_last=is_last):
-                            break
-            except StoreUnavailable as error:
-                self._went_down(error)
-                miss = Miss.UNAVAILABLE
-        self._end(search, miss)
-        with self._lock:
-            self._counts["pool_read_seconds_total"] += self._clock() - started_s
-
-    def _objects(self, search: Search) -> Iterator[tuple[ObjectName, HeadPart, int, bool]]:
-        """What a search reads, in order: the object, what it holds, the block, and whether it is the block's last."""
-        for _, at, block_id in search.order:
-            parts = self._sealer.parts[at.group]
-            names = self._sealer.names(self._plan.hash_of(at, search.hashes), at.group)
-            for part, name in zip(parts, names, strict=True):
-                yield name, part, block_id, part is parts[-1]
+        objects = [
+            (name, part, block_id, part is self._sealer.parts[at.group][-1])
+            for _, at, block_id in search.order
+            for part, name in zip(self._sealer.parts[at.group], self._names(search, at), strict=True)
+        ]
+        try:
+            self._go_on(search)
+            with closing(store.get([name for name, *_ in objects])) as found:
+                for (name, part, block_id, is_last), sealed in zip(objects, found, strict=True):
+                    if sealed is None:
+                        raise _GivenUp(Miss.LOST)
+                    content = self._sealer.open(name, sealed)
+                    if content is None:
+                        self._damaged.add(name)
+                        raise _GivenUp(Miss.DAMAGED)
+                    self._go_on(search)
+                    if not search.land(inlet, part, block_id, content, is_last=is_last):
+                        break
+        finally:
+            self._count("pool_read_seconds_total", self._clock() - started_s)
+        self._end(search, None)
 
     def _run_storer(self, store: KVStore) -> None:
         with closing(store):
-            while (parcel := self._parcels.get()) is not None:
+            while (offer := self._offers.get()) is not None:
+                blocks, num_bytes = offer
                 try:
                     if not self._closing.is_set():
-                        self._send(parcel, store)
+                        self._send(blocks, store)
                 except StoreUnavailable as error:
                     self._went_down(error)
-                    self._count("pool_blocks_dropped_total|reason=unavailable", len(parcel.blocks))
+                    self._count("pool_blocks_dropped_total|reason=unavailable", len(blocks))
                 except Exception:  # as in _run_loader
                     logger.exception("storing into the pool failed")
-                    self._count("pool_blocks_dropped_total|reason=error", len(parcel.blocks))
+                    self._count("pool_blocks_dropped_total|reason=error", len(blocks))
                 finally:
                     with self._lock:
-                        self._num_backlog_bytes -= parcel.num_bytes
+                        self._num_backlog_bytes -= num_bytes
 
-    def _send(self, parcel: Parcel, store: KVStore) -> None:
+    def _send(self, blocks: list[_Offered], store: KVStore) -> None:
         """Send the blocks that the store lacks, and those that a loading thread found damaged: the same name always
         means the same content."""
         if self._is_down():
-            self._count("pool_blocks_dropped_total|reason=unavailable", len(parcel.blocks))
+            self._count("pool_blocks_dropped_total|reason=unavailable", len(blocks))
             return
-        there = contains(store, [block.names for block in parcel.blocks])
-        pairs = zip(parcel.blocks, there, strict=True)
+        pairs = zip(blocks, store.contains_all([block.names for block in blocks]), strict=True)
         new = [block for block, is_there in pairs if not (is_there and self._damaged.isdisjoint(block.names))]
-        self._count("pool_blocks_known_total", len(parcel.blocks) - len(new))
-        for batch in batches(new, max(1, STORE_BATCH_BYTES // max(self._block_bytes))):
+        self._count("pool_blocks_known_total", len(blocks) - len(new))
+        size = max(1, STORE_BATCH_BYTES // max(self._block_bytes))
+        for batch in (new[start : start + size] for start in range(0, len(new), size)):
             for block in batch:
                 block.copy.wait()
             objects = [
                 (name, self._sealer.seal(name, block.copy.block(block.index, part.heads)))
                 for block in batch
-                for part, name in zip(block.parts, block.names, strict=True)
+                for part, name in zip(self._sealer.parts[block.names[0].group], block.names, strict=True)
                 if part.is_stored
             ]
             num_objects = store.put(objects)
@@ -355,25 +366,19 @@ class StorePool(Pool):
         """End a search. Only the first call has an effect."""
         if not search.finish():
             return
-        spec, order, num_tokens = search.spec, search.order, 0
-        if spec is not None:
-            is_all = search.num_read == len(order)
-            end = spec.num_tokens if is_all else order[search.num_read].end - 1
-            num_tokens = self._plan.loaded(search.begin, end, is_all=is_all)
-            self._counted_read(search, num_tokens)
+        num_tokens, hit_tokens, num_bytes = 0, 0, 0
+        if search.spec is not None:
+            num_tokens = self._plan.loaded(search.order, search.num_read, search.spec.num_tokens)
+            hit_tokens = max(0, num_tokens - self._plan.begin(search.first_blocks))
+            num_bytes = sum(self._block_bytes[at.group] for _, at, _ in search.order[: search.num_read])
         with self._lock:
             del self._searches[search.load_id]
             if miss is not None or search.miss is not None:
                 self._counts[f"pool_misses_total|reason={miss or search.miss}"] += 1
+            self._counts["pool_hit_tokens_total"] += hit_tokens
+            self._counts["pool_read_bytes_total"] += num_bytes * self._context.layout.tp_size
             self._events.append(PrefixLoaded(search.load_id, num_tokens))
         self._wake()
-
-    def _counted_read(self, search: Search, num_tokens: int) -> None:
-        num_bytes = sum(self._block_bytes[at.group] for _, at, _ in search.order[: search.num_read])
-        # beside partial groups the others may be cached further than the hit, which ended at `have`
-        own = search.have if self._plan.partial else search.begin
-        self._count("pool_hit_tokens_total", max(0, num_tokens - own))
-        self._count("pool_read_bytes_total", num_bytes * self._context.layout.tp_size)
 
 
 _ZEROS = {

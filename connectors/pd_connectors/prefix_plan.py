@@ -1,20 +1,24 @@
-"""Which blocks of which group a prefix from a pool needs. Pure.
+"""Which blocks of which group a prefix from a pool needs, and which of them to ask a store for. Pure.
 
 Positions are tokens from the prompt's start. A prefix ends at a *boundary*, a multiple of every group's block size. The
-engine *has* the prompt up to some boundary already: in each group the blocks that a token there, or a later one, reads.
+engine has blocks of its own, of each group those before its `first_blocks`; see `Pool.find`.
 """
 
 from __future__ import annotations
 
-from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from pd_connectors.protocol.layout import KVKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pd_connectors.protocol.layout import BlockLayout, BlockRun
+
+    AreThere = Callable[[list["GroupBlock"]], list[bool]]
+
+FIRST_PROBE = 8  # blocks in the first question to the store: most searches that find nothing find nothing there
+PROBE_BATCH = 64  # blocks, or boundaries, in each later question
 
 
 class GroupBlock(NamedTuple):
@@ -45,55 +49,86 @@ class PrefixPlan:
         kinds = [group.kind in (KVKind.FULL, KVKind.LATENT) for group in self._groups]
         self._whole = [index for index, is_whole in enumerate(kinds) if is_whole]
         self.partial = [index for index, is_whole in enumerate(kinds) if not is_whole]
-        self.unit = lcm(*(self._groups[index].block_size for index in self._whole))  # tokens; 1: no group is whole
 
-    def last_boundary(self, num_hashes: int) -> int:
+    def last_boundary(self, position: int) -> int:
+        """The largest boundary up to a position."""
+        return position // self.boundary * self.boundary
+
+    def end(self, num_hashes: int) -> int:
         """Where the longest prefix ends that so many hashes name."""
-        return num_hashes * self._hash_tokens // self.boundary * self.boundary
+        return self.last_boundary(num_hashes * self._hash_tokens)
+
+    def begin(self, first_blocks: Sequence[int]) -> int:
+        """Where the engine's own prefix ends."""
+        pairs = zip(self._groups, first_blocks, strict=False)
+        return self.last_boundary(min(group.block_size * first for group, first in pairs))
 
     def hash_of(self, at: GroupBlock, hashes: Sequence[bytes]) -> bytes:
         """The hash at the block's end, of those of a prompt."""
         return hashes[(at.block + 1) * self._groups[at.group].block_size // self._hash_tokens - 1]
 
-    def needed(self, group: int, end: int, have: int) -> range:
-        """The blocks of a group that the engine lacks for a prefix up to `end`. It has the prompt up to `have`."""
+    def needed(self, group: int, end: int, first: int) -> range:
+        """The blocks of a group that the engine lacks for a prefix up to `end`. It has its own up to block `first`."""
         kind = self._groups[group]
         stop = end // kind.block_size
-        return range(min(stop, max(kind.first_block(end), have // kind.block_size)), stop)
+        return range(min(stop, max(kind.first_block(end), first)), stop)
 
-    def units(self, have: int, end: int) -> list[list[GroupBlock]]:
-        """The blocks of the whole groups between two boundaries, by `unit`. [] when no group is whole."""
-        return [
-            [GroupBlock(g, block) for g in self._whole for block in self.needed(g, start + self.unit, start)]
-            for start in (range(have, end, self.unit) if self._whole else ())
-        ]
+    def search(self, end: int, first_blocks: Sequence[int], are_there: AreThere) -> int:
+        """Where the prefix ends, up to `end`, and with the blocks that `are_there` in the store."""
+        end = self._search_whole(end, first_blocks, are_there)
+        return self._search_partial(end, first_blocks, are_there) if self.partial else end
 
-    def in_order(self, runs: Sequence[BlockRun]) -> list[PlacedBlock]:
-        """The blocks of these runs, by group, in the order in which they end."""
-        placed = [
-            PlacedBlock((block + 1) * group.block_size, GroupBlock(index, block), block_id)
-            for index, (group, run) in enumerate(zip(self._groups, runs, strict=False))
-            for block, block_id in zip(run.span, run.block_ids, strict=True)
-        ]
+    def _search_whole(self, end: int, first_blocks: Sequence[int], are_there: AreThere) -> int:
+        """From the left, because a prefix ends at the first block that is missing."""
+        lacking = sorted(
+            ((block + 1) * self._groups[group].block_size, GroupBlock(group, block))
+            for group in self._whole
+            for block in self.needed(group, end, first_blocks[group])
+        )
+        start = 0
+        while batch := lacking[start : start + (PROBE_BATCH if start else FIRST_PROBE)]:
+            there = are_there([at for _, at in batch])
+            if not all(there):
+                return self.last_boundary(batch[there.index(False)][0] - 1)
+            start += len(batch)
+        return end
+
+    def _search_partial(self, end: int, first_blocks: Sequence[int], are_there: AreThere) -> int:
+        """From the right, boundary by boundary: most often the last one has all that it needs, and no block is asked
+        for that no later token reads."""
+        begin = self.begin(first_blocks)
+        ends = range(end, begin, -self.boundary)
+        asked = dict.fromkeys(self.partial, end)  # blocks of a group from this one on were asked for
+        absent: dict[int, set[int]] = {group: set() for group in self.partial}
+        for batch in (ends[:1], *(ends[i : i + PROBE_BATCH] for i in range(1, len(ends), PROBE_BATCH))):
+            needs = [{group: self.needed(group, at, first_blocks[group]) for group in self.partial} for at in batch]
+            wanted = []
+            for group, blocks in (pair for need in needs for pair in need.items()):
+                wanted += [GroupBlock(group, block) for block in range(blocks.start, min(blocks.stop, asked[group]))]
+                asked[group] = min(asked[group], blocks.start)
+            for at, is_there in zip(wanted, are_there(wanted) if wanted else (), strict=True):
+                if not is_there:
+                    absent[at.group].add(at.block)
+            for boundary, need in zip(batch, needs, strict=True):
+                if all(absent[group].isdisjoint(blocks) for group, blocks in need.items()):
+                    return boundary
+        return begin
+
+    def in_order(self, runs: Sequence[BlockRun], end: int) -> list[PlacedBlock]:
+        """The blocks of these runs, by group, of a prefix up to `end`, in the order in which they end."""
+        placed = []
+        for index, (group, run) in enumerate(zip(self._groups, runs, strict=False)):
+            assert run.first_block >= group.first_block(end), run
+            assert run.span.stop == end // group.block_size, run
+            for block, block_id in zip(run.span, run.block_ids, strict=True):
+                placed.append(PlacedBlock((block + 1) * group.block_size, GroupBlock(index, block), block_id))
         return sorted(placed)
 
-    def begin(self, runs: Sequence[BlockRun], end: int, have: int) -> int:
-        """Up to where the engine has the prompt, if it asks for these runs of a prefix up to `end`.
-
-        have: what it had before, which counts when the runs do not tell: a partial group's may begin later.
-        """
-        pairs = list(zip(self._groups, runs, strict=False))
-        known = [run.first_block * group.block_size for group, run in pairs if run.first_block > group.first_block(end)]
-        return max(known, default=0 if self._whole else min(have, end))
-
-    def is_asked_for(self, runs: Sequence[BlockRun], end: int) -> bool:
-        """Whether these runs, by group, are of a prefix up to `end`."""
-        pairs = zip(self._groups, runs, strict=False)
-        return all(g.first_block(end) <= run.first_block and run.span.stop == end // g.block_size for g, run in pairs)
-
-    def loaded(self, have: int, end: int, *, is_all: bool) -> int:
-        """Where the prefix ends when every block before `end` was read; `is_all`: every block that was asked for.
+    def loaded(self, order: Sequence[PlacedBlock], num_read: int, end: int) -> int:
+        """Where the prefix ends when so many of these blocks were read, of a prefix up to `end`.
 
         The blocks of a partial group are those of the last boundary, so without one of them there is no prefix.
         """
-        return end if is_all else 0 if self.partial else max(have, end // self.boundary * self.boundary)
+        if num_read == len(order):
+            return end
+        return 0 if self.partial else self.last_boundary(order[num_read].end - 1)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class _Find(msgspec.Struct, frozen=True, tag=True):
     load_id: str
     block_hashes: tuple[bytes, ...]
-    first_block: int
+    first_blocks: tuple[int, ...]
 
 
 class _Load(msgspec.Struct, frozen=True, tag=True):
@@ -62,8 +62,8 @@ _decode_told = msgspec.msgpack.Decoder(_Told).decode
 
 def _carry_out(order: _Order, pool: StorePool) -> None:
     match order:
-        case _Find(load_id, block_hashes, first_block):
-            pool.find(load_id, block_hashes, first_block)
+        case _Find(load_id, block_hashes, first_blocks):
+            pool.find(load_id, block_hashes, first_blocks)
         case _Load(load_id, runs, num_tokens):
             pool.load(LoadSpec(load_id, runs, num_tokens))
         case _Cancel(load_id):
@@ -95,9 +95,9 @@ class RankedPool(Pool):
         """Start rank 0's pool. Raises what it raises."""
         self._pool.open(cache)
 
-    def find(self, load_id: str, block_hashes: Sequence[bytes], first_block: int) -> None:
+    def find(self, load_id: str, block_hashes: Sequence[bytes], first_blocks: Sequence[int]) -> None:
         self._searches[load_id] = _Search()
-        self._give(_Find(load_id, tuple(block_hashes), first_block))
+        self._give(_Find(load_id, tuple(block_hashes), tuple(first_blocks)))
 
     def load(self, spec: LoadSpec) -> bool:
         """See StorePool.load."""

@@ -46,10 +46,9 @@ class Search:
 
     load_id: str
     hashes: Sequence[bytes]  # of the prompt, from its start
-    have: int  # tokens up to here are in the engine's cache, as `find` said
+    first_blocks: Sequence[int]  # by group, blocks before these are in the engine's cache
     due_s: float
     spec: LoadSpec | None = None  # None until `load`
-    begin: int = 0  # where the blocks of the spec begin, see PrefixPlan.begin
     order: list[PlacedBlock] = field(default_factory=list)  # the spec's blocks, as they are read
     miss: Miss | None = None  # why it will bring less than all
     is_found: bool = False  # the engine has it, and its time does not count

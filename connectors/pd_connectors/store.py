@@ -2,8 +2,7 @@
 
 One object is some heads of one group of one whole KV block (`head_parts`). Its *name* is its content's: fingerprint and
 layout (together the scope), the chained hash of all tokens up to the block's end (`protocol.hashing`, the tenant's salt
-in the root), the group's number and the part's. A larger block has the hash at its end. How many ranks an engine has is
-not in it. So equal names mean equal
+in the root), the group's number and the part's. How many ranks an engine has is not in it. So equal names mean equal
 bytes, any node may write any object at any time, and no object is ever invalidated.
 
     object   magic (16)   digest (16)   the heads' bytes of the block, as they lie in the cache
@@ -66,6 +65,13 @@ class KVStore(ABC):
     def contains(self, names: Sequence[ObjectName]) -> list[bool]:
         """Whether each object is stored now. A stored object may be evicted at any time."""
 
+    def contains_all(self, blocks: Sequence[Sequence[ObjectName]]) -> list[bool]:
+        """Whether all objects of each block are stored. If a block's first one is missing, no other is asked for."""
+        there = self.contains([block[0] for block in blocks])
+        others = [name for block, is_there in zip(blocks, there, strict=True) if is_there for name in block[1:]]
+        known = dict(zip(others, self.contains(others) if others else (), strict=True))
+        return [is_there and all(map(known.get, block[1:])) for block, is_there in zip(blocks, there, strict=True)]
+
     @abstractmethod
     def get(self, names: Sequence[ObjectName]) -> Generator[bytearray | None, None, None]:
         """Yield each object in the order of `names`; None for an object that is not stored.
@@ -93,11 +99,7 @@ class Sealer:
 
     def __init__(self, context: ConnectorContext) -> None:
         self._key = context.cluster_key
-        parts = head_parts(context.layout, context.rank)
-        self.parts = tuple(
-            tuple(part for part in parts if part.group == index) for index in range(len(context.layout.groups))
-        )
-        self._num_bytes = {(part.group, part.number): part.num_bytes for part in parts}
+        self.parts = head_parts(context.layout, context.rank)
         scope = blake2b(digest_size=16, person=b"pd-pool-scope")
         key_id = blake2b(context.cluster_key, digest_size=16, person=b"pd-pool-key-id").digest()
         for field in (OBJECT_MAGIC, context.fingerprint.encode(), context.layout.digest(), key_id):
@@ -116,7 +118,7 @@ class Sealer:
         """The block's bytes; None unless a node of this cluster sealed exactly this object as `name`."""
         view = memoryview(sealed)
         if (
-            len(view) != HEADER_BYTES + self._num_bytes[name.group, name.part]
+            len(view) != HEADER_BYTES + self.parts[name.group][0].num_bytes  # all parts of a group are of one size
             or view[: len(OBJECT_MAGIC)] != OBJECT_MAGIC
         ):
             return None

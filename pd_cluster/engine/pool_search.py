@@ -67,12 +67,12 @@ class PoolSearches:
         """Search for a parked prompt. Returns False, and never calls `go_on`, without a pool or missing blocks."""
         if self._pool is None:
             return False
-        hashes, num_here = self._scheduler.missing(request)
+        hashes, first_blocks = self._scheduler.missing(request)
         if not hashes:
             return False
         search = PoolSearch(request, f"{request.request_id}@{next(self._serials)}", go_on)
         self._by_load[search.load_id] = self._by_request[request] = search
-        self._pool.find(search.load_id, hashes, num_here)
+        self._pool.find(search.load_id, hashes, first_blocks)
         return True
 
     def reserve(self) -> None:

@@ -307,18 +307,22 @@ class KvMemory:
         self._blocks.truncate(request.table, num_whole)
         return self._blocks.match(request.table, request.sequences[0].iter_hashes(num_whole, size))
 
-    def missing(self, request: Request) -> tuple[list[bytes], int]:
-        """The hashes of a parked prompt's whole blocks, to search a pool for, and how many of them are cached here.
+    def missing(self, request: Request) -> tuple[list[bytes], tuple[int, ...]]:
+        """The hashes of a parked prompt's whole blocks, to search a pool for, and by group up to which block of its own
+        it is cached here. That is pinned.
 
-        The block of the last token is left out, because it must be computed for its logits. ([], 0): do not search.
+        The block of the last token is left out, because it must be computed for its logits. ([], ()): do not search.
         """
-        size = self._blocks.block_size
-        num_whole = request.sequences[0].num_reusable_tokens // size
+        blocks, table = self._blocks, request.table
+        num_whole = request.sequences[0].num_reusable_tokens // blocks.block_size
         num_here = self.pin(request)
-        if num_here >= num_whole or not self._blocks.prefix_caching:
-            return [], 0
-        request.num_cached_before = num_here * size
-        return request.sequences[0].hash_blocks(num_whole, size)[:], num_here
+        if num_here >= num_whole or not blocks.prefix_caching:
+            return [], ()
+        assert table is not None
+        request.num_cached_before = num_here * blocks.block_size
+        hashes = request.sequences[0].hash_blocks(num_whole, blocks.block_size)[:]
+        blocks.match_held(table, hashes, request.num_cached_before)  # a group may have more than all have
+        return hashes, tuple(held.end for held in table.groups)
 
     def reserve(self, request: Request, prefix: int | None) -> LoadSpec | None:
         """Reserve blocks for the part of a parked prompt that is not cached. Returns None when they are refused.

@@ -203,7 +203,7 @@ class Scheduler:
         """
         return self._memory.pin(request) * self._blocks.block_size
 
-    def missing(self, request: Request) -> tuple[list[bytes], int]:
+    def missing(self, request: Request) -> tuple[list[bytes], tuple[int, ...]]:
         """See `KvMemory.missing`."""
         return self._memory.missing(request)
 

@@ -79,7 +79,9 @@ class PoolHarness(Harness):
         self, reader: Reader, prompt: Prompt, load_id: str, first_block: int = 0, deadline_s: float = LOAD_DEADLINE_S
     ) -> None:
         assert reader.node.connector.pool is not None
-        reader.node.connector.pool.find(load_id, hashes_of(prompt, prompt.num_blocks), first_block)
+        reader.node.connector.pool.find(
+            load_id, hashes_of(prompt, prompt.num_blocks), (first_block,) * len(LAYOUT.groups)
+        )
 
     def cancel(self, reader: Reader, load_id: str) -> None:
         assert reader.node.connector.pool is not None

@@ -50,7 +50,7 @@ def test_a_flipped_bit_ends_the_prefix_before_it(harness: PoolHarness, reader: R
     harness.offer(prompt)
     pool = reader.node.connector.pool
     assert pool is not None
-    (part, *_) = head_parts(LAYOUT, 0)
+    ((part, *_), *_) = head_parts(LAYOUT, 0)
     positions = (0, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + part.num_bytes - 1)
     for position in positions:
         reader.wipe()
@@ -93,7 +93,7 @@ def test_tenants_share_nothing(harness: PoolHarness, reader: Reader) -> None:
     harness.offer(prompt)
     pool, load_id = reader.node.connector.pool, harness.load_id("bob")
     assert pool is not None
-    pool.find(load_id, hashes_of(prompt, 2, salt="bob"), 0)
+    pool.find(load_id, hashes_of(prompt, 2, salt="bob"), (0,) * len(LAYOUT.groups))
     assert not reader.wait_found(load_id)
     assert reader.wait_end(load_id) == End(0)
 

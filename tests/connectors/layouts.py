@@ -107,7 +107,7 @@ def prefix_runs(layout: BlockLayout, first_block: int, num_tokens: int, ids: Seq
     plan, found = PrefixPlan(layout), []
     for group, kind in enumerate(layout.groups):
         assert kind.block_size == layout.block_size
-        needed = plan.needed(group, num_tokens, first_block * layout.block_size)
+        needed = plan.needed(group, num_tokens, first_block)
         found.append(BlockRun(needed.start, tuple(ids[needed.start - first_block : needed.stop - first_block])))
     return tuple(found)
 

@@ -125,7 +125,7 @@ class Node:
 
     def recall(self, hashes: Sequence[bytes], block_ids: Sequence[int], first_block: int = 0, name: str = "r") -> int:
         """Search, load what is found into `block_ids` (for blocks from `first_block` on). Returns the tokens loaded."""
-        self.pool.find(name, hashes, first_block)
+        self.pool.find(name, hashes, (first_block,) * len(self.caches))
         event = self.event()
         if isinstance(event, PrefixFound):
             runs = prefix_runs(self.layout, first_block, event.num_tokens, block_ids)

@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 
 from pd_connectors.base import CachedBlock, LoadSpec, PrefixFound, PrefixLoaded
 from pd_connectors.prefix_plan import GroupBlock, PrefixPlan
-from pd_connectors.probe import Probe
-from pd_connectors.protocol.layout import BlockLayout, BlockRun
-from pd_connectors.search import Miss
-from pd_connectors.store import KVStore, ObjectName, Sealer
+from pd_connectors.protocol.layout import BlockLayout, BlockRun, KVGroup
+from pd_connectors.store import ObjectName, Sealer
 from tests.connectors.layouts import FULL, LATENT, LAYOUTS, STATE, WINDOW, full_layout
 from tests.connectors.pool_bench import POOL_CONTEXT, MemoryStore, Node, Shelf, hashes_of, nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Sequence
 
 NUM_HASHES = 6
 END = NUM_HASHES * 16
@@ -52,19 +50,25 @@ def store_all(node: Node, layout: BlockLayout) -> None:
     node.wait_sent()
 
 
-def runs(layout: BlockLayout, end: int, have: int = 0) -> tuple[BlockRun, ...]:
-    """Into block i of each group, what an engine asks for that has the prompt up to `have`."""
-    needed = [PrefixPlan(layout).needed(group, end, have) for group in range(len(layout.groups))]
+def first_blocks(layout: BlockLayout, have: int) -> tuple[int, ...]:
+    """Of an engine that has the prompt up to `have`."""
+    return tuple(have // group.block_size for group in layout.groups)
+
+
+def runs(layout: BlockLayout, end: int, firsts: Sequence[int]) -> tuple[BlockRun, ...]:
+    """Into block i of each group, what an engine asks for that has the blocks before these."""
+    needed = [PrefixPlan(layout).needed(group, end, first) for group, first in enumerate(firsts)]
     return tuple(BlockRun(span.start, tuple(span)) for span in needed)
 
 
 def recall(node: Node, layout: BlockLayout, name: str, have: int = 0) -> tuple[int, int]:
     """Tokens found, and loaded."""
-    node.pool.find(name, HASHES, have // 16)
+    firsts = first_blocks(layout, have)
+    node.pool.find(name, HASHES, firsts)
     found, event = 0, node.event()
     if isinstance(event, PrefixFound):
         found = event.num_tokens
-        assert node.pool.load(LoadSpec(name, runs(layout, found, have), found))
+        assert node.pool.load(LoadSpec(name, runs(layout, found, firsts), found))
         event = node.event()
     assert isinstance(event, PrefixLoaded)
     return found, event.num_tokens
@@ -125,10 +129,11 @@ def test_what_is_lost_on_the_way_leaves_a_prefix_only_where_it_can_be_continued(
         context = replace(POOL_CONTEXT, layout=layout)
         with nodes(partial(MemoryStore, shelf), context) as (node,):
             store_all(node, layout)
-            node.pool.find("r", HASHES, 0)
+            none = first_blocks(layout, 0)
+            node.pool.find("r", HASHES, none)
             assert node.event() == PrefixFound("r", END)
             remove(shelf, layout, len(layout.groups) - 1, 4)
-            assert node.pool.load(LoadSpec("r", runs(layout, END), END))
+            assert node.pool.load(LoadSpec("r", runs(layout, END, none), END))
             assert node.event() == PrefixLoaded("r", left)
             assert node.misses() == {"lost": 1}
             num_whole = 5 if name == "windowed" else 4  # up to the object that was lost
@@ -137,21 +142,38 @@ def test_what_is_lost_on_the_way_leaves_a_prefix_only_where_it_can_be_continued(
 
 
 @pytest.mark.parametrize(
-    ("name", "have", "cached", "hit"),
-    [("windowed", 0, 96, 96), ("windowed", 32, 96, 64), ("windowed", 32, 48, 64), ("full", 32, 48, 48)],
+    ("name", "firsts", "cached", "hit"),
+    [("windowed", (6, 0), 96, 96), ("windowed", (6, 2), 96, 64), ("windowed", (2, 2), 48, 64), ("full", (2,), 48, 48)],
 )
-def test_a_hit_counts_from_where_it_ended_without_the_pool(name: str, have: int, cached: int, hit: int) -> None:
-    """The engine has all FULL blocks up to `cached`, but its windows were evicted."""
+def test_a_hit_counts_from_where_it_ended_without_the_pool(
+    name: str, firsts: tuple[int, ...], cached: int, hit: int
+) -> None:
+    """The engine has all FULL blocks up to `cached`, some since it asked, but its windows were evicted."""
     layout, shelf = LAYOUTS[name], Shelf()
     with nodes(partial(MemoryStore, shelf), replace(POOL_CONTEXT, layout=layout)) as (node,):
         store_all(node, layout)
-        node.pool.find("r", HASHES, have // 16)
+        node.pool.find("r", HASHES, firsts)
         assert node.event() == PrefixFound("r", END)
-        _, *others = runs(layout, END, have)
+        _, *others = runs(layout, END, firsts)
         rest = range(cached // 16, NUM_HASHES)
         assert node.pool.load(LoadSpec("r", (BlockRun(rest.start, tuple(rest)), *others), END))
         assert node.event() == PrefixLoaded("r", END)
         assert node.stat("pool_hit_tokens_total") == hit
+
+
+def test_a_pool_is_not_asked_for_the_full_blocks_of_an_engine_that_lost_its_windows_alone() -> None:
+    """512 FULL blocks are there, and of the window the last 16 are needed: 16 questions in place of 528."""
+    window = msgspec.structs.replace(WINDOW, window=16 * 16)
+    layout, hashes, asked = BlockLayout((FULL, window)), hashes_of(512), list[list[ObjectName]]()
+    sealer = Sealer(replace(POOL_CONTEXT, layout=layout))
+    shelf = Shelf({name: bytearray() for one in hashes for group in (0, 1) for name in sealer.names(one, group)})
+    with nodes(partial(RecordingStore, shelf, asked), replace(POOL_CONTEXT, layout=layout)) as (node,):
+        node.pool.find("r", hashes, (512, 0))
+        assert node.event() == PrefixFound("r", 512 * 16)
+        node.pool.cancel("r")
+        assert isinstance(node.event(), PrefixLoaded)
+    blocks = {(name.group, name.hash) for names in asked for name in names}
+    assert blocks == {(1, one) for one in hashes[-16:]}
 
 
 @pytest.mark.parametrize("num_stored", [0, 3, 8, 9, 100])
@@ -161,7 +183,7 @@ def test_the_questions_for_one_group_of_full_attention(num_stored: int) -> None:
     hashes, sealer = hashes_of(100), Sealer(POOL_CONTEXT)
     shelf = Shelf({name: bytearray() for one in hashes[:num_stored] for name in sealer.names(one)})
     with nodes(partial(RecordingStore, shelf, asked), POOL_CONTEXT) as (node,):
-        node.pool.find("r", hashes, 0)
+        node.pool.find("r", hashes, (0,))
         event = node.event()
         assert (event.num_tokens if isinstance(event, PrefixFound) else 0) == 16 * num_stored
         node.pool.cancel("r")
@@ -178,84 +200,62 @@ def test_the_questions_for_one_group_of_full_attention(num_stored: int) -> None:
 GROUPS = (FULL, WINDOW, LATENT, STATE, msgspec.structs.replace(WINDOW, window=70))
 
 
-class SetStore(KVStore):
-    """Has these blocks."""
-
-    def __init__(self, blocks: set[GroupBlock]) -> None:
-        self.blocks, self.num_questions = blocks, 0
-
-    def contains(self, names: Sequence[ObjectName]) -> list[bool]:
-        self.num_questions += 1
-        return [GroupBlock(name.group, name.part) in self.blocks for name in names]
-
-    def get(self, names: Sequence[ObjectName]) -> Generator[bytearray | None, None, None]:
-        raise NotImplementedError
-
-    def put(self, objects: Sequence[tuple[ObjectName, bytes]]) -> int:
-        raise NotImplementedError
-
-    def close(self) -> None: ...
-
-
 @given(st.lists(st.sampled_from(GROUPS), min_size=1, max_size=3, unique=True), st.data())
 @settings(deadline=None)
-def test_a_search_finds_what_a_model_finds(groups: list[object], data: st.DataObject) -> None:
-    """Between what the engine has and the prompt's end, whatever is stored: in few questions, and none in vain."""
-    layout = BlockLayout(tuple(groups))  # type: ignore[arg-type]
-    plan = PrefixPlan(layout)
-    end = plan.last_boundary(16)
+def test_a_search_finds_what_a_model_finds(groups: list[KVGroup], data: st.DataObject) -> None:
+    """Whatever is stored, and whatever each group has here: in few questions, and none in vain."""
+    plan = PrefixPlan(BlockLayout(tuple(groups)))
+    end = plan.end(16)
     have = data.draw(st.sampled_from(range(0, end, plan.boundary)))
-    every = [GroupBlock(g, block) for g, kind in enumerate(layout.groups) for block in range(end // kind.block_size)]
+    firsts = [data.draw(st.integers(have // kind.block_size, end // kind.block_size)) for kind in groups]
+    have = plan.begin(firsts)
+    every = [GroupBlock(g, block) for g, kind in enumerate(groups) for block in range(end // kind.block_size)]
     stored = set(every) - set(data.draw(st.lists(st.sampled_from(every), max_size=4)))
-    known = stored | {
+    own = {
         GroupBlock(g, block)
-        for g, kind in enumerate(layout.groups)
-        for block in range(kind.first_block(have), have // kind.block_size)
+        for g, (kind, first) in enumerate(zip(groups, firsts, strict=True))
+        for block in range(kind.first_block(have), first)
     }
+    questions: list[list[GroupBlock]] = []
+
+    def are_there(blocks: list[GroupBlock]) -> list[bool]:
+        questions.append(blocks)
+        return [one in stored for one in blocks]
 
     def is_whole(at: int) -> bool:
         return all(
-            GroupBlock(g, block) in known
-            for g, kind in enumerate(layout.groups)
+            GroupBlock(g, block) in stored | own
+            for g, kind in enumerate(groups)
             for block in range(kind.first_block(at), at // kind.block_size)
         )
 
-    def names(at: GroupBlock) -> list[ObjectName]:
-        asked.append(at)
-        return [ObjectName("", b"", at.group, at.block)]
-
-    asked: list[GroupBlock] = []
-    store = SetStore(stored)
-    found, miss = Probe(plan, store, names, lambda: None).find(have, end)
-    best = max(at for at in range(have, end + 1, plan.boundary) if at == have or is_whole(at))
-    assert (found, miss) == (best, None if best == end else Miss.ABSENT)
+    found = plan.search(end, firsts, are_there)
+    assert found == max(at for at in range(have, end + 1, plan.boundary) if at == have or is_whole(at))
+    asked = [one for question in questions for one in question]
     assert len(asked) == len(set(asked)), "twice"
-    assert all(have <= (at.block + 1) * layout.groups[at.group].block_size - 1 for at in asked), "the engine has it"
-    assert store.num_questions <= 6
+    assert own.isdisjoint(asked), "the engine has it"
+    assert all(questions)
+    assert len(questions) <= 4
 
 
 @given(st.lists(st.sampled_from(GROUPS), min_size=1, max_size=3, unique=True), st.data())
 @settings(deadline=None)
-def test_what_is_loaded_in_part_can_be_continued(groups: list[object], data: st.DataObject) -> None:
-    layout = BlockLayout(tuple(groups))  # type: ignore[arg-type]
+def test_what_is_loaded_in_part_can_be_continued(groups: list[KVGroup], data: st.DataObject) -> None:
+    layout = BlockLayout(tuple(groups))
     plan = PrefixPlan(layout)
-    end = plan.last_boundary(16)
+    end = plan.end(16)
     have = data.draw(st.sampled_from(range(0, end, plan.boundary)))
-    asked = runs(layout, end, have)
-    assert plan.is_asked_for(asked, end)
-    assert plan.begin(asked, end, have) == have
-    order = plan.in_order(asked)
+    firsts = [data.draw(st.integers(have // kind.block_size, end // kind.block_size)) for kind in groups]
+    order = plan.in_order(runs(layout, end, firsts), end)
     assert [one.end for one in order] == sorted(one.end for one in order)
     num_read = data.draw(st.integers(0, len(order)))
-    is_all = num_read == len(order)
-    reached = end if is_all else order[num_read].end - 1
     got = {one.at for one in order[:num_read]}
-    loaded = plan.loaded(have, reached, is_all=is_all)
-    assert loaded in ((0, end) if plan.partial else range(have, reached + 1, plan.boundary))
+    loaded = plan.loaded(order, num_read, end)
+    assert loaded in ((0, end) if plan.partial else range(plan.begin(firsts), end + 1, plan.boundary))
     assert all(one.at in got for one in order if one.end <= loaded), "what was named up to there is whole"
 
 
 def test_the_rest_of_a_chain_that_no_boundary_ends_is_not_asked_for() -> None:
     plan = PrefixPlan(LAYOUTS["hybrid"])
-    assert (plan.boundary, plan.last_boundary(5)) == (32, 64)
-    assert PrefixPlan(full_layout()).last_boundary(5) == 80
+    assert (plan.boundary, plan.end(5)) == (32, 64)
+    assert PrefixPlan(full_layout()).end(5) == 80

@@ -80,7 +80,7 @@ class RankedNode:
         return sum(stat["pool_blocks_stored_total"] + stat["pool_blocks_known_total"] for stat in stats)
 
     def recall(self, hashes: Sequence[bytes], blocks: Sequence[int], name: str = "r") -> int:
-        self.pool.find(name, hashes, 0)
+        self.pool.find(name, hashes, (0,) * len(LAYOUT.groups))
         event = self.event()
         if isinstance(event, PrefixFound):
             spec = LoadSpec(name, prefix_runs(LAYOUT, 0, event.num_tokens, blocks), event.num_tokens)
@@ -151,7 +151,7 @@ def test_a_search_ends_when_its_last_rank_has_ended() -> None:
     try:
         node.store(hashes, [0, 1])
         slow.gate.clear()
-        node.pool.find("r", hashes, 0)
+        node.pool.find("r", hashes, (0,) * len(LAYOUT.groups))
         wait_until(lambda: slow.num_waiting == 1, lambda: "rank 1 does not search")
         assert node.pool.take_events() == []
         slow.gate.set()
@@ -193,14 +193,14 @@ def test_objects_cover_every_head_once_and_are_stored_once(degree: int) -> None:
     for layout in (mixed_heads(), full_layout(num_kv_heads=8), full_layout(num_kv_heads=16)):
         plans = [head_parts(over(layout, degree), rank) for rank in range(degree)]
         for index, group in enumerate(layout.groups):
-            stored = [part.number for plan in plans for part in plan if part.group == index and part.is_stored]
+            stored = [part.number for plan in plans for part in plan[index] if part.is_stored]
             assert sorted(stored) == list(range(group.shape[0] // heads_per_object(group)))
             for plan in plans:
-                mine = [part for part in plan if part.group == index]
-                assert [head for part in mine for head in range(part.heads.start, part.heads.stop)] == list(
+                assert {part.group for part in plan[index]} == {index}
+                assert [head for part in plan[index] for head in range(part.heads.start, part.heads.stop)] == list(
                     range(len(group.heads_of(0, degree)))
                 )
-                assert sum(part.num_bytes for part in mine) == group.rank_bytes(degree)
+                assert sum(part.num_bytes for part in plan[index]) == group.rank_bytes(degree)
 
 
 def test_a_rank_with_a_fraction_of_an_object_is_refused() -> None:

@@ -98,7 +98,7 @@ def test_a_store_that_dies_between_two_blocks_leaves_the_first() -> None:
     with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
         node.store(hashes, [0, 1, 2])
         shelf.gate.clear()
-        node.pool.find("r", hashes, 0)
+        node.pool.find("r", hashes, (0,))
         shelf.gate.set()
         assert node.event() == PrefixFound("r", 3 * SIZE)
         shelf.is_up = False
@@ -112,7 +112,7 @@ def test_what_is_evicted_after_it_was_found_is_lost() -> None:
     hashes = hashes_of(3)
     with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
         node.store(hashes, [0, 1, 2])
-        node.pool.find("r", hashes, 0)
+        node.pool.find("r", hashes, (0,))
         assert node.event() == PrefixFound("r", 3 * SIZE)
         del shelf.objects[Sealer(POOL_CONTEXT).names(hashes[1])[0]]
         assert node.pool.load(LoadSpec("r", runs(0, (8, 9, 10)), 3 * SIZE))
@@ -125,7 +125,7 @@ def test_a_search_that_takes_too_long_is_over() -> None:
     hashes = hashes_of(1)
     with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT, limits=PoolLimits(deadline_s=3.0)) as (node,):
         node.store(hashes, [0])
-        node.pool.find("r", hashes, 0)
+        node.pool.find("r", hashes, (0,))
         assert node.event() == PrefixFound("r", SIZE)
         node.now_s += 10.0  # the engine's own time does not count
         shelf.gate.clear()
@@ -141,7 +141,7 @@ def test_a_store_that_stands_still_costs_a_deadline_and_is_left_alone() -> None:
     hashes = hashes_of(2)
     with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT, limits=PoolLimits(deadline_s=0.1)) as (node,):
         node.store(hashes, [0, 1])
-        node.pool.find("reading", hashes, 0)
+        node.pool.find("reading", hashes, (0,))
         assert node.event() == PrefixFound("reading", 2 * SIZE)
         shelf.gate.clear()
         assert node.pool.load(LoadSpec("reading", runs(0, (8, 9)), 2 * SIZE))
@@ -150,12 +150,12 @@ def test_a_store_that_stands_still_costs_a_deadline_and_is_left_alone() -> None:
         assert node.event() == PrefixLoaded("reading", 0)
         assert node.stat("pool_up") == 1, "there is another thread"
         before = node.cache.clone()
-        node.pool.find("probing", hashes, 0)
+        node.pool.find("probing", hashes, (0,))
         wait_until(lambda: shelf.num_waiting == 2, lambda: "no thread looks")
         node.now_s += 0.1
         assert node.event() == PrefixLoaded("probing", 0)
         assert node.stat("pool_up") == 0
-        node.pool.find("at once", hashes, 0)
+        node.pool.find("at once", hashes, (0,))
         assert node.event() == PrefixLoaded("at once", 0)
         assert node.misses() == {"late": 2, "unavailable": 1}
         shelf.gate.set()
@@ -170,16 +170,16 @@ def test_a_store_that_keeps_every_thread_is_left_alone_although_its_searches_wer
     with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT, limits=PoolLimits(deadline_s=3.0)) as (node,):
         node.store(hashes, [0])
         shelf.gate.clear()
-        node.pool.find("first", hashes, 0)
+        node.pool.find("first", hashes, (0,))
         wait_until(lambda: shelf.num_waiting == 1, lambda: "no thread looks")
-        node.pool.find("second", hashes, 0)
+        node.pool.find("second", hashes, (0,))
         wait_until(lambda: shelf.num_waiting == 2, lambda: "the other does not look")
         for name in ("first", "second"):
             node.pool.cancel(name)
             assert node.event() == PrefixLoaded(name, 0)
         assert node.stat("pool_up") == 1, "they may be back at any moment"
         node.now_s += 3.0
-        node.pool.find("at once", hashes, 0)
+        node.pool.find("at once", hashes, (0,))
         assert node.event() == PrefixLoaded("at once", 0)
         assert node.misses() == {"cancelled": 2, "unavailable": 1}
         shelf.gate.set()
@@ -193,16 +193,16 @@ def test_a_search_is_cancelled_in_any_state() -> None:
     with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
         node.store(hashes, [0, 1])
         shelf.gate.clear()
-        node.pool.find("probing", hashes, 0)
+        node.pool.find("probing", hashes, (0,))
         node.pool.cancel("probing")
         shelf.gate.set()
         assert node.event() == PrefixLoaded("probing", 0)
-        node.pool.find("found", hashes, 0)
+        node.pool.find("found", hashes, (0,))
         assert isinstance(node.event(), PrefixFound)
         node.pool.cancel("found")
         assert node.event() == PrefixLoaded("found", 0)
         assert not node.pool.load(LoadSpec("found", runs(0, (8, 9)), 2 * SIZE))
-        node.pool.find("reading", hashes, 0)
+        node.pool.find("reading", hashes, (0,))
         assert isinstance(node.event(), PrefixFound)
         shelf.gate.clear()
         assert node.pool.load(LoadSpec("reading", runs(0, (8, 9)), 2 * SIZE))
@@ -296,9 +296,9 @@ class GatedInlet:
 
 
 def test_a_search_is_over_only_when_the_block_that_is_being_written_has_landed() -> None:
-    (part,) = head_parts(full_layout(), 0)
+    ((part,),) = head_parts(full_layout(), 0)
     inlet = GatedInlet()
-    search = Search("r", [b""], 0, 0.0)
+    search = Search("r", [b""], (0,), 0.0)
     ends: list[bool] = []
     with ThreadPoolExecutor(2) as threads:
         landing = threads.submit(search.land, cast("Inlet", inlet), part, 8, memoryview(b""), is_last=True)
@@ -324,7 +324,7 @@ def test_a_load_of_nothing_ends() -> None:
     hashes = hashes_of(2)
     with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
         node.store(hashes, [0, 1])
-        node.pool.find("r", hashes, 0)
+        node.pool.find("r", hashes, (0,))
         assert isinstance(node.event(), PrefixFound)
         assert node.pool.load(LoadSpec("r", runs(2, ()), 2 * SIZE))
         assert node.event() == PrefixLoaded("r", 2 * SIZE)
@@ -384,11 +384,11 @@ def test_closing_ends_what_waits_for_the_engine() -> None:
     hashes = hashes_of(1)
     with nodes(lambda: MemoryStore(shelf), POOL_CONTEXT) as (node,):
         node.store(hashes, [0])
-        node.pool.find("r", hashes, 0)
+        node.pool.find("r", hashes, (0,))
         assert isinstance(node.event(), PrefixFound)
         node.pool.close()
         assert node.event() == PrefixLoaded("r", 0)
-        node.pool.find("after", hashes, 0)
+        node.pool.find("after", hashes, (0,))
         assert node.event() == PrefixLoaded("after", 0)
 
 
@@ -425,7 +425,7 @@ def test_a_search_that_ends_before_its_blocks_are_reserved_is_not_handed_to_the_
     with closing(PooledConnector(settings, lambda: MemoryStore(shelf))) as connector:
         connector.register_kv_cache(make_cache(LAYOUT, NUM_BLOCKS))
         connector.begin_load("load", TICKET, HANG_S)
-        connector.pool.find("search", hashes, 0)
+        connector.pool.find("search", hashes, (0,))
         assert next_event(connector) == PrefixFound("search", 3 * SIZE)
         connector.pool.cancel("search")
         assert next_event(connector) == PrefixLoaded("search", 0)

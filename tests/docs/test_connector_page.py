@@ -48,7 +48,7 @@ def loaded(node: Node, load_id: str) -> int:
     """Tokens of the prompt that the pool brought, into blocks 5, 6 and 7."""
     assert node.connector.pool is not None
     reader = Reader(node)
-    node.connector.pool.find(load_id, HASHES, 0)
+    node.connector.pool.find(load_id, HASHES, (0,) * len(LAYOUT.groups))
     if reader.wait_found(load_id):
         reader.read(load_id, (5, 6, 7))
     return reader.wait_end(load_id).num_tokens
@@ -65,7 +65,7 @@ def test_what_one_node_stores_another_reads(module: None, tmp_path: Path) -> Non
         groups = range(len(LAYOUT.groups))
         blocks = [CachedBlock(HASHES[block], block, group) for block in range(3) for group in groups]
         source.connector.pool.store(blocks)
-        num_files = 3 * len(head_parts(LAYOUT, 0))
+        num_files = 3 * sum(map(len, head_parts(LAYOUT, 0)))
         wait_until(lambda: len(list(folder.glob("pd-*"))) == num_files, lambda: f"{list(folder.iterdir())}")
         assert loaded(reader, "whole") == 3 * LAYOUT.block_size
         assert all(is_stamped(reader.cache, 5 + block, block, 1) for block in range(3))

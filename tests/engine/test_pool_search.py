@@ -52,8 +52,9 @@ class FakePool(Pool):
     num_found: int = 0
     num_loaded_blocks: int = 0
 
-    def find(self, load_id: str, block_hashes: Sequence[bytes], first_block: int) -> None:
+    def find(self, load_id: str, block_hashes: Sequence[bytes], first_blocks: Sequence[int]) -> None:
         assert load_id not in self.searches
+        [first_block] = first_blocks  # of the one group
         assert first_block < len(block_hashes)
         self.searches[load_id] = Search(list(block_hashes), first_block)
 

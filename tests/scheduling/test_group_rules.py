@@ -275,8 +275,8 @@ def test_a_prefix_is_loaded_behind_what_each_group_has(
         world.submit(message("a", tokens[: num_own * unit * BLOCK_SIZE + 1], max_tokens=1))
         world.run_until_idle()
     request = world.submit(message("r", tokens, work=Work.TAKE_OVER))
-    hashes, num_here = world.scheduler.missing(request)
-    assert num_here == num_own * unit
+    hashes, first_blocks = world.scheduler.missing(request)
+    assert first_blocks == tuple(num_own * unit // pool.ratio for pool in world.blocks.pools)
     if falls:
         while world.scheduler._memory.drop_pin():
             pass

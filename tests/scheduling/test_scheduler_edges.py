@@ -123,10 +123,10 @@ def test_a_pool_is_asked_for_nothing_that_is_here_or_cannot_be_kept(prefix_cachi
     world.submit(message("a", prompt(3 * BLOCK_SIZE + 1), max_tokens=1))
     world.run_until_idle()
     again = world.submit(message("again", prompt(3 * BLOCK_SIZE + 1), max_tokens=4, work=Work.TAKE_OVER))
-    assert world.scheduler.missing(again) == ([], 0)
+    assert world.scheduler.missing(again) == ([], ())
     longer = world.submit(message("longer", prompt(5 * BLOCK_SIZE + 1), max_tokens=4, work=Work.TAKE_OVER))
-    hashes, num_here = world.scheduler.missing(longer)
-    assert (len(hashes), num_here) == ((5, 3) if prefix_caching else (0, 0))
+    hashes, first_blocks = world.scheduler.missing(longer)
+    assert (len(hashes), first_blocks) == ((5, (3,)) if prefix_caching else (0, ()))
 
 
 def test_a_load_that_was_not_asked_for_admits_nothing() -> None:

@@ -64,11 +64,6 @@ class Region(msgspec.Struct, frozen=True):
     segment: str  # "DRAM" or "VRAM"
     device: int
 
-    @property
-    def end(self) -> int:
-        """The address behind the last block."""
-        return self.base + (self.num_blocks - 1) * self.stride + self.block_bytes
-
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Region:
         """The region of a tensor [num_blocks, ...], of which each block is contiguous."""
@@ -116,8 +111,8 @@ class NixlAgent:
             self._agent = self._bind.nixlAgent(name, config)
             with _environment(network.settings):
                 self._backends = [self._agent.createBackend("UCX", {})]
-            for segment, device, base, end in _memories(self.regions):
-                self._register(segment, base, end - base, device)
+            for base, num_bytes in {(s.data_ptr(), s.nbytes()) for s in (each.untyped_storage() for each in tensors)}:
+                self._register(self.regions[0].segment, base, num_bytes, self.regions[0].device)
             self._register("DRAM", self._scratch_base, WARM_UP_BYTES, 0)
         except Exception as error:
             raise ConnectorUnavailable(f"NIXL did not start: {type(error).__name__}: {error}") from error
@@ -293,17 +288,6 @@ def _places(regions: Sequence[Region], groups: Sequence[int], ids: GroupIds) -> 
     if not found.size:
         raise NixlError("post_read: no blocks")
     return found
-
-
-def _memories(regions: Sequence[Region]) -> list[tuple[str, int, int, int]]:
-    """The memory under the regions, as (segment, device, base, end). Regions that overlap lie in the same memory."""
-    memories: list[tuple[str, int, int, int]] = []
-    for segment, device, base, end in sorted((r.segment, r.device, r.base, r.end) for r in regions):
-        if memories and memories[-1][:2] == (segment, device) and base < memories[-1][3]:
-            _, _, base, before = memories.pop()
-            end = max(end, before)
-        memories.append((segment, device, base, end))
-    return memories
 
 
 def _segment(bind: Any, name: str) -> Any:

@@ -41,5 +41,6 @@ def is_readable(pointer: int, driver: Any) -> bool:
 
 def refuse_mapped(tensors: Iterable[torch.Tensor], driver: Any) -> None:
     """Raise ConnectorUnavailable for a tensor on a GPU that other processes cannot open."""
-    if any(tensor.is_cuda and not is_readable(tensor.data_ptr(), driver) for tensor in tensors):
+    pointers = {tensor.data_ptr() for tensor in tensors if tensor.is_cuda}  # groups that share memory begin with it
+    if not all(is_readable(pointer, driver) for pointer in pointers):
         raise ConnectorUnavailable(f"NIXL cannot read the KV cache at the GPU's speed: {CAUSE}; unset it")
