@@ -263,6 +263,29 @@ def test_a_pin_begins_early_enough_when_its_limit_falls(window: int, num_whole: 
     world.check_empty()
 
 
+def test_a_pool_is_told_by_group_what_is_here() -> None:
+    """Windows alone were evicted, so there is no hit: the FULL blocks are not asked for, and pinned meanwhile."""
+    world = World(kv=FULL_WINDOW, num_blocks=24, max_num_batched_tokens=200)
+    tokens = prompt(6 * BLOCK_SIZE + 1)
+    world.submit(message("a", tokens, max_tokens=1))
+    world.run_until_idle()
+    full, window = world.blocks.pools
+    window.forget_unused()
+    request = world.submit(message("r", tokens, work=Work.TAKE_OVER))
+    assert world.scheduler.pin(request) == 0
+    hashes, first_blocks = world.scheduler.missing(request)
+    assert (len(hashes), first_blocks) == (6, (6, 0))
+    full.forget_unused()
+    request.load_id = "load"
+    load = world.scheduler.reserve(request, len(hashes) * BLOCK_SIZE)
+    assert load is not None
+    assert [run.span for run in load.runs] == [range(6, 6), range(window.group.first_block(6 * BLOCK_SIZE), 6)]
+    world.start_step()
+    world.scheduler.admit_prefix(request, load.num_tokens)
+    assert world.scheduler.pin(request) == load.num_tokens
+    world.check()
+
+
 @QUICK
 @given(st.sampled_from(SEVERAL), st.integers(0, 2), st.integers(1, 2), st.booleans(), st.booleans())
 def test_a_prefix_is_loaded_behind_what_each_group_has(
