@@ -26,12 +26,11 @@ class PostRead:
 class BlockReads:
     """The reads of one load. Each takes the next blocks of every group; a WINDOW group has none but the last ones.
 
-    `layout` is ours: the peer's degree says nothing about how many bytes our ranks read. Its first `num_common` groups
-    are read, which the peer has too.
+    `layout` is ours: the peer's degree says nothing about how many bytes our ranks read.
     """
 
-    def __init__(self, layout: BlockLayout, num_common: int, limits: PullLimits) -> None:
-        self._groups = layout.groups[:num_common]
+    def __init__(self, layout: BlockLayout, limits: PullLimits) -> None:
+        self._groups = layout.groups  # from `start` on those that are read: the first ones
         self._block_bytes = [layout.tp_size * group.rank_bytes(layout.tp_size) for group in layout.groups]
         self._limits = limits
         self._runs: tuple[BlockRun, ...] = ()  # ours, of the groups that are read; () until `start`
@@ -71,14 +70,10 @@ class BlockReads:
         """Blocks of the engine, of all groups, that a posted read may still write."""
         return sum(map(sum, list(self._in_flight.values())))  # a copy: stats come from other threads
 
-    def cut(self, num_groups: int | None) -> None:
-        """Leave all but the first `num_groups` alone, because the peer's endpoint lacks them. None: it has all."""
-        self._groups = self._groups[:num_groups]
-
-    def start(self, spec: LoadSpec) -> None:
-        """Set our blocks, which are reserved."""
-        self._groups = self._groups[: len(spec.runs)]
-        self._runs, self._num_tokens = spec.runs[: len(self._groups)], spec.num_tokens
+    def start(self, spec: LoadSpec, num_groups: int | None = None) -> None:
+        """Set our blocks, which are reserved. The peer's endpoint has the first `num_groups` of ours; None: all."""
+        self._runs, self._num_tokens = spec.runs[:num_groups], spec.num_tokens
+        self._groups = self._groups[: len(self._runs)]
         self._next = [run.first_block for run in self._runs]
 
     def post(self, state: LeaseState) -> list[PostRead]:

@@ -42,10 +42,10 @@ def check_reply(reply: HelloReply, fingerprint: str, layout: BlockLayout) -> Non
 
 
 def _check_kv(their_fingerprint: str, theirs: BlockLayout, fingerprint: str, ours: BlockLayout) -> None:
-    ours.check_same_groups(theirs)  # first, because it names the difference
+    num_common = ours.num_common(theirs)  # first, because it names the difference
     if their_fingerprint != fingerprint:
         raise FingerprintMismatch(
             f"the peer's KV fingerprint is {their_fingerprint}, ours {fingerprint}: other weights, RoPE or layout"
         )
-    for group in theirs.groups[: ours.num_common(theirs)]:
+    for group in theirs.groups[:num_common]:
         group.rank_shape(theirs.tp_size)  # the peer's degree may differ from ours, if its heads can be split so

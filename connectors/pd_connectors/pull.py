@@ -116,7 +116,7 @@ class Pull:
         self._deadline = now + deadline_s
         self._spec: LoadSpec | None = None
         self._state: LeaseState | None = None  # the newest
-        self.reads = BlockReads(layout, layout.num_common(ticket.layout), limits)
+        self.reads = BlockReads(layout, limits)
         self._read_deadline = float("inf")
         self._first_read_at: float | None = None
         self._marks = _Marks()
@@ -172,7 +172,6 @@ class Pull:
     def connected(self, endpoint: PeerKey, now: float) -> None:
         """Set the endpoint of the lease's owner, which is up. Called once: a load does not outlive its endpoint."""
         self.endpoint = endpoint
-        self.reads.cut(endpoint.num_groups)  # the ticket may have named more
         self._advance(now)
 
     def lease_state(self, state: LeaseState, now: float, age_s: float = 0.0) -> None:
@@ -216,7 +215,8 @@ class Pull:
             self.fail(LoadFailure.REJECTED, detail, now)
             return
         assert self._state is not None
-        self.reads.start(spec)
+        assert self.endpoint is not None
+        self.reads.start(spec, self.endpoint.num_groups)
         if self.reads.wants_blocks and not _will_finish(self._state):
             self.fail(LoadFailure.LEASE_ENDED, "the prefill node took its blocks back before ours were there", now)
             return

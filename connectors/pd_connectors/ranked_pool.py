@@ -43,7 +43,7 @@ class _Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Store(msgspec.Struct, frozen=True, tag=True):
-    blocks: tuple[tuple[bytes, int, int], ...]  # hash, id, group
+    blocks: tuple[CachedBlock, ...]
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ def _carry_out(order: _Order, pool: StorePool) -> None:
         case _Cancel(load_id):
             pool.cancel(load_id)
         case _Store(blocks):
-            pool.store([CachedBlock(*block) for block in blocks])
+            pool.store(blocks)
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class RankedPool(Pool):
             self._give(_Cancel(load_id))
 
     def store(self, blocks: Sequence[CachedBlock]) -> None:
-        self._give(_Store(tuple((block.hash, block.block_id, block.group) for block in blocks)))
+        self._give(_Store(tuple(blocks)))
 
     def settle(self) -> None:
         """See StorePool.settle. A further rank settles by itself before it takes orders that write blocks."""

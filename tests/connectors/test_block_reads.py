@@ -24,7 +24,7 @@ def state(num_tokens: int, *runs: BlockRun) -> LeaseState:
 
 
 def reads(limits: PullLimits | None = None) -> BlockReads:
-    started = BlockReads(LAYOUT, 2, limits or PullLimits())
+    started = BlockReads(LAYOUT, limits or PullLimits())
     started.start(SPEC)
     return started
 
@@ -86,7 +86,7 @@ def test_blocks_before_ours_need_not_be_announced() -> None:
 
 
 def test_a_group_of_which_we_need_only_later_blocks_waits_for_them() -> None:
-    load = BlockReads(BlockLayout((FULL, FULL)), 2, PullLimits())
+    load = BlockReads(BlockLayout((FULL, FULL)), PullLimits())
     load.start(LoadSpec("load", (BlockRun(0, (20, 21, 22)), BlockRun(2, (7,))), 40))
     assert load.post(state(16, BlockRun(0, (1,)), BlockRun(0, (1,)))) == [PostRead(0, ((1,), ()), ((20,), ()))]
     whole = BlockRun(0, (1, 2, 3))
@@ -96,7 +96,7 @@ def test_a_group_of_which_we_need_only_later_blocks_waits_for_them() -> None:
 def test_of_a_window_only_its_blocks_are_read_when_they_are_final() -> None:
     """P has not got to the window yet, then it has; we have its first block already."""
     window = KVGroup(KVKind.WINDOW, (1,), (1, 1, 2, 16, 1), "float32", 16, window=33)
-    load = BlockReads(BlockLayout((FULL, window)), 2, PullLimits())
+    load = BlockReads(BlockLayout((FULL, window)), PullLimits())
     load.start(LoadSpec("load", (BlockRun(0, (20, 21, 22, 23)), BlockRun(2, (7, 8))), 64))
     assert window.handed_over(64) == range(1, 4)
     whole = BlockRun(0, (1, 2, 3, 4))
@@ -110,20 +110,20 @@ def test_of_a_window_only_its_blocks_are_read_when_they_are_final() -> None:
 
 
 def test_a_group_that_the_peer_lacks_is_left_alone() -> None:
-    load = BlockReads(BlockLayout((FULL, replace(FULL, optional=True))), 1, PullLimits())
-    load.start(LoadSpec("load", (BlockRun(0, (20, 21)), BlockRun(0, (7, 8))), 32))
+    load = BlockReads(BlockLayout((FULL, replace(FULL, optional=True))), PullLimits())
+    load.start(LoadSpec("load", (BlockRun(0, (20, 21)), BlockRun(0, (7, 8))), 32), 1)
     assert load.wants_blocks
     assert load.post(state(32, BlockRun(0, (1, 2)))) == [PostRead(0, ((1, 2), ()), ((20, 21), ()))]
     load.ended(0, is_good=True)
     assert load.is_done
     assert load.group_bytes == (2 * FULL.block_bytes, 0)
-    load.start(LoadSpec("load", (BlockRun(2, ()), BlockRun(0, (7, 8))), 32))
+    load.start(LoadSpec("load", (BlockRun(2, ()), BlockRun(0, (7, 8))), 32), 1)
     assert not load.wants_blocks
     assert load.is_done
 
 
 def test_a_group_that_only_the_peer_has_is_not_read() -> None:
-    load = BlockReads(BlockLayout((FULL,)), 1, PullLimits())
+    load = BlockReads(BlockLayout((FULL,)), PullLimits())
     load.start(LoadSpec("load", (BlockRun(0, (20, 21)),), 32))
     announced = state(32, BlockRun(0, (1, 2)), BlockRun(0, (5, 6)))
     assert load.post(announced) == [PostRead(0, ((1, 2),), ((20, 21),))]

@@ -7,14 +7,14 @@ from hashlib import blake2b
 
 import pytest
 
-from pd_connectors.protocol.hashing import HASH_UNIT_TOKENS, chain_hash, extend_hashes, prompt_digest, root_hash
+from pd_connectors.protocol.hashing import HASH_UNIT_TOKENS, extend_hashes, prompt_digest, root_hash
 
 TOKENS = [(index * 40503) % 151_936 for index in range(5 * HASH_UNIT_TOKENS + 3)]
 
 
-def chain(parent: bytes, tokens: list[int]) -> bytes:
-    packed = parent + struct.pack(f"={len(tokens)}I", *tokens)
-    return blake2b(packed, digest_size=16, person=b"pd-kv-unit").digest()
+def chain(parent: bytes, tokens: list[int], media: bytes = b"") -> bytes:
+    packed = parent + media + struct.pack(f"={len(tokens)}I", *tokens)
+    return blake2b(packed, digest_size=16, person=b"pd-kv-media" if media else b"pd-kv-unit").digest()
 
 
 def test_blocks_of_any_size_are_named_by_a_chain_over_units() -> None:
@@ -44,6 +44,6 @@ def test_media_name_the_units_in_which_they_lie() -> None:
     assert not set(shown[1:]) & set(plain[1:])
     assert extend_hashes(root_hash(), TOKENS, 2 * HASH_UNIT_TOKENS, media) == [shown[1], shown[3]]
     assert shown != extend_hashes(root_hash(), TOKENS, HASH_UNIT_TOKENS, {1: b"n" * 16})
-    assert prompt_digest(TOKENS, media=media) == chain_hash(shown[4], TOKENS[-3:])
-    assert prompt_digest(TOKENS, media={5: b"m" * 16}) == chain_hash(plain[4], TOKENS[-3:], b"m" * 16)
+    assert prompt_digest(TOKENS, media=media) == chain(shown[4], TOKENS[-3:])
+    assert prompt_digest(TOKENS, media={5: b"m" * 16}) == chain(plain[4], TOKENS[-3:], b"m" * 16)
     assert prompt_digest(TOKENS, media={5: b"m" * 16}) != prompt_digest(TOKENS)

@@ -342,7 +342,7 @@ def test_heads_in_another_order_of_axes_are_refused() -> None:
     layers_first = msgspec.structs.replace(group, shape=(2, 2, 16, 2, 1))
     assert layers_first.block_bytes == group.block_bytes
     with pytest.raises(LayoutMismatch, match="the peer's KV groups are"):
-        BlockLayout((group,)).check_same_groups(BlockLayout((layers_first,), tp_size=2))
+        BlockLayout((group,)).num_common(BlockLayout((layers_first,), tp_size=2))
 
 
 class RecordingNixl(FakeNixl):

@@ -29,15 +29,7 @@ def root_hash(salt: str = "") -> bytes:
     return blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"pd-kv-root").digest()
 
 
-def chain_hash(parent: bytes, token_ids: Sequence[int], media: bytes = b"") -> bytes:
-    """Hash of `token_ids` (each 0 <= id < 2**32) following the prefix that `parent` names.
-
-    media: a digest of DIGEST_BYTES of the media that have placeholders among these tokens; b"": there are none.
-    """
-    return _chain(parent, array("I", token_ids).tobytes(), media)
-
-
-def _chain(parent: bytes, tokens: bytes, media: bytes = b"") -> bytes:
+def _chain(parent: bytes, tokens: bytes, media: bytes) -> bytes:
     state = (_MEDIA_UNIT if media else _UNIT).copy()
     state.update(parent + media + tokens)
     return state.digest()
@@ -46,10 +38,10 @@ def _chain(parent: bytes, tokens: bytes, media: bytes = b"") -> bytes:
 def extend_hashes(
     parent: bytes, token_ids: Sequence[int], block_size: int, media: Mapping[int, bytes] = NO_MEDIA
 ) -> list[bytes]:
-    """One hash per *whole* block of `token_ids`; the tail is left out.
+    """One hash per *whole* block of `token_ids` (each 0 <= id < 2**32); the tail is left out.
 
-    `parent` is the hash of what precedes `token_ids` (`root_hash()` at the start of a prompt). `media`: digests as for
-    `chain_hash`, by the number of the unit within `token_ids`.
+    `parent` is the hash of what precedes `token_ids` (`root_hash()` at the start of a prompt). `media`: by the number
+    of the unit within `token_ids`, a digest of DIGEST_BYTES of the media that have placeholders in it.
     """
     if block_size % HASH_UNIT_TOKENS:
         raise ValueError(f"block_size {block_size} is not a multiple of {HASH_UNIT_TOKENS}")
@@ -69,4 +61,4 @@ def prompt_digest(token_ids: Sequence[int], salt: str = "", media: Mapping[int, 
     """
     units = extend_hashes(root_hash(salt), token_ids, HASH_UNIT_TOKENS, media)
     tail = token_ids[len(units) * HASH_UNIT_TOKENS :]
-    return chain_hash(units[-1] if units else root_hash(salt), tail, media.get(len(units), b""))
+    return _chain(units[-1] if units else root_hash(salt), array("I", tail).tobytes(), media.get(len(units), b""))

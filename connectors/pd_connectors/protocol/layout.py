@@ -152,8 +152,11 @@ class BlockLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             del group["optional"]  # so that digests are those of before there were such groups
         return blake2b(msgspec.msgpack.encode(groups), digest_size=16, person=b"pd-kv-layout").digest()
 
-    def check_same_groups(self, theirs: BlockLayout) -> None:
-        """Raises LayoutMismatch, which names the difference, unless `theirs` has the same groups but optional ones."""
+    def num_common(self, theirs: BlockLayout) -> int:
+        """How many groups are handed over between the two: as many as are equal from the first one on.
+
+        Raises LayoutMismatch, which names the difference, unless `theirs` has the same groups but optional ones.
+        """
         here, there = self.required, theirs.required
         if [group.block_size for group in there] != [group.block_size for group in here]:
             raise LayoutMismatch(
@@ -167,13 +170,6 @@ class BlockLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if there != here:
             raise LayoutMismatch(f"the peer's KV groups are {there}, ours {here}")
-
-    def num_common(self, theirs: BlockLayout) -> int:
-        """How many groups are handed over between the two: as many as are equal from the first one on.
-
-        Raises as `check_same_groups` does.
-        """
-        self.check_same_groups(theirs)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.groups, theirs.groups, strict=False)))
 
 
