@@ -63,5 +63,5 @@ def test_one_group_has_all_memory_without_gaps(heads: int, num_blocks: int, tp_s
     layout = over(full_layout(num_kv_heads=4 * heads), tp_size)
     slabs = KvSlabs.of_blocks(layout, num_blocks)
     assert slabs == KvSlabs.in_bytes(layout, num_blocks * layout.rank_bytes + layout.rank_bytes - 1)
-    assert (slabs.num_slabs, slabs.num_blocks(0), slabs.num_bytes) == (1, num_blocks, num_blocks * layout.rank_bytes)
-    assert not num_blocks or slabs.stride(0) == layout.rank_bytes
+    assert (slabs.num_blocks(0), slabs.num_bytes) == (num_blocks, num_blocks * layout.rank_bytes)
+    assert slabs.stride(0) == layout.rank_bytes

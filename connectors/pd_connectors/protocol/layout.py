@@ -63,11 +63,10 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         follows that boundary reads is moved too.
         """
         computed = num_tokens if num_computed is None else num_computed
-        first = self.first_block(
-            num_tokens if self.kind is KVKind.STATE else (num_tokens - 1) // self.block_size * self.block_size
-        )
         if self.kind is KVKind.STATE:  # the state after the last token, which no earlier step has
+            first = self.first_block(num_tokens)
             return range(first, first + int(computed == num_tokens))
+        first = self.first_block((num_tokens - 1) // self.block_size * self.block_size)
         stop = -(-computed // self.block_size) if computed == num_tokens else computed // self.block_size
         return range(first, max(first, stop))
 

@@ -18,7 +18,7 @@ class KvSlabs:
     """Memory in slabs of equal size. A slab belongs to one group at a time, and holds `per_slab` of its blocks.
 
     Block i of a group begins `i * stride` bytes behind the start of the memory, so slab s holds its blocks
-    [s * per_slab, (s + 1) * per_slab). One group has one slab, which is all of the memory.
+    [s * per_slab, (s + 1) * per_slab). One group alone has slabs of one block.
     """
 
     num_slabs: int
@@ -40,18 +40,12 @@ class KvSlabs:
     @classmethod
     def in_bytes(cls, layout: BlockLayout, num_bytes: float) -> KvSlabs:
         """As many slabs as fit into `num_bytes` of one rank."""
-        sizes = [group.rank_bytes(layout.tp_size) for group in layout.groups]
-        if len(sizes) == 1:
-            num_blocks = int(num_bytes // sizes[0])
-            return cls(1, num_blocks * sizes[0], (num_blocks,))
         slab_bytes, per_slab = _divide(layout)
         return cls(int(num_bytes // slab_bytes), slab_bytes, per_slab)
 
     @classmethod
     def of_blocks(cls, layout: BlockLayout, num_blocks: int) -> KvSlabs:
         """Memory for at least `num_blocks` blocks of every group at once."""
-        if len(layout.groups) == 1:
-            return cls.in_bytes(layout, num_blocks * layout.rank_bytes)
         slab_bytes, per_slab = _divide(layout)
         return cls(sum(-(-num_blocks // count) for count in per_slab), slab_bytes, per_slab)
 
