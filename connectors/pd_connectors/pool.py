@@ -69,7 +69,7 @@ class _Offered(NamedTuple):
 
     names: list[ObjectName]  # of its objects
     copy: Gathered
-    index: int  # in the copy
+    place: int  # in the copy
 
 
 class StorePool(Pool):
@@ -185,7 +185,7 @@ class StorePool(Pool):
             if own := [block for block in blocks if block.group == group]:
                 copy = staging.gather([block.block_id for block in own])
                 names = [self._sealer.names(block.hash, group) for block in own]
-                offered += [_Offered(each, copy, index) for index, each in enumerate(names)]
+                offered += [_Offered(each, copy, place) for place, each in enumerate(names)]
         self._offers.put((offered, num_bytes))
 
     def settle(self) -> None:
@@ -350,7 +350,7 @@ class StorePool(Pool):
             for block in batch:
                 block.copy.wait()
             objects = [
-                (name, self._sealer.seal(name, block.copy.block(block.index, part.heads)))
+                (name, self._sealer.seal(name, block.copy.block(block.place, part.heads)))
                 for block in batch
                 for part, name in zip(self._sealer.parts[block.names[0].group], block.names, strict=True)
                 if part.is_stored
