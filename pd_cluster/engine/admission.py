@@ -66,8 +66,8 @@ class Admission:
         if outputs is None:
             return
         outputs.validate(self._vocab_size)
-        if message.work is Work.TAKE_OVER:
-            raise InvalidRequest("a node that takes KV over has not computed the prompt", "outputs")
+        if message.work in (Work.PREFILL, Work.TAKE_OVER):
+            raise InvalidRequest("one node computes a prompt that is asked about, and answers", "outputs")
         if message.known:
             raise InvalidRequest("an answer that goes on behind known tokens has read its prompt before", "outputs")
         if outputs.of_last_token and not is_read:

@@ -285,7 +285,7 @@ class EngineCore:
             case UseTicket():
                 self._transfers.use_ticket(message.request_id, message.ticket, message.load_deadline_s)
             case PrefillLocally():
-                self._transfers.prefill_locally(message.request_id, message.outputs)
+                self._transfers.prefill_locally(message.request_id)
             case Abort():
                 self._abort(message)
             case ReleaseLease():

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -49,7 +48,6 @@ from pd_connectors.protocol.messages import NO_PREFILL, PrefillFacts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pd_cluster.protocol.prompt_outputs import PromptOutputs
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.scheduler import Scheduler, Update
     from pd_cluster.scheduling.sequence import Request
@@ -238,21 +236,15 @@ class KvTransfers:
         if intake is not None and intake.load_id is None:
             self._load(intake, ticket, deadline_s)
 
-    def prefill_locally(self, request_id: str, outputs: PromptOutputs | None = None) -> None:
-        """Compute the prompt here. Ignored for an ended request, and while a load is under way.
-
-        `outputs`: asked about the prompt unless its first tokens are known, which come behind the answers. All of it is
-        computed for them, whatever the pool has.
-        """
+    def prefill_locally(self, request_id: str) -> None:
+        """Compute the prompt here. Ignored for an ended request, and while a load is under way."""
         intake = self._intakes.get(request_id)
         if intake is not None and intake.load_id is None:
             del self._intakes[request_id]
             self.counters["prefills_local_total"] += 1
-            request = intake.request
-            outputs = None if request.is_parted else outputs
-            go_on = partial(self._scheduler.fall_back_to_local, outputs=outputs)
-            if intake.has_searched or outputs is not None or not self._searches.start(request, go_on):
-                go_on(request)
+            go_on = self._scheduler.fall_back_to_local
+            if intake.has_searched or not self._searches.start(intake.request, go_on):
+                go_on(intake.request)
 
     def _load(self, intake: Intake, ticket: Ticket, deadline_s: float) -> None:
         request, num_loaded = intake.request, intake.request.num_loaded_tokens

@@ -93,7 +93,6 @@ class PrefillLocally(msgspec.Struct, frozen=True, tag=True):
     """Answer to NeedsPrefill: compute the prompt here."""
 
     request_id: str
-    outputs: PromptOutputs | None = None  # what is asked about it; not answered once its first tokens are known
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.config import SchedulerConfig
-    from pd_cluster.protocol.prompt_outputs import PromptOutputs
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.block_manager import BlockManager
@@ -287,15 +286,10 @@ class Scheduler:
             self._queues.add(seq)
         self._unpark(request)
 
-    def fall_back_to_local(self, request: Request, outputs: PromptOutputs | None = None) -> None:
-        """Compute a parked prompt here. Sequences that have parted each go on behind their own tokens.
-
-        `outputs`: asked about the prompt. Only for sequences that have not parted.
-        """
+    def fall_back_to_local(self, request: Request) -> None:
+        """Compute a parked prompt here. Sequences that have parted each go on behind their own tokens."""
         if request in self._queues.parked:
             self._unpark(request)
-            if outputs is not None:
-                request.ask(outputs)
             request.sequences[0].num_cached_tokens = 0  # counted again when it is scheduled
             self._queue_for_prefill(request)
 

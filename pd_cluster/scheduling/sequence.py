@@ -16,8 +16,6 @@ from enum import Enum, auto
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.protocol.prompt_outputs import PromptPart
 from pd_cluster.scheduling.beam import BeamSearch
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pd_cluster.protocol.messages import AddRequest
-    from pd_cluster.protocol.prompt_outputs import PromptOutputs
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.block_table import BlockTable
     from pd_cluster.scheduling.group import Group
@@ -215,12 +212,6 @@ class Request:
         if beams is not None:
             max_tokens = lead.max_len - num_prompt
             self.beams = Beams(BeamSearch(beams, max_tokens, stop_ids, sampling.logprobs), [lead])
-
-    def ask(self, outputs: PromptOutputs) -> None:
-        """Find these out about its prompt, of which nothing is scheduled yet. Not for one that has parted."""
-        assert not self.is_parted
-        self.message = msgspec.structs.replace(self.message, outputs=outputs)
-        self.sequences[0].num_unread_tokens = outputs.num_entries(len(self.prompt_token_ids))
 
     def seed_of(self, index: int) -> int:
         """The seed of its sequence `index`."""

@@ -28,7 +28,6 @@ from pd_cluster.server.prefill_endpoint import (
     answer_prefill_stream,
     answer_prefill_whole,
     answer_without_prefill,
-    asked_of_leg,
     keeping_alive,
 )
 from pd_cluster.server.prompt_scores import PromptAsk, PromptScores
@@ -49,7 +48,7 @@ from pd_cluster.server.sampling import (
 )
 from pd_cluster.server.schema import ChatBody, CompletionBody, GenerationBody, KvTransferParams
 from pd_cluster.server.stream_writer import EventWriter, FrameWriter
-from pd_cluster.server.takeover_policy import Tokenize, choose_kv_source, choose_scored_source
+from pd_cluster.server.takeover_policy import Tokenize, choose_kv_source
 from pd_cluster.server.template_stability import Decider
 from pd_cluster.server.tool_use import tool_use
 from pd_cluster.server.translated_body import translated
@@ -324,7 +323,8 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
     elif call.is_read:
         prompt, kv_source = await call.prompts[index](), KvSource(Work.READ)
     elif call.ask is not None and not call.known:
-        prompt, kv_source = await choose_scored_source(state, params, call.prompts[index], salt)
+        # every position is computed here for its log-probabilities, whatever KV the router or a pool has
+        prompt, kv_source = await call.prompts[index](), KvSource()
     else:
         if params is not None and len(call.prompts) > 1:
             # a ticket is for one prompt: each prompt asks the offer's nodes for its own
@@ -354,7 +354,7 @@ async def _request(state: NodeState, caller: Caller, call: _Call, index: int) ->
         prefill_charge=caller.prefill_charge,
         passed_on=caller.passed_on,
         steps=steps,
-        ask=asked_of_leg(params, caller) if call.is_prefill_leg else call.ask,
+        ask=None if call.is_prefill_leg else call.ask,
     )
 
 

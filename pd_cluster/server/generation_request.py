@@ -79,7 +79,7 @@ class GenerationRequest:
     steps: tuple[tuple[int, int], ...] = ()  # see `AddRequest`
     prefill_charge: str = ""  # the router's name of its charge on the P that D asks
     passed_on: tuple[tuple[str, str], ...] = ()  # headers, for the P that D asks
-    ask: PromptAsk | None = None  # what the answer, or D's, shows of the prompt's log-probabilities
+    ask: PromptAsk | None = None  # what the answer shows of the prompt's log-probabilities
 
     @property
     def seed(self) -> int:
@@ -133,16 +133,10 @@ class GenerationRequest:
         )
 
     @property
-    def asks_scores(self) -> bool:
-        """Whether log-probabilities of the prompt are missing: those of an answer that has begun came with it."""
-        return self.ask is not None and (self.known is None or not self.known.has_begun)
-
-    @property
     def _outputs(self) -> PromptOutputs | None:
-        """What this engine finds out about the prompt: nothing if a node computes it that finds it out."""
-        if self.ask is None or not self.asks_scores or self.kv_source.work is Work.TAKE_OVER:
-            return None
-        return self.ask.outputs
+        """What the engine finds out about the prompt: nothing once an answer has begun, which told it."""
+        has_begun = self.known is not None and self.known.has_begun
+        return None if self.ask is None or has_begun else self.ask.outputs
 
 
 def digest_of(requests: Sequence[GenerationRequest]) -> bytes:

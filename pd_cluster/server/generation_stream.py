@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import EngineUnavailable, PdError, error_named
@@ -18,12 +17,9 @@ from pd_cluster.protocol.messages import (
     SequenceTokens,
     TicketOpened,
     TokensOut,
-    UseTicket,
     Work,
 )
 from pd_cluster.server.choice import Choice
-from pd_cluster.server.generation_request import KvSource
-from pd_cluster.server.prompt_reads import read_scores
 from pd_cluster.server.prompt_scores import PromptScores
 from pd_cluster.server.stopwatch import Stopwatch
 from pd_cluster.server.takeover_policy import PrefillSearch
@@ -55,11 +51,8 @@ class GenerationStream:
         self.request = request
         self._started_s = started_s
         self.stopwatch = Stopwatch(started_s)
-        ask = None if request.kv_source.work is Work.PREFILL else request.ask  # of a PREFILL D shapes the scores
-        self.scores = None if ask is None else PromptScores(ask, state.tokenizer, request.prompt)
-        self._told: list[PromptLogprobs] = []  # PREFILL: for D
-        self._search = PrefillSearch(state, request, self.scores)
-        self._is_handoff = request.kv_source.work is Work.TAKE_OVER  # also if no P answers, see `_ask_first`
+        self.scores = None if request.ask is None else PromptScores(request.ask, state.tokenizer, request.prompt)
+        self._search = PrefillSearch(state, request)
         self._choices = [Choice(i, request, state.tokenizer) for i in range(request.num_choices)]
         self._live = request.live  # by index of the engine
         known = () if request.known is None else request.known.choices
@@ -109,49 +102,20 @@ class GenerationStream:
     def finished(self) -> bool:
         return all(choice.finished for choice in self._choices)
 
-    @property
-    def _asks_first(self) -> bool:
-        """Whether a prefill node is asked before the engine has the request: if none answers, this engine computes the
-        prompt and its log-probabilities at once."""
-        source = self.request.kv_source
-        return self.request.asks_scores and source.work is Work.TAKE_OVER and source.ticket is None
-
     async def __aenter__(self) -> GenerationStream:
-        if self._asks_first:
-            await self._ask_first()
-        else:
-            self._admit(self._state.config.handoff.load_deadline_s)
-        return self
-
-    def _admit(self, load_deadline_s: float) -> None:
-        min_remote_tokens = self._state.config.handoff.min_remote_tokens
+        handoff = self._state.config.handoff
         self._stream = self._state.engine.open(
             self.request.to_engine(
-                min_remote_tokens=min_remote_tokens, load_deadline_s=load_deadline_s, received_s=self._started_s
+                min_remote_tokens=handoff.min_remote_tokens,
+                load_deadline_s=handoff.load_deadline_s,
+                received_s=self._started_s,
             )
         )
         self._stream.unread = Share(self._state.held)
         self._stream.step_bytes = 3 * self.request.sampling.step_bytes  # three times: they leave as one event each
         if self.request.charge is not None:
             self.request.charge.include()
-
-    async def _ask_first(self) -> None:
-        """Admit the request with the ticket of a prefill node, or else for this node alone. Raises PdError.
-
-        A P sends its ticket at admission. So all prompts of a request are admitted before the first byte of the answer,
-        and a full queue is still a status. No P is asked, and waited for, where this engine can take no request.
-        """
-        self._state.engine.check_open()
-        try:
-            found = await self._search.answer(NeedsPrefill(self.request.request_id, 0))
-            source, deadline_s = KvSource(), self._state.config.handoff.load_deadline_s
-            if isinstance(found, UseTicket):
-                source, deadline_s = replace(self.request.kv_source, ticket=found.ticket), found.load_deadline_s
-            self.request = replace(self.request, kv_source=source)
-            self._admit(deadline_s)
-        except BaseException:
-            await self._search.close()  # without `__aexit__`
-            raise
+        return self
 
     async def __aexit__(self, *exc: object) -> None:
         try:
@@ -173,8 +137,8 @@ class GenerationStream:
     async def __anext__(self) -> list[ChoiceOutput]:
         """New outputs, until every choice has ended. When several steps wait, one list covers them.
 
-        A list of a PREFILL may be empty: it means that `ticket` is set, or that `take_told` has something. Raises
-        PdError when the engine or the handoff fails.
+        A list of a PREFILL may be empty: it means that `ticket` is set. Raises PdError when the engine or the handoff
+        fails.
         """
         stream = self._admitted
         while not self.finished:
@@ -190,31 +154,10 @@ class GenerationStream:
                     outputs.extend(await self._take(one))
             except PdError as error:
                 self._failure = error
-            if outputs:
-                await self._complete_scores()
-            if outputs or self._told or isinstance(message, TicketOpened):
+            if outputs or isinstance(message, TicketOpened):
                 self.stopwatch.delivered(outputs, self._choices[0].num_tokens)
                 return _merged(outputs) if len(ready) > 1 else outputs
         raise StopAsyncIteration
-
-    def take_told(self) -> list[PromptLogprobs]:
-        """What the engine has told about the prompt of a PREFILL since the last call."""
-        told, self._told = self._told, []
-        return told
-
-    async def _complete_scores(self) -> None:
-        """Before the first output of a prompt that another node computes: wait for its scores, or read it here.
-
-        An engine that computes the prompt for its own tokens tells the scores before them. Raises PdError.
-        """
-        scores, is_elsewhere = self.scores, self.request.kv_source.work is Work.TAKE_OVER
-        if scores is None or scores.is_complete or not self.request.asks_scores or not is_elsewhere:
-            return
-        await self._search.hear_scores()
-        if not scores.is_complete:
-            self._state.metrics.fallbacks.labels("no_prompt_logprobs").inc()
-            logger.info("request %s: its prompt is read here for its log-probabilities", self.request.request_id)
-            await read_scores(self._state, self.request, scores, self._started_s)
 
     async def settle(self) -> None:
         """Wait for the engine's terminal reply. Call it when the client has its answer."""
@@ -237,10 +180,8 @@ class GenerationStream:
                 self.timeline = self.timeline or message.timeline
                 return [output for new in message.sequences if (output := self._extend(new)) is not None]
             case PromptLogprobs():
-                if self.scores is None:
-                    self._told.append(message)
-                else:
-                    await self.scores.take_in_turns(message)
+                if self.scores is not None:
+                    await self.scores.take(message.entries)
             case PromptRead():
                 self._search.has_tokens()
                 self.num_cached_tokens = message.num_cached_tokens
@@ -274,7 +215,7 @@ class GenerationStream:
             metrics.observe_timeline(work, self.timeline)
         if work is not Work.PREFILL:  # P's first token is counted where the client gets it
             metrics.generation_tokens.inc(self.num_answer_tokens - self._num_known_tokens)
-        if self._is_handoff and self.prefill_node is not None:
+        if work is Work.TAKE_OVER and self.prefill_node is not None:
             metrics.handoffs.labels("local" if self.prefill_node == self._state.node_id else "remote").inc()
         # the client does not see the times of a prefill leg, and of a continued answer not the first
         if work is not Work.PREFILL and request.known is None:

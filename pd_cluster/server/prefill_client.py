@@ -12,13 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import orjson
 
-from pd_cluster.server.prompt_events import PROMPT_EVENT
 from pd_connectors.protocol.clock import patiently
 from pd_http.errors import ENGINE_DIED
 from pd_http.files import has_files
@@ -28,8 +26,6 @@ from pd_http.sse import EVENT_STREAM
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from pd_cluster.server.prompt_events import PromptListener
-    from pd_http.sse import Event
 
 T = TypeVar("T")
 logger = logging.getLogger("pd_cluster.server")
@@ -57,11 +53,8 @@ class PrefillClient:
         response: aiohttp.ClientResponse,
         ticket: str,
         events: PrefillEvents,
-        listener: PromptListener | None,
     ) -> None:
         self.ticket = ticket
-        self._listener = listener
-        self._news = asyncio.Event()  # P has sent something, or its answer has ended
         self._session = session
         self._node_url = node_url
         self.has_died = False  # P, or its engine, before the prompt was computed
@@ -78,20 +71,16 @@ class PrefillClient:
         body: dict[str, Any],
         headers: dict[str, str],
         deadline_s: float,
-        listener: PromptListener | None = None,
     ) -> PrefillClient:
-        """Returns with P's ticket, which P sends before it computes anything. Raises PeerError.
-
-        `listener`: to what P tells about the prompt.
-        """
+        """Returns with P's ticket, which P sends before it computes anything. Raises PeerError."""
         try:
             async with asyncio.timeout(deadline_s), contextlib.AsyncExitStack() as on_failure:
                 response = await _heard(url, _post(session, url, body, headers))
                 on_failure.callback(response.close)
-                events = PrefillEvents(None if listener is None else partial(_hear, listener))
+                events = PrefillEvents()
                 ticket = await _first_ticket(response, events)
                 on_failure.pop_all()
-                return cls(session, url, response, ticket, events, listener)
+                return cls(session, url, response, ticket, events)
         except TimeoutError as error:
             raise PeerError(FailureKind.TIMEOUT, f"{url} gave no ticket within {deadline_s:.1f} s") from error
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionResetError) as error:
@@ -104,24 +93,8 @@ class PrefillClient:
         """Whether P and its engine are alive, by P's /health and its last event."""
         return await _lives(self._session, self._node_url) and not self.has_died
 
-    async def hear_prompt(self) -> None:
-        """Wait until P has told all about the prompt, or its answer has ended. Call it when P has computed the prompt.
-
-        P has only to send then: it is not listened to any more when it sends nothing for PEER_SILENCE_S.
-        """
-        listener = self._listener
-        while listener is not None and not (listener.is_done or self._rest.done()):
-            self._news.clear()
-            try:
-                await _heard(self._node_url, self._news.wait())
-            except PeerError as error:
-                logger.warning("the log-probabilities of a prompt are missing: %s", error)
-                listener.close()
-
     async def close(self) -> None:
         """Close the connection. Idempotent."""
-        if self._listener is not None:
-            self._listener.close()
         self._rest.cancel()
         self._response.close()
         await asyncio.wait({self._rest})
@@ -129,24 +102,12 @@ class PrefillClient:
     async def _read_rest(self) -> None:
         """Read until P is done. D's engine follows the lease itself; only this answer shows that P died."""
         try:
-            await self._events.outcome(self._read)
+            await self._events.outcome(self._response.content.readany)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             logger.info("a prefill node closed the connection: %r", error)
-        finally:
-            self._news.set()
         event = self._events.told
         self.has_died = event is None or code_of(event.data) == ENGINE_DIED
         self.has_given_up = event is not None and event.name == "error" and not self.has_died
-
-    async def _read(self) -> bytes:
-        """The next bytes of P's answer. What came before them has been taken."""
-        self._news.set()
-        return await self._response.content.readany()
-
-
-def _hear(listener: PromptListener, event: Event) -> None:
-    if event.name == PROMPT_EVENT:
-        listener.hear(event.data)
 
 
 async def _post(

@@ -3,7 +3,6 @@
 With the header `x-pd-ticket: stream` the ticket is sent at admission, before P computes anything:
 
     event: ticket    data: {"kv_transfer_params": {...}}
-    event: prompt    data: {"part": "..."}                      after each step, if D asks for them: log-probabilities
     event: done      data: {"usage": {...}}                     the KV of the whole prompt can be read
     event: error     data: {"error": {...}, "status": 503}      instead of done
     : waiting                                                   every second until there is a ticket
@@ -25,8 +24,6 @@ from pd_cluster.errors import InvalidRequest, PdError
 from pd_cluster.protocol.messages import FinishReason
 from pd_cluster.server.choice import ChoiceOutput
 from pd_cluster.server.keepalive import KeepAlive
-from pd_cluster.server.prompt_events import prompt_events
-from pd_cluster.server.prompt_scores import PromptAsk
 from pd_cluster.server.response import ResponseShape, collect, usage_of
 from pd_connectors.protocol.ticket import sign
 from pd_http.sse import event_bytes
@@ -35,9 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd_cluster.server.answer_task import CountedReply
-    from pd_cluster.server.caller import Caller
     from pd_cluster.server.generation_stream import GenerationStream
-    from pd_cluster.server.schema import KvTransferParams
     from pd_cluster.server.state import NodeState
     from pd_cluster.server.takeover_policy import Tokenize
     from pd_http.dialect import Dialect
@@ -66,13 +61,6 @@ def transfer_params(state: NodeState, stream: GenerationStream, *, echo_ids: boo
     return params | {"prompt_token_ids": stream.request.prompt} if echo_ids else params
 
 
-def asked_of_leg(params: KvTransferParams | None, caller: Caller) -> PromptAsk | None:
-    """What D asks about the prompt. Only a leg that asks for a ticket can be told. Raises InvalidRequest."""
-    if params is None or not caller.wants_ticket_stream:
-        return None
-    return PromptAsk.of(params.prompt_logprobs, None, names_are_ids=False)
-
-
 def keeping_alive(state: NodeState, reply: Reply) -> KeepAlive:
     """Keep-alives until there is a ticket. Enter it before any slow part of the request."""
     return KeepAlive(reply, {"x-pd-prefill": state.node_id}, partial(_error_event, reply.dialect))
@@ -81,11 +69,8 @@ def keeping_alive(state: NodeState, reply: Reply) -> KeepAlive:
 async def answer_prefill_stream(
     state: NodeState, reply: CountedReply, stream: GenerationStream, alive: KeepAlive, *, echo_ids: bool
 ) -> None:
-    """Send the ticket at once, what the steps tell about the prompt, and `done` after the prefill."""
-    has_ticket, request = False, stream.request
-    if request.ask is not None:
-        request.ask.check_length(len(request.prompt) * request.num_choices)
-        reply.share.grow(request.ask.num_bytes([len(request.prompt)]))  # without a wait: D can compute them itself
+    """Send the ticket at once, and `done` after the prefill."""
+    has_ticket = False
     async with stream:
         async for _ in stream:
             if not has_ticket:
@@ -93,9 +78,6 @@ async def answer_prefill_stream(
                 params = transfer_params(state, stream, echo_ids=echo_ids)
                 await alive.start_events()
                 await reply.write(event_bytes({"kv_transfer_params": params}, "ticket"))
-            for told in stream.take_told():
-                for event in prompt_events(told):
-                    await reply.write(event)
         await reply.end(event_bytes({"usage": usage_of([stream])}, "done"))
         await stream.settle()
 

@@ -8,23 +8,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from pd_cluster.errors import EngineUnavailable, Overloaded, error_named
-from pd_cluster.protocol.messages import AddRequest, PromptLogprobs, PromptRead, RequestFailed, Work
+from pd_cluster.protocol.messages import AddRequest, PromptRead, RequestFailed, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from pd_cluster.protocol.prompt_outputs import PromptOutputs
     from pd_cluster.server.caller import Caller
-    from pd_cluster.server.generation_request import GenerationRequest
-    from pd_cluster.server.prompt_scores import PromptScores
     from pd_cluster.server.read_window import ReadWindow
     from pd_cluster.server.schema import PromptFields
     from pd_cluster.server.state import NodeState
 
 Result = TypeVar("Result")
-SCORES_TURN_S = 60.0  # until a generated answer's prompt has its turn among those that are only read
 
 
 class Reads(NamedTuple, Generic[Result]):
@@ -102,53 +99,12 @@ async def _read_one(
         group=caller.group,
         outputs=outputs,
     )
-    return await _read(state, request)
-
-
-async def read_scores(state: NodeState, request: GenerationRequest, scores: PromptScores, received_s: float) -> None:
-    """Read a prompt once more, for the log-probabilities that its prefill node has not told. Takes its turn among the
-    prompts that are only read. Cancelling it takes the prompt back from the engine. Raises PdError.
-
-    `received_s`: of the request, as in AddRequest.
-    """
-    assert request.ask is not None
-    window, num_tokens = state.read_window, len(request.prompt)
-    scores.restart()
-    read = AddRequest(
-        request_id=uuid.uuid4().hex,
-        prompt_token_ids=request.prompt,
-        sampling=SamplingParams(max_tokens=1),
-        work=Work.READ,
-        priority=request.priority,
-        salt=request.salt,
-        received_s=received_s,
-        group=request.group,
-        outputs=request.ask.outputs,
-    )
-    try:
-        async with asyncio.timeout(SCORES_TURN_S):
-            await window.take(num_tokens)
-    except TimeoutError as error:
-        raise Overloaded(f"the prompt's log-probabilities had no turn within {SCORES_TURN_S:g} s") from error
-    try:
-        await _read(state, read, scores.take_in_turns)
-    finally:
-        window.give(num_tokens)
-
-
-async def _read(
-    state: NodeState, request: AddRequest, note: Callable[[PromptLogprobs], Awaitable[None]] | None = None
-) -> PromptRead:
-    """Let the engine read the prompt of a READ. `note`: takes its log-probabilities. Raises PdError."""
     async with state.engine.open(request) as stream:
         async for message in stream:
             if isinstance(message, RequestFailed):
                 raise error_named(message.error, message.message, message.param, message.code)
-            if isinstance(message, PromptLogprobs) and note is not None:
-                await note(message)
             if isinstance(message, PromptRead):
-                num_tokens = len(request.prompt_token_ids)
-                state.metrics.count_prompt(Work.READ, num_tokens, message.num_cached_tokens)
+                state.metrics.count_prompt(Work.READ, len(prompt), message.num_cached_tokens)
                 if message.timeline is not None:
                     state.metrics.observe_timeline(Work.READ, message.timeline)
                 return message

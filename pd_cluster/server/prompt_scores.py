@@ -19,7 +19,6 @@ from pd_http.json_pieces import JsonList
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd_cluster.protocol.messages import PromptLogprobs
     from pd_cluster.protocol.prompt_outputs import PromptToken
     from pd_cluster.server.detokenizer import Vocabulary
 
@@ -79,46 +78,24 @@ class PromptAsk:
 class PromptScores:
     """The log-probabilities of one prompt, shaped step by step: those of a long prompt take a while.
 
-    Every position but 0 is taken once, in order, whichever node has computed it.
+    Every position but 0 is taken once, in order.
     """
 
     def __init__(self, ask: PromptAsk, vocabulary: Vocabulary, prompt: Sequence[int]) -> None:
         self._ask = ask
         self._vocabulary = vocabulary
         self._prompt = prompt
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget all entries: another node tells them from the first one on."""
-        self._next = 1  # the position of the next entry
+        self._num_told = 1  # the first token has no entry
         self._field = [b"null"]  # items of JSON lists, also below
-        first = [SampledToken(token_id) for token_id in self._prompt[:1]]
-        shaped = completion_logprobs(self._vocabulary, first, names_are_ids=self._ask.names_are_ids)
+        first = [SampledToken(token_id) for token_id in prompt[:1]]
+        shaped = completion_logprobs(vocabulary, first, names_are_ids=ask.names_are_ids)
         self._echo = {"tokens": [json_items(shaped["tokens"])], "token_logprobs": [b"null"], "top_logprobs": [b"null"]}
 
-    @property
-    def num_top(self) -> int:
-        """The most alternatives of a token that are shown."""
-        return self._ask.num_top
-
-    @property
-    def is_complete(self) -> bool:
-        return self._next >= len(self._prompt)
-
-    def take(self, start: int, entries: Sequence[PromptToken]) -> None:
-        """Add the entries of the positions from `start` on. Raises ValueError unless they go on behind the last."""
-        told = [entry.token_id for entry in entries]
-        end = start + len(told)
-        if start != self._next or told != list(self._prompt[start:end]):
-            raise ValueError(f"entries {start} to {end} are not those of the prompt behind {self._next}")
-        self._next = end
+    async def take(self, entries: Sequence[PromptToken]) -> None:
+        """Add the next entries, in turns of 4 ms: those of 20,000 tokens take 0.3 s, and may come at once."""
+        self._num_told += len(entries)
         for first in range(0, len(entries), SHAPED_TOKENS):
             self._keep(entries[first : first + SHAPED_TOKENS])
-
-    async def take_in_turns(self, told: PromptLogprobs) -> None:
-        """As `take`, in turns of 4 ms: those of 20,000 tokens take 0.3 s, and may come at once."""
-        for first in range(0, len(told.entries), SHAPED_TOKENS):
-            self.take(told.start + first, told.entries[first : first + SHAPED_TOKENS])
             await asyncio.sleep(0)
 
     def _keep(self, entries: Sequence[PromptToken]) -> None:
@@ -146,7 +123,7 @@ class PromptScores:
         """
         if self._ask.echo is None:
             return {}, 0
-        offsets = echo_offsets(self._vocabulary, self._prompt[: self._next], text)
+        offsets = echo_offsets(self._vocabulary, self._prompt[: self._num_told], text)
         return self._echo | {"text_offset": [json_items(offsets)]}, len(text)
 
     def _entry(self, entry: PromptToken, num_top: int) -> dict[str, dict[str, Any]]:

@@ -80,8 +80,6 @@ class KvTransferParams(msgspec.Struct, kw_only=True):
     continuation: Continuation | None = None  # see `continuation.py`
     goes_on: bool | None = None  # D to P: the prompt ends with the known tokens of a stream that was cut
     prompt_steps: list[tuple[int, int]] | None = None  # names of the prompt's blocks: see `AddRequest.steps`
-    # D to P: tell so many alternatives for each token of the prompt, see `prompt_events.py`
-    prompt_logprobs: int | None = None
     # D to P, see `decode_sampling`; without it P reads the body's own fields
     sampling: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})] | UnsetType = UNSET
 

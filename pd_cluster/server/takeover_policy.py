@@ -6,8 +6,8 @@ ticket, verified                          that ticket's lease (P-first)
 do_remote_prefill and an offer            this engine's cache, else the offer's nodes, best first (D-first)
 a ticket of another protocol version      this node: during an upgrade the offer's nodes would answer with such tickets
 none, or none that can be trusted         this node
-any, and the answer shows the             the offer's nodes, which compute the log-probabilities too, before this
-prompt's log-probabilities                engine has the request; this node for a short prompt and if none answers
+any, and the answer shows the             this node: KV from elsewhere tells no log-probabilities (`endpoints`)
+prompt's log-probabilities
 a stream's continuation and an offer      as for a prompt, which is here the prompt with the known tokens
 a continuation of several choices         this node
 
@@ -29,9 +29,7 @@ from pd_cluster.protocol.messages import NeedsPrefill, PrefillLocally, UseTicket
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.server.generation_request import GenerationRequest, KnownAnswer, KvSource
 from pd_cluster.server.prefill_client import PeerError, PrefillClient
-from pd_cluster.server.prompt_events import PromptListener
 from pd_cluster.server.sampling import encode_sampling
-from pd_cluster.server.schema import KvTransferParams
 from pd_connectors.protocol.errors import BadSignature, LoadFailure, ProtocolMismatch, TicketError, TicketExpired
 from pd_connectors.protocol.feed import CHARGE_HEADER
 from pd_connectors.protocol.hashing import prompt_digest
@@ -39,8 +37,7 @@ from pd_connectors.protocol.ticket import Offer, Paper, Ticket, verify
 from pd_http.node_answers import ASK_TICKET, FailureKind
 
 if TYPE_CHECKING:
-    from pd_cluster.protocol.prompt_outputs import PromptOutputs
-    from pd_cluster.server.prompt_scores import PromptScores
+    from pd_cluster.server.schema import KvTransferParams
     from pd_cluster.server.state import NodeState
 
 Tokenize = Callable[[], Awaitable[list[int]]]
@@ -130,21 +127,6 @@ async def choose_kv_source(
     return await tokenize(), KvSource()
 
 
-async def choose_scored_source(
-    state: NodeState, params: KvTransferParams | None, tokenize: Tokenize, salt: str
-) -> tuple[list[int], KvSource]:
-    """The same for a prompt of which the answer shows the log-probabilities.
-
-    A ticket is for KV alone, and every position must be computed for the log-probabilities: a node of the offer does
-    both, whatever is cached here. Without an offer this node does.
-    """
-    if params is None or not params.do_remote_prefill or not params.offer:
-        return await tokenize(), KvSource()
-    offered = KvTransferParams(do_remote_prefill=True, offer=params.offer)
-    prompt, source = await choose_kv_source(state, offered, tokenize, salt)
-    return prompt, KvSource() if len(prompt) < max(1, state.config.handoff.min_remote_tokens) else source
-
-
 def _offered(state: NodeState, params: KvTransferParams) -> tuple[tuple[str, ...], list[str]]:
     """The nodes of the router's offer, best first, and why it is not used."""
     if not params.offer:
@@ -164,11 +146,9 @@ def _plausible_ids(state: NodeState, ids: list[int] | None) -> list[int] | None:
 class PrefillSearch:
     """Answers NeedsPrefill of one request, and stays connected to the prefill node. Close it with the request."""
 
-    def __init__(self, state: NodeState, request: GenerationRequest, scores: PromptScores | None = None) -> None:
-        """`scores`: of the prompt, which the prefill node tells too."""
+    def __init__(self, state: NodeState, request: GenerationRequest) -> None:
         self._state = state
         self._request = request
-        self._scores = scores
         self._urls = list(request.kv_source.prefill_urls)
         self._ends_s = time.monotonic() + state.config.handoff.load_deadline_s
         self._legs: list[PrefillClient] = []
@@ -211,30 +191,9 @@ class PrefillSearch:
             return UseTicket(self._request.request_id, ticket, max(self._ends_s - time.monotonic(), 0.001))
         if policy in ("any", "local") or self._request.known is not None:
             self.prefill_node = self._state.node_id
-            return PrefillLocally(self._request.request_id, self._missing_outputs())
+            return PrefillLocally(self._request.request_id)
         forbidden = f"--on-load-failure {policy} forbids a local prefill"
         raise PrefillUnavailable(f"no prefill node could serve the request ({reason}), and {forbidden}")
-
-    async def hear_scores(self) -> None:
-        """Wait until the prefill node has told the scores, or will not. Call it when the prompt is computed.
-
-        A node that died before it had told them counts like one that died before its KV was here. Raises NodesDied.
-        """
-        if not self._legs or self._scores is None:
-            return
-        leg = self._legs[-1]
-        await leg.hear_prompt()
-        if leg.has_died and not self._scores.is_complete:
-            self._fell_back(f"peer_{FailureKind.DIED}", "the prefill node died behind the KV of the prompt")
-            self._bury(self.prefill_node or "")
-
-    def _missing_outputs(self) -> PromptOutputs | None:
-        """What this engine is to find out about the prompt, which it computes: all that no prefill node has told."""
-        request, scores = self._request, self._scores
-        if scores is None or scores.is_complete or request.ask is None or not request.asks_scores:
-            return None
-        scores.restart()
-        return request.ask.outputs
 
     def has_tokens(self) -> None:
         """Note that the engine has generated. If it never sent NeedsPrefill, this node has prefilled."""
@@ -285,15 +244,11 @@ class PrefillSearch:
 
     async def _ask(self, url: str, left_s: float) -> Ticket:
         assert self._state.peers is not None, "the app's lifespan has not begun"
-        request, listener, num_top = self._request, None, None
+        request = self._request
         prompt, goes_on = request.loaded_ids, request.known is not None
-        if self._scores is not None and not self._scores.is_complete and request.asks_scores:
-            num_top = self._scores.num_top
-            listener = PromptListener(self._scores, num_top, self._state.tokenizer.vocab_size)
         more = {
             "sampling": encode_sampling(_UNUSED if goes_on else request.sampling),
             "prompt_steps": request.steps or None,
-            "prompt_logprobs": num_top,
             "goes_on": goes_on or None,
         }
         body = {
@@ -305,7 +260,7 @@ class PrefillSearch:
         headers = {"x-request-id": request.client_request_id, GROUP_HEADER: request.group, **dict(request.passed_on)}
         if request.prefill_charge:
             headers[CHARGE_HEADER] = request.prefill_charge
-        leg = await PrefillClient.open(self._state.peers, url, body, headers, left_s, listener)
+        leg = await PrefillClient.open(self._state.peers, url, body, headers, left_s)
         self._legs.append(leg)
         try:
             return trusted_ticket(self._state, leg.ticket, prompt, request.salt)

@@ -44,7 +44,7 @@ class FailureKind(StrEnum):
 class PrefillEvents:
     """The events of one prefill leg: "ticket" first, at the end "done"; "error" may replace either.
 
-    Events of any other name between them go to `take_other`; without it they are dropped.
+    Events of any other name are dropped.
 
     `told`: the last "error" event so far if there was one, else "done".
 
@@ -52,11 +52,10 @@ class PrefillEvents:
     long raises ValueError.
     """
 
-    __slots__ = ("_parser", "_ready", "_take_other", "told")
+    __slots__ = ("_parser", "_ready", "told")
 
-    def __init__(self, take_other: Callable[[Event], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._parser = SseParser()
-        self._take_other = take_other
         self.told: Event | None = None
         self._ready: list[Event] = []  # a short prompt's "done" may arrive together with its ticket
 
@@ -80,8 +79,6 @@ class PrefillEvents:
         for event in events:
             if event.name == "error" or (event.name == "done" and (self.told is None or self.told.name == "done")):
                 self.told = event
-            elif event.name not in ("ticket", "done") and self._take_other is not None:
-                self._take_other(event)
 
     async def _next(self, read: Callable[[], Awaitable[bytes]]) -> Event | None:
         while not self._ready:

@@ -225,6 +225,8 @@ def choose(
     costs = Costs(prompt, prefills, now_s, decodes)
     if not prefills:
         return RouteChoice(HandoffOrder.DIRECT, "no-prefill-node", (), decodes, costs)
+    if prompt.is_told:
+        return RouteChoice(HandoffOrder.DIRECT, "prompt-logprobs", (), decodes, costs)
     reading_s = dict(zip(prefills, costs.reading(prefills), strict=True))
     ranked = tuple(sorted(prefills, key=reading_s.__getitem__))  # stable, so equals keep the order of the turn
     kv_version = _best_version(costs, reading_s, ranked, decodes)
@@ -238,7 +240,7 @@ def choose(
     may_keep = settings.decode_on_prefill == "auto" and heirs is None
     if may_keep and not prompt.is_several and (kept := _kept(handoff)) is not None:  # how many is not counted here
         return kept
-    workers = 0 if prompt.is_told or prompt.is_several or heirs is not None else settings.workers
+    workers = 0 if prompt.is_several or heirs is not None else settings.workers
     if len(ranked) > 1 and workers and (tried := _slow(handoff, reading_s, workers)) is not None:
         return tried
     return _better(handoff, reading_s[ranked[0]], workers) if settings.spills else handoff
@@ -272,14 +274,13 @@ def _handoff(
     kv_version: str,
     prompt: PromptFacts,
 ) -> RouteChoice:
-    """A ticket is for the KV of one prompt. So D asks for a ticket for each of several, and for what the answer tells
-    about a prompt: neither is sent P-first."""
+    """A ticket is for the KV of one prompt. So D asks for a ticket for each of several: they are not sent P-first."""
     cached = costs.num_cached(prefills[0])
     order, reason = settings.default_order, "cached" if cached else "default"
     if asked is not None:
         order, reason = asked, "header"
-    if order is HandoffOrder.P_FIRST and (prompt.is_told or prompt.is_several):
-        order, reason = HandoffOrder.D_FIRST, "prompt-logprobs" if prompt.is_told else "several-prompts"
+    if order is HandoffOrder.P_FIRST and prompt.is_several:
+        order, reason = HandoffOrder.D_FIRST, "several-prompts"
     return RouteChoice(
         order, reason, prefills, decodes, costs, kv_version, is_asked=asked is not None,
         slo_ttft_s=settings.slo_ttft_ms / 1000,

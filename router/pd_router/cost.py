@@ -49,7 +49,7 @@ class PromptFacts(msgspec.Struct, frozen=True):
     num_bytes: int
     num_sequences: int = 1
     is_several: bool = False  # prompts in one request
-    is_told: bool = False  # the answer tells their log-probabilities: one node computes every position of each
+    is_told: bool = False  # the answer tells their log-probabilities: the node that generates computes every position
     cached: Mapping[Node, int] = {}  # tokens of its prefix; nodes without any are absent
     num_tokens: int = 0  # of a prompt of token ids, which the router counts; 0: estimated from the bytes
 

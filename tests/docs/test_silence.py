@@ -24,7 +24,6 @@ RULES = [
     f"the engine: no word for max({FROZEN_S:g} s, {STEP_FACTOR:g} x the predicted step) |",
     f"| no answer to a renewal for {GIVEN['silence_s']:g} s |",
     f"| no sign of life (one a second) for {PEER_SILENCE_S:g} s |",
-    f"| nothing sent for {PEER_SILENCE_S:g} s |",
     f"| `/health` unanswered for `--health-timeout-s` ({ROUTER.health_timeout_s:g} s) |",
     f"| the router, each `--health-interval-s` ({ROUTER.health_interval_s:g} s) |",
     f"| the engine for {STALL_S:g} s more; for {RANKED_STALL_S:g} s with `--tp` above 1,",

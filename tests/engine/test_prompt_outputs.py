@@ -17,12 +17,9 @@ from pd_cluster.protocol.messages import (
     Abort,
     AddRequest,
     EngineStats,
-    NeedsPrefill,
-    PrefillLocally,
     PromptLogprobs,
     PromptRead,
     RequestFailed,
-    TicketOpened,
     TokensOut,
     Work,
 )
@@ -70,7 +67,6 @@ class ReadingBench(Bench):
     def __init__(self, executor: DeviceExecutor, connector: Connector, mode: str = "on") -> None:
         super().__init__(executor, connector, mode)
         self.told: dict[str, Told] = {}
-        self.local_outputs: PromptOutputs | None = None  # asked about prompts that no P computes
 
     def add(self, name: str, prompt: abc.Sequence[int], outputs: PromptOutputs | None, **settings: object) -> None:
         settings = {"sampling": GREEDY, **settings}
@@ -94,10 +90,6 @@ class ReadingBench(Bench):
                         self._end(name, message)
                 case PromptRead(name):
                     self._end(name, message)
-                case TicketOpened():
-                    self.on_ticket(message)
-                case NeedsPrefill():
-                    self.send(PrefillLocally(message.request_id, self.local_outputs))
                 case RequestFailed():
                     raise InvalidRequest(message.message, message.param)
                 case EngineStats():
@@ -296,39 +288,6 @@ def test_several_answers_share_one_reading(
     assert len(bench.told["r"].tokens) == 12
 
 
-def test_a_lease_with_logprobs(bench: ReadingBench, reference: Callable[[list[int]], tuple[torch.Tensor, ...]]) -> None:
-    prompt = prompt_of(60, 5)
-    bench.on_ticket = lambda message: None
-    bench.add("p", prompt, PromptOutputs(logprobs=2), work=Work.PREFILL)
-    bench.on_ticket = lambda message: setattr(bench, "ticket", message.ticket)
-    while "p" in bench.open:
-        bench.core.turn()
-        bench._collect()
-    check_entries(bench.told["p"], prompt, reference(prompt)[0], 2)
-    assert len(bench.told["p"].tokens) == 1
-    bench.core._transfers.release(bench.ticket.lease.lease_id)  # type: ignore[attr-defined]
-    bench.run()
-
-
-@pytest.mark.parametrize("k", [None, 1])
-def test_a_load_that_fails_asks_about_the_prompt_that_is_computed_here(
-    bench: ReadingBench, reference: Callable[[list[int]], tuple[torch.Tensor, ...]], k: int | None
-) -> None:
-    """All of it is computed for the answer, also where the cache has it."""
-    prompt = prompt_of(70, 12)
-    bench.add("warm", prompt, None)
-    bench.run()
-    bench.local_outputs = PromptOutputs(logprobs=k)
-    bench.add("d", [*prompt, 9], None, work=Work.TAKE_OVER)
-    bench.run()
-    if k is not None:
-        check_entries(bench.told["d"], [*prompt, 9], reference([*prompt, 9])[0], k)
-    assert bench.told["d"].tokens == [int(reference([*prompt, 9])[2].argmax())]
-    end = bench.told["d"].end
-    assert isinstance(end, TokensOut)
-    assert end.num_cached_tokens == (64 if k is None else 0)
-
-
 def test_aborts(bench: ReadingBench) -> None:
     """At every turn of its life. No block stays behind: `run` waits for all of them."""
     prompt = prompt_of(130, 11)
@@ -373,6 +332,7 @@ def test_slices_bound_the_logits(
     ("settings", "field"),
     [
         ({"outputs": PromptOutputs(logprobs=1), "work": Work.TAKE_OVER}, "outputs"),
+        ({"outputs": PromptOutputs(logprobs=1), "work": Work.PREFILL}, "outputs"),
         ({"outputs": PromptOutputs(pooled=True)}, "outputs"),
         ({"outputs": PromptOutputs(logprobs=21)}, "prompt_logprobs"),
         ({"outputs": PromptOutputs(logits_of=(3072,)), "work": Work.READ}, "logits_of"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -79,11 +80,9 @@ def test_reasons() -> None:
     assert (asked.text, asked.is_asked) == ("d-first; reason=header", True)
     several = chosen(nodes, asked=HandoffOrder.P_FIRST, is_several=True)
     assert (several.text, several.is_asked) == ("d-first; reason=several-prompts", True)
-    for is_several in (False, True):
-        told = chosen(nodes, asked=HandoffOrder.P_FIRST, is_told=True, is_several=is_several)
-        assert (told.text, told.is_asked) == ("d-first; reason=prompt-logprobs", True)
-        assert chosen(nodes, is_told=True, is_several=is_several).text == "d-first; reason=prompt-logprobs"
-    assert chosen(nodes, asked=HandoffOrder.D_FIRST, is_told=True).text == "d-first; reason=header"
+    for is_several, order in itertools.product((False, True), (None, HandoffOrder.P_FIRST, HandoffOrder.D_FIRST)):
+        told = chosen(nodes, asked=order, is_told=True, is_several=is_several)
+        assert (told.text, told.prefills) == ("direct; reason=prompt-logprobs", ())
     assert chosen(nodes).direct("prefill-failed").text == "direct; reason=prefill-failed"
     for node in nodes.nodes[:2]:
         node.reachable = False

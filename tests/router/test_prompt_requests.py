@@ -75,9 +75,9 @@ async def test_one_prefill_node_answers_alone(path: str) -> None:
         ({"max_tokens": 1, "prompt_logprobs": None}, "p-first"),
         ({"max_tokens": "0"}, "p-first"),
         ({}, "p-first"),
-        ({"max_tokens": 2, "echo": True, "logprobs": 1}, "d-first; reason=prompt-logprobs"),
-        ({"prompt_logprobs": 1}, "d-first; reason=prompt-logprobs"),
-        ({"prompt_logprobs": 1, "prompt": ["a", "b"]}, "d-first; reason=prompt-logprobs"),
+        ({"max_tokens": 2, "echo": True, "logprobs": 1}, "direct; reason=prompt-logprobs"),
+        ({"prompt_logprobs": 1}, "direct; reason=prompt-logprobs"),
+        ({"prompt_logprobs": 1, "prompt": ["a", "b"]}, "direct; reason=prompt-logprobs"),
     ],
 )
 async def test_completions_that_need_no_decode_node(more: dict[str, Any], order: str) -> None:

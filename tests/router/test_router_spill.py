@@ -65,18 +65,17 @@ async def test_several_prompts_go_there_too_unless_an_order_was_asked_for() -> N
             assert got.route == "d-first; reason=several-prompts"
 
 
-async def test_prompts_with_log_probabilities_too() -> None:
-    """The decode node computes all of it if P is busy, and else is offered a P that tells it the prompt's."""
+@pytest.mark.parametrize("prefill_on_decode", ["auto", "never"])
+@pytest.mark.parametrize("route", [None, "p-first", "d-first"])
+async def test_prompts_with_log_probabilities_always_do(prefill_on_decode: str, route: str | None) -> None:
+    """Busy or not, and whatever order is asked for: the KV of a prefill node has no log-probabilities."""
     p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
     body = {"model": "demo", "prompt": "one", "prompt_logprobs": 1}
-    async with running(p, d), serving([p], [d], prefill_on_decode="auto") as router:
-        with make_busy(router):
-            assert (await post(router, COMPLETIONS, body)).route == BUSY
-        assert (await post(router, COMPLETIONS, body)).route == "d-first; reason=prompt-logprobs"
-    plain, offered = (seen.body for seen in d.seen)
-    assert (plain, p.seen) == (body, [])
-    assert offered == body | {"kv_transfer_params": offered["kv_transfer_params"]}
-    assert set(offered["kv_transfer_params"]) == {"do_remote_prefill", "offer"}
+    async with running(p, d), serving([p], [d], prefill_on_decode=prefill_on_decode) as router:
+        got = await post(router, COMPLETIONS, body, {"x-pd-route": route} if route else {})
+        assert got.route == "direct; reason=prompt-logprobs"
+        await router.idle()
+    assert ([seen.body for seen in d.seen], p.seen) == ([body], [])
 
 
 async def test_a_whole_answer_holds_the_charge_of_its_prompt_no_longer_than_expected() -> None:

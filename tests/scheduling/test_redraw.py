@@ -9,7 +9,6 @@ import pytest
 
 from pd_cluster.engine.kv_transfers import KvTransfers, Redraw
 from pd_cluster.protocol.messages import AddRequest, FromEngine, NeedsPrefill, Work
-from pd_cluster.protocol.prompt_outputs import PromptOutputs
 from pd_cluster.protocol.sampling_params import BeamParams
 from pd_connectors.base import Event, FirstTokens, LoadDone, LoadDrained, LoadFailed, LoadReady
 from pd_connectors.null import NullConnector
@@ -134,19 +133,6 @@ def test_a_prefill_of_our_own_counts_as_no_redraw(first: str) -> None:
     node.world.run_until_idle()
     assert set(node.redraws().values()) == {0.0}
     node.world.check_empty()
-
-
-@pytest.mark.parametrize("first", TICKETS)
-def test_questions_about_a_prompt_are_not_taken_behind_its_first_tokens(first: str) -> None:
-    """Their answers come before the tokens."""
-    node = DecodeNode(TICKETS[first])
-    node.load(TICKETS[first])
-    node.fail()
-    node.transfers.prefill_locally("r", PromptOutputs(logprobs=1))
-    is_known = first == "equal"
-    assert node.request.message.outputs == (None if is_known else PromptOutputs(logprobs=1))
-    num_unread = [seq.num_unread_tokens for seq in node.request.sequences]
-    assert num_unread == [0 if is_known else len(OFFER.prompt_token_ids) - 1, 0]
 
 
 def test_a_p_that_breaks_its_promise_of_equal_sampling_is_not_believed() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd_cluster.models.token_texts import token_bytes
-from pd_cluster.server import grammar_checks, prompt_events, tokenizer
+from pd_cluster.server import grammar_checks, tokenizer
 from pd_cluster.server.openapi import openapi_document
 
 if TYPE_CHECKING:
@@ -37,9 +37,3 @@ def patient_grammar_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks run at niceness 10 and this half of the suite at 10 too: beside the other half one took 10 s."""
     monkeypatch.setattr(grammar_checks, "REQUEST_DEADLINE_S", 90.0)
     monkeypatch.setattr(grammar_checks, "CHECK_DEADLINE_S", 90.0)
-
-
-@pytest.fixture
-def small_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill node tells a step's log-probabilities of a prompt in several events."""
-    monkeypatch.setattr(prompt_events, "EVENT_ENTRIES", 3)

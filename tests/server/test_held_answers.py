@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from pd_cluster.protocol.messages import FinishReason, RequestFailed, Work
+from pd_cluster.protocol.messages import FinishReason, RequestFailed
 from pd_cluster.server import answer_extras, completions, logprobs, prompt_scores
 from pd_cluster.server.prompt_scores import PromptAsk, PromptScores
 from pd_http import reply
@@ -17,19 +17,7 @@ from pd_http.json_pieces import JsonList
 from tests.http.answer import CHAT, COMPLETIONS, post
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line
 from tests.server.live_server import demo_tokenizer, running
-from tests.server.merged_nodes import (
-    ASKED,
-    PROMPT,
-    alone,
-    asked,
-    computes,
-    entries_of,
-    pair,
-    rests,
-    tell,
-    works,
-)
-from tests.server.test_prompt_events import Letters
+from tests.server.scored_nodes import ASKED, PROMPT, asked, computes, entries_of, rests, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +25,16 @@ if TYPE_CHECKING:
     from tests.server.live_server import Node
 
 pytestmark = pytest.mark.anyio
+
+
+class Letters:
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"%c" % (97 + token_id % 26)
+
+    def is_special(self, token_id: int) -> bool:
+        return False
+
+
 LONG = [300 + i % 900 for i in range(1000)]
 READ: dict[str, Any] = {"prompt": LONG, "prompt_logprobs": 20, "echo": True, "logprobs": 20, "max_tokens": 0}
 READ_BYTES = PromptAsk(20, 20).num_bytes([len(LONG)])
@@ -163,32 +161,17 @@ async def test_room_comes_back_from_an_answer_that_fails(how: str) -> None:
 
 
 @pytest.mark.long
-def test_scores_are_kept_as_json_in_both_forms() -> None:
+async def test_scores_are_kept_as_json_in_both_forms() -> None:
     """As objects they take 4 to 8 times as much."""
     scores = PromptScores(PromptAsk(20, 20), Letters(), LONG)
     entries = entries_of(LONG, 20)
     for first in range(0, len(entries), 100):
-        scores.take(1 + first, entries[first : first + 100])
+        await scores.take(entries[first : first + 100])
     told, _ = scores.echo("")
     kept = b"".join(scores.fields["prompt_logprobs"].pieces())
     assert all(isinstance(part, bytes) for parts in told.values() for part in parts)
     num_bytes = len(kept) + sum(map(len, (part for parts in told.values() for part in parts)))
     assert READ_BYTES / 2 < num_bytes < READ_BYTES, "the estimate"
-
-
-@pytest.mark.long
-async def test_p_without_room_leaves_the_prompt_to_d() -> None:
-    body = ASKED | {"prompt": LONG, "prompt_logprobs": 4}
-    async with pair() as (p, d):
-        p.state.held = HeldBytes(2)
-        assert await asked(d, COMPLETIONS, body, p.url) == await alone(COMPLETIONS, body)
-        assert (works(p), works(d)) == ([], [Work.GENERATE])
-        p.state.held = HeldBytes(4 * READ_BYTES)
-        assert await asked(d, COMPLETIONS, body, p.url) == await alone(COMPLETIONS, body)
-        assert works(p) == [Work.PREFILL]
-        await rests(d)
-        await rests(p)
-        assert held_of(p) == held_of(d) == (0, 0, 0)
 
 
 # answers that grow

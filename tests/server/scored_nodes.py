@@ -1,4 +1,4 @@
-"""P and D over scripted engines that tell the log-probabilities of prompts, and the answer of one such node."""
+"""Nodes over scripted engines that tell the log-probabilities of prompts, and the answer of one such node."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import orjson
 
 from pd_cluster.protocol.messages import (
     FinishReason,
-    NeedsPrefill,
-    PrefillLocally,
     PromptLogprobs,
     PromptRead,
     TicketOpened,
-    UseTicket,
     Work,
 )
-from pd_cluster.protocol.prompt_outputs import PromptOutputs, PromptToken
+from pd_cluster.protocol.prompt_outputs import PromptToken
 from pd_connectors.protocol.messages import TopLogprob
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line
 from tests.server.live_server import running
@@ -29,7 +26,6 @@ from tests.server.test_decode_leg import decode_node, make_offer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from tests.server.fake_engine import Script
     from tests.server.live_server import Node
 
 
@@ -50,29 +46,21 @@ def entries_of(prompt: Sequence[int], num_top: int) -> tuple[PromptToken, ...]:
     )
 
 
-def tell(line: Line, outputs: PromptOutputs | None = None) -> None:
-    """What the engine tells about the prompt, step by step, if it is asked. `outputs`: asked when a load has failed."""
+def tell(line: Line) -> None:
+    """What the engine tells about the prompt, step by step, if it is asked."""
     request = line.request
-    outputs = outputs or request.outputs
-    if outputs is None or outputs.logprobs is None:
+    if request.outputs is None or request.outputs.logprobs is None:
         return
-    entries = entries_of(request.prompt_token_ids, outputs.logprobs)
+    entries = entries_of(request.prompt_token_ids, request.outputs.logprobs)
     for first in range(0, len(entries), STEP_TOKENS):
         line.push(PromptLogprobs(request.request_id, 1 + first, entries[first : first + STEP_TOKENS]))
 
 
-async def computes(line: Line, failures: Sequence[str] = ()) -> None:
-    """An engine of any role: loads fail so often, and then the n sequences say SAID."""
+async def computes(line: Line) -> None:
+    """An engine that computes the prompt itself: then the n sequences say SAID."""
     request = line.request
     if request.work is Work.PREFILL:
         line.push(TicketOpened(request.request_id, line.ticket()))
-    for reason in failures if request.work is Work.TAKE_OVER else ():
-        line.push(NeedsPrefill(request.request_id, 0, reason))
-        answer = await line.heard()
-        if isinstance(answer, PrefillLocally):
-            tell(line, answer.outputs)
-        if not isinstance(answer, UseTicket):
-            break
     tell(line)
     if request.work is Work.READ:
         line.push(PromptRead(request.request_id))
@@ -92,12 +80,10 @@ def says_all(line: Line, ids: Sequence[int]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def pair(
-    p_script: Script = computes, d_script: Script = computes, **settings: Any
-) -> AsyncIterator[tuple[Node, Node]]:
+async def pair(**settings: Any) -> AsyncIterator[tuple[Node, Node]]:
     """P and D."""
-    engine = FakeEngine(p_script, engine_id="engine-of-p")
-    async with running(engine, node_id="p") as p, decode_node(d_script, min_remote_tokens=1, **settings) as d:
+    engine = FakeEngine(computes, engine_id="engine-of-p")
+    async with running(engine, node_id="p") as p, decode_node(computes, min_remote_tokens=1, **settings) as d:
         yield p, d
 
 
