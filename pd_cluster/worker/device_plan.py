@@ -12,14 +12,15 @@ from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory
 from pd_cluster.models.shard import WHOLE, Shard
 from pd_cluster.worker.capacity import GPU_BLOCK_SIZE, decide_capacity
+from pd_cluster.worker.collectives import GroupReduce
 from pd_cluster.worker.cuda_graphs.set_up import capturable
 from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import DTYPES
 from pd_cluster.worker.logits_stages.order import find_stage
-from pd_cluster.worker.memory_measurement import gpu_bytes
 from pd_cluster.worker.model_loading import describe_model
 from pd_cluster.worker.profiler import Profiler
+from pd_cluster.worker.rank_sampler import RankPlace
 from pd_connectors.protocol.layout import BlockLayout
 from pd_kernels.selection import select_kernels
 from pd_kernels.values import FEW_ROWS
@@ -27,11 +28,13 @@ from pd_kernels.values import FEW_ROWS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch._C._distributed_c10d import Store
+
     from pd_cluster.config import ModelConfig, NodeConfig
     from pd_cluster.models.reduce import Reduce
     from pd_cluster.worker.executor import ModelDescription
     from pd_cluster.worker.logits_stages.stage import LogitsStage
-    from pd_cluster.worker.rank_sampler import RankPlace
+    from pd_cluster.worker.ranks import Ranks
     from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
 
@@ -73,7 +76,8 @@ class DevicePlan:
         kernels, dtype = select_kernels(device), DTYPES[model.dtype]
         if device.type == "cuda":
             config = replace(config, scheduler=capturable(config.scheduler, model.spec, kernels, progress))
-        capacity = decide_capacity(config, model.spec, dtype.itemsize, gpu_bytes(device))
+        gpu_bytes = 0 if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
+        capacity = decide_capacity(config, model.spec, dtype.itemsize, gpu_bytes)
         progress(capacity.line)
         config = capacity.applied_to(config)
         block_size = _resolve_block_size(config.cache.block_size, device)
@@ -89,6 +93,15 @@ class DevicePlan:
                 config, progress, place, shard, device, model, layout, kernels, attentions, outside_stages,
                 capacity.is_budget_measured, grammars, reduce, profiler, owned.pop_all(),
             )  # fmt: skip
+
+
+def make_place(config: ModelConfig, shard: Shard, store: Store, ranks: Ranks | None = None) -> RankPlace:
+    """Join the other ranks. Returns when all have joined. Raises StartupError if there is no device for the rank.
+
+    `ranks`: on rank 0.
+    """
+    device = resolve_device(config, shard.rank)
+    return RankPlace(shard, GroupReduce(shard, store, device, select_kernels(device)), ranks)
 
 
 def _make_reduce(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,19 +19,18 @@ from pd_cluster.worker.logits_stages.penalties import Penalties, PenaltyTables
 from pd_cluster.worker.logits_stages.stage import StageContext
 from pd_cluster.worker.pending_step import DrawnPart, PendingStep
 from pd_cluster.worker.prompt_outputs import PromptReader
-from pd_cluster.worker.rank_sampler import RankPlace, RankSampler
+from pd_cluster.worker.rank_sampler import RankSampler
 from pd_cluster.worker.sampler import Sampled, WholeSampler
 from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd_cluster.config import NodeConfig
     from pd_cluster.errors import PdError
     from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import Batch
+    from pd_cluster.worker.device_plan import DevicePlan
     from pd_cluster.worker.draw_places import CapturedDraw
-    from pd_cluster.worker.grammars import Grammars
     from pd_cluster.worker.input_batch import Staged
     from pd_cluster.worker.kv_cache import KVCache
     from pd_cluster.worker.pending_step import Runs
@@ -85,21 +83,10 @@ class ModelRunner:
         self.watcher: Callable[[torch.Tensor], None] | None = None  # is shown every step's logits [R, vocab_size]
 
     @classmethod
-    def make(
-        cls,
-        model: Model,
-        cache: KVCache,
-        kernels: Kernels,
-        attentions: Sequence[GroupAttention],
-        config: NodeConfig,
-        eos_token_ids: frozenset[int],
-        max_len: int,
-        device: torch.device,
-        grammars: Grammars | None = None,
-        place: RankPlace | None = None,
-    ) -> ModelRunner:
-        """A runner with empty rows. `max_len`: tokens of a sequence, prompt and output. `place`: None for one rank."""
-        limits, vocab_size = config.scheduler, model.spec.vocab_size
+    def make(cls, plan: DevicePlan, model: Model, cache: KVCache, max_len: int) -> ModelRunner:
+        """A runner with empty rows. `max_len`: tokens of a sequence, prompt and output."""
+        limits, vocab_size = plan.config.scheduler, model.spec.vocab_size
+        kernels, device, place = plan.kernels, plan.device, plan.place
         block_sizes = [group.block_size for group in cache.layout.groups]
         num_rows = limits.max_num_seqs
         layout = DrawLayout(num_rows, vocab_size)
@@ -110,14 +97,15 @@ class ModelRunner:
             200 + 8 * num_blocks + vocab_size // 8
         )
         host_buffer = HostBuffer(device, num_bytes + 8 * layout.length + 1024)
-        context = StageContext(num_rows, vocab_size, eos_token_ids, device, host_buffer.move, grammars, kernels)
-        if grammars is not None:
-            context = replace(context, ring=grammars.mask_threads.ring)
+        context = StageContext(
+            num_rows, vocab_size, plan.model.eos_token_ids, device, host_buffer.move, plan.grammars, kernels,
+            plan.grammars.mask_threads.ring,
+        )  # fmt: skip
         sampler: TokenSampler = WholeSampler(vocab_size, kernels)
         if place is not None:
             sampler = RankSampler(place, vocab_size, kernels)
         if place is None or sampler.leads:
-            stages = make_stages(context, config.model.logits_stages)
+            stages = make_stages(context, plan.config.model.logits_stages)
         else:
             stages = place.told.stages(num_rows)
         sampling = SamplingState(num_rows, vocab_size, stages, host_buffer)
@@ -130,7 +118,7 @@ class ModelRunner:
             return next(stage for stage in stages if isinstance(stage, Penalties)).tables()
 
         draws = DrawGraphs(layout, rows.last_tokens, penalty_tables, kernels)
-        return cls(model, cache, rows, host_buffer, kernels, attentions, draws, sampler)
+        return cls(model, cache, rows, host_buffer, kernels, plan.attentions, draws, sampler)
 
     @torch.inference_mode()
     def launch(
