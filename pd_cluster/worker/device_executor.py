@@ -119,7 +119,7 @@ class DeviceState:
         return state
 
     def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
-        return ModelRunner.make(self._plan, self._weights.model, cache, max_len)
+        return ModelRunner(self._plan, self._weights.model, cache, max_len)
 
     def _synchronize(self) -> None:
         if self._plan.device.type == "cuda":

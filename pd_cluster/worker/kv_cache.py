@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.errors import StartupError
-from pd_cluster.models.mixer import KeysValues
+from pd_cluster.models.paged_attention import KeysValues
 from pd_cluster.worker.plain_memory import plain_memory
 from pd_connectors.base import CacheDescription
 from pd_connectors.protocol.slabs import KvSlabs
@@ -20,7 +20,6 @@ from pd_kernels.fp8_cache import FP8, indexable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from pd_cluster.models.mixer import LayerCache
     from pd_cluster.scheduling.batch import BlockCopies
     from pd_connectors.protocol.layout import BlockLayout
     from pd_kernels.backends import Kernels
@@ -44,7 +43,7 @@ class KVCache:
     memory: torch.Tensor  # uint8 [n]: the slabs, and behind them room for a block of padding
     tensors: tuple[torch.Tensor, ...]  # by group: [num_blocks + padding, *group.rank_shape(tp_size)], views of `memory`
     hosts: tuple[torch.Tensor, ...]  # by group: [num_host_blocks, as above], pinned when the cache is on a GPU
-    layer_caches: Mapping[int, LayerCache]  # by layer; layers of no group are absent
+    layer_caches: Mapping[int, KeysValues]  # by layer; layers of no group are absent
     num_host_blocks: int  # of each group
 
     @classmethod
@@ -81,11 +80,6 @@ class KVCache:
     def padding_block(self, group: int) -> int:
         """The id of the block that padding writes to, behind all slabs. No sequence owns it, and it is never read."""
         return self.slabs.num_blocks(group)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the memory on the device, padding included."""
-        return self.memory.nbytes
 
     def describe(self) -> CacheDescription:
         """Describe the cache for a connector, without the padding blocks."""

@@ -39,7 +39,7 @@ def measure_free_bytes(
     scratch = KVCache.allocate(layout, slabs, 0, device)
     run_largest_step(scratch)
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before - scratch.num_bytes
+    peak = torch.cuda.max_memory_allocated(device) - before - scratch.memory.nbytes
     del scratch
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.pending_step import Runs
     from pd_cluster.worker.prompt_outputs import LaunchedRead, ReadPlan
     from pd_cluster.worker.sampler import TokenSampler
-    from pd_cluster.worker.step_inputs import Part, ReplayInputs, SampleParts, Samples, StepInputs
-    from pd_kernels.attention import GroupAttention
-    from pd_kernels.backends import Kernels
+    from pd_cluster.worker.step_inputs import Part, ReplayInputs, Samples, StepInputs
     from pd_kernels.values import Ints, StepSize
 
 
@@ -54,39 +52,12 @@ class Deferred(NamedTuple):
 class ModelRunner:
     """Runs batches in the order of `launch`. Not thread-safe."""
 
-    def __init__(
-        self,
-        model: Model,
-        cache: KVCache,
-        rows: InputBatch,
-        host_buffer: HostBuffer,
-        kernels: Kernels,
-        attentions: Sequence[GroupAttention],
-        draws: DrawGraphs,
-        sampler: TokenSampler,
-    ) -> None:
-        """`attentions`: by KV group. `draws`: without graphs yet."""
-        self._model = model
-        self.cache = cache
-        self.rows = rows
-        self.host_buffer = host_buffer
-        self.kernels = kernels
-        self._attentions = attentions
-        # `launch` may name their sizes
-        self.graphs = StepGraphs(model, cache, rows, host_buffer, sampler, attentions)
-        self._sampler = sampler
-        self.draws = draws
-        self._prompts = PromptReader(model, sampler, kernels, rows.padding_row, host_buffer.move)
-        self._deferred: Deferred | None = None
-        self._caches = cache.layer_caches
-        self._last_group = last_group(model, cache)
-        self.watcher: Callable[[torch.Tensor], None] | None = None  # is shown every step's logits [R, vocab_size]
-
-    @classmethod
-    def make(cls, plan: DevicePlan, model: Model, cache: KVCache, max_len: int) -> ModelRunner:
-        """A runner with empty rows. `max_len`: tokens of a sequence, prompt and output."""
+    def __init__(self, plan: DevicePlan, model: Model, cache: KVCache, max_len: int) -> None:
+        """There are no rows and graphs yet. `max_len`: tokens of a sequence, prompt and output."""
         limits, vocab_size = plan.config.scheduler, model.spec.vocab_size
         kernels, device, place = plan.kernels, plan.device, plan.place
+        self._model, self.cache, self.kernels, self._attentions = model, cache, kernels, plan.attentions
+        self._caches, self._last_group = cache.layer_caches, last_group(model, cache)
         block_sizes = [group.block_size for group in cache.layout.groups]
         num_rows = limits.max_num_seqs
         layout = DrawLayout(num_rows, vocab_size)
@@ -96,7 +67,7 @@ class ModelRunner:
         num_bytes = limits.max_num_batched_tokens * (56 + 8 * len(block_sizes)) + num_rows * (
             200 + 8 * num_blocks + vocab_size // 8
         )
-        host_buffer = HostBuffer(device, num_bytes + 8 * layout.length + 1024)
+        self.host_buffer = host_buffer = HostBuffer(device, num_bytes + 8 * layout.length + 1024)
         context = StageContext(
             num_rows, vocab_size, plan.model.eos_token_ids, device, host_buffer.move, plan.grammars, kernels,
             plan.grammars.mask_threads.ring,
@@ -109,16 +80,21 @@ class ModelRunner:
         else:
             stages = place.told.stages(num_rows)
         sampling = SamplingState(num_rows, vocab_size, stages, host_buffer)
-        rows = InputBatch(
-            num_rows, max_len, block_sizes, sampling, host_buffer, vocab_size, device, last_group(model, cache),
+        self.rows = rows = InputBatch(
+            num_rows, max_len, block_sizes, sampling, host_buffer, vocab_size, device, self._last_group,
             mixes_dtypes=len({group.dtype for group in cache.layout.groups}) > 1,
         )  # fmt: skip
 
         def penalty_tables() -> PenaltyTables:
             return next(stage for stage in stages if isinstance(stage, Penalties)).tables()
 
-        draws = DrawGraphs(layout, rows.last_tokens, penalty_tables, kernels)
-        return cls(model, cache, rows, host_buffer, kernels, plan.attentions, draws, sampler)
+        self._sampler = sampler
+        self._deferred: Deferred | None = None
+        self.draws = DrawGraphs(layout, rows.last_tokens, penalty_tables, kernels)
+        # `launch` may name their sizes
+        self.graphs = StepGraphs(model, cache, rows, host_buffer, sampler, plan.attentions)
+        self._prompts = PromptReader(model, sampler, kernels, rows.padding_row, host_buffer.move)
+        self.watcher: Callable[[torch.Tensor], None] | None = None  # is shown every step's logits [R, vocab_size]
 
     @torch.inference_mode()
     def launch(
@@ -233,7 +209,7 @@ class ModelRunner:
         if inputs.fresh_blocks is not None:
             self.cache.clear(inputs.fresh_blocks)
         outputs = self.graphs.replay(inputs, graph)
-        pending, early = self._begun(batch), inputs.parts.early
+        pending, early = self._begun(batch), inputs.early
         if early is None or isinstance(inputs.sampling, SamplingInputs):
             return self._sample(pending, inputs, outputs.logits, graph)
         if self.watcher is not None:
@@ -242,7 +218,7 @@ class ModelRunner:
             self._draw_captured(pending, early, inputs.sampling, graph, len(outputs.logits))
         else:
             self._note_drawn(pending, early, Sampled(outputs.token_ids))
-        return self._sample_late(pending, inputs.parts, outputs.logits, graph)
+        return self._sample_late(pending, inputs.late, outputs.logits, graph)
 
     def _sample(
         self,
@@ -256,18 +232,18 @@ class ModelRunner:
             return self._launched(pending)
         if self.watcher is not None:
             self.watcher(logits)
-        if (early := inputs.parts.early) is not None:
+        if (early := inputs.early) is not None:
             assert isinstance(inputs.sampling, SamplingInputs)
             self._draw(pending, early, inputs.sampling, logits)
-        return self._sample_late(pending, inputs.parts, logits, graph)
+        return self._sample_late(pending, inputs.late, logits, graph)
 
     def _sample_late(
-        self, pending: PendingStep, parts: SampleParts, logits: torch.Tensor, graph: StepSize | None
+        self, pending: PendingStep, late: Part | None, logits: torch.Tensor, graph: StepSize | None
     ) -> PendingStep:
         """Let the late rows of a step wait for `draw_late`, if it has any."""
-        if parts.late is None:
+        if late is None:
             return self._launched(pending)
-        self._deferred = Deferred(pending, parts.late, logits, graph)
+        self._deferred = Deferred(pending, late, logits, graph)
         return pending
 
     def _draw(self, pending: PendingStep, part: Part, sampling: SamplingInputs, logits: torch.Tensor) -> None:
