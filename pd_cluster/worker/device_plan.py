@@ -76,8 +76,7 @@ class DevicePlan:
         kernels, dtype = select_kernels(device), DTYPES[model.dtype]
         if device.type == "cuda":
             config = replace(config, scheduler=capturable(config.scheduler, model.spec, kernels, progress))
-        gpu_bytes = 0 if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
-        capacity = decide_capacity(config, model.spec, dtype.itemsize, gpu_bytes)
+        capacity = decide_capacity(config, model.spec, dtype.itemsize, gpu_bytes(device))
         progress(capacity.line)
         config = capacity.applied_to(config)
         block_size = _resolve_block_size(config.cache.block_size, device)
@@ -131,6 +130,11 @@ def resolve_device(config: ModelConfig, rank: int = 0) -> torch.device:
         raise StartupError(f"--tp {config.tp} needs {config.tp} GPUs; torch finds {torch.cuda.device_count()}")
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
+
+
+def gpu_bytes(device: torch.device) -> int:
+    """The whole memory of a GPU; 0 for a CPU."""
+    return 0 if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
 
 
 def _resolve_block_size(wanted: int, device: torch.device) -> int:

@@ -293,7 +293,7 @@ def test_names_of_phases() -> Any:
     import pd_cluster.worker.rank as rank
     from pd_cluster.worker import device_executor, ranks
 
-    texts = "".join(FilePath(module.__file__).read_text() for module in (device_executor, ranks))
+    texts = "".join(FilePath(str(module.__file__)).read_text() for module in (device_executor, ranks))
     asked = re.findall(r'\.(?:_on_all|phase|_back_to)\("(\w+)"', texts)
     known = [name.removeprefix("_phase_") for name in vars(rank.RankProcess) if name.startswith("_phase_")]
     assert sorted(asked) == sorted([*known, *rank.MOVES])

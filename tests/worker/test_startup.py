@@ -268,7 +268,7 @@ def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.Mon
     }  # fmt: skip
     for name, value in figures.items():
         monkeypatch.setattr(f"torch.cuda.{name}", lambda *device, value=value: value)
-    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 19e9 + scratch[0].num_bytes)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 19e9 + scratch[0].memory.nbytes)
     free = [measure_free_bytes(layout, 100, scratch.append, share, torch.device("cpu")) for share in (0.5, 0.9, 0.999)]
     assert free == pytest.approx([(limit - 3) * 1e9 for limit in (0.5 * 80 - 17.7, 0.9 * 80 - 17.7, 60)])
     assert [cache.slabs.num_blocks(0) for cache in scratch] == [8] * 3, "of a budget of 100 tokens, and one more"
