@@ -14,9 +14,8 @@ from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.process import SWITCH_INTERVAL_S, rare_garbage_collection
 from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
-from pd_cluster.worker.device_executor import DeviceExecutor
-from pd_cluster.worker.executor import run_phases
-from pd_cluster.worker.ranked_executor import RankedDescribed, RankedExecutor, Ranks
+from pd_cluster.worker.device_executor import DeviceDescribed, DeviceExecutor, run_phases
+from pd_cluster.worker.ranks import Ranks
 from pd_connectors.base import ConnectorContext
 from pd_connectors.registry import create_connector
 
@@ -132,12 +131,12 @@ class OfflineEngine:
         """Idempotent."""
         self._cleanup.close()
 
-    def _make_executor(self, config: NodeConfig, progress: Callable[[str], None]) -> DeviceExecutor | RankedExecutor:
+    def _make_executor(self, config: NodeConfig, progress: Callable[[str], None]) -> DeviceExecutor:
         if config.model.tp == 1:
             return DeviceExecutor.started(config, progress)
         directory = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pd-bench-"))
         ranks = Ranks(config, f"ipc://{directory}/rank", _end_after_loss)
-        return run_phases(RankedDescribed.of(ranks, progress), config.cache, progress)
+        return run_phases(DeviceDescribed.over(ranks, progress), config.cache, progress)
 
 
 def _end_after_loss(error: PdError) -> None:

@@ -119,7 +119,8 @@ def _prefill_kernel(
     num_queries = tl.load(query_starts + seq + 1) - query_start
     num_tokens: tl.constexpr = ROWS // GROUP
     token = first + row // GROUP
-    inside = ((row < num_tokens * GROUP) & (token < num_queries))[:, None] & (column < SIZE)[None, :]
+    present = (row < num_tokens * GROUP) & (token < num_queries)
+    inside = present[:, None] & (column < SIZE)[None, :]
     at = (head * GROUP + row % GROUP)[:, None] * SIZE + column[None, :]
     query_row = (query_start + token).to(tl.int64)[:, None]
     q = tl.load(query + query_row * query_stride + at, mask=inside, other=0.0)
@@ -139,9 +140,8 @@ def _prefill_kernel(
     if WINDOW > 0:
         lowest = tl.maximum(low - WINDOW + 1, 0)
         start = lowest // KEYS * KEYS
-        everyone = (tl.maximum(high - WINDOW, 0) + KEYS - 1) // KEYS * KEYS
         diagonal = tl.maximum(diagonal, start)
-        everyone = tl.minimum(everyone, diagonal)
+        everyone = tl.minimum((tl.maximum(high - WINDOW, 0) + KEYS - 1) // KEYS * KEYS, diagonal)
         top, total, sums = _attend_tiles(
             q, position, top, total, sums, key_tiles, value_tiles, keys, values, table, head, start, everyone, lowest,
             length, block_stride, scale, NUM_KV_HEADS, SIZE, BLOCK_SIZE, WINDOW, KEYS, COLUMNS, PRECISION, 1,
@@ -159,7 +159,6 @@ def _prefill_kernel(
         True, DESCRIPTORS,
     )  # fmt: skip
     if SPLIT:
-        present = (row < num_tokens * GROUP) & (token < num_queries)
         _store_part(parts, top, total, sums, present, num_tiles, NUM_KV_HEADS, ROWS, COLUMNS)
     else:
         total = tl.where(total > 0, total, 1.0)  # captured steps have padding tiles

@@ -37,7 +37,7 @@ from pd_connectors.registry import create_connector
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping
 
-    from pd_cluster.worker.executor import DescribedState, Executor
+    from pd_cluster.worker.device_executor import DeviceDescribed
 
 logger = logging.getLogger("pd_cluster.engine")
 
@@ -121,26 +121,24 @@ def _end_after_loss(address: str, error: PdError) -> None:
     os._exit(1)
 
 
-def _describe(
-    config: NodeConfig, address: str, progress: Callable[[str], None], cleanup: ExitStack
-) -> DescribedState[Executor]:
+def _describe(config: NodeConfig, address: str, progress: Callable[[str], None], cleanup: ExitStack) -> DeviceDescribed:
     # Imported here, because they import torch: configuration errors are reported before
+    from pd_cluster.worker.device_executor import DeviceDescribed
+
     if config.model.tp > 1:
-        from pd_cluster.worker.ranked_executor import RankedDescribed, Ranks
+        from pd_cluster.worker.ranks import Ranks
 
         signs = SignsOfLife(address)
         cleanup.callback(signs.close)
         on_loss = partial(_end_after_loss, address)
-        return RankedDescribed.of(Ranks(config, f"{address}.rank", on_loss, signs.send), progress)
-    from pd_cluster.worker.device_executor import DeviceDescribed
-
+        return DeviceDescribed.over(Ranks(config, f"{address}.rank", on_loss, signs.send), progress)
     return DeviceDescribed.of(config, progress)
 
 
 def _build(
     config: NodeConfig, address: str, mailbox: EngineSockets, cleanup: ExitStack
 ) -> tuple[EngineCore, EngineReady]:
-    from pd_cluster.worker.executor import run_phases
+    from pd_cluster.worker.device_executor import run_phases
 
     def progress(text: str) -> None:
         mailbox.send(StartupProgress(text))
@@ -221,7 +219,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     status = main()
-    if "pd_cluster.worker.ranked_executor" in sys.modules:
+    if "pd_cluster.worker.ranks" in sys.modules:
         # The destructors of a process group may crash: a segmentation fault was seen on two GPUs. All else is closed
         logging.shutdown()
         os._exit(status)

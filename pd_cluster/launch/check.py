@@ -260,8 +260,8 @@ def check_capacity(config: NodeConfig, model: Path) -> Iterator[Finding]:
 
         from pd_cluster.worker.capacity import decide_capacity
         from pd_cluster.worker.cuda_graphs.set_up import capturable
+        from pd_cluster.worker.device_plan import gpu_bytes
         from pd_cluster.worker.kv_cache import DTYPES
-        from pd_cluster.worker.memory_measurement import gpu_bytes
         from pd_cluster.worker.model_loading import resolve_dtype, resolve_kv_dtype
         from pd_kernels.selection import select_kernels
     except (ImportError, OSError):

@@ -1,13 +1,32 @@
-"""The states of the executor on one device: of the only rank of an engine, or of one of several. See `executor`."""
+"""The states of the executor on one device. The last one is the Executor.
+
+    state             owns                                            method      next state
+    DeviceDescribed   description and layout of the model, kernels    load        DeviceLoaded
+    DeviceLoaded      the weights, too                                allocate    DeviceCached
+                                                                      unload      DeviceDescribed
+    DeviceCached      the cache, zeroed                               warm_up     DeviceExecutor, ready to serve
+                                                                      free        DeviceLoaded
+    DeviceExecutor    the rows of sequences, the captured steps       sleep       DeviceLoaded
+
+Each state is an object of its own with complete attributes. One state is present at a time, and owns all that was
+acquired; to use a state that was left raises StateLeft. A transition that fails leaves its state present. On one device
+it may be tried again, also in the handler of the failure, which holds no memory. After a way back the memory is free,
+unless the caller still holds some of it: a connector, a CacheDescription, a step. The weights are unchanged by `sleep`;
+what was measured is measured again.
+
+Of several ranks each has states of its own. Those of rank 0 take the other ranks along in each transition. When one has
+failed, the state can only be closed.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+import logging
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from math import inf
-from traceback import clear_frames
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import msgspec
 import torch
 
 from pd_cluster.errors import InvalidRequest, StartupError
@@ -15,96 +34,92 @@ from pd_cluster.scheduling.sequence_room import cache_tokens
 from pd_cluster.worker.capacity import longest_sequence
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.cuda_graphs.set_up import capture_steps, captured_bytes, captures_steps, choose_step_products
-from pd_cluster.worker.device_plan import DevicePlan
-from pd_cluster.worker.executor import run_phases
-from pd_cluster.worker.kv_cache import DTYPES, KVCache
+from pd_cluster.worker.device_plan import DevicePlan, make_place
+from pd_cluster.worker.kv_cache import DTYPES, KVCache, blocks_in, describe_slabs, make_slabs
 from pd_cluster.worker.memory_measurement import measure_free_bytes, run_largest_step
 from pd_cluster.worker.model_loading import load_model
 from pd_cluster.worker.model_runner import ModelRunner
-from pd_cluster.worker.state import ExecutorState, NextState
-from pd_cluster.worker.step_measurement import (
-    StepTimer,
-    limit_beside_decodes,
-    limit_of_prompts,
-    measure_for_model,
-    unmeasured_limit_of_prompts,
-)
+from pd_cluster.worker.state import LeftState, Weights, without_locals
+from pd_cluster.worker.step_measurement import StepTimer, measure_sizes
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
+from pd_kernels.values import StepSize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Mapping
+    from contextlib import AbstractContextManager
 
-    from pd_cluster.config import NodeConfig
-    from pd_cluster.models.model import Model
+    from pd_cluster.config import CacheConfig, NodeConfig
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch
-    from pd_cluster.worker.executor import ModelDescription, Pending
+    from pd_cluster.worker.executor import ModelDescription
     from pd_cluster.worker.input_batch import Staged
     from pd_cluster.worker.pending_step import PendingStep
     from pd_cluster.worker.rank_sampler import RankPlace
-    from pd_connectors.base import ConnectorContext
+    from pd_cluster.worker.ranks import Ranks
+    from pd_connectors.base import Closes, ConnectorContext
     from pd_connectors.protocol.slabs import KvSlabs
     from pd_connectors.rank_port import RankPort
-    from pd_kernels.values import StepSize
+
+logger = logging.getLogger(__name__)
+
+NextState = TypeVar("NextState", bound="DeviceState")
 
 
-@contextmanager
-def _without_locals() -> Iterator[None]:
-    """Let a failure hold no memory by the variables in its traceback: the handler may free the cache and make another.
+class DeviceState:
+    """A state of the executor on one device.
 
-    Those of the function that uses this context stay.
+    A transition leaves it only when the next state is complete, and owns the same and more.
     """
-    try:
-        yield
-    except BaseException as error:
-        one: BaseException | None = error
-        while one is not None:
-            clear_frames(one.__traceback__)
-            one = one.__cause__ or one.__context__
-        raise
-
-
-@dataclass(slots=True)
-class Weights:
-    """A loaded model, and what its chosen products use."""
-
-    model: Model = field(init=False)
-    owned: ExitStack = field(default_factory=ExitStack)
-    has_products: bool = False  # they are chosen by measurement once, beside the first cache
-
-
-class DeviceState(ExecutorState):
-    """A state of the executor on one device."""
 
     def __init__(self, plan: DevicePlan, weights: Weights) -> None:
         """`weights`: empty before they are loaded."""
         self._plan, self._weights = plan, weights
         self.layout, self.config = plan.layout, plan.config
+        self._ranks = None if plan.place is None else plan.place.ranks
 
-    def close(self, *, waits: bool = True) -> None:
-        """See ExecutorState. `waits`: for the device."""
+    def close(self) -> None:
+        """Wait for the devices and release what the executor has acquired. Idempotent.
+
+        The cache's memory lives until the last reference to it, a transport's for instance, is gone.
+        """
+        self.release() if self._ranks is None else self._ranks.close(self.release)
+
+    def release(self, waits: bool = True) -> None:
+        """The part of `close` for this device. `waits`: for it."""
         with self._plan.owned, self._weights.owned:
             if waits:
                 self._synchronize()
+
+    def left_for(self, state: NextState) -> NextState:
+        """Leave this state. -> `state`, which owns from now on what this one did."""
+        vars(self).clear()
+        self.__class__ = LeftState  # type: ignore[assignment]
+        return state
 
     def use_device(self) -> None:
         """Make the device the calling thread's own: else a call of CUDA takes memory of the first one."""
         if self._plan.device.type == "cuda":
             torch.cuda.set_device(self._plan.device)
 
-    def _back_to(self, state: NextState) -> NextState:
+    def _on_all(self, phase: str, *arguments: Any) -> AbstractContextManager[list[Any]]:
+        """The block's work is this device's part of a phase. -> the results of other ranks, behind the block.
+
+        Only rank 0 takes others along.
+        """
+        return nullcontext([]) if self._ranks is None else self._ranks.phase(phase, *arguments)
+
+    def _back_to(self, phase: str, state: NextState, released: ExitStack | None = None) -> NextState:
         """Leave this state for one that owns less, and give the memory to the device."""
-        self._synchronize()
+        with self._on_all(phase):
+            self._synchronize()
+            if released is not None:
+                released.close()
         self.left_for(state)
         torch.cuda.empty_cache()  # nothing on a CPU
         return state
 
     def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
-        plan = self._plan
-        return ModelRunner.make(
-            self._weights.model, cache, plan.kernels, plan.attentions, plan.config, plan.model.eos_token_ids, max_len,
-            plan.device, plan.grammars, plan.place,
-        )  # fmt: skip
+        return ModelRunner(self._plan, self._weights.model, cache, max_len)
 
     def _synchronize(self) -> None:
         if self._plan.device.type == "cuda":
@@ -112,7 +127,7 @@ class DeviceState(ExecutorState):
 
 
 class DeviceDescribed(DeviceState):
-    """See DescribedState."""
+    """The model is described, and all is chosen that needs no weights."""
 
     @classmethod
     def of(cls, config: NodeConfig, progress: Callable[[str], None], place: RankPlace | None = None) -> Self:
@@ -122,20 +137,45 @@ class DeviceDescribed(DeviceState):
         """
         return cls(DevicePlan.make(config, progress, place), Weights())
 
+    @classmethod
+    def over(cls, ranks: Ranks, progress: Callable[[str], None]) -> Self:
+        """Start `ranks`, and describe the model on all of them. `progress` gets the lines of rank 0, which is this one.
+
+        Raises StartupError, and then ends the ranks.
+        """
+        described = None
+        try:
+            store = ranks.start()
+            with ranks.phase("describe"):
+                place = make_place(ranks.config.model, ranks.shard, store, ranks)
+                ranks.reduce = place.reduce
+                described = cls.of(ranks.config, progress, place)
+            return described
+        except BaseException:
+            ranks.close(None if described is None else described.release)
+            raise
+
     def load(self, config: NodeConfig | None = None) -> DeviceLoaded:
-        """See DescribedState. `config`: the settings of rank 0, on another rank."""
+        """Read the weights from the model's files. Raises StartupError. `config`: that of rank 0, on another rank."""
         plan = replace(self._plan, config=config or self.config)
-        self._weights.model = load_model(
-            plan.model, plan.config.model, plan.kernels, plan.device, plan.progress, plan.shard, plan.reduce
-        )
+        with self._on_all("load", plan.config):
+            self._weights.model = load_model(
+                plan.model, plan.config.model, plan.kernels, plan.device, plan.progress, plan.shard, plan.reduce
+            )
         plan.progress(plan.model.ends)
         return self.left_for(DeviceLoaded(plan, self._weights))
 
 
 class DeviceLoaded(DeviceState):
-    """See LoadedState."""
+    """The weights are in place."""
 
     def free_kv_bytes(self) -> int:
+        """Bytes that a rank can give to its cache: the minimum over the ranks."""
+        with self._on_all("free_kv_bytes") as others:
+            own = self._free_bytes()
+        return min(own, *others) if others else own
+
+    def _free_bytes(self) -> int:
         plan, config, limits = self._plan, self._plan.config.cache, self._plan.config.scheduler
         if plan.device.type == "cpu":
             return int(config.kv_cache_gb * 1e9)
@@ -148,25 +188,20 @@ class DeviceLoaded(DeviceState):
         return max(0, int(free))
 
     def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> DeviceCached:
+        """Allocate every rank's cache. Raises StartupError."""
         plan = self._plan
-        model = self._fit_sequences(cache_tokens(plan.layout.groups, slabs))
-        torch.cuda.empty_cache()  # an attempt that failed may have left memory
-        with _without_locals():
+        with without_locals(), self._on_all("allocate", slabs, num_host_blocks):
+            room, limit = cache_tokens(plan.layout.groups, slabs), plan.model.max_model_len
+            longest = longest_sequence(plan.config.model.max_model_len, limit, room)
+            if longest < limit:
+                plan.progress(f"max_model_len {longest} (the KV cache has no room for the model's {limit} tokens)")
+            torch.cuda.empty_cache()  # an attempt that failed may have left memory
             cache = KVCache.allocate(plan.layout, slabs, num_host_blocks, plan.device)
-        return self.left_for(DeviceCached(plan, self._weights, cache, model))
+        return self.left_for(DeviceCached(plan, self._weights, cache, replace(plan.model, max_model_len=longest)))
 
     def unload(self) -> DeviceDescribed:
-        self._synchronize()
-        self._weights.owned.close()
-        return self._back_to(DeviceDescribed(self._plan, Weights()))
-
-    def _fit_sequences(self, room: int) -> ModelDescription:
-        """The model with sequences that are no longer than the cache. Raises StartupError."""
-        model, limit = self._plan.model, self._plan.model.max_model_len
-        longest = longest_sequence(self._plan.config.model.max_model_len, limit, room)
-        if longest < limit:
-            self._plan.progress(f"max_model_len {longest} (the KV cache has no room for the model's {limit} tokens)")
-        return replace(model, max_model_len=longest)
+        """Give the memory of the weights back."""
+        return self._back_to("unload", DeviceDescribed(self._plan, Weights()), self._weights.owned)
 
     def _run_largest_step(self, scratch: KVCache) -> None:
         limits, budget = self._plan.config.scheduler, self._plan.config.scheduler.max_num_batched_tokens
@@ -175,19 +210,27 @@ class DeviceLoaded(DeviceState):
 
 
 class DeviceCached(DeviceState):
-    """See CachedState."""
+    """The cache exists, zeroed."""
 
     def __init__(self, plan: DevicePlan, weights: Weights, cache: KVCache, model: ModelDescription) -> None:
         super().__init__(plan, weights)
         self._cache, self._model = cache, model
 
     def warm_up(self) -> DeviceExecutor:
-        with _without_locals():
+        """Run the first steps, capture graphs, measure steps. The cache is zero again. Raises StartupError.
+
+        Ranks stop capturing when their own memory runs out; only sizes that all of them have may be replayed.
+        """
+        with without_locals():
             return self.left_for(self._measured())
 
     def _measured(self) -> DeviceExecutor:
-        executor = self.capture()
-        executor.measure(executor.launch)
+        with self._on_all("capture") as others:
+            executor = self.capture()
+        for sizes in others:
+            executor.replay_only(msgspec.convert(sizes, set[StepSize]))
+        with nullcontext() if self._ranks is None else self._ranks.noted():
+            executor.measure()
         return executor
 
     def capture(self) -> DeviceExecutor:
@@ -211,7 +254,8 @@ class DeviceCached(DeviceState):
         return DeviceExecutor(plan, weights, runner, self._model)
 
     def free(self) -> DeviceLoaded:
-        return self._back_to(DeviceLoaded(self._plan, self._weights))
+        """Give the memory of the cache back."""
+        return self._back_to("free", DeviceLoaded(self._plan, self._weights))
 
     def _run_first_steps(self) -> None:
         """Compile and load the kernels that steps need, by steps of a separate runner. Leaves the cache zeroed."""
@@ -225,7 +269,7 @@ class DeviceCached(DeviceState):
 
 
 class DeviceExecutor(DeviceState):
-    """The Executor of one device."""
+    """See Executor."""
 
     def __init__(self, plan: DevicePlan, weights: Weights, runner: ModelRunner, model: ModelDescription) -> None:
         super().__init__(plan, weights)
@@ -243,44 +287,41 @@ class DeviceExecutor(DeviceState):
         """Make an executor by all phases. Raises StartupError."""
         return run_phases(DeviceDescribed.of(config, progress), config.cache, progress)
 
-    def measure(self, launch: Callable[[Batch], Pending]) -> None:
-        """The part of `warm_up` for rank 0 alone: on a GPU, measure the sizes of steps that the settings leave open.
+    def replay_only(self, sizes: set[StepSize]) -> None:
+        """Replay no graphs of other sizes: another rank has none."""
+        self._graph_sizes = GraphSizes(size for size in self._graph_sizes.sizes if size in sizes)
 
-        Where that fails they are the defaults. Leaves the cache zeroed and no sequences.
+    def measure(self) -> None:
+        """The part of `warm_up` that rank 0 decides by: on a GPU, measure the sizes of steps that no setting tells.
+
+        Leaves the cache zeroed and no sequences.
         """
         # On a shared GPU other nodes' steps would be measured, too
         if self.model.device == "cpu" or self.config.cache.gpu_share < 1:
             return
-        limits, progress, model = self.config.scheduler, self._plan.progress, self.model
-        timer = StepTimer(launch, self.slabs, self.block_size, model.max_model_len, model.vocab_size)
-        try:
-            if limits.max_tokens_beside_decodes < 0 and self.config.tokens_beside_decodes_on(model.device):
-                limits, keys = limit_beside_decodes(limits, timer, model.keys_per_token, progress)
-                self.model = replace(model, measured_keys=keys)
-            if limits.has_targets:
-                measure_for_model(limits, timer)
-            if self._plan.is_budget_measured:
-                limits = limit_of_prompts(limits, timer, progress)
-            self.model = replace(self.model, step_times=tuple(timer.samples))
-        except Exception as error:  # of a kernel, memory, a watcher: a node with default sizes serves all the same
-            if self._plan.place is not None:
-                raise  # other ranks may wait for ever in the step that failed here
-            progress(f"default sizes of steps: their measurement failed ({type(error).__name__}: {error})")
-            if self._plan.is_budget_measured:
-                limits = unmeasured_limit_of_prompts(limits)
-        self.config = replace(self.config, scheduler=limits)
+        plan, model = self._plan, self.model
+        timer = StepTimer(self.launch, self.slabs, self.block_size, model.max_model_len, model.vocab_size)
+        self.config, self.model = measure_sizes(
+            self.config, model, timer, plan.progress, measures_budget=plan.is_budget_measured,
+            may_fail=plan.place is None,
+        )  # fmt: skip
         self.clear()
 
     def clear(self) -> None:
         """Forget all sequences and zero the cache."""
-        self._runner.forget_sequences()
-        self._cache.memory.zero_()
+        with self._on_all("clear"):
+            self._runner.forget_sequences()
+            self._cache.memory.zero_()
 
     def sleep(self) -> DeviceLoaded:
-        return self._back_to(DeviceLoaded(self._plan, self._weights))
+        """Give back the memory of the cache and the graphs, and forget all sequences. No step may be under way.
+
+        The connector must be closed before, and it needs `connect` again afterwards.
+        """
+        return self._back_to("sleep", DeviceLoaded(self._plan, self._weights))
 
     def connect(self, name: str, context: ConnectorContext) -> tuple[RankPort, ...]:
-        return ()
+        return () if self._ranks is None else self._ranks.connect(name, context)
 
     def check(self, sampling: SamplingParams) -> None:
         for kind in self._plan.outside_stages:
@@ -292,11 +333,12 @@ class DeviceExecutor(DeviceState):
             self._grammars.prepare(sampling.grammar)
 
     def launch(self, batch: Batch, deadline_s: float = inf) -> PendingStep:
-        return self._runner.launch(batch, self._graph_sizes.choose(batch.chunks))
-
-    def lead(self, batch: Batch, graph: StepSize | None, announce: Callable[[Staged], None]) -> PendingStep:
-        """On rank 0 of several: launch a step that the others hear of by `announce`."""
-        return self._runner.launch(batch, graph, announce)
+        graph, ranks = self._graph_sizes.choose(batch.chunks), self._ranks
+        if ranks is None:
+            return self._runner.launch(batch, graph)
+        pending = ranks.lead(self._runner.launch, batch, graph, deadline_s)
+        pending.finish_late = self.draw_late  # notes a failure: the other ranks may wait in this draw's collectives
+        return pending
 
     def follow(self, batch: Batch, graph: StepSize | None, staged: Staged) -> PendingStep:
         """On a rank > 0: launch a step as rank 0 does. `staged`: the starting sequences that rank 0 draws itself."""
@@ -305,7 +347,10 @@ class DeviceExecutor(DeviceState):
         return self._runner.launch(batch, graph)
 
     def draw_late(self) -> float:
-        return self._runner.draw_late()
+        if self._ranks is None:
+            return self._runner.draw_late()
+        with self._ranks.noted():
+            return self._runner.draw_late()
 
     def ready(self, wanted: Mapping[int, SamplingParams], wake: Callable[[], None]) -> frozenset[int]:
         self._grammars.mask_threads.wake_once(wake)  # first: what becomes ready from here on calls it
@@ -328,3 +373,24 @@ class DeviceExecutor(DeviceState):
         later step overwrites the tensor, so the watcher must copy the values that it needs. None removes the watcher.
         """
         self._runner.watcher = watcher
+
+
+def run_phases(described: DeviceDescribed, config: CacheConfig, progress: Callable[[str], None]) -> DeviceExecutor:
+    """Take an executor from its first state to the last one. `progress` receives a line per phase.
+
+    When a phase fails, the state before it is closed. Raises StartupError.
+    """
+    state: Closes = described
+    try:
+        state = loaded = described.load()
+        slabs = make_slabs(loaded.layout, config.num_blocks, loaded.free_kv_bytes)
+        progress(describe_slabs(slabs, loaded.layout))
+        state = cached = loaded.allocate(slabs, blocks_in(config.swap_gb * 1e9, loaded.layout))
+        progress("warm-up")
+        return cached.warm_up()
+    except BaseException:
+        try:
+            state.close()
+        except RuntimeError:  # a device that has failed fails again; the first failure is the one to report
+            logger.warning("the executor could not be closed after a failed start", exc_info=True)
+        raise

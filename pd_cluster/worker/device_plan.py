@@ -12,14 +12,15 @@ from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory
 from pd_cluster.models.shard import WHOLE, Shard
 from pd_cluster.worker.capacity import GPU_BLOCK_SIZE, decide_capacity
+from pd_cluster.worker.collectives import GroupReduce
 from pd_cluster.worker.cuda_graphs.set_up import capturable
 from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import DTYPES
 from pd_cluster.worker.logits_stages.order import find_stage
-from pd_cluster.worker.memory_measurement import gpu_bytes
 from pd_cluster.worker.model_loading import describe_model
 from pd_cluster.worker.profiler import Profiler
+from pd_cluster.worker.rank_sampler import RankPlace
 from pd_connectors.protocol.layout import BlockLayout
 from pd_kernels.selection import select_kernels
 from pd_kernels.values import FEW_ROWS
@@ -27,11 +28,13 @@ from pd_kernels.values import FEW_ROWS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch._C._distributed_c10d import Store
+
     from pd_cluster.config import ModelConfig, NodeConfig
     from pd_cluster.models.reduce import Reduce
     from pd_cluster.worker.executor import ModelDescription
     from pd_cluster.worker.logits_stages.stage import LogitsStage
-    from pd_cluster.worker.rank_sampler import RankPlace
+    from pd_cluster.worker.ranks import Ranks
     from pd_kernels.attention import GroupAttention
     from pd_kernels.backends import Kernels
 
@@ -91,6 +94,15 @@ class DevicePlan:
             )  # fmt: skip
 
 
+def make_place(config: ModelConfig, shard: Shard, store: Store, ranks: Ranks | None = None) -> RankPlace:
+    """Join the other ranks. Returns when all have joined. Raises StartupError if there is no device for the rank.
+
+    `ranks`: on rank 0.
+    """
+    device = resolve_device(config, shard.rank)
+    return RankPlace(shard, GroupReduce(shard, store, device, select_kernels(device)), ranks)
+
+
 def _make_reduce(
     model: ModelDescription, place: RankPlace | None, device: torch.device, progress: Callable[[str], None]
 ) -> Reduce | None:
@@ -118,6 +130,11 @@ def resolve_device(config: ModelConfig, rank: int = 0) -> torch.device:
         raise StartupError(f"--tp {config.tp} needs {config.tp} GPUs; torch finds {torch.cuda.device_count()}")
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
+
+
+def gpu_bytes(device: torch.device) -> int:
+    """The whole memory of a GPU; 0 for a CPU."""
+    return 0 if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
 
 
 def _resolve_block_size(wanted: int, device: torch.device) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pd_cluster.worker.block_tables import BlockTables
-from pd_cluster.worker.step_inputs import Part, ReplayInputs, SampleParts, Samples, StepInputs, TailInputs, up_to
+from pd_cluster.worker.step_inputs import Part, ReplayInputs, Samples, StepInputs, TailInputs, up_to
 from pd_cluster.worker.verification import tokens_before
 from pd_kernels.values import Ints, PackedSequences, leading_ones
 
@@ -109,21 +109,22 @@ class InputBatch:
         slots = [self._tables.slots(group, row_of_token, positions) for group in self._tables.groups]
         fields = np.stack((self._tokens[row_of_token, positions], positions, *slots))
         token_ids, placed_positions, *slot_mappings = self._move(fields)
-        late = np.flatnonzero(known > self._num_on_host[rows])  # their last token is still on the device only
-        late_places = query_starts[late + 1] - 1 - (ends - known)[late]
+        unread = np.flatnonzero(known > self._num_on_host[rows])  # their last token is still on the device only
+        places = query_starts[unread + 1] - 1 - (ends - known)[unread]
         samples = self._plan_samples(chunks, rows, known, has_drafts=known is not ends)
-        parts = self._split(samples)
+        early, late = self._split(samples)
         return StepInputs(
             token_ids=token_ids,
-            late=(self._move(late_places), self._move(rows[late])) if len(late) else None,
+            unread=(self._move(places), self._move(rows[unread])) if len(unread) else None,
             positions=placed_positions,
             slot_mappings=tuple(slot_mappings),
             sequences=self._pack(rows, lens, ends, query_starts, self._tables.groups),
             fresh_blocks=self._clear(rows, ends - lens, ends),
             tail=self._plan_tail(chunks, samples, query_starts),
-            sampling=None if parts.early is None else self.prepare_sampling(parts.early.samples),
             samples=samples,
-            parts=parts,
+            early=early,
+            late=late,
+            sampling=None if early is None else self.prepare_sampling(early.samples),
         )
 
     def build_replay(
@@ -145,7 +146,7 @@ class InputBatch:
         for group in self._tables.groups:
             places.slots[group, :num_tokens] = self._tables.slots(group, row_of_token, positions)
         samples = self._plan_samples(chunks, rows, known, has_drafts=has_drafts)
-        parts = self._split(samples)
+        early, late = self._split(samples)
         num_rows = len(samples.draw_rows)  # a sequence with drafts goes on when its run is on the host
         places.owners[:num_rows] = samples.draw_rows
         places.lengths[:num_rows] = samples.draw_positions
@@ -153,12 +154,12 @@ class InputBatch:
         longest = int(ends.max())
         tables = tuple([self._move(self._tables.columns(group, rows, longest)) for group in self._tables.groups])
         fresh = self._clear(rows, ends - lens, ends) if self._mixes_dtypes else None
-        return ReplayInputs(tables, fresh, self._plan_draw(parts.early, places, draws), samples, parts)
+        return ReplayInputs(tables, fresh, samples, early, late, self._plan_draw(early, places, draws))
 
     def fill_late(self, inputs: StepInputs) -> None:
         """Copy the tokens that are only on the device from `last_tokens` into the inputs."""
-        if inputs.late is not None:
-            places, rows = inputs.late
+        if inputs.unread is not None:
+            places, rows = inputs.unread
             inputs.token_ids[places] = self.last_tokens[rows]
 
     def note_launched(self, samples: Samples, token_ids: torch.Tensor | None) -> None:
@@ -330,14 +331,14 @@ class InputBatch:
             owners=owners,
         )
 
-    def _split(self, samples: Samples) -> SampleParts:
-        """Part the samples of rows with a late stage from the others."""
+    def _split(self, samples: Samples) -> tuple[Part | None, Part | None]:
+        """Part the samples. -> the early ones, those of rows with a late stage."""
         are_late = self._sampling.are_late(samples.rows)
         if not are_late.any():
-            return SampleParts(Part(samples, None, None) if len(samples) else None, None)
+            return Part(samples, None, None) if len(samples) else None, None
         if are_late.all():
-            return SampleParts(None, Part(samples, None, None))
-        return SampleParts(self._part(samples, ~are_late), self._part(samples, are_late))
+            return None, Part(samples, None, None)
+        return self._part(samples, ~are_late), self._part(samples, are_late)
 
     def _part(self, samples: Samples, chosen: npt.NDArray[np.bool_]) -> Part:
         at = np.flatnonzero(chosen)

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.errors import StartupError
-from pd_cluster.models.mixer import KeysValues
+from pd_cluster.models.paged_attention import KeysValues
 from pd_cluster.worker.plain_memory import plain_memory
 from pd_connectors.base import CacheDescription
+from pd_connectors.protocol.slabs import KvSlabs
 from pd_kernels.fp8_cache import FP8, indexable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from pd_cluster.models.mixer import LayerCache
     from pd_cluster.scheduling.batch import BlockCopies
     from pd_connectors.protocol.layout import BlockLayout
-    from pd_connectors.protocol.slabs import KvSlabs
     from pd_kernels.backends import Kernels
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {**DTYPES, "float8_e4m3fn": FP8}
+MIN_BLOCKS = 2  # the first step copies a block
 _NUM_PADDING_BLOCKS = 1
 
 
@@ -43,7 +43,7 @@ class KVCache:
     memory: torch.Tensor  # uint8 [n]: the slabs, and behind them room for a block of padding
     tensors: tuple[torch.Tensor, ...]  # by group: [num_blocks + padding, *group.rank_shape(tp_size)], views of `memory`
     hosts: tuple[torch.Tensor, ...]  # by group: [num_host_blocks, as above], pinned when the cache is on a GPU
-    layer_caches: Mapping[int, LayerCache]  # by layer; layers of no group are absent
+    layer_caches: Mapping[int, KeysValues]  # by layer; layers of no group are absent
     num_host_blocks: int  # of each group
 
     @classmethod
@@ -80,11 +80,6 @@ class KVCache:
     def padding_block(self, group: int) -> int:
         """The id of the block that padding writes to, behind all slabs. No sequence owns it, and it is never read."""
         return self.slabs.num_blocks(group)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the memory on the device, padding included."""
-        return self.memory.nbytes
 
     def describe(self) -> CacheDescription:
         """Describe the cache for a connector, without the padding blocks."""
@@ -161,3 +156,27 @@ def _places(group: int, block: int, per_slab: Sequence[int]) -> tuple[set[tuple[
 def blocks_in(num_bytes: float, layout: BlockLayout) -> int:
     """The number of blocks, over all groups, of which one rank's parts fit into `num_bytes`."""
     return int(num_bytes // layout.rank_bytes)
+
+
+def make_slabs(layout: BlockLayout, num_blocks: int, free_bytes: Callable[[], int]) -> KvSlabs:
+    """The slabs for `num_blocks` blocks, or with 0 those that fit. Raises StartupError if they are too few."""
+    slabs = KvSlabs.of_blocks(layout, num_blocks) if num_blocks else KvSlabs.in_bytes(layout, free_bytes())
+    groups = range(len(layout.groups))
+    least = 1 if len(groups) == 1 else len(groups) + 1  # a slab for each, and one that moves
+    if slabs.num_slabs < least or min(map(slabs.num_blocks, groups)) < MIN_BLOCKS:
+        size_mb, count = layout.block_bytes / 1e6, slabs.num_bytes // layout.rank_bytes
+        raise StartupError(f"the KV cache has room for {count} blocks of {size_mb:.1f} MB; give it more memory")
+    return slabs
+
+
+def describe_slabs(slabs: KvSlabs, layout: BlockLayout) -> str:
+    """The line of the start about the cache."""
+    dtype = layout.groups[0].dtype
+    if len(layout.groups) == 1:
+        return f"cache {slabs.num_blocks(0)} blocks of {layout.block_size} tokens in {dtype}"
+    parts = [
+        f"{count} blocks of {group.block_size} tokens ({group.kind}{f' {group.window}' if group.window else ''})"
+        for group, count in zip(layout.groups, slabs.per_slab, strict=True)
+    ]
+    size_mb = slabs.slab_bytes / 1e6
+    return f"cache {slabs.num_slabs} slabs of {size_mb:.1f} MB in {dtype}, each {' or '.join(parts)}"

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.layout import BlockLayout
 
 
-def gpu_bytes(device: torch.device) -> int:
-    """The whole memory of a GPU; 0 for a CPU."""
-    return 0 if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
-
-
 def measure_free_bytes(
     layout: BlockLayout,
     budget: int,
@@ -44,7 +39,7 @@ def measure_free_bytes(
     scratch = KVCache.allocate(layout, slabs, 0, device)
     run_largest_step(scratch)
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before - scratch.num_bytes
+    peak = torch.cuda.max_memory_allocated(device) - before - scratch.memory.nbytes
     del scratch
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

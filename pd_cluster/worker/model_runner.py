@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,27 +19,24 @@ from pd_cluster.worker.logits_stages.penalties import Penalties, PenaltyTables
 from pd_cluster.worker.logits_stages.stage import StageContext
 from pd_cluster.worker.pending_step import DrawnPart, PendingStep
 from pd_cluster.worker.prompt_outputs import PromptReader
-from pd_cluster.worker.rank_sampler import RankPlace, RankSampler
+from pd_cluster.worker.rank_sampler import RankSampler
 from pd_cluster.worker.sampler import Sampled, WholeSampler
 from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd_cluster.config import NodeConfig
     from pd_cluster.errors import PdError
     from pd_cluster.models.model import Model
     from pd_cluster.scheduling.batch import Batch
+    from pd_cluster.worker.device_plan import DevicePlan
     from pd_cluster.worker.draw_places import CapturedDraw
-    from pd_cluster.worker.grammars import Grammars
     from pd_cluster.worker.input_batch import Staged
     from pd_cluster.worker.kv_cache import KVCache
     from pd_cluster.worker.pending_step import Runs
     from pd_cluster.worker.prompt_outputs import LaunchedRead, ReadPlan
     from pd_cluster.worker.sampler import TokenSampler
-    from pd_cluster.worker.step_inputs import Part, ReplayInputs, SampleParts, Samples, StepInputs
-    from pd_kernels.attention import GroupAttention
-    from pd_kernels.backends import Kernels
+    from pd_cluster.worker.step_inputs import Part, ReplayInputs, Samples, StepInputs
     from pd_kernels.values import Ints, StepSize
 
 
@@ -56,50 +52,12 @@ class Deferred(NamedTuple):
 class ModelRunner:
     """Runs batches in the order of `launch`. Not thread-safe."""
 
-    def __init__(
-        self,
-        model: Model,
-        cache: KVCache,
-        rows: InputBatch,
-        host_buffer: HostBuffer,
-        kernels: Kernels,
-        attentions: Sequence[GroupAttention],
-        draws: DrawGraphs,
-        sampler: TokenSampler,
-    ) -> None:
-        """`attentions`: by KV group. `draws`: without graphs yet."""
-        self._model = model
-        self.cache = cache
-        self.rows = rows
-        self.host_buffer = host_buffer
-        self.kernels = kernels
-        self._attentions = attentions
-        # `launch` may name their sizes
-        self.graphs = StepGraphs(model, cache, rows, host_buffer, sampler, attentions)
-        self._sampler = sampler
-        self.draws = draws
-        self._prompts = PromptReader(model, sampler, kernels, rows.padding_row, host_buffer.move)
-        self._deferred: Deferred | None = None
-        self._caches = cache.layer_caches
-        self._last_group = last_group(model, cache)
-        self.watcher: Callable[[torch.Tensor], None] | None = None  # is shown every step's logits [R, vocab_size]
-
-    @classmethod
-    def make(
-        cls,
-        model: Model,
-        cache: KVCache,
-        kernels: Kernels,
-        attentions: Sequence[GroupAttention],
-        config: NodeConfig,
-        eos_token_ids: frozenset[int],
-        max_len: int,
-        device: torch.device,
-        grammars: Grammars | None = None,
-        place: RankPlace | None = None,
-    ) -> ModelRunner:
-        """A runner with empty rows. `max_len`: tokens of a sequence, prompt and output. `place`: None for one rank."""
-        limits, vocab_size = config.scheduler, model.spec.vocab_size
+    def __init__(self, plan: DevicePlan, model: Model, cache: KVCache, max_len: int) -> None:
+        """There are no rows and graphs yet. `max_len`: tokens of a sequence, prompt and output."""
+        limits, vocab_size = plan.config.scheduler, model.spec.vocab_size
+        kernels, device, place = plan.kernels, plan.device, plan.place
+        self._model, self.cache, self.kernels, self._attentions = model, cache, kernels, plan.attentions
+        self._caches, self._last_group = cache.layer_caches, last_group(model, cache)
         block_sizes = [group.block_size for group in cache.layout.groups]
         num_rows = limits.max_num_seqs
         layout = DrawLayout(num_rows, vocab_size)
@@ -109,28 +67,34 @@ class ModelRunner:
         num_bytes = limits.max_num_batched_tokens * (56 + 8 * len(block_sizes)) + num_rows * (
             200 + 8 * num_blocks + vocab_size // 8
         )
-        host_buffer = HostBuffer(device, num_bytes + 8 * layout.length + 1024)
-        context = StageContext(num_rows, vocab_size, eos_token_ids, device, host_buffer.move, grammars, kernels)
-        if grammars is not None:
-            context = replace(context, ring=grammars.mask_threads.ring)
+        self.host_buffer = host_buffer = HostBuffer(device, num_bytes + 8 * layout.length + 1024)
+        context = StageContext(
+            num_rows, vocab_size, plan.model.eos_token_ids, device, host_buffer.move, plan.grammars, kernels,
+            plan.grammars.mask_threads.ring,
+        )  # fmt: skip
         sampler: TokenSampler = WholeSampler(vocab_size, kernels)
         if place is not None:
             sampler = RankSampler(place, vocab_size, kernels)
         if place is None or sampler.leads:
-            stages = make_stages(context, config.model.logits_stages)
+            stages = make_stages(context, plan.config.model.logits_stages)
         else:
             stages = place.told.stages(num_rows)
         sampling = SamplingState(num_rows, vocab_size, stages, host_buffer)
-        rows = InputBatch(
-            num_rows, max_len, block_sizes, sampling, host_buffer, vocab_size, device, last_group(model, cache),
+        self.rows = rows = InputBatch(
+            num_rows, max_len, block_sizes, sampling, host_buffer, vocab_size, device, self._last_group,
             mixes_dtypes=len({group.dtype for group in cache.layout.groups}) > 1,
         )  # fmt: skip
 
         def penalty_tables() -> PenaltyTables:
             return next(stage for stage in stages if isinstance(stage, Penalties)).tables()
 
-        draws = DrawGraphs(layout, rows.last_tokens, penalty_tables, kernels)
-        return cls(model, cache, rows, host_buffer, kernels, attentions, draws, sampler)
+        self._sampler = sampler
+        self._deferred: Deferred | None = None
+        self.draws = DrawGraphs(layout, rows.last_tokens, penalty_tables, kernels)
+        # `launch` may name their sizes
+        self.graphs = StepGraphs(model, cache, rows, host_buffer, sampler, plan.attentions)
+        self._prompts = PromptReader(model, sampler, kernels, rows.padding_row, host_buffer.move)
+        self.watcher: Callable[[torch.Tensor], None] | None = None  # is shown every step's logits [R, vocab_size]
 
     @torch.inference_mode()
     def launch(
@@ -245,7 +209,7 @@ class ModelRunner:
         if inputs.fresh_blocks is not None:
             self.cache.clear(inputs.fresh_blocks)
         outputs = self.graphs.replay(inputs, graph)
-        pending, early = self._begun(batch), inputs.parts.early
+        pending, early = self._begun(batch), inputs.early
         if early is None or isinstance(inputs.sampling, SamplingInputs):
             return self._sample(pending, inputs, outputs.logits, graph)
         if self.watcher is not None:
@@ -254,7 +218,7 @@ class ModelRunner:
             self._draw_captured(pending, early, inputs.sampling, graph, len(outputs.logits))
         else:
             self._note_drawn(pending, early, Sampled(outputs.token_ids))
-        return self._sample_late(pending, inputs.parts, outputs.logits, graph)
+        return self._sample_late(pending, inputs.late, outputs.logits, graph)
 
     def _sample(
         self,
@@ -268,18 +232,18 @@ class ModelRunner:
             return self._launched(pending)
         if self.watcher is not None:
             self.watcher(logits)
-        if (early := inputs.parts.early) is not None:
+        if (early := inputs.early) is not None:
             assert isinstance(inputs.sampling, SamplingInputs)
             self._draw(pending, early, inputs.sampling, logits)
-        return self._sample_late(pending, inputs.parts, logits, graph)
+        return self._sample_late(pending, inputs.late, logits, graph)
 
     def _sample_late(
-        self, pending: PendingStep, parts: SampleParts, logits: torch.Tensor, graph: StepSize | None
+        self, pending: PendingStep, late: Part | None, logits: torch.Tensor, graph: StepSize | None
     ) -> PendingStep:
         """Let the late rows of a step wait for `draw_late`, if it has any."""
-        if parts.late is None:
+        if late is None:
             return self._launched(pending)
-        self._deferred = Deferred(pending, parts.late, logits, graph)
+        self._deferred = Deferred(pending, late, logits, graph)
         return pending
 
     def _draw(self, pending: PendingStep, part: Part, sampling: SamplingInputs, logits: torch.Tensor) -> None:

@@ -149,7 +149,7 @@ class RankProcess:
         # Imported here, because they import torch: rank 0 hears of this process before
         from pd_cluster.worker.collectives import connect_store
         from pd_cluster.worker.device_executor import DeviceDescribed
-        from pd_cluster.worker.ranked_executor import make_place
+        from pd_cluster.worker.device_plan import make_place
 
         config, shard = self._start.config, Shard(self._start.rank, self._start.config.model.tp)
         self._place = make_place(config.model, shard, connect_store(shard.size, self._start.store_port))
@@ -159,7 +159,11 @@ class RankProcess:
         self._read_steps(keep=0)
         self._close_reader()
         self._state = getattr(self._state, name)(*msgspec.convert(arguments, MOVES[name]))
-        return getattr(self._state, "graph_sizes", None)
+        if name != "capture":
+            return None
+        gc.collect()
+        gc.freeze()
+        return self._state.graph_sizes
 
     def _phase_free_kv_bytes(self) -> Any:
         return self._state.free_kv_bytes()
@@ -167,8 +171,6 @@ class RankProcess:
     def _phase_clear(self) -> None:
         self._read_steps(keep=0)
         self._state.clear()
-        gc.collect()
-        gc.freeze()
 
     def _phase_connect(self, name: str, values: dict[str, Any]) -> None:
         from pd_connectors.registry import rank_reader

@@ -18,11 +18,12 @@ from pd_cluster.worker.logits_stages.stage import LogitsStage
 from pd_cluster.worker.sampler import Sampled, sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
     from pd_cluster.models.shard import Shard
     from pd_cluster.scheduling.batch import SequenceStart
     from pd_cluster.worker.collectives import GroupReduce
+    from pd_cluster.worker.ranks import Ranks
     from pd_cluster.worker.sampling_state import SamplingInputs
     from pd_kernels.backends import Kernels
     from pd_kernels.values import Draws, Ints
@@ -67,7 +68,7 @@ class RankPlace:
 
     shard: Shard
     reduce: GroupReduce
-    tell_late: Callable[[frozenset[int]], None] | None = None  # on rank 0: sends the DrawLate
+    ranks: Ranks | None = None  # on rank 0
     told: ToldRows = field(default_factory=ToldRows)  # on the others
 
 
@@ -99,5 +100,5 @@ class RankSampler:
         return self._place.reduce.gather(logits)[:, : self._vocab_size].contiguous()
 
     def tell_late(self, absent: frozenset[int]) -> None:
-        if self._place.tell_late is not None:
-            self._place.tell_late(absent)
+        if self._place.ranks is not None:
+            self._place.ranks.tell_late(absent)

@@ -34,15 +34,16 @@ class StepInputs:
     """
 
     token_ids: torch.Tensor  # int64 [T]
-    late: tuple[torch.Tensor, torch.Tensor] | None  # int64: places in `token_ids`, rows of `last_tokens` for them
+    unread: tuple[torch.Tensor, torch.Tensor] | None  # int64: places in `token_ids`, rows of `last_tokens` for them
     positions: torch.Tensor  # int64 [T]
     slot_mappings: tuple[torch.Tensor, ...]  # int64 [T], by KV group
     sequences: tuple[PackedSequences, ...]  # by KV group: only their block tables differ
     fresh_blocks: tuple[torch.Tensor | None, ...]  # int64, by KV group: blocks that this step begins and does not fill
     tail: TailInputs | None  # None: all tokens sample, in order
-    sampling: SamplingInputs | None  # of the early samples; None: there are none
     samples: Samples
-    parts: SampleParts
+    early: Part | None  # the samples that can be drawn at launch
+    late: Part | None  # those of rows with late stages, which can be when all of their tokens are on the host
+    sampling: SamplingInputs | None  # of the early samples; None: there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,11 @@ class ReplayInputs:
 
     block_tables: tuple[torch.Tensor, ...]  # int32 [S, width], by KV group
     fresh_blocks: tuple[torch.Tensor | None, ...] | None  # as in StepInputs; None: old content is finite for all groups
+    samples: Samples
+    early: Part | None  # as in StepInputs
+    late: Part | None
     # Of the early samples. None: the step's own graph draws them by the settings in StepPlaces
     sampling: SamplingInputs | CapturedDraw | None
-    samples: Samples
-    parts: SampleParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +110,6 @@ class Part:
     def of(self, logits: torch.Tensor) -> torch.Tensor:
         """The part's rows of the step's `logits`."""
         return logits if self.index is None else logits[self.index]
-
-
-@dataclass(frozen=True, slots=True)
-class SampleParts:
-    """A step's samples, by the time at which they can be drawn."""
-
-    early: Part | None  # at launch
-    late: Part | None  # rows of late stages: when all of their tokens are on the host
 
 
 def up_to(ends: Ints, counts: Ints) -> Ints:

@@ -18,8 +18,8 @@ from pd_cluster.worker.capacity import MOST_STEP_TOKENS, STEP_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pd_cluster.config import SchedulerConfig
-    from pd_cluster.worker.executor import Pending
+    from pd_cluster.config import NodeConfig, SchedulerConfig
+    from pd_cluster.worker.executor import ModelDescription, Pending
     from pd_connectors.protocol.slabs import KvSlabs
 
 DECODES = 32
@@ -88,6 +88,38 @@ class StepTimer:
             count = -(-most // self.block_size)
             owned = tuple(NewBlocks(group, 0, tuple(islice(blocks[group], count))) for group in groups)
             yield SequenceStart(index, tuple(tokens[first : first + length]), length, owned, SAMPLING, index)
+
+
+def measure_sizes(
+    config: NodeConfig,
+    model: ModelDescription,
+    timer: StepTimer,
+    progress: Callable[[str], None],
+    *,
+    measures_budget: bool,
+    may_fail: bool,
+) -> tuple[NodeConfig, ModelDescription]:
+    """`config` and `model` with what was measured. Where that fails sizes are the defaults.
+
+    `may_fail`: False: other ranks may wait for ever in a step that failed here, so it raises.
+    """
+    limits = config.scheduler
+    try:
+        if limits.max_tokens_beside_decodes < 0 and config.tokens_beside_decodes_on(model.device):
+            limits, keys = limit_beside_decodes(limits, timer, model.keys_per_token, progress)
+            model = replace(model, measured_keys=keys)
+        if limits.has_targets:
+            measure_for_model(limits, timer)
+        if measures_budget:
+            limits = limit_of_prompts(limits, timer, progress)
+        model = replace(model, step_times=tuple(timer.samples))
+    except Exception as error:  # of a kernel, memory, a watcher: a node with default sizes serves all the same
+        if not may_fail:
+            raise
+        progress(f"default sizes of steps: their measurement failed ({type(error).__name__}: {error})")
+        if measures_budget:
+            limits = unmeasured_limit_of_prompts(limits)
+    return replace(config, scheduler=limits), model
 
 
 def limit_beside_decodes(

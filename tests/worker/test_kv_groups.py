@@ -61,7 +61,7 @@ def test_one_group_has_the_memory_as_one_contiguous_tensor(spec: ModelSpec) -> N
     cache = KVCache.allocate(layout, KvSlabs.of_blocks(layout, 5), 0, CPU)
     [tensor], [described] = cache.tensors, cache.describe().tensors
     assert tensor.is_contiguous()
-    assert (len(tensor), len(described), tensor.nbytes) == (6, 5, cache.num_bytes)
+    assert (len(tensor), len(described), tensor.nbytes) == (6, 5, cache.memory.nbytes)
     assert tensor.data_ptr() == cache.memory.data_ptr() == described.data_ptr()
 
 
@@ -82,7 +82,7 @@ def test_layers_of_another_window_lie_in_another_tensor(layout: BlockLayout) -> 
         assert tensor[0].is_contiguous()
         padding = tensor[cache.padding_block(group)]
         end = padding.data_ptr() - cache.memory.data_ptr() + padding.nbytes
-        assert cache.slabs.num_bytes <= end - padding.nbytes <= end <= cache.num_bytes, "behind the last slab"
+        assert cache.slabs.num_bytes <= end - padding.nbytes <= end <= cache.memory.nbytes, "behind the last slab"
 
 
 def test_copies_and_clearing_reach_the_blocks_of_their_group(layout: BlockLayout) -> None:

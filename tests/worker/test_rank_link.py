@@ -291,10 +291,10 @@ def test_names_of_phases() -> Any:
     from pathlib import Path as FilePath
 
     import pd_cluster.worker.rank as rank
-    import pd_cluster.worker.ranked_executor as ranked
+    from pd_cluster.worker import device_executor, ranks
 
-    texts = FilePath(ranked.__file__).read_text()
-    asked = re.findall(r'\.(?:on_all|move)\(\s*"(\w+)"', texts)
+    texts = "".join(FilePath(str(module.__file__)).read_text() for module in (device_executor, ranks))
+    asked = re.findall(r'\.(?:_on_all|phase|_back_to)\("(\w+)"', texts)
     known = [name.removeprefix("_phase_") for name in vars(rank.RankProcess) if name.startswith("_phase_")]
     assert sorted(asked) == sorted([*known, *rank.MOVES])
 

@@ -16,15 +16,14 @@ import torch
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart, StepResult
-from pd_cluster.worker import device_executor
+from pd_cluster.worker import step_measurement
 from pd_cluster.worker.capacity import SAMPLES_PER_SEQ
-from pd_cluster.worker.device_executor import DeviceExecutor
-from pd_cluster.worker.executor import run_phases
+from pd_cluster.worker.device_executor import DeviceCached, DeviceDescribed, DeviceExecutor, run_phases
 from pd_cluster.worker.memory_measurement import run_largest_step
 from pd_cluster.worker.pending_step import PendingStep
 from pd_cluster.worker.rank_frames import RankLost
 from pd_cluster.worker.rank_link import StepOnRanks
-from pd_cluster.worker.ranked_executor import RankedCached, RankedDescribed, RankedExecutor, Ranks
+from pd_cluster.worker.ranks import Ranks
 from pd_cluster.worker.warm_up import ASKING, DRAWN, GREEDY
 from pd_connectors.protocol.layout import BlockLayout
 from tests.drafters import KINDS
@@ -166,13 +165,13 @@ def one() -> Iterator[DeviceExecutor]:
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankedExecutor]:
+def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceExecutor]:
     losses: list[PdError] = []
     config = make_config(request.param)
     with pytest.MonkeyPatch.context() as patch:  # a rank imports the class of the stage, and not from its folder
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
         ranks = Ranks(config, f"ipc://{tmp_path_factory.mktemp('r')}/r", losses.append)
-        executor = run_phases(RankedDescribed.of(ranks, lambda _: None), config.cache, lambda _: None)
+        executor = run_phases(DeviceDescribed.over(ranks, lambda _: None), config.cache, lambda _: None)
     yield executor
     executor.close()
     executor.close()
@@ -184,7 +183,7 @@ def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize(
     "wanted", [PLAIN * 2, PLAIN + GATHERED, PLAIN + GATHERED[:2] + LATE], ids=["plain", "asking", "late"]
 )
-def test_equal_tokens(one: DeviceExecutor, several: RankedExecutor, wanted: list[SamplingParams]) -> None:
+def test_equal_tokens(one: DeviceExecutor, several: DeviceExecutor, wanted: list[SamplingParams]) -> None:
     """Every rank also draws the same ids, or a step's result would raise RankLost."""
     expected: list[list[SampledToken]] = []
     found: list[list[SampledToken]] = []
@@ -202,7 +201,7 @@ def test_equal_tokens(one: DeviceExecutor, several: RankedExecutor, wanted: list
 
 
 @pytest.mark.integration
-def test_prompts_are_read_over_ranks(one: DeviceExecutor, several: RankedExecutor) -> None:
+def test_prompts_are_read_over_ranks(one: DeviceExecutor, several: DeviceExecutor) -> None:
     (prompt,) = random_prompts([70], 3000, seed=6)
     (theirs, last), (ours, own_last) = read_prompt(one, prompt), read_prompt(several, prompt)
     assert [entry.token_id for entry in ours] == prompt[1:]
@@ -212,7 +211,7 @@ def test_prompts_are_read_over_ranks(one: DeviceExecutor, several: RankedExecuto
 
 
 @pytest.mark.integration
-def test_every_rank_copies_blocks(one: DeviceExecutor, several: RankedExecutor) -> None:
+def test_every_rank_copies_blocks(one: DeviceExecutor, several: DeviceExecutor) -> None:
     """n = 2, a copy of the last block, preemption to host memory and back into other blocks."""
     assert run_copies(several) == run_copies(one)
 
@@ -250,7 +249,7 @@ def run_copies(executor: Executor) -> list[list[int]]:
 
 
 @pytest.mark.integration
-def test_ranks_agree_on_the_cache(one: DeviceExecutor, several: RankedExecutor) -> None:
+def test_ranks_agree_on_the_cache(one: DeviceExecutor, several: DeviceExecutor) -> None:
     size = several.config.model.tp
     assert several.layout.groups == one.layout.groups
     assert several.layout.tp_size == size
@@ -276,7 +275,19 @@ def test_a_measurement_that_fails_on_rank_0_ends_the_start(monkeypatch: pytest.M
         raise RuntimeError("a kernel failed")
 
     ranks = Ranks(make_config(2), f"ipc://{tmp_path}/r", lambda _: None)
-    # As after the phases before, on a GPU
+    executor = stub_executor(ranks, SimpleNamespace())
+    monkeypatch.setattr(ranks.link, "blamed", nullcontext)
+    monkeypatch.setattr(ranks, "phase", lambda *_: nullcontext([]))
+    monkeypatch.setattr(DeviceCached, "capture", lambda _: executor)
+    monkeypatch.setattr(step_measurement, "limit_of_prompts", fail)
+    cached = DeviceCached(executor._plan, executor._weights, cast("Any", None), executor.model)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        cached.warm_up()
+    assert ranks.has_failed
+
+
+def stub_executor(ranks: Ranks, runner: SimpleNamespace) -> DeviceExecutor:
+    """That of rank 0 after its start on a GPU."""
     stub = SimpleNamespace(
         device="cuda",
         max_model_len=64,
@@ -286,19 +297,15 @@ def test_a_measurement_that_fails_on_rank_0_ends_the_start(monkeypatch: pytest.M
         num_host_blocks=0,
         sizes=(),
         describe=lambda: None,
+        ranks=ranks,
     )
     plan = SimpleNamespace(
         device=torch.device("cuda"), is_budget_measured=True, place=stub, config=make_config(2), layout=stub,
         grammars=None, owned=None, progress=None, profiler=SimpleNamespace(start=None, stop=None),
     )  # fmt: skip
-    weights, runner = SimpleNamespace(model=None, owned=None), SimpleNamespace(cache=stub, graphs=stub)
-    ranks.own = DeviceExecutor(cast("Any", plan), cast("Any", weights), cast("Any", runner), cast("Any", stub))
-    monkeypatch.setattr(ranks.link, "blamed", nullcontext)
-    monkeypatch.setattr(ranks, "move", lambda _: ())
-    monkeypatch.setattr(device_executor, "limit_of_prompts", fail)
-    with pytest.raises(RuntimeError, match="a kernel failed"):
-        RankedCached(ranks).warm_up()
-    assert ranks.has_failed
+    weights = SimpleNamespace(model=None, owned=None)
+    runner.cache = runner.graphs = stub
+    return DeviceExecutor(cast("Any", plan), cast("Any", weights), cast("Any", runner), cast("Any", stub))
 
 
 def test_a_late_draw_that_fails_behind_a_result_ends_the_ranks_at_once(
@@ -306,19 +313,14 @@ def test_a_late_draw_that_fails_behind_a_result_ends_the_ranks_at_once(
 ) -> None:
     """At depth 1 the result draws late rows. The other ranks have been told to, and wait in the draw's collectives."""
 
-    class Own(SimpleNamespace):
-        def __getattr__(self, name: str) -> None:
-            return None
+    def launch(batch: Batch, *_: object) -> PendingStep:
+        return PendingStep(batch.step, lambda _: None, lambda: None)
 
-        def lead(self, batch: Batch, *_: object) -> PendingStep:
-            return PendingStep(batch.step, lambda _: None, lambda: None)
-
-        def draw_late(self) -> float:
-            raise RuntimeError("a stage failed")
+    def draw_late() -> float:
+        raise RuntimeError("a stage failed")
 
     ranks = Ranks(make_config(2), f"ipc://{tmp_path}/r", lambda _: None)
-    ranks.own = Own(graph_sizes=())
-    executor = RankedExecutor(ranks, [])
+    executor = stub_executor(ranks, SimpleNamespace(launch=launch, draw_late=draw_late))
     monkeypatch.setattr(ranks.link, "blamed", nullcontext)
     pending = executor.launch(Batch(0))
     with pytest.raises(RuntimeError, match="a stage failed"):
@@ -351,7 +353,7 @@ def test_steps_of_the_warm_up_need_no_frames() -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_verify_drafts_alike(one: DeviceExecutor, several: RankedExecutor, kind: str) -> None:
+def test_ranks_verify_drafts_alike(one: DeviceExecutor, several: DeviceExecutor, kind: str) -> None:
     """Plain rows and rows that rank 0 draws alone; each rank goes on behind the same runs."""
     drive = driven(one, kind, ())
     single = ids_of(drive.run())

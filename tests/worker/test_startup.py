@@ -15,14 +15,14 @@ from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerCon
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
 from pd_cluster.worker.cuda_graphs.set_up import capturable, captures_steps
-from pd_cluster.worker.device_executor import DeviceExecutor, DeviceLoaded, Weights
-from pd_cluster.worker.executor import run_phases
+from pd_cluster.worker.device_executor import DeviceExecutor, DeviceLoaded, run_phases
 from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.kernel_selection import attention_by_group
 from pd_cluster.worker.kv_cache import KVCache
 from pd_cluster.worker.memory_measurement import measure_free_bytes
 from pd_cluster.worker.model_runner import ModelRunner
+from pd_cluster.worker.state import Weights
 from pd_connectors.protocol.layout import BlockLayout, KVGroup, KVKind
 from pd_connectors.protocol.slabs import KvSlabs
 from pd_kernels.attention import AttentionShape
@@ -251,7 +251,7 @@ def test_captured_steps_leave_less_for_the_cache(
     limits = SchedulerConfig(max_num_seqs=480, max_num_batched_tokens=2000, max_graph_batch=25)
     plan = SimpleNamespace(
         config=NodeConfig(scheduler=limits), device=torch.device("cuda"), layout=Phases.layout, attentions=(),
-        model=SimpleNamespace(vocab_size=125_000, dtype="float32"), owned=None,
+        model=SimpleNamespace(vocab_size=125_000, dtype="float32"), owned=None, place=None,
     )  # fmt: skip
     monkeypatch.setattr("pd_cluster.worker.device_executor.measure_free_bytes", lambda *arguments: free)
     monkeypatch.setattr("pd_cluster.worker.device_executor.captures_steps", lambda *arguments: captures)
@@ -268,7 +268,7 @@ def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.Mon
     }  # fmt: skip
     for name, value in figures.items():
         monkeypatch.setattr(f"torch.cuda.{name}", lambda *device, value=value: value)
-    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 19e9 + scratch[0].num_bytes)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 19e9 + scratch[0].memory.nbytes)
     free = [measure_free_bytes(layout, 100, scratch.append, share, torch.device("cpu")) for share in (0.5, 0.9, 0.999)]
     assert free == pytest.approx([(limit - 3) * 1e9 for limit in (0.5 * 80 - 17.7, 0.9 * 80 - 17.7, 60)])
     assert [cache.slabs.num_blocks(0) for cache in scratch] == [8] * 3, "of a budget of 100 tokens, and one more"

@@ -18,7 +18,7 @@ from pd_cluster.worker.device_executor import DeviceDescribed, DeviceExecutor
 from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.rank import RankProcess
 from pd_cluster.worker.rank_frames import RankStart
-from pd_cluster.worker.ranked_executor import RankedDescribed, Ranks
+from pd_cluster.worker.ranks import Ranks
 from pd_cluster.worker.state import LeftState, StateLeft
 from pd_connectors.protocol.slabs import KvSlabs
 from tests.worker.driver import Driver, random_prompts
@@ -298,12 +298,14 @@ def test_ranks_go_and_come_back_and_draw_the_same(tmp_path: Path, monkeypatch: p
     ranks = WeighedRanks(ranked_config(2), f"ipc://{tmp_path}/r", losses.append)
 
     def resident() -> tuple[int, ...]:
-        return ranks.on_all("resident", resident_bytes)
+        with ranks.phase("resident") as others:
+            own = resident_bytes()
+        return own, *others
 
     given: list[int] = []  # bytes that are left on rank 0 when it gives free memory to its device
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(resident_bytes()))
 
-    described = RankedDescribed.of(ranks, lambda _: None)
+    described = DeviceDescribed.over(ranks, lambda _: None)
     described_bytes = resident()
     loaded = described.load()
     loaded_bytes = resident()

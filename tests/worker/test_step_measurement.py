@@ -159,7 +159,7 @@ def test_a_node_with_targets_measures_its_steps_and_sets_no_limit(models: ModelS
     executor.model = replace(executor.model, device="cuda:0")
     limits = replace(executor.config.scheduler, slo_tpot_ms=10.0)
     executor.config = replace(executor.config, server=ServerConfig(role=role), scheduler=limits)
-    executor.measure(executor.launch)
+    executor.measure()
     assert executor.config.scheduler == limits
     assert not executor.model.measured_keys
     assert len(executor.model.step_times) >= 4
@@ -197,7 +197,7 @@ def test_an_executor_measures_what_a_decode_node_was_not_told(
     executor.model = replace(executor.model, device="cuda:0")
     limits = replace(executor.config.scheduler, max_tokens_beside_decodes=told)
     executor.config = replace(executor.config, server=ServerConfig(role=role), scheduler=limits)
-    executor.measure(executor.launch)
+    executor.measure()
     assert (executor.config.scheduler.max_tokens_beside_decodes != told) == is_measured
     assert bool(executor.model.measured_keys) == is_measured
     assert executor.model.keys_per_token >= executor.model.spec.keys_per_token
@@ -222,7 +222,7 @@ def test_a_measurement_that_fails_leaves_the_defaults_and_no_rows(models: ModelS
         return pending
 
     executor._runner.launch = launch_some  # type: ignore[method-assign]
-    executor.measure(executor.launch)
+    executor.measure()
     executor._runner.launch = launch  # type: ignore[method-assign]
     assert lines == ["default sizes of steps: their measurement failed (OutOfMemoryError: no room)"]
     assert executor.config == replace(config, scheduler=replace(limits, max_num_batched_tokens=STEP_TOKENS))

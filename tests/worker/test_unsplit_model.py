@@ -8,7 +8,8 @@ import pytest
 
 from pd_cluster.config import ModelConfig, NodeConfig
 from pd_cluster.errors import StartupError
-from pd_cluster.worker.ranked_executor import RankedDescribed, Ranks
+from pd_cluster.worker.device_executor import DeviceDescribed
+from pd_cluster.worker.ranks import Ranks
 from tests.deadlines import HANG_S
 from tests.shallow_model import shallow_model
 
@@ -22,7 +23,7 @@ def test_a_model_that_cannot_be_split(tmp_path: Path) -> None:
     config = NodeConfig(model=ModelConfig(model=shallow_model(), device="cpu", dtype="float32", tp=3, num_threads=1))
     ranks = Ranks(config, f"ipc://{tmp_path}/r", lambda _: None)
     with pytest.raises(StartupError, match="--tp 3: 4 KV heads cannot be split"):
-        RankedDescribed.of(ranks, lambda _: None)
+        DeviceDescribed.over(ranks, lambda _: None)
     others = ranks.link._processes
     assert [*others] == [1, 2]
     for process in others.values():
