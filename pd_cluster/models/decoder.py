@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from pd_cluster.models.head_norms import HeadNormsOverRanks
 from pd_cluster.models.linear_group import LinearGroup
-from pd_cluster.models.paged_attention import KeysValues, PagedAttention
+from pd_cluster.models.paged_attention import PagedAttention
 from pd_cluster.models.parameters import Parameters
 from pd_cluster.models.shard import Cut
 from pd_kernels.values import HalfNormed, HeadNorms
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.mixer import LayerCache
     from pd_cluster.models.model_share import ModelShare
     from pd_cluster.models.slot import Slot
     from pd_cluster.models.spec import ModelSpec
@@ -86,7 +87,7 @@ class Decoder(ABC, Generic[FamilyLayer]):
         """Make the layer `name` of the checkpoint, which is the layer `index` of the spec."""
 
     @abstractmethod
-    def hidden(self, inputs: ForwardInputs, caches: Mapping[int, KeysValues]) -> Normed:
+    def hidden(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> Normed:
         """Compute all layers and the final norm: [R, hidden_size] for the tail's rows, [T, hidden_size] without a tail.
 
         `Model.forward` describes the arguments.
@@ -100,11 +101,11 @@ class Decoder(ABC, Generic[FamilyLayer]):
         padding = self._num_logits - len(self.head_ids)
         return F.pad(logits, (0, padding), value=-torch.inf) if padding else logits
 
-    def forward(self, inputs: ForwardInputs, caches: Mapping[int, KeysValues]) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
         """See Model."""
         return self.logits(self.hidden(inputs, caches))
 
-    def hidden_states(self, inputs: ForwardInputs, caches: Mapping[int, KeysValues]) -> torch.Tensor:
+    def hidden_states(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
         """See Model."""
         hidden = self.hidden(inputs, caches)
         hidden = hidden.normed() if isinstance(hidden, HalfNormed) else hidden

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.mixer import LayerCache, Mixer
     from pd_cluster.models.model_share import ModelShare
-    from pd_cluster.models.paged_attention import KeysValues, PagedAttention
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import Kernels
 
@@ -31,7 +31,7 @@ class Gemma3Layer:
 
     input_norm: torch.Tensor
     qkv: Linear  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
-    attention: PagedAttention
+    attention: Mixer
     out: Linear  # [hidden, num_heads * head_dim]
     out_norm: torch.Tensor
     mlp_norm: torch.Tensor
@@ -61,7 +61,7 @@ class Gemma3(Decoder[Gemma3Layer]):
             if following is not None:
                 layer.down.feed(following.qkv)
 
-    def hidden(self, inputs: ForwardInputs, caches: Mapping[int, KeysValues]) -> Normed:
+    def hidden(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> Normed:
         """See Decoder."""
         eps, last = self.spec.norm_eps, self._layers[-1]
         # before an ordinary launch: see triton_dependent_launch

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pd_cluster.models.feed_forward import FeedForward
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
+    from pd_cluster.models.mixer import LayerCache, Mixer
     from pd_cluster.models.model_share import ModelShare
-    from pd_cluster.models.paged_attention import KeysValues, PagedAttention
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import Kernels
 
@@ -32,7 +32,7 @@ class LlamaLayer:
 
     input_norm: torch.Tensor  # [hidden]
     qkv: Linear  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
-    attention: PagedAttention
+    attention: Mixer
     out: Linear  # [hidden, num_heads * head_dim]
     post_norm: torch.Tensor
     feed_forward: FeedForward
@@ -57,7 +57,7 @@ class Llama(Decoder[LlamaLayer]):
         for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
             layer.feed_forward.feed(layer.out, following.qkv if following else None)
 
-    def hidden(self, inputs: ForwardInputs, caches: Mapping[int, KeysValues]) -> Normed:
+    def hidden(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> Normed:
         """See Decoder."""
         eps, last = self.spec.norm_eps, self._layers[-1]
         angles = self._rope.at(inputs.positions)  # before an ordinary launch: see triton_dependent_launch

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.models.forward_inputs import ForwardInputs
+    from pd_cluster.models.mixer import LayerCache
     from pd_cluster.models.model_share import ModelShare
-    from pd_cluster.models.paged_attention import KeysValues
     from pd_cluster.models.slot import Slot
     from pd_cluster.models.spec import ModelSpec
     from pd_kernels.backends import Kernels
@@ -51,14 +51,14 @@ class Model(Protocol):
         of which sample. Raises RuntimeError when the device fails.
         """
 
-    def forward(self, inputs: ForwardInputs, caches: Mapping[int, KeysValues]) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
         """Logits of the tail's rows, or of all T. Writes the step's keys and values into the cache.
 
         The logits are [R, vocab_size]. On one of several ranks they are [R, ceil(vocab_size / size)]: those of
         `head_ids`, and -inf behind them. `caches`: by layer, for the layers of the KV groups.
         """
 
-    def hidden_states(self, inputs: ForwardInputs, caches: Mapping[int, KeysValues]) -> torch.Tensor:
+    def hidden_states(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
         """The part of `forward` before the head: the states behind the last norm, [R, hidden_size] on every rank."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pd_kernels.values import NewTokens
 
@@ -11,24 +11,18 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+    from pd_cluster.models.mixer import LayerCache
     from pd_kernels.backends import Kernels
     from pd_kernels.values import HeadNorms
 
 
-class KeysValues(NamedTuple):
-    """One layer's keys and values, [num_blocks, num_kv_heads, block_size, head_dim] each, with the rank's heads."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Rotary attention with grouped heads: the part of a layer that reads other tokens than its own."""
+    """The Mixer of rotary attention with grouped heads."""
 
     kernels: Kernels
     head_dim: int
-    group: int  # the layer's KV group: index into the fields of ForwardInputs that are by group
+    group: int  # the layer's KV group: see Mixer
     scale: float  # factor on the scores
     norms: HeadNorms | None
 
@@ -37,7 +31,7 @@ class PagedAttention:
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         inputs: ForwardInputs,
-        cache: KeysValues,
+        cache: LayerCache,
         tail: Tail | None,
     ) -> torch.Tensor:
         """Write the keys and values of T tokens into the cache, and attend.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.models.forward_inputs import ForwardInputs
-    from pd_cluster.models.paged_attention import KeysValues
+    from pd_cluster.models.mixer import LayerCache
     from pd_cluster.models.spec import ModelSpec
     from pd_cluster.models.transformers_modules import Attend, LayerCall
     from pd_kernels.gemm_selection import Measure, ProposeProducts
@@ -52,12 +52,12 @@ class TransformersModel:
         """See Model. The products of the modules stay as they are."""
         return 0
 
-    def forward(self, inputs: ForwardInputs, caches: Mapping[int, KeysValues]) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
         """See Model."""
         rows = 0 if inputs.tail is None else inputs.tail.rows
         return run_modules(self._module, inputs.token_ids, inputs.positions, rows, self._attention(inputs, caches))
 
-    def hidden_states(self, inputs: ForwardInputs, caches: Mapping[int, KeysValues]) -> torch.Tensor:
+    def hidden_states(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
         """See Model."""
         attend = self._attention(inputs, caches)
         return run_body(self._module, inputs.token_ids, inputs.positions, attend)
@@ -66,7 +66,7 @@ class TransformersModel:
         """See Model."""
         return run_head(self._module, hidden)
 
-    def _attention(self, inputs: ForwardInputs, caches: Mapping[int, KeysValues]) -> Attend:
+    def _attention(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> Attend:
         def attend(call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             views, width = caches[call.layer], value.shape[-1]
             group = self.spec.group_windows.index(call.window)

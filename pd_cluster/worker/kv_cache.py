@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.errors import StartupError
-from pd_cluster.models.paged_attention import KeysValues
+from pd_cluster.models.mixer import KeysValues
 from pd_cluster.worker.plain_memory import plain_memory
 from pd_connectors.base import CacheDescription
 from pd_connectors.protocol.slabs import KvSlabs

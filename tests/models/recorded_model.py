@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from benchmarks.shapes import CONFIGS
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
-from pd_cluster.models.paged_attention import KeysValues
+from pd_cluster.models.mixer import KeysValues
 from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.weights import fill_at_random
 from pd_kernels.attention import AttentionShape

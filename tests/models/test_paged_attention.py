@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
-from pd_cluster.models.paged_attention import KeysValues, PagedAttention
+from pd_cluster.models.mixer import KeysValues
+from pd_cluster.models.paged_attention import PagedAttention
 from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH
 from pd_kernels.torch_attention import TorchAttention

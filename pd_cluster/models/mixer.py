@@ -1,0 +1,42 @@
+"""The part of a layer that reads other tokens than its own: its interface, and what the cache holds for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+    from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+
+
+class KeysValues(NamedTuple):
+    """One layer's keys and values, [num_blocks, num_kv_heads, block_size, head_dim] each, with the rank's heads."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+LayerCache: TypeAlias = KeysValues  # the cache of one layer; other mixers keep latent vectors, or states
+
+
+class Mixer(Protocol):
+    """Mixes the tokens of a sequence, in one layer."""
+
+    @property
+    def group(self) -> int:
+        """The layer's KV group: index into the fields of ForwardInputs that are by group."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        inputs: ForwardInputs,
+        cache: LayerCache,
+        tail: Tail | None,
+    ) -> torch.Tensor:
+        """Write what later tokens read of T tokens into the cache, and mix.
+
+        `x`: [T, n], the layer's first product. `angles`: cos and sin, [T, rotary_dim / 2] each. -> the input of the
+        layer's second product, [T, m]; with `tail`, of its R rows only.
+        """
