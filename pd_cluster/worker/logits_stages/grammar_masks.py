@@ -270,7 +270,8 @@ class GrammarMasks(CapturedStage):
         return self.prepare_behind(rows, lengths, np.empty((len(rows), 0), np.int64))
 
     def prepare_behind(self, rows: Ints, lengths: Ints, before: Ints) -> TokenMasks | None:
-        masks, void, mask_of_row = [], [], np.full(len(rows), -1)
+        masks: list[Mask] = []
+        void, mask_of_row = list[int](), np.full(len(rows), -1)
         for at, (row, length, drafts) in enumerate(zip(rows.tolist(), lengths.tolist(), before.tolist(), strict=True)):
             if self._rows[row] is None:
                 continue
