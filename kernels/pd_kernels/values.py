@@ -105,6 +105,7 @@ class TokenMasks:
 
     masks: torch.Tensor  # int32 [M, W]: bit i of word j allows token 32 j + i; bits from V on are ignored
     mask_of_row: torch.Tensor  # int64 [R], in [-1, M); -1: the row may take every token
+    void: torch.Tensor | None = None  # int64, rows of R: they must not be drawn, because their mask is not known
 
 
 @dataclass(frozen=True, slots=True)

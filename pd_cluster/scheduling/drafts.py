@@ -92,9 +92,7 @@ def _start_of(seq: Sequence, builder: BatchBuilder) -> int | None:
 
 
 def _may_draft(seq: Sequence, chunk: SequenceChunk, builder: BatchBuilder) -> bool:
-    request = seq.request
     has_row = builder.portions is None or builder.portions.has_row(seq)
     is_decode = chunk.num_tokens == 1 and chunk.num_samples == 1 and not chunk.reads
-    # The masks of a grammar are made for the place behind the last token alone
-    is_free = not (seq.is_beam or request.sampling.grammar or seq in builder.unready)
-    return has_row and is_decode and is_free and request.work not in (Work.PREFILL, Work.READ)
+    is_free = not (seq.is_beam or seq in builder.unready)
+    return has_row and is_decode and is_free and seq.request.work not in (Work.PREFILL, Work.READ)

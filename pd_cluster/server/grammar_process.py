@@ -24,7 +24,7 @@ import numpy as np
 from pd_cluster.server.json_schema import TOO_DEEP, guided, pruned
 from pd_cluster.server.message_grammar import MessageForm, write_message
 from pd_cluster.worker.grammar_vocabulary import GrammarTokens, GrammarVocabulary
-from pd_cluster.worker.grammars import NO_TOKEN, GrammarState, compile_grammar, one_line
+from pd_cluster.worker.grammars import NO_WAY_ON, GrammarState, compile_grammar, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -167,7 +167,7 @@ def _error_of(grammar: str, vocabulary: GrammarVocabulary, executor: Any) -> str
     if state.error:
         return state.error
     error = _error_behind(state, np.zeros(-(-tokenizer.vocab_size // 32), np.int32))
-    return f"an answer exceeds the limits of the grammar: {error}" if error not in ("", NO_TOKEN) else ""
+    return f"an answer exceeds the limits of the grammar: {error}" if error not in ("", NO_WAY_ON) else ""
 
 
 def _error_behind(state: GrammarState, mask: npt.NDArray[np.int32]) -> str:

@@ -36,7 +36,7 @@ LIMITS = {
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
-NO_TOKEN = "it allows no further token, and the output must not end here"
+NO_WAY_ON = "it allows no further token, and the output must not end here"
 NO_PACKAGE = "grammars need the package llguidance on every node: pip install 'pd-cluster[structured]'"
 
 
@@ -68,7 +68,10 @@ class GrammarState:
 
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher  # llguidance's
-        self._num_ignored = 0  # tokens behind the end
+
+    def copy(self) -> GrammarState:
+        """A state at the same place. What it takes leaves no trace in this one."""
+        return GrammarState(self.matcher.deep_copy())
 
     @property
     def error(self) -> str:
@@ -76,7 +79,7 @@ class GrammarState:
         if not self.matcher.is_error():
             return ""
         why = one_line(str(self.matcher.get_error()))
-        return NO_TOKEN if why == "NoExtensionBias" else why  # its name for the discovery that nothing may follow
+        return NO_WAY_ON if why == "NoExtensionBias" else why  # its name for the discovery that nothing may follow
 
     @property
     def is_over(self) -> bool:
@@ -90,21 +93,14 @@ class GrammarState:
 
     def ends_by(self, token_ids: Iterable[int]) -> bool:
         """Whether one of the tokens, which the grammar may name, completes the output here."""
-        copies = ((self.matcher.deep_copy(), token_id) for token_id in token_ids)
-        return any(matcher.consume_token(token_id) and matcher.is_accepting() for matcher, token_id in copies)
+        copies = ((self.copy(), token_id) for token_id in token_ids)
+        return any(one.matcher.consume_token(token_id) and one.is_accepting for one, token_id in copies)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Take output tokens. A token that the grammar refuses sets `error`; tokens behind the end are ignored."""
         for token_id in token_ids:
-            if self.takes_one():
+            if not self.matcher.is_stopped():
                 self.matcher.consume_token(token_id)
-
-    def takes_one(self) -> bool:
-        """Whether the matcher takes the next token. If not, the token is ignored from here on."""
-        if self.matcher.is_stopped():
-            self._num_ignored += 1
-            return False
-        return True
 
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
         """Write the mask of the next token into `mask` [W], W = ceil(V / 32), without the interpreter's lock.
@@ -112,13 +108,6 @@ class GrammarState:
         Bit i of word j allows token 32 j + i.
         """
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens of `advance`, at most all of them. A state with an error keeps it."""
-        ignored = min(num_tokens, self._num_ignored)
-        self._num_ignored -= ignored
-        if num_tokens > ignored:
-            self.matcher.rollback(num_tokens - ignored)
 
 
 class _Tools(NamedTuple):
@@ -212,7 +201,7 @@ class Grammars:
         ones = []
         for state, token_ids in states:
             if len(token_ids) == 1 < len(states):
-                if state.takes_one():
+                if not state.matcher.is_stopped():
                     ones.append((state.matcher, token_ids[0]))
             else:
                 state.advance(token_ids)

@@ -180,12 +180,13 @@ class InputBatch:
         A row that has another sequence by now is skipped.
         """
         same = np.flatnonzero(self._serials[samples.rows] == samples.serials)
+        if drafted := {at: runs[samples.seq_ids[at]] for at in same if samples.seq_ids[at] in runs} if runs else {}:
+            self._note_runs(drafted, samples)
+            same = same[[at not in drafted for at in same]]
         rows, positions, known = samples.rows[same], samples.positions[same], token_ids[same]
         self._tokens[rows, positions] = known
         self._num_on_host[rows] = positions + 1
         self._sampling.note_read(rows, known)
-        if runs:
-            self._note_runs({at: runs[samples.seq_ids[at]] for at in same if samples.seq_ids[at] in runs}, samples)
 
     @torch.inference_mode()
     def _note_runs(self, runs: Mapping[int, Sequence[SampledToken]], samples: Samples) -> None:
@@ -197,6 +198,8 @@ class InputBatch:
             self._num_tokens[row] = self._num_on_host[row] = start + len(run)
             noted[row] = token_ids
         rows = samples.rows[list(runs)]
+        lens = [len(run) for run in runs.values()]
+        self._sampling.note_read(np.repeat(rows, lens), np.array([each for one in noted.values() for each in one]))
         changed = rows[self._sampling.are_changed(rows)]
         for place in range(max((len(noted[row]) for row in changed), default=0)):
             going = [row for row in changed if len(noted[row]) > place]
@@ -336,6 +339,10 @@ class InputBatch:
         are_late = self._sampling.are_late(samples.rows)
         if not are_late.any():
             return Part(samples, None, None) if len(samples) else None, None
+        if samples.drafts:
+            drafted = np.flatnonzero(samples.lens > 1)
+            rows, are_known = samples.rows[drafted], self._num_on_host[samples.rows] >= samples.positions
+            self._sampling.expect(rows, [samples.drafts[at] for at in drafted], are_known[drafted])
         if are_late.all():
             return None, Part(samples, None, None)
         return self._part(samples, ~are_late), self._part(samples, are_late)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS
+from pd_cluster.worker.verification import NO_TOKEN
 from pd_connectors.protocol.messages import SampledToken, TopLogprob
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class WholeSampler:
 
 
 def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: Kernels) -> Sampled:
-    """One token per row of `logits` [R, V], which may be overwritten.
+    """One token per row of `logits` [R, V], which may be overwritten; NO_TOKEN for a void row of the masks.
 
     The logits stages change greedy choices too. Temperature, top k, top p and min p follow. Logprobs are those of the
     unmodified distribution. Logits that no stage changes are read once, in their own dtype.
@@ -126,9 +127,10 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: Kernels) -> Sa
         for stage, stage_inputs in inputs.changes:
             stage.apply(logits, stage_inputs)
     token_ids = kernels.draw(logits, draws)
-    if not inputs.has_logprobs:
-        return Sampled(token_ids)
-    return Sampled(token_ids, *kernels.logprobs(raw, token_ids, most_logprobs(raw)))
+    logprobs = kernels.logprobs(raw, token_ids, most_logprobs(raw)) if inputs.has_logprobs else ()
+    if draws.masks is not None and draws.masks.void is not None:
+        token_ids.index_fill_(0, draws.masks.void, NO_TOKEN)
+    return Sampled(token_ids, *logprobs)
 
 
 def most_logprobs(logits: torch.Tensor) -> int:

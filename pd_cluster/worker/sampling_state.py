@@ -152,6 +152,12 @@ class SamplingState:
             are_late |= active[rows]
         return are_late
 
+    def expect(self, rows: Ints, drafts: Sequence[tuple[int, ...]], are_known: npt.NDArray[np.bool_]) -> None:
+        """Tell the late stages the drafts of a step: see `LogitsStage.expect`."""
+        for stage, active in self._late_stages:
+            if len(at := np.flatnonzero(active[rows])):
+                stage.expect(rows[at], [drafts[one] for one in at], are_known[at])
+
     def absent(self, rows: Ints) -> npt.NDArray[np.bool_]:
         """Which of `rows` (distinct) sit out this draw, because a late stage is not ready for them."""
         found = set[int]()
@@ -175,7 +181,7 @@ class SamplingState:
                     stage.note(rows, token_ids)
 
     def note_read(self, rows: Ints, token_ids: Ints) -> None:
-        """Tell the late stages the same tokens (int64 [len(rows)]), when they are in host memory."""
+        """Tell the late stages the same tokens (int64 [len(rows)]), when they are in host memory; runs in one call."""
         for stage, active in self._late_stages:
             if active[rows].any():
                 stage.note(rows, torch.from_numpy(token_ids))

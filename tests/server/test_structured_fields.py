@@ -18,7 +18,7 @@ from pd_cluster.server.grammar_checks import MAX_GRAMMAR_BYTES, MAX_WRITTEN_CHAR
 from pd_cluster.server.grammar_process import CPU_LIMIT_S
 from pd_cluster.server.grammar_source import GrammarSource
 from pd_cluster.server.sampling import SAMPLING_PARAM, decode_sampling, encode_sampling
-from pd_cluster.worker.grammars import NO_PACKAGE, NO_TOKEN
+from pd_cluster.worker.grammars import NO_PACKAGE, NO_WAY_ON
 from tests.models.small_tokenizers import TOKENIZERS
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import Node, running
@@ -118,7 +118,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "("}, "guided_regex", "invalid regex"),
     ({"guided_json": {"type": "string", "pattern": "(?=a)"}}, "guided_json", "look-around"),
     ({"guided_regex": "(a)\\1"}, "guided_regex", "backreferences are not supported"),
-    ({"guided_regex": "[^\\s\\S]"}, "guided_regex", NO_TOKEN),
+    ({"guided_regex": "[^\\s\\S]"}, "guided_regex", NO_WAY_ON),
     ({"guided_json": MANY_WORDS}, "guided_json", "exceeds the limits of the grammar: lexer error"),
     ({"guided_json": {"type": "object", "properties": {f"p{i}": {} for i in range(400)}}}, "guided_json", "max is"),
     ({"guided_choice": []}, "guided_choice", "not empty"),

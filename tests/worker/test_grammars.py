@@ -20,7 +20,7 @@ from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker import grammars as grammars_module
 from pd_cluster.worker import mask_threads
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, decode_sizes
-from pd_cluster.worker.grammars import NO_PACKAGE, NO_TOKEN, Grammars, GrammarState
+from pd_cluster.worker.grammars import NO_PACKAGE, NO_WAY_ON, Grammars, GrammarState
 from pd_cluster.worker.host_buffer import _DTYPES as DTYPES
 from pd_cluster.worker.logits_stages import grammar_masks
 from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
@@ -170,7 +170,7 @@ def state_of(grammars: Grammars, grammar: str) -> GrammarState:
     return grammars.state(compiled)
 
 
-def test_states_are_apart_and_roll_back(grammars: Grammars, ids: dict[str, int]) -> None:
+def test_states_and_their_copies_are_apart(grammars: Grammars, ids: dict[str, int]) -> None:
     one, other = state_of(grammars, DIGITS), state_of(grammars, DIGITS)
     filled = np.zeros(VOCAB_SIZE // 32, np.int32)
     word = [ids[digit] for digit in "1234"]
@@ -186,20 +186,21 @@ def test_states_are_apart_and_roll_back(grammars: Grammars, ids: dict[str, int])
         assert not one.error
     assert one.is_accepting
     assert mask(other) == seen[0] == {ids["1"]}
-    one.rollback(2)
-    assert mask(one) == {EOS}
-    for num_tokens in (1, 2, 2):
-        one.rollback(num_tokens)
-    assert mask(one) == seen[0]
-    one.advance(word[:2])
-    assert mask(one) == seen[2]
+    one, tried = other, other.copy()
+    tried.advance(word[:2])
+    assert mask(tried) == seen[2]
+    wrong = tried.copy()
+    wrong.advance([77])
+    assert wrong.error
+    assert mask(tried) == seen[2]
+    assert (mask(one), one.error) == (seen[0], "")
 
 
 @pytest.mark.parametrize(
     ("grammar", "output", "why"),
     [
-        (DEAD_END, "", NO_TOKEN),
-        ('start: "12" X\nX: /1+/ & /2+/', "12", NO_TOKEN),
+        (DEAD_END, "", NO_WAY_ON),
+        ('start: "12" X\nX: /1+/ & /2+/', "12", NO_WAY_ON),
         (DIGITS, "17", 'token "7" doesn\'t satisfy the grammar'),
         ("start: <no_such_token>", "", "unknown special token"),
         ("start: (", "", "Expected"),

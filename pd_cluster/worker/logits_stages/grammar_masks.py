@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +11,18 @@ import numpy as np
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.worker.draw_places import mask_words
-from pd_cluster.worker.grammars import NO_TOKEN
+from pd_cluster.worker.grammars import NO_WAY_ON
 from pd_cluster.worker.logits_stages.stage import CapturedStage
 from pd_cluster.worker.mask_threads import Pace
+from pd_cluster.worker.verification import NO_TOKEN
 from pd_kernels.sampling_limits import allowed
 from pd_kernels.values import TokenMasks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
+    import numpy.typing as npt
     import torch
 
     from pd_cluster.errors import PdError
@@ -52,7 +55,7 @@ class Constraint:
     grammar: str
     eos_token_ids: frozenset[int]
     eos: Mask  # the same
-    mask: Mask  # of the next token, once it is ready
+    masks: dict[tuple[int, ...], Mask]  # once they are ready: of the next token, and of those behind drafts
     output: list[int]
     first_end: int  # length of the sequence before which it must not end while the grammar lets it go on
     ends: Mask | None  # the tokens that end it; None: it may end anywhere
@@ -60,6 +63,7 @@ class Constraint:
     is_own: bool = False  # no other row has copies of `compiled`
     state: GrammarState | None = None  # None: no mask was computed yet
     num_taken: int = 0  # tokens of the output that the state has taken
+    drafts: tuple[int, ...] = ()  # behind the output, of the launched step. The step loop writes them at any time
     is_ready: bool = False
     pace: Pace = Pace.SUSPECT
     cost_s: float = 0.0
@@ -74,6 +78,11 @@ class Constraint:
     def is_awaited(self) -> bool:
         """Whether a step waits for the mask. One that takes 0.1 s must not cost each of ten steps MASK_WAIT_S."""
         return not (self.pace is Pace.SLOW or self.has_failed) and not self.num_missed
+
+    def allows(self, drafts: tuple[int, ...]) -> bool:
+        """Whether the mask before the last of the drafts allows it. A state that is given another one has an error."""
+        word, bit = divmod(drafts[-1], 32)
+        return bool(self.masks[drafts[:-1]][word] >> bit & 1)
 
     def begin(self, compiled: Future[Any]) -> None:
         """Compute the mask behind the whole output as soon as the grammar is compiled."""
@@ -96,7 +105,7 @@ class Constraint:
         if error := state.error:
             return error
         goes_on = allows_more or state.is_accepting or state.ends_by(self.eos_token_ids)
-        return "" if goes_on else NO_TOKEN  # only the end is allowed, where the output must not end
+        return "" if goes_on else NO_WAY_ON  # only the end is allowed, where the output must not end
 
     def ends_with(self, error: str) -> bool:
         """Note why the row cannot go on. -> whether the error is its own.
@@ -119,26 +128,52 @@ def compute_masks(constraints: Sequence[Constraint]) -> list[Constraint]:
 
     The others begin again: see `Constraint.ends_with`.
     """
+    errors = dict[Constraint, str]()
+    taken: dict[Constraint, tuple[GrammarState, list[int]]] = {}
+    for one in constraints:
+        try:
+            taken[one] = one.take_pending()
+            one.masks = {}
+        except BaseException as error:
+            errors[one] = _said(error)
+    errors |= _advance(taken, dict.fromkeys(taken, ()))
+    drafted = {one: one.drafts for one in taken if one.drafts and not errors[one]}
+    with suppress(BaseException):  # a run is shorter then
+        _try_drafts(drafted)
+    return [one for one in constraints if not errors[one] or one.ends_with(errors[one])]
+
+
+def _advance(
+    taken: Mapping[Constraint, tuple[GrammarState, Sequence[int]]], behind: Mapping[Constraint, tuple[int, ...]]
+) -> dict[Constraint, str]:
+    """Advance the states of some rows by their tokens, and note their masks under `behind`. -> errors; "": none."""
+    if not taken:
+        return {}
+    constraints, states = list(taken), [state for state, _ in taken.values()]
     grammars, others = constraints[0].grammars, ~constraints[0].eos
     masks = np.empty((len(constraints), len(others)), np.int32)
-    errors = dict[int, str]()  # llguidance may raise anything, panics too, and a row must not wait for its deadline
-    taken: dict[int, tuple[GrammarState, list[int]]] = {}
-    for at, one in enumerate(constraints):
-        try:
-            taken[at] = one.take_pending()
-        except BaseException as error:
-            errors[at] = _said(error)
-    try:
+    try:  # llguidance may raise anything, panics too, and a row must not wait for its deadline
         grammars.advance(list(taken.values()))
-        grammars.fill({at: state for at, (state, _) in taken.items()}, masks)
+        grammars.fill(dict(enumerate(states)), masks)
     except BaseException as error:
-        errors |= dict.fromkeys(taken, _said(error))
+        return dict.fromkeys(constraints, _said(error))
     allow_more = np.any(masks[:, :FIRST_WORDS] & others[:FIRST_WORDS], axis=1).tolist()
-    for at in taken.keys() - errors.keys():
-        constraints[at].mask = masks[at]
-        more = allow_more[at] or bool((masks[at] & others).any())
-        errors[at] = constraints[at].error_at(taken[at][0], allows_more=more)
-    return [one for at, one in enumerate(constraints) if not errors[at] or one.ends_with(errors[at])]
+    errors = {}
+    for one, state, mask, allows_more in zip(constraints, states, masks, allow_more, strict=True):
+        errors[one] = one.error_at(state, allows_more=allows_more or bool((mask & others).any()))
+        if not errors[one]:
+            one.masks[behind[one]] = mask
+    return errors
+
+
+def _try_drafts(drafts: Mapping[Constraint, tuple[int, ...]]) -> None:
+    """Compute the masks behind drafts, on copies of the states, as far as the masks before them allow the drafts."""
+    states = {one: one.state.copy() for one in drafts if one.state is not None}
+    for count in range(1, 1 + max(map(len, drafts.values()), default=0)):
+        behind = {one: drafts[one][:count] for one in states if len(drafts[one]) >= count}
+        taken = {one: (states[one], all_[-1:]) for one, all_ in behind.items() if one.allows(all_)}
+        errors = _advance(taken, behind)
+        states = {one: states[one] for one, error in errors.items() if not error}
 
 
 def _said(error: BaseException) -> str:
@@ -186,7 +221,7 @@ class GrammarMasks(CapturedStage):
                 params.grammar,
                 self._eos_token_ids,
                 self._eos,
-                self._all,
+                {},
                 list(start.token_ids[num_prompt:]),
                 num_prompt + params.min_tokens,
                 self._mask_of(params.stop_ids(self._eos_token_ids)) if params.min_tokens else None,
@@ -194,6 +229,19 @@ class GrammarMasks(CapturedStage):
             self._rows[row] = constraint
             constraint.begin(self._grammars.prepare(params.grammar))  # again, if it was dropped since the admission
         return bool(params.grammar)
+
+    def expect(self, rows: Ints, drafts: Sequence[tuple[int, ...]], are_known: npt.NDArray[np.bool_]) -> None:
+        begun = []
+        for row, own, is_known in zip(rows.tolist(), drafts, are_known.tolist(), strict=True):
+            one = self._constraint(row)
+            if one.pace is Pace.SLOW or own == one.drafts[: len(own)]:
+                continue  # no draft is worth its time; a draw that was sat out has had them computed
+            one.drafts = own
+            if is_known and one.is_ready and not one.error:  # or else the thread that computes the mask finds them
+                one.is_ready, one.begun_s = False, time.monotonic()
+                begun.append(one)
+        if begun:
+            begun[0].grammars.mask_threads.begin(begun, compute_masks)
 
     def absent(self, rows: Ints) -> set[int]:
         waiting = {row: one for row in rows.tolist() if not (one := self._constraint(row)).is_ready}
@@ -219,32 +267,43 @@ class GrammarMasks(CapturedStage):
         return is_late and not (one.is_ready or one.has_failed)
 
     def prepare(self, rows: Ints, lengths: Ints) -> TokenMasks | None:
-        places = np.array([at for at, row in enumerate(rows.tolist()) if self._rows[row] is not None])
-        if not len(places):
+        return self.prepare_behind(rows, lengths, np.empty((len(rows), 0), np.int64))
+
+    def prepare_behind(self, rows: Ints, lengths: Ints, before: Ints) -> TokenMasks | None:
+        masks: list[Mask] = []
+        void, mask_of_row = list[int](), np.full(len(rows), -1)
+        for at, (row, length, drafts) in enumerate(zip(rows.tolist(), lengths.tolist(), before.tolist(), strict=True)):
+            if self._rows[row] is None:
+                continue
+            behind = tuple(drafts[: drafts.index(NO_TOKEN)] if NO_TOKEN in drafts else drafts)
+            if (mask := self._mask(row, length, behind)) is None:
+                void.append(at)
+            else:
+                mask_of_row[at] = len(masks)
+                masks.append(mask)
+        if not masks:
             return None
-        chosen, firsts, sources = np.unique(rows[places], return_index=True, return_inverse=True)
-        masks = np.empty((len(chosen), len(self._eos)), np.int32)
-        for at, row in enumerate(chosen.tolist()):
-            masks[at] = self._mask(row, int(lengths[places[firsts[at]]]))
-        mask_of_row = np.full(len(rows), -1)
-        mask_of_row[places] = sources
-        return TokenMasks(self._move(masks), self._move(mask_of_row))
+        moved = self._move(np.stack(masks)), self._move(mask_of_row)
+        return TokenMasks(*moved, self._move(np.array(void)) if void else None)
 
     def fold(self, rows: Ints, lengths: Ints, changes: DrawChanges) -> bool:
         chosen = [at for at, row in enumerate(rows.tolist()) if self._rows[row] is not None]
-        changes.mask(chosen, [self._mask(int(rows[at]), int(lengths[at])) for at in chosen])
+        masks = [self._mask(int(rows[at]), int(lengths[at])) for at in chosen]
+        changes.mask(chosen, [mask for mask in masks if mask is not None])  # each has one: there is no draft
         return True
 
     def apply(self, logits: torch.Tensor, inputs: TokenMasks) -> None:
         logits.copy_(allowed(logits, inputs))
 
     def note(self, rows: Ints, token_ids: torch.Tensor) -> None:
-        noted, now_s = [], time.monotonic()
+        noted, now_s = list[Constraint](), time.monotonic()
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
             constraint = self._rows[row]
             if constraint is not None and not constraint.has_failed:
-                assert constraint.is_ready, "a row without its mask is not drawn"
                 constraint.output.append(token_id)
+                if noted and noted[-1] is constraint:
+                    continue  # the rest of a run
+                assert constraint.is_ready, "a row without its mask is not drawn"
                 constraint.is_ready, constraint.begun_s, constraint.num_missed = False, now_s, 0
                 noted.append(constraint)
         if noted:
@@ -255,15 +314,20 @@ class GrammarMasks(CapturedStage):
         failures, self._failures = self._failures, {}
         return failures
 
-    def _mask(self, row: int, length: int) -> Mask:
-        """The mask of a row, without the end before its `min_tokens`. A row that cannot go on fails, and is free."""
+    def _mask(self, row: int, length: int, behind: tuple[int, ...] = ()) -> Mask | None:
+        """The mask of a row behind drafts, without the end before its `min_tokens`. None: a draft is refused, or late.
+
+        A row that cannot go on fails, and is free.
+        """
         constraint = self._constraint(row)
+        constraint.drafts = ()
         if constraint.error and not constraint.has_failed:
             constraint.has_failed = True
             self._failures[row] = InvalidRequest(constraint.error, code="grammar_failed")
         if constraint.has_failed:
-            return self._all
-        mask = constraint.mask
+            return None if behind else self._all
+        if (mask := constraint.masks.get(behind)) is None:
+            return None
         if constraint.ends is not None and length < constraint.first_end and (rest := mask & ~constraint.ends).any():
             return rest
         return mask

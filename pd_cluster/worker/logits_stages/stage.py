@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pd_kernels.backends import TORCH
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -79,6 +79,13 @@ class LogitsStage(Protocol):
         Called when a sequence enters the worker, and again when it comes back after preemption.
         """
 
+    def expect(self, rows: Ints, drafts: Sequence[tuple[int, ...]], are_known: npt.NDArray[np.bool_]) -> None:
+        """Note the drafts that a step, which is launched now, verifies. Called for late stages.
+
+        `rows`: distinct, active. `are_known`: whether `note` has got all tokens before the drafts; else it will.
+        """
+        return
+
     def absent(self, rows: Ints) -> set[int]:
         """Those of `rows` (distinct, active) that cannot be drawn yet. Asked of late stages before `prepare`.
 
@@ -122,7 +129,8 @@ class LogitsStage(Protocol):
         """Note that each of `rows` (distinct, at least one is active) continues with its token (int64 [len(rows)]).
 
         The call comes at the step's launch, with `token_ids` on the device. For a late stage the call comes when the
-        step's result is read, with `token_ids` in host memory.
+        step's result is read, with `token_ids` in host memory. Of a run a late stage hears in one call: its row occurs
+        once for each token, in neighbouring places.
         """
         return
 

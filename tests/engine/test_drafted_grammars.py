@@ -1,0 +1,200 @@
+"""Drafts under grammars, with the real worker: answers, ends and caches are those of single tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pd_cluster.protocol.messages import AddRequest, FinishReason, TicketOpened, Work
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.worker.grammars import GrammarState
+from pd_cluster.worker.logits_stages import grammar_masks
+from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
+from tests.drafters import KINDS, ScriptedDrafter
+from tests.engine.test_constrained_steps import (
+    EOS,
+    PERSON,
+    WORD,
+    FailingBench,
+    a_list,
+    an_object,
+    json_grammar,
+    sit_out,
+)
+from tests.engine.test_core_pipeline import CONFIG
+from tests.engine.test_drafted_answers import Answered, Node, Told, expect_same, node_of, num_drafts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VOCABULARY = json.loads((Path(CONFIG.model.model) / "tokenizer.json").read_text())["model"]["vocab"]
+PROMPTS = [
+    [(5 * i + j * j) % 200 + 5 for j in range(length)] for i, length in enumerate((40, 3, 33, 17, 64, 16, 31, 9))
+]
+JSON = json_grammar(a_list(PERSON, 2, 4))
+FORCED = json_grammar(an_object(call={"const": "get_weather_of_tomorrow"}, arguments=an_object(city=WORD)))
+LAZY = 'start: /[a-z ]{3,9}/ <|im_start|> end\nend: %json {"enum": ["red", "green"]}'
+SETTINGS: list[dict[str, Any]] = [
+    {"grammar": JSON},
+    {"grammar": JSON, "temperature": 0.0, "logprobs": 2},
+    {"grammar": 'start: /[0-9]{9}/ ("a" | "b"){4,12} "."', "ignore_eos": True, "min_tokens": 16, "temperature": 0.7},
+    {"grammar": 'start: "yes, of course" | "no, not at all" | "perhaps"'},
+    {"grammar": LAZY, "temperature": 1.3},
+    {"grammar": FORCED, "n": 3, "temperature": 1.2},
+    {"grammar": JSON, "frequency_penalty": 0.6, "top_k": 50, "logit_bias": {9: 3.0}, "bad_words": ((40, 41),)},
+    {"ignore_eos": True, "temperature": 0.9},
+]
+SAMPLINGS = [SamplingParams(max_tokens=36 + i, seed=5 + i, **more) for i, more in enumerate(SETTINGS)]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row sits out by chance, however loaded the machine is."""
+    monkeypatch.setattr(grammar_masks, "MASK_WAIT_S", 60.0)
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[Node]:
+    yield from node_of(96)
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Node]:
+    yield from node_of(14)
+
+
+def send_all(bench: Told, work: Work = Work.GENERATE, name: str = "r") -> None:
+    for index, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
+        bench.send(AddRequest(f"{name}{index}", list(prompt), sampling, work))
+
+
+@pytest.fixture(scope="module")
+def single(roomy: Node, small: Node) -> Answered:
+    """Without a drafter."""
+    bench = roomy.bench()
+    send_all(bench)
+    found = bench.answered()
+    roomy.answers = small.answers = [[*PROMPTS[int(name[1:])], *ids] for (name, _), ids in found.ids.items()]
+    assert {FinishReason.STOP, FinishReason.LENGTH} == set(found.reasons.values())
+    return found
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_change_no_answer(roomy: Node, single: Answered, kind: str, mode: str) -> None:
+    bench = roomy.bench(kind, mode)
+    send_all(bench)
+    found = bench.answered()
+    expect_same(found, single)
+    assert num_drafts(bench) > 100
+    assert (found.hashes, found.free) == (single.hashes, single.free)
+    if kind == "right":
+        assert found.num_steps < 0.8 * single.num_steps
+
+
+def test_right_drafts_are_accepted(roomy: Node, single: Answered) -> None:
+    """Those that the grammar forces, and drawn ones, up to the end of the answer and past it."""
+    answers = roomy.answers
+    for index in (0, 3, 4):
+        whole = single.ids[f"r{index}", 0]
+        roomy.answers = [[*PROMPTS[index], *whole, *[EOS] * 6]]
+        bench = roomy.bench("right")
+        bench.send(AddRequest("r", list(PROMPTS[index]), SAMPLINGS[index]))
+        found = bench.answered()
+        assert found.ids["r", 0] == whole
+        assert found.reasons["r", 0] is single.reasons[f"r{index}", 0]
+        assert found.num_steps < 6 + len(whole) / 2
+    roomy.answers = answers
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("mixed", "on"), ("right", "off")])
+def test_preempted_answers(small: Node, single: Answered, kind: str, mode: str) -> None:
+    bench = small.bench(kind, mode)
+    send_all(bench)
+    expect_same(bench.answered(), single)
+    assert bench.stats is not None
+    assert sum(bench.stats.counters[f"preemptions_{name}_total"] for name in ("recompute", "swap")) > 1
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("mixed", "on"), ("right", "off")])
+def test_draws_that_are_sat_out(
+    roomy: Node, single: Answered, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all of their places."""
+    sit_out(0.3, monkeypatch)
+    bench = roomy.bench(kind, mode)
+    send_all(bench)
+    expect_same(bench.answered(), single)
+    assert bench.stats is not None
+    assert bench.stats.counters["draws_sat_out_total"] > 10
+
+
+def test_drafts_that_come_too_late_end_the_run(roomy: Node, single: Answered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place without a mask draws nothing, though its drafts are right."""
+    monkeypatch.setattr(GrammarMasks, "expect", lambda *_: None)
+    bench = roomy.bench("right", "on")
+    send_all(bench)
+    expect_same(bench.answered(), single)
+
+
+def test_masks_that_fail_behind_drafts(roomy: Node, single: Answered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an exception of the copies, or by an error of the place behind the first draft."""
+    rng = random.Random(4)
+
+    def copy(state: GrammarState) -> GrammarState:
+        if rng.random() < 0.3:
+            raise RuntimeError("no copy")
+        other = GrammarState(state.matcher.deep_copy())
+        if rng.random() < 0.3:
+            other.advance([0, 0])
+        return other
+
+    monkeypatch.setattr(GrammarState, "copy", copy)
+    bench = roomy.bench("right", "on")
+    send_all(bench)
+    expect_same(bench.answered(), single)
+
+
+def test_a_dead_end_behind_a_draft(roomy: Node) -> None:
+    """It ends a request that draws it, where single tokens do, and none that has it in a wrong draft."""
+    dead = 'start: "1234" X\nX: /1+/ & /2+/'
+    grammar = 'start: "12" (/[56]{9}/ | "3" X)\nX: /1+/ & /2+/'
+    samplings = [SamplingParams(max_tokens=12, seed=seed, grammar=one) for seed in range(6) for one in (dead, grammar)]
+
+    def served(drafter: ScriptedDrafter | None) -> FailingBench:
+        bench = FailingBench(roomy.executor, roomy.connector, "on", drafter=drafter)
+        for index, sampling in enumerate(samplings):
+            bench.send(AddRequest(f"{index}", PROMPTS[1], sampling))
+        bench.run()
+        return bench
+
+    plain = served(None)
+    assert 6 < len(plain.failed) < 12
+    wrong = [[*PROMPTS[1], *[VOCABULARY[one] for one in word]] for word in ("123456", "1233")]
+    right = [[*PROMPTS[1], *tokens] for tokens in plain.tokens.values()]
+    for answers in (wrong, [*right, *wrong]):
+        found = served(ScriptedDrafter.of(answers, "right"))
+        assert found.tokens == plain.tokens
+        assert {name: said.message for name, said in found.failed.items()} == {
+            name: said.message for name, said in plain.failed.items()
+        }
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("right", "on"), ("mixed", "off")])
+def test_drafts_behind_a_handoff(roomy: Node, single: Answered, kind: str, mode: str) -> None:
+    bench = roomy.bench(kind, mode, prefix_caching=False)
+
+    def take_over(message: TicketOpened) -> None:
+        index = int(message.request_id[1:])
+        bench.send(AddRequest(f"d{index}", PROMPTS[index], SAMPLINGS[index], Work.TAKE_OVER, message.ticket))
+
+    bench.on_ticket = take_over
+    send_all(bench, Work.PREFILL, "p")
+    found = bench.answered()
+    found.answers = {key: tokens for key, tokens in found.answers.items() if key[0][0] == "d"}
+    expect_same(found, single, "d")
+    assert num_drafts(bench) > 100
