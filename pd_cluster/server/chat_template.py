@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Any
 from pd_cluster.errors import StartupError
 from pd_cluster.server.message_adapter import adapt
 from pd_cluster.server.template_probes import find_traits
-from pd_cluster.server.template_stability import PROBE_TOOL, TemplateStability
 from pd_cluster.server.template_traits import TemplateTraits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
-
-    from pd_cluster.server.template_stability import Decider
 
     Message = dict[str, Any]
 
@@ -30,7 +27,12 @@ PROBE_S = 1.0
 TOOL_USE = "tool_use"  # the name of the template that transformers takes for requests with tools
 _QUERY, _DOCUMENT = (re.compile(f"""['"]{role}['"]""") for role in ("query", "document"))
 _NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_TIME_OF_DAY = re.compile(r"%-?[HIMSpcXfTRrs]")
 _SWITCHES = ("enable_thinking", "thinking")  # arguments that change what templates take, as far as any is known to
+PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "tq", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
 _TOOL_NAME, _QUESTION = "Zqtool", "Zqask"
 _Variant = tuple[bool, bool | None]  # with tools; thinking as `_SWITCHES` say
 
@@ -50,7 +52,6 @@ class ChatTemplate:
         # Whether the chat template renders a query and a document, which are messages with these roles
         self.asks_about_documents = bool(_QUERY.search(self.text) and _DOCUMENT.search(self.text))
         self._has_switches = any(name in text for name in _SWITCHES for text in self.texts)
-        self._stability = TemplateStability("\n".join(self.texts), self.render)
 
     @property
     def exists(self) -> bool:
@@ -65,6 +66,11 @@ class ChatTemplate:
     def writes_date(self) -> bool:
         """Whether a chat template may write the day's date, so that a prompt has other tokens on another day."""
         return any("strftime_now" in text for text in self.texts)
+
+    @property
+    def writes_time(self) -> bool:
+        """Whether a chat template may write the time of day: no two of its prompts begin alike."""
+        return self.writes_date and any(_TIME_OF_DAY.search(text) for text in self.texts)
 
     @property
     def writes_tools(self) -> bool:
@@ -104,10 +110,6 @@ class ChatTemplate:
         if variant not in self._traits:
             self._traits[variant] = self._found(*variant)
         return self._traits[variant]
-
-    def deciders(self, messages: Sequence[Message], *, has_tools: bool, options: dict[str, Any]) -> list[Decider]:
-        """See `TemplateStability.deciders`."""
-        return self._stability.deciders(messages, has_tools=has_tools, options=options)
 
     def generation_prompt(self, options: dict[str, Any]) -> str:
         """What the template writes behind the last message for these options; "" when it cannot tell."""

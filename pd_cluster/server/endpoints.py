@@ -49,7 +49,6 @@ from pd_cluster.server.sampling import (
 from pd_cluster.server.schema import ChatBody, CompletionBody, GenerationBody, KvTransferParams
 from pd_cluster.server.stream_writer import EventWriter, FrameWriter
 from pd_cluster.server.takeover_policy import Tokenize, choose_kv_source
-from pd_cluster.server.template_stability import Decider
 from pd_cluster.server.tool_use import tool_use
 from pd_cluster.server.translated_body import translated
 from pd_http.dialects import MESSAGES, RESPONSES
@@ -158,7 +157,7 @@ async def _chat(
             options,
             max_tokens=state.ready.max_model_len,
             add_special_tokens=bool(body.add_special_tokens),
-            note=None if names is None else lambda encoded, deciders: names.name_text(encoded, contents, deciders),
+            note=None if names is None else lambda encoded: names.name_text(encoded, contents),
             at_s=began_s,
             refuses=body.truncate_prompt_tokens is None,
         )
@@ -198,7 +197,7 @@ async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw
             prompt,
             max_tokens=state.ready.max_model_len,
             add_special_tokens=body.add_special_tokens is not False,
-            note=None if names is None else lambda encoded: names.name_text(encoded, [prompt], [Decider(0)]),
+            note=None if names is None else lambda encoded: names.name_text(encoded, [prompt]),
             refuses=body.truncate_prompt_tokens is None,
         )
         return last_tokens(token_ids, body)

@@ -1,17 +1,18 @@
-"""Names for the blocks of a prompt: after which step of its text chain the tokens of a block are certain.
+"""Names for the blocks of a prompt: after which step of its text chain the tokens of a block are known.
 
-A block is certain when every request with the same text up to that step has the same tokens in it. So a place in the
-rendered prompt maps to a place in the canonical text (`text_chain`) that is certainly not before the text that decides
-it:
+A place in the rendered prompt maps to a place in the canonical text (`text_chain`) behind the text that is written
+there:
 
     inside a message's content    the same character of the content
     between two contents          the beginning of the second: its role and calls come before it in the canonical text
     behind the last content       none
 
-and behind a message that a later one decides (`TemplateStability`) not before the beginning of that one's content.
-
 Contents are found in the rendered text in order, each at the first place: a wrong place is too early, and names a later
-step. A tokenizer may join the last tokens of a block with what follows, so a block ends MARGIN_TOKENS later.
+step. There are no names where the template writes them in another order. A tokenizer may join the last tokens of a
+block with what follows, so a block ends MARGIN_TOKENS later.
+
+A template may write a message otherwise when others follow it: Qwen3's drops the reasoning of calls behind the next
+question. The names are wrong then, which costs a prefill and no answer: engines compare the hashes of tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from pd_cluster.server.schema import GenerationBody
     from pd_cluster.server.state import NodeState
-    from pd_cluster.server.template_stability import Decider
     from pd_cluster.server.tokenizer import Encoded
     from pd_connectors.protocol.text_chain import CanonicalText
 
@@ -48,8 +48,8 @@ class PromptSteps:
         self._block_size = block_size
         self.steps: Steps = ()
 
-    def name_text(self, encoded: Encoded, contents: Sequence[str], deciders: Sequence[Decider]) -> None:
-        """`contents`: those of the messages, or the prompt. `deciders`: see `TemplateStability`.
+    def name_text(self, encoded: Encoded, contents: Sequence[str]) -> None:
+        """`contents`: those of the messages, or the prompt.
 
         There are no names where one message of the client became several.
         """
@@ -57,7 +57,7 @@ class PromptSteps:
         if canonical is None or len(contents) != len(canonical.starts):
             return
         if not canonical.is_ids and encoded.has_ends:
-            places = _Places(_spans(encoded.text, contents, canonical.starts, deciders))
+            places = _Places(iter(_spans(encoded.text, contents, canonical.starts)))
             self._name(self._ends(encoded, places), canonical)
 
     def name_ids(self, num_tokens: int) -> None:
@@ -95,7 +95,6 @@ class _Span(NamedTuple):
     begin: int  # characters
     end: int
     start: int  # bytes, of the first character in the canonical text
-    decided: int  # bytes of canonical text that decide it and everything before it
     text: str
 
 
@@ -112,38 +111,36 @@ class _Places:
         self._is_ascii = span is not None and span.text.isascii()
 
     def canonical(self, char: int) -> int | None:
-        """Bytes of canonical text that certainly decide the first `char` characters. None: no text does."""
+        """Bytes of canonical text that the first `char` characters stand for. None: no content is there or behind."""
         while (span := self._span) is not None and char > span.end:
             self._step()
         if span is None:
             return None
         if self._is_ascii:
-            return max(span.start, span.decided, span.start + char - span.begin)
+            return max(span.start, span.start + char - span.begin)
         if char > self._char:
             self._byte += len(span.text[self._char - span.begin : char - span.begin].encode())
             self._char = char
-        return max(self._byte, span.decided)
+        return self._byte
 
 
-def _spans(text: str, contents: Sequence[str], starts: Sequence[int], deciders: Sequence[Decider]) -> Iterator[_Span]:
-    """The contents that are not blank, as far as they are decided and are found."""
-    end = decided = 0
-    for index, (content, decider) in enumerate(zip(contents, deciders, strict=False)):
-        if decider.message > index:
-            by = contents[decider.message].encode() if decider.is_whole else b""
-            decided = max(decided, starts[decider.message] + len(by) + decider.is_whole)
+def _spans(text: str, contents: Sequence[str], starts: Sequence[int]) -> list[_Span]:
+    """The contents that are not blank, up to the first that the template writes as something else."""
+    spans, end = [], 0
+    for content, start in zip(contents, starts, strict=True):
         shown = content.strip()  # many templates trim it
         if shown:
             begin = text.find(shown, end)
             if begin < 0:
-                return
+                return [] if shown in text else spans  # Mistral's older ones write system messages in the last question
             end = begin + len(shown)
-            yield _Span(begin, end, starts[index] + len(content[: content.index(shown)].encode()), decided, shown)
+            spans.append(_Span(begin, end, start + len(content[: content.index(shown)].encode()), shown))
+    return spans
 
 
 def names_for(state: NodeState, body: GenerationBody, raw: bytes) -> PromptSteps | None:
-    """None: no router reads the feed."""
-    if not state.feed.is_on:
+    """None: no router reads the feed, or the time of day stands in the prompt."""
+    if not state.feed.is_on or state.tokenizer.chat_template.writes_time:
         return None
     if state.tokenizer.chat_template.writes_date:
         state.feed.begin_day(date.today())

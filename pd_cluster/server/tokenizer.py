@@ -19,9 +19,7 @@ from pd_cluster.server.chat_template import ChatTemplate, template_in
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd_cluster.server.template_stability import Decider
-
-    ChatNote = Callable[["Encoded", list[Decider]], None]
+    Note = Callable[["Encoded"], None]
 
 Result = TypeVar("Result")
 
@@ -133,7 +131,7 @@ class Tokenizer:
         *,
         max_tokens: int,
         add_special_tokens: bool = True,
-        note: Callable[[Encoded], None] | None = None,
+        note: Note | None = None,
         param: str = "prompt",
         refuses: bool = False,
     ) -> list[int]:
@@ -159,15 +157,14 @@ class Tokenizer:
         *,
         max_tokens: int,
         add_special_tokens: bool = False,
-        note: ChatNote | None = None,
+        note: Note | None = None,
         at_s: float | None = None,
         refuses: bool = False,
     ) -> list[int]:
         """Token ids of the conversation in the model's chat template. Raises InvalidRequest, see `encode`.
 
         `add_special_tokens`: add the tokenizer's special tokens to those that the template writes. `note` is called in
-        the thread, with `TemplateStability.deciders`. `at_s`: Unix seconds for a template that writes the date; None:
-        now.
+        the thread. `at_s`: Unix seconds for a template that writes the date; None: now.
         """
         if not self.chat_template.exists:
             raise InvalidRequest("this model has no chat template: use /v1/completions", "messages", "no_chat_template")
@@ -244,7 +241,7 @@ class Tokenizer:
                 raise InvalidRequest(f"{told}, this model's maximum context length", param, "context_length_exceeded")
             num_chars *= 2
 
-    def _encode(self, text: str, add_special_tokens: bool, note: Callable[[Encoded], None] | None = None) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, note: Note | None = None) -> list[int]:
         if note is None:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens)
@@ -266,7 +263,7 @@ class Tokenizer:
         options: dict[str, Any],
         max_tokens: int,
         add_special_tokens: bool,
-        note: ChatNote | None = None,
+        note: Note | None = None,
         at_s: float | None = None,
         refuses: bool = False,
     ) -> list[int] | Callable[[], list[int]]:
@@ -282,11 +279,7 @@ class Tokenizer:
         def encode() -> list[int]:
             if refuses:
                 self._check_beginning(text, max_tokens, "messages")
-            if note is None:
-                return self._checked(self._encode(text, add_special_tokens), "messages")
-            deciders = self.chat_template.deciders(messages, has_tools=bool(tools), options=options)
-            ids = self._encode(text, add_special_tokens, lambda encoded: note(encoded, deciders))
-            return self._checked(ids, "messages")
+            return self._checked(self._encode(text, add_special_tokens, note), "messages")
 
         return encode() if len(text) <= LONG_CHARS else encode
 

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 from pd_cluster.server.chat_template import ChatTemplate
 from pd_cluster.server.normal_messages import normal_messages
 from pd_cluster.server.prompt_steps import PromptSteps, given_steps
-from pd_cluster.server.template_stability import MAX_TRIES, TRY_EVERY_S, Decider, TemplateStability
 from pd_cluster.server.tokenizer import Encoded
 from pd_connectors.protocol import text_chain
 from pd_connectors.protocol.text_chain import canonical_text, chain_key, read_canonical, step_hashes
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 KEY, SIZE = chain_key(b"k"), 16
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
-# Three templates of the shapes that matter. ChatML: the reasoning of turns before the last question is dropped, the
+# Two templates of the shapes that matter. ChatML: the reasoning of turns before the last question is dropped, the
 # last turn gets an empty one, results of tools stand in a user turn
 CHATML = """
 {%- if tools %}{{ '<|im_start|>system\\n' }}
@@ -69,26 +68,6 @@ HEADERS = """
 {{- '<|head|>ipython<|end|>\\n\\n' + message.content | tojson + '<|eot|>' }}
 {%- else %}{{ '<|head|>' + message.role + '<|end|>\\n\\n' + message.content | trim + '<|eot|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|head|>assistant<|end|>\\n\\n' }}{% endif %}"""
-# Brackets: system message and tools stand in the last question; roles must alternate
-BRACKETS = """
-{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}
-{%- else %}{% set turns = messages %}{% endif %}
-{%- set ns = namespace(index=0) %}
-{%- for message in turns %}{% if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
-{%- if (message.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
-{%- set ns.index = ns.index + 1 %}{% endif %}{% endfor %}
-{%- set users = turns | selectattr('role', 'equalto', 'user') | list %}
-{{- '<s>' }}
-{%- for message in turns %}
-{%- if message.role == 'user' %}
-{%- if tools is defined and tools is not none and message == users[-1] %}
-{{- '[TOOLS] ' + tools | tojson + '[/TOOLS]' }}{% endif %}
-{%- if system is defined and loop.last %}{{ '[INST] ' + system + '\\n\\n' + message.content + '[/INST]' }}
-{%- else %}{{ '[INST] ' + message.content + '[/INST]' }}{% endif %}
-{%- elif message.tool_calls %}{{ '[CALLS] ' + message.tool_calls | tojson + '</s>' }}
-{%- elif message.role == 'tool' %}{{ '[RESULT] ' + message.content | string + '[/RESULT]' }}
-{%- else %}{{ ' ' + message.content + '</s>' }}{% endif %}{% endfor %}"""
-TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "brackets": BRACKETS}
 PIECES = ["the ", "Paris", " is\n\n", "  ", "x" * 9, "é漢", "\n", "'ll go", '{"a": 1}', "1234", "\t\t ", "<b>", ". "]
 
 
@@ -108,8 +87,7 @@ class Node:
         messages, options = normal_messages(body["messages"]), {"add_generation_prompt": True}
         encoded = self.encode(self.chat.render(messages, body.get("tools"), options))
         names = PromptSteps(raw, KEY, "", self.size)
-        deciders = self.chat.deciders(messages, has_tools="tools" in body, options=options)
-        names.name_text(encoded, [one.get("content") or "" for one in messages], deciders)
+        names.name_text(encoded, [one.get("content") or "" for one in messages])
         return encoded.ids, names.steps
 
     def encode(self, text: str) -> Encoded:
@@ -194,24 +172,17 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", TEMPLATES)
-def test_a_name_promises_no_wrong_token(shape: str, short_steps: Callable[[int], None]) -> None:
+def test_a_name_promises_no_wrong_token(short_steps: Callable[[int], None]) -> None:
+    """Of a template that writes each message by itself."""
     short_steps(16)
-    check_names(Node(TEMPLATES[shape]), random.Random(shape))
+    check_names(Node(HEADERS), random.Random("headers"))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", ["one system message", "system before the first question", "one call"])
+@pytest.mark.parametrize("shape", ["one system message", "system before the first question"])
 def test_a_name_sees_what_is_joined_and_moved(shape: str, short_steps: Callable[[int], None]) -> None:
     short_steps(16)
     check_names(Node(small_templates.TEMPLATES[shape]), random.Random(shape), any_order)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", small_templates.TEMPLATES)
-def test_names_of_all_small_templates(shape: str, short_steps: Callable[[int], None]) -> None:
-    short_steps(16)
-    check_names(Node(small_templates.TEMPLATES[shape]), random.Random(7), any_order, num_conversations=300)
 
 
 def check_names(
@@ -269,7 +240,7 @@ def test_a_name_waits_for_the_text_that_a_tokenizer_may_join(short_steps: Callab
         prompt = words(rng, 90)
         encoded = node.encode(prompt)
         names = PromptSteps(json.dumps({"prompt": prompt}).encode(), KEY, "", SIZE)
-        names.name_text(encoded, [prompt], [Decider(0)])
+        names.name_text(encoded, [prompt])
         text = canonical_text({"prompt": json.dumps(prompt).encode()})
         assert text is not None
         ends = {step: index + 1 for index, step in enumerate(step_hashes(KEY, "", text))}
@@ -291,53 +262,23 @@ def test_ids_are_named_to_the_token() -> None:
     assert names.steps == tuple(zip((112, 240, 368), step_hashes(KEY, "", text), strict=True))
 
 
-@pytest.mark.long
-def test_kinds_of_messages_that_the_templates_decide_late() -> None:
-    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    thought = [asked[0], asked[1] | {"reasoning_content": "r"}, asked[2]]
-    tagged = [asked[0], asked[1], {"role": "user", "content": "<tool_response>"}]
-    chatml = Node(CHATML).chat
-    options = {"add_generation_prompt": True}
-    assert chatml.deciders(asked, has_tools=False, options=options) == [Decider(0), Decider(2), Decider(2)]
-    assert chatml.deciders(thought, has_tools=False, options=options) == [
-        Decider(0),
-        Decider(2, is_whole=True),
-        Decider(2),
-    ]
-    assert chatml.deciders(tagged, has_tools=False, options=options) == [Decider(0), Decider(2)]
-    judge = Node("{{ 'agent' if messages | length % 2 == 0 else 'user' }}" + CHATML).chat  # as Llama Guard's
-    assert not judge.deciders([{"role": "system", "content": "s"}, *asked], has_tools=False, options=options)
-    timed = TemplateStability("{{ strftime_now('%H:%M') }}", lambda *_: "a")
-    assert not timed.deciders(asked, has_tools=False, options=options)
+def test_a_system_message_in_the_last_question_gets_no_names() -> None:
+    """Behind it in the canonical text stands what is before it in the prompt, so no place in the text is known."""
+    texts = {one: one * 600 for one in "suav"}
+    raw = json.dumps({"messages": [{"role": "user", "content": text} for text in texts.values()]}).encode()
+    node = Node(HEADERS)
+    for order, has_names in (("suav", True), ("uasv", False)):
+        names = PromptSteps(raw, KEY, "", SIZE)
+        names.name_text(node.encode("\n".join(texts[one] for one in order)), list(texts.values()))
+        assert bool(names.steps) == has_names
 
 
 @pytest.mark.long
-def test_ever_new_kinds_of_messages_cost_a_bounded_time() -> None:
-    """Each new kind is rendered 36 times or more, on the thread that tokenizes all prompts."""
-    now_s, num_rendered = 0.0, 0
-
-    def render(messages: Any, *_: Any) -> str:
-        nonlocal num_rendered
-        num_rendered += 1
-        return "".join(f"{one['role']}:{one.get('content')};" for one in messages)
-
-    stability = TemplateStability("", render, lambda: now_s)
-
-    def deciders(message: dict[str, Any], **options: Any) -> list[Decider]:
-        return stability.deciders([message], has_tools=False, options=options)
-
-    for i in range(1000):
-        deciders({"role": "user", "content": "a"}, new=i)
-        deciders({"role": "user", "content": "a", f"key{i}": 1})
-    most = num_rendered
-    assert 36 <= most <= 114 * MAX_TRIES
-    known, new = {"role": "user", "content": "a", "key0": 1}, {"role": "system", "content": "a"}
-    assert deciders(known) == [Decider(0)]
-    assert deciders(new) == []
-    now_s += TRY_EVERY_S
-    assert deciders(new) == [Decider(0)], "not tried is not remembered"
-    assert deciders(new | {"name": "b"}) == []
-    assert most < num_rendered <= most + 114
+def test_a_template_that_writes_the_time_is_told_from_one_with_the_date() -> None:
+    dated, timed = (Node(f"{{{{ strftime_now('{form}') }}}}").chat for form in ("%d %b %Y", "%H:%M"))
+    assert dated.writes_date
+    assert timed.writes_date
+    assert (dated.writes_time, timed.writes_time) == (False, True)
 
 
 def test_names_of_another_node_are_taken_where_they_fit() -> None:

@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PACKAGE = "trl==1.16.0"
 INSTALL_DEADLINE_S = 300.0
-TEMPLATES = ("qwen2_5", "qwen3", "llama3_1", "llama3_2", "deepseekv3", "gemma3", "glm4moe", "gptoss")
+# Those that write each message by itself. Qwen3 and GLM drop the reasoning of calls behind the next question
+TEMPLATES = ("qwen2_5", "llama3_1", "llama3_2", "deepseekv3", "gemma3", "gptoss")
 
 
 @pytest.fixture(scope="module")
