@@ -7,9 +7,6 @@ from pathlib import Path
 
 from pd_cluster.bench.statistics import OBJECTIVES
 from pd_cluster.bench.workload import Length
-from pd_cluster.errors import StartupError
-
-MOVED = ("engine", "disagg", "handover", "tables", "model")  # to the package `benchmarks` of a checkout
 
 
 def add_bench_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,11 +18,6 @@ def add_bench_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     serve = kinds.add_parser("serve", help=text, description=text, allow_abbrev=False)
     serve.set_defaults(run_command=_serve)
     _add_serve_flags(serve)
-    for name in MOVED:
-        # With this prefix the old command's flags parse as plain arguments, so that the message replaces a usage error
-        moved = kinds.add_parser(name, prefix_chars="\0", add_help=False)
-        moved.set_defaults(run_command=_moved, benchmark=name)
-        moved.add_argument("arguments", nargs="*")
 
 
 def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
@@ -125,10 +117,3 @@ def _serve(namespace: argparse.Namespace) -> int:
     from pd_cluster.bench.serve import run_serve
 
     return run_serve(namespace)
-
-
-def _moved(namespace: argparse.Namespace) -> int:
-    raise StartupError(
-        f"`bench {namespace.benchmark}` is a developers' benchmark: run `python -m benchmarks {namespace.benchmark}` "
-        "at the root of a checkout (`python -m benchmarks --help` lists all of them)"
-    )

@@ -126,7 +126,8 @@ class _Places:
 
 def _spans(text: str, contents: Sequence[str], starts: Sequence[int]) -> list[_Span]:
     """The contents that are not blank, up to the first that the template writes as something else."""
-    spans, end = [], 0
+    spans: list[_Span] = []
+    end = 0
     for content, start in zip(contents, starts, strict=True):
         shown = content.strip()  # many templates trim it
         if shown:

@@ -65,10 +65,6 @@ def test_wrong_flags(arguments: list[str], says: str, capsys: pytest.CaptureFixt
     ("arguments", "says"),
     [
         (
-            ["bench", "engine", "--repeats", "1", "--json=x"],
-            "run `python -m benchmarks engine` at the root of a checkout",
-        ),
-        (
             ["mixed", "--max-num-seqs=9", "--max-num-batched-tokens=8"],
             "max_num_batched_tokens (8) must be at least max_num_seqs (9)",
         ),
