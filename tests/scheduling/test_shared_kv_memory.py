@@ -170,7 +170,7 @@ class BlocksMachine(RuleBasedStateMachine):
         """A handoff. When it fails, what it would have written is out of use for a while."""
         table, hashes = self.enter(family, length).table, hashes_of(family, length)
         self.holders.pop()
-        self.blocks.match_handed_over(table, hashes, length)
+        self.blocks.match_runs(table, hashes, length, is_handoff=True)
         if self.may_grow(table, length, length):
             num_cached = [cached_run(pool, hashes, pool.group.handed_over(length).start) for pool in self.blocks.pools]
             self.blocks.grow(table, length, length)
@@ -224,7 +224,7 @@ class BlocksMachine(RuleBasedStateMachine):
             return
         family, computed, host = self.swapped[pick % len(self.swapped)]
         table = self.blocks.open_table()
-        self.blocks.match_held(table, hashes_of(family, computed), computed)
+        self.blocks.match_runs(table, hashes_of(family, computed), computed)
         needs = self.blocks.needs(table, computed, computed + 1)
         if not self.blocks.has_room(needs):
             self.blocks.close(table)
