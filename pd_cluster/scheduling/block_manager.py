@@ -52,6 +52,7 @@ class BlockManager:
         ratios = [group.block_size // self.block_size for group in groups]
         self._memory = SlabMemory(groups, ratios, slabs)
         self.pools: tuple[BlockPool, ...] = self._memory.pools
+        self.has_room, self.has_room_without = self._memory.has_room, self._memory.has_room_without
         self._mortal = tuple(pool for pool in self.pools if not pool.is_tree)  # their blocks die
         self._hits = Hits(self.pools, self.block_size)
         self.news = CacheNews()
@@ -153,14 +154,6 @@ class BlockManager:
         groups = table.groups  # `zip` with `strict` takes as long as the rest, here and where steps grow tables
         return [pool.num_missing(groups[pool.index], start, end) for pool in self.pools]
 
-    def has_room(self, needs: Sequence[int]) -> bool:
-        """Whether each group can take so many blocks now."""
-        return self._memory.has_room(needs)
-
-    def has_room_without(self, needs: Sequence[int], tables: Iterable[BlockTable]) -> bool:
-        """See `SlabMemory.has_room_without`."""
-        return self._memory.has_room_without(needs, tables)
-
     def can_grow(self, table: BlockTable, start: int, end: int) -> bool:
         """Whether there are blocks to make positions [start, end) writable."""
         return self._memory.has_room(self.needs(table, start, end))
@@ -172,7 +165,7 @@ class BlockManager:
         """
         needs = self.needs(table, start, end)
         assert self._memory.has_room(needs)
-        self._memory.wanted = needs[:]
+        self._memory.free_for(needs)
         new, copies = [], []
         for pool in self.pools:
             if needs[pool.index]:
@@ -363,7 +356,7 @@ class BlockManager:
         freed here must not be written by it).
         """
         copies: list[Copy] = []
-        self._memory.wanted = list(needs)
+        self._memory.free_for(needs)
         for (pool, held), run in zip(self._by_group(table), host_blocks, strict=True):
             for host in islice(run.block_ids, held.end - run.first_block, None):
                 held.ids.append(pool.take())

@@ -6,22 +6,24 @@
     busy        an owner, and at least a referenced block  its unreferenced blocks are its owner's only
 
 A group takes blocks from its busy slabs first, so that slabs become idle. When it has no free block it takes an unowned
-slab. When there is none, it evicts what was in use least recently: of its own cached blocks, and of all idle slabs,
-where a slab was in use until its last reference went. So all groups have one order of age. Before a group takes a block
-from slack it looks whether enough is left for what the other groups want in the same growth (`wanted`).
+slab. Before a growth, what was in use least recently is evicted until there are free blocks and unowned slabs for all
+groups that it grows: cached blocks of these groups, and idle slabs, where a slab was in use until its last reference
+went. So all groups have one order of age. Room counts what can be evicted as well as
+what is free, so no eviction takes it from another group.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from itertools import count, islice
-from math import inf, lcm
+from math import lcm
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.block_pool import BlockPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from pd_cluster.scheduling.block_table import BlockTable
     from pd_connectors.protocol.layout import KVGroup
@@ -50,7 +52,6 @@ class SlabMemory:
         )
         alone = BlockPool(0, groups[0], 1, slabs.num_slabs, slabs.per_slab[0])
         self.pools: tuple[BlockPool, ...] = self.slab_pools or (alone,)
-        self.wanted = [0] * len(groups)  # blocks of the growth under way that are not taken yet, by group
 
     @property
     def num_slack(self) -> int:
@@ -86,15 +87,25 @@ class SlabMemory:
                 return True
         return self.has_room(needs)
 
-    def spares_slack(self, taker: SlabPool) -> bool:
-        """Whether `taker` can take a block from a slab of slack, and all that is wanted still has room."""
-        num_loose = [pool.num_loose + (pool.per_slab if pool is taker else 0) for pool in self.slab_pools]
-        return self._has_slabs(self.wanted, num_loose, self.num_slack - 1)
+    def _has_slabs(self, needs: Sequence[int], nums: list[int], num_slabs: int) -> bool:
+        """Whether so many slabs hold what the groups need beside so many blocks that they have."""
+        pairs = zip(needs, nums, self.slab_pools, strict=True)
+        return sum(max(0, -(-(need - num) // pool.per_slab)) for need, num, pool in pairs) <= num_slabs
 
-    def _has_slabs(self, needs: Sequence[int], num_loose: list[int], num_slack: int) -> bool:
-        """Whether slack has a slab for each that the groups need beside what is loose."""
-        pairs = zip(needs, num_loose, self.slab_pools, strict=True)
-        return sum(max(0, -(-(need - loose) // pool.per_slab)) for need, loose, pool in pairs) <= num_slack
+    def free_for(self, needs: Sequence[int]) -> None:
+        """Evict until each group can take so many blocks. There is room for them."""
+        pools = self.slab_pools
+        while pools and not self._has_slabs(needs, [pool.num_takeable for pool in pools], len(self.unowned)):
+            oldest = [(since, owner, owner.ids_of(slab)) for slab, (since, owner) in islice(self.idle.items(), 1)]
+            for pool in pools:
+                if needs[pool.index] > pool.num_takeable:
+                    blocks = islice(pool.cache.evictable, 1)
+                    oldest += [(pool.let_go_at[block_id], pool, range(block_id, block_id + 1)) for block_id in blocks]
+            assert oldest, "blocks are wanted for which there is no room"
+            _, pool, block_ids = min(oldest, key=itemgetter(0))
+            for block_id in block_ids:
+                if block_id in pool.cache:
+                    pool.evict_subtree(block_id)
 
     def check(self) -> None:
         """Raise AssertionError unless every slab is accounted for once."""
@@ -110,7 +121,7 @@ class SlabMemory:
                 assert len(free) < pool.per_slab, "an empty slab was not given back"
                 assert (slab in pool.open) == bool(free)
                 num_loose += pool.per_slab - used if used else 0
-            assert num_loose == pool.num_loose
+            assert (num_loose, pool.num_free) == (pool.num_loose, pool.num_takeable)
             are_busy = [pool.used[slab] > 0 for slab in pool.open]
             assert are_busy == sorted(are_busy, reverse=True), "an idle slab is open before a busy one"
         since = [idle_at for idle_at, _ in self.idle.values()]
@@ -130,69 +141,26 @@ class SlabPool(BlockPool):
         self.used = [0] * num_slabs  # referenced blocks
         self.open: OrderedDict[int, None] = OrderedDict()  # slabs with a free block, busy ones first
         self.num_loose = 0  # unreferenced blocks in busy slabs
-        self._let_go_at = [0] * len(self.refs)  # of cached ones
-        self._loose: Iterator[int] = iter(())  # cached blocks of busy slabs, see `_oldest_loose`
-        self._searched_for: list[int] = []  # the `wanted` of the growth for which they were searched
+        self.num_takeable = 0  # free blocks
+        self.let_go_at = [0] * len(self.refs)  # of cached ones
 
     def take(self) -> int:
-        slab = self._slab_with_free()
-        block_id = self.free_in[slab].pop()
+        memory, slab = self._memory, next(iter(self.open), None)
+        if slab is None:
+            slab = memory.unowned.pop()
+            self.free_in[slab] = list(reversed(self.ids_of(slab)))
+            self.open[slab] = None
+            self.num_takeable += self.per_slab
+            memory.idle[slab] = (0, self)
         self._use(slab)
+        self.num_takeable -= 1
+        block_id = self.free_in[slab].pop()
         if not self.free_in[slab]:
             del self.open[slab]
         self.refs[block_id] = 1
-        self._memory.wanted[self.index] -= 1
         return block_id
 
-    def _slab_with_free(self) -> int:
-        memory = self._memory
-        while True:
-            slab = next(iter(self.open), None)
-            if slab is not None and self.used[slab]:
-                return slab
-            if self.num_loose and not memory.spares_slack(self):
-                self._evict_all(self._oldest_loose())
-            elif slab is not None:
-                return slab
-            elif memory.unowned:
-                self._adopt(memory.unowned.pop())
-            else:
-                self._evict_oldest()
-
-    def _oldest_loose(self) -> int:
-        """The cached block of a busy slab that was let go longest ago.
-
-        Older blocks of idle slabs may be in the way by the thousand, so a growth searches once for all that it wants.
-        That is enough: these blocks are evicted only when they are as many as it wants, and all slack is other groups'.
-        Then they are so until its end, and no slab of this group becomes busy.
-        """
-        wanted = self._memory.wanted
-        if self._searched_for is wanted:
-            for block_id in self._loose:
-                if block_id in self.cache:
-                    return block_id
-        loose = (one for one in self.cache.evictable if self.used[one // self.per_slab])
-        self._loose, self._searched_for = iter(list(islice(loose, max(1, wanted[self.index])))), wanted
-        return next(self._loose)
-
-    def _adopt(self, slab: int) -> None:
-        self.free_in[slab] = list(reversed(self.ids_of(slab)))
-        self.open[slab] = None
-        self._memory.idle[slab] = (next(self._memory.clock), self)
-
-    def _evict_oldest(self) -> None:
-        """Evict the own block, or all blocks of the idle slab, that was in use least recently."""
-        oldest = next(iter(self.cache.evictable), None)
-        slab, (idle_at, owner) = next(iter(self._memory.idle.items()), (0, (inf, self)))
-        if oldest is not None and self._let_go_at[oldest] <= idle_at:
-            self._evict_all(oldest)
-            return
-        assert idle_at < inf, "a block was taken without room"
-        for block_id in owner.ids_of(slab):
-            if block_id in owner.cache:
-                owner._evict_all(block_id)
-
-    def _evict_all(self, block_id: int) -> None:
+    def evict_subtree(self, block_id: int) -> None:
         """Evict an unreferenced block, and what hangs below it."""
         for evicted, block_hash in self.cache.evict_subtree(block_id):
             self.on_evicted(block_hash)
@@ -220,7 +188,7 @@ class SlabPool(BlockPool):
                 self.open.move_to_end(slab)
         if block_id in self.cache:
             self.cache.let_go(block_id)
-            self._let_go_at[block_id] = now
+            self.let_go_at[block_id] = now
         else:
             self._put_free(block_id)
 
@@ -239,9 +207,11 @@ class SlabPool(BlockPool):
         slab = block_id // self.per_slab
         free = self.free_in[slab]
         free.append(block_id)
+        self.num_takeable += 1
         self.open[slab] = None
         if self.used[slab]:
             self.open.move_to_end(slab, last=False)
         elif len(free) == self.per_slab:  # it goes back
+            self.num_takeable -= self.per_slab
             del self.open[slab], self.free_in[slab], self._memory.idle[slab]
             self._memory.unowned.append(slab)

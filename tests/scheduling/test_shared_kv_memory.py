@@ -337,7 +337,7 @@ def test_a_hit_needs_the_window_before_it_only() -> None:
     blocks.close(compute(blocks, 0, 20))
     pool = blocks.pools[1]
     for one in hashes_of(0, 8):  # far behind: no continuation at 20 reads it
-        pool._evict_all(pool.cache.find(one))  # type: ignore[attr-defined]
+        pool.evict_subtree(pool.cache.find(one))  # type: ignore[attr-defined]
     table = blocks.open_table()
     assert blocks.match(table, hashes_of(0, 20)) == 5
     assert table.groups[1].first == 3
@@ -345,7 +345,7 @@ def test_a_hit_needs_the_window_before_it_only() -> None:
     assert blocks.num_cached(hashes_of(0, 12)) == 0, "block 1 is gone, which position 12 reads"
     assert blocks.num_cached(hashes_of(0, 16)) == 16
     last = pool.cache.find(hashes_of(0, 20)[-1])
-    pool._evict_all(last)  # type: ignore[attr-defined]
+    pool.evict_subtree(last)  # type: ignore[attr-defined]
     assert blocks.num_cached(hashes_of(0, 20)) == 16
 
 
