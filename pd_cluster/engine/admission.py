@@ -94,11 +94,11 @@ class Admission:
             )
         if n > self._max_num_seqs:
             raise InvalidRequest(f"n is {n}; this engine runs {self._max_num_seqs} sequences at once", "n")
-        if not blocks.fits(num_prompt + num_output - 1):
+        if num_prompt + num_output - 1 > blocks.num_tokens:
             raise InvalidRequest(
                 f"{num_prompt} prompt and {num_output} output tokens need more than this engine's KV cache of "
                 f"{blocks.num_tokens} tokens",
-                "max_tokens" if blocks.fits(num_prompt) else "prompt",
+                "max_tokens" if num_prompt <= blocks.num_tokens else "prompt",
             )
 
     def _check_beams(self, message: AddRequest, width: int) -> None:

@@ -20,8 +20,8 @@ from pd_cluster.protocol.messages import KvStats
 from pd_cluster.scheduling.batch import NewBlocks
 from pd_cluster.scheduling.block_table import BlockTable, GroupBlocks, Growth
 from pd_cluster.scheduling.cache_news import CacheNews
-from pd_cluster.scheduling.hits import GroupHits, TreeHits
-from pd_cluster.scheduling.sequence_room import cache_tokens, fits
+from pd_cluster.scheduling.hits import Hits
+from pd_cluster.scheduling.sequence_room import cache_tokens
 from pd_cluster.scheduling.slab_memory import SlabMemory
 from pd_connectors.protocol.layout import BlockRun
 
@@ -50,19 +50,19 @@ class BlockManager:
         assert all(group.block_size % self.block_size == 0 for group in groups), "block sizes that do not divide"
         self._groups, self._slabs = groups, slabs
         ratios = [group.block_size // self.block_size for group in groups]
-        self._memory = SlabMemory(groups, ratios, slabs, num_host_blocks)
+        self._memory = SlabMemory(groups, ratios, slabs)
         self.pools: tuple[BlockPool, ...] = self._memory.pools
+        self.has_room, self.has_room_without = self._memory.has_room, self._memory.has_room_without
         self._mortal = tuple(pool for pool in self.pools if not pool.is_tree)  # their blocks die
-        is_tree = len(groups) == 1 and self.pools[0].is_tree
-        self.pools[0].keeps_first = is_tree
-        self._hits: TreeHits | GroupHits
-        self._hits = TreeHits(self.pools[0]) if is_tree else GroupHits(self.pools, self.block_size)
+        self._hits = Hits(self.pools, self.block_size)
         self.news = CacheNews()
         for pool in self.pools:
             pool.on_evicted = self.news.evicted if pool.is_tree else partial(self.news.evicted_in, pool.index)
         self._tables: set[BlockTable] = set()
         self._leases: dict[str, BlockTable] = {}
         self._quarantines: dict[str, list[list[int]]] = {}  # by group
+        self._num_host_blocks = num_host_blocks
+        self.host_free = [list(range(num_host_blocks - 1, -1, -1)) for _ in groups]
 
     # sizes
 
@@ -102,25 +102,19 @@ class BlockManager:
         """Blocks since boot."""
         return sum(pool.num_evicted for pool in self.pools)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def needs_of(self, num_tokens: int) -> list[int]:
         """The blocks by group of a sequence of so many tokens that is prefilled."""
         return [pool.blocks_for(num_tokens) for pool in self.pools]
 
-    def fits(self, num_tokens: int) -> bool:
-        """See `sequence_room.fits`."""
-        return fits(self._groups, self._slabs, num_tokens)
-
     @cached_property
     def num_tokens(self) -> int:
-        """The longest sequence that `fits`, in tokens."""
+        """The longest sequence that fits into an empty cache, in tokens."""
         return cache_tokens(self._groups, self._slabs)
 
     def stats(self) -> KvStats:
-        groups, weights = tuple(pool.stats() for pool in self.pools), self._memory.weights
-        pairs = tuple(zip(groups, weights, strict=True))
+        by_group = zip(self.pools, *self._quarantines.values(), strict=True)
+        groups = tuple(pool.stats(sum(map(len, quarantined))) for pool, *quarantined in by_group)
+        pairs = tuple(zip(groups, self._memory.weights, strict=True))
         free = self._memory.num_unowned_units + sum(one.free * weight for one, weight in pairs)
         cached = sum(one.cached * weight for one, weight in pairs)
         return KvStats(
@@ -160,10 +154,6 @@ class BlockManager:
         groups = table.groups  # `zip` with `strict` takes as long as the rest, here and where steps grow tables
         return [pool.num_missing(groups[pool.index], start, end) for pool in self.pools]
 
-    def has_room(self, needs: Sequence[int], without: Sequence[BlockTable] = ()) -> bool:
-        """Whether each group can take so many blocks now, or if these tables were closed."""
-        return self._memory.has_room(needs, without)
-
     def can_grow(self, table: BlockTable, start: int, end: int) -> bool:
         """Whether there are blocks to make positions [start, end) writable."""
         return self._memory.has_room(self.needs(table, start, end))
@@ -175,7 +165,7 @@ class BlockManager:
         """
         needs = self.needs(table, start, end)
         assert self._memory.has_room(needs)
-        self._memory.wanted = needs[:]
+        self._memory.free_for(needs)
         new, copies = [], []
         for pool in self.pools:
             if needs[pool.index]:
@@ -263,15 +253,14 @@ class BlockManager:
         """
         return self._hits.hold(table, hashes if self.prefix_caching else ())
 
-    def match_held(self, table: BlockTable, hashes: Iterable[bytes], num_tokens: int) -> None:
+    def match_runs(
+        self, table: BlockTable, hashes: Iterable[bytes], num_tokens: int, *, is_handoff: bool = False
+    ) -> None:
         """Let a table hold what is cached of what a sequence holds that continues behind `num_tokens`: by group, a run
-        of `hashes` from its first block on."""
-        firsts = [pool.group.first_block(num_tokens) for pool in self.pools]
-        self._hits.hold_runs(table, hashes if self.prefix_caching else (), firsts)
-
-    def match_handed_over(self, table: BlockTable, hashes: Iterable[bytes], num_tokens: int) -> None:
-        """The same of what a handoff of a prompt of `num_tokens` moves."""
-        firsts = [pool.group.handed_over(num_tokens).start for pool in self.pools]
+        of `hashes` from its first block on. `is_handoff`: of what a handoff of a prompt of `num_tokens` moves.
+        """
+        groups = [pool.group for pool in self.pools]
+        firsts = [one.handed_over(num_tokens).start if is_handoff else one.first_block(num_tokens) for one in groups]
         self._hits.hold_runs(table, hashes if self.prefix_caching else (), firsts)
 
     def publish(self, table: BlockTable, hashes: list[bytes]) -> list[CachedBlock]:
@@ -323,16 +312,14 @@ class BlockManager:
     def quarantine(self, load_id: str, table: BlockTable) -> None:
         """Take the targets of a load out of the table, and out of use, until `drain(load_id)`."""
         taken = self._quarantines.setdefault(load_id, [[] for _ in self.pools])
-        for (pool, held), ids in zip(self._by_group(table), taken, strict=True):
+        for held, ids in zip(table.groups, taken, strict=True):
             ids += held.ids[len(held.path) :]
-            pool.num_quarantined += len(held.ids) - len(held.path)
             del held.ids[len(held.path) :]
         table.capacity = 0
 
     def drain(self, load_id: str) -> None:
         """Free the quarantined blocks of a load that cannot write any more. Unknown ids are ignored."""
         for pool, ids in zip(self.pools, self._quarantines.pop(load_id, ()), strict=False):
-            pool.num_quarantined -= len(ids)
             for block_id in ids:
                 pool.drop(block_id)
 
@@ -345,8 +332,8 @@ class BlockManager:
 
     def can_swap_out(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether the table has blocks of the first `num_tokens`, and the host memory room for them."""
-        held = [pool.blocks_for(num_tokens) - held.first for pool, held in self._by_group(table)]
-        return num_tokens > 0 and all(num <= len(pool.host_free) for num, pool in zip(held, self.pools, strict=True))
+        needs = (pool.blocks_for(num_tokens) - held.first for pool, held in self._by_group(table))
+        return num_tokens > 0 and all(num <= len(free) for num, free in zip(needs, self.host_free, strict=True))
 
     def swap_out(self, table: BlockTable, num_tokens: int) -> tuple[list[Copy], tuple[BlockRun, ...]]:
         """Reserve host blocks for the first `num_tokens` and close the table.
@@ -354,10 +341,10 @@ class BlockManager:
         Returns the copies (group, device, host), and the host blocks by group.
         """
         copies, runs = [], []
-        for pool, held in self._by_group(table):
-            own = pool.to_host(held, pool.blocks_for(num_tokens))
-            copies += own
-            runs.append(BlockRun(held.first, tuple(host for _, _, host in own)))
+        for (pool, held), free in zip(self._by_group(table), self.host_free, strict=True):
+            pairs = [(pool.index, own, free.pop()) for own in held.ids[: pool.blocks_for(num_tokens) - held.first]]
+            copies += pairs
+            runs.append(BlockRun(held.first, tuple(host for _, _, host in pairs)))
         self.close(table)
         return copies, tuple(runs)
 
@@ -369,7 +356,7 @@ class BlockManager:
         freed here must not be written by it).
         """
         copies: list[Copy] = []
-        self._memory.wanted = list(needs)
+        self._memory.free_for(needs)
         for (pool, held), run in zip(self._by_group(table), host_blocks, strict=True):
             for host in islice(run.block_ids, held.end - run.first_block, None):
                 held.ids.append(pool.take())
@@ -378,15 +365,16 @@ class BlockManager:
         return copies
 
     def free_host(self, host_blocks: tuple[BlockRun, ...]) -> None:
-        for pool, run in zip(self.pools, host_blocks, strict=False):
-            pool.free_host(run.block_ids)
+        for free, run in zip(self.host_free, host_blocks, strict=False):
+            free += run.block_ids
 
     # proof
 
     @property
     def idle(self) -> bool:
-        """No table, lease or quarantine is left, and the host pool is empty."""
-        return not (self._tables or self._leases or self._quarantines or any(pool.host_used for pool in self.pools))
+        """No table, lease or quarantine is left, and no host block is in use."""
+        is_host_free = all(len(free) == self._num_host_blocks for free in self.host_free)
+        return is_host_free and not (self._tables or self._leases or self._quarantines)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for once. O(blocks); run when idle and in tests."""
@@ -396,4 +384,6 @@ class BlockManager:
             leased = [table.groups[pool.index] for table in self._leases.values()]
             quarantined = [block_id for taken in self._quarantines.values() for block_id in taken[pool.index]]
             pool.check(tables, leased, quarantined)
+            host_free = self.host_free[pool.index]
+            assert len(set(host_free)) == len(host_free), "a host block is free twice"
         self._memory.check()

@@ -14,6 +14,7 @@ copy of the same content, but in a tree that is alone: hits read what was comput
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -32,36 +33,34 @@ if TYPE_CHECKING:
 class BlockPool:
     """`ratio`: of the group's block size to the block size of the hashes."""
 
-    def __init__(self, index: int, group: KVGroup, ratio: int, num_blocks: int, num_host_blocks: int) -> None:
+    def __init__(self, index: int, group: KVGroup, ratio: int, num_slabs: int, per_slab: int) -> None:
         self.index = index
         self.group = group
         self.block_size = group.block_size
         self.ratio = ratio
         self.is_tree = group.kind in (KVKind.FULL, KVKind.LATENT)
-        self.keeps_first = False  # of copies, even if nothing refers to it
+        self.keeps_first = self.is_tree  # of copies, even if nothing refers to it
         self.num_evicted = 0  # since boot
-        self.refs = [0] * num_blocks
-        self.free = list(range(num_blocks - 1, -1, -1))
+        self.refs = [0] * (num_slabs * per_slab)
+        self.per_slab = per_slab
+        self.free = list(range(per_slab - 1, -1, -1))
+        self.free_in = {0: self.free}  # owned slab -> its free blocks
         self.cache = PrefixCache()
         self.on_evicted: Callable[[bytes], None] = lambda _: None
         self.leased: Counter[int] = Counter()  # block -> leases that hold it
-        self.num_quarantined = 0
-        self.num_host_blocks = num_host_blocks
-        self.host_free = list(range(num_host_blocks - 1, -1, -1))
-        self.host_used: set[int] = set()
 
     # sizes
 
     @property
     def num_owned(self) -> int:
         """Blocks in the group's memory."""
-        return len(self.refs)
+        return len(self.free_in) * self.per_slab
 
     @property
     def num_free(self) -> int:
-        return len(self.free)
+        return sum(map(len, self.free_in.values()))
 
-    def stats(self) -> KvGroupStats:
+    def stats(self, num_quarantined: int = 0) -> KvGroupStats:
         free, cached = self.num_free, self.cache.num_evictable
         return KvGroupStats(
             kind=self.group.kind,
@@ -70,19 +69,14 @@ class BlockPool:
             cached=cached,
             in_use=self.num_owned - free - cached,
             leased=len(self.leased),
-            quarantined=self.num_quarantined,
+            quarantined=num_quarantined,
         )
+
+    def ids_of(self, slab: int) -> range:
+        return range(slab * self.per_slab, (slab + 1) * self.per_slab)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
-
-    def freed(self, holders: Iterable[GroupBlocks]) -> list[int]:
-        """The blocks that nothing refers to without these holders."""
-        counts: Counter[int] = Counter()
-        for held in holders:
-            counts.update(held.ids)
-            counts.update(cached for own, cached in zip(held.ids, held.path, strict=False) if own != cached)
-        return [block_id for block_id, count in counts.items() if self.refs[block_id] == count]
 
     # references
 
@@ -152,18 +146,23 @@ class BlockPool:
 
     def fork(self, held: GroupBlocks) -> None:
         """Refer to the holder's blocks once more."""
-        for block_id in held.ids:
+        for block_id in held.references:
             self.refs[block_id] += 1
-        for own, cached in zip(held.ids, held.path, strict=False):
-            if own != cached:
-                self.refs[cached] += 1
 
-    def hold(self, held: GroupBlocks, first: int, block_ids: list[int]) -> None:
-        """Replace the blocks by these cached ones, of which the first has the index `first`."""
-        for block_id in block_ids:
+    def hold(self, held: GroupBlocks, first: int, hashes: Iterable[bytes]) -> None:
+        """Let a holder of cached blocks hold the longest cached run of `hashes`, which begin at the index `first`.
+
+        In a tree the run begins with the blocks that are held. Else it takes their place.
+        """
+        assert len(held.ids) == len(held.path), "only a table of nothing but cached blocks can be matched further"
+        found = self.cache.match(islice(hashes, len(held.ids) if self.is_tree else 0, None))
+        for block_id in found:
             self.acquire(block_id)
-        self.truncate(held, 0)
-        held.first, held.ids, held.path = first, block_ids, block_ids[:]
+        if not self.is_tree:
+            self.truncate(held, 0)
+            held.first = first
+        held.ids += found
+        held.path += found
 
     def truncate(self, held: GroupBlocks, num_blocks: int) -> None:
         """Release the blocks from index `num_blocks` on, the last one first, so that only leaves are evicted."""
@@ -214,54 +213,26 @@ class BlockPool:
             due = min(due, (held.first + 1) * size + (group.window - 1 if group.kind is KVKind.WINDOW else 1))
         return due
 
-    # host memory
-
-    def to_host(self, held: GroupBlocks, num_blocks: int) -> list[tuple[int, int, int]]:
-        """Reserve host blocks for those before index `num_blocks`. Returns (group, device, host)."""
-        num_held = num_blocks - held.first
-        copies = [(self.index, block_id, self.host_free.pop()) for block_id in held.ids[:num_held]]
-        self.host_used.update(host for _, _, host in copies)
-        return copies
-
-    def free_host(self, block_ids: Iterable[int]) -> None:
-        for host in block_ids:
-            self.host_used.remove(host)
-            self.host_free.append(host)
-
     # proof
 
     def check(self, tables: list[GroupBlocks], leased: list[GroupBlocks], quarantined: list[int]) -> None:
         """Raise AssertionError unless every block is accounted for once."""
         expected = [0] * len(self.refs)
+        for block_id in chain(quarantined, *(held.references for held in tables)):
+            expected[block_id] += 1
         for held in tables:
             assert len(held.path) <= len(held.ids), f"a path of {len(held.path)} over {len(held.ids)} blocks"
-            for block_id in held.ids:
-                expected[block_id] += 1
             for own, cached in zip(held.ids, held.path, strict=False):
                 assert cached in self.cache or not self.is_tree, f"block {cached} is on a path but not cached"
                 assert own == cached or self.is_tree, "a twin in a cache that is no tree"
-                expected[cached] += own != cached
-        for block_id in quarantined:
-            expected[block_id] += 1
         wrong = [(i, *pair) for i, pair in enumerate(zip(self.refs, expected, strict=True)) if pair[0] != pair[1]]
         assert not wrong, f"(block, references, holders) disagree: {wrong[:8]}"
-        assert len(quarantined) == self.num_quarantined
         counted = Counter(block_id for held in leased for block_id in held.ids)
         assert counted == self.leased, f"leased blocks miscounted: {counted} held, {self.leased} counted"
         self.cache.check(self.refs)
-        free = self._all_free()
+        free = [block_id for ids in self.free_in.values() for block_id in ids]
         assert len(set(free)) == len(free), "a block is free twice"
-        unreferenced = {i for i in self._all_owned() if self.refs[i] == 0}
+        unreferenced = {i for slab in self.free_in for i in self.ids_of(slab) if self.refs[i] == 0}
         reusable = {i for i in unreferenced if i in self.cache}
         assert set(free) == unreferenced - reusable, f"free: off by {sorted(set(free) ^ (unreferenced - reusable))[:8]}"
         assert len(reusable) == self.cache.num_evictable
-        host = set(self.host_free)
-        assert len(host) == len(self.host_free), "a host block is free twice"
-        assert not host & self.host_used, "a host block is free and used"
-        assert len(host) + len(self.host_used) == self.num_host_blocks, "host blocks lost"
-
-    def _all_free(self) -> list[int]:
-        return self.free
-
-    def _all_owned(self) -> Iterable[int]:
-        return range(len(self.refs))

@@ -24,6 +24,11 @@ class GroupBlocks:
         """The index behind the last block."""
         return self.first + len(self.ids)
 
+    @property
+    def references(self) -> list[int]:
+        """The blocks that the holder refers to: its own, and the cached twins of them."""
+        return self.ids + [cached for own, cached in zip(self.ids, self.path, strict=False) if own != cached]
+
 
 @dataclass(slots=True, eq=False)
 class BlockTable:

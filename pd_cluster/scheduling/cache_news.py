@@ -61,7 +61,7 @@ class CacheNews:
     ) -> int:
         """Name boundaries of a prompt by steps[first:]. The blocks with these `hashes` are cached in all trees.
 
-        `needed`: see `GroupHits.needed`; None: no hit. Returns the number of `steps` that are done with.
+        `needed`: see `Hits.needed`; None: no hit. Returns the number of `steps` that are done with.
         """
         at = first
         while at < len(steps) and (num_blocks := steps[at][0] // block_size) <= len(hashes):

@@ -18,36 +18,8 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.block_table import BlockTable
 
 
-class TreeHits:
-    """The hits in the cache of one group, which is a tree."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-
-    def num_cached(self, hashes: Iterable[bytes]) -> int:
-        return len(self._pool.cache.match(hashes))
-
-    def hold(self, table: BlockTable, hashes: Iterable[bytes]) -> int:
-        held, pool = table.groups[0], self._pool
-        ids, path = held.ids, held.path
-        assert len(ids) == len(path), "only a table of nothing but cached blocks can be matched further"
-        for block_id in pool.cache.match(islice(hashes, len(ids), None)):
-            pool.acquire(block_id)
-            ids.append(block_id)
-            path.append(block_id)
-        return len(ids)
-
-    def hold_runs(self, table: BlockTable, hashes: Iterable[bytes], firsts: Sequence[int]) -> None:
-        assert firsts == [0]
-        self.hold(table, hashes)
-
-    def needed(self, hashes: Sequence[bytes], boundary: int) -> list[tuple[int, bytes]] | None:
-        assert boundary <= len(hashes)
-        return []
-
-
-class GroupHits:
-    """The hits in the caches of any groups. Lengths are in blocks of `block_size`, the smallest."""
+class Hits:
+    """The hits in the caches of all groups. Lengths are in blocks of `block_size`, the smallest."""
 
     def __init__(self, pools: Sequence[BlockPool], block_size: int) -> None:
         self._pools = pools
@@ -55,23 +27,29 @@ class GroupHits:
         self._trees = [pool for pool in pools if pool.is_tree]
         self._others = [pool for pool in pools if not pool.is_tree]
         self._unit = lcm(*(pool.ratio for pool in pools))
+        self._is_lone = len(self._trees) == len(pools) == 1  # each block of a tree alone ends at a boundary
 
     def num_cached(self, hashes: Iterable[bytes]) -> int:
         """The length of the largest boundary."""
-        return self._find(hashes)[0]
+        return len(self._trees[0].cache.match(hashes)) if self._is_lone else self._find(hashes)[0]
 
     def hold(self, table: BlockTable, hashes: Iterable[bytes]) -> int:
         """Let the table hold what a sequence that continues at the largest boundary needs. Returns its length."""
+        if self._is_lone:
+            self.hold_runs(table, hashes, (0,))
+            return len(table.groups[0].ids)
         boundary, known = self._find(hashes)
+        for tree in self._trees:  # may hold more
+            tree.truncate(table.groups[tree.index], boundary // tree.ratio)
         firsts = [pool.group.first_block(boundary * self._block_size) for pool in self._pools]
         self.hold_runs(table, known[:boundary], firsts)
         return boundary
 
     def hold_runs(self, table: BlockTable, hashes: Iterable[bytes], firsts: Sequence[int]) -> None:
         """Let the table hold, of each group alone, the longest cached run of blocks from index `firsts[group]` on."""
-        known = list(hashes)
+        known = hashes if self._is_lone else list(hashes)
         for pool, held, first in zip(self._pools, table.groups, firsts, strict=True):
-            pool.hold(held, first, pool.cache.match(known[(first + 1) * pool.ratio - 1 :: pool.ratio]))
+            pool.hold(held, first, islice(known, (first + 1) * pool.ratio - 1, None, pool.ratio))
 
     def needed(self, hashes: Sequence[bytes], boundary: int) -> list[tuple[int, bytes]] | None:
         """The (group, hash) of the blocks that a boundary needs of groups that are no trees. None: one is not cached.

@@ -8,6 +8,7 @@ cannot be preempted; each ends within a deadline of its own.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.sequence import KvArrival, SequenceStatus
@@ -68,29 +69,18 @@ class KvMemory:
         """Whether several groups share the memory. Then a table that is closed may free no slab, and so not help."""
         return len(self._blocks.pools) > 1
 
-    def can_gain(self, needs: list[int], tables: Iterable[BlockTable | None], keep: Request | None = None) -> bool:
-        """Whether the blocks of these tables, with the pins of all parked requests but `keep`, make room.
+    def needs(self, seq: Sequence) -> list[int]:
+        """The blocks to take by group for a sequence's next token, or for all of its tokens if it has no table."""
+        if seq.table is None:
+            return self._blocks.needs_of(len(seq.token_ids))
+        return self._blocks.needs(seq.table, seq.num_scheduled_tokens, seq.num_scheduled_tokens + 1)
 
-        Each look counts all blocks of the tables, and the first few are usually enough: so these are tried alone.
-        """
+    def can_gain(self, needs: list[int], victims: Iterable[Sequence], keep: Request | None = None) -> bool:
+        """Whether the blocks of these sequences, with the pins of all parked requests but `keep`, make room."""
         if not self.is_shared:
             return True
-        pins = (one.table for one in self._queues.parked if one is not keep and one.kv is KvArrival.ABSENT)
-        closed = [table for table in (*tables, *pins) if table is not None]
-        nums = sorted({min(num, len(closed)) for num in (1, 8, 64, len(closed))})
-        return any(self._blocks.has_room(needs, closed[:num]) for num in nums)
-
-    def can_give(self, seq: Sequence, victims: Iterable[Sequence]) -> bool:
-        """Whether the blocks of these sequences, with all pins, would make room for the sequence's next token."""
-        if not self.is_shared:
-            return True
-        table, start = seq.table, seq.num_scheduled_tokens
-        assert table is not None
-        return self.can_gain(self._blocks.needs(table, start, start + 1), (victim.table for victim in victims))
-
-    def can_begin(self, seq: Sequence, victims: Iterable[Sequence]) -> bool:
-        """Whether the blocks of these sequences, with all pins, would make room for all of the sequence's tokens."""
-        return self.can_gain(self._blocks.needs_of(len(seq.token_ids)), (victim.table for victim in victims))
+        pinned = (one for one in self._queues.parked if one is not keep and one.kv is KvArrival.ABSENT)
+        return self._blocks.has_room_without(needs, (one.table for one in chain(victims, pinned) if one.table))
 
     def drop_pin(self, keep: Request | None = None) -> bool:
         """Make the pinned prefix of the worst-ranked parked request evictable. False: there is none but `keep`'s.
@@ -148,29 +138,26 @@ class KvMemory:
         seq = self._refused
         return seq if seq is not None and seq in self._queues.waiting else None
 
-    def num_missing(self, seq: Sequence) -> int:
-        """The least units to free until a waiting sequence can enter beside the running ones' next tokens."""
-        return self._blocks.num_units(self._wanted(seq)) - self._blocks.num_available
+    def num_missing(self, needs: list[int]) -> int:
+        """The least units to free until each group can take so many blocks."""
+        return self._blocks.num_units(needs) - self._blocks.num_available
 
     def num_held(self, seq: Sequence) -> int:
         """The units of a sequence's blocks."""
         return 0 if seq.table is None else self._blocks.num_units([len(held.ids) for held in seq.table.groups])
 
-    def lacks_room(self, seq: Sequence, victims: list[Sequence]) -> bool:
+    def lacks_room(self, needs: list[int], victims: list[Sequence]) -> bool:
         """Whether so many units are not enough where groups share memory, without these running."""
-        tables = (victim.table for victim in victims)
-        return self.is_shared and not self._blocks.has_room(self._wanted(seq), [one for one in tables if one])
+        tables = (victim.table for victim in victims if victim.table)
+        return self.is_shared and not self._blocks.has_room_without(needs, tables)
 
-    def can_enter(self, seq: Sequence, victims: Iterable[Sequence]) -> bool:
-        """Whether the blocks of these sequences would let a waiting one enter."""
-        return not self.is_shared or self.can_gain(self._wanted(seq), (victim.table for victim in victims))
-
-    def _wanted(self, seq: Sequence) -> list[int]:
+    def wanted(self, seq: Sequence) -> list[int]:
+        """The blocks by group with which a waiting sequence can enter beside the running ones' next tokens."""
         blocks = self._blocks
         num_growing = sum(
             one.table is None or one.num_scheduled_tokens >= blocks.end_of(one.table) for one in self._queues.running
         )
-        pairs = zip(blocks.needs_of(len(seq.token_ids)), self._watermark, strict=True)
+        pairs = zip(self.needs(seq), self._watermark, strict=True)
         return [num + spare + num_growing for num, spare in pairs]
 
     def admit(self, seq: Sequence) -> Copies | None:
@@ -187,45 +174,51 @@ class KvMemory:
         claim = seq.request.group.claim(seq.rank)
         if any(request.claim < claim for request in self._queues.reserving):
             return None
-        blocks, num_tokens, is_swapped = self._blocks, len(seq.token_ids), seq.status is SequenceStatus.SWAPPED
-        table = blocks.open_table()
-        start = self._hold_cached(seq, table)
-        needs = blocks.needs(table, start, num_tokens)
-        has_room = self._make_room(needs, seq.request)
-        if not has_room and self._is_nothing_active:
-            blocks.truncate(table, 0)
-            start = self._hold_cached(seq, table, is_any=False)
-            needs = blocks.needs(table, start, num_tokens)
-            has_room = self._make_room(needs, seq.request)
-        if not has_room:
+        blocks, size, is_swapped = self._blocks, self._blocks.block_size, seq.status is SequenceStatus.SWAPPED
+        num_kept, table = seq.num_computed_tokens if is_swapped else seq.num_reusable_tokens, blocks.open_table()
+
+        def hold(num_whole: int) -> int:
+            hashes = seq.iter_hashes(num_whole, size)
+            if not is_swapped:
+                return blocks.match(table, hashes) * size
+            blocks.match_runs(table, hashes, num_kept)  # the rest of each group comes from the host
+            return num_kept
+
+        found = self._hold_with_room(seq.request, table, hold, num_kept // size, len(seq.token_ids))
+        if found is None:
             blocks.close(table)
             return None
+        start, needs = found
         seq.request.num_named = 0  # some of its blocks may have been evicted since
         copies: Copies = []
         if is_swapped:
             copies = blocks.swap_in(table, seq.host_blocks, needs)
             seq.host_blocks = ()
         else:
-            self._name(seq, start // blocks.block_size)
+            self._name(seq, start // size)
             seq.num_computed_tokens = seq.num_scheduled_tokens = start
             self._count_hit(seq)
-        blocks.grow(table, start, num_tokens)
+        blocks.grow(table, start, len(seq.token_ids))
         seq.table = table
         return copies
 
-    def _hold_cached(self, seq: Sequence, table: BlockTable, *, is_any: bool = True) -> int:
-        """Let an empty table hold what is cached of a waiting sequence. Returns the tokens behind which it goes on.
+    def _hold_with_room(
+        self, request: Request, table: BlockTable, hold: Callable[[int], int], num_whole: int, end: int
+    ) -> tuple[int, list[int]] | None:
+        """Let a table hold what is cached, if there is room for the rest up to `end`. Returns the rest: start, needs.
 
-        What is swapped needs no common boundary: the rest of each group comes from the host. `is_any` false: hold
-        nothing. Cached blocks may lie so that no slab is left for another group.
+        `hold` lets it hold what is cached of so many whole blocks, and returns where the rest begins. When nothing else
+        is active it may hold nothing: cached blocks may lie so that no slab is left for another group.
         """
-        blocks, size, is_swapped = self._blocks, self._blocks.block_size, seq.status is SequenceStatus.SWAPPED
-        num_tokens = seq.num_computed_tokens if is_swapped else seq.num_reusable_tokens
-        hashes = seq.iter_hashes(num_tokens // size if is_any else 0, size)
-        if not is_swapped:
-            return blocks.match(table, hashes) * size
-        blocks.match_held(table, hashes, num_tokens)
-        return num_tokens
+        for num in (num_whole, 0):
+            start = hold(num)
+            needs = self._blocks.needs(table, start, end)
+            if self._make_room(needs, request):
+                return start, needs
+            if not self._is_nothing_active:
+                break
+            self._blocks.truncate(table, 0)
+        return None
 
     def num_cached(self, seq: Sequence) -> int:
         """The tokens that a waiting sequence would find cached now; 0 while no router asks for the load."""
@@ -348,20 +341,21 @@ class KvMemory:
 
     def _take_load_blocks(self, request: Request, num_tokens: int, *, is_prefix: bool) -> bool:
         """Give a load its blocks: in each group those behind its own longest cached run. False: there is no room."""
-        blocks, table, size = self._blocks, request.table, self._blocks.block_size
+        blocks, lead, table = self._blocks, request.sequences[0], request.table
+        size = blocks.block_size
         assert table is not None
-        match = blocks.match_held if is_prefix else blocks.match_handed_over
+
+        def hold(num_whole: int) -> int:
+            blocks.match_runs(table, lead.iter_hashes(num_whole, size), num_tokens, is_handoff=not is_prefix)
+            if not num_whole:
+                lead.num_cached_tokens = 0
+            return num_tokens
+
         num_whole = min(request.num_kept_tokens, num_tokens) // size
-        match(table, request.sequences[0].iter_hashes(num_whole, size), num_tokens)
-        has_room = self._make_room(blocks.needs(table, num_tokens, num_tokens), request)
-        if not has_room and self._is_nothing_active:
-            blocks.truncate(table, 0)  # see `_hold_cached`
-            match(table, (), num_tokens)
-            request.sequences[0].num_cached_tokens = 0
-            has_room = self._make_room(blocks.needs(table, num_tokens, num_tokens), request)
-        if has_room:
-            blocks.grow(table, num_tokens, num_tokens)
-        return has_room
+        if self._hold_with_room(request, table, hold, num_whole, num_tokens) is None:
+            return False
+        blocks.grow(table, num_tokens, num_tokens)
+        return True
 
     def _is_next(self, request: Request) -> bool:
         """Whether no refused request or sequence has a better claim."""

@@ -223,12 +223,10 @@ class Planner:
         holders = chain(reversed(self._queues.running), reversed(self._queues.loaded))
         may_yield = (one for one in holders if one is not seq and one.planned_step != builder.step)
         takeable = [one for one in may_yield if self._may_take(seq, one)]
-        table, start = seq.table, seq.num_scheduled_tokens
-        assert table is not None
-        needs, taken = self._blocks.needs(table, start, start + 1), {one.seq_id for one in takeable}
+        needs, taken = self._memory.needs(seq), {one.seq_id for one in takeable}
         least, most = builder.in_vain  # fewer sequences make no room for more: to find it out takes milliseconds
         is_in_vain = taken <= most and bool(least) and all(map(ge, needs, least))
-        if not is_in_vain and self._memory.can_give(seq, takeable):
+        if not is_in_vain and self._memory.can_gain(needs, takeable):
             return True
         if not is_in_vain:
             builder.in_vain = (needs, taken)
@@ -247,9 +245,9 @@ class Planner:
             self._preempt(seq, builder)
             return
         first = queues.waiting.first
-        helps = first is not None and memory.can_begin(first, [seq])
-        helps = helps or any(memory.can_give(other, [seq]) for other in queues.loaded if other is not seq)
-        if helps or memory.can_begin(seq, (seq, *takeable)):
+        may_go_on = (other for other in (first, *queues.loaded) if other is not None and other is not seq)
+        helps = any(memory.can_gain(memory.needs(other), [seq]) for other in may_go_on)
+        if helps or memory.can_gain(self._blocks.needs_of(len(seq.token_ids)), (seq, *takeable)):
             self._preempt(seq, builder)
 
     def _victim(self, builder: BatchBuilder) -> Sequence | None:
@@ -324,7 +322,7 @@ class Planner:
         queues = self._queues
         if self._memory.is_shared and not self._memory.can_write(seq):
             worse = [] if queues.running else [other for other in queues.loaded if other.rank > seq.rank]
-            if not self._memory.can_give(seq, worse):
+            if not self._memory.can_gain(self._memory.needs(seq), worse):
                 if not queues.running and not self._is_memory_lent:
                     self._yield_alone(seq, worse, builder)
                 return

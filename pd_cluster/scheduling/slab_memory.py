@@ -6,22 +6,24 @@
     busy        an owner, and at least a referenced block  its unreferenced blocks are its owner's only
 
 A group takes blocks from its busy slabs first, so that slabs become idle. When it has no free block it takes an unowned
-slab. When there is none, it evicts what was in use least recently: of its own cached blocks, and of all idle slabs,
-where a slab was in use until its last reference went. So all groups have one order of age. Before a group takes a block
-from slack it looks whether enough is left for what the other groups want in the same growth (`wanted`).
+slab. Before a growth, what was in use least recently is evicted until there are free blocks and unowned slabs for all
+groups that it grows: cached blocks of these groups, and idle slabs, where a slab was in use until its last reference
+went. So all groups have one order of age. Room counts what can be evicted as well as
+what is free, so no eviction takes it from another group.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from itertools import count, islice
 from math import lcm
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.block_pool import BlockPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from pd_cluster.scheduling.block_table import BlockTable
     from pd_connectors.protocol.layout import KVGroup
@@ -35,23 +37,21 @@ class SlabMemory:
     `weights`: the units of a block, by group.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], ratios: Sequence[int], slabs: KvSlabs, num_host_blocks: int) -> None:
+    def __init__(self, groups: Sequence[KVGroup], ratios: Sequence[int], slabs: KvSlabs) -> None:
         self._units = lcm(*slabs.per_slab)
         self.num_units = slabs.num_slabs * self._units
         self.weights = tuple(self._units // count for count in slabs.per_slab)
         self._num_slabs = slabs.num_slabs if len(groups) > 1 else 0
         self.unowned = list(range(self._num_slabs - 1, -1, -1))
-        self.idle: dict[int, int] = {}  # slab -> when its last reference went; in this order
-        self.owners: dict[int, SlabPool] = {}
+        self.idle: dict[int, tuple[int, SlabPool]] = {}  # slab -> when its last reference went, owner; in this order
         self.clock = count()
         self.slab_pools = tuple(
-            SlabPool(self, index, group, ratio, slabs, num_host_blocks)
+            SlabPool(self, index, group, ratio, slabs.num_slabs, slabs.per_slab[index])
             for index, (group, ratio) in enumerate(zip(groups, ratios, strict=True))
             if len(groups) > 1
         )
-        alone = BlockPool(0, groups[0], 1, slabs.num_blocks(0), num_host_blocks)
+        alone = BlockPool(0, groups[0], 1, slabs.num_slabs, slabs.per_slab[0])
         self.pools: tuple[BlockPool, ...] = self.slab_pools or (alone,)
-        self.wanted = [0] * len(groups)  # blocks of the growth under way that are not taken yet, by group
 
     @property
     def num_slack(self) -> int:
@@ -62,29 +62,50 @@ class SlabMemory:
     def num_unowned_units(self) -> int:
         return len(self.unowned) * self._units
 
-    def has_room(self, needs: Sequence[int], without: Sequence[BlockTable] = ()) -> bool:
-        """Whether each group can take so many blocks at once, if these tables are closed."""
+    def has_room(self, needs: Sequence[int]) -> bool:
+        """Whether each group can take so many blocks at once."""
         if not self.slab_pools:
-            pool = self.pools[0]
-            num_freed = len(pool.freed(table.groups[0] for table in without)) if without else 0
-            return needs[0] <= len(pool.free) + pool.cache.num_evictable + num_freed
-        num_slabs, num_slack = 0, self.num_slack
-        for pool in self.slab_pools:
-            num_loose, freed = pool.num_loose, pool.freed(table.groups[pool.index] for table in without)
-            for slab, num in Counter(block_id // pool.per_slab for block_id in freed).items():
-                becomes_idle = num == pool.used[slab]
-                num_slack += becomes_idle
-                num_loose += num - pool.per_slab if becomes_idle else num
-            num_slabs += max(0, -(-(needs[pool.index] - num_loose) // pool.per_slab))
-        return num_slabs <= num_slack
+            return needs[0] <= len(self.pools[0].free) + self.pools[0].cache.num_evictable
+        return self._has_slabs(needs, [pool.num_loose for pool in self.slab_pools], self.num_slack)
 
-    def spares_slack(self, taker: SlabPool) -> bool:
-        """Whether `taker` can take a block from a slab of slack, and all that is wanted still has room."""
-        num_slabs = 1
-        for need, pool in zip(self.wanted, self.slab_pools, strict=True):
-            loose = pool.num_loose + (pool.per_slab if pool is taker else 0)
-            num_slabs += max(0, -(-(need - loose) // pool.per_slab))
-        return num_slabs <= self.num_slack
+    def has_room_without(self, needs: Sequence[int], tables: Iterable[BlockTable]) -> bool:
+        """The same if these tables were closed, of which as few are looked at as that takes. Not for one group."""
+        num_loose, num_slack = [pool.num_loose for pool in self.slab_pools], self.num_slack
+        closed: list[Counter[int]] = [Counter() for _ in self.slab_pools]  # block -> references of these tables
+        freed: Counter[int] = Counter()  # slab -> blocks
+        for table in tables:
+            for pool, held, counts in zip(self.slab_pools, table.groups, closed, strict=True):
+                for block_id in held.references:
+                    counts[block_id] += 1
+                    if counts[block_id] == pool.refs[block_id]:
+                        slab = block_id // pool.per_slab
+                        freed[slab] += 1
+                        becomes_idle = freed[slab] == pool.used[slab]
+                        num_slack += becomes_idle
+                        num_loose[pool.index] += 1 - pool.per_slab * becomes_idle
+            if self._has_slabs(needs, num_loose, num_slack):
+                return True
+        return self.has_room(needs)
+
+    def _has_slabs(self, needs: Sequence[int], nums: list[int], num_slabs: int) -> bool:
+        """Whether so many slabs hold what the groups need beside so many blocks that they have."""
+        pairs = zip(needs, nums, self.slab_pools, strict=True)
+        return sum(max(0, -(-(need - num) // pool.per_slab)) for need, num, pool in pairs) <= num_slabs
+
+    def free_for(self, needs: Sequence[int]) -> None:
+        """Evict until each group can take so many blocks. There is room for them."""
+        pools = self.slab_pools
+        while pools and not self._has_slabs(needs, [pool.num_takeable for pool in pools], len(self.unowned)):
+            oldest = [(since, owner, owner.ids_of(slab)) for slab, (since, owner) in islice(self.idle.items(), 1)]
+            for pool in pools:
+                if needs[pool.index] > pool.num_takeable:
+                    blocks = islice(pool.cache.evictable, 1)
+                    oldest += [(pool.let_go_at[block_id], pool, range(block_id, block_id + 1)) for block_id in blocks]
+            assert oldest, "blocks are wanted for which there is no room"
+            _, pool, block_ids = min(oldest, key=itemgetter(0))
+            for block_id in block_ids:
+                if block_id in pool.cache:
+                    pool.evict_subtree(block_id)
 
     def check(self) -> None:
         """Raise AssertionError unless every slab is accounted for once."""
@@ -93,113 +114,53 @@ class SlabMemory:
         for pool in self.slab_pools:
             num_loose = 0
             for slab, free in pool.free_in.items():
-                assert self.owners[slab] is pool
-                block_ids = pool._ids_of(slab)
-                used = sum(pool.refs[block_id] > 0 for block_id in block_ids)
+                used = sum(pool.refs[block_id] > 0 for block_id in pool.ids_of(slab))
                 assert pool.used[slab] == used, f"slab {slab}: {pool.used[slab]} blocks counted, {used} in use"
                 assert (slab in self.idle) == (not used)
+                assert used or self.idle[slab][1] is pool
                 assert len(free) < pool.per_slab, "an empty slab was not given back"
-                assert (slab in pool.open) == bool(used and free)
-                assert (slab in pool.idle_free) == bool(free and not used)
-                num_loose += len(block_ids) - used if used else 0
-            assert num_loose == pool.num_loose
-        assert list(self.idle.values()) == sorted(self.idle.values())
+                assert (slab in pool.open) == bool(free)
+                num_loose += pool.per_slab - used if used else 0
+            assert (num_loose, pool.num_free) == (pool.num_loose, pool.num_takeable)
+            are_busy = [pool.used[slab] > 0 for slab in pool.open]
+            assert are_busy == sorted(are_busy, reverse=True), "an idle slab is open before a busy one"
+        since = [idle_at for idle_at, _ in self.idle.values()]
+        assert since == sorted(since)
 
 
 class SlabPool(BlockPool):
     """The blocks of one group in the slabs that it owns. Block i is in slab i // per_slab."""
 
     def __init__(
-        self, memory: SlabMemory, index: int, group: KVGroup, ratio: int, slabs: KvSlabs, num_host_blocks: int
+        self, memory: SlabMemory, index: int, group: KVGroup, ratio: int, num_slabs: int, per_slab: int
     ) -> None:
-        super().__init__(index, group, ratio, slabs.num_blocks(index), num_host_blocks)
+        super().__init__(index, group, ratio, num_slabs, per_slab)
         self._memory = memory
-        self.per_slab = slabs.per_slab[index]
-        self.free = []
-        self.free_in: dict[int, list[int]] = {}  # owned slab -> its free blocks
-        self.used = [0] * slabs.num_slabs  # referenced blocks
-        self.open: dict[int, None] = {}  # busy slabs with a free block
-        self.idle_free: dict[int, None] = {}  # idle ones with a free block
+        self.keeps_first = False
+        self.free_in = {}
+        self.used = [0] * num_slabs  # referenced blocks
+        self.open: OrderedDict[int, None] = OrderedDict()  # slabs with a free block, busy ones first
         self.num_loose = 0  # unreferenced blocks in busy slabs
-        self._let_go_at = [0] * slabs.num_blocks(index)  # of cached ones
-        self._loose: Iterator[int] = iter(())  # cached blocks of busy slabs, see `_oldest_loose`
-        self._searched_for: list[int] = []  # the `wanted` of the growth for which they were searched
-
-    @property
-    def num_owned(self) -> int:
-        return len(self.free_in) * self.per_slab
-
-    @property
-    def num_free(self) -> int:
-        return sum(map(len, self.free_in.values()))
+        self.num_takeable = 0  # free blocks
+        self.let_go_at = [0] * len(self.refs)  # of cached ones
 
     def take(self) -> int:
-        slab = self._slab_with_free()
-        block_id = self.free_in[slab].pop()
+        memory, slab = self._memory, next(iter(self.open), None)
+        if slab is None:
+            slab = memory.unowned.pop()
+            self.free_in[slab] = list(reversed(self.ids_of(slab)))
+            self.open[slab] = None
+            self.num_takeable += self.per_slab
+            memory.idle[slab] = (0, self)
         self._use(slab)
+        self.num_takeable -= 1
+        block_id = self.free_in[slab].pop()
         if not self.free_in[slab]:
             del self.open[slab]
         self.refs[block_id] = 1
-        self._memory.wanted[self.index] -= 1
         return block_id
 
-    def _slab_with_free(self) -> int:
-        memory = self._memory
-        while True:
-            if self.open:
-                return next(iter(self.open))
-            if self.num_loose and not memory.spares_slack(self):
-                self._evict_all(self._oldest_loose())
-            elif self.idle_free:
-                return next(iter(self.idle_free))
-            elif memory.unowned:
-                return self._adopt(memory.unowned.pop())
-            else:
-                self._evict_oldest()
-
-    def _oldest_loose(self) -> int:
-        """The cached block of a busy slab that was let go longest ago.
-
-        Older blocks of idle slabs may be in the way by the thousand, so a growth searches once for all that it wants.
-        That is enough: these blocks are evicted only when they are as many as it wants, and all slack is other groups'.
-        Then they are so until its end, and no slab of this group becomes busy.
-        """
-        wanted = self._memory.wanted
-        if self._searched_for is wanted:
-            for block_id in self._loose:
-                if block_id in self.cache:
-                    return block_id
-        loose = (one for one in self.cache.evictable if self.used[one // self.per_slab])
-        self._loose, self._searched_for = iter(list(islice(loose, max(1, wanted[self.index])))), wanted
-        return next(self._loose)
-
-    def _ids_of(self, slab: int) -> range:
-        return range(slab * self.per_slab, (slab + 1) * self.per_slab)
-
-    def _adopt(self, slab: int) -> int:
-        self.free_in[slab] = list(reversed(self._ids_of(slab)))
-        self.idle_free[slab] = None
-        self._memory.idle[slab] = next(self._memory.clock)
-        self._memory.owners[slab] = self
-        return slab
-
-    def _evict_oldest(self) -> None:
-        """Evict the own block, or all blocks of the idle slab, that was in use least recently."""
-        oldest = next(iter(self.cache.evictable), None)
-        slab, idle_at = next(iter(self._memory.idle.items()), (None, 0))
-        if slab is None or (oldest is not None and self._let_go_at[oldest] <= idle_at):
-            assert oldest is not None, "a block was taken without room"
-            self._evict_all(oldest)
-        else:
-            self._memory.owners[slab].give_up(slab)
-
-    def give_up(self, slab: int) -> None:
-        """Evict all blocks of an idle slab."""
-        for block_id in self._ids_of(slab):
-            if block_id in self.cache:
-                self._evict_all(block_id)
-
-    def _evict_all(self, block_id: int) -> None:
+    def evict_subtree(self, block_id: int) -> None:
         """Evict an unreferenced block, and what hangs below it."""
         for evicted, block_hash in self.cache.evict_subtree(block_id):
             self.on_evicted(block_hash)
@@ -222,13 +183,12 @@ class SlabPool(BlockPool):
             self.num_loose += 1
         else:
             self.num_loose -= self.per_slab - 1
-            self._memory.idle[slab] = now
+            self._memory.idle[slab] = (now, self)
             if slab in self.open:
-                del self.open[slab]
-                self.idle_free[slab] = None
+                self.open.move_to_end(slab)
         if block_id in self.cache:
             self.cache.let_go(block_id)
-            self._let_go_at[block_id] = now
+            self.let_go_at[block_id] = now
         else:
             self._put_free(block_id)
 
@@ -239,26 +199,19 @@ class SlabPool(BlockPool):
         else:
             self.num_loose += self.per_slab - 1
             del self._memory.idle[slab]
-            if slab in self.idle_free:
-                del self.idle_free[slab]
-                self.open[slab] = None
+            if slab in self.open:
+                self.open.move_to_end(slab, last=False)
         self.used[slab] += 1
 
     def _put_free(self, block_id: int) -> None:
         slab = block_id // self.per_slab
         free = self.free_in[slab]
         free.append(block_id)
+        self.num_takeable += 1
+        self.open[slab] = None
         if self.used[slab]:
-            self.open[slab] = None
-        elif len(free) < self.per_slab:
-            self.idle_free[slab] = None
-        else:  # it goes back
-            self.idle_free.pop(slab, None)
-            del self.free_in[slab], self._memory.idle[slab], self._memory.owners[slab]
+            self.open.move_to_end(slab, last=False)
+        elif len(free) == self.per_slab:  # it goes back
+            self.num_takeable -= self.per_slab
+            del self.open[slab], self.free_in[slab], self._memory.idle[slab]
             self._memory.unowned.append(slab)
-
-    def _all_free(self) -> list[int]:
-        return [block_id for free in self.free_in.values() for block_id in free]
-
-    def _all_owned(self) -> Iterable[int]:
-        return (block_id for slab in self.free_in for block_id in self._ids_of(slab))

@@ -78,11 +78,11 @@ class Yielding:
         has_taken, memory = False, self._memory
         taken: list[Sequence] = []  # and still in a running step
         debtors = (other for other in self._queues.running if other.request.group.owes(seq.request.group))
-        if not wants_slot and not memory.can_enter(seq, debtors):
+        wanted = [] if seq.table is not None else memory.wanted(seq)
+        if not wants_slot and not memory.can_gain(wanted, debtors):
             return False
-        is_short = seq.table is None
-        num_missing = memory.num_missing(seq) if is_short else 0
-        while wants_slot or num_missing > 0 or (is_short and memory.lacks_room(seq, taken)):
+        num_missing = memory.num_missing(wanted)
+        while wants_slot or num_missing > 0 or (wanted and memory.lacks_room(wanted, taken)):
             victim = self.debtor(seq, builder)
             if victim is None:
                 return has_taken

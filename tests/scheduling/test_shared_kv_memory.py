@@ -170,7 +170,7 @@ class BlocksMachine(RuleBasedStateMachine):
         """A handoff. When it fails, what it would have written is out of use for a while."""
         table, hashes = self.enter(family, length).table, hashes_of(family, length)
         self.holders.pop()
-        self.blocks.match_handed_over(table, hashes, length)
+        self.blocks.match_runs(table, hashes, length, is_handoff=True)
         if self.may_grow(table, length, length):
             num_cached = [cached_run(pool, hashes, pool.group.handed_over(length).start) for pool in self.blocks.pools]
             self.blocks.grow(table, length, length)
@@ -224,7 +224,7 @@ class BlocksMachine(RuleBasedStateMachine):
             return
         family, computed, host = self.swapped[pick % len(self.swapped)]
         table = self.blocks.open_table()
-        self.blocks.match_held(table, hashes_of(family, computed), computed)
+        self.blocks.match_runs(table, hashes_of(family, computed), computed)
         needs = self.blocks.needs(table, computed, computed + 1)
         if not self.blocks.has_room(needs):
             self.blocks.close(table)
@@ -337,7 +337,7 @@ def test_a_hit_needs_the_window_before_it_only() -> None:
     blocks.close(compute(blocks, 0, 20))
     pool = blocks.pools[1]
     for one in hashes_of(0, 8):  # far behind: no continuation at 20 reads it
-        pool._evict_all(pool.cache.find(one))  # type: ignore[attr-defined]
+        pool.evict_subtree(pool.cache.find(one))  # type: ignore[attr-defined]
     table = blocks.open_table()
     assert blocks.match(table, hashes_of(0, 20)) == 5
     assert table.groups[1].first == 3
@@ -345,7 +345,7 @@ def test_a_hit_needs_the_window_before_it_only() -> None:
     assert blocks.num_cached(hashes_of(0, 12)) == 0, "block 1 is gone, which position 12 reads"
     assert blocks.num_cached(hashes_of(0, 16)) == 16
     last = pool.cache.find(hashes_of(0, 20)[-1])
-    pool._evict_all(last)  # type: ignore[attr-defined]
+    pool.evict_subtree(last)  # type: ignore[attr-defined]
     assert blocks.num_cached(hashes_of(0, 20)) == 16
 
 

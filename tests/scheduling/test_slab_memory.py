@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,7 @@ from pd_cluster.scheduling.prefix_cache import PrefixCache
 from pd_cluster.scheduling.slab_memory import SlabPool
 from tests.scheduling.kv_groups import FULL, SETS, WINDOW, GroupSet
 from tests.scheduling.test_group_rules import QUICK, SEVERAL, fill
-from tests.scheduling.test_shared_kv_memory import SIZE, compute, hashes_of, manager
+from tests.scheduling.test_shared_kv_memory import SIZE, compute, manager
 
 if TYPE_CHECKING:
     import random
@@ -23,20 +24,19 @@ if TYPE_CHECKING:
 
 @QUICK
 @given(st.sampled_from(SEVERAL), st.integers(2, 9), st.randoms(use_true_random=False))
-def test_the_block_of_a_busy_slab_that_was_let_go_first_is_evicted_first(
-    name: str, num_slabs: int, rng: random.Random
-) -> None:
-    """In growths that want all there is, in whatever order of groups. Between them blocks are found and let go."""
+def test_what_was_in_use_least_recently_is_evicted_first(name: str, num_slabs: int, rng: random.Random) -> None:
+    """In growths that want all there is, in whatever order groups take. Of idle slabs the youngest block counts."""
     blocks = manager(SETS[name], num_slabs)
-    oldest_loose = SlabPool._oldest_loose
+    memory, evict_subtree = blocks._memory, SlabPool.evict_subtree
 
-    def checked(pool: SlabPool) -> int:
-        oldest = next(one for one in pool.cache.evictable if pool.used[one // pool.per_slab])
-        assert oldest_loose(pool) == oldest
-        return oldest
+    def checked(pool: SlabPool, block_id: int) -> None:
+        is_in_oldest_slab = block_id // pool.per_slab == next(iter(memory.idle), None)
+        assert is_in_oldest_slab or block_id == next(iter(pool.cache.evictable))
+        assert is_in_oldest_slab or pool.let_go_at[block_id] <= min((at for at, _ in memory.idle.values()), default=inf)
+        evict_subtree(pool, block_id)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SlabPool, "_oldest_loose", checked)
+        patch.setattr(SlabPool, "evict_subtree", checked)
         for _ in range(4):
             tables = fill(blocks, rng)
             needs = [0 for _ in blocks.pools]
@@ -44,11 +44,12 @@ def test_the_block_of_a_busy_slab_that_was_let_go_first_is_evicted_first(
                 more = needs[:]
                 more[rng.randrange(len(more))] += 1
                 needs = more if blocks.has_room(more) else needs
-            blocks._memory.wanted = needs[:]
+            memory.free_for(needs)
+            memory.check()
             pools = [pool for pool in blocks.pools for _ in range(needs[pool.index])]
             rng.shuffle(pools)
             taken = [(pool, pool.take()) for pool in pools]
-            blocks._memory.check()
+            memory.check()
             rng.shuffle(taken)
             for pool, block_id in taken:
                 pool.drop(block_id)
@@ -70,8 +71,8 @@ def crowded() -> BlockManager:
     return blocks
 
 
-def test_a_growth_looks_once_at_the_cached_blocks_of_idle_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another group wants the idle slabs."""
+def test_a_growth_looks_at_no_cached_block_but_those_that_it_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another group wants the idle slabs, which are full of older blocks."""
     num_looks = 0
 
     def evictable(cache: PrefixCache) -> Iterator[int]:
@@ -82,32 +83,30 @@ def test_a_growth_looks_once_at_the_cached_blocks_of_idle_slabs(monkeypatch: pyt
 
     blocks = crowded()
     full, window = blocks._memory.slab_pools
-    num_old = full.cache.num_evictable - full.num_loose
-    needs = [full.num_loose, window.num_loose + 4 * blocks._memory.num_slack]
+    num_old, num_slack = full.cache.num_evictable - full.num_loose, blocks._memory.num_slack
+    needs = [full.num_loose, window.num_loose + 4 * num_slack]
     assert blocks.has_room(needs)
     assert (num_old, needs[0]) == (150, 30)
+    num_evicted = blocks.num_evicted
     monkeypatch.setattr(PrefixCache, "evictable", property(evictable))
-    blocks._memory.wanted = needs[:]
+    blocks._memory.free_for(needs)
+    assert num_looks <= 2 * (blocks.num_evicted - num_evicted)
     for _ in range(needs[0]):
         full.take()
-    assert num_looks == num_old + needs[0]
     assert not full.num_loose
+    blocks._memory.check()
 
 
-def test_what_a_growth_has_found_may_be_evicted_or_be_in_use_when_its_turn_comes() -> None:
-    blocks = crowded()
+def test_what_was_let_go_first_goes_though_its_slab_is_busy() -> None:
+    """The group has younger blocks, and the other group an idle slab that was in use later."""
+    blocks = manager(GroupSet(((FULL, 0), (WINDOW, 1)), (2, 2)), 5)
     full, window = blocks._memory.slab_pools
-    _, second, *_ = [one for one in full.cache.evictable if full.used[one // full.per_slab]]
-    needs = [full.num_loose, window.num_loose + 4 * blocks._memory.num_slack]
-    blocks._memory.wanted = needs[:]
-    full.take()
-    full._evict_all(second)
-    assert full.take() == second, "it is free"
-    full.take()
-    table, hashes = blocks.open_table(), hashes_of(2 * 31, 3 * SIZE)
-    assert blocks.match(table, hashes) == len(hashes)
-    blocks._memory.wanted = [full.num_loose, needs[1]]
-    for _ in range(full.num_loose):
-        full.take()
-    assert blocks.num_cached(hashes) == 3 * SIZE
+    table = compute(blocks, 0, 2 * SIZE)
+    blocks.truncate(table, 1)
+    [old] = full.cache.evictable
+    other = compute(blocks, 2, SIZE)
+    blocks.close(other)
+    blocks._memory.free_for([sum(map(len, full.free_in.values())) + 2 * len(blocks._memory.unowned) + 1, 0])
+    assert old not in full.cache
+    assert window.cache.num_evictable
     blocks._memory.check()
