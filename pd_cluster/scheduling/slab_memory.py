@@ -50,7 +50,7 @@ class SlabMemory:
             for index, (group, ratio) in enumerate(zip(groups, ratios, strict=True))
             if len(groups) > 1
         )
-        alone = BlockPool(0, groups[0], 1, slabs.num_slabs, slabs.per_slab[0])
+        alone = BlockPool(0, groups[0], 1, 1, slabs.num_blocks(0))
         self.pools: tuple[BlockPool, ...] = self.slab_pools or (alone,)
 
     @property
