@@ -36,7 +36,7 @@ class Hits:
     def hold(self, table: BlockTable, hashes: Iterable[bytes]) -> int:
         """Let the table hold what a sequence that continues at the largest boundary needs. Returns its length."""
         if self._is_lone:
-            self.hold_runs(table, hashes, (0,))
+            self._trees[0].hold(table.groups[0], 0, hashes)
             return len(table.groups[0].ids)
         boundary, known = self._find(hashes)
         for tree in self._trees:  # may hold more

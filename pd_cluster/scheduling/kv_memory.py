@@ -79,8 +79,9 @@ class KvMemory:
         """Whether the blocks of these sequences, with the pins of all parked requests but `keep`, make room."""
         if not self.is_shared:
             return True
-        pinned = (one for one in self._queues.parked if one is not keep and one.kv is KvArrival.ABSENT)
-        return self._blocks.has_room_without(needs, (one.table for one in chain(victims, pinned) if one.table))
+        pins = (one.table for one in self._queues.parked if one is not keep and one.kv is KvArrival.ABSENT)
+        tables = chain((victim.table for victim in victims), pins)
+        return self._blocks.has_room_without(needs, filter(None, tables))
 
     def drop_pin(self, keep: Request | None = None) -> bool:
         """Make the pinned prefix of the worst-ranked parked request evictable. False: there is none but `keep`'s.

@@ -106,7 +106,9 @@ class PooledWorld(World):
         self.reserve_found()
         batch = super().start_step()
         for load in batch.loads:
-            assert load.runs[0].span.stop == self.blocks.pools[0].blocks_for(load.num_tokens), load  # as every connector asserts
+            assert load.runs[0].span.stop == self.blocks.pools[0].blocks_for(load.num_tokens), (
+                load
+            )  # as every connector asserts
             if load.load_id in self.pool.searches:
                 self.pool.searches[load.load_id].load = load
         return batch
