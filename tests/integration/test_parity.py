@@ -162,7 +162,8 @@ def test_log_probabilities_of_prompts(
             assert answer.headers["x-pd-decode"] == "decode"
             assert answer.headers["x-pd-route"] == "direct; reason=prompt-logprobs"
         grown = _all_grown(before, system.settled_metrics("decode"))
-        assert grown['pd_prompt_tokens_total{work="generate"}'] == num_tokens
+        # the tokens with which `settled_metrics` made D tell `before` and this
+        assert grown['pd_prompt_tokens_total{work="generate"}'] - num_tokens in range(3)
 
 
 def check_same_scores(found: Answer, expected: Answer) -> None:
