@@ -70,7 +70,8 @@ class GrammarState:
         self.matcher = matcher  # llguidance's
 
     def copy(self) -> GrammarState:
-        """A state at the same place. What it takes leaves no trace in this one."""
+        """A state at the same place. What it takes leaves no trace in this one, unless it exceeds the limits of the lexer,
+        which both share."""
         return GrammarState(self.matcher.deep_copy())
 
     @property
