@@ -70,8 +70,10 @@ class GrammarState:
         self.matcher = matcher  # llguidance's
 
     def copy(self) -> GrammarState:
-        """A state at the same place. What it takes leaves no trace in this one, unless it exceeds the limits of the lexer,
-        which both share."""
+        """A state at the same place. What it takes leaves no trace in this one, unless the lexer's limits are exceeded.
+
+        Copies share the lexer.
+        """
         return GrammarState(self.matcher.deep_copy())
 
     @property

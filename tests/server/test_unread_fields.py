@@ -139,9 +139,9 @@ async def test_special_tokens_can_be_asked_for_on_chat(monkeypatch: pytest.Monke
     async with running(FakeEngine(says([5]))) as node:
         encode = node.state.tokenizer._encode
 
-        def spy(text: str, add_special_tokens: bool) -> list[int]:
+        def spy(text: str, add_special_tokens: bool, *note: Any) -> list[int]:
             asked.append(add_special_tokens)
-            return encode(text, add_special_tokens)
+            return encode(text, add_special_tokens, *note)
 
         monkeypatch.setattr(node.state.tokenizer, "_encode", spy)
         for given in ({}, {"add_special_tokens": False}, {"add_special_tokens": True}):
