@@ -110,3 +110,18 @@ def test_what_was_let_go_first_goes_though_its_slab_is_busy() -> None:
     assert old not in full.cache
     assert window.cache.num_evictable
     blocks._memory.check()
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_all_of_the_memory_can_be_taken(name: str) -> None:
+    """Whichever group wants it, and also where a group is alone."""
+    blocks = manager(SETS[name], 6)
+    for pool in blocks.pools:
+        needs = [len(pool.refs) if other is pool else 0 for other in blocks.pools]
+        assert needs[pool.index] == blocks._slabs.num_blocks(pool.index)
+        assert blocks.has_room(needs)
+        blocks._memory.free_for(needs)
+        taken = [pool.take() for _ in range(needs[pool.index])]
+        assert sorted(taken) == list(range(len(pool.refs)))
+        for block_id in taken:
+            pool.drop(block_id)
