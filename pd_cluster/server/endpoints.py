@@ -147,7 +147,9 @@ async def _chat(
     params = body.kv_transfer_params
     # A stream that goes on behind midnight has the prompt of the day on which it began
     began_s = None if params is None or params.continuation is None else params.continuation.head.created
-    names = names_for(state, body, raw) if began_s is None or not state.tokenizer.chat_template.writes_date else None
+    template = state.tokenizer.chat_template
+    is_named = not template.writes_time and (began_s is None or not template.writes_date)
+    names = names_for(state, body, raw) if is_named else None
     contents = [message.get("content") or "" for message in messages]
 
     async def tokenize() -> list[int]:

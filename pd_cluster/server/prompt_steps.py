@@ -140,8 +140,8 @@ def _spans(text: str, contents: Sequence[str], starts: Sequence[int]) -> list[_S
 
 
 def names_for(state: NodeState, body: GenerationBody, raw: bytes) -> PromptSteps | None:
-    """None: no router reads the feed, or the time of day stands in the prompt."""
-    if not state.feed.is_on or state.tokenizer.chat_template.writes_time:
+    """None: no router reads the feed."""
+    if not state.feed.is_on:
         return None
     if state.tokenizer.chat_template.writes_date:
         state.feed.begin_day(date.today())
