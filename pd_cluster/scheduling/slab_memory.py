@@ -8,8 +8,8 @@
 A group takes blocks from its busy slabs first, so that slabs become idle. When it has no free block it takes an unowned
 slab. Before a growth, what was in use least recently is evicted until there are free blocks and unowned slabs for all
 groups that it grows: cached blocks of these groups, and idle slabs, where a slab was in use until its last reference
-went. So all groups have one order of age. Room counts what can be evicted as well as
-what is free, so no eviction takes it from another group.
+went. So all groups have one order of age. Room counts what can be evicted as well as what is free, so no eviction takes
+it from another group.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class GenerationStream:
                 return [output for new in message.sequences if (output := self._extend(new)) is not None]
             case PromptLogprobs():
                 if self.scores is not None:
-                    await self.scores.take(message.entries)
+                    await self.scores.take(message.start, message.entries)
             case PromptRead():
                 self._search.has_tokens()
                 self.num_cached_tokens = message.num_cached_tokens

@@ -91,9 +91,15 @@ class PromptScores:
         shaped = completion_logprobs(vocabulary, first, names_are_ids=ask.names_are_ids)
         self._echo = {"tokens": [json_items(shaped["tokens"])], "token_logprobs": [b"null"], "top_logprobs": [b"null"]}
 
-    async def take(self, entries: Sequence[PromptToken]) -> None:
-        """Add the next entries, in turns of 4 ms: those of 20,000 tokens take 0.3 s, and may come at once."""
-        self._num_told += len(entries)
+    async def take(self, start: int, entries: Sequence[PromptToken]) -> None:
+        """Add the entries of the positions from `start` on. Raises ValueError unless they go on behind the last.
+
+        In turns of 4 ms: those of 20,000 tokens take 0.3 s, and may come at once.
+        """
+        end = start + len(entries)
+        if start != self._num_told or [entry.token_id for entry in entries] != list(self._prompt[start:end]):
+            raise ValueError(f"entries {start} to {end} are not those of the prompt behind {self._num_told}")
+        self._num_told = end
         for first in range(0, len(entries), SHAPED_TOKENS):
             self._keep(entries[first : first + SHAPED_TOKENS])
             await asyncio.sleep(0)

@@ -139,6 +139,7 @@ def test_drafts_that_come_too_late_end_the_run(roomy: Node, single: Answered, mo
     bench = roomy.bench("right", "on")
     send_all(bench)
     expect_same(bench.answered(), single)
+    assert num_drafts(bench) > 100
 
 
 def test_masks_that_fail_behind_drafts(roomy: Node, single: Answered, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # A prompt is found short by 256 bytes in the mean, about 64 tokens.
 STEP_BYTES = 512
 # Contents at which a step ends, too. A template may write tools (10,000 tokens) behind the system message: they are
-# certain where the first question begins, which may be shorter than a step.
+# named where the first question begins, which may be shorter than a step.
 MAX_STARTS = 8
 # Fields that chat templates read, or that change what is rendered. Those that are null count as absent.
 HEAD_FIELDS = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pd_cluster.worker.logits_stages.stage import StageContext
     from pd_kernels.values import Ints
 
+
+logger = logging.getLogger(__name__)
 
 # A step waits for a mask until so long after the token before it was read. Rows without one sit out the draw. The draw
 # is asked for just before the forward pass ends: behind one of 4 ms a step does not wait
@@ -138,8 +140,10 @@ def compute_masks(constraints: Sequence[Constraint]) -> list[Constraint]:
             errors[one] = _said(error)
     errors |= _advance(taken, dict.fromkeys(taken, ()))
     drafted = {one: one.drafts for one in taken if one.drafts and not errors[one]}
-    with suppress(BaseException):  # a run is shorter then
+    try:
         _try_drafts(drafted)
+    except BaseException as error:  # llguidance may raise anything; the runs are shorter then
+        logger.warning("no masks behind drafts: %s", _said(error))
     return [one for one in constraints if not errors[one] or one.ends_with(errors[one])]
 
 
