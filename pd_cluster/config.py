@@ -21,7 +21,6 @@ TOOL_FORMATS = (
     "gpt_oss",
     "llama3_json",
 )  # `server/tool_format.py` describes them
-TOKENS_BESIDE_DECODES = 192  # of a decode node, where steps are not measured; a size of captured steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +122,6 @@ class SchedulerConfig:
         "Token budget of one step; longer prompts are cut into chunks. 0: 2048, or max_num_seqs where that is more; "
         "for a mixture of experts on a prefill node's GPU up to 8192, measured at start.",
     )
-    max_tokens_beside_decodes: int = setting(
-        -1,
-        "Tokens in all of a step that has decodes, or awaits some: what cuts prompts into pieces that hardly hold them "
-        "up; those far behind in their prompt count for more. 64 fewer beside more than 48 decodes. 0: no limit. "
-        "-1: on a decode node's GPU as many as prolong a step little, measured at start (192 for 8B on an H200), else "
-        "none.",
-    )
     slo_ttft_ms: float = setting(
         0.0,
         "Target of a request's time to first token in ms: a prompt that would miss it takes all slack of the streams "
@@ -137,12 +129,15 @@ class SchedulerConfig:
     )
     slo_tpot_ms: float = setting(
         0.0,
-        "Target of a stream's time per output token in ms. In place of max_tokens_beside_decodes, a step takes the "
-        "prompt tokens with which every stream stays within it. Prompts of a prefill node come first: they "
-        "take steps that keep gaps within slo_itl_ms. 0: none.",
+        "Target of a stream's time per output token in ms: a step takes the prompt tokens with which every stream "
+        "stays within it. Prompts of a prefill node come first: they take steps that keep gaps within slo_itl_ms. "
+        "0: none.",
     )
     slo_itl_ms: float = setting(
-        0.0, "Target of the longest time between two tokens in ms, as slo_tpot_ms. 0: 3 x slo_tpot_ms."
+        0.0,
+        "Target of the longest time between two tokens in ms: what cuts prompts into pieces beside streams. "
+        "0: 3 x slo_tpot_ms; without that, on a decode node's GPU 1.44 times as long as 32 decodes take (for 8B on an "
+        "H200 7.7: a step of 192 tokens with 32 decodes), else none.",
     )
     queue: str = setting(
         "shortest",
@@ -173,8 +168,6 @@ class SchedulerConfig:
                 f"max_graph_batch ({self.max_graph_batch}) must be at least 1, max_graph_tokens "
                 f"({self.max_graph_tokens}) at least 0; --no-cuda-graphs turns graphs off"
             )
-        if self.max_tokens_beside_decodes < -1:
-            raise StartupError(f"max_tokens_beside_decodes ({self.max_tokens_beside_decodes}) must be at least -1")
         if not min(self.slo_ttft_ms, self.slo_tpot_ms, self.slo_itl_ms) >= 0:
             raise StartupError(
                 f"slo_ttft_ms ({self.slo_ttft_ms:g}), slo_tpot_ms ({self.slo_tpot_ms:g}) and slo_itl_ms "
@@ -183,7 +176,7 @@ class SchedulerConfig:
 
     @property
     def has_targets(self) -> bool:
-        """Whether steps are sized by what streams may wait (`scheduling/step_budget.py`)."""
+        """Whether steps are sized by what clients may wait (`scheduling/step_budget.py`)."""
         return bool(self.slo_tpot_ms or self.slo_itl_ms)
 
     def depth_on(self, device: str) -> int:
@@ -306,24 +299,6 @@ class NodeConfig:
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     http: NodeHttpLimits = field(default_factory=NodeHttpLimits)
-
-    def tokens_beside_decodes_on(self, device: str, role: str = "", measured: int = -1) -> int:
-        """`max_tokens_beside_decodes` on this device ("cpu", "cuda:0", ...); 0: no limit, or targets of streams.
-
-        `role`: "": the one of the command line. `measured`: by the worker; -1: it has not measured.
-
-        A GPU reads all weights in each step, and multiplies some hundred tokens in that time: on an H200 30 decodes
-        take 5.5 ms alone and 7.4 in a step of 192 tokens (8B). The default is that until the worker has measured its
-        steps. On a CPU each token costs the same, whatever it shares a
-        step with.
-        """
-        if self.scheduler.has_targets:
-            return 0
-        if self.scheduler.max_tokens_beside_decodes >= 0:
-            return self.scheduler.max_tokens_beside_decodes
-        if (role or self.server.role) != "decode" or device == "cpu":
-            return 0
-        return measured if measured >= 0 else TOKENS_BESIDE_DECODES
 
     @classmethod
     def sections(cls) -> dict[str, type]:

@@ -26,7 +26,7 @@ from benchmarks.slo.device import SHAPES
 from benchmarks.slo.node import Rule
 from pd_cluster.bench.cli import positive
 from pd_cluster.bench.report import report_console
-from pd_cluster.scheduling.step_budget import Targets
+from pd_cluster.scheduling.targets import Targets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,7 @@ SLOS = {"200/10": (200.0, 10.0), "400/15": (400.0, 15.0)}  # ms
 def rules(ttft_ms: float, tpot_ms: float) -> tuple[Rule, ...]:
     targets = Targets(ttft_ms / 1e3, tpot_ms / 1e3, 3 * tpot_ms / 1e3)
     return (
-        Rule("192", 192), Rule("384", 384), Rule("no limit"),
+        Rule("usual gaps", usual=True), Rule("no limit"),
         Rule("slack, fifo", targets=targets), Rule("slack", targets=targets, shortest=True),
         Rule("slack, P reads only", targets=targets, shortest=True, keeps=False),
     )  # fmt: skip

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING
 
 from benchmarks.slo.device import DEVICES, SHAPES
@@ -82,9 +83,8 @@ class SimulatedCluster:
         if (shape, setting.num_ranks) not in DEVICES:
             raise StartupError(f"no steps of {shape} are known for nodes of {setting.num_ranks} ranks")
         device, self.world = DEVICES[shape, setting.num_ranks], VirtualTime(seed)
-        on_p = replace(rule, limit=0)  # a fixed limit is of decode nodes
         self.prefills = [
-            SimulatedNode(self.world, on_p, device, prompts_first=True) for _ in range(setting.num_prefills)
+            SimulatedNode(self.world, rule, device, prompts_first=True) for _ in range(setting.num_prefills)
         ]
         self.decodes = [SimulatedNode(self.world, rule, device) for _ in range(setting.num_decodes)]
         self._config = self._router_config(rule)
@@ -95,7 +95,7 @@ class SimulatedCluster:
         self._turns = count()
 
     def _router_config(self, rule: Rule) -> RouterConfig:
-        slo_ttft_ms = 0.0 if rule.targets is None else 1e3 * rule.targets.ttft_s
+        slo_ttft_ms = 0.0 if rule.targets.ttft_s == inf else 1e3 * rule.targets.ttft_s
         return RouterConfig(
             prefill=tuple(f"http://p{number}:1" for number, _ in enumerate(self.prefills)),
             decode=tuple(f"http://d{number}:1" for number, _ in enumerate(self.decodes)),

@@ -17,9 +17,10 @@ from pd_cluster.scheduling.batch import StepResult
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
 from pd_cluster.scheduling.scheduler import Scheduler
-from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
+from pd_cluster.scheduling.step_budget import StepBudget
 from pd_cluster.scheduling.step_model import StepModel, StepWork
 from pd_cluster.scheduling.stream_room import StreamRoom
+from pd_cluster.scheduling.targets import Targets
 from pd_connectors.protocol.layout import KVGroup, KVKind
 from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.protocol.slabs import KvSlabs
@@ -32,17 +33,17 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.feed import NodeLoad
 
 SEQS, BLOCK, BLOCKS = 256, 64, 14_000
+NO_TARGETS = Targets()
 NOISE, LEAD_S = 0.02, 0.7e-3  # of a step; planning begins so long before the running step ends
-KEYS_PER_TOKEN = 5990
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How D, or a mixed node, shares its steps: a fixed limit, or targets."""
+    """How D, or a mixed node, shares its steps: by targets, by the usual gaps of a decode node, or without limit."""
 
     name: str
-    limit: int = 0
-    targets: Targets | None = None
+    targets: Targets = NO_TARGETS
+    usual: bool = False
     shortest: bool = False
     keeps: bool = True  # prefill nodes may keep streams
 
@@ -75,14 +76,14 @@ class SimulatedNode:
         self.world, self.device = world, device
         group = KVGroup(KVKind.FULL, (0,), (1, 1, 2, BLOCK, 1), "float32", BLOCK)
         self.blocks = BlockManager((group,), KvSlabs(1, BLOCKS * group.block_bytes, (BLOCKS,)), prefix_caching=False)
-        self.model = StepModel(steps_at_start(device) if is_measured else ())
-        budget = FixedBudget(rule.limit, KEYS_PER_TOKEN)
-        targets = rule.targets or Targets()
-        self.room = StreamRoom(targets.tpot_s, SEQS, self.model, lambda: world.now_s)
+        times = steps_at_start(device) if is_measured else ()
+        self.model = StepModel(times)
+        self.room = StreamRoom(rule.targets.tpot_s, SEQS, self.model, lambda: world.now_s)
         self.room.prompts_first = prompts_first
-        if rule.targets is not None:
-            targets = targets.of_gaps if prompts_first else targets
-            budget = SlackBudget(targets, self.model, lambda: world.now_s, self._busy_s)  # type: ignore[assignment]
+        role = "prefill" if prompts_first else "decode" if rule.usual else "mixed"
+        model = StepModel(times) if rule.usual else self.model
+        targets = rule.targets.on(role, "cuda:0", model)
+        budget = StepBudget(targets, model, lambda: world.now_s, self._busy_s)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=SEQS, max_num_batched_tokens=STEP_TOKENS, max_waiting=10_000),
             self.blocks, step_budget=budget, order=Shortest(self.model, self.blocks) if rule.shortest else Fifo(),

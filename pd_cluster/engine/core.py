@@ -45,9 +45,10 @@ from pd_cluster.protocol.messages import (
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
 from pd_cluster.scheduling.scheduler import Scheduler, Update
-from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
+from pd_cluster.scheduling.step_budget import StepBudget
 from pd_cluster.scheduling.step_model import StepModel
 from pd_cluster.scheduling.stream_room import StreamRoom
+from pd_cluster.scheduling.targets import Targets
 from pd_cluster.scheduling.unready import UNREADY_DEADLINE_S
 from pd_connectors.protocol.layout import KVKind
 
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.scheduling.drafts import Drafter
     from pd_cluster.scheduling.sequence import Request
-    from pd_cluster.scheduling.step_budget import StepBudget
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import Connector
 
@@ -82,16 +82,13 @@ class EngineCore:
         connector: Connector,
         mailbox: EngineSockets,
         clock: Callable[[], float] = time.monotonic,
-        given: NodeConfig | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """`config`: with what the worker has decided. `given`: before that, of the command line; None: the same.
+        """`config`: with what the worker has decided.
 
         drafter: used if the model and the logits stages allow it; None: each decode draws one token a step.
         """
         self._executor = executor
-        self._given = given or config
-        self._measured_beside = -1 if given is None else config.scheduler.max_tokens_beside_decodes
         self._connector = connector
         self._mailbox = mailbox
         self._clock = clock
@@ -103,7 +100,9 @@ class EngineCore:
         )
         self._step_model = StepModel(executor.model.step_times)
         self._targets = Targets.of(config.scheduler)
-        self._step_budget = self._make_step_budget(config)
+        # What no client asks for is decided by the steps at start: the first steps of a node that measured none are few
+        budget_model = self._step_model if config.scheduler.has_targets else StepModel(executor.model.step_times)
+        self._step_budget = StepBudget(self._targets, budget_model, clock, lambda: self._pipeline.busy_s)
         self._room = StreamRoom(self._targets.tpot_s, config.scheduler.max_num_seqs, self._step_model, clock)
         self._set_role(config.server.role)
         self._scheduler = self._make_scheduler(config, drafter)
@@ -132,7 +131,7 @@ class EngineCore:
 
     def _make_pipeline(self, config: NodeConfig) -> Pipeline:
         model = self._executor.model
-        forecast = StepForecast(keys_per_token=model.keys_per_token, is_compiled_lazily=model.device != "cpu")
+        forecast = StepForecast(keys_per_token=model.spec.keys_per_token, is_compiled_lazily=model.device != "cpu")
         depth = config.scheduler.depth_on(model.device)
         return Pipeline(
             self._executor, self._connector, depth, self._clock, forecast, self._step_model, self._room,
@@ -158,20 +157,11 @@ class EngineCore:
             drafter=drafter,
         )
 
-    def _make_step_budget(self, config: NodeConfig) -> StepBudget:
-        if config.scheduler.has_targets:
-            return SlackBudget(self._targets, self._step_model, self._clock, lambda: self._pipeline.busy_s)
-        model = self._executor.model
-        return FixedBudget(config.tokens_beside_decodes_on(model.device), model.keys_per_token)
-
     def _set_role(self, role: str) -> None:
         """A prefill node's prompts come first: its streams wait for a step as long as the target of gaps allows."""
-        budget, self._room.prompts_first = self._step_budget, role == "prefill"
-        if isinstance(budget, FixedBudget):
-            device = self._executor.model.device
-            budget.limit = self._given.tokens_beside_decodes_on(device, role, self._measured_beside)
-        elif isinstance(budget, SlackBudget):
-            budget.targets = self._targets.of_gaps if role == "prefill" else self._targets
+        self._room.prompts_first = role == "prefill"
+        budget, device = self._step_budget, self._executor.model.device
+        budget.targets = self._targets.on(role, device, budget.model)
 
     def stop(self) -> None:
         """End `run` after the current step. May be called from a signal handler or another thread."""

@@ -170,7 +170,7 @@ def _build(
     connector = create_connector(config.handoff.connector, context)
     cleanup.callback(connector.close)
     connector.register_kv_cache(executor.cache)
-    core = EngineCore(executor.config, executor, connector, mailbox, given=config)
+    core = EngineCore(executor.config, executor, connector, mailbox)
     ready = EngineReady(
         engine_id=context.engine_id,
         epoch=epoch,

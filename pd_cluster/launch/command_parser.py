@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+REMOVED = {"--max-tokens-beside-decodes": "--slo-itl-ms bounds what prompts add to the gaps of streams, in ms"}
+
+
 class CommandParser(argparse.ArgumentParser):
     """Tells a mistake in two lines: argparse would print the command's whole usage first, which hides the reason."""
 
@@ -22,6 +25,8 @@ class CommandParser(argparse.ArgumentParser):
         """
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
+            if told := REMOVED.get(unknown[0].partition("=")[0]):
+                self.error(f"{unknown[0]} was removed: {told}")
             alike = difflib.get_close_matches(
                 unknown[0].partition("=")[0], self._option_string_actions, n=1, cutoff=0.75
             )

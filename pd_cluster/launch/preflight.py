@@ -46,7 +46,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "tp": (1, 64),  # as in the layout on the wire
     "listen_fd": (-1, LARGEST),
     "seed": (-(1 << 63), (1 << 64) - 1),  # the range of torch
-    "max_tokens_beside_decodes": (-1, LARGEST),
     "gpu_memory_utilization": (0, 1),
     "gpu_share": (0, 1),
 }

@@ -128,7 +128,7 @@ class Planner:
         num_decodes = config.max_num_batched_tokens - builder.budget + num_entering
         has_limit = num_decodes or queues.parked  # a parked request decodes soon and must not wait for a long step
         if not has_limit:
-            return PrefillBudget.beside(0, config.max_num_batched_tokens)
+            return PrefillBudget.whole(config.max_num_batched_tokens)
         return self._step_budget.beside(num_decodes, num_entering, config.max_num_batched_tokens, queues)
 
     # running sequences

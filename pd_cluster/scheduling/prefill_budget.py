@@ -2,11 +2,7 @@
 
 A step that decodes keeps streams waiting, so where those are limited its prompts have a *cost* besides their number: a
 token counts as one, and once more for every `keys_per_token` keys that it sees. Behind 6,000 tokens of its own prompt a
-token holds decodes up for twice as long as at the beginning (`ModelSpec.keys_per_token`), and half as many fit.
-
-Beside more than MANY_DECODES a step's limit is less while that leaves room for prompts: a short answer that lies wholly
-within the reading of long ones has all of its steps prolonged, and makes the 99th percentile of the time per token
-("Disaggregation on two H200s" in benchmarks/LOG.md).
+token of 8B holds decodes up for twice as long as at the beginning, and half as many fit.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from typing import Self
 
 LEAST_PROMPT_TOKENS = 32  # prompt tokens of a step beside any number of decodes, so that no prompt starves
 STEP_MULTIPLE = 64  # captured steps have whole ones; prompts get one, if it fits, whatever they cost
-MANY_DECODES = 48  # beside more the limit is one STEP_MULTIPLE less
+COARSE = 512  # tokens from which captured sizes are two STEP_MULTIPLEs apart
 PADDING_PRICE = 4  # a prompt is cut by one more token, to avoid padding, if it keeps at least this many for it
 
 
@@ -34,29 +30,26 @@ class PrefillBudget:
     is_limited: bool = False
 
     @classmethod
-    def beside(
-        cls, num_decodes: int, max_num_tokens: int, limit: int = 0, keys_per_token: int = 0, *, is_lowered: bool = True
-    ) -> Self:
+    def whole(cls, num_tokens: int) -> Self:
+        """Of a step of which prompts may have so many tokens, whatever they cost."""
+        return cls(tokens_left=num_tokens, cost_left=num_tokens)
+
+    @classmethod
+    def beside(cls, num_decodes: int, max_num_tokens: int, most: int, keys_per_token: int = 0) -> Self:
         """The budget of a step of at most `max_num_tokens` tokens with `num_decodes` decodes.
 
-        limit: the highest cost of the step's tokens; 0: no limit. It is lowered beside many decodes, if `is_lowered`.
-        If it then leaves prompts less than LEAST_PROMPT_TOKENS, it is raised to a multiple of STEP_MULTIPLE, but not
-        above the `limit` that was passed if that one leaves them enough.
+        most: the highest cost of the prompts. Their number is lower: with the decodes it is that of a captured step.
+        If this leaves prompts less than LEAST_PROMPT_TOKENS, it is the next STEP_MULTIPLE that does not.
         """
-        room = max_num_tokens - num_decodes
-        if not limit:
-            return cls(tokens_left=room, cost_left=room)
-        asked, least = limit, num_decodes + LEAST_PROMPT_TOKENS
-        if is_lowered and num_decodes > MANY_DECODES:
-            limit -= STEP_MULTIPLE
-        if limit < least:
-            limit = -(-least // STEP_MULTIPLE) * STEP_MULTIPLE
-        if asked >= least:
-            limit = min(limit, asked)
+        total, least = num_decodes + most, num_decodes + LEAST_PROMPT_TOKENS
+        total -= total % (STEP_MULTIPLE if total < COARSE else 2 * STEP_MULTIPLE)
+        if total < least:
+            total = -(-least // STEP_MULTIPLE) * STEP_MULTIPLE
+        num_tokens = total - num_decodes
         return cls(
-            tokens_left=room,
-            cost_left=limit - num_decodes,
-            least_left=min(STEP_MULTIPLE, limit - num_decodes),
+            tokens_left=min(num_tokens, max_num_tokens - num_decodes),
+            cost_left=max(num_tokens, most),
+            least_left=min(STEP_MULTIPLE, num_tokens),
             keys_per_token=keys_per_token,
             num_planned=num_decodes,
             is_limited=True,

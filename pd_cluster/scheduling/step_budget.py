@@ -1,4 +1,7 @@
-"""How much of a step prompts may take: by a fixed limit, or by what the streams beside them may wait.
+"""How much of a step prompts may take: what the streams beside them may wait.
+
+**Gaps.** A step may take so long (`Targets.itl_s`), and the StepModel says how many tokens of prompts fit beside its
+decodes. Where this is all that is known of what clients want, prompts get all of it.
 
 **Slack.** With a target of `tpot_s` a stream's token is due `tpot_s` after the one before it was due; the first was due
 when it came. The slack of a stream is how far its tokens are ahead of that when the planned step begins, which is when
@@ -12,7 +15,7 @@ the steps under way will have ended. With `tpot` = AIM x tpot_s, and the least s
     always        AIM x itl_s at most
 
 as the StepModel predicts. Prompts get the tokens that fit between the decodes alone and that, in captured sizes. They
-get LEAST_PROMPT_TOKENS whatever that takes, as under a fixed limit.
+get LEAST_PROMPT_TOKENS whatever that takes.
 
 **Overload.** Where nodes have more to do than fits the targets, slack would leave prompts hardly any time: two replicas
 with half more streams than they could decode in 10 ms a token had a median TTFT of 13 s, and TPOT 10.0. So while one of
@@ -34,24 +37,23 @@ LEAST_PROMPT_TOKENS steps. A step without decodes does not wait.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from math import inf
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING
 
-from pd_cluster.scheduling.prefill_budget import LEAST_PROMPT_TOKENS, STEP_MULTIPLE, PrefillBudget
+from pd_cluster.scheduling.prefill_budget import LEAST_PROMPT_TOKENS, PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
-from pd_cluster.scheduling.step_cost import NEARLY_CHEAPEST
+from pd_cluster.scheduling.targets import AIM, NEARLY_CHEAPEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pd_cluster.config import SchedulerConfig
     from pd_cluster.scheduling.queues import Queues
     from pd_cluster.scheduling.sequence import Sequence
     from pd_cluster.scheduling.step_model import StepModel
+    from pd_cluster.scheduling.targets import Targets
 
-AIM = 0.95  # of a target: predictions are some percent off
 SPREAD = 4  # steps over which slack is spent, or won back
 # Tokens that streams may be late for the sake of a late prompt. With 4, answers of 20 to 60 tokens on one crowded node
 # missed a TPOT of 10 ms (simulated: 14 of 24 requests met both targets; with 2 it is 19, with 0 it is 18)
@@ -59,55 +61,6 @@ DEBT = 2
 RECOVERY = 0.8  # of the target: the shortest step for the sake of a late stream
 PATIENCE = 4  # TTFT targets that a prompt waits for the sake of streams
 LOOKAHEAD = 8  # prompts, in their order, that are compared with their TTFT target
-COARSE = 512  # tokens from which captured sizes are two STEP_MULTIPLEs apart
-
-
-class StepBudget(Protocol):
-    """Decides the share of prompts in steps beside decodes."""
-
-    def beside(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> PrefillBudget:
-        """The share of a step of at most `max_num_tokens` with `num_decodes` decodes, which are planned.
-
-        `num_entering` of them are the first of `queues.loaded`, which enter in this step. There may be none: then a
-        parked request will decode soon.
-        """
-
-    def lasting(self, num_decodes: int, max_num_tokens: int, queues: Queues) -> int:
-        """The prompt tokens that a step takes at present beside the decodes, on average. 0: not limited."""
-
-
-@dataclass(slots=True)
-class FixedBudget:
-    """A fixed limit, see `PrefillBudget.beside`. limit 0: none."""
-
-    limit: int = 0
-    keys_per_token: int = 0
-
-    def beside(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> PrefillBudget:
-        return PrefillBudget.beside(num_decodes, max_num_tokens, self.limit, self.keys_per_token)
-
-    def lasting(self, num_decodes: int, max_num_tokens: int, queues: Queues) -> int:
-        share = self.beside(num_decodes, 0, max_num_tokens, queues)
-        return share.cost_left if share.is_limited else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """What clients may wait, in seconds. inf: no target."""
-
-    ttft_s: float = inf
-    tpot_s: float = inf
-    itl_s: float = inf
-
-    @classmethod
-    def of(cls, config: SchedulerConfig) -> Self:
-        itl_ms = config.slo_itl_ms or 3 * config.slo_tpot_ms
-        return cls(*((ms / 1e3 or inf) for ms in (config.slo_ttft_ms, config.slo_tpot_ms, itl_ms)))
-
-    @property
-    def of_gaps(self) -> Targets:
-        """Without that of the time per token: streams take what prompts leave of it."""
-        return replace(self, tpot_s=inf)
 
 
 @dataclass(slots=True)
@@ -115,7 +68,6 @@ class _Step:
     """What is known of the step to be planned, before prompts have their share."""
 
     num_decodes: int
-    max_num_tokens: int
     begin_s: float
     alone_s: float  # of the decodes alone
     slack_s: float  # the least of all streams
@@ -124,14 +76,14 @@ class _Step:
     most_useful: int = 0  # of those that wait, as many as one step takes
 
 
-class SlackBudget:
-    """By the streams' slack. `busy_s`: predicted seconds until every step under way has ended."""
+class StepBudget:
+    """Decides the share of prompts in steps beside decodes. `busy_s`: predicted seconds until all steps have ended."""
 
     def __init__(
         self, targets: Targets, model: StepModel, clock: Callable[[], float], busy_s: Callable[[], float]
     ) -> None:
         self.targets = targets
-        self._model = model
+        self.model = model
         self._clock = clock
         self._busy_s = busy_s
         self._share = PrefillBudget(num_given=1)  # of the last step
@@ -139,6 +91,15 @@ class SlackBudget:
         self._bound_s = -inf  # since when prompts have waited for nothing else
 
     def beside(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> PrefillBudget:
+        """The share of a step of at most `max_num_tokens` with `num_decodes` decodes, which are planned.
+
+        `num_entering` of them are the first of `queues.loaded`, which enter in this step. There may be none: then a
+        parked request will decode soon.
+        """
+        if self.targets.tpot_s == inf:
+            self._bound_s = self._clock()  # prompts have all that they may, and wait for no stream
+            self._share = self._within_gaps(num_decodes, num_entering, max_num_tokens, queues)
+            return self._share
         self._num_without = 0 if self._share.num_given else self._num_without + 1
         if queues.num_free_slots <= 0 or self._share.tokens_left:
             self._bound_s = self._clock()
@@ -148,29 +109,42 @@ class SlackBudget:
             most, is_cheap = step.most, True
         if self._num_without:
             most = max(most, min(step.most, (1 + self._num_without) * LEAST_PROMPT_TOKENS))
-        self._share = self._share_of(step, most)
+        self._share = self._share_of(num_decodes, max_num_tokens, most)
         may_wait = num_decodes > num_entering  # else the step might be empty, and no other would follow
         if may_wait and not is_cheap and not self._pays(step, self._share.tokens_left):
             self._share = PrefillBudget(is_limited=True)
         return self._share
 
     def lasting(self, num_decodes: int, max_num_tokens: int, queues: Queues) -> int:
+        """The prompt tokens that a step takes at present beside the decodes, on average. 0: not limited."""
+        if self.targets.tpot_s == inf:
+            share = self._within_gaps(num_decodes, 0, max_num_tokens, queues)
+            return share.tokens_left if share.is_limited else 0
         step = self._look(num_decodes, 0, max_num_tokens, queues)
         most, is_cheap = self._most(step, queues)
         if is_cheap:
-            return self._share_of(step, most).tokens_left
+            return self._share_of(num_decodes, max_num_tokens, most).tokens_left
         return max(LEAST_PROMPT_TOKENS, round(self._saved_pace(step) * step.alone_s))
 
+    def _within_gaps(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> PrefillBudget:
+        """All that the target of gaps allows."""
+        targets = self.targets
+        if targets.itl_s == inf:
+            return PrefillBudget.whole(max_num_tokens - num_decodes)
+        context = targets.context * num_decodes or _context_of(_streams(queues, num_entering))
+        alone_s = self.model.decode_s(num_decodes, context)
+        most = self.model.tokens_within(num_decodes, AIM * targets.itl_s - alone_s)
+        return self._share_of(num_decodes, max_num_tokens, most)
+
     def _look(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> _Step:
-        model, begin_s = self._model, self._clock() + self._busy_s()
-        streams = [seq for seq in queues.running if is_stream(seq)]
-        streams += islice(queues.loaded, num_entering)
-        alone_s = model.decode_s(num_decodes, sum(len(seq.token_ids) for seq in streams))
+        model, begin_s = self.model, self._clock() + self._busy_s()
+        streams = _streams(queues, num_entering)
+        alone_s = model.decode_s(num_decodes, _context_of(streams))
         most = model.tokens_within(num_decodes, AIM * self.targets.itl_s - alone_s)
-        step = _Step(num_decodes, max_num_tokens, begin_s, alone_s, *self._slack_s(streams, begin_s), most)
+        step = _Step(num_decodes, begin_s, alone_s, *self._slack_s(streams, begin_s), most)
         prompts = (seq for seq in chain(queues.running, queues.waiting) if seq.num_remaining_tokens > 1)
         num_waiting = sum(seq.num_remaining_tokens for seq in islice(prompts, LOOKAHEAD))
-        step.most_useful = self._share_of(step, most).tokens_left
+        step.most_useful = self._share_of(num_decodes, max_num_tokens, most).tokens_left
         if num_waiting:
             step.most_useful = min(step.most_useful, num_waiting)
         return step
@@ -189,7 +163,7 @@ class SlackBudget:
     def _tokens_of(self, step: _Step, slack_s: float) -> tuple[int, float]:
         """Tokens of prompts in the longest step that takes so much slack, and its seconds."""
         allowed_s = self._allowed_s(slack_s)
-        return self._model.tokens_within(step.num_decodes, allowed_s - step.alone_s), allowed_s
+        return self.model.tokens_within(step.num_decodes, allowed_s - step.alone_s), allowed_s
 
     def _pays(self, step: _Step, num_tokens: int, most: float = 1.0) -> bool:
         """Whether each of so many tokens costs at most `most` times its price in the longest useful step."""
@@ -198,23 +172,17 @@ class SlackBudget:
 
     def _price_s(self, step: _Step, num_tokens: int) -> float:
         """Seconds of each of so many tokens of prompts, on average."""
-        return self._model.prolonged_s(step.num_decodes, num_tokens) / num_tokens
+        return self.model.prolonged_s(step.num_decodes, num_tokens) / num_tokens
 
     def _saved_pace(self, step: _Step) -> float:
         """Tokens of prompts a second, if slack is saved for the longest useful steps."""
         free = max(0.0, 1 - step.alone_s / (AIM * self.targets.tpot_s))
         return free / self._price_s(step, step.most_useful)
 
-    def _share_of(self, step: _Step, most: int) -> PrefillBudget:
+    def _share_of(self, num_decodes: int, max_num_tokens: int, most: int) -> PrefillBudget:
         """The share of prompts: `most` tokens if they have none before them, and what fits a captured size."""
-        model, num_decodes = self._model, step.num_decodes
-        limit = num_decodes + most
-        keys_per_token = max(1, round(model.token_s_at(limit) / model.key_s))
-        limit -= limit % (STEP_MULTIPLE if limit < COARSE else 2 * STEP_MULTIPLE)
-        share = PrefillBudget.beside(num_decodes, step.max_num_tokens, max(1, limit), keys_per_token, is_lowered=False)
-        share.tokens_left = min(share.tokens_left, share.cost_left)
-        share.cost_left = max(share.cost_left, most)
-        return share
+        keys_per_token = max(1, round(self.model.token_s_at(num_decodes + most) / self.model.key_s))
+        return PrefillBudget.beside(num_decodes, max_num_tokens, most, keys_per_token)
 
     def _slack_s(self, streams: list[Sequence], begin_s: float) -> tuple[float, float]:
         """The least slack when the planned step begins, and the least with what a stream may owe.
@@ -222,8 +190,6 @@ class SlackBudget:
         A stream without a token yet has none.
         """
         tpot_s = self.targets.tpot_s
-        if tpot_s == inf:
-            return 0.0, 0.0
         slack_s, credit_s = [], []
         for seq in streams:
             since_s, num = seq.request.marks.stream_s, num_due(seq)
@@ -234,7 +200,7 @@ class SlackBudget:
     def _allowed_s(self, slack_s: float) -> float:
         """The longest step that takes so much of the streams' slack."""
         tpot_s, itl_s = AIM * self.targets.tpot_s, AIM * self.targets.itl_s
-        return itl_s if tpot_s == inf else min(itl_s, max(tpot_s + slack_s, RECOVERY * tpot_s))
+        return min(itl_s, max(tpot_s + slack_s, RECOVERY * tpot_s))
 
     def _is_late(self, queues: Queues, begin_s: float, pace: float) -> bool:
         """Whether one of the next prompts misses its target at a pace of so many tokens a second."""
@@ -260,6 +226,14 @@ class SlackBudget:
             for seq in _next_prompts(queues)
             if seq.num_remaining_tokens > 1
         )
+
+
+def _streams(queues: Queues, num_entering: int) -> list[Sequence]:
+    return [*filter(is_stream, queues.running), *islice(queues.loaded, num_entering)]
+
+
+def _context_of(streams: list[Sequence]) -> int:
+    return sum(len(seq.token_ids) for seq in streams)
 
 
 def _next_prompts(queues: Queues) -> Iterator[Sequence]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.step_model import StepModel, StepWork
     from pd_connectors.protocol.feed import NodeLoad
 
-# Of the target. Prompts prolong a step up to AIM of it (`step_budget.py`), but a stream's time per token is a mean of
+# Of the target. Prompts prolong a step up to AIM of it (`targets.py`), but a stream's time per token is a mean of
 # steps, where errors of both signs cancel (simulated, a mixture, 1P1D at 20/s: share within 200/10 .79, .87 with 0.98)
 HELD = 0.98
 LATE = 1.5  # targets within which a prefill node takes streams that are late everywhere (`NodeLoad.late_room`)

@@ -1,7 +1,7 @@
 """The role of this node. It is a policy, so an order can change it while requests run.
 
 The node serves every kind of request in every role: one that a router sent before it heard of the change is answered.
-What changes is what routers send here, and how far prompts may hold up streams (`tokens_beside_decodes_on`).
+What changes is what routers send here, and how far prompts may hold up streams (`Targets.on`).
 """
 
 from __future__ import annotations

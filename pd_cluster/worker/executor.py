@@ -34,13 +34,7 @@ class ModelDescription:
     device: str
     fingerprint: str
     ends: str = ""  # the line of the start about `eos_token_ids`
-    measured_keys: int = 0
     step_times: tuple[tuple[StepWork, float], ...] = ()  # works and seconds of steps that were measured at start
-
-    @property
-    def keys_per_token(self) -> int:
-        """See ModelSpec. On a decode node's GPU it is measured."""
-        return self.measured_keys or self.spec.keys_per_token
 
     @property
     def vocab_size(self) -> int:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, NewBlocks, SequenceChunk, SequenceStart
-from pd_cluster.scheduling.step_cost import SIZES_BESIDE, tokens_beside_decodes, tokens_of_prompts
-from pd_cluster.scheduling.step_model import StepWork, keys_of
+from pd_cluster.scheduling.step_model import StepModel, StepWork, keys_of
+from pd_cluster.scheduling.targets import USUAL_CONTEXT, USUAL_DECODES, usual_gap_s
 from pd_cluster.worker.capacity import MOST_STEP_TOKENS, STEP_TOKENS
 
 if TYPE_CHECKING:
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from pd_cluster.worker.executor import ModelDescription, Pending
     from pd_connectors.protocol.slabs import KvSlabs
 
-DECODES = 32
-CONTEXT = 1024  # tokens of a decoding sequence, and of a prompt in steps of prompts only
-MOST_DECODES = (4, 12, 64, 128)  # of steps that a StepModel is fitted to, beside 1 and DECODES
-SIZES_OF_MODEL = (128, 256, 512, 1024)  # tokens of its steps with DECODES decodes
+MOST_DECODES = (4, 12, 64, 128)  # of steps that a StepModel is fitted to, beside 1 and USUAL_DECODES
+SIZES_OF_MODEL = (128, 256, 512, 1024)  # tokens of its steps with USUAL_DECODES decodes
 SIZES_OF_PROMPTS = (STEP_TOKENS, 2 * STEP_TOKENS, MOST_STEP_TOKENS)
 STEPS = 6  # of a measurement; the first two do not count: the device waits for their inputs
 BEHIND = 4096  # tokens before a chunk, where the time of keys is measured
-MOST_KEYS = 16  # keys that cost as much as a token: times as many as by FLOPs. 8,000 for Qwen3-30B-A3B, by FLOPs 1,555
+# Larger steps hold up the first token of short prompts, and the announcement of long ones, for this gain at least.
+# Qwen3-30B-A3B read 66, 74 and 81 thousand tokens/s in steps of 2,048, 4,096 and 8,192; with a faster kernel for
+# experts 75 and 77 in the first two
+LEAST_GAIN = 1.07
 # Drawn, not greedy: sequences with equal tokens would choose equal experts
 SAMPLING = SamplingParams(max_tokens=1, temperature=1.0)
 
@@ -48,7 +49,7 @@ class StepTimer:
     vocab_size: int
     samples: list[tuple[StepWork, float]] = field(default_factory=list)
 
-    def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0, context: int = CONTEXT) -> float:
+    def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0, context: int = USUAL_CONTEXT) -> float:
         """The median of steps: decodes behind `context` tokens, and chunks of `prompts` tokens behind `behind`."""
         context = min(context, self.max_len - STEPS)
         batches, ends = self._batches(num_decodes, prompts, behind, context), list[float]()
@@ -105,11 +106,11 @@ def measure_sizes(
     """
     limits = config.scheduler
     try:
-        if limits.max_tokens_beside_decodes < 0 and config.tokens_beside_decodes_on(model.device):
-            limits, keys = limit_beside_decodes(limits, timer, model.keys_per_token, progress)
-            model = replace(model, measured_keys=keys)
-        if limits.has_targets:
+        if limits.has_targets or config.server.role == "decode":
             measure_for_model(limits, timer)
+            if not limits.has_targets:
+                gap_s = usual_gap_s(StepModel(timer.samples))
+                progress(f"steps beside streams take {gap_s * 1e3:.1f} ms at most; --slo-itl-ms sets another time")
         if measures_budget:
             limits = limit_of_prompts(limits, timer, progress)
         model = replace(model, step_times=tuple(timer.samples))
@@ -122,36 +123,9 @@ def measure_sizes(
     return replace(config, scheduler=limits), model
 
 
-def limit_beside_decodes(
-    limits: SchedulerConfig, timer: StepTimer, keys: int, progress: Callable[[str], None]
-) -> tuple[SchedulerConfig, int]:
-    """`limits` with `max_tokens_beside_decodes`, and the keys that cost a step as much as a token, as measured.
-
-    `keys`: `ModelSpec.keys_per_token`. What cannot be measured, because sequences are few or short, is as given.
-    """
-    num_decodes = min(DECODES, limits.max_num_seqs - 1)
-    most = min(limits.max_num_batched_tokens, num_decodes + timer.max_len - 1)
-    sizes = [size for size in SIZES_BESIDE if size <= most]
-    if not num_decodes or not sizes:
-        return limits, keys
-
-    def measure(size: int, behind: int = 0) -> float:
-        return timer.seconds(num_decodes, [size - num_decodes] if size > num_decodes else [], behind)
-
-    cost = tokens_beside_decodes(num_decodes, sizes, measure)
-    if keys and BEHIND + cost.tokens <= timer.max_len:
-        alone, near, far = cost.seconds[num_decodes], cost.seconds[cost.tokens], measure(cost.tokens, BEHIND)
-        keys = round(min(max(keys, BEHIND * (near - alone) / max(far - near, 1e-9)), MOST_KEYS * keys))
-    progress(
-        f"max_tokens_beside_decodes {cost.tokens} (tokens of a step with {num_decodes} decodes: {cost.text}; "
-        f"{keys:,} keys cost as much as a token)"
-    )
-    return replace(limits, max_tokens_beside_decodes=cost.tokens), keys
-
-
 def measure_for_model(limits: SchedulerConfig, timer: StepTimer) -> None:
     """Measure the steps that tell a StepModel's terms apart, as far as sequences are many and long enough."""
-    decodes = min(DECODES, limits.max_num_seqs - 1)
+    decodes = min(USUAL_DECODES, limits.max_num_seqs - 1)
     for num_decodes in sorted({1, decodes, *(min(most, limits.max_num_seqs) for most in MOST_DECODES)} - {0}):
         timer.seconds(num_decodes, [])
     if not decodes:
@@ -168,15 +142,23 @@ def measure_for_model(limits: SchedulerConfig, timer: StepTimer) -> None:
 def limit_of_prompts(limits: SchedulerConfig, timer: StepTimer, progress: Callable[[str], None]) -> SchedulerConfig:
     """`limits` with a `max_num_batched_tokens` from STEP_TOKENS to the present one, as measured.
 
+    It is that behind which the next size does not read prompts LEAST_GAIN times as fast.
+
     Where sequences are too few or too short for steps of STEP_TOKENS it is the smallest.
     """
-    most, num_seqs, length = limits.max_num_batched_tokens, limits.max_num_seqs, min(CONTEXT, timer.max_len - 1)
+    most, num_seqs, length = limits.max_num_batched_tokens, limits.max_num_seqs, min(USUAL_CONTEXT, timer.max_len - 1)
     sizes = [size for size in SIZES_OF_PROMPTS if num_seqs <= size <= min(most, num_seqs * length)]
     if not sizes:
         return unmeasured_limit_of_prompts(limits)
-    cost = tokens_of_prompts(sizes, lambda size: timer.seconds(0, [length] * (size // length)))
-    progress(f"max_num_batched_tokens {cost.tokens} (tokens of a step of prompts: {cost.text})")
-    return replace(limits, max_num_batched_tokens=cost.tokens)
+    chosen, seconds = sizes[0], dict[int, float]()
+    for size in sizes:
+        seconds[size] = timer.seconds(0, [length] * (size // length))
+        if size > chosen and size / seconds[size] < LEAST_GAIN * chosen / seconds[chosen]:
+            break
+        chosen = size
+    told = ", ".join(f"{size:,}: {one_s * 1e3:.1f} ms" for size, one_s in seconds.items())
+    progress(f"max_num_batched_tokens {chosen} (tokens of a step of prompts: {told})")
+    return replace(limits, max_num_batched_tokens=chosen)
 
 
 def unmeasured_limit_of_prompts(limits: SchedulerConfig) -> SchedulerConfig:

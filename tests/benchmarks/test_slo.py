@@ -96,11 +96,22 @@ def test_nodes_of_a_role_share_its_prompts_and_streams() -> None:
 
 def test_the_table_is_printed_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.jsonl"
-    flags = ["--workloads", "1024x256", "--settings", "1M", "--rules", "192", "--seeds", "1", "--num-requests", "6"]
+    flags = [
+        "--workloads",
+        "1024x256",
+        "--settings",
+        "1M",
+        "--rules",
+        "usual gaps",
+        "--seeds",
+        "1",
+        "--num-requests",
+        "6",
+    ]
     assert main([*flags, "--rate-scale", "2", "--slos", "200/10", "--json", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "1024 in, 256 out, 20/s x 2, 1M" in shown
-    assert "200/10 192" in shown
+    assert "200/10 usual gaps" in shown
     record = json.loads(out.read_text())
     assert (record["kind"], record["setting"], record["rate_scale"], record["slo"]) == (
         "slo_simulated",

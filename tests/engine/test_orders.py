@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from pd_cluster.config import TOKENS_BESIDE_DECODES
 from pd_cluster.engine.core import PAUSE_S, EngineCore
 from pd_cluster.protocol.messages import AddRequest, ResetCache, SetRole, SilenceAllowed, StartProfile, StopProfile
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
+from pd_cluster.scheduling.step_model import StepModel, StepWork
+from pd_cluster.scheduling.targets import AIM, Targets
 from pd_cluster.worker.device_executor import DeviceExecutor
 from tests.engine.test_core_pipeline import CONFIG, PROMPTS, Bench, FakeMailbox, make_connector
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pd_cluster.config import NodeConfig
     from pd_cluster.engine.ipc import EngineSockets
 
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -99,27 +98,23 @@ def test_a_directory_that_cannot_be_written_ends_nothing(bench: Bench, tmp_path:
     assert len(ask(bench, "afterwards")) == 2
 
 
-@pytest.mark.parametrize(
-    ("given", "decided", "limits"),
-    [
-        (-1, 320, {"decode": 320, "mixed": 0, "prefill": 0}),  # measured, as a decode node
-        (-1, -1, {"decode": TOKENS_BESIDE_DECODES, "mixed": 0, "prefill": 0}),  # started in another role
-        (64, 64, {"decode": 64, "mixed": 64, "prefill": 64}),
-    ],
-)
+@pytest.mark.parametrize("is_measured", [True, False])  # False: started in another role, or beside another node
 def test_a_role_sets_the_limit_of_prompts_beside_decodes(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, given: int, decided: int, limits: dict[str, int]
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_measured: bool
 ) -> None:
-    def config(limit: int) -> NodeConfig:
-        return replace(CONFIG, scheduler=replace(CONFIG.scheduler, max_tokens_beside_decodes=limit))
-
+    """By the steps at start, which later ones do not change."""
     executor, connector = bench.core._executor, bench.core._connector
-    monkeypatch.setattr(executor, "model", replace(executor.model, device="cuda:0"))
-    core = EngineCore(config(decided), executor, connector, cast("EngineSockets", FakeMailbox()), given=config(given))
-    for role, limit in limits.items():
+    times = tuple((work, 2 * StepModel().seconds(work)) for work in (StepWork(32, 32_768), StepWork(1, 1024)))
+    model = replace(executor.model, device="cuda:0", step_times=times if is_measured else ())
+    monkeypatch.setattr(executor, "model", model)
+    core = EngineCore(CONFIG, executor, connector, cast("EngineSockets", FakeMailbox()))
+    usual = Targets().on("decode", "cuda:0", StepModel(model.step_times))
+    assert AIM * usual.itl_s == pytest.approx(0.0077 * (1 + is_measured), rel=0.02)
+    for _ in range(40):
+        core._step_model.note(StepWork(32, 32_768), 1.0)
+    for role in ("decode", "mixed", "decode", "prefill"):
         core._take(SetRole(role))
-        assert isinstance(core._step_budget, FixedBudget)
-        assert core._step_budget.limit == limit, role
+        assert core._step_budget.targets == (usual if role == "decode" else Targets()), role
 
 
 def test_prompts_of_a_prefill_node_come_before_its_streams(bench: Bench) -> None:
@@ -129,7 +124,6 @@ def test_prompts_of_a_prefill_node_come_before_its_streams(bench: Bench) -> None
     targets = Targets.of(config.scheduler)
     for role in ("prefill", "decode", "prefill", "mixed"):
         core._take(SetRole(role))
-        assert isinstance(core._step_budget, SlackBudget)
         is_prefill = role == "prefill"
         assert core._step_budget.targets == (Targets(itl_s=targets.itl_s) if is_prefill else targets), role
         assert core._room.prompts_first == is_prefill

@@ -103,9 +103,12 @@ def short_of_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System
 
 @pytest.fixture(scope="package")
 def chunked_fp8() -> Iterator[System]:
-    """Caches in fp8. Prompts are computed in chunks, by P in small ones, and D reads beside its streams."""
+    """Caches in fp8. Prompts are computed in chunks, by P in small ones, and D reads beside its streams.
+
+    No step is as short as D's target of gaps, so that D's prompts get the least of each.
+    """
     prefill = ["--max-num-batched-tokens=64"]
-    decode = ["--max-tokens-beside-decodes=80", "--max-num-batched-tokens=256"]
+    decode = ["--slo-itl-ms=1", "--max-num-batched-tokens=256"]
     flags = ("--kv-cache-dtype=fp8", "--kv-cache-gb=0.15")
     with running_system(*flags, role_flags={"prefill": prefill, "decode": decode}) as system:
         yield system

@@ -39,10 +39,9 @@ def choose(options: list[Option], pick: int) -> Option | None:
 
 @pytest.fixture(autouse=True)
 def small_least_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the limit of a step leaves to prompts, and how many decodes are many, is as small as the engine is."""
+    """What the limit of a step leaves to prompts is as small as the engine is."""
     monkeypatch.setattr(prefill_budget, "LEAST_PROMPT_TOKENS", 2)
     monkeypatch.setattr(prefill_budget, "STEP_MULTIPLE", 4)
-    monkeypatch.setattr(prefill_budget, "MANY_DECODES", 2)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -84,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             depth=depth,
             longest_run=longest_run if depth == 1 else 1,
             drafts=drafts,
-            max_tokens_beside_decodes=limit,
+            most_tokens=limit,
             keys_per_token=keys_per_token,
             rests=rests,
             tpot_s=tpot_s,

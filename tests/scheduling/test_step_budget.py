@@ -10,22 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_cluster.config import NodeConfig, SchedulerConfig, ServerConfig
-from pd_cluster.errors import StartupError
 from pd_cluster.scheduling.prefill_budget import LEAST_PROMPT_TOKENS, STEP_MULTIPLE, PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
-from pd_cluster.scheduling.step_budget import (
-    AIM,
-    COARSE,
-    DEBT,
-    PATIENCE,
-    RECOVERY,
-    SPREAD,
-    FixedBudget,
-    SlackBudget,
-    Targets,
-)
+from pd_cluster.scheduling.step_budget import DEBT, PATIENCE, RECOVERY, SPREAD, StepBudget
 from pd_cluster.scheduling.step_model import StepModel, StepWork
+from pd_cluster.scheduling.targets import AIM, Targets
 from tests.scheduling.simulation import message, prompt
 from tests.scheduling.world import World
 
@@ -60,7 +49,7 @@ def share(
     queues = SimpleNamespace(
         running=[stream(one) for one in ahead_s], loaded=[], waiting=list(prompts), num_free_slots=num_free_slots
     )
-    budget = SlackBudget(targets, MODEL, lambda: NOW_S - busy_s, lambda: busy_s)
+    budget = StepBudget(targets, MODEL, lambda: NOW_S - busy_s, lambda: busy_s)
     return budget.beside(len(ahead_s), 0, 4096, cast("Any", queues))
 
 
@@ -130,13 +119,8 @@ def spread_evenly(ahead_s: list[float], prompts: tuple[Any, ...], targets: Targe
     owed_s = max(DEBT * tpot_s, (1 - AIM) * targets.tpot_s * 18)
     if least_s + owed_s > 0 and is_late:
         most = max(most, tokens(least_s + owed_s)[0])
-    limit = num_decodes + most
-    keys_per_token = max(1, round(MODEL.token_s_at(limit) / MODEL.key_s))
-    limit -= limit % (STEP_MULTIPLE if limit < COARSE else 2 * STEP_MULTIPLE)
-    share = PrefillBudget.beside(num_decodes, 4096, max(1, limit), keys_per_token, is_lowered=False)
-    share.tokens_left = min(share.tokens_left, share.cost_left)
-    share.cost_left = max(share.cost_left, most)
-    return share
+    keys_per_token = max(1, round(MODEL.token_s_at(num_decodes + most) / MODEL.key_s))
+    return PrefillBudget.beside(num_decodes, 4096, most, keys_per_token)
 
 
 @pytest.mark.long
@@ -173,7 +157,7 @@ class Node:
         self.prompts = list(prompts)
         queues = SimpleNamespace(running=self.streams, loaded=[], waiting=self.prompts, num_free_slots=1)
         self.queues = cast("Any", queues)
-        self.budget = SlackBudget(targets, MIXTURE, lambda: self.now_s, lambda: 0.0)
+        self.budget = StepBudget(targets, MIXTURE, lambda: self.now_s, lambda: 0.0)
 
     def step(self) -> None:
         share, num_tokens = self.budget.beside(8, 0, 2048, self.queues), 0
@@ -269,7 +253,7 @@ def test_a_share_that_is_left_over_says_that_prompts_wait_for_something_else() -
     """For memory, say. An overload begins when no share has sufficed for PATIENCE targets since."""
     now_s, late = NOW_S, stream(-5.0)
     queues = SimpleNamespace(running=[late], loaded=[], waiting=[waiting(10**6, 10.0)], num_free_slots=1)
-    budget = SlackBudget(TARGETS, MODEL, lambda: now_s, lambda: 0.0)
+    budget = StepBudget(TARGETS, MODEL, lambda: now_s, lambda: 0.0)
     budget.beside(1, 0, 4096, cast("Any", queues))  # none of it is taken
     while now_s < NOW_S + PATIENCE * TARGETS.ttft_s:
         num_tokens = budget.beside(1, 0, 4096, cast("Any", queues)).take(0, 100_000)
@@ -351,28 +335,10 @@ def test_prompts_and_streams_all_end(depth: int) -> None:
         world.check_empty()
 
 
-def test_targets_replace_the_limit_and_no_other_setting() -> None:
-    decode = ServerConfig(role="decode")
-    plain = NodeConfig(server=decode)
-    assert plain.tokens_beside_decodes_on("cuda:0") == 192
-    assert not plain.scheduler.has_targets
-    with_target = NodeConfig(server=decode, scheduler=SchedulerConfig(slo_tpot_ms=10, slo_ttft_ms=200))
-    assert with_target.tokens_beside_decodes_on("cuda:0") == 0
-    assert Targets.of(with_target.scheduler) == Targets(0.2, 0.01, 0.03)
-    assert Targets.of(SchedulerConfig(slo_tpot_ms=10, slo_itl_ms=15)) == Targets(float("inf"), 0.01, 0.015)
-    assert not SchedulerConfig(slo_ttft_ms=200).has_targets, "of streams"
-    with pytest.raises(StartupError, match="slo_tpot_ms"):
-        SchedulerConfig(slo_tpot_ms=-1)
-    both = NodeConfig(server=decode, scheduler=SchedulerConfig(slo_itl_ms=20, max_tokens_beside_decodes=192))
-    assert both.tokens_beside_decodes_on("cuda:0") == 0
-
-
-def test_a_fixed_limit_is_the_share_of_before() -> None:
-    queues = cast("Any", SimpleNamespace())
-    for num_decodes in (0, 1, 47, 49, 200):
-        for limit in (0, 128, 192):
-            expected = PrefillBudget.beside(num_decodes, 2048, limit, 5990)
-            assert FixedBudget(limit, 5990).beside(num_decodes, 0, 2048, queues) == expected
+def test_without_a_target_prompts_have_the_whole_step() -> None:
+    assert share([0.0] * 7, targets=Targets(ttft_s=0.2)) == PrefillBudget.whole(4096 - 7)
+    budget = StepBudget(Targets(), MODEL, lambda: NOW_S, lambda: 0.0)
+    assert budget.lasting(7, 4096, cast("Any", SimpleNamespace())) == 0
 
 
 def test_the_share_is_told_without_a_prompt_that_asks_for_it() -> None:

@@ -17,10 +17,12 @@ from pd_cluster.scheduling.cache_news import block_id as feed_id
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
 from pd_cluster.scheduling.scheduler import Scheduler, Update
 from pd_cluster.scheduling.sequence import Request, Sequence
-from pd_cluster.scheduling.step_budget import FixedBudget, SlackBudget, Targets
+from pd_cluster.scheduling.step_budget import StepBudget
 from pd_cluster.scheduling.step_model import StepModel
+from pd_cluster.scheduling.targets import AIM, Targets
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from pd_connectors.protocol.messages import SampledToken
+from tests.scheduling.flat_model import flat_model
 from tests.scheduling.kv_groups import ONE_FULL, GroupSet
 from tests.scheduling.simulated_client import Client
 from tests.scheduling.simulation import (
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 
     from pd_cluster.protocol.messages import AddRequest
     from pd_cluster.scheduling.batch import Batch, StepResult
-    from pd_cluster.scheduling.step_budget import StepBudget
     from pd_connectors.base import LoadSpec, PublishSpec
     from pd_connectors.protocol.feed import StoredBlock
 
@@ -76,7 +77,7 @@ class World:
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 64
     max_waiting: int = 64
-    max_tokens_beside_decodes: int = 0
+    most_tokens: int = 0  # of a step beside decodes, before it is cut to a captured size; 0: no limit
     keys_per_token: int = 0
     tpot_s: float = 0.0  # a target, in place of the limit; a step takes a second
     model: StepModel = field(default_factory=StepModel)
@@ -133,10 +134,13 @@ class World:
         self._load_ids = count()
 
     def _step_budget(self) -> StepBudget:
-        if not self.tpot_s:
-            return FixedBudget(self.max_tokens_beside_decodes, self.keys_per_token)
-        targets = Targets(self.tpot_s, self.tpot_s, 3 * self.tpot_s)
-        return SlackBudget(targets, self.model, lambda: self.now_s, lambda: float(len(self._running)))
+        targets, model = Targets(), self.model
+        if self.tpot_s:
+            targets = Targets(self.tpot_s, self.tpot_s, 3 * self.tpot_s)
+        elif self.most_tokens:
+            # one more, because what a chunk costs is rounded up
+            targets, model = Targets(itl_s=(self.most_tokens + 1.5) / AIM), flat_model(self.keys_per_token)
+        return StepBudget(targets, model, lambda: self.now_s, lambda: float(len(self._running)))
 
     def _retract(self, lease_id: str) -> int:
         """The blocks are still the lease's at this moment."""

@@ -10,25 +10,11 @@ import pytest
 import torch
 
 from benchmarks.shapes import CONFIGS
-from pd_cluster.config import (
-    TOKENS_BESIDE_DECODES,
-    CacheConfig,
-    ModelConfig,
-    NodeConfig,
-    SchedulerConfig,
-    ServerConfig,
-)
-from pd_cluster.scheduling.step_cost import SIZES_BESIDE
+from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig, ServerConfig
 from pd_cluster.worker.capacity import STEP_TOKENS
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.pending_step import PendingStep
-from pd_cluster.worker.step_measurement import (
-    STEPS,
-    StepTimer,
-    limit_beside_decodes,
-    limit_of_prompts,
-    measure_for_model,
-)
+from pd_cluster.worker.step_measurement import STEPS, StepTimer, limit_of_prompts, measure_for_model
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
 from tests.worker.tables import slabs_of
@@ -100,32 +86,6 @@ def test_a_prompt_as_long_as_a_sequence_may_be_is_measured(models: ModelStore) -
     assert noting(executor, []).seconds(1, [511]) > 0
 
 
-@pytest.mark.parametrize(
-    ("bend", "limits", "max_len", "expected"),
-    [
-        (150, LIMITS, 4096, 192),
-        (400, LIMITS, 4096, 512),
-        (4000, LIMITS, 4096, 1024),
-        (4000, LIMITS, 400, 384),  # no prompt is longer
-        (4000, replace(LIMITS, max_num_batched_tokens=300), 4096, 256),
-        (1, LIMITS, 4096, 128),
-        (1, replace(LIMITS, max_num_seqs=1), 4096, -1),  # a sequence is alone in its steps
-        (1, replace(LIMITS, max_num_batched_tokens=100), 4096, -1),
-    ],
-)
-def test_the_limit_beside_decodes(bend: int, limits: SchedulerConfig, max_len: int, expected: int) -> None:
-    lines: list[str] = []
-    limited, keys = limit_beside_decodes(limits, bent(bend, max_len), 0, lines.append)
-    assert (limited, keys) == (replace(limits, max_tokens_beside_decodes=expected), 0)
-    assert [line.split(" (")[0] for line in lines] == [f"max_tokens_beside_decodes {expected}"] * (expected > 0)
-
-
-def test_keys_cost_as_much_as_was_measured() -> None:
-    # 192 tokens take 1.28 s, 32 decodes 1 s: a token of a prompt 1.75 ms, as long as 1,750 keys
-    for by_flops, max_len, expected in ((1000, 8192, 1750), (5000, 8192, 5000), (100, 8192, 1600), (1000, 4096, 1000)):
-        assert limit_beside_decodes(LIMITS, bent(150, max_len), by_flops, lambda line: None)[1] == expected
-
-
 DECODES_ALONE = [(num, 0) for num in (1, 4, 12, 32, 64)]
 
 
@@ -153,16 +113,25 @@ def test_the_steps_that_a_model_is_fitted_to(
     assert sorted(steps) == sorted(expected)
 
 
-@pytest.mark.parametrize("role", ["decode", "mixed"])
-def test_a_node_with_targets_measures_its_steps_and_sets_no_limit(models: ModelStore, role: str) -> None:
-    executor = make_executor(models.get("qwen3").directory, num_blocks=40, max_num_seqs=4)
+@pytest.mark.parametrize(
+    ("role", "tpot_ms", "num_lines"),
+    [("decode", 10.0, 0), ("mixed", 10.0, 0), ("decode", 0.0, 1), ("mixed", 0.0, None), ("prefill", 0.0, None)],
+)
+def test_a_node_with_targets_or_usual_gaps_measures_its_steps(
+    models: ModelStore, role: str, tpot_ms: float, num_lines: int | None
+) -> None:
+    """As on a GPU, from the warm-up of one on. None: it measures none."""
+    executor, lines = make_executor(models.get("qwen3").directory, num_blocks=40, max_num_seqs=4), list[str]()
+    executor._plan = replace(executor._plan, progress=lines.append)
     executor.model = replace(executor.model, device="cuda:0")
-    limits = replace(executor.config.scheduler, slo_tpot_ms=10.0)
+    limits = replace(executor.config.scheduler, slo_tpot_ms=tpot_ms)
     executor.config = replace(executor.config, server=ServerConfig(role=role), scheduler=limits)
     executor.measure()
     assert executor.config.scheduler == limits
-    assert not executor.model.measured_keys
-    assert len(executor.model.step_times) >= 4
+    assert len(executor.model.step_times) >= 4 * (num_lines is not None)
+    assert bool(executor.model.step_times) == (num_lines is not None)
+    assert len(lines) == (num_lines or 0)
+    assert all("steps beside streams take " in line for line in lines)
     assert all(seconds > 0 for _, seconds in executor.model.step_times)
     assert not any(tensor.any() for tensor in executor._cache.tensors)
 
@@ -186,22 +155,29 @@ def test_the_limit_of_prompts(bend: int, limits: SchedulerConfig, max_len: int, 
 
 
 @pytest.mark.parametrize(
-    ("role", "told", "is_measured"),
-    [("decode", -1, True), ("decode", 0, False), ("decode", 64, False), ("mixed", -1, False)],
+    ("rates", "expected", "num_measured"),
+    [
+        ((46.3, 45.9, 44.9), 2048, 2),  # 8B
+        ((66.2, 73.8, 81.1), 8192, 3),  # Qwen3-30B-A3B
+        ((60.0, 70.0, 74.0), 4096, 3),
+        ((60.0, 62.0, 80.0), 2048, 2),  # the first size without gain ends the search
+    ],
 )
-def test_an_executor_measures_what_a_decode_node_was_not_told(
-    models: ModelStore, role: str, told: int, is_measured: bool
+def test_prompts_are_read_in_the_smallest_steps_that_are_nearly_as_fast(
+    rates: tuple[float, ...], expected: int, num_measured: int
 ) -> None:
-    """As on a GPU, from the warm-up of one on."""
-    executor = make_executor(models.get("qwen3").directory)
-    executor.model = replace(executor.model, device="cuda:0")
-    limits = replace(executor.config.scheduler, max_tokens_beside_decodes=told)
-    executor.config = replace(executor.config, server=ServerConfig(role=role), scheduler=limits)
-    executor.measure()
-    assert (executor.config.scheduler.max_tokens_beside_decodes != told) == is_measured
-    assert bool(executor.model.measured_keys) == is_measured
-    assert executor.model.keys_per_token >= executor.model.spec.keys_per_token
-    assert not any(tensor.any() for tensor in executor._cache.tensors)
+    seconds = {size: size / rate / 1e3 for size, rate in zip((2048, 4096, 8192), rates, strict=True)}
+
+    @dataclass(frozen=True, slots=True)
+    class Recorded(TableTimer):
+        def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0, context: int = 0) -> float:
+            return seconds[sum(prompts)]
+
+    lines: list[str] = []
+    timer = Recorded(bent(1, 4096).launch, slabs=slabs_of(10), block_size=16, max_len=4096, vocab_size=100)
+    assert limit_of_prompts(LIMITS, timer, lines.append).max_num_batched_tokens == expected
+    told = ", ".join(f"{size:,}: {seconds[size] * 1e3:.1f} ms" for size in list(seconds)[:num_measured])
+    assert lines == [f"max_num_batched_tokens {expected} (tokens of a step of prompts: {told})"]
 
 
 @pytest.mark.parametrize("last", [0, 1, STEPS])  # launches that succeed
@@ -226,8 +202,7 @@ def test_a_measurement_that_fails_leaves_the_defaults_and_no_rows(models: ModelS
     executor._runner.launch = launch  # type: ignore[method-assign]
     assert lines == ["default sizes of steps: their measurement failed (OutOfMemoryError: no room)"]
     assert executor.config == replace(config, scheduler=replace(limits, max_num_batched_tokens=STEP_TOKENS))
-    assert executor.config.tokens_beside_decodes_on("cuda:0") == TOKENS_BESIDE_DECODES
-    assert not executor.model.measured_keys
+    assert not executor.model.step_times
     assert not any(tensor.any() for tensor in executor._cache.tensors)
     driver = Driver(executor)
     for prompt in random_prompts((5, 9, 30, 4, 17, 8), VOCAB_SIZE):  # as many as there are rows
@@ -241,18 +216,17 @@ def test_a_gpu_decides_for_each_role(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["30b-a3b"], **SMALL}))
     model = ModelConfig(model=str(tmp_path), load_format="dummy", dtype="bfloat16", device="cuda", max_model_len=2048)
 
-    def limits(role: str) -> SchedulerConfig:
+    def budget(role: str) -> int:
         lines: list[str] = []
         config = NodeConfig(model=model, cache=CacheConfig(num_blocks=256), server=ServerConfig(role=role))
         executor = DeviceExecutor.started(config, lines.append)
         assert not any(tensor.any() for tensor in executor._cache.tensors)
         executor.close()
-        measured = [line for line in lines if "tokens of a step" in line]
-        assert len(measured) == (role != "mixed")
-        return executor.config.scheduler
+        assert any("tokens of a step of prompts" in line for line in lines) == (role == "prefill")
+        assert any("steps beside streams take" in line for line in lines) == (role == "decode")
+        assert bool(executor.model.step_times) == (role != "mixed")
+        return executor.config.scheduler.max_num_batched_tokens
 
-    decode, prefill, mixed = map(limits, ("decode", "prefill", "mixed"))
-    assert decode.max_tokens_beside_decodes in SIZES_BESIDE
-    assert (prefill.max_tokens_beside_decodes, mixed.max_tokens_beside_decodes) == (-1, -1)
-    assert prefill.max_num_batched_tokens in (2048, 4096, 8192)
-    assert decode.max_num_batched_tokens == mixed.max_num_batched_tokens == 2048
+    decode, prefill, mixed = map(budget, ("decode", "prefill", "mixed"))
+    assert prefill in (2048, 4096, 8192)
+    assert decode == mixed == 2048

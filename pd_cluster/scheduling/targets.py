@@ -1,0 +1,69 @@
+"""What clients may wait for tokens, and how long a decode node's steps may be where no target says it.
+
+A GPU reads all weights in each step, and multiplies some hundred tokens in that time: on an H200 32 decodes take 5.4 ms
+alone and 7.1 in a step of 192 tokens (8B). So prompts hardly hold up the streams of a decode node while its steps take
+at most `usual_gap_s`. On a CPU each token costs the same, whatever it shares a step with: a limit would gain nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from pd_cluster.config import SchedulerConfig
+    from pd_cluster.scheduling.step_model import StepModel
+
+AIM = 0.95  # of a target: predictions are some percent off
+USUAL_DECODES, USUAL_CONTEXT = 32, 1024  # streams of a decode node, and tokens before the next one of each
+USUAL_SIZES = (128, 192, 256, 384, 512, 768, 1024)  # tokens of captured steps
+# Of the decodes alone. 1.32 to 1.5 times lets 160 tokens of prompts join 32 decodes of 8B on an H200, with which a
+# stream's 99th percentile between tokens is 1.5 times its median; from 1.44 on prompts beside 1 to 256 decodes have no
+# fewer than with the 192 tokens in all that were measured ("One budget" in benchmarks/LOG.md)
+PROLONGED = 1.44
+# Where reading the other experts costs the most, larger steps cost little more: 32 decodes of Qwen3-30B-A3B take
+# 13.5 ms alone, 16.7 with 224 tokens of prompts (15 us a token), 19.0 with 480 and 24.9 with 992 (11 us)
+MOST_PROLONGED, NEARLY_CHEAPEST = 2.0, 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What clients may wait, in seconds. inf: no target.
+
+    `context`: tokens before each stream's next one that a step's time counts: where long streams fill a step, prompts
+    would else get the least of it. 0: as many as there are.
+    """
+
+    ttft_s: float = inf
+    tpot_s: float = inf
+    itl_s: float = inf
+    context: int = 0
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> Self:
+        itl_ms = config.slo_itl_ms or 3 * config.slo_tpot_ms
+        ttft_s, tpot_s, itl_s = ((ms / 1e3 or inf) for ms in (config.slo_ttft_ms, config.slo_tpot_ms, itl_ms))
+        return cls(ttft_s, tpot_s, itl_s)
+
+    def on(self, role: str, device: str, model: StepModel) -> Targets:
+        """Those of a node in this role on this device ("cpu", "cuda:0", ...). `model`: of its steps at start."""
+        if role == "prefill":
+            return replace(self, tpot_s=inf)  # streams take what prompts leave of it
+        if role == "decode" and device != "cpu" and self.tpot_s == self.itl_s == inf:
+            return replace(self, itl_s=usual_gap_s(model) / AIM, context=USUAL_CONTEXT)
+        return self
+
+
+def usual_gap_s(model: StepModel) -> float:
+    """Seconds of a step that is PROLONGED times as long as the decodes alone of a usual node.
+
+    More, up to MOST_PROLONGED times, if that makes a prompt's token cheaper: those of the smallest step with a price
+    of a token that is nearly the cheapest.
+    """
+    alone_s = model.decode_s(USUAL_DECODES, USUAL_DECODES * USUAL_CONTEXT)
+    sizes = [size - USUAL_DECODES for size in USUAL_SIZES]
+    longer_s = {size: model.prolonged_s(USUAL_DECODES, size) for size in sizes}
+    prices = {size: one_s / size for size, one_s in longer_s.items() if one_s <= (MOST_PROLONGED - 1) * alone_s}
+    cheap = (longer_s[size] for size, price in prices.items() if price <= NEARLY_CHEAPEST * min(prices.values()))
+    return alone_s + max((PROLONGED - 1) * alone_s, next(cheap, 0.0))

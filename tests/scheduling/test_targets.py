@@ -1,0 +1,119 @@
+"""What clients may wait, and the gaps of a decode node that was told no target."""
+
+from __future__ import annotations
+
+from math import inf
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.slo.device import DEVICES, steps_at_start
+from pd_cluster.config import SchedulerConfig
+from pd_cluster.errors import StartupError
+from pd_cluster.scheduling.step_budget import StepBudget
+from pd_cluster.scheduling.step_model import StepModel, StepWork
+from pd_cluster.scheduling.targets import MOST_PROLONGED, PROLONGED, USUAL_CONTEXT, USUAL_DECODES, Targets, usual_gap_s
+
+# Milliseconds of steps on one H200 with 32 decodes of 1,024 tokens, by all of their tokens. See benchmarks/LOG.md
+DENSE_8B = {32: 5.4, 128: 6.2, 256: 8.1, 512: 13.7, 1024: 23.8}
+DENSE_06B = {32: 1.82, 128: 2.23, 256: 2.44, 512: 2.91, 1024: 3.88}
+MIXTURE_30B = {32: 13.5, 128: 15.7, 256: 16.7, 512: 19.0, 1024: 24.9}
+SLOW_EXPERTS = {32: 13.5, 128: 20.0, 256: 20.3, 512: 21.7, 1024: 26.9}  # a kernel that was slower from 128 tokens on
+CONTEXT = USUAL_DECODES * USUAL_CONTEXT
+
+
+def decoding(model: StepModel, role: str = "decode", device: str = "cuda:0", config: Any = None) -> StepBudget:
+    """Of a node that was told no target, or what `config` tells."""
+    targets = Targets.of(config or SchedulerConfig()).on(role, device, model)
+    return StepBudget(targets, model, lambda: 100.0, lambda: 0.0)
+
+
+def tokens(budget: StepBudget, num_decodes: int, context: int = USUAL_CONTEXT, start: int = 0) -> int:
+    """Tokens of a long prompt behind `start` others beside so many decodes."""
+    stream = SimpleNamespace(num_remaining_tokens=1, num_output_tokens=9, num_pending=1, token_ids=range(context))
+    queues = SimpleNamespace(running=[stream] * num_decodes, loaded=[], waiting=[], num_free_slots=1)
+    return budget.beside(num_decodes, 0, 2048, cast("Any", queues)).take(start, 100_000)
+
+
+def measured(table: dict[int, float]) -> StepModel:
+    """Also with steps of few and many decodes, with the times of 8B in proportion."""
+    shape, scale = StepModel(), table[32] / DENSE_8B[32] / 1e3
+    times = [(StepWork(32, CONTEXT, size - 32), ms / 1e3) for size, ms in table.items()]
+    alone = [StepWork(num, num * USUAL_CONTEXT) for num in (1, 4, 12, 64, 128)]
+    return StepModel([*times, *((work, 1e3 * scale * shape.seconds(work)) for work in alone)])
+
+
+@pytest.mark.parametrize(
+    ("table", "least", "most"),
+    [(DENSE_8B, 160, 160), (DENSE_06B, 224, 352), (MIXTURE_30B, 416, 480), (SLOW_EXPERTS, 480, 640)],
+)
+def test_recorded_steps(table: dict[int, float], least: int, most: int) -> None:
+    model = measured(table)
+    assert least <= tokens(decoding(model), 32) <= most
+    alone_s = model.decode_s(USUAL_DECODES, CONTEXT)
+    assert 0.999 * PROLONGED * alone_s <= usual_gap_s(model) <= MOST_PROLONGED * alone_s
+
+
+@pytest.mark.long
+@settings(max_examples=20, deadline=None)
+@given(times=st.lists(st.floats(1e-3, 1.0), min_size=5, max_size=5))
+def test_whatever_is_measured_the_gap_is_within_its_bounds(times: list[float]) -> None:
+    model = measured(dict(zip(DENSE_8B, times, strict=True)))
+    alone_s = model.decode_s(USUAL_DECODES, CONTEXT)
+    assert 0.999 * PROLONGED * alone_s <= usual_gap_s(model) <= 1.001 * MOST_PROLONGED * alone_s
+
+
+def test_prompts_that_cost_much_leave_the_gap_of_the_decodes() -> None:
+    alone_s, model = DENSE_8B[32] / 1e3, measured({size: 5.4 + size - 32 for size in DENSE_8B})
+    assert usual_gap_s(model) == pytest.approx(PROLONGED * alone_s, rel=0.02)
+    assert tokens(decoding(model), 32) == 32
+
+
+@pytest.mark.parametrize("context", [100, 1024, 8000])
+def test_an_8b_has_as_many_tokens_as_with_192_in_all_whatever_its_streams_are_behind(context: int) -> None:
+    """Before, a step took 192 tokens, 128 beside more than 48 decodes, and at least 32 of prompts."""
+    before = {1: 187, 4: 184, 16: 172, 32: 157, 48: 141, 49: 78, 64: 64, 96: 32, 97: 93, 128: 64, 192: 64, 256: 64}
+    for model in (StepModel(), StepModel(steps_at_start(DEVICES["8b", 1]))):
+        budget = decoding(model)
+        now = {num: tokens(budget, num, context) for num in before}
+        assert all(now[num] >= before[num] for num in before), now
+        for num_decodes, num_tokens in now.items():
+            step_s = model.seconds(StepWork(num_decodes, num_decodes * USUAL_CONTEXT, num_tokens))
+            assert step_s <= usual_gap_s(model) or num_tokens < 96, "beyond it only the least of prompts"
+
+
+def test_a_step_far_behind_in_a_prompt_is_within_the_gap_too() -> None:
+    model = StepModel()
+    num_tokens = tokens(decoding(model), 8, start=4096)
+    assert 64 < num_tokens < tokens(decoding(model), 8)
+    work = StepWork(8, 8 * USUAL_CONTEXT, num_tokens, num_tokens * 4096)
+    assert model.seconds(work) <= 1.1 * usual_gap_s(model)
+
+
+def test_the_usual_gap_is_a_decode_nodes_on_a_gpu_without_other_targets() -> None:
+    model = StepModel()
+    gap_s = usual_gap_s(model)
+    assert gap_s == pytest.approx(0.0077, rel=0.02)
+    for role, device in (("decode", "cpu"), ("prefill", "cuda:0"), ("mixed", "cuda:0")):
+        assert decoding(model, role, device).targets == Targets()
+    for config in (SchedulerConfig(), SchedulerConfig(slo_ttft_ms=200)):
+        targets = decoding(model, config=config).targets
+        assert (targets.tpot_s, targets.context) == (inf, USUAL_CONTEXT)
+        assert targets.itl_s > gap_s
+    for config in (SchedulerConfig(slo_tpot_ms=10), SchedulerConfig(slo_itl_ms=5)):
+        for role in ("decode", "mixed"):
+            assert decoding(model, role, config=config).targets == Targets.of(config)
+
+
+def test_targets_in_seconds() -> None:
+    assert Targets.of(SchedulerConfig(slo_tpot_ms=10, slo_ttft_ms=200)) == Targets(0.2, 0.01, 0.03)
+    both = Targets.of(SchedulerConfig(slo_tpot_ms=10, slo_itl_ms=15))
+    assert both == Targets(inf, 0.01, 0.015)
+    assert both.on("prefill", "cuda:0", StepModel()) == Targets(itl_s=0.015), "prompts come first"
+    assert SchedulerConfig(slo_itl_ms=20).has_targets
+    assert not SchedulerConfig(slo_ttft_ms=200).has_targets, "of streams"
+    with pytest.raises(StartupError, match="slo_tpot_ms"):
+        SchedulerConfig(slo_tpot_ms=-1)
