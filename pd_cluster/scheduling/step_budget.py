@@ -89,6 +89,7 @@ class StepBudget:
         self._share = PrefillBudget(num_given=1)  # of the last step
         self._num_without = 0  # steps in a row, up to the last, without a prompt's token
         self._bound_s = -inf  # since when prompts have waited for nothing else
+        self._usual = ((-1, -1), (0, 0))  # decodes and the model's revision, and what `_limits` says of them
 
     def beside(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> PrefillBudget:
         """The share of a step of at most `max_num_tokens` with `num_decodes` decodes, which are planned.
@@ -131,10 +132,21 @@ class StepBudget:
         targets = self.targets
         if targets.itl_s == inf:
             return PrefillBudget.whole(max_num_tokens - num_decodes)
-        context = targets.context * num_decodes or _context_of(_streams(queues, num_entering))
-        alone_s = self.model.decode_s(num_decodes, context)
-        most = self.model.tokens_within(num_decodes, AIM * targets.itl_s - alone_s)
-        return self._share_of(num_decodes, max_num_tokens, most)
+        if not targets.context:
+            limits = self._limits(num_decodes, _context_of(_streams(queues, num_entering)))
+        elif self._usual[0] == (key := (num_decodes, self.model.revision)):  # 1 us for 9: they change in one step of 16
+            limits = self._usual[1]
+        else:
+            limits = self._limits(num_decodes, targets.context * num_decodes)
+            self._usual = key, limits
+        return PrefillBudget.beside(num_decodes, max_num_tokens, *limits)
+
+    def _limits(self, num_decodes: int, context: int) -> tuple[int, int]:
+        """Tokens of prompts within the target of gaps, and the keys that cost as much as one of them."""
+        most = self.model.tokens_within(
+            num_decodes, AIM * self.targets.itl_s - self.model.decode_s(num_decodes, context)
+        )
+        return most, self._keys_per_token(num_decodes + most)
 
     def _look(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> _Step:
         model, begin_s = self.model, self._clock() + self._busy_s()
@@ -181,8 +193,10 @@ class StepBudget:
 
     def _share_of(self, num_decodes: int, max_num_tokens: int, most: int) -> PrefillBudget:
         """The share of prompts: `most` tokens if they have none before them, and what fits a captured size."""
-        keys_per_token = max(1, round(self.model.token_s_at(num_decodes + most) / self.model.key_s))
-        return PrefillBudget.beside(num_decodes, max_num_tokens, most, keys_per_token)
+        return PrefillBudget.beside(num_decodes, max_num_tokens, most, self._keys_per_token(num_decodes + most))
+
+    def _keys_per_token(self, num_tokens: int) -> int:
+        return max(1, round(self.model.token_s_at(num_tokens) / self.model.key_s))
 
     def _slack_s(self, streams: list[Sequence], begin_s: float) -> tuple[float, float]:
         """The least slack when the planned step begins, and the least with what a stream may owe.

@@ -145,6 +145,7 @@ class StepModel:
         self._num_noted = 0
         self._num_with_prompts = 0  # of them
         self._most_decodes = 0  # so many are priced: a step of them alone took as long as predicted
+        self.revision = 0  # of the coefficients
         self._restart([BASE_S, CONTEXT_S, KEY_S, DECODE_S, *TOKEN_S, *(FIRST_S for _ in FIRST_KNOTS), DRAFT_S])
         if measured:
             self.fit(measured)
@@ -294,6 +295,7 @@ class StepModel:
 
     def _use(self, seconds: Sequence[float]) -> None:
         """Predict with these coefficients from now on."""
+        self.revision += 1
         self._seconds = list(seconds)
         self._tokens = _Ladder(TOKEN_KNOTS, self._seconds[_TOKENS:_FIRST])
         self._firsts = _Ladder(FIRST_KNOTS, self._seconds[_FIRST:_DRAFTS])
