@@ -11,7 +11,7 @@ import pytest
 
 from pd_cluster.protocol.messages import AddRequest, FinishReason, TicketOpened, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.worker.grammars import GrammarState
+from pd_cluster.worker.grammars import Grammars, GrammarState
 from pd_cluster.worker.logits_stages import grammar_masks
 from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
 from tests.drafters import KINDS, ScriptedDrafter
@@ -29,7 +29,8 @@ from tests.engine.test_core_pipeline import CONFIG
 from tests.engine.test_drafted_answers import Answered, Node, Told, expect_same, node_of, num_drafts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
 
 VOCABULARY = json.loads((Path(CONFIG.model.model) / "tokenizer.json").read_text())["model"]["vocab"]
 PROMPTS = [
@@ -38,6 +39,8 @@ PROMPTS = [
 JSON = json_grammar(a_list(PERSON, 2, 4))
 FORCED = json_grammar(an_object(call={"const": "get_weather_of_tomorrow"}, arguments=an_object(city=WORD)))
 LAZY = 'start: /[a-z ]{3,9}/ <|im_start|> end\nend: %json {"enum": ["red", "green"]}'
+# A mask within the first word behind "1" is more than the lexer may do
+EXHAUSTING = 'start: /[2-9]/+ "1" X\nX: /(?s:.{1,5000})/ & /(\\S+\\s+){0,99}\\S+/'
 SETTINGS: list[dict[str, Any]] = [
     {"grammar": JSON},
     {"grammar": JSON, "temperature": 0.0, "logprobs": 2},
@@ -160,29 +163,55 @@ def test_masks_that_fail_behind_drafts(roomy: Node, single: Answered, monkeypatc
     expect_same(bench.answered(), single)
 
 
+def served(node: Node, samplings: Sequence[SamplingParams], answers: Sequence[Sequence[int]] = ()) -> FailingBench:
+    """All at once behind one prompt. `answers`: what the drafts are made of, right ones and others."""
+    drafter = ScriptedDrafter.of([[*PROMPTS[1], *one] for one in answers], "right") if answers else None
+    bench = FailingBench(node.executor, node.connector, "on", drafter=drafter)
+    for index, sampling in enumerate(samplings):
+        bench.send(AddRequest(f"{index}", PROMPTS[1], sampling))
+    bench.run()
+    return bench
+
+
 def test_a_dead_end_behind_a_draft(roomy: Node) -> None:
     """It ends a request that draws it, where single tokens do, and none that has it in a wrong draft."""
     dead = 'start: "1234" X\nX: /1+/ & /2+/'
     grammar = 'start: "12" (/[56]{9}/ | "3" X)\nX: /1+/ & /2+/'
     samplings = [SamplingParams(max_tokens=12, seed=seed, grammar=one) for seed in range(6) for one in (dead, grammar)]
-
-    def served(drafter: ScriptedDrafter | None) -> FailingBench:
-        bench = FailingBench(roomy.executor, roomy.connector, "on", drafter=drafter)
-        for index, sampling in enumerate(samplings):
-            bench.send(AddRequest(f"{index}", PROMPTS[1], sampling))
-        bench.run()
-        return bench
-
-    plain = served(None)
+    plain = served(roomy, samplings)
     assert 6 < len(plain.failed) < 12
-    wrong = [[*PROMPTS[1], *[VOCABULARY[one] for one in word]] for word in ("123456", "1233")]
-    right = [[*PROMPTS[1], *tokens] for tokens in plain.tokens.values()]
-    for answers in (wrong, [*right, *wrong]):
-        found = served(ScriptedDrafter.of(answers, "right"))
+    wrong = [[VOCABULARY[one] for one in word] for word in ("123456", "1233")]
+    for answers in (wrong, [*plain.tokens.values(), *wrong]):
+        found = served(roomy, samplings, answers)
         assert found.tokens == plain.tokens
         assert {name: said.message for name, said in found.failed.items()} == {
             name: said.message for name, said in plain.failed.items()
         }
+
+
+def test_drafts_that_exhaust_the_lexer_end_no_request(roomy: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has them, at every place of every answer. Some requests have a grammar of their own."""
+    hostile = VOCABULARY["1"]
+    grammars = [EXHAUSTING.replace("-9", f"-{last}") for last in "887"]
+    samplings = [
+        SamplingParams(max_tokens=14, seed=seed, temperature=1.5, grammar=grammar, logit_bias={hostile: -100.0})
+        for seed, grammar in enumerate(grammars)
+    ]
+    plain = served(roomy, samplings)
+    assert not plain.failed
+    assert {*map(len, plain.tokens.values())} == {14}
+    restart, begun = Grammars.restart, list[str]()
+
+    def noted(grammars: Grammars, grammar: str, failed: Future[Any]) -> Future[Any]:
+        begun.append(grammar)
+        return restart(grammars, grammar, failed)
+
+    monkeypatch.setattr(Grammars, "restart", noted)
+    behind = [hostile, VOCABULARY["b"]]
+    found = served(roomy, samplings, [[*whole[:at], *behind] for at in range(14) for whole in plain.tokens.values()])
+    assert sorted(begun) == sorted(grammars), "each request once"
+    assert found.failed == {}
+    assert found.tokens == plain.tokens
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("right", "on"), ("mixed", "off")])
