@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pd_cluster.protocol.messages import AddRequest, FinishReason, TicketOpened, Work
+from pd_cluster.protocol.messages import AddRequest, FinishReason
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.grammars import Grammars, GrammarState
 from pd_cluster.worker.logits_stages import grammar_masks
 from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
 from tests.drafters import KINDS, ScriptedDrafter
+from tests.engine.drafting_node import Answered, Node, Wanted, expect_handoff, expect_same, num_drafts, roomy, small
 from tests.engine.test_constrained_steps import (
     EOS,
     PERSON,
@@ -26,11 +27,12 @@ from tests.engine.test_constrained_steps import (
     sit_out,
 )
 from tests.engine.test_core_pipeline import CONFIG
-from tests.engine.test_drafted_answers import Answered, Node, Told, expect_same, node_of, num_drafts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from concurrent.futures import Future
+
+__all__ = ["roomy", "small"]
 
 VOCABULARY = json.loads((Path(CONFIG.model.model) / "tokenizer.json").read_text())["model"]["vocab"]
 PROMPTS = [
@@ -51,7 +53,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"grammar": JSON, "frequency_penalty": 0.6, "top_k": 50, "logit_bias": {9: 3.0}, "bad_words": ((40, 41),)},
     {"ignore_eos": True, "temperature": 0.9},
 ]
-SAMPLINGS = [SamplingParams(max_tokens=36 + i, seed=5 + i, **more) for i, more in enumerate(SETTINGS)]
+WANTED = Wanted(PROMPTS, [SamplingParams(max_tokens=36 + i, seed=5 + i, **more) for i, more in enumerate(SETTINGS)])
 
 
 @pytest.fixture(autouse=True)
@@ -61,27 +63,9 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def roomy() -> Iterator[Node]:
-    yield from node_of(96)
-
-
-@pytest.fixture(scope="module")
-def small() -> Iterator[Node]:
-    yield from node_of(14)
-
-
-def send_all(bench: Told, work: Work = Work.GENERATE, name: str = "r") -> None:
-    for index, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
-        bench.send(AddRequest(f"{name}{index}", list(prompt), sampling, work))
-
-
-@pytest.fixture(scope="module")
 def single(roomy: Node, small: Node) -> Answered:
     """Without a drafter."""
-    bench = roomy.bench()
-    send_all(bench)
-    found = bench.answered()
-    roomy.answers = small.answers = [[*PROMPTS[int(name[1:])], *ids] for (name, _), ids in found.ids.items()]
+    found = WANTED.answered(roomy, small)
     assert {FinishReason.STOP, FinishReason.LENGTH} == set(found.reasons.values())
     return found
 
@@ -90,7 +74,7 @@ def single(roomy: Node, small: Node) -> Answered:
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_change_no_answer(roomy: Node, single: Answered, kind: str, mode: str) -> None:
     bench = roomy.bench(kind, mode)
-    send_all(bench)
+    WANTED.send(bench)
     found = bench.answered()
     expect_same(found, single)
     assert num_drafts(bench) > 100
@@ -106,7 +90,7 @@ def test_right_drafts_are_accepted(roomy: Node, single: Answered) -> None:
         whole = single.ids[f"r{index}", 0]
         roomy.answers = [[*PROMPTS[index], *whole, *[EOS] * 6]]
         bench = roomy.bench("right")
-        bench.send(AddRequest("r", list(PROMPTS[index]), SAMPLINGS[index]))
+        bench.send(AddRequest("r", list(PROMPTS[index]), WANTED.samplings[index]))
         found = bench.answered()
         assert found.ids["r", 0] == whole
         assert found.reasons["r", 0] is single.reasons[f"r{index}", 0]
@@ -117,7 +101,7 @@ def test_right_drafts_are_accepted(roomy: Node, single: Answered) -> None:
 @pytest.mark.parametrize(("kind", "mode"), [("mixed", "on"), ("right", "off")])
 def test_preempted_answers(small: Node, single: Answered, kind: str, mode: str) -> None:
     bench = small.bench(kind, mode)
-    send_all(bench)
+    WANTED.send(bench)
     expect_same(bench.answered(), single)
     assert bench.stats is not None
     assert sum(bench.stats.counters[f"preemptions_{name}_total"] for name in ("recompute", "swap")) > 1
@@ -130,7 +114,7 @@ def test_draws_that_are_sat_out(
     """With all of their places."""
     sit_out(0.3, monkeypatch)
     bench = roomy.bench(kind, mode)
-    send_all(bench)
+    WANTED.send(bench)
     expect_same(bench.answered(), single)
     assert bench.stats is not None
     assert bench.stats.counters["draws_sat_out_total"] > 10
@@ -140,7 +124,7 @@ def test_drafts_that_come_too_late_end_the_run(roomy: Node, single: Answered, mo
     """A place without a mask draws nothing, though its drafts are right."""
     monkeypatch.setattr(GrammarMasks, "expect", lambda *_: None)
     bench = roomy.bench("right", "on")
-    send_all(bench)
+    WANTED.send(bench)
     expect_same(bench.answered(), single)
     assert num_drafts(bench) > 100
 
@@ -159,7 +143,7 @@ def test_masks_that_fail_behind_drafts(roomy: Node, single: Answered, monkeypatc
 
     monkeypatch.setattr(GrammarState, "copy", copy)
     bench = roomy.bench("right", "on")
-    send_all(bench)
+    WANTED.send(bench)
     expect_same(bench.answered(), single)
 
 
@@ -217,14 +201,5 @@ def test_drafts_that_exhaust_the_lexer_end_no_request(roomy: Node, monkeypatch: 
 @pytest.mark.parametrize(("kind", "mode"), [("right", "on"), ("mixed", "off")])
 def test_drafts_behind_a_handoff(roomy: Node, single: Answered, kind: str, mode: str) -> None:
     bench = roomy.bench(kind, mode, prefix_caching=False)
-
-    def take_over(message: TicketOpened) -> None:
-        index = int(message.request_id[1:])
-        bench.send(AddRequest(f"d{index}", PROMPTS[index], SAMPLINGS[index], Work.TAKE_OVER, message.ticket))
-
-    bench.on_ticket = take_over
-    send_all(bench, Work.PREFILL, "p")
-    found = bench.answered()
-    found.answers = {key: tokens for key, tokens in found.answers.items() if key[0][0] == "d"}
-    expect_same(found, single, "d")
-    assert num_drafts(bench) > 100
+    WANTED.hand_over(bench)
+    expect_handoff(bench, single)
