@@ -93,7 +93,7 @@ class MaskThreads:
         May be called from any thread.
         """
         future = self._following.submit(compute)
-        future.add_done_callback(lambda _: self._tell())
+        future.add_done_callback(lambda _: self._end(()))
         return future
 
     def wait(self, are_done: Callable[[], bool], deadline_s: float) -> None:
@@ -144,9 +144,6 @@ class MaskThreads:
     def _end(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             task.is_ready = True
-        self._tell()
-        self.ring()
-
-    def _tell(self) -> None:
         with self._ended:
             self._ended.notify_all()
+        self.ring()

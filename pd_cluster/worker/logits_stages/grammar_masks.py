@@ -57,12 +57,12 @@ class Constraint:
 
     grammars: Grammars
     grammar: str
-    eos_token_ids: frozenset[int]
-    eos: Mask  # the same
-    masks: dict[tuple[int, ...], Mask]  # of the next token once it is ready, and of those behind drafts as they come
+    eos: Mask  # the EOS tokens
     output: list[int]
     first_end: int  # length of the sequence before which it must not end while the grammar lets it go on
     ends: Mask | None  # the tokens that end it; None: it may end anywhere
+    # Of the next token once it is ready, and of those behind drafts as they come
+    masks: dict[tuple[int, ...], Mask] = field(default_factory=dict)
     compiled: Future[Any] = field(init=False)  # see `Grammars.prepare`
     is_own: bool = False  # no other row and no draft has copies of `compiled`
     state: GrammarState | None = None  # None: no mask was computed yet
@@ -111,7 +111,7 @@ class Constraint:
         """Why the row cannot go on; "" if it can. `allows_more`: the mask allows a token that ends no output."""
         if error := state.error:
             return error
-        goes_on = allows_more or state.is_accepting or state.ends_by(self.eos_token_ids)
+        goes_on = allows_more or state.is_accepting or state.ends_by(self.grammars.eos_token_ids)
         return "" if goes_on else NO_WAY_ON  # only the end is allowed, where the output must not end
 
     def ends_with(self, error: str) -> bool:
@@ -157,7 +157,10 @@ def compute_masks(constraints: Sequence[Constraint]) -> list[Constraint]:
 def _advance(
     taken: Mapping[Constraint, tuple[GrammarState, Sequence[int]]],
 ) -> tuple[dict[Constraint, Mask], dict[Constraint, str]]:
-    """Advance states of some rows by their tokens. -> the masks behind them; errors of the other rows."""
+    """Advance states of some rows by their tokens. -> the masks behind them; errors of the rows that have none.
+
+    Raises any exception.
+    """
     masks, errors = dict[Constraint, "Mask"](), dict[Constraint, str]()
     if taken:
         grammars, others = next((one.grammars, ~one.eos) for one in taken)
@@ -174,9 +177,9 @@ def _advance(
 
 
 def try_drafts(constraints: Iterable[Constraint]) -> None:
-    """Have the masks behind the drafts of some rows computed, which have their own masks and states now.
+    """Begin to compute the masks behind the drafts of some rows, whose own masks are there.
 
-    None is worth the time of slow ones. A lexer of one row has no drafts, so its errors are those of the output.
+    Not of slow rows: no draft is worth the time. Not from a lexer of one row: its errors are those of the row's output.
     """
     branches = [
         Branch(one, one.state, one.masks, one.drafts)
@@ -200,24 +203,23 @@ class Branch:
 
     def goes_to(self, count: int) -> bool:
         """Whether the mask before the last of `count` drafts allows it. A state that takes another one has an error."""
-        if len(self.drafts) < count or self.one.masks is not self.masks:  # the row has gone on
-            return False
+        mask = self.masks.get(self.drafts[: count - 1])
+        if mask is None or len(self.drafts) < count or self.one.masks is not self.masks:
+            return False  # behind an error, at the end, or the row has gone on
         word, bit = divmod(self.drafts[count - 1], 32)
-        return bool(self.masks[self.drafts[: count - 1]][word] >> bit & 1)
+        return bool(mask[word] >> bit & 1)
 
 
-def _compute_behind(branches: Iterable[Branch]) -> None:
+def _compute_behind(branches: Sequence[Branch]) -> None:
     """Compute the masks behind drafts, as far as the masks before them allow the drafts."""
     try:
         for branch in branches:
             branch.state = branch.state.copy()
-        count = 1
-        while branches := [branch for branch in branches if branch.goes_to(count)]:
-            masks, _ = _advance({one.one: (one.state, one.drafts[count - 1 : count]) for one in branches})
-            branches = [branch for branch in branches if branch.one in masks]
-            for branch in branches:
-                branch.masks[branch.drafts[:count]] = masks[branch.one]
-            count += 1
+        for count in range(1, 1 + max(len(branch.drafts) for branch in branches)):
+            going = {branch.one: branch for branch in branches if branch.goes_to(count)}
+            masks, _ = _advance({one: (its.state, its.drafts[count - 1 : count]) for one, its in going.items()})
+            for one, mask in masks.items():
+                going[one].masks[going[one].drafts[:count]] = mask
     except BaseException as error:  # llguidance may raise anything; the runs are shorter then
         logger.warning("no masks behind drafts: %s", _said(error))
 
@@ -265,9 +267,7 @@ class GrammarMasks(CapturedStage):
             constraint = Constraint(
                 self._grammars,
                 params.grammar,
-                self._eos_token_ids,
                 self._eos,
-                {},
                 list(start.token_ids[num_prompt:]),
                 num_prompt + params.min_tokens,
                 self._mask_of(params.stop_ids(self._eos_token_ids)) if params.min_tokens else None,
