@@ -177,7 +177,7 @@ def _advance(
 
 
 def try_drafts(constraints: Iterable[Constraint]) -> None:
-    """Begin to compute the masks behind the drafts of some rows, whose own masks are there.
+    """Begin to compute the masks behind the drafts of some rows, which have their own masks.
 
     Not of slow rows: no draft is worth the time. Not from a lexer of one row: its errors are those of the row's output.
     """
