@@ -288,8 +288,8 @@ class GrammarMasks(CapturedStage):
         try_drafts(begun)
 
     def absent(self, rows: Ints) -> set[int]:
-        asked = {row: self._constraint(row) for row in rows.tolist()}
-        awaited = [one for one in asked.values() if one.is_awaited]
+        waiting = {row: one for row in rows.tolist() if not (one := self._constraint(row)).is_ready or one.tried}
+        awaited = [one for one in waiting.values() if one.is_awaited]
         if awaited:
             assert self._grammars is not None
             wait_s = max(one.begun_s for one in awaited) + MASK_WAIT_S - time.monotonic()
@@ -301,9 +301,9 @@ class GrammarMasks(CapturedStage):
                 return not awaited
 
             self._grammars.mask_threads.wait(is_none_left, max(wait_s, least_s))
-        late = {row for row, one in asked.items() if not (one.is_ready or one.has_failed)}
+        late = {row for row, one in waiting.items() if not (one.is_ready or one.has_failed)}
         for row in late:
-            asked[row].num_missed += 1
+            waiting[row].num_missed += 1
         return late
 
     def is_unready(self, row: int) -> bool:
