@@ -59,6 +59,7 @@ def test_masks_behind_drafts_that_are_allowed(rows: Rows, ids: dict[str, int], i
     rows.start(0, "start: /[12]/ /[34]/ /[56]/")
     settle(rows, 0)
     expect(rows, 0, ids["3"], ids["7"], ids["5"], is_known=False)
+    assert rows.stage._constraint(0).tried is None, "the mask that is ready is not the one before them"
     rows.note(0, ids["1"])
     settle(rows, 0)
     if is_known:
@@ -74,6 +75,18 @@ def test_masks_behind_drafts_that_are_allowed(rows: Rows, ids: dict[str, int], i
         first, *behind = allowed_behind(rows, 0, ids["3"], ids["7"], ids["5"])
         assert behind == [{ids["5"], ids["6"]}, set(), set()]
     assert first == {ids["3"], ids["4"]}
+
+
+def test_rows_of_one_call_have_drafts_of_any_number(rows: Rows, ids: dict[str, int]) -> None:
+    for row in range(2):
+        rows.start(row, FORCED)
+        settle(rows, row)
+    short, long = (ids["8"],), (ids["1"], ids["7"], ids["2"])
+    rows.stage.expect(np.array([0, 1]), [short, long], np.array([True, True]))
+    tried(rows, 1)
+    digits = {ids["1"], ids["2"]}
+    assert allowed_behind(rows, 0, *short) == [digits | {ids["8"]}, digits]
+    assert allowed_behind(rows, 1, *long) == [digits | {ids["8"]}, {ids["7"]}, digits | {EOS}, {ids["7"]}]
 
 
 @pytest.fixture
