@@ -54,9 +54,6 @@ class InLoopEngine:
             max_num_seqs=config.scheduler.max_num_seqs or 0,
         )
 
-    def check_open(self) -> None:
-        pass
-
     def open(self, request: AddRequest) -> RequestStream:
         stream = RequestStream(request.request_id, self.send, self._forget)
         self.requests.append(request)

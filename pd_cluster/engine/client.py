@@ -86,11 +86,8 @@ class EngineClient(Protocol):
     def num_freezes(self) -> int:
         """How often the engine was judged frozen."""
 
-    def check_open(self) -> None:
-        """Raises EngineUnavailable when the engine can take no request now; EngineFrozen is one."""
-
     def open(self, request: AddRequest) -> RequestStream:
-        """Admit a request. Raises what `check_open` raises."""
+        """Admit a request. Raises EngineUnavailable when the engine can take none now; EngineFrozen is one."""
 
     def send(self, message: ToEngine) -> None:
         """Send any message but AddRequest. Never blocks. Ignored when the engine is gone: its requests have failed."""
@@ -209,14 +206,11 @@ class ZmqEngineClient:
     def frozen(self) -> str:
         return "" if self.death else self._frozen
 
-    def check_open(self) -> None:
+    def open(self, request: AddRequest) -> RequestStream:
         if not self.alive:
             raise EngineUnavailable(self.death or "the engine is still starting")
         if self._frozen:
             raise EngineFrozen(self._frozen)
-
-    def open(self, request: AddRequest) -> RequestStream:
-        self.check_open()
         if request.request_id in self._streams:
             raise AssertionError(f"request id {request.request_id} is in use")
         awaits_ticket = request.work is Work.PREFILL

@@ -134,7 +134,7 @@ class Grammars:
 
     def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._vocab_size = vocab_size
-        self._eos_token_ids = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
+        self.eos_token_ids = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._restarts = ThreadPoolExecutor(1, thread_name_prefix="grammar-restart")  # delay no new grammar
         self.mask_threads = MaskThreads()
@@ -145,7 +145,7 @@ class Grammars:
             self._refusal = NO_PACKAGE
         elif not has_tokenizer(model_dir):
             self._refusal = f"grammars need the model's tokenizer.json, which {model_dir.name} lacks"
-        elif not self._eos_token_ids:
+        elif not self.eos_token_ids:
             self._refusal = f"grammars need an EOS token, and the configs of {model_dir.name} name none"
         else:
             self._tools = self._threads.submit(self._make_tools, model_dir / "tokenizer.json")
@@ -203,9 +203,8 @@ class Grammars:
         """
         ones = []
         for state, token_ids in states:
-            if len(token_ids) == 1 < len(states):
-                if not state.matcher.is_stopped():
-                    ones.append((state.matcher, token_ids[0]))
+            if len(token_ids) == 1 < len(states) and not state.matcher.is_stopped():
+                ones.append((state.matcher, token_ids[0]))
             else:
                 state.advance(token_ids)
         if ones:
@@ -238,7 +237,7 @@ class Grammars:
 
         tokens = GrammarTokens.read(path, self._vocab_size)
         executors = llguidance.LLExecutor(1), llguidance.LLExecutor(MASK_THREADS)
-        return _Tools(tokens.vocabulary(self._eos_token_ids), tokens.holes, *executors)
+        return _Tools(tokens.vocabulary(self.eos_token_ids), tokens.holes, *executors)
 
     def _compile(self, grammar: str) -> Any:
         """The first mask is computed here too: it took up to 0.1 s, and copies share what it has found."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
 # One thread of Python computes all quick rows in one call of llguidance, which has threads of its own. Each thread of
 # Python more takes the interpreter's lock from the step loop more often: with 64 rows on an H200 a step took 8.9 to
@@ -52,6 +53,7 @@ class MaskThreads:
     def __init__(self) -> None:
         threads = {Pace.QUICK: 1, Pace.SUSPECT: NUM_SUSPECTS, Pace.SLOW: 1}
         self._pools = {pace: ThreadPoolExecutor(count, f"{pace.name.lower()}-mask") for pace, count in threads.items()}
+        self._following = ThreadPoolExecutor(1, "draft-mask")
         self._ended = Condition()  # masks are ready
         self._wake: Callable[[], None] | None = None
         # Rows with masks of 0.1 s come behind one with a mask of 5 ms: 60 of them would keep it for 6 s
@@ -60,7 +62,7 @@ class MaskThreads:
 
     def close(self) -> None:
         """End the threads. Waits for the masks under way."""
-        for pool in self._pools.values():
+        for pool in (*self._pools.values(), self._following):  # it last, because the others submit to it
             pool.shutdown(wait=True, cancel_futures=True)
 
     def begin(self, tasks: Sequence[Task], compute: Callable[[Sequence[Task]], Sequence[Task]]) -> None:
@@ -84,6 +86,15 @@ class MaskThreads:
             with self._ended:
                 heappush(self._slow, (task.cost_s, next(self._numbers), task, compute))
             self._pools[Pace.SLOW].submit(self._run_fastest)
+
+    def follow(self, compute: Callable[[], None]) -> Future[None]:
+        """Compute masks behind drafts, on a thread of their own: no row needs them to go on. `compute` must not raise.
+
+        May be called from any thread.
+        """
+        future = self._following.submit(compute)
+        future.add_done_callback(lambda _: self._end(()))
+        return future
 
     def wait(self, are_done: Callable[[], bool], deadline_s: float) -> None:
         """Wait until the tasks are done that `are_done` asks about, at most `deadline_s`."""

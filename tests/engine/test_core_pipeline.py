@@ -186,7 +186,8 @@ def make_connector(executor: DeviceExecutor) -> Iterator[Connector]:
         engine_id="bench", epoch=1, fingerprint=executor.model.fingerprint, layout=executor.cache.layout,
         cluster_key=b"k" * 32, host="127.0.0.1", port=0,
     )  # fmt: skip
-    connector = create_connector("loopback", context)
+    ports = executor.connect("loopback", context)
+    connector = create_connector("loopback", replace(context, rank_ports=ports))
     connector.register_kv_cache(executor.cache)
     yield connector
     connector.close()

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pd_cluster.protocol.messages import AddRequest, FinishReason, TicketOpened, Work
+from pd_cluster.protocol.messages import AddRequest, FinishReason
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.worker.grammars import GrammarState
+from pd_cluster.worker.grammars import Grammars, GrammarState
 from pd_cluster.worker.logits_stages import grammar_masks
 from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
 from tests.drafters import KINDS, ScriptedDrafter
+from tests.engine.drafting_node import Answered, Node, Wanted, expect_handoff, expect_same, num_drafts, roomy, small
 from tests.engine.test_constrained_steps import (
     EOS,
     PERSON,
@@ -26,10 +27,12 @@ from tests.engine.test_constrained_steps import (
     sit_out,
 )
 from tests.engine.test_core_pipeline import CONFIG
-from tests.engine.test_drafted_answers import Answered, Node, Told, expect_same, node_of, num_drafts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
+__all__ = ["roomy", "small"]
 
 VOCABULARY = json.loads((Path(CONFIG.model.model) / "tokenizer.json").read_text())["model"]["vocab"]
 PROMPTS = [
@@ -38,6 +41,8 @@ PROMPTS = [
 JSON = json_grammar(a_list(PERSON, 2, 4))
 FORCED = json_grammar(an_object(call={"const": "get_weather_of_tomorrow"}, arguments=an_object(city=WORD)))
 LAZY = 'start: /[a-z ]{3,9}/ <|im_start|> end\nend: %json {"enum": ["red", "green"]}'
+# A mask within the first word behind "1" is more than the lexer may do
+EXHAUSTING = 'start: /[2-9]/+ "1" X\nX: /(?s:.{1,5000})/ & /(\\S+\\s+){0,99}\\S+/'
 SETTINGS: list[dict[str, Any]] = [
     {"grammar": JSON},
     {"grammar": JSON, "temperature": 0.0, "logprobs": 2},
@@ -48,7 +53,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"grammar": JSON, "frequency_penalty": 0.6, "top_k": 50, "logit_bias": {9: 3.0}, "bad_words": ((40, 41),)},
     {"ignore_eos": True, "temperature": 0.9},
 ]
-SAMPLINGS = [SamplingParams(max_tokens=36 + i, seed=5 + i, **more) for i, more in enumerate(SETTINGS)]
+WANTED = Wanted(PROMPTS, [SamplingParams(max_tokens=36 + i, seed=5 + i, **more) for i, more in enumerate(SETTINGS)])
 
 
 @pytest.fixture(autouse=True)
@@ -58,27 +63,9 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def roomy() -> Iterator[Node]:
-    yield from node_of(96)
-
-
-@pytest.fixture(scope="module")
-def small() -> Iterator[Node]:
-    yield from node_of(14)
-
-
-def send_all(bench: Told, work: Work = Work.GENERATE, name: str = "r") -> None:
-    for index, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True)):
-        bench.send(AddRequest(f"{name}{index}", list(prompt), sampling, work))
-
-
-@pytest.fixture(scope="module")
 def single(roomy: Node, small: Node) -> Answered:
     """Without a drafter."""
-    bench = roomy.bench()
-    send_all(bench)
-    found = bench.answered()
-    roomy.answers = small.answers = [[*PROMPTS[int(name[1:])], *ids] for (name, _), ids in found.ids.items()]
+    found = WANTED.answered(roomy, small)
     assert {FinishReason.STOP, FinishReason.LENGTH} == set(found.reasons.values())
     return found
 
@@ -87,7 +74,7 @@ def single(roomy: Node, small: Node) -> Answered:
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_change_no_answer(roomy: Node, single: Answered, kind: str, mode: str) -> None:
     bench = roomy.bench(kind, mode)
-    send_all(bench)
+    WANTED.send(bench)
     found = bench.answered()
     expect_same(found, single)
     assert num_drafts(bench) > 100
@@ -103,7 +90,7 @@ def test_right_drafts_are_accepted(roomy: Node, single: Answered) -> None:
         whole = single.ids[f"r{index}", 0]
         roomy.answers = [[*PROMPTS[index], *whole, *[EOS] * 6]]
         bench = roomy.bench("right")
-        bench.send(AddRequest("r", list(PROMPTS[index]), SAMPLINGS[index]))
+        bench.send(AddRequest("r", list(PROMPTS[index]), WANTED.samplings[index]))
         found = bench.answered()
         assert found.ids["r", 0] == whole
         assert found.reasons["r", 0] is single.reasons[f"r{index}", 0]
@@ -114,7 +101,7 @@ def test_right_drafts_are_accepted(roomy: Node, single: Answered) -> None:
 @pytest.mark.parametrize(("kind", "mode"), [("mixed", "on"), ("right", "off")])
 def test_preempted_answers(small: Node, single: Answered, kind: str, mode: str) -> None:
     bench = small.bench(kind, mode)
-    send_all(bench)
+    WANTED.send(bench)
     expect_same(bench.answered(), single)
     assert bench.stats is not None
     assert sum(bench.stats.counters[f"preemptions_{name}_total"] for name in ("recompute", "swap")) > 1
@@ -127,7 +114,7 @@ def test_draws_that_are_sat_out(
     """With all of their places."""
     sit_out(0.3, monkeypatch)
     bench = roomy.bench(kind, mode)
-    send_all(bench)
+    WANTED.send(bench)
     expect_same(bench.answered(), single)
     assert bench.stats is not None
     assert bench.stats.counters["draws_sat_out_total"] > 10
@@ -137,7 +124,7 @@ def test_drafts_that_come_too_late_end_the_run(roomy: Node, single: Answered, mo
     """A place without a mask draws nothing, though its drafts are right."""
     monkeypatch.setattr(GrammarMasks, "expect", lambda *_: None)
     bench = roomy.bench("right", "on")
-    send_all(bench)
+    WANTED.send(bench)
     expect_same(bench.answered(), single)
     assert num_drafts(bench) > 100
 
@@ -156,8 +143,18 @@ def test_masks_that_fail_behind_drafts(roomy: Node, single: Answered, monkeypatc
 
     monkeypatch.setattr(GrammarState, "copy", copy)
     bench = roomy.bench("right", "on")
-    send_all(bench)
+    WANTED.send(bench)
     expect_same(bench.answered(), single)
+
+
+def served(node: Node, samplings: Sequence[SamplingParams], answers: Sequence[Sequence[int]] = ()) -> FailingBench:
+    """All at once behind one prompt. `answers`: what the drafts are made of, right ones and others."""
+    drafter = ScriptedDrafter.of([[*PROMPTS[1], *one] for one in answers], "right") if answers else None
+    bench = FailingBench(node.executor, node.connector, "on", drafter=drafter)
+    for index, sampling in enumerate(samplings):
+        bench.send(AddRequest(f"{index}", PROMPTS[1], sampling))
+    bench.run()
+    return bench
 
 
 def test_a_dead_end_behind_a_draft(roomy: Node) -> None:
@@ -165,37 +162,44 @@ def test_a_dead_end_behind_a_draft(roomy: Node) -> None:
     dead = 'start: "1234" X\nX: /1+/ & /2+/'
     grammar = 'start: "12" (/[56]{9}/ | "3" X)\nX: /1+/ & /2+/'
     samplings = [SamplingParams(max_tokens=12, seed=seed, grammar=one) for seed in range(6) for one in (dead, grammar)]
-
-    def served(drafter: ScriptedDrafter | None) -> FailingBench:
-        bench = FailingBench(roomy.executor, roomy.connector, "on", drafter=drafter)
-        for index, sampling in enumerate(samplings):
-            bench.send(AddRequest(f"{index}", PROMPTS[1], sampling))
-        bench.run()
-        return bench
-
-    plain = served(None)
+    plain = served(roomy, samplings)
     assert 6 < len(plain.failed) < 12
-    wrong = [[*PROMPTS[1], *[VOCABULARY[one] for one in word]] for word in ("123456", "1233")]
-    right = [[*PROMPTS[1], *tokens] for tokens in plain.tokens.values()]
-    for answers in (wrong, [*right, *wrong]):
-        found = served(ScriptedDrafter.of(answers, "right"))
+    wrong = [[VOCABULARY[one] for one in word] for word in ("123456", "1233")]
+    for answers in (wrong, [*plain.tokens.values(), *wrong]):
+        found = served(roomy, samplings, answers)
         assert found.tokens == plain.tokens
         assert {name: said.message for name, said in found.failed.items()} == {
             name: said.message for name, said in plain.failed.items()
         }
 
 
+def test_drafts_that_exhaust_the_lexer_end_no_request(roomy: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has them, at every place of every answer. Some requests have a grammar of their own."""
+    hostile = VOCABULARY["1"]
+    grammars = [EXHAUSTING.replace("-9", f"-{last}") for last in "887"]
+    samplings = [
+        SamplingParams(max_tokens=14, seed=seed, temperature=1.5, grammar=grammar, logit_bias={hostile: -100.0})
+        for seed, grammar in enumerate(grammars)
+    ]
+    plain = served(roomy, samplings)
+    assert not plain.failed
+    assert {*map(len, plain.tokens.values())} == {14}
+    restart, begun = Grammars.restart, list[str]()
+
+    def noted(grammars: Grammars, grammar: str, failed: Future[Any]) -> Future[Any]:
+        begun.append(grammar)
+        return restart(grammars, grammar, failed)
+
+    monkeypatch.setattr(Grammars, "restart", noted)
+    behind = [hostile, VOCABULARY["b"]]
+    found = served(roomy, samplings, [[*whole[:at], *behind] for at in range(14) for whole in plain.tokens.values()])
+    assert sorted(begun) == sorted(grammars), "each request once"
+    assert found.failed == {}
+    assert found.tokens == plain.tokens
+
+
 @pytest.mark.parametrize(("kind", "mode"), [("right", "on"), ("mixed", "off")])
 def test_drafts_behind_a_handoff(roomy: Node, single: Answered, kind: str, mode: str) -> None:
     bench = roomy.bench(kind, mode, prefix_caching=False)
-
-    def take_over(message: TicketOpened) -> None:
-        index = int(message.request_id[1:])
-        bench.send(AddRequest(f"d{index}", PROMPTS[index], SAMPLINGS[index], Work.TAKE_OVER, message.ticket))
-
-    bench.on_ticket = take_over
-    send_all(bench, Work.PREFILL, "p")
-    found = bench.answered()
-    found.answers = {key: tokens for key, tokens in found.answers.items() if key[0][0] == "d"}
-    expect_same(found, single, "d")
-    assert num_drafts(bench) > 100
+    WANTED.hand_over(bench)
+    expect_handoff(bench, single)

@@ -144,14 +144,11 @@ class FakeEngine:
     def alive(self) -> bool:
         return self.is_alive and self.ready is not None
 
-    def check_open(self) -> None:
+    def open(self, request: AddRequest) -> RequestStream:
         if not self.alive:
             raise EngineUnavailable("the fake engine is gone")
         if self.frozen:
             raise EngineFrozen(self.frozen)
-
-    def open(self, request: AddRequest) -> RequestStream:
-        self.check_open()
         stream = RequestStream(request.request_id, self.send, self._forget)
         self.requests.append(request)
         self.news.note_sent(request)

@@ -9,8 +9,8 @@ import pytest
 from pd_cluster.protocol.messages import AddRequest
 from pd_cluster.protocol.sampling_params import SamplingParams
 from tests.drafters import KINDS
+from tests.engine.drafting_node import Answered, Node
 from tests.engine.test_core_pipeline import make_connector
-from tests.engine.test_drafted_answers import Answered, Node
 from tests.worker.conftest import VOCAB_SIZE
 from tests.worker.driver import make_executor, random_prompts
 

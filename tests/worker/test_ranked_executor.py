@@ -19,6 +19,7 @@ from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, Seque
 from pd_cluster.worker import step_measurement
 from pd_cluster.worker.capacity import SAMPLES_PER_SEQ
 from pd_cluster.worker.device_executor import DeviceCached, DeviceDescribed, DeviceExecutor, run_phases
+from pd_cluster.worker.logits_stages import grammar_masks
 from pd_cluster.worker.memory_measurement import run_largest_step
 from pd_cluster.worker.pending_step import PendingStep
 from pd_cluster.worker.rank_frames import RankLost
@@ -27,6 +28,9 @@ from pd_cluster.worker.ranks import Ranks
 from pd_cluster.worker.warm_up import ASKING, DRAWN, GREEDY
 from pd_connectors.protocol.layout import BlockLayout
 from tests.drafters import KINDS
+from tests.engine.drafting_node import Node, expect_same, num_drafts
+from tests.engine.test_core_pipeline import make_connector
+from tests.engine.test_drafted_grammars import WANTED as GRAMMARS
 from tests.shallow_model import shallow_model
 from tests.worker.driver import random_prompts
 from tests.worker.reads import read_prompt
@@ -363,3 +367,26 @@ def test_ranks_verify_drafts_alike(one: DeviceExecutor, several: DeviceExecutor,
     drive.leave()
     assert drive.num_drafts > 40
     assert (drive.num_accepted > 10) == (kind != "wrong")
+
+
+@pytest.fixture(scope="module")
+def drafting(several: DeviceExecutor) -> Iterator[Node]:
+    for connector in make_connector(several):
+        yield Node(several, connector)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("kind", "mode"), [("right", "off"), ("right", "on"), ("mixed", "on")])
+def test_ranks_verify_drafts_under_grammars_alike(
+    drafting: Node, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone has masks. It decides which places of a run are drawn, and the others go on behind the same runs."""
+    monkeypatch.setattr(grammar_masks, "MASK_WAIT_S", 60.0)
+    single = GRAMMARS.answered(drafting)
+    bench = drafting.bench(kind, mode)
+    GRAMMARS.send(bench)
+    found = bench.answered()
+    expect_same(found, single)
+    assert num_drafts(bench) > 100
+    if kind == "right":
+        assert found.num_steps < 0.8 * single.num_steps

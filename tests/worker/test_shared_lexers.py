@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["grammars", "ids", "patience", "rows"]
 
 # A mask within the first word behind "1" is more than the lexer may do. Behind "2" it has little to do
-TWO_WAYS = 'start: "1" X | "2" /[34]+/\nX: /(?s:.{1,5000})/ & /(\\S+\\s+){0,99}\\S+/'
+HOSTILE = "X: /(?s:.{1,5000})/ & /(\\S+\\s+){0,99}\\S+/"
+TWO_WAYS = f'start: "1" X | "2" /[34]+/\n{HOSTILE}'
 
 
 @pytest.fixture
@@ -53,9 +54,9 @@ def restarts(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def exhaust(rows: Rows, row: int, ids: dict[str, int]) -> None:
-    """Let a row of TWO_WAYS fail by its own lexer."""
-    rows.start(row, TWO_WAYS)
+def exhaust(rows: Rows, row: int, ids: dict[str, int], grammar: str = TWO_WAYS) -> None:
+    """Let a row fail by its own lexer."""
+    rows.start(row, grammar)
     settle(rows, row)
     for letter in "1b":
         rows.note(row, ids[letter])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +39,8 @@ logger = logging.getLogger(__name__)
 # A step waits for a mask until so long after the token before it was read. Rows without one sit out the draw. The draw
 # is asked for just before the forward pass ends: behind one of 4 ms a step does not wait
 MASK_WAIT_S = 0.002
-# And at least so long, because a row that sits out waits a whole step. The plan is due half of its own time early
+# And at least so long, because a row that sits out waits a whole step. The plan is due half of its own time early.
+# Masks behind drafts have no such time: without them a run is shorter, and slow ones would hold each step
 LEAST_WAIT_S = 0.0005
 # Draws that a row sits out before steps leave it out. Most masks are late by less than a step, and are there when the
 # row's last token has been computed again; without it the row would wait for two steps
@@ -55,17 +57,18 @@ class Constraint:
 
     grammars: Grammars
     grammar: str
-    eos_token_ids: frozenset[int]
-    eos: Mask  # the same
-    masks: dict[tuple[int, ...], Mask]  # once they are ready: of the next token, and of those behind drafts
+    eos: Mask  # the EOS tokens
     output: list[int]
     first_end: int  # length of the sequence before which it must not end while the grammar lets it go on
     ends: Mask | None  # the tokens that end it; None: it may end anywhere
+    # Of the next token once it is ready, and of those behind drafts as they come
+    masks: dict[tuple[int, ...], Mask] = field(default_factory=dict)
     compiled: Future[Any] = field(init=False)  # see `Grammars.prepare`
-    is_own: bool = False  # no other row has copies of `compiled`
+    is_own: bool = False  # no other row and no draft has copies of `compiled`
     state: GrammarState | None = None  # None: no mask was computed yet
     num_taken: int = 0  # tokens of the output that the state has taken
     drafts: tuple[int, ...] = ()  # behind the output, of the launched step. The step loop writes them at any time
+    tried: Future[None] | None = None  # the end of the masks behind drafts; until then copies are made of the state
     is_ready: bool = False
     pace: Pace = Pace.SUSPECT
     cost_s: float = 0.0
@@ -77,14 +80,15 @@ class Constraint:
     num_missed: int = 0  # draws that it sat out for this mask
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether a step waits for the mask. One that takes 0.1 s must not cost each of ten steps MASK_WAIT_S."""
-        return not (self.pace is Pace.SLOW or self.has_failed) and not self.num_missed
+    def is_trying(self) -> bool:
+        """Whether masks behind drafts are being computed."""
+        return self.tried is not None and not self.tried.done()
 
-    def allows(self, drafts: tuple[int, ...]) -> bool:
-        """Whether the mask before the last of the drafts allows it. A state that is given another one has an error."""
-        word, bit = divmod(drafts[-1], 32)
-        return bool(self.masks[drafts[:-1]][word] >> bit & 1)
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a step waits for a mask. One that takes 0.1 s must not cost each of ten steps MASK_WAIT_S."""
+        is_hopeless = self.pace is Pace.SLOW or self.has_failed or self.num_missed > 0
+        return not is_hopeless and (self.is_trying or not self.is_ready)
 
     def begin(self, compiled: Future[Any]) -> None:
         """Compute the mask behind the whole output as soon as the grammar is compiled."""
@@ -97,7 +101,8 @@ class Constraint:
 
     def take_pending(self) -> tuple[GrammarState, list[int]]:
         """The state, and the tokens that it takes next. Raises any exception."""
-        self.state = state = self.state or self.grammars.state(self.compiled)
+        state = self.state or self.grammars.state(self.compiled)
+        self.state = state = state.copy() if self.is_trying else state
         pending = self.output[self.num_taken :]
         self.num_taken = len(self.output)
         return state, pending
@@ -106,13 +111,14 @@ class Constraint:
         """Why the row cannot go on; "" if it can. `allows_more`: the mask allows a token that ends no output."""
         if error := state.error:
             return error
-        goes_on = allows_more or state.is_accepting or state.ends_by(self.eos_token_ids)
+        goes_on = allows_more or state.is_accepting or state.ends_by(self.grammars.eos_token_ids)
         return "" if goes_on else NO_WAY_ON  # only the end is allowed, where the output must not end
 
     def ends_with(self, error: str) -> bool:
         """Note why the row cannot go on. -> whether the error is its own.
 
-        It may be another row's while they share a lexer. Then the row begins again with a matcher of its own, once.
+        It may be that of another row or of drafts while they share a lexer. Then the row begins again with a matcher of
+        its own, once.
         """
         if not self.is_own:
             self.is_own = True
@@ -135,49 +141,87 @@ def compute_masks(constraints: Sequence[Constraint]) -> list[Constraint]:
     for one in constraints:
         try:
             taken[one] = one.take_pending()
-            one.masks = {}
         except BaseException as error:
             errors[one] = _said(error)
-    errors |= _advance(taken, dict.fromkeys(taken, ()))
-    drafted = {one: one.drafts for one in taken if one.drafts and not errors[one]}
-    try:
-        _try_drafts(drafted)
-    except BaseException as error:  # llguidance may raise anything; the runs are shorter then
-        logger.warning("no masks behind drafts: %s", _said(error))
-    return [one for one in constraints if not errors[one] or one.ends_with(errors[one])]
+    try:  # llguidance may raise anything, panics too, and a row must not wait for its deadline
+        masks, failed = _advance(taken)
+    except BaseException as error:
+        masks, failed = {}, dict.fromkeys(taken, _said(error))
+    for one, mask in masks.items():
+        one.masks = {(): mask}
+    try_drafts(masks)
+    errors |= failed
+    return [one for one in constraints if one in masks or one.ends_with(errors[one])]
 
 
 def _advance(
-    taken: Mapping[Constraint, tuple[GrammarState, Sequence[int]]], behind: Mapping[Constraint, tuple[int, ...]]
-) -> dict[Constraint, str]:
-    """Advance the states of some rows by their tokens, and note their masks under `behind`. -> errors; "": none."""
-    if not taken:
-        return {}
-    constraints, states = list(taken), [state for state, _ in taken.values()]
-    grammars, others = constraints[0].grammars, ~constraints[0].eos
-    masks = np.empty((len(constraints), len(others)), np.int32)
-    try:  # llguidance may raise anything, panics too, and a row must not wait for its deadline
+    taken: Mapping[Constraint, tuple[GrammarState, Sequence[int]]],
+) -> tuple[dict[Constraint, Mask], dict[Constraint, str]]:
+    """Advance states of some rows by their tokens. -> the masks behind them; errors of the rows that have none.
+
+    Raises any exception.
+    """
+    masks, errors = dict[Constraint, "Mask"](), dict[Constraint, str]()
+    if taken:
+        grammars, others = next((one.grammars, ~one.eos) for one in taken)
+        filled = np.empty((len(taken), len(others)), np.int32)
         grammars.advance(list(taken.values()))
-        grammars.fill(dict(enumerate(states)), masks)
-    except BaseException as error:
-        return dict.fromkeys(constraints, _said(error))
-    allow_more = np.any(masks[:, :FIRST_WORDS] & others[:FIRST_WORDS], axis=1).tolist()
-    errors = {}
-    for one, state, mask, allows_more in zip(constraints, states, masks, allow_more, strict=True):
-        errors[one] = one.error_at(state, allows_more=allows_more or bool((mask & others).any()))
-        if not errors[one]:
-            one.masks[behind[one]] = mask
-    return errors
+        grammars.fill(dict(enumerate(state for state, _ in taken.values())), filled)
+        allow_more = np.any(filled[:, :FIRST_WORDS] & others[:FIRST_WORDS], axis=1).tolist()
+        for (one, (state, _)), mask, allows_more in zip(taken.items(), filled, allow_more, strict=True):
+            if error := one.error_at(state, allows_more=allows_more or bool((mask & others).any())):
+                errors[one] = error
+            else:
+                masks[one] = mask
+    return masks, errors
 
 
-def _try_drafts(drafts: Mapping[Constraint, tuple[int, ...]]) -> None:
-    """Compute the masks behind drafts, on copies of the states, as far as the masks before them allow the drafts."""
-    states = {one: one.state.copy() for one in drafts if one.state is not None}
-    for count in range(1, 1 + max(map(len, drafts.values()), default=0)):
-        behind = {one: drafts[one][:count] for one in states if len(drafts[one]) >= count}
-        taken = {one: (states[one], all_[-1:]) for one, all_ in behind.items() if one.allows(all_)}
-        errors = _advance(taken, behind)
-        states = {one: states[one] for one, error in errors.items() if not error}
+def try_drafts(constraints: Iterable[Constraint]) -> None:
+    """Begin to compute the masks behind the drafts of some rows, which have their own masks.
+
+    Not of slow rows: no draft is worth the time. Not from a lexer of one row: its errors are those of the row's output.
+    """
+    branches = [
+        Branch(one, one.state, one.masks, one.drafts)
+        for one in constraints
+        if one.drafts and one.state and not (one.is_own or one.error or one.pace is Pace.SLOW)
+    ]
+    if branches:
+        tried = branches[0].one.grammars.mask_threads.follow(partial(_compute_behind, branches))
+        for branch in branches:
+            branch.one.tried = tried
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """The drafts behind one place of a row's output."""
+
+    one: Constraint
+    state: GrammarState
+    masks: dict[tuple[int, ...], Mask]
+    drafts: tuple[int, ...]
+
+    def goes_to(self, count: int) -> bool:
+        """Whether the mask before the last of `count` drafts allows it. A state that takes another one has an error."""
+        mask = self.masks.get(self.drafts[: count - 1])
+        if mask is None or len(self.drafts) < count or self.one.masks is not self.masks:
+            return False  # behind an error, at the end, or the row has gone on
+        word, bit = divmod(self.drafts[count - 1], 32)
+        return bool(mask[word] >> bit & 1)
+
+
+def _compute_behind(branches: Sequence[Branch]) -> None:
+    """Compute the masks behind drafts, as far as the masks before them allow the drafts."""
+    try:
+        for branch in branches:
+            branch.state = branch.state.copy()
+        for count in range(1, 1 + max(len(branch.drafts) for branch in branches)):
+            going = {branch.one: branch for branch in branches if branch.goes_to(count)}
+            masks, _ = _advance({one: (its.state, its.drafts[count - 1 : count]) for one, its in going.items()})
+            for one, mask in masks.items():
+                going[one].masks[going[one].drafts[:count]] = mask
+    except BaseException as error:  # llguidance may raise anything; the runs are shorter then
+        logger.warning("no masks behind drafts: %s", _said(error))
 
 
 def _said(error: BaseException) -> str:
@@ -223,9 +267,7 @@ class GrammarMasks(CapturedStage):
             constraint = Constraint(
                 self._grammars,
                 params.grammar,
-                self._eos_token_ids,
                 self._eos,
-                {},
                 list(start.token_ids[num_prompt:]),
                 num_prompt + params.min_tokens,
                 self._mask_of(params.stop_ids(self._eos_token_ids)) if params.min_tokens else None,
@@ -238,28 +280,27 @@ class GrammarMasks(CapturedStage):
         begun = []
         for row, own, is_known in zip(rows.tolist(), drafts, are_known.tolist(), strict=True):
             one = self._constraint(row)
-            if one.pace is Pace.SLOW or own == one.drafts[: len(own)]:
-                continue  # no draft is worth its time; a draw that was sat out has had them computed
+            if own == one.drafts[: len(own)]:
+                continue  # a draw that was sat out has had them computed
             one.drafts = own
-            if is_known and one.is_ready and not one.error:  # or else the thread that computes the mask finds them
-                one.is_ready, one.begun_s = False, time.monotonic()
+            if is_known and one.is_ready:  # or else the thread that computes the mask finds them
                 begun.append(one)
-        if begun:
-            begun[0].grammars.mask_threads.begin(begun, compute_masks)
+        try_drafts(begun)
 
     def absent(self, rows: Ints) -> set[int]:
-        waiting = {row: one for row in rows.tolist() if not (one := self._constraint(row)).is_ready}
+        waiting = {row: one for row in rows.tolist() if not (one := self._constraint(row)).is_ready or one.tried}
         awaited = [one for one in waiting.values() if one.is_awaited]
         if awaited:
             assert self._grammars is not None
             wait_s = max(one.begun_s for one in awaited) + MASK_WAIT_S - time.monotonic()
+            least_s = 0.0 if all(one.is_ready for one in awaited) else LEAST_WAIT_S
 
             def is_none_left() -> bool:
-                while awaited and awaited[-1].is_ready:
+                while awaited and awaited[-1].is_ready and not awaited[-1].is_trying:
                     awaited.pop()
                 return not awaited
 
-            self._grammars.mask_threads.wait(is_none_left, max(wait_s, LEAST_WAIT_S))
+            self._grammars.mask_threads.wait(is_none_left, max(wait_s, least_s))
         late = {row for row, one in waiting.items() if not (one.is_ready or one.has_failed)}
         for row in late:
             waiting[row].num_missed += 1
