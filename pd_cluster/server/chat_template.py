@@ -14,10 +14,13 @@ from pd_cluster.errors import StartupError
 from pd_cluster.server.message_adapter import adapt
 from pd_cluster.server.template_probes import find_traits
 from pd_cluster.server.template_traits import TemplateTraits
+from pd_connectors.protocol.text_chain import begins_with_system
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from pd_connectors.protocol.text_chain import LastTurn
 
     Message = dict[str, Any]
 
@@ -27,7 +30,8 @@ PROBE_S = 1.0
 TOOL_USE = "tool_use"  # the name of the template that transformers takes for requests with tools
 _QUERY, _DOCUMENT = (re.compile(f"""['"]{role}['"]""") for role in ("query", "document"))
 _NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-_TIME_OF_DAY = re.compile(r"%-?[HIMSpcXfTRrs]")
+_FORMAT = re.compile(r"""(['"])([^'"{}]*%[^'"{}]*)\1""")  # what may be one of a date
+_TWO_TIMES = datetime(2024, 1, 2, 3, 4, 5, 6), datetime(2024, 1, 2, 16, 17, 18, 19)  # of one day
 _SWITCHES = ("enable_thinking", "thinking")  # arguments that change what templates take, as far as any is known to
 PROBE_TOOL = {
     "type": "function",
@@ -51,6 +55,10 @@ class ChatTemplate:
         self.texts = tuple(dict.fromkeys(filter(None, (self._chosen([PROBE_TOOL]), self.text, *named.values()))))
         # Whether the chat template renders a query and a document, which are messages with these roles
         self.asks_about_documents = bool(_QUERY.search(self.text) and _DOCUMENT.search(self.text))
+        # Whether a template may write the day's date, so that a prompt has other tokens on another day; and the time of
+        # day, so that no two prompts begin alike
+        self.writes_date = any("strftime_now" in text for text in self.texts)
+        self.writes_time = self.writes_date and any(map(_has_time_format, self.texts))
         self._has_switches = any(name in text for name in _SWITCHES for text in self.texts)
 
     @property
@@ -63,19 +71,28 @@ class ChatTemplate:
         return self._chosen(None)
 
     @property
-    def writes_date(self) -> bool:
-        """Whether a chat template may write the day's date, so that a prompt has other tokens on another day."""
-        return any("strftime_now" in text for text in self.texts)
-
-    @property
-    def writes_time(self) -> bool:
-        """Whether a chat template may write the time of day: no two of its prompts begin alike."""
-        return self.writes_date and any(_TIME_OF_DAY.search(text) for text in self.texts)
-
-    @property
     def writes_tools(self) -> bool:
         """Whether the model is shown the tools of a request: DeepSeek-V3's template lists none."""
-        return self._traits.get((True, None), TemplateTraits()).writes_tools
+        return self._with_tools.writes_tools
+
+    @property
+    def last_turn(self) -> LastTurn:
+        return self._with_tools.last_turn
+
+    @property
+    def _with_tools(self) -> TemplateTraits:
+        return self._traits.get((True, None), TemplateTraits())
+
+    def written_contents(self, messages: Sequence[Message]) -> list[str]:
+        """The contents as prompts have them, in order; "" for the system's where that moves with the last question."""
+        contents = [message.get("content") or "" for message in messages]
+        if self._with_tools.results_in_json:
+            for number, message in enumerate(messages):
+                if message["role"] == "tool":
+                    contents[number] = json.dumps(contents[number], ensure_ascii=False)[1:-1]
+        if self.last_turn.system and begins_with_system(messages):
+            contents[0] = ""
+        return contents
 
     def render(
         self,
@@ -99,7 +116,7 @@ class ChatTemplate:
                 _check_syntax(text, self._tokenizer, "the model's chat template")
             for thinks, has_tools in itertools.product((None, True, False), (False, True)):
                 self.traits({} if thinks is None else {_SWITCHES[0]: thinks}, has_tools=has_tools)
-        return self._traits.get((True, None), TemplateTraits())
+        return self._with_tools
 
     def traits(self, options: dict[str, Any], *, has_tools: bool) -> TemplateTraits:
         """What the template for these requests takes. Arguments other than the switches of thinking count as absent."""
@@ -174,6 +191,11 @@ class ChatTemplate:
 
         options = self._tokenizer.special_tokens_map | options
         return str(render_jinja_template([list(messages)], tools=tools, chat_template=template, **options)[0][0])
+
+
+def _has_time_format(template: str) -> bool:
+    """A format need not stand in the call: any string of the template may be one."""
+    return any(len({at.strftime(form) for at in _TWO_TIMES}) > 1 for _, form in _FORMAT.findall(template))
 
 
 def _template_at(template: str, at_s: float) -> str:

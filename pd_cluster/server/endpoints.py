@@ -150,7 +150,6 @@ async def _chat(
     template = state.tokenizer.chat_template
     is_named = not template.writes_time and (began_s is None or not template.writes_date)
     names = names_for(state, body, raw) if is_named else None
-    contents = [message.get("content") or "" for message in messages]
 
     async def tokenize() -> list[int]:
         prompt = await state.tokenizer.encode_chat(
@@ -159,7 +158,9 @@ async def _chat(
             options,
             max_tokens=state.ready.max_model_len,
             add_special_tokens=bool(body.add_special_tokens),
-            note=None if names is None else lambda encoded: names.name_text(encoded, contents),
+            note=None
+            if names is None
+            else lambda encoded: names.name_text(encoded, template.written_contents(messages)),
             at_s=began_s,
             refuses=body.truncate_prompt_tokens is None,
         )

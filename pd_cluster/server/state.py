@@ -69,7 +69,7 @@ class NodeState:
 
     def __post_init__(self) -> None:
         self.role = NodeRole(self.config.server.role, self.engine.send)
-        self.feed = FeedHub(self.engine, self.role)
+        self.feed = FeedHub(self.engine, self.role, self.tokenizer.chat_template.last_turn)
         self.grammar_checks = GrammarChecks(Path(self.config.model.model), self.tokenizer.vocab_size)
         self.read_window = ReadWindow(crowd_limit(self.config.scheduler.max_waiting) // 2)
         self.held = HeldBytes(self.config.http.max_held_bytes)

@@ -8,11 +8,13 @@ that take what comes; four times as many for those that take little.
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.server.message_adapter import adapt
 from pd_cluster.server.template_traits import END, START, CallIds, Joint, NoContent, ResultForm, TemplateTraits
+from pd_connectors.protocol.text_chain import LastTurn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +66,7 @@ def find_traits(
     probes.find_calls()
     probes.find_joints()
     probes.find_answers()
+    probes.find_last_turn()
     return probes.traits
 
 
@@ -139,6 +142,32 @@ class _Probes:
         several = _conversation(["user", "call", "tool", "tool", *_USER_TURN], num_calls=2)
         self._prefer(replace(self.traits, text_beside_calls=False), beside)
         self._prefer(replace(self.traits, parallel_calls=False), several)
+
+    def find_last_turn(self) -> None:
+        """What stands elsewhere, or no more, when the next question has come; and how results are quoted."""
+        if not self._has_time():
+            return
+        in_order = self._written(_conversation(["system", "user", *_USER_TURN])) or ""
+        quoted = self._written([*_conversation(["user", "call"]), {**_conversation(["tool"])[0], "content": 'Zq"m'}])
+        self.traits = replace(
+            self.traits,
+            results_in_json=json.dumps('Zq"m')[1:-1] in (quoted or ""),
+            last_turn=LastTurn(
+                tools=self._changes(["user"]),
+                system=in_order.find("Zq0m") > in_order.find("Zq1m"),
+                answers=self._changes(["user", "call", "tool"]),
+            ),
+        )
+
+    def _changes(self, roles: Sequence[str]) -> bool:
+        """Whether a prompt up to the last of these messages changes when an answer and the next question follow."""
+        talks = [_conversation([*roles, *more]) for more in ((), _USER_TURN)]
+        for message in itertools.chain(*talks):
+            if "tool_calls" in message:
+                message["reasoning_content"] = "a"
+        asked, followed = map(self._written, talks)
+        begin, mark, _ = (asked or "").partition(f"Zq{len(roles) - 1}m")
+        return bool(mark) and followed is not None and not followed.startswith(begin + mark)
 
     def _prefer(self, other: TemplateTraits, conversation: Sequence[Message]) -> None:
         """Take other traits if they alone keep what is said."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from pd_connectors.protocol.text_chain import AS_ALWAYS, LastTurn
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -64,6 +66,8 @@ class TemplateTraits:
     results: ResultForm = ResultForm.PLAIN
     text_beside_calls: bool = True  # else a message of its own
     parallel_calls: bool = True  # else a message for each call
+    results_in_json: bool = False  # the results of tools are JSON strings in the prompt
+    last_turn: LastTurn = AS_ALWAYS
     joints: Mapping[tuple[str, str], Joint] = field(default_factory=dict)  # pairs that are not taken as they are
 
     def __str__(self) -> str:

@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pd_connectors.protocol.text_chain import MAX_CHAIN_BYTES, is_short, read_canonical, step_hashes
+from pd_connectors.protocol.text_chain import (
+    AS_ALWAYS,
+    MAX_CHAIN_BYTES,
+    LastTurn,
+    is_short,
+    read_canonical,
+    step_hashes,
+)
 from pd_http.dialect import OPENAI, Dialect
 from pd_http.errors import InvalidRequest, PdError
 from pd_http.member_bounds import BAD_JSON, check_members, top_level
@@ -163,12 +170,15 @@ class RequestBody:
         """Whether the prompt's text is short enough for a chain."""
         return self.num_bytes <= MAX_CHAIN_BYTES or is_short(self._fields)
 
-    def text_chain(self, key: bytes) -> tuple[int, ...]:
-        """The names of the prompt's text, as nodes publish them. Empty: it has none. `key`: of the cluster's chains."""
+    def text_chain(self, key: bytes, last_turn: LastTurn = AS_ALWAYS) -> tuple[int, ...]:
+        """The names of the prompt's text, as nodes publish them. Empty: it has none.
+
+        `key`: of the cluster's chains. `last_turn`: of the nodes' chat template.
+        """
         if not self.has_chain:
             return ()
         try:
-            read = read_canonical(self._dialect.to_chat(self._fields).fields)
+            read = read_canonical(self._dialect.to_chat(self._fields).fields, last_turn)
         except PdError:  # the node judges
             return ()
         return () if read is None else step_hashes(key, self.get("cache_salt", str) or "", read.text, read.starts)

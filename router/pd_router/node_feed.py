@@ -47,6 +47,7 @@ class NodeFeed:
         _check_load(message.load)
         if isinstance(message, FeedSnapshot):
             self._index.forget(self._node)
+            self._index.tell(self._node, message.last_turn)
             self._epoch = message.epoch
         elif self._number is None:
             raise FeedLost("the first message is not a snapshot")

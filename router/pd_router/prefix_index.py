@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from pd_connectors.protocol.feed import StoredBlock
+    from pd_connectors.protocol.text_chain import LastTurn
 
 N = TypeVar("N", bound=Hashable)
 
@@ -64,6 +65,8 @@ class PrefixIndex(Generic[N]):
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
         self._of_node: dict[N, _NodeBlocks] = {}
+        self._last_turns: dict[N, LastTurn] = {}
+        self.last_turns: frozenset[LastTurn] = frozenset()  # a prompt has a text chain for each of these: one a model
         self._by_bit: list[N | None] = []
         self._bits = 0  # of all nodes
         self._forgotten: list[_NodeBlocks] = []  # still in the steps, and not found
@@ -75,6 +78,11 @@ class PrefixIndex(Generic[N]):
     def num_blocks(self, node: N) -> int:
         mine = self._of_node.get(node)
         return 0 if mine is None else len(mine.blocks)
+
+    def tell(self, node: N, last_turn: LastTurn) -> None:
+        """What the node's chat template does, from which its names follow. It holds until `forget`."""
+        self._last_turns[node] = last_turn
+        self.last_turns = frozenset(self._last_turns.values())
 
     def store(self, node: N, blocks: Iterable[StoredBlock]) -> None:
         """Add blocks. A block that the node has stored already moves to its new place."""
@@ -103,6 +111,7 @@ class PrefixIndex(Generic[N]):
 
     def forget(self, node: N) -> None:
         """Find nothing of a node any more. `sweep` then frees its memory: 260,000 blocks would take half a second."""
+        self._last_turns.pop(node, None)
         if (mine := self._of_node.pop(node, None)) is None:
             return
         self._bits ^= mine.bit

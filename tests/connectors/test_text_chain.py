@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_connectors.protocol.text_chain import (
+    AS_ALWAYS,
     MAX_CHAIN_BYTES,
     STEP_BYTES,
+    CanonicalText,
+    LastTurn,
     canonical_text,
     chain_key,
     is_short,
@@ -129,6 +132,55 @@ def test_what_reaches_no_template_changes_nothing() -> None:
     for kind in ("text", "input_text", "output_text"):
         assert text_of(messages=[plain | {"content": [{"type": kind, "text": "a"}]}]) == text_of(messages=[plain])
     assert text_of(messages=[plain | {"content": ["a"]}]) == text_of(messages=[plain])
+
+
+ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "q" * 20}]
+CALLED = [{"role": "assistant", "content": "c" * 20}, {"role": "tool", "content": "r" * 20}]
+NEXT = [{"role": "assistant", "content": "a" * 20}, {"role": "user", "content": "n" * 20}]
+
+
+@pytest.mark.parametrize(
+    ("last_turn", "shared"),  # the messages that both texts have in common; 4: all of the shorter one
+    [
+        (AS_ALWAYS, 4),
+        (LastTurn(answers=True), 2),
+        (LastTurn(tools=True), 1),
+        (LastTurn(system=True), 1),
+        (LastTurn(tools=True, answers=True), 1),
+    ],
+)
+def test_a_turn_has_another_text_when_the_next_question_has_come(last_turn: LastTurn, shared: int) -> None:
+    def read(messages: list[Any]) -> CanonicalText:
+        found = read_canonical(fields_of(messages=messages, tools=[TOOL]), last_turn)
+        assert found is not None
+        assert [found.text[start : start + 1] for start in found.starts] == [
+            one["content"][:1].encode() for one in messages
+        ]
+        return found
+
+    asked, called, more = read(ASKED), read(ASKED + CALLED), read(ASKED + CALLED + CALLED)
+    followed = read(ASKED + CALLED + NEXT)
+    assert called.text.startswith(asked.text)
+    assert more.text.startswith(called.text)
+    pairs = enumerate(zip(called.text, followed.text, strict=False))
+    same = next((place for place, (one, other) in pairs if one != other), len(called.text))
+    ends = [start + len(one["content"]) for start, one in zip(called.starts, ASKED + CALLED, strict=True)]
+    assert sum(end <= same for end in ends) == shared
+    assert not any(same > start for start in called.starts[shared:])
+
+
+def test_where_the_last_turn_begins() -> None:
+    def begin(last_turn: LastTurn, *roles: str, has_tools: bool = True) -> int:
+        return last_turn.begin([{"role": role} for role in roles], has_tools=has_tools)
+
+    tools, answers = LastTurn(tools=True), LastTurn(answers=True)
+    assert begin(tools, "user", "assistant", "user", "user", "assistant", "tool") == 2  # joined by some templates
+    assert begin(answers, "user", "assistant", "user", "user", "assistant", "tool") == 4
+    assert begin(tools, "system", "user", has_tools=False) == 2
+    assert begin(LastTurn(system=True), "user", "assistant", "user") == 3
+    assert begin(LastTurn(system=True), "developer", "user", "assistant", "user") == 3
+    for last_turn in (tools, answers):
+        assert begin(last_turn) == begin(last_turn, "assistant") == 0
 
 
 def test_prompts_as_text_and_as_ids() -> None:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from pd_cluster.scheduling.prefix_cache import PrefixCache
 from pd_connectors.protocol.feed import FeedDelta, FeedMessage, FeedSnapshot, NodeLoad, StoredBlock
+from pd_connectors.protocol.text_chain import AS_ALWAYS, LastTurn
 from pd_router import prefix_index
+from pd_router.body import RequestBody
 from pd_router.node_feed import FeedLost, NodeFeed
 from pd_router.node_table import Node, Role
 from pd_router.prefix_index import PrefixIndex
+from pd_router.prompt_facts import prompt_facts
+
+if TYPE_CHECKING:
+    from pd_router.node_table import NodeTable
 
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 12  # of a node: fewer than the prompts have, so that it evicts
@@ -195,6 +204,26 @@ def test_two_blocks_of_a_node_may_end_at_one_place() -> None:
     index.store(other, [StoredBlock(1, 51, 32)])  # named again, elsewhere
     assert index.hits([50, 51]) == {other: 32}
     assert index.hits([50]) == {}
+
+
+def test_a_prompt_is_looked_up_as_each_kind_of_chat_template_names_it() -> None:
+    """Nodes of several models, or of two releases."""
+    index: PrefixIndex[Node] = PrefixIndex()
+    table = cast("NodeTable", SimpleNamespace(prefixes=index))
+    messages = [{"role": "user", "content": "q" * 600}, {"role": "assistant", "content": "a" * 600}]
+    body = RequestBody(json.dumps({"messages": messages}).encode())
+    kinds = {a_node("always"): AS_ALWAYS, a_node("by turn"): LastTurn(answers=True)}
+    chains = {node: body.text_chain(b"key", last_turn) for node, last_turn in kinds.items()}
+    for node, last_turn in kinds.items():
+        stored = (StoredBlock(1, chains[node][0], 64), StoredBlock(2, chains[node][-1], 160))
+        apply(NodeFeed(index, node), FeedSnapshot(1, 1, NodeLoad(), stored, last_turn=last_turn))
+    first, second = kinds
+    assert chains[first] != chains[second]
+    assert prompt_facts(body, table, b"key").cached == dict.fromkeys(kinds, 160)
+    index.forget(first)
+    apply(NodeFeed(index, second), FeedSnapshot(1, 2, NodeLoad(), stored, last_turn=LastTurn(answers=True)))
+    assert index.last_turns == {LastTurn(answers=True)}
+    assert prompt_facts(body, table, b"key").cached == {second: 160}
 
 
 def test_a_node_cannot_take_more_memory_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

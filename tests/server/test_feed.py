@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import time
 from datetime import date
@@ -28,6 +29,7 @@ from pd_connectors.protocol.feed import (
     StoredBlock,
 )
 from pd_connectors.protocol.stream_codec import StreamParser
+from pd_connectors.protocol.text_chain import AS_ALWAYS, LastTurn, chain_key, read_canonical, step_hashes
 from pd_connectors.protocol.ticket import FEED_ACTION, MAX_LIFETIME_S, ORDER_HEADER, NodeOrder, sign
 from tests.deadlines import HANG_S
 from tests.server.fake_engine import FakeEngine, Line, says
@@ -62,6 +64,7 @@ class Reader:
         self.load = NodeLoad()
         self.blocks: dict[int, StoredBlock] = {}
         self.charges: list[int] = []
+        self.last_turn: LastTurn | None = None
         self.number = -1
 
     async def next(self) -> FeedMessage | None:
@@ -79,6 +82,7 @@ class Reader:
                 del self.blocks[block]
         else:
             assert self.number == -1
+            self.last_turn = message.last_turn
         self.number = message.number
         self.load = message.load
         self.blocks |= {stored.block: stored for stored in message.stored}
@@ -106,6 +110,27 @@ async def reading(node: Node, router: str = "r1") -> AsyncIterator[Reader]:
         yield reader
     finally:
         answer.close()
+
+
+@pytest.mark.long
+async def test_routers_are_told_of_the_chat_template_by_which_prompts_are_named() -> None:
+    async with running(FakeEngine(says([5]))) as node:
+        messages = [{"role": "user", "content": "why " * 200}, {"role": "assistant", "content": "so " * 600}]
+        body = {"messages": messages, "max_tokens": 1}
+        named = []
+        for last_turn in (AS_ALWAYS, LastTurn(answers=True)):
+            node.state.feed.last_turn = last_turn
+            async with reading(node) as reader:
+                assert reader.last_turn == last_turn
+                async with node.session.post(f"{node.url}/v1/chat/completions", json=body) as answer:
+                    assert answer.status == 200
+            named.append({step for _, step in node.engine.requests[-1].steps})
+            raw = {"messages": json.dumps(messages).encode()}
+            read = read_canonical(raw, last_turn)
+            assert read is not None
+            assert named[-1] <= set(step_hashes(chain_key(KEY), "", read.text, read.starts))
+        assert named[0] - named[1]
+        assert named[0] & named[1]
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from pd_http.left_out import LeftOut
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import running
 from tests.server.small_templates import TEMPLATES
-from tests.server.test_prompt_steps import Node, any_order, sibling, steps_of
+from tests.server.test_prompt_steps import CHATML, Node, any_order, sibling, steps_of
 
 PLAIN = {"role": "user", "content": "u"}
 
@@ -153,16 +153,17 @@ def foreign(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_names_for_routers_promise_no_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("template", [CHATML, TEMPLATES["one system message"], TEMPLATES["one call"]])
+def test_names_for_routers_promise_no_wrong_token(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_chain, "STEP_BYTES", 16)
-    node, rng, num_shared = Node(TEMPLATES["one system message"]), random.Random(5), 0
+    node, rng, num_shared = Node(template), random.Random(5), 0
     for _ in range(80):
         talk = any_order(rng)
         ids, names = node.serve(body := {"messages": [foreign(one) for one in talk]})
         for _ in range(3):
             other = {"messages": [foreign(one) for one in sibling(rng, talk)]}
             other_ids, _ = node.serve(other)
-            others = set(steps_of(other))
+            others = set(steps_of(other, node.chat.last_turn))
             for num_tokens, step in names:
                 if step in others:
                     num_shared += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,10 +12,17 @@ from transformers import AutoTokenizer
 
 from pd_cluster.server.chat_template import ChatTemplate
 from pd_cluster.server.normal_messages import normal_messages
-from pd_cluster.server.prompt_steps import PromptSteps, given_steps
+from pd_cluster.server.prompt_steps import MAX_MISSED, PromptSteps, _spans, given_steps
 from pd_cluster.server.tokenizer import Encoded
 from pd_connectors.protocol import text_chain
-from pd_connectors.protocol.text_chain import canonical_text, chain_key, read_canonical, step_hashes
+from pd_connectors.protocol.text_chain import (
+    AS_ALWAYS,
+    LastTurn,
+    canonical_text,
+    chain_key,
+    read_canonical,
+    step_hashes,
+)
 from tests.server import small_templates
 from tests.server.live_server import MODEL_DIR
 
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
 
 KEY, SIZE = chain_key(b"k"), 16
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
-# Two templates of the shapes that matter. ChatML: the reasoning of turns before the last question is dropped, the
+# Three templates of the shapes that matter. ChatML: the reasoning of turns before the last question is dropped, the
 # last turn gets an empty one, results of tools stand in a user turn
 CHATML = """
 {%- if tools %}{{ '<|im_start|>system\\n' }}
@@ -68,17 +76,39 @@ HEADERS = """
 {{- '<|head|>ipython<|end|>\\n\\n' + message.content | tojson + '<|eot|>' }}
 {%- else %}{{ '<|head|>' + message.role + '<|end|>\\n\\n' + message.content | trim + '<|eot|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|head|>assistant<|end|>\\n\\n' }}{% endif %}"""
+# Brackets: system message and tools stand in the last question; roles must alternate
+BRACKETS = """
+{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}
+{%- else %}{% set turns = messages %}{% endif %}
+{%- set ns = namespace(index=0) %}
+{%- for message in turns %}{% if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
+{%- if (message.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- set ns.index = ns.index + 1 %}{% endif %}{% endfor %}
+{%- set users = turns | selectattr('role', 'equalto', 'user') | list %}
+{{- '<s>' }}
+{%- for message in turns %}
+{%- if message.role == 'user' %}
+{%- if tools is defined and tools is not none and message == users[-1] %}
+{{- '[TOOLS] ' + tools | tojson + '[/TOOLS]' }}{% endif %}
+{%- if system is defined and message == users[-1] %}{{ '[INST] ' + system + '\\n\\n' + message.content + '[/INST]' }}
+{%- else %}{{ '[INST] ' + message.content + '[/INST]' }}{% endif %}
+{%- elif message.tool_calls %}{{ '[CALLS] ' + message.tool_calls | tojson + '</s>' }}
+{%- elif message.role == 'tool' %}{{ '[RESULT] ' + message.content | tojson + '[/RESULT]' }}
+{%- else %}{{ ' ' + message.content + '</s>' }}{% endif %}{% endfor %}"""
+TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "brackets": BRACKETS}
 PIECES = ["the ", "Paris", " is\n\n", "  ", "x" * 9, "é漢", "\n", "'ll go", '{"a": 1}', "1234", "\t\t ", "<b>", ". "]
 
 
 class Node:
     """Names prompts as a node does."""
 
-    def __init__(self, template: str, size: int = SIZE) -> None:
+    def __init__(self, template: str, size: int = SIZE, bos: str | None = None) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(str(MODEL_DIR))
         self.tokenizer.chat_template = template
+        self.tokenizer.bos_token = bos
         self.tokenizer.add_tokens(["<|head|>", "<|end|>", "<|eot|>", "[INST]", "[/INST]"], special_tokens=True)
         self.chat = ChatTemplate(self.tokenizer)
+        self.chat.find_all_traits()
         self.size = size
 
     def serve(self, body: dict[str, Any]) -> tuple[list[int], tuple[tuple[int, int], ...]]:
@@ -86,8 +116,8 @@ class Node:
         raw = json.dumps(body).encode()
         messages, options = normal_messages(body["messages"]), {"add_generation_prompt": True}
         encoded = self.encode(self.chat.render(messages, body.get("tools"), options))
-        names = PromptSteps(raw, KEY, "", self.size)
-        names.name_text(encoded, [one.get("content") or "" for one in messages])
+        names = PromptSteps(raw, KEY, "", self.size, self.chat.last_turn)
+        names.name_text(encoded, self.chat.written_contents(messages))
         return encoded.ids, names.steps
 
     def encode(self, text: str) -> Encoded:
@@ -95,8 +125,8 @@ class Node:
         return Encoded(text, list(encoded["input_ids"]), encoded.encodings[0])
 
 
-def steps_of(body: dict[str, Any]) -> tuple[int, ...]:
-    read = read_canonical({name: json.dumps(value).encode() for name, value in body.items()})
+def steps_of(body: dict[str, Any], last_turn: LastTurn = AS_ALWAYS) -> tuple[int, ...]:
+    read = read_canonical({name: json.dumps(value).encode() for name, value in body.items()}, last_turn)
     assert read is not None
     return step_hashes(KEY, "", read.text, read.starts)
 
@@ -161,6 +191,13 @@ def any_order(rng: random.Random) -> list[dict[str, Any]]:
     return messages
 
 
+def has_strays(messages: list[dict[str, Any]]) -> bool:
+    """Whether a message within may be joined with the last question: the system's, or a result of no call."""
+    roles = [one["role"] for one in messages]
+    follows = {"system": (), "developer": (), "tool": ("assistant", "tool")}
+    return any(role in follows and before not in follows[role] for before, role in pairwise(roles))
+
+
 @pytest.fixture
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Steps as short as a block, so that a margin of error of one character is found."""
@@ -172,14 +209,14 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.long
-def test_a_name_promises_no_wrong_token(short_steps: Callable[[int], None]) -> None:
-    """Of a template that writes each message by itself."""
+@pytest.mark.parametrize("shape", TEMPLATES)
+def test_a_name_promises_no_wrong_token(shape: str, short_steps: Callable[[int], None]) -> None:
     short_steps(16)
-    check_names(Node(HEADERS), random.Random("headers"))
+    check_names(Node(TEMPLATES[shape]), random.Random(shape))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shape", ["one system message", "system before the first question"])
+@pytest.mark.parametrize("shape", ["one system message", "system before the first question", "one call"])
 def test_a_name_sees_what_is_joined_and_moved(shape: str, short_steps: Callable[[int], None]) -> None:
     short_steps(16)
     check_names(Node(small_templates.TEMPLATES[shape]), random.Random(shape), any_order)
@@ -202,11 +239,13 @@ def check_names(
         num_named += len(names)
         for _ in range(4):
             other = body | {"messages": sibling(rng, body["messages"])}
+            if node.chat.last_turn.tools and has_strays(other["messages"]):
+                continue
             try:
                 other_ids, _ = node.serve(other)
             except Exception:
                 continue
-            others = set(steps_of(other))
+            others = set(steps_of(other, node.chat.last_turn))
             for num_tokens, step in names:
                 if step in others:
                     num_shared += 1
@@ -217,7 +256,7 @@ def check_names(
 
 @pytest.mark.long
 def test_tools_behind_the_system_message_are_named_before_a_short_question() -> None:
-    """They are certain where the question begins, which is shorter than a step."""
+    """They are named where the question begins, which is shorter than a step."""
     node = Node(CHATML)
     function = {"name": "weather", "description": "It tells the weather. " * 90, "parameters": {"type": "object"}}
     tool = {"type": "function", "function": function}
@@ -262,23 +301,105 @@ def test_ids_are_named_to_the_token() -> None:
     assert names.steps == tuple(zip((112, 240, 368), step_hashes(KEY, "", text), strict=True))
 
 
-def test_a_system_message_in_the_last_question_gets_no_names() -> None:
-    """Behind it in the canonical text stands what is before it in the prompt, so no place in the text is known."""
-    texts = {one: one * 600 for one in "suav"}
-    raw = json.dumps({"messages": [{"role": "user", "content": text} for text in texts.values()]}).encode()
-    node = Node(HEADERS)
-    for order, has_names in (("suav", True), ("uasv", False)):
-        names = PromptSteps(raw, KEY, "", SIZE)
-        names.name_text(node.encode("\n".join(texts[one] for one in order)), list(texts.values()))
-        assert bool(names.steps) == has_names
+@pytest.mark.long
+@pytest.mark.parametrize("shape", TEMPLATES)
+def test_each_turn_finds_what_those_before_have_cached(shape: str, short_steps: Callable[[int], None]) -> None:
+    """What the names promise of each request of a conversation with a loop of calls, beside the tokens it shares."""
+    short_steps(16)
+    node, rng = Node(TEMPLATES[shape]), random.Random(f"{shape} turns")
+    messages: list[dict[str, Any]] = [{"role": "system", "content": words(rng)}]
+    told: dict[int, int] = {}
+    served: list[list[int]] = []
+    for turn_number in range(4):
+        messages.append({"role": "user", "content": words(rng)})
+        for call_number in range(3):
+            body = {"messages": list(messages), "tools": [TOOL]}
+            ids, names = node.serve(body)
+            promised = next((told[one] for one in reversed(steps_of(body, node.chat.last_turn)) if one in told), 0)
+            cached = max((num_shared(ids, before) for before in served), default=0)
+            assert cached - 4 * SIZE <= promised <= cached, (turn_number, call_number)
+            told |= {step: num_tokens for num_tokens, step in names}
+            served.append(ids)
+            call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"at": "a"}}}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": words(rng)})
+            messages.append({"role": "tool", "content": words(rng), "tool_call_id": "abcdefghi"})
+        messages.append({"role": "assistant", "content": words(rng)})
+
+
+def num_shared(ids: list[int], others: list[int]) -> int:
+    return next((i for i, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other), len(others))
 
 
 @pytest.mark.long
-def test_a_template_that_writes_the_time_is_told_from_one_with_the_date() -> None:
-    dated, timed = (Node(f"{{{{ strftime_now('{form}') }}}}").chat for form in ("%d %b %Y", "%H:%M"))
-    assert dated.writes_date
-    assert timed.writes_date
-    assert (dated.writes_time, timed.writes_time) == (False, True)
+def test_what_templates_write_in_the_last_turn_alone() -> None:
+    found = {shape: Node(template).chat.last_turn for shape, template in TEMPLATES.items()}
+    assert found == {
+        "chatml": LastTurn(answers=True),
+        "headers": AS_ALWAYS,
+        "brackets": LastTurn(tools=True, system=True, answers=True),
+    }
+    early = small_templates.TEMPLATES["system before the first question"]
+    late = "{{ tools | tojson if tools and m.role == 'user' and loop.last }}"
+    assert Node(small_templates.each(late + small_templates.BODY)).chat.last_turn == LastTurn(tools=True)
+    assert Node(early).chat.last_turn == AS_ALWAYS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_pasted", [False, True])
+def test_a_content_that_the_template_writes_otherwise_hides_none_behind_it(*, is_pasted: bool) -> None:
+    """Also where its own text stands before it: a client pasted the reasoning that the template drops."""
+    thought = "<think>\nHm.\n</think>\n\nYes."
+    asked = f"Why {thought if is_pasted else ''}? " * 40
+    first = [{"role": "user", "content": asked}, {"role": "assistant", "content": thought}]
+    body = {"messages": [*first, {"role": "user", "content": "And then? " * 200}]}
+    ids, names = Node(CHATML).serve(body)
+    assert max(num_tokens for num_tokens, _ in names) > 0.8 * len(ids)
+
+
+def test_contents_are_looked_for_in_vain_a_bounded_number_of_times() -> None:
+    """Each time the rest of the text is read."""
+
+    class Text(str):
+        num_reads = 0
+
+        def find(self, *args: Any) -> int:
+            self.num_reads += 1
+            return super().find(*args)
+
+    text = Text("seen " * 10)
+    contents = ["seen", *("unseen" for _ in range(1000)), "seen"]
+    spans = _spans(text, contents, range(len(contents)))
+    assert (len(spans), text.num_reads) == (1, MAX_MISSED + 1)
+
+
+@pytest.mark.long
+def test_results_that_are_quoted_are_named_to_their_end() -> None:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"at": "a"}}}
+    said = '{"line": "one\\ttwo"}\n"three"\n' * 100
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": said, "tool_call_id": "abcdefghi"},
+    ]
+    ids, names = Node(BRACKETS).serve({"messages": messages, "tools": [TOOL]})
+    assert max(num_tokens for num_tokens, _ in names) > 0.7 * len(ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "has_time"),
+    [
+        ("{{ strftime_now('%d %b %Y') }}", False),
+        ('{%set a = "b"%}{%if a%}{{strftime_now("%Y-%m-%d")}}{%endif%}', False),
+        ("{%-set day = '%-d %B' %}{{ strftime_now(day) }}", False),
+        ("{{ strftime_now('%H:%M') }}", True),
+        ('{%set form = "%-I %p"%}{{ strftime_now(form) }}', True),
+        ("{{ strftime_now('%c') }}", True),
+    ],
+)
+def test_a_template_that_writes_the_time_is_told_from_one_with_the_date(template: str, *, has_time: bool) -> None:
+    chat = Node(template).chat
+    assert chat.writes_date
+    assert chat.writes_time == has_time
 
 
 def test_names_of_another_node_are_taken_where_they_fit() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pd_connectors.protocol.text_chain import AS_ALWAYS, LastTurn
+
 FEED_PATH = "/pd/feed"
 FEED_TYPE = "application/x-pd-feed"
 HEARTBEAT_S = 1.0
@@ -60,6 +62,7 @@ class FeedSnapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot")
     charges: tuple[int, ...] = ()  # numbers of this router's charges that `load` includes
     role: str = ""  # of the node at present; "": a node of before role orders
     role_changes: int = 0  # since the node's start: of two words the one with more changes is newer
+    last_turn: LastTurn = AS_ALWAYS  # of its chat template: `stored` has steps of the text that follows from it
 
 
 class FeedDelta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):

@@ -9,6 +9,10 @@ The canonical text of a conversation, so that a longer one begins with the text 
     chat     HEAD END, then for each message: KEYS END CONTENT END
     prompt   HEAD END KIND END, then its text in UTF-8, or its token ids of 4 bytes
 
+Some chat templates write the last turn, which is the last question and what follows it, otherwise than they do when the
+next question has come (`LastTurn`). For those one END more stands where that begins: a text with the turn as the last
+has no step in common with one in which another turn follows, from there on.
+
 HEAD: the fields of `HEAD_FIELDS` as JSON. KEYS: a message without its content, as JSON: role, calls, reasoning. They
 come before the content because a template may write them there. Fields and the keys of messages are sorted. Values
 inside of them keep the order of their keys: templates print tools and calls as they came.
@@ -55,12 +59,38 @@ MAX_CHAIN_BYTES = 1 << 20
 _SOURCES = (*HEAD_FIELDS, "messages", "prompt", "input", "system", "instructions")  # also those of other APIs
 
 
+class LastTurn(msgspec.Struct, frozen=True, array_like=True):
+    """What a chat template writes in the last turn alone, and no more when the next question has come."""
+
+    tools: bool = False  # the tools, before the question
+    system: bool = False  # the system message, before the question
+    answers: bool = False  # something behind the question: the reasoning of calls
+
+    def begin(self, messages: Sequence[dict[str, Any]], *, has_tools: bool) -> int:
+        """The number of the first message that is written otherwise, or before which something stands that is."""
+        moves = (self.tools and has_tools) or (self.system and begins_with_system(messages))
+        if not (moves or self.answers):
+            return len(messages)
+        roles = [message.get("role") for message in messages]
+        end = len(roles) - roles[::-1].index("user") if "user" in roles else 0
+        if not moves:
+            return end
+        return next((i + 1 for i in reversed(range(end)) if roles[i] != "user"), 0)  # users in a row may be joined
+
+
+AS_ALWAYS = LastTurn()
+
+
 class CanonicalText(NamedTuple):
     """The canonical text of a body, and where the clients' own text lies in it."""
 
     text: bytes
     starts: tuple[int, ...]  # of each message's content, or of the prompt, in bytes
     is_ids: bool = False  # the prompt is token ids
+
+
+def begins_with_system(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return bool(messages) and messages[0].get("role") in ("system", "developer")
 
 
 def chain_key(cluster_key: bytes) -> bytes:
@@ -74,7 +104,7 @@ def canonical_text(fields: Mapping[str, msgspec.Raw | bytes]) -> bytes | None:
     return None if read is None else read.text
 
 
-def read_canonical(fields: Mapping[str, msgspec.Raw | bytes]) -> CanonicalText | None:
+def read_canonical(fields: Mapping[str, msgspec.Raw | bytes], last_turn: LastTurn = AS_ALWAYS) -> CanonicalText | None:
     """None for a body without a chain: several prompts, one that is cut, a long one, or what cannot be read."""
     if not (_is_null(fields.get("truncate_prompt_tokens")) and is_short(fields)):
         return None
@@ -82,8 +112,8 @@ def read_canonical(fields: Mapping[str, msgspec.Raw | bytes]) -> CanonicalText |
         head = _head(fields)
         if "messages" in fields:
             messages = msgspec.json.decode(fields["messages"], type=list[dict[str, Any]])
-            return _chat(head, messages)
-        return _prompt(head, msgspec.json.decode(fields["prompt"])) if "prompt" in fields else None
+            return _chat(head, messages, last_turn.begin(messages, has_tools="tools" in head))
+        return _prompt(msgspec.json.encode(head), msgspec.json.decode(fields["prompt"])) if "prompt" in fields else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError, TypeError):
         return None
 
@@ -132,18 +162,22 @@ def _part_text(part: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _head(fields: Mapping[str, msgspec.Raw | bytes]) -> bytes:
+def _head(fields: Mapping[str, msgspec.Raw | bytes]) -> dict[str, Any]:
     values = {name: msgspec.json.decode(fields[name]) for name in HEAD_FIELDS if not _is_null(fields.get(name))}
     if not values.get("tools") or _is_no_call(fields.get("tool_choice")):
         values.pop("tools", None)  # as nodes: such tools are not shown to the template
     if isinstance(arguments := values.get("chat_template_kwargs"), dict):
         values["chat_template_kwargs"] = dict(sorted(arguments.items()))
-    return msgspec.json.encode(values)
+    return values
 
 
-def _chat(head: bytes, messages: list[dict[str, Any]]) -> CanonicalText:
-    parts, starts, size = [head], [], len(head)
-    for message in messages:
+def _chat(head: dict[str, Any], messages: list[dict[str, Any]], last_turn: int) -> CanonicalText:
+    parts, starts = [msgspec.json.encode(head)], []
+    size = len(parts[0])
+    for number, message in enumerate(messages):
+        if number == last_turn:
+            parts.append(b"")
+            size += 1
         content = flat_content(message.get("content"))
         keys = msgspec.json.encode(dict(sorted(_keys(message, has_text=content is not None))))
         text = b"" if content is None else content.encode()
