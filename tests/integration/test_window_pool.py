@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600
 
 COMPLETIONS = "/v1/completions"
 ROUTES = (Path.P_FIRST, Path.D_FIRST)
-PREFILLERS = {Path.P_FIRST: "prefill", Path.D_FIRST: "decode"}  # what computes a prompt of which the pool has nearly all
+PREFILLERS = {Path.P_FIRST: "prefill", Path.D_FIRST: "decode"}  # of prompts of which the pool has nearly all
 SIZE, WINDOW = 16, 24  # tokens, of a block and of what six layers of seven see
 LAYER_BYTES = 2 * 2 * SIZE * 16 * 4  # of a block: K and V of two KV heads in float32
 NUM_TOKENS = 40  # over the window
@@ -78,8 +78,11 @@ def lmcache() -> Iterator[tuple[str, ...]]:
 @contextmanager
 def mooncake() -> Iterator[tuple[str, ...]]:
     """The same. Nodes lend no memory: what lies there would end with them."""
-    with MooncakeMaster() as master, closing(MooncakeClient(("127.0.0.1", master.port), "127.0.0.1", 64 << 20)) as lent:
-        with lent.call():
+    with MooncakeMaster() as master:
+        lender = MooncakeClient(("127.0.0.1", master.port), "127.0.0.1", 64 << 20)
+        with closing(lender):
+            with lender.call():
+                pass  # its memory is there
             yield "--connector=mooncake", f"--pool-url={master.url}", "--pool-segment-gb=0"
 
 
@@ -112,7 +115,7 @@ def expected(model_flag: str) -> dict[str, list[int]]:
 
 
 def body(prompt: list[int], salt: str | None = None) -> dict[str, Any]:
-    """What one is equal to of either order has a salt of its own."""
+    """`salt`: by order, so that neither finds what the other one stored."""
     return {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
 
 
