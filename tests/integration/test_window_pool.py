@@ -64,7 +64,7 @@ PROMPTS = {  # in the order in which they are asked, and what an empty node take
     "less than a block": (SHORT[-5:], Part()),
 }
 NUM_COMPUTED = {"prefill": 37, "decode": 16}  # blocks of each group that nodes compute for these, each once
-BRANCH = LONG[:100] + TAIL[::-1]  # nobody has asked this; behind its six blocks the window is their last two
+BRANCH = LONG[:100] + TAIL[::-1]  # never asked before; behind its six blocks the window is their last two
 assert WINDOW <= 2 * SIZE
 
 

@@ -61,7 +61,7 @@ def leaves(body: dict[str, Any]) -> bool:
 
 
 async def serve(url: str, bodies: Sequence[dict[str, Any]], routes: Sequence[str]) -> list[Outcome | None]:
-    """The outcomes, AT_ONCE at a time in this order; None of those who leave at the first token."""
+    """The outcomes, AT_ONCE at a time in this order; None of clients that leave at the first token."""
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def one(body: dict[str, Any], route: str) -> Outcome | None:
