@@ -15,6 +15,7 @@ import pytest
 from pd_connectors.mooncake import MooncakeClient
 from tests.connectors.mooncake_master import MooncakeMaster, needs_mooncake
 from tests.connectors.store_server import StoreServer, needs_lmcache
+from tests.deadlines import HANG_S
 from tests.integration.number_model import save_tokenizer, token_ids
 from tests.integration.system import Answer, Path, System, running_system, wait_until
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
@@ -94,7 +95,8 @@ def mooncake() -> Iterator[tuple[str, ...]]:
 def nodes(request: pytest.FixtureRequest, model_flag: str) -> Iterator[Nodes]:
     """Calls start nodes with empty caches before one pool. A prompt is computed in several steps."""
     with request.param() as flags:
-        own = (model_flag, f"--block-size={SIZE}", f"--min-remote-tokens={TOO_LITTLE}", "--max-num-batched-tokens=64")
+        sizes = (f"--block-size={SIZE}", f"--min-remote-tokens={TOO_LITTLE}", "--max-num-batched-tokens=64")
+        own = (model_flag, *sizes, f"--pool-deadline-s={HANG_S}")
         yield lambda *more: running_system(*own, *flags, *more)
 
 
