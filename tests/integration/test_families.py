@@ -9,12 +9,11 @@ there: float8 products round its activations.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tests.integration.number_model import save_tokenizer, token_ids
 from tests.integration.system import Path, System, running_system
 from tests.worker.conftest import VOCAB_SIZE, ModelStore, SavedModel, save_model
 from tests.worker.driver import random_prompts
@@ -64,11 +63,7 @@ def saved(case: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> Sa
         saved = save_model("Olmo3", directory, {"sliding_window": 24, "num_hidden_layers": 4})
     else:
         saved = save_quantized(CASES[name], directory) if name in CASES else ModelStore(directory).get(name)
-    tokenizer = Tokenizer(models.WordLevel({str(index): index for index in range(VOCAB_SIZE)}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    (saved.directory / "tokenizer.json").write_text(tokenizer.to_str())
-    about = {"backend": "tokenizers", "tokenizer_class": "PreTrainedTokenizerFast"}
-    (saved.directory / "tokenizer_config.json").write_text(json.dumps(about))
+    save_tokenizer(saved.directory)
     return saved
 
 
@@ -100,7 +95,6 @@ def test_tokens_equal_transformers(
     ]
     for cached in (False, True):
         answers = system.ask_all(path, [("/v1/completions", body) for body in bodies])
-        found = [[int(word) for word in answer.choices[0]["text"].split()] for answer in answers]
-        assert found == expected
+        assert [token_ids(answer) for answer in answers] == expected
         assert {answer.headers["x-pd-decode"] for answer in answers} == {"decode"}
         assert (answers[-1].num_cached_tokens > 0) == cached

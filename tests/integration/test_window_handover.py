@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tests.integration.number_model import save_tokenizer
 from tests.integration.system import Path, System, running_system
 from tests.worker.conftest import GEMMA3_ROPE, VOCAB_SIZE, save_model
 from tests.worker.driver import random_prompts
@@ -33,11 +32,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         "rope_parameters": GEMMA3_ROPE, "max_position_embeddings": 2 * LENGTHS[-1],
     }  # fmt: skip
     save_model("Gemma3", directory, options)
-    tokenizer = Tokenizer(models.WordLevel({str(index): index for index in range(VOCAB_SIZE)}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    (directory / "tokenizer.json").write_text(tokenizer.to_str())
-    about = {"backend": "tokenizers", "tokenizer_class": "PreTrainedTokenizerFast"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(about))
+    save_tokenizer(directory)
     flags = (f"--model={directory}", f"--block-size={BLOCK_SIZE}", "--kv-cache-gb=0.5", "--max-num-batched-tokens=512")
     with running_system(*flags, "--load-deadline-s=600") as system:
         yield system
