@@ -39,7 +39,7 @@ QWEN3 = {
 }  # fmt: skip
 GEMMA3 = {
     **CONFIGS["tiny"], "architectures": ["Gemma3ForCausalLM"], "sliding_window": 5, "sliding_window_pattern": 2,
-    "query_pre_attn_scalar": 25,
+    "query_pre_attn_scalar": 25, "rope_theta": 1e6,
 }  # fmt: skip
 FLOAT8 = {**CONFIGS["tiny"], "quantization_config": {"quant_method": "fp8"}}
 SHAPES = {
