@@ -8,17 +8,17 @@ the same in every layer. The first layer makes them, as they depend on the cache
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pd_kernels.checks import check_cache_views, check_query, output
+from pd_kernels.checks import check_cache, check_query, output
 
 if TYPE_CHECKING:
     from pd_kernels.attention import AttentionShape
-    from pd_kernels.values import Ints, NewTokens, PackedSequences, StepSize
+    from pd_kernels.values import Ints, KeysValues, NewTokens, PackedSequences, StepSize
 
 MERGE_BYTES = 1 << 18  # padding that costs less than another bucket's calls (about 20 us)
 QUERY_PIECE = 256  # query rows under one explicit mask: bounds the mask's memory
@@ -56,32 +56,28 @@ class TorchAttentionPlan:
     tiles: list[torch.Tensor] = field(default_factory=list)
 
     def run(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        scale: float,
-        out: torch.Tensor | None = None,
+        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See AttentionPlan."""
-        check_cache_views(key_cache, value_cache)
+        check_cache(cache)
+        key_cache = cache.keys
         check_query(query, key_cache, self.num_tokens)
         if key_cache.stride(1) != 2 * self.shape.num_layers * key_cache.shape[2] * key_cache.shape[3]:
             raise ValueError(f"the cache view is not one of {self.shape.num_layers} layers")
         if not self.tiles:
             blocks = [*(part.blocks for part in self.decodes), *(part.blocks for part in self.prefills)]
             self.tiles.extend(_tile_index(one, key_cache) for one in blocks)
-        keys, values = tile_view(key_cache), tile_view(value_cache)
+        tiled = TiledCache(tile_view(key_cache), tile_view(cache.values), key_cache.shape[1], key_cache.shape[3])
         if len(self.decodes) == 1 and self.decodes[0].rows is None and not self.prefills:
-            found = _decode(self.decodes[0], self.tiles[0], query, keys, values, key_cache.shape, scale)
+            found = _decode(self.decodes[0], tiled, self.tiles[0], query, scale)
             return found if out is None else out.copy_(found)
         out = output(out, query.shape, query)
         tiles = iter(self.tiles)
         for bucket in self.decodes:
             rows = slice(0, bucket.num_rows) if bucket.rows is None else bucket.rows
-            out[rows] = _decode(bucket, next(tiles), query[rows], keys, values, key_cache.shape, scale)
+            out[rows] = _decode(bucket, tiled, next(tiles), query[rows], scale)
         for group in self.prefills:
-            _prefill(group, next(tiles), query, keys, values, key_cache.shape, scale, self.shape.window, out)
+            _prefill(group, tiled, next(tiles), query, scale, self.shape.window, out)
         return out
 
     @property
@@ -89,9 +85,7 @@ class TorchAttentionPlan:
         """See AttentionPlan. Always False, because library calls gain nothing."""
         return False
 
-    def run_rotating(
-        self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
-    ) -> None:
+    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> None:
         """See AttentionPlan. Always None."""
 
 
@@ -125,6 +119,21 @@ class TorchBackend:
     def attention(self, shape: AttentionShape, device: torch.device) -> TorchAttention:
         """See AttentionBackend."""
         return TorchAttention(shape)
+
+
+class TiledCache(NamedTuple):
+    """One layer's keys and values by `tile_view`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    num_kv_heads: int
+    head_dim: int
+
+    def gather(self, tiles: torch.Tensor, num_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather tiles into dense keys and values [num_rows, num_kv_heads, tokens, head_dim]."""
+        shape = (num_rows, self.num_kv_heads, -1, self.head_dim)
+        key = self.keys.index_select(0, tiles).to(dtype).view(shape)
+        return key, self.values.index_select(0, tiles).to(dtype).view(shape)
 
 
 def tile_view(cache: torch.Tensor) -> torch.Tensor:
@@ -214,47 +223,30 @@ def _plan_prefills(packed: PackedSequences, shape: AttentionShape) -> tuple[Pref
     return tuple(groups)
 
 
-def _gather(
-    tiles: torch.Tensor, index: torch.Tensor, num_rows: int, cache_shape: torch.Size, dtype: torch.dtype
-) -> torch.Tensor:
-    """Gather tiles into a dense tensor [num_rows, num_kv_heads, tokens, head_dim] of `dtype`."""
-    return tiles.index_select(0, index).to(dtype).view(num_rows, cache_shape[1], -1, cache_shape[3])
-
-
 def _decode(
-    bucket: DecodeBucket,
-    tiles: torch.Tensor,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    cache_shape: torch.Size,
-    scale: float,
+    bucket: DecodeBucket, cache: TiledCache, tiles: torch.Tensor, query: torch.Tensor, scale: float
 ) -> torch.Tensor:
     # The query heads that share a KV head become query rows: all of them see the same keys
-    grouped = query.view(bucket.num_rows, cache_shape[1], -1, cache_shape[3])
-    key = _gather(keys, tiles, bucket.num_rows, cache_shape, query.dtype)
-    value = _gather(values, tiles, bucket.num_rows, cache_shape, query.dtype)
+    grouped = query.view(bucket.num_rows, cache.num_kv_heads, -1, cache.head_dim)
+    key, value = cache.gather(tiles, bucket.num_rows, query.dtype)
     out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bucket.mask, scale=scale)
     return out.reshape(query.shape)
 
 
 def _prefill(
     group: PrefillGroup,
+    cache: TiledCache,
     tiles: torch.Tensor,
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    cache_shape: torch.Size,
     scale: float,
     window: int,
     out: torch.Tensor,
 ) -> None:
     """Attention of one group into its rows of `out`."""
-    num_rows, num_queries, num_keys = len(group.first_rows), group.num_queries, group.num_keys
-    key = _gather(keys, tiles, num_rows, cache_shape, query.dtype)[:, :, :num_keys]
-    value = _gather(values, tiles, num_rows, cache_shape, query.dtype)[:, :, :num_keys]
+    num_queries, num_keys = group.num_queries, group.num_keys
+    key, value = (dense[:, :, :num_keys] for dense in cache.gather(tiles, len(group.first_rows), query.dtype))
     dense = torch.stack([query[row : row + num_queries] for row in group.first_rows]).transpose(1, 2)
-    gqa = query.shape[1] != cache_shape[1]
+    gqa = query.shape[1] != cache.num_kv_heads
     if num_queries == num_keys and (not window or num_keys <= window):
         result = F.scaled_dot_product_attention(dense, key, value, is_causal=True, scale=scale, enable_gqa=gqa)
         _scatter(group, 0, result, out)

@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.shapes import CONFIGS
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
-from pd_cluster.models.mixer import KeysValues
 from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.spec import ExpertsSpec
 from pd_cluster.models.weights import fill_at_random
@@ -22,7 +21,7 @@ from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
 from pd_kernels.backends import TORCH, Kernels, no_few_rows
 from pd_kernels.selection import select_kernels
-from pd_kernels.values import HalfNormed, PackedSequences
+from pd_kernels.values import HalfNormed, KeysValues, PackedSequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable
