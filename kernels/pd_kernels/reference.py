@@ -14,7 +14,6 @@ import torch
 
 from pd_kernels.fp8_cache import stored
 from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedRows, QuantizedWeight
-from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     from pd_kernels.quantized import Weight
@@ -179,22 +178,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gat
     """Returns `x` [T, in] times `weight` [out, in] transposed, plus `bias` [out]; `gated`: silu_and_mul of that."""
     product = torch.nn.functional.linear(x, weight, bias)
     return silu_and_mul(product) if gated else product
-
-
-def add_linear(
-    residual: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> HalfNormed:
-    """Add linear(x, weight, bias) to `residual` [T, out] in place. Returns the norm of the sum.
-
-    `norm` [out]: the weight of the norm.
-    """
-    residual += linear(x, weight, bias, False)
-    return HalfNormed(residual * norm, residual.pow(2).sum(-1)[None], eps)
 
 
 def quantize(x: torch.Tensor, group: int) -> QuantizedRows:
