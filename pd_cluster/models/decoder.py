@@ -65,11 +65,10 @@ class Decoder(ABC, Generic[FamilyLayer]):
         """See BuildModel. Raises StartupError if the ranks cannot share the model evenly."""
         self.spec = spec
         self.dtype, self.device = dtype, device
-        self._group_ropes = [spec.window_rope or spec.rope if window else spec.rope for window in spec.group_windows]
-        rotary_dim = spec.rotary_dim or spec.head_dim
-        self._ropes = {
-            rope: make_rope_table(rope, rotary_dim, max_len, dtype, device) for rope in dict.fromkeys(self._group_ropes)
-        }
+        ropes = [spec.window_rope or spec.rope if window else spec.rope for window in spec.group_windows]
+        distinct, rotary_dim = list(dict.fromkeys(ropes)), spec.rotary_dim or spec.head_dim
+        self._ropes = [make_rope_table(rope, rotary_dim, max_len, dtype, device) for rope in distinct]
+        self._rope_of_group = [distinct.index(rope) for rope in ropes]
         self._kernels = kernels
         self._share, shard = share, share.shard
         self._queries = shard.cut(spec.num_heads, "query heads", spec.head_dim)
@@ -126,8 +125,8 @@ class Decoder(ABC, Generic[FamilyLayer]):
         """
         last = self._layers[-1]
         # before an ordinary launch: see triton_dependent_launch
-        of_rope = {rope: table.at(inputs.positions) for rope, table in self._ropes.items()}
-        angles = [of_rope[rope] for rope in self._group_ropes]
+        of_rope = [table.at(inputs.positions) for table in self._ropes]
+        angles = [of_rope[rope] for rope in self._rope_of_group]
         residual = self._embed(inputs.token_ids)
         x: Normed = self._kernels.rms_norm(residual, self._layers[0].input_norm, self.spec.norm_eps)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):

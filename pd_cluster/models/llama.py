@@ -38,8 +38,9 @@ class Llama(Decoder[LlamaLayer]):
     def _finish_layer(
         self, layer: LlamaLayer, residual: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor
     ) -> Normed:
-        x = layer.out.add_norm(residual, attended, layer.post_norm, self.spec.norm_eps)
-        return layer.feed_forward.add_norm(residual, x, next_norm, self.spec.norm_eps)
+        eps = self.spec.norm_eps
+        x = layer.out.add_norm(residual, attended, layer.post_norm, eps)
+        return layer.feed_forward.add_norm(residual, x, next_norm, eps)
 
     def _make_layer(self, name: str, index: int) -> LlamaLayer:
         spec, weights = self.spec, self._parameters
