@@ -8,7 +8,7 @@ the same in every layer. The first layer makes them, as they depend on the cache
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pd_kernels.values import Ints, KeysValues, NewTokens, PackedSequences, StepSize
 
 MERGE_BYTES = 1 << 18  # padding that costs less than another bucket's calls (about 20 us)
+Views: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # of a layer's keys and values, see `tile_view`
 QUERY_PIECE = 256  # query rows under one explicit mask: bounds the mask's memory
 
 
@@ -67,17 +68,17 @@ class TorchAttentionPlan:
         if not self.tiles:
             blocks = [*(part.blocks for part in self.decodes), *(part.blocks for part in self.prefills)]
             self.tiles.extend(_tile_index(one, key_cache) for one in blocks)
-        tiled = TiledCache(tile_view(key_cache), tile_view(cache.values), key_cache.shape[1], key_cache.shape[3])
+        views = tile_view(key_cache), tile_view(cache.values)
         if len(self.decodes) == 1 and self.decodes[0].rows is None and not self.prefills:
-            found = _decode(self.decodes[0], tiled, self.tiles[0], query, scale)
+            found = _decode(self.decodes[0], self.tiles[0], views, key_cache.shape, query, scale)
             return found if out is None else out.copy_(found)
         out = output(out, query.shape, query)
         tiles = iter(self.tiles)
         for bucket in self.decodes:
             rows = slice(0, bucket.num_rows) if bucket.rows is None else bucket.rows
-            out[rows] = _decode(bucket, tiled, next(tiles), query[rows], scale)
+            out[rows] = _decode(bucket, next(tiles), views, key_cache.shape, query[rows], scale)
         for group in self.prefills:
-            _prefill(group, tiled, next(tiles), query, scale, self.shape.window, out)
+            _prefill(group, next(tiles), views, key_cache.shape, query, scale, self.shape.window, out)
         return out
 
     @property
@@ -119,21 +120,6 @@ class TorchBackend:
     def attention(self, shape: AttentionShape, device: torch.device) -> TorchAttention:
         """See AttentionBackend."""
         return TorchAttention(shape)
-
-
-class TiledCache(NamedTuple):
-    """One layer's keys and values by `tile_view`."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    num_kv_heads: int
-    head_dim: int
-
-    def gather(self, tiles: torch.Tensor, num_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather tiles into dense keys and values [num_rows, num_kv_heads, tokens, head_dim]."""
-        shape = (num_rows, self.num_kv_heads, -1, self.head_dim)
-        key = self.keys.index_select(0, tiles).to(dtype).view(shape)
-        return key, self.values.index_select(0, tiles).to(dtype).view(shape)
 
 
 def tile_view(cache: torch.Tensor) -> torch.Tensor:
@@ -223,20 +209,29 @@ def _plan_prefills(packed: PackedSequences, shape: AttentionShape) -> tuple[Pref
     return tuple(groups)
 
 
+def _gather(
+    tiles: torch.Tensor, views: Views, num_rows: int, cache_shape: torch.Size, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather tiles into dense keys and values [num_rows, num_kv_heads, tokens, head_dim] of `dtype`."""
+    shape = (num_rows, cache_shape[1], -1, cache_shape[3])
+    return views[0].index_select(0, tiles).to(dtype).view(shape), views[1].index_select(0, tiles).to(dtype).view(shape)
+
+
 def _decode(
-    bucket: DecodeBucket, cache: TiledCache, tiles: torch.Tensor, query: torch.Tensor, scale: float
+    bucket: DecodeBucket, tiles: torch.Tensor, views: Views, cache_shape: torch.Size, query: torch.Tensor, scale: float
 ) -> torch.Tensor:
     # The query heads that share a KV head become query rows: all of them see the same keys
-    grouped = query.view(bucket.num_rows, cache.num_kv_heads, -1, cache.head_dim)
-    key, value = cache.gather(tiles, bucket.num_rows, query.dtype)
+    grouped = query.view(bucket.num_rows, cache_shape[1], -1, cache_shape[3])
+    key, value = _gather(tiles, views, bucket.num_rows, cache_shape, query.dtype)
     out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bucket.mask, scale=scale)
     return out.reshape(query.shape)
 
 
 def _prefill(
     group: PrefillGroup,
-    cache: TiledCache,
     tiles: torch.Tensor,
+    views: Views,
+    cache_shape: torch.Size,
     query: torch.Tensor,
     scale: float,
     window: int,
@@ -244,9 +239,10 @@ def _prefill(
 ) -> None:
     """Attention of one group into its rows of `out`."""
     num_queries, num_keys = group.num_queries, group.num_keys
-    key, value = (dense[:, :, :num_keys] for dense in cache.gather(tiles, len(group.first_rows), query.dtype))
+    gathered = _gather(tiles, views, len(group.first_rows), cache_shape, query.dtype)
+    key, value = (dense[:, :, :num_keys] for dense in gathered)
     dense = torch.stack([query[row : row + num_queries] for row in group.first_rows]).transpose(1, 2)
-    gqa = query.shape[1] != cache.num_kv_heads
+    gqa = query.shape[1] != cache_shape[1]
     if num_queries == num_keys and (not window or num_keys <= window):
         result = F.scaled_dot_product_attention(dense, key, value, is_causal=True, scale=scale, enable_gqa=gqa)
         _scatter(group, 0, result, out)

@@ -70,8 +70,9 @@ def write_cache(key: torch.Tensor, value: torch.Tensor, cache: KeysValues, slot_
 def norm_rope_write(heads: torch.Tensor, new: NewTokens, cache: KeysValues) -> torch.Tensor:
     """See reference.norm_rope_write. `cos`, `sin` have the dtype of `heads`."""
     norms, cos, sin, slot_mapping = new
-    num_rotated = heads.shape[1] - cache.keys.shape[1]
-    num_heads = num_rotated - cache.keys.shape[1]
+    num_kv_heads = cache.keys.shape[1]
+    num_rotated = heads.shape[1] - num_kv_heads
+    num_heads = num_rotated - num_kv_heads
     rotated = heads[:, :num_rotated]
     if norms is not None:
         query = rms_norm(rotated[:, :num_heads], norms.query, norms.eps)
