@@ -13,7 +13,8 @@ from pd_cluster import __version__
 from pd_cluster.protocol.messages import ResetCache, StartProfile, StopProfile
 from pd_cluster.server import order_routes, status_routes
 from pd_cluster.server.app import create_app
-from pd_connectors.protocol.ticket import ALL_NODES, NODE_ACTIONS, NodeOrder, Offer, sign
+from pd_connectors.protocol.ticket import ALL_NODES, NodeOrder, Offer, sign
+from pd_http.endpoints import NODE_ACTIONS
 from tests.deadlines import HANG_S
 from tests.server.fake_engine import FAR, FakeEngine, Line, says
 from tests.server.live_server import KEY, make_state, running, serving

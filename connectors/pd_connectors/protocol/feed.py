@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import msgspec
 
-FEED_PATH = "/pd/feed"
 FEED_TYPE = "application/x-pd-feed"
 HEARTBEAT_S = 1.0
 # Header of a request: "ROUTER.NUMBER" names the charge that the router ROUTER has made for it. Header of GET /pd/feed:
