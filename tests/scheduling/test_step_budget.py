@@ -361,7 +361,7 @@ def test_targets_replace_the_limit_and_no_other_setting() -> None:
     assert Targets.of(with_target.scheduler) == Targets(0.2, 0.01, 0.03)
     assert Targets.of(SchedulerConfig(slo_tpot_ms=10, slo_itl_ms=15)) == Targets(float("inf"), 0.01, 0.015)
     assert not SchedulerConfig(slo_ttft_ms=200).has_targets, "of streams"
-    with pytest.raises(StartupError, match="slo_tpot_ms"):
+    with pytest.raises(StartupError, match="--slo-tpot-ms must be at least 0"):
         SchedulerConfig(slo_tpot_ms=-1)
     both = NodeConfig(server=decode, scheduler=SchedulerConfig(slo_itl_ms=20, max_tokens_beside_decodes=192))
     assert both.tokens_beside_decodes_on("cuda:0") == 0

@@ -223,5 +223,5 @@ def test_the_limit_is_a_decode_nodes_on_a_gpu_unless_told_otherwise() -> None:
     assert limit("decode", "cuda:0") == 192
     assert [limit(*where) for where in (("decode", "cpu"), ("prefill", "cuda:0"), ("mixed", "cuda:0"))] == [0, 0, 0]
     assert (limit("decode", "cuda:0", 0), limit("mixed", "cpu", 256)) == (0, 256)
-    with pytest.raises(StartupError, match="max_tokens_beside_decodes"):
+    with pytest.raises(StartupError, match="--max-tokens-beside-decodes must be at least -1"):
         replace(SchedulerConfig(), max_tokens_beside_decodes=-2)
