@@ -16,7 +16,7 @@ from pd_cluster.server.prompt_bodies import EmbeddingBody, RerankBody, ScoreBody
 from pd_cluster.server.schema import ChatBody, CompletionBody, DetokenizeBody, ReleaseBody, TokenizeBody
 from pd_connectors.protocol.feed import FEED_TYPE
 from pd_connectors.protocol.ticket import ORDER_HEADER
-from pd_http.endpoints import ENDPOINTS, NODE_ACTIONS, HttpEndpoint, Kind
+from pd_http.endpoints import ENDPOINTS, NODE_ACTIONS, Endpoint, Kind
 from pd_http.messages_dialect import MessagesFields
 from pd_http.responses_dialect import ResponsesFields
 
@@ -323,7 +323,7 @@ def openapi_document() -> dict[str, Any]:
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 
-def _operation(one: HttpEndpoint) -> dict[str, Any]:
+def _operation(one: Endpoint) -> dict[str, Any]:
     content = _OTHER_CONTENT.get(one.name) or _json(ANSWERS.get(one.name, dict))
     if one.kind is Kind.GENERATE:  # when the body has `stream: true`
         content["text/event-stream"] = _TEXT

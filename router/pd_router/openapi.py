@@ -14,14 +14,14 @@ from pd_router.upstream import Answer
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pd_http.endpoints import HttpEndpoint
+    from pd_http.endpoints import Endpoint
 
 _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
 _PAGE = {"text/html": {"schema": {"type": "string"}}}
 
 
-def router_document(served: Iterable[HttpEndpoint], is_open: bool, of_node: Answer) -> Answer:
+def router_document(served: Iterable[Endpoint], is_open: bool, of_node: Answer) -> Answer:
     """The document of a router that serves these, from a node's answer; a node's error is returned as it is.
 
     `is_open`: orders to all nodes need no signature. Raises NodeFailed for an answer that is no such document.
@@ -46,7 +46,7 @@ def router_document(served: Iterable[HttpEndpoint], is_open: bool, of_node: Answ
     return Answer(200, headers, orjson.dumps(document | {"paths": paths}))
 
 
-def _own(one: HttpEndpoint) -> dict[str, Any]:
+def _own(one: Endpoint) -> dict[str, Any]:
     """An operation that the node's document lacks."""
     parameters: list[dict[str, Any]] = []
     if "{id}" in one.template:
