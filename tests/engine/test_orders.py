@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pd_cluster.config import NodeConfig
-    from pd_cluster.engine.ipc import EngineSockets
 
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
@@ -115,7 +114,7 @@ def test_a_role_sets_the_limit_of_prompts_beside_decodes(
 
     executor, connector = bench.core._executor, bench.core._connector
     monkeypatch.setattr(executor, "model", replace(executor.model, device="cuda:0"))
-    core = EngineCore(config(decided), executor, connector, cast("EngineSockets", FakeMailbox()), given=config(given))
+    core = EngineCore(config(decided), executor, connector, FakeMailbox(), given=config(given))
     for role, limit in limits.items():
         core._take(SetRole(role))
         assert isinstance(core._step_budget, FixedBudget)
@@ -125,7 +124,7 @@ def test_a_role_sets_the_limit_of_prompts_beside_decodes(
 def test_prompts_of_a_prefill_node_come_before_its_streams(bench: Bench) -> None:
     executor, connector = bench.core._executor, bench.core._connector
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, slo_tpot_ms=20.0))
-    core = EngineCore(config, executor, connector, cast("EngineSockets", FakeMailbox()))
+    core = EngineCore(config, executor, connector, FakeMailbox())
     targets = Targets.of(config.scheduler)
     for role in ("prefill", "decode", "prefill", "mixed"):
         core._take(SetRole(role))
