@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import aiohttp
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotation)
 from starlette.responses import Response
 
 from pd_cluster import __version__
@@ -41,10 +40,10 @@ from pd_http.node_report import REPORT_HEADER
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from pd_cluster.server.answer_task import CountedReply
-    from pd_cluster.server.meta_routes import Handler
     from pd_cluster.server.state import NodeState
 
 Work: TypeAlias = "Callable[[NodeState, Caller, CountedReply, bytes], Awaitable[None]]"
@@ -81,7 +80,7 @@ def create_app(state: NodeState) -> FastAPI:
     handlers |= {name: partial(_answer, name, work) for name, work in WORKS.items()}
     for one in ENDPOINTS:
         if one.kind is not Kind.ROUTER:
-            app.add_api_route(one.path, _route(state, handlers[one.name]), methods=[one.method])
+            app.add_route(one.path, partial(handlers[one.name], state), methods=[one.method])
     return app
 
 
@@ -98,13 +97,6 @@ async def _lifespan(state: NodeState, _: FastAPI) -> AsyncIterator[None]:
             state.tokenizer.close()
             state.grammar_checks.close()
     state.peers = None
-
-
-def _route(state: NodeState, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    async def route(request: Request) -> Response:
-        return await handler(state, request)
-
-    return route
 
 
 async def _answer(endpoint: str, work: Work, state: NodeState, request: Request) -> AnswerTask:
