@@ -78,10 +78,7 @@ class ModelConfig:
     seed: int = setting(  # in torch's range
         0, "Seeds dummy weights and requests that bring no seed.", least=-(1 << 63), most=(1 << 64) - 1
     )
-    tp: int = setting(
-        1, "Ranks that share each of the model's weights (tensor parallelism): one process, and one GPU, per rank.",
-        least=1, most=64,
-    )  # fmt: skip
+    tp: int = setting(1, "Ranks that share the weights (tensor parallelism), a process, a GPU each.", least=1, most=64)
     num_threads: int = setting(0, "Compute threads on CPU. 0: torch's choice.")
     logits_stages: tuple[str, ...] = setting(
         (),
@@ -171,9 +168,7 @@ class SchedulerConfig:
     max_graph_batch: int = setting(
         256, "Largest decode batch that is captured as a graph (at most max_num_seqs).", least=1, hidden=True
     )
-    max_graph_tokens: int = setting(
-        2048, "Largest step with prompts that is captured as a graph. 0: none.", hidden=True
-    )
+    max_graph_tokens: int = setting(2048, "Largest step with prompts captured as a graph. 0: none.", hidden=True)
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -215,9 +210,7 @@ class HandoffConfig:
         "Ports on which UCX listens for KV, LOW-HIGH: one for each rank of this host. Default: 45000-45099; on "
         "loopback the OS chooses. $UCX_NET_DEVICES and $UCX_TCP_PORT_RANGE win.",
     )
-    lease_ttl_s: float = setting(
-        10.0, "Seconds after the last renewal until P frees a lease's blocks.", positive=True, hidden=True
-    )
+    lease_ttl_s: float = setting(10.0, "Seconds until P frees a lease that is not renewed.", positive=True, hidden=True)
     load_deadline_s: float = setting(30.0, "Seconds D waits for a request's KV before it falls back.", positive=True)
     read_deadline_s: float = setting(
         10.0, "Seconds without any progress of a node's reads until a load fails.", positive=True, hidden=True
@@ -254,10 +247,7 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(0, "HTTP port. 0: chosen by the OS and printed.", most=MAX_PORT)
-    listen_fd: int = setting(
-        -1, "Serve on the listening socket inherited as this file descriptor; --port is not used. -1: none.",
-        hidden=True,
-    )  # fmt: skip
+    listen_fd: int = setting(-1, "Serve on the listening socket inherited under this number. -1: none.", hidden=True)
     role: str = setting(
         "mixed",
         "Policy, not capability: every engine can do both, and orders change it.",
