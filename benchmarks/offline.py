@@ -8,7 +8,7 @@ import tempfile
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.process import SWITCH_INTERVAL_S, rare_garbage_collection
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pd_cluster.config import NodeConfig
-    from pd_cluster.engine.ipc import EngineSockets
     from pd_cluster.errors import PdError
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.worker.executor import Executor
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DirectMailbox:
-    """Stands in for EngineSockets: passes messages in memory, for one thread."""
+    """A Mailbox that passes messages in memory, for one thread."""
 
     inbox: list[ToEngine] = field(default_factory=list)
     outbox: list[FromEngine] = field(default_factory=list)
@@ -84,7 +83,7 @@ class OfflineEngine:
         connector = create_connector("none", replace(context, rank_ports=self.executor.connect("none", context)))
         connector.register_kv_cache(self.executor.cache)
         self.mailbox = DirectMailbox()
-        self.core = EngineCore(self.executor.config, self.executor, connector, cast("EngineSockets", self.mailbox))
+        self.core = EngineCore(self.executor.config, self.executor, connector, self.mailbox)
         self._num_calls = 0
         # As in the engine's own process
         self._cleanup.enter_context(rare_garbage_collection())

@@ -26,16 +26,9 @@ import msgspec
 import orjson
 import uvloop
 
-from pd_connectors.protocol.feed import (
-    FEED_PATH,
-    FEED_TYPE,
-    HEARTBEAT_S,
-    WAIT_HEADER,
-    FeedDelta,
-    FeedSnapshot,
-    NodeLoad,
-)
+from pd_connectors.protocol.feed import FEED_TYPE, HEARTBEAT_S, WAIT_HEADER, FeedDelta, FeedSnapshot, NodeLoad
 from pd_connectors.protocol.stream_codec import encode_message
+from pd_http.endpoints import FEED_PATH
 from pd_http.files import raise_file_limit
 from pd_http.frames import FRAMES_HEADER, FRAMES_TYPE, ChoiceProgress, Frame, StreamEnd, StreamHead
 

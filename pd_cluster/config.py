@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 
 from pd_cluster.errors import StartupError
 from pd_http.limits import HttpLimits
-from pd_http.settings import setting
+from pd_http.settings import MAX_PORT, check_numbers, setting
 
 TOOL_FORMATS = (
     "qwen3_coder",
@@ -72,12 +72,12 @@ class ModelConfig:
         "Attention backend of every KV group, such as triton. auto: the first that serves a group; the start names it, "
         "and says why those before it do not.",
     )
-    max_model_len: int = setting(0, "Longest prompt + output in tokens. 0: the model's own limit.")
+    max_model_len: int = setting(0, "Longest prompt + output in tokens. 0: the model's own limit.", least=2)
     load_format: str = setting("auto", "dummy: random weights from the config alone.", choices=("auto", "dummy"))
-    seed: int = setting(0, "Seeds dummy weights and requests that bring no seed.")
-    tp: int = setting(
-        1, "Ranks that share each of the model's weights (tensor parallelism): one process, and one GPU, per rank."
+    seed: int = setting(  # in torch's range
+        0, "Seeds dummy weights and requests that bring no seed.", least=-(1 << 63), most=(1 << 64) - 1
     )
+    tp: int = setting(1, "Ranks that share the weights (tensor parallelism), a process, a GPU each.", least=1, most=64)
     num_threads: int = setting(0, "Compute threads on CPU. 0: torch's choice.")
     logits_stages: tuple[str, ...] = setting(
         (),
@@ -93,16 +93,20 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int = setting(0, "Tokens per block, a multiple of 16. 0: 16 on CPU, 64 on GPUs.")
-    num_blocks: int = setting(0, "Blocks of each KV group. 0: from kv_cache_gb (CPU) or gpu_memory_utilization.")
-    kv_cache_gb: float = setting(1.0, "Cache size on CPU in GB, when num_blocks is 0.")
+    num_blocks: int = setting(
+        0, "Blocks of each KV group. 0: from kv_cache_gb (CPU) or gpu_memory_utilization.", least=2, hidden=True
+    )
+    kv_cache_gb: float = setting(1.0, "Cache size on CPU in GB, when num_blocks is 0.", positive=True)
     gpu_memory_utilization: float = setting(
         0.0,
         "Share of the GPU's memory that weights, activations and cache may fill. 0: gpu_share, less a tenth of that, "
         "at most 6 GB.",
+        most=1,
     )
     gpu_share: float = setting(
-        1.0, "Part of the GPU that this node has where several nodes share the GPU; `up` and Ray set it."
-    )
+        1.0, "Part of the GPU that this node has where several nodes share the GPU; `up` and Ray set it.",
+        most=1, positive=True,
+    )  # fmt: skip
     swap_gb: float = setting(0.0, "Host memory for preempted sequences in GB. 0: preemption recomputes.")
     prefix_caching: bool = setting(True, "Reuse the blocks of equal prefixes.")
 
@@ -151,28 +155,20 @@ class SchedulerConfig:
         False, "Honour the field `priority` of requests. Only where all clients are trusted: any may ask for the best."
     )
     async_scheduling: str = setting(
-        "auto", "Plan and launch a step while the one before it runs. auto: on GPUs.", choices=("auto", "on", "off")
-    )
+        "auto", "Plan and launch a step while the one before it runs. auto: on GPUs.", choices=("auto", "on", "off"),
+        hidden=True,
+    )  # fmt: skip
     cuda_graphs: bool = setting(True, "On GPUs, replay steps as captured graphs.")
-    max_graph_batch: int = setting(256, "Largest decode batch that is captured as a graph (at most max_num_seqs).")
-    max_graph_tokens: int = setting(2048, "Largest step with prompts that is captured as a graph. 0: none.")
+    max_graph_batch: int = setting(
+        256, "Largest decode batch that is captured as a graph (at most max_num_seqs).", least=1, hidden=True
+    )
+    max_graph_tokens: int = setting(2048, "Largest step with prompts captured as a graph. 0: none.", hidden=True)
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         seqs, budget = self.max_num_seqs, self.max_num_batched_tokens
-        if min(seqs, budget) < 0 or 0 < budget < seqs:
-            raise StartupError(
-                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({seqs}), and neither below 0"
-            )
-        if self.max_graph_batch < 1 or self.max_graph_tokens < 0:
-            raise StartupError(
-                f"max_graph_batch ({self.max_graph_batch}) must be at least 1, max_graph_tokens "
-                f"({self.max_graph_tokens}) at least 0; --no-cuda-graphs turns graphs off"
-            )
-        if not min(self.slo_ttft_ms, self.slo_tpot_ms, self.slo_itl_ms) >= 0:
-            raise StartupError(
-                f"slo_ttft_ms ({self.slo_ttft_ms:g}), slo_tpot_ms ({self.slo_tpot_ms:g}) and slo_itl_ms "
-                f"({self.slo_itl_ms:g}) must be at least 0"
-            )
+        if 0 < budget < seqs:
+            raise StartupError(f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({seqs})")
 
     @property
     def has_targets(self) -> bool:
@@ -195,20 +191,24 @@ class HandoffConfig:
     pool_url: str = setting("", "Server of the pool, for example lm://10.0.0.9:6500. Default: the connector's own.")
     pool_segment_gb: float = setting(1.0, "Memory that this node lends to the pool (mooncake).")
     pool_deadline_s: float = setting(5.0, "Seconds that a search of the pool may cost a request.")
-    pool_handoff: str = setting("nixl", "Connector that hands requests over beside a pool.")
+    pool_handoff: str = setting("nixl", "Connector that hands requests over beside a pool.", hidden=True)
     advertise_host: str = setting(
         "127.0.0.1", "Address under which other nodes reach this one.", env="PD_ADVERTISE_HOST"
     )
-    control_port: int = setting(0, "Port for handoff control messages. 0: chosen by the OS.")
-    max_readers: int = setting(1024, "Connections to the control port at once: one for each node that reads from here.")
+    control_port: int = setting(0, "Port for handoff control messages. 0: chosen by the OS.", most=MAX_PORT)
+    max_readers: int = setting(
+        1024, "Connections to the control port at once: one for each node that reads from here.", least=1, hidden=True
+    )
     kv_ports: str = setting(
         "",
         "Ports on which UCX listens for KV, LOW-HIGH: one for each rank of this host. Default: 45000-45099; on "
         "loopback the OS chooses. $UCX_NET_DEVICES and $UCX_TCP_PORT_RANGE win.",
     )
-    lease_ttl_s: float = setting(10.0, "Seconds after the last renewal until P frees a lease's blocks.")
-    load_deadline_s: float = setting(30.0, "Seconds D waits for a request's KV before it falls back.")
-    read_deadline_s: float = setting(10.0, "Seconds without any progress of a node's reads until a load fails.")
+    lease_ttl_s: float = setting(10.0, "Seconds until P frees a lease that is not renewed.", positive=True, hidden=True)
+    load_deadline_s: float = setting(30.0, "Seconds D waits for a request's KV before it falls back.", positive=True)
+    read_deadline_s: float = setting(
+        10.0, "Seconds without any progress of a node's reads until a load fails.", positive=True, hidden=True
+    )
     on_load_failure: str = setting(
         "any", "When a load fails, D may prefill on another node, then locally (any); only one of these; or fail.",
         choices=("any", "remote", "local", "fail"),
@@ -222,8 +222,6 @@ class HandoffConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.max_readers < 1:
-            raise StartupError(f"max_readers ({self.max_readers}) must be at least 1")
         _ = self.kv_port_range
 
     @property
@@ -242,10 +240,8 @@ class ServerConfig:
     """The node's HTTP side."""
 
     host: str = setting("127.0.0.1", "Address to listen on.")
-    port: int = setting(0, "HTTP port. 0: chosen by the OS and printed.")
-    listen_fd: int = setting(
-        -1, "Serve on the listening socket inherited as this file descriptor; --port is not used. -1: none."
-    )
+    port: int = setting(0, "HTTP port. 0: chosen by the OS and printed.", most=MAX_PORT)
+    listen_fd: int = setting(-1, "Serve on the listening socket inherited under this number. -1: none.", hidden=True)
     role: str = setting(
         "mixed",
         "Policy, not capability: every engine can do both, and orders change it.",
@@ -274,7 +270,7 @@ class ServerConfig:
         "", "Directory for the records of POST /start_profile. Default: the request is refused.", metavar="DIR"
     )
     start_deadline_s: float = setting(
-        600.0, "Seconds until the engine must be ready (weights loaded, cache allocated)."
+        600.0, "Seconds until the engine must be ready (weights loaded, cache allocated).", positive=True
     )
     drain_s: float = setting(30.0, "Seconds a stopping node gives its running requests.")
     log_level: str = setting("info", "Log level.", choices=("debug", "info", "warning", "error"))

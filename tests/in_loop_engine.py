@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from pd_cluster.engine.client import RequestStream, is_terminal
 from pd_cluster.engine.core import EngineCore
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.config import NodeConfig
-    from pd_cluster.engine.ipc import EngineSockets
     from pd_cluster.protocol.messages import ToEngine
     from pd_cluster.scheduling.drafts import Drafter
     from pd_cluster.worker.device_executor import DeviceExecutor
@@ -33,7 +32,7 @@ class InLoopEngine:
     ) -> None:
         self._mailbox = FakeMailbox()
         config = replace(config, scheduler=replace(config.scheduler, async_scheduling="off"))
-        self._core = EngineCore(config, executor, connector, cast("EngineSockets", self._mailbox), drafter=drafter)
+        self._core = EngineCore(config, executor, connector, self._mailbox, drafter=drafter)
         self._streams: dict[str, RequestStream] = {}
         self._open: set[str] = set()
         self._rests = asyncio.Event()

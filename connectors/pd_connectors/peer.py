@@ -23,7 +23,7 @@ class Greeting:
 
 
 @dataclass(slots=True)
-class Endpoint:
+class PeerEndpoint:
     """The transport's connection to one boot epoch of a peer."""
 
     key: PeerKey
@@ -43,7 +43,7 @@ class Peer:
     address: Address
     idle_since: float  # when its last load ended; not valid while it has loads
     greeting: Greeting | None = None
-    endpoint: Endpoint | None = None
+    endpoint: PeerEndpoint | None = None
     pulls: dict[str, Pull] = field(default_factory=dict)  # live and draining
     is_lost: bool = False  # the connection broke, and no message has arrived since
 

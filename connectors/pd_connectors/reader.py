@@ -25,7 +25,7 @@ from pd_connectors.base import ConnectorContext, Event, LoadDrained, LoadFailed,
 from pd_connectors.block_reads import PostRead
 from pd_connectors.handshake import check_reply, check_ticket
 from pd_connectors.link_speed import CAUSES
-from pd_connectors.peer import Endpoint, Greeting, Peer
+from pd_connectors.peer import Greeting, Peer, PeerEndpoint
 from pd_connectors.protocol.errors import HandshakeError, LoadFailure
 from pd_connectors.protocol.messages import ConfirmReply, Hello, HelloReply, LeaseState, Release, ToOwner, ToReader
 from pd_connectors.pull import Emit, Pull, Send
@@ -293,12 +293,12 @@ class Reader:
         self._num_attempts += 1
         num_groups = self._context.layout.num_common(reply.layout)
         key = PeerKey(peer.address, *there, self._num_attempts, num_ranks=reply.layout.tp_size, num_groups=num_groups)
-        peer.endpoint = Endpoint(key, now + self._context.connect_deadline_s)
+        peer.endpoint = PeerEndpoint(key, now + self._context.connect_deadline_s)
         self._transport.connect(key, reply.transport)
 
     # endpoint
 
-    def _on_connected(self, peer: Peer, endpoint: Endpoint, now: float) -> None:
+    def _on_connected(self, peer: Peer, endpoint: PeerEndpoint, now: float) -> None:
         endpoint.ready = True
         for pull in list(peer.pulls.values()):
             if pull.is_live and endpoint.serves(pull.ticket.lease):  # one that drains stays where its reads are
@@ -346,7 +346,7 @@ class Reader:
                 self._tear_down(peer, endpoint, LoadFailure.READ_FAILED, detail, now)
                 return
 
-    def _tear_down(self, peer: Peer, endpoint: Endpoint, reason: LoadFailure, detail: str, now: float) -> None:
+    def _tear_down(self, peer: Peer, endpoint: PeerEndpoint, reason: LoadFailure, detail: str, now: float) -> None:
         """Give the endpoint up and fail the loads that need it. The transport reports when its reads end."""
         self._fail(peer, reason, detail, now, lambda pull: endpoint.serves(pull.ticket.lease))
         self._disconnect(peer)

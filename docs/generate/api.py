@@ -15,7 +15,6 @@ from docs.generate.document import code, table
 from pd_cluster.server.fields import ELSEWHERE, HARMLESS, REFUSED
 from pd_cluster.server.grammar_checks import MAX_GRAMMAR_BYTES
 from pd_cluster.server.json_schema import MAX_LEVELS
-from pd_cluster.server.openapi import OPERATIONS
 from pd_cluster.server.sampling import MAX_BAD_WORD_CHARS
 from pd_cluster.server.schema import (
     MAX_LOGITS_ARGS_BYTES,
@@ -27,12 +26,10 @@ from pd_cluster.server.schema import (
 from pd_cluster.server.tool_use import MAX_DEPTH
 from pd_http.dialect import MANY_TOOLS, OPENAI
 from pd_http.dialects import MESSAGES, RESPONSES
+from pd_http.endpoints import ENDPOINTS, Kind
 from pd_http.errors import PdError, StartupError
 from pd_http.member_bounds import CHAT_BOUNDS, MAX_FIELDS, TOKEN_FIELDS, TRANSLATED_BOUNDS
 from pd_http.refusal import Refusal
-from pd_router.app import create_app
-from pd_router.config import RouterConfig
-from pd_router.openapi import ROUTER_ONLY, routed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,22 +125,12 @@ READ: dict[str, Read] = {
 }
 
 
-def router_routes() -> set[tuple[str, str]]:
-    """Method and path of every route of the router."""
-    app: Any = create_app(RouterConfig(start_empty=True), b"k" * 32, ())
-    while not hasattr(app, "routes"):
-        app = app.app
-    return routed(app.routes)
-
-
 def _endpoints() -> str:
-    on_router = router_routes()
+    places = {Kind.NODE: "nodes", Kind.ROUTER: "router"}
     rows = []
-    for one in OPERATIONS:
-        place = "router, nodes" if (one.method.upper(), one.path) in on_router else "nodes"
-        rows.append([code(f"{one.method.upper()} {one.path}"), place, one.summary + "."])
-    rows.append([code("GET /openapi.json"), "router, nodes", "OpenAPI 3.1 of this list."])
-    rows += [[code(f"{method} {path}"), "router", f"{text}."] for (method, path), text in ROUTER_ONLY.items()]
+    for one in ENDPOINTS:
+        place, order = places.get(one.kind, "router, nodes"), " (signed order)" * one.signed
+        rows.append([code(f"{one.method} {one.template}"), place, f"{one.summary}{order}."])
     return table(["endpoint", "on", "what it does"], rows)
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import field, fields, make_dataclass
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_type_hints
 
 from docs.generate.document import code, table
+from pd_cluster.config import NodeConfig
 from pd_cluster.launch.cli import build_parser
 from pd_cluster.launch.up_flags import PER_NODE
+from pd_http.settings import add_flags
+from pd_router.config import RouterConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,7 +53,7 @@ def node_flags() -> set[str]:
 
 def _rows(actions: list[argparse.Action]) -> Iterator[list[str]]:
     for action in actions:
-        if isinstance(action, argparse._HelpAction):
+        if isinstance(action, argparse._HelpAction) or action.help is argparse.SUPPRESS:
             continue
         text = (action.help or "") % {"default": action.default, "prog": "pd-cluster"}
         default = ""
@@ -112,6 +116,20 @@ def _of(*names: str) -> Callable[[], str]:
     return make
 
 
+def _rare() -> str:
+    """The flags that `--help` leaves out."""
+    texts = []
+    for title, kinds in (("nodes", NodeConfig.sections().values()), ("routers", [RouterConfig])):
+        parser = argparse.ArgumentParser(add_help=False)
+        for kind in kinds:
+            types, hidden = get_type_hints(kind), [item for item in fields(kind) if item.metadata.get("hidden")]
+            shown = [field(default=one.default, metadata={**one.metadata, "hidden": False}) for one in hidden]
+            parts = [(old.name, types[old.name], new) for old, new in zip(hidden, shown, strict=True)]
+            add_flags(parser, make_dataclass(kind.__name__, parts))
+        texts.append(f"### Of {title}\n\n{_table(parser._actions)}")
+    return "\n".join(texts)
+
+
 COMMANDS: dict[str, tuple[str, ...]] = {
     "router": ("router",),
     "epp": ("epp",),
@@ -131,5 +149,5 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "ray": ("ray up", "ray status", "ray scale", "ray down"),
     "bench": ("bench serve",),
 }
-PARTS: dict[str, Callable[[], str]] = {"up": _up, "node-flags": _nodes, "check": _check}
+PARTS: dict[str, Callable[[], str]] = {"up": _up, "node-flags": _nodes, "check": _check, "rare-flags": _rare}
 PARTS |= {name: _of(*commands) for name, commands in COMMANDS.items()}

@@ -17,10 +17,10 @@ from pd_cluster.models.quantization import METHODS
 from pd_cluster.models.registry import ARCHITECTURES
 from pd_cluster.server.fields import REFUSED
 from pd_cluster.server.grammar_source import SYNONYMS
-from pd_cluster.server.openapi import OPERATIONS
 from pd_cluster.server.schema import ChatBody, CompletionBody
 from pd_cluster.server.tool_format import FORMATS
 from pd_connectors.registry import CONNECTORS, PACKAGES
+from pd_http.endpoints import ENDPOINTS
 from pd_router.config import RouterConfig
 from pd_router.endpoint_picker.config import PickerConfig
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 DOCUMENT = "README.md"
 BODY_FIELDS = frozenset(ChatBody.__struct_fields__) | frozenset(CompletionBody.__struct_fields__)
 SETTINGS = frozenset(item.name for kind in NodeConfig.sections().values() for item in fields(kind))
-PATHS = frozenset(operation.path for operation in OPERATIONS)
+PATHS = frozenset(one.path for one in ENDPOINTS)
 MODEL_TITLES = {
     "Gemma3ForCausalLM": "Gemma 3 (text)",
     "Glm4MoeForCausalLM": "GLM-4.5",

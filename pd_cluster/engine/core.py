@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.config import NodeConfig
-    from pd_cluster.engine.ipc import EngineSockets
+    from pd_cluster.engine.mailbox import Mailbox
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.scheduling.drafts import Drafter
     from pd_cluster.scheduling.sequence import Request
@@ -80,7 +80,7 @@ class EngineCore:
         config: NodeConfig,
         executor: Executor,
         connector: Connector,
-        mailbox: EngineSockets,
+        mailbox: Mailbox,
         clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
     ) -> None:

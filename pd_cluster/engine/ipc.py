@@ -9,6 +9,7 @@ import select
 import msgspec
 import zmq
 
+from pd_cluster.engine.mailbox import Mailbox
 from pd_cluster.protocol.messages import FromEngine, SignOfLife, ToEngine
 
 _SIGN = msgspec.msgpack.encode([SignOfLife()])
@@ -40,11 +41,8 @@ class SignsOfLife:
         self._context.destroy(linger=0)
 
 
-class EngineSockets:
-    """Receives and sends on the step loop's thread; `wake` may be called from any thread.
-
-    `address` is the prefix of the two ipc sockets that the API process has bound.
-    """
+class EngineSockets(Mailbox):
+    """`address`: the prefix of the two ipc sockets that the API process has bound."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._in = context.socket(zmq.PULL)
@@ -61,17 +59,13 @@ class EngineSockets:
         self._closed = False
 
     def wake(self) -> None:
-        """End the current or the next `wait`."""
         if not self._closed:
             os.eventfd_write(self._bell, 1)
 
     def wait(self, timeout_s: float) -> bool:
-        """Flush, then wait for a message or a `wake`. Returns False after `timeout_s` without one.
-
-        Uses select, because poll rounds to whole milliseconds and a step takes five. ZMQ's descriptor signals changes
-        only, so the socket is polled first. Both descriptors are below select's limit: the process opens them early.
-        """
         self.flush()
+        # Select, because poll rounds to whole milliseconds and a step takes five. ZMQ's descriptor signals changes
+        # only, so the socket is polled first. Both descriptors are below select's limit: the process opens them early
         has_mail = bool(self._in.poll(0))
         ready, _, _ = select.select((self._in.fileno(), self._bell), (), (), 0.0 if has_mail else timeout_s)
         if self._bell in ready:
@@ -79,7 +73,6 @@ class EngineSockets:
         return has_mail or bool(ready)
 
     def receive(self) -> list[ToEngine]:
-        """Returns the messages that have arrived. Never blocks."""
         messages: list[ToEngine] = []
         while True:
             try:
@@ -88,11 +81,10 @@ class EngineSockets:
                 return messages
 
     def send(self, message: FromEngine) -> None:
-        """Queue a message for the next `flush` or `wait`, so that the tokens of one step travel together."""
         self._unsent.append(message)
 
     def flush(self) -> None:
-        """Send the queued messages. Without a high-water mark this cannot block."""
+        """Without a high-water mark this cannot block."""
         if self._unsent:
             unsent, self._unsent = self._unsent, []  # first: if encoding fails, EngineDied can still be sent
             self._out.send(self._encoder.encode(unsent), zmq.NOBLOCK)

@@ -11,7 +11,7 @@ from pd_cluster.protocol.messages import EngineNews
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_cluster.engine.ipc import EngineSockets
+    from pd_cluster.engine.mailbox import Mailbox
     from pd_cluster.engine.pipeline import Pipeline
     from pd_cluster.protocol.messages import ReportNews
     from pd_cluster.scheduling.block_manager import BlockManager
@@ -39,7 +39,7 @@ class NewsReport:
         pipeline: Pipeline,
         model: StepModel,
         room: StreamRoom,
-        mailbox: EngineSockets,
+        mailbox: Mailbox,
         clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler

@@ -37,6 +37,7 @@ from pd_connectors.registry import create_connector
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping
 
+    from pd_cluster.engine.mailbox import Mailbox
     from pd_cluster.worker.device_executor import DeviceDescribed
 
 logger = logging.getLogger("pd_cluster.engine")
@@ -135,9 +136,7 @@ def _describe(config: NodeConfig, address: str, progress: Callable[[str], None],
     return DeviceDescribed.of(config, progress)
 
 
-def _build(
-    config: NodeConfig, address: str, mailbox: EngineSockets, cleanup: ExitStack
-) -> tuple[EngineCore, EngineReady]:
+def _build(config: NodeConfig, address: str, mailbox: Mailbox, cleanup: ExitStack) -> tuple[EngineCore, EngineReady]:
     from pd_cluster.worker.device_executor import run_phases
 
     def progress(text: str) -> None:

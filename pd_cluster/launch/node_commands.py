@@ -14,7 +14,8 @@ import httpx
 
 from pd_cluster.errors import PdError, StartupError
 from pd_connectors.protocol.keys import load_cluster_key
-from pd_connectors.protocol.ticket import ALL_NODES, NODE_ACTIONS, NodeOrder, sign
+from pd_connectors.protocol.ticket import ALL_NODES, NodeOrder, sign
+from pd_http.endpoints import NODE_ACTIONS
 from pd_http.tls import TlsFiles
 
 if TYPE_CHECKING:

@@ -7,13 +7,12 @@ only the engine can know (memory, weights, a device that fails).
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
@@ -27,7 +26,7 @@ from pd_connectors.pool_url import DEFAULT_URLS, read_pool_url
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.keys import load_cluster_key
 from pd_connectors.registry import check_connector
-from pd_http.settings import MAX_PORT, flag_of
+from pd_http.settings import number_problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -38,24 +37,6 @@ if TYPE_CHECKING:
 HASH_UNIT = 16  # tokens; a block size is a multiple of it
 MAX_KEY_BYTES = 1 << 16
 DRIVER_DEADLINE_S = 30.0
-LARGEST = (1 << 63) - 1  # that a message to the engine can hold
-# Inclusive bounds by field; every other number is from 0 to LARGEST.
-BOUNDS: dict[str, tuple[float, float]] = {
-    "port": (0, MAX_PORT),
-    "control_port": (0, MAX_PORT),
-    "tp": (1, 64),  # as in the layout on the wire
-    "listen_fd": (-1, LARGEST),
-    "seed": (-(1 << 63), (1 << 64) - 1),  # the range of torch
-    "gpu_memory_utilization": (0, 1),
-    "gpu_share": (0, 1),
-}
-ABOVE_0 = frozenset(
-    {"kv_cache_gb", "gpu_share", "start_deadline_s", "lease_ttl_s", "load_deadline_s", "read_deadline_s"}
-)
-NOT_1 = {
-    "num_blocks": "a cache has at least 2 blocks",
-    "max_model_len": "a prompt and an output token need at least 2",
-}
 _PLATFORM = re.compile(r"^(cuda|hip)\b[^=]*= *(\S+)$", re.MULTILINE)  # in torch/version.py
 # Run in another process, to keep the driver's state out of this one. CUDA's count respects CUDA_VISIBLE_DEVICES.
 _COUNT_DEVICES = """
@@ -107,11 +88,7 @@ def refuse(problems: Iterable[str]) -> None:
 def setting_problems(config: NodeConfig) -> Iterator[str]:
     """Settings that are wrong on every machine."""
     for section in fields(config):
-        values = getattr(config, section.name)
-        for item in fields(values):
-            value = getattr(values, item.name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                yield from _number_problems(f"--{flag_of(item)}", item.name, value)
+        yield from number_problems(getattr(config, section.name))
     if config.cache.block_size % HASH_UNIT:
         yield f"--block-size {config.cache.block_size} is not a multiple of {HASH_UNIT}"
     handoff = config.handoff
@@ -208,15 +185,3 @@ def _cut_problems(spec: ModelSpec, tp: int) -> Iterator[str]:
             shard.kv_heads(total) if what == "KV heads" else shard.part(total, what)
         except StartupError as error:
             yield str(error)
-
-
-def _number_problems(flag: str, name: str, value: Any) -> Iterator[str]:
-    low, high = BOUNDS.get(name, (0, LARGEST))
-    if isinstance(value, float) and not math.isfinite(value):
-        yield f"{flag} {value} is not a finite number"
-    elif not low <= value <= high:
-        yield f"{flag} {value} must be " + (f"from {low} to {high}" if value > high else f"at least {low}")
-    elif value == 0 and name in ABOVE_0:
-        yield f"{flag} must be above 0"
-    elif value == 1 and name in NOT_1:
-        yield f"{flag} 1: {NOT_1[name]}"

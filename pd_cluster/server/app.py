@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import aiohttp
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotation)
 from starlette.responses import Response
 
 from pd_cluster import __version__
@@ -21,42 +20,42 @@ from pd_cluster.server.caller import Caller
 from pd_cluster.server.embeddings import embeddings, pooling
 from pd_cluster.server.endpoints import chat_completions, completions, messages, responses
 from pd_cluster.server.feed_hub import ChargeMark
-from pd_cluster.server.feed_route import feed_route
-from pd_cluster.server.meta_routes import admin_routes
-from pd_cluster.server.order_routes import order_routes
+from pd_cluster.server.feed_route import feed
+from pd_cluster.server.meta_routes import meta_handlers
+from pd_cluster.server.order_routes import order_handlers
 from pd_cluster.server.request_id import MAX_REQUEST_ID_CHARS, is_request_id
 from pd_cluster.server.rerank import rerank, score
-from pd_cluster.server.status_routes import status_routes
+from pd_cluster.server.status_routes import status_handlers
 from pd_cluster.server.takeover_policy import GROUP_HEADER
 from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_connectors.protocol.ticket import OFFER_HEADER
 from pd_http.body import ClientGone
 from pd_http.cross_origin import cross_origin
-from pd_http.dialects import MESSAGES, RESPONSES
+from pd_http.endpoints import ENDPOINTS, Kind
 from pd_http.exception_handlers import exception_handlers
 from pd_http.frames import FRAMES_HEADER, FRAMES_VERSION
 from pd_http.names import CLIENT_HEADER, MAX_NAME_CHARS
 from pd_http.node_report import REPORT_HEADER
-from pd_http.prompt_paths import EMBEDDINGS, POOLING, RERANK_PATHS, SCORE_PATHS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from pd_cluster.server.answer_task import CountedReply
     from pd_cluster.server.state import NodeState
 
 Work: TypeAlias = "Callable[[NodeState, Caller, CountedReply, bytes], Awaitable[None]]"
-ENDPOINTS: dict[str, tuple[str, Work]] = {  # path -> the name in metrics, and what serves it
-    "/v1/chat/completions": ("chat", chat_completions),
-    "/v1/completions": ("completions", completions),
-    MESSAGES: ("messages", messages),
-    RESPONSES: ("responses", responses),
-    EMBEDDINGS: ("embeddings", embeddings),
-    POOLING: ("pooling", pooling),
-    **dict.fromkeys(SCORE_PATHS, ("score", score)),
-    **dict.fromkeys(RERANK_PATHS, ("rerank", rerank)),
+WORKS: dict[str, Work] = {  # by the name of the endpoint
+    "chat": chat_completions,
+    "completions": completions,
+    "messages": messages,
+    "responses": responses,
+    "embeddings": embeddings,
+    "pooling": pooling,
+    "score": score,
+    "rerank": rerank,
 }
 # W3C Trace Context, as a node makes no spans; and which client of the router it is
 PASSED_ON = ("traceparent", "tracestate", CLIENT_HEADER)
@@ -77,13 +76,11 @@ def create_app(state: NodeState) -> FastAPI:
     )
     state.metrics.add_engine(lambda: state.engine.stats, partial(_node_info, state), lambda: state.engine.num_freezes)
     app.add_middleware(RequestIdMiddleware)
-    app.include_router(admin_routes(state))
-    app.include_router(status_routes(state))
-    app.include_router(order_routes(state))
-    app.include_router(feed_route(state))
-
-    for path, (endpoint, work) in ENDPOINTS.items():
-        app.post(path, response_class=Response)(_route(state, endpoint, work))
+    handlers = meta_handlers() | status_handlers() | order_handlers(state) | {"feed": feed}
+    handlers |= {name: partial(_answer, name, work) for name, work in WORKS.items()}
+    for one in ENDPOINTS:
+        if one.kind is not Kind.ROUTER:
+            app.add_route(one.path, partial(handlers[one.name], state), methods=[one.method])
     return app
 
 
@@ -102,19 +99,7 @@ async def _lifespan(state: NodeState, _: FastAPI) -> AsyncIterator[None]:
     state.peers = None
 
 
-def _route(state: NodeState, endpoint: str, work: Work) -> Callable[[Request], Awaitable[Response]]:
-    async def route(request: Request) -> Response:
-        return _answer(state, request, endpoint, work)
-
-    return route
-
-
-def _answer(
-    state: NodeState,
-    request: Request,
-    endpoint: str,
-    work: Work,
-) -> AnswerTask:
+async def _answer(endpoint: str, work: Work, state: NodeState, request: Request) -> AnswerTask:
     caller = _caller(request, ChargeMark(state.feed, request.headers.get(CHARGE_HEADER, "")))
     return AnswerTask(state, endpoint, partial(work, state, caller), caller.charge)
 

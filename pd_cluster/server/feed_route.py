@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter
-from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotation)
 from starlette.responses import Response
 
 from pd_cluster.errors import InvalidRequest, PdError
 from pd_cluster.server.feed_hub import MAX_NAME_CHARS, FeedReader
 from pd_cluster.server.order_routes import check_order
-from pd_connectors.protocol.feed import CHARGE_HEADER, FEED_PATH, FEED_TYPE, MAX_WAIT_MS, WAIT_HEADER
+from pd_connectors.protocol.feed import CHARGE_HEADER, FEED_TYPE, MAX_WAIT_MS, WAIT_HEADER
 from pd_connectors.protocol.ticket import FEED_ACTION, ORDER_HEADER
 from pd_http.body import ClientGone
 from pd_http.reply import DisconnectWatch, Reply
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
     from pd_cluster.server.feed_hub import FeedHub
@@ -25,19 +24,13 @@ if TYPE_CHECKING:
 _HEADERS = [(b"content-type", FEED_TYPE.encode()), (b"cache-control", b"no-store")]
 
 
-def feed_route(state: NodeState) -> APIRouter:
-    """The route of the feed. It counts as no request: a node with readers is idle."""
-    routes = APIRouter()
-
-    @routes.get(FEED_PATH, response_class=Response)
-    async def feed(request: Request) -> Response:
-        order = check_order(state, request.headers.get(ORDER_HEADER, ""), FEED_ACTION)
-        _ = state.ready
-        wait_s = _wait_s(request.headers.get(WAIT_HEADER, "0"))
-        name = (order.reader.partition(".")[0] or request.headers.get(CHARGE_HEADER, ""))[:MAX_NAME_CHARS]
-        return _FeedAnswer(state.feed, FeedReader(name, wait_s, order.reader or str(order.expires_at_s), order.serial))
-
-    return routes
+async def feed(state: NodeState, request: Request) -> Response:
+    """Serve `GET /pd/feed`. It counts as no request: a node with readers is idle."""
+    order = check_order(state, request.headers.get(ORDER_HEADER, ""), FEED_ACTION)
+    _ = state.ready
+    wait_s = _wait_s(request.headers.get(WAIT_HEADER, "0"))
+    name = (order.reader.partition(".")[0] or request.headers.get(CHARGE_HEADER, ""))[:MAX_NAME_CHARS]
+    return _FeedAnswer(state.feed, FeedReader(name, wait_s, order.reader or str(order.expires_at_s), order.serial))
 
 
 def _wait_s(told: str) -> float:

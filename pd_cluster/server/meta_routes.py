@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-from fastapi import APIRouter
-from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotation)
 from starlette.responses import Response
 
 from pd_cluster.errors import InvalidRequest
@@ -32,62 +30,35 @@ from pd_http.metrics import EXPOSITION_TYPE
 from pd_http.reply import json_response
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from starlette.requests import Request
+
     from pd_cluster.server.state import NodeState
 
+    Handler: TypeAlias = Callable[[NodeState, Request], Awaitable[Response]]
 
-def admin_routes(state: NodeState) -> APIRouter:
-    """The routes of this module for the node of `state`."""
-    routes = APIRouter()
+
+def meta_handlers() -> dict[str, Handler]:
+    """What serves the endpoints of this module, by name."""
     document = openapi_document()
 
-    @routes.get("/openapi.json")
-    async def openapi() -> Response:
+    async def openapi(_: NodeState, __: Request) -> Response:
         return json_response(document)
 
-    @routes.get("/v1/models")
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [_model_card(state, name) for name in state.model_names]})
-
-    @routes.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        state.check_model(name)
-        return json_response(_model_card(state, name))
-
-    @routes.get("/health")
-    async def health() -> Response:
-        body = health_report(state)
-        return json_response(body, 200 if body["status"] == "ok" else 503)
-
-    @routes.get("/metrics")
-    async def metrics() -> Response:
-        names_vllm = state.config.server.metrics_names == "vllm"
-        return Response(state.metrics.render(state.model_name if names_vllm else ""), media_type=EXPOSITION_TYPE)
-
-    @routes.get("/kv")
-    async def kv() -> Response:
-        return json_response(_kv(state))
-
-    @routes.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        return await _tokenize(state, await _body(state, request))
-
-    @routes.post(COUNT_TOKENS)
-    async def count_tokens(request: Request) -> Response:
-        return await _count_tokens(state, await _body(state, request))
-
-    @routes.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        return await _detokenize(state, await _body(state, request))
-
-    @routes.get("/tokenizer_info")
-    async def tokenizer_info() -> Response:
-        return json_response(state.tokenizer.facts | {"model_max_length": state.ready.max_model_len})
-
-    @routes.post("/pd/release")
-    async def release(request: Request) -> Response:
-        return json_response(_release(state, await _body(state, request)))
-
-    return routes
+    return {
+        "openapi": openapi,
+        "models": _models,
+        "model": _model,
+        "health": health,
+        "metrics": _metrics,
+        "kv": _kv,
+        "tokenize": _tokenize,
+        "count_tokens": _count_tokens,
+        "detokenize": _detokenize,
+        "tokenizer_info": _tokenizer_info,
+        "release": _release,
+    }
 
 
 async def _body(state: NodeState, request: Request) -> bytes:
@@ -95,6 +66,16 @@ async def _body(state: NodeState, request: Request) -> bytes:
     await state.turns.take(len(body))
     check_members(body, dialect_of(request.url.path).bounds)
     return body
+
+
+async def _models(state: NodeState, _: Request) -> Response:
+    return json_response({"object": "list", "data": [_model_card(state, name) for name in state.model_names]})
+
+
+async def _model(state: NodeState, request: Request) -> Response:
+    name = request.path_params["name"]
+    state.check_model(name)
+    return json_response(_model_card(state, name))
 
 
 def _model_card(state: NodeState, name: str) -> dict[str, Any]:
@@ -110,7 +91,13 @@ def _model_card(state: NodeState, name: str) -> dict[str, Any]:
     }
 
 
-def health_report(state: NodeState) -> dict[str, Any]:
+async def health(state: NodeState, _: Request) -> Response:
+    """The state of the node; status 503 unless it is ok."""
+    body = _health_report(state)
+    return json_response(body, 200 if body["status"] == "ok" else 503)
+
+
+def _health_report(state: NodeState) -> dict[str, Any]:
     ready, stats = state.engine.ready, state.engine.stats
     body: dict[str, Any] = {
         "status": _status(state),
@@ -144,14 +131,23 @@ def _status(state: NodeState) -> str:
     return "draining" if state.draining else "ok"
 
 
-def _kv(state: NodeState) -> dict[str, Any]:
+async def _metrics(state: NodeState, _: Request) -> Response:
+    names_vllm = state.config.server.metrics_names == "vllm"
+    return Response(state.metrics.render(state.model_name if names_vllm else ""), media_type=EXPOSITION_TYPE)
+
+
+async def _kv(state: NodeState, _: Request) -> Response:
     ready, stats = state.ready, state.engine.stats
     pool = msgspec.to_builtins(stats.kv) if stats else {"num_blocks": ready.num_blocks}
-    return pool | {"block_size": ready.block_size, "epoch": ready.epoch, "engine_id": ready.engine_id}
+    return json_response(pool | {"block_size": ready.block_size, "epoch": ready.epoch, "engine_id": ready.engine_id})
 
 
-async def _tokenize(state: NodeState, raw: bytes) -> Response:
-    body, unread = decode_body(raw, TokenizeBody)
+async def _tokenizer_info(state: NodeState, _: Request) -> Response:
+    return json_response(state.tokenizer.facts | {"model_max_length": state.ready.max_model_len})
+
+
+async def _tokenize(state: NodeState, request: Request) -> Response:
+    body, unread = decode_body(await _body(state, request), TokenizeBody)
     ignored = LeftOut(dict.fromkeys(unread, "field"))
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -176,8 +172,8 @@ async def _tokenize(state: NodeState, raw: bytes) -> Response:
     return json_response(answer, headers=ignored_header(ignored))
 
 
-async def _count_tokens(state: NodeState, raw: bytes) -> Response:
-    one = translated(COUNT_TOKENS, raw)
+async def _count_tokens(state: NodeState, request: Request) -> Response:
+    one = translated(COUNT_TOKENS, await _body(state, request))
     body, unread = decode_body(one.chat, ChatBody)
     state.check_model(body.model)
     left_out = LeftOut(one.left_out)
@@ -196,29 +192,32 @@ async def _count_tokens(state: NodeState, raw: bytes) -> Response:
     return json_response({"input_tokens": len(last_tokens(ids, body))}, headers=ignored_header(left_out))
 
 
-async def _detokenize(state: NodeState, raw: bytes) -> Response:
-    body, ignored = decode_body(raw, DetokenizeBody)
+async def _detokenize(state: NodeState, request: Request) -> Response:
+    body, ignored = decode_body(await _body(state, request), DetokenizeBody)
     state.check_model(body.model)
     check_num_tokens(len(body.tokens), state.ready.max_model_len, "tokens")
     limit = max(state.tokenizer.vocab_size, state.tokenizer.num_tokens)
     if any(not 0 <= token_id < limit for token_id in body.tokens):
         raise InvalidRequest(f"tokens must be in the vocabulary 0..{limit - 1}", "tokens")
     text = await state.tokenizer.decode(body.tokens, skip_special=bool(body.skip_special_tokens))
-    answer = {"prompt": text}
-    return json_response(answer, headers=ignored_header(ignored))
+    return json_response({"prompt": text}, headers=ignored_header(ignored))
 
 
-def _release(state: NodeState, raw: bytes) -> dict[str, Any]:
-    """`released` is False when the lease is not, or no longer, this engine's."""
-    body, _ = decode_body(raw, ReleaseBody)
+async def _release(state: NodeState, request: Request) -> Response:
+    body, _ = decode_body(await _body(state, request), ReleaseBody)
+    return json_response({"released": _released(state, body.ticket)})
+
+
+def _released(state: NodeState, token: str) -> bool:
+    """False when the lease is not, or no longer, this engine's."""
     try:
-        ticket = verify(state.key, body.ticket, Ticket, time.time())
+        ticket = verify(state.key, token, Ticket, time.time())
     except TicketExpired:
-        return {"released": False}  # its lease has expired too, unless a reader renews and later releases it
+        return False  # its lease has expired too, unless a reader renews and later releases it
     except (TicketError, ProtocolMismatch) as error:
         raise InvalidRequest(str(error), "ticket", "bad_ticket") from error
     ready = state.ready
     if (ticket.lease.engine_id, ticket.lease.epoch) != (ready.engine_id, ready.epoch):
-        return {"released": False}
+        return False
     state.engine.send(ReleaseLease(ticket.lease.lease_id))
-    return {"released": True}
+    return True

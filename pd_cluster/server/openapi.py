@@ -5,7 +5,7 @@ The structs of answers are documentation; `tests/server/test_openapi.py` holds r
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -14,11 +14,10 @@ from pd_cluster import __version__, errors
 from pd_cluster.errors import PdError, StartupError
 from pd_cluster.server.prompt_bodies import EmbeddingBody, RerankBody, ScoreBody
 from pd_cluster.server.schema import ChatBody, CompletionBody, DetokenizeBody, ReleaseBody, TokenizeBody
-from pd_connectors.protocol.feed import FEED_PATH, FEED_TYPE
-from pd_connectors.protocol.ticket import NODE_ACTIONS, ORDER_HEADER, ROLE_PATH
-from pd_http.dialects import COUNT_TOKENS, MESSAGES, RESPONSES
+from pd_connectors.protocol.feed import FEED_TYPE
+from pd_connectors.protocol.ticket import ORDER_HEADER
+from pd_http.endpoints import ENDPOINTS, NODE_ACTIONS, Endpoint, Kind
 from pd_http.messages_dialect import MessagesFields
-from pd_http.prompt_paths import EMBEDDINGS, POOLING, RERANK_PATHS, SCORE_PATHS
 from pd_http.responses_dialect import ResponsesFields
 
 FinishWord = Literal["stop", "length", "tool_calls"]
@@ -276,84 +275,68 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
-class Operation(NamedTuple):
-    """One route. `answer` None: plain text; bytes: a feed; dict: an object with fields that depend on the node."""
-
-    method: str
-    path: str
-    summary: str
-    body: type | None
-    answer: type | None
-    streams: bool = False  # answers server-sent events when the body has `stream: true`
-
-
-OPERATIONS = (
-    Operation("post", "/v1/chat/completions", "Answer a conversation", ChatBody, ChatCompletion, True),
-    Operation("post", "/v1/completions", "Continue one prompt or several", CompletionBody, TextCompletion, True),
-    Operation("post", MESSAGES, "Answer a conversation, as Anthropic does", MessagesBody, dict, True),
-    Operation("post", COUNT_TOKENS, "Tokens of such a conversation", MessagesBody, TokenCount),
-    Operation("post", RESPONSES, "Answer a conversation, in OpenAI's newer form", ResponsesBody, dict, True),
-    Operation("post", EMBEDDINGS, "Vectors of texts", EmbeddingBody, dict),
-    Operation("post", POOLING, "The same vectors, in vLLM's form", EmbeddingBody, dict),
-    *(Operation("post", path, "Score pairs of texts", ScoreBody, dict) for path in SCORE_PATHS),
-    *(Operation("post", path, "Order documents by a query", RerankBody, dict) for path in RERANK_PATHS),
-    Operation("get", "/v1/models", "List the model", None, ModelList),
-    Operation("get", "/v1/models/{name}", "Describe the model", None, ModelCard),
-    Operation("post", "/tokenize", "Token ids of a prompt or of messages", TokenizeBody, TokenizedPrompt),
-    Operation("post", "/detokenize", "Text of token ids", DetokenizeBody, DetokenizedPrompt),
-    Operation("get", "/tokenizer_info", "Special tokens and chat template of the tokenizer", None, TokenizerFacts),
-    Operation("get", "/health", "State of the node; status 503 unless it is ok", None, dict),
-    Operation("get", "/ping", "As /health", None, dict),
-    Operation("post", "/ping", "As /health", None, dict),
-    Operation("get", "/health_generate", "As /health, after one token was generated", None, dict),
-    Operation("get", "/version", "Version of this package", None, ServerVersion),
-    Operation("get", "/load", "Requests under way", None, ServerLoad),
-    Operation("get", "/server_info", "Settings and sizes of the node", None, dict),
-    Operation("get", "/get_server_info", "As /server_info", None, dict),
-    Operation("get", "/get_model_info", "The model, as SGLang describes it", None, dict),
-    Operation(
-        "post", "/reset_prefix_cache", "Forget cached prefixes that nothing uses (signed order)", None, OrderTaken
-    ),
-    Operation("post", "/flush_cache", "As /reset_prefix_cache", None, OrderTaken),
-    Operation("post", "/start_profile", "Record what the engine does (signed order)", None, OrderTaken),
-    Operation("post", "/stop_profile", "Write that record to `--profile-dir` (signed order)", None, OrderTaken),
-    Operation("get", "/kv", "State of the KV cache", None, dict),
-    Operation("get", FEED_PATH, "Load and cached prefixes, as they change, for routers (signed order)", None, bytes),
-    Operation("get", "/metrics", "Prometheus metrics", None, None),
-    Operation("post", ROLE_PATH, "Change the node's role (signed order)", None, dict),
-    Operation("post", "/pd/release", "Release the lease of a signed ticket", ReleaseBody, LeaseReleased),
-)
-
-_HEALTH = ("/health", "/ping")  # their body is the same with status 503
+# By the name of an endpoint
+BODIES: dict[str, type] = {
+    "chat": ChatBody,
+    "completions": CompletionBody,
+    "messages": MessagesBody,
+    "count_tokens": MessagesBody,
+    "responses": ResponsesBody,
+    "embeddings": EmbeddingBody,
+    "pooling": EmbeddingBody,
+    "score": ScoreBody,
+    "rerank": RerankBody,
+    "tokenize": TokenizeBody,
+    "detokenize": DetokenizeBody,
+    "release": ReleaseBody,
+}
+ANSWERS: dict[str, type] = {  # of all others: an object with fields that depend on the node
+    "chat": ChatCompletion,
+    "completions": TextCompletion,
+    "count_tokens": TokenCount,
+    "models": ModelList,
+    "model": ModelCard,
+    "tokenize": TokenizedPrompt,
+    "detokenize": DetokenizedPrompt,
+    "tokenizer_info": TokenizerFacts,
+    "version": ServerVersion,
+    "load": ServerLoad,
+    "release": LeaseReleased,
+    **dict.fromkeys(NODE_ACTIONS.values(), OrderTaken),
+}
+_TEXT = {"schema": {"type": "string"}}
+_OTHER_CONTENT: dict[str, dict[str, Any]] = {  # that is not JSON
+    "feed": {FEED_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+    "metrics": {"text/plain": _TEXT},
+}
 
 
 def openapi_document() -> dict[str, Any]:
     """OpenAPI 3.1. Takes some milliseconds: build it once."""
-    kinds = [kind for one in OPERATIONS for kind in (one.body, one.answer) if kind not in (None, dict, bytes)]
-    _, schemas = msgspec.json.schema_components([*kinds, ErrorBody], ref_template="#/components/schemas/{name}")
+    kinds = [*BODIES.values(), *ANSWERS.values(), ErrorBody]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
-    for one in OPERATIONS:
-        paths.setdefault(one.path, {})[one.method] = _operation(one)
+    for one in ENDPOINTS:
+        if one.kind is not Kind.ROUTER:
+            paths.setdefault(one.template, {})[one.method.lower()] = _operation(one)
     info = {"title": "pd-cluster node", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 
-def _operation(one: Operation) -> dict[str, Any]:
-    content = _json(one.answer) if one.answer is not None else {"text/plain": {"schema": {"type": "string"}}}
-    if one.answer is bytes:
-        content = {FEED_TYPE: {"schema": {"type": "string", "format": "binary"}}}
-    if one.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    answers = {"200": {"description": "success", "content": content}} | (_errors() if one.method == "post" else {})
+def _operation(one: Endpoint) -> dict[str, Any]:
+    content = _OTHER_CONTENT.get(one.name) or _json(ANSWERS.get(one.name, dict))
+    if one.kind is Kind.GENERATE:  # when the body has `stream: true`
+        content["text/event-stream"] = _TEXT
+    answers = {"200": {"description": "success", "content": content}} | (_errors() if one.method == "POST" else {})
     error = {"description": "an error", "content": _json(ErrorBody)}
-    if one.path in _HEALTH:
-        answers["503"] = {"description": "the node is not ok", "content": content}
+    if one.name == "health":
+        answers["503"] = {"description": "the node is not ok", "content": content}  # the same body
     described: dict[str, Any] = {"summary": one.summary, "responses": answers | {"default": error}}
-    if one.body is not None:
-        described["requestBody"] = {"required": True, "content": _json(one.body)}
-    if "{name}" in one.path:
+    if one.name in BODIES:
+        described["requestBody"] = {"required": True, "content": _json(BODIES[one.name])}
+    if "{name}" in one.template:
         described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
-    if one.path in (*NODE_ACTIONS, ROLE_PATH, FEED_PATH):
+    if one.signed:
         order = {"name": ORDER_HEADER, "in": "header", "required": True, "schema": {"type": "string"}}
         described["parameters"] = [order | {"description": "a NodeOrder, signed with the cluster's key"}]
     return described

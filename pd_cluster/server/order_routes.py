@@ -6,28 +6,28 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter
-from starlette.requests import Request  # noqa: TC002 (FastAPI reads the annotation)
-from starlette.responses import Response  # noqa: TC002 (FastAPI reads the annotation)
-
 from pd_cluster.errors import EngineUnavailable, InvalidRequest, NotAuthorized, OrderVersion
 from pd_cluster.protocol.messages import ResetCache, StartProfile, StopProfile
 from pd_connectors.protocol.errors import HandoffError, ProtocolMismatch
-from pd_connectors.protocol.ticket import NODE_ACTIONS, ORDER_HEADER, ROLE_ACTION, ROLE_PATH, NodeOrder, verify
+from pd_connectors.protocol.ticket import ORDER_HEADER, ROLE_ACTION, NodeOrder, verify
+from pd_http.endpoints import NODE_ACTIONS
 from pd_http.reply import json_response
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from pd_cluster.server.meta_routes import Handler
     from pd_cluster.server.state import NodeState
 
 MAX_PROFILE_S = 120.0  # a record grows in memory: it is written after this time, whatever was forgotten
 
 
-def order_routes(state: NodeState) -> APIRouter:
-    """One route for each path of NODE_ACTIONS, and that of role orders."""
-    routes = APIRouter()
+def order_handlers(state: NodeState) -> dict[str, Handler]:
+    """What serves orders to the node of `state`, by the name of the endpoint."""
     profiling = _Profiling(state)
 
-    async def obey(request: Request) -> Response:
+    async def obey(state: NodeState, request: Request) -> Response:
         action = NODE_ACTIONS[request.url.path]
         check_order(state, request.headers.get(ORDER_HEADER, ""), action)
         _ = state.ready
@@ -37,19 +37,16 @@ def order_routes(state: NodeState) -> APIRouter:
             profiling.obey(action)
         return json_response({"success": True})
 
-    for path in NODE_ACTIONS:
-        routes.add_api_route(path, obey, methods=["POST"])
+    return {**dict.fromkeys(NODE_ACTIONS.values(), obey), "role": _change_role}
 
-    @routes.post(ROLE_PATH)
-    async def change_role(request: Request) -> Response:
-        order = check_order(state, request.headers.get(ORDER_HEADER, ""), ROLE_ACTION)
-        _ = state.ready
-        if state.draining:
-            raise EngineUnavailable("this node is shutting down")
-        state.role.change(order.role)
-        return json_response(state.role.report())
 
-    return routes
+async def _change_role(state: NodeState, request: Request) -> Response:
+    order = check_order(state, request.headers.get(ORDER_HEADER, ""), ROLE_ACTION)
+    _ = state.ready
+    if state.draining:
+        raise EngineUnavailable("this node is shutting down")
+    state.role.change(order.role)
+    return json_response(state.role.report())
 
 
 def check_order(state: NodeState, signed: str, action: str) -> NodeOrder:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
-
-from fastapi import APIRouter
-from starlette.responses import Response  # noqa: TC002 (FastAPI reads the annotation)
+from typing import TYPE_CHECKING
 
 from pd_cluster import __version__
 from pd_cluster.errors import EngineUnavailable
@@ -16,62 +13,55 @@ from pd_cluster.models.model_task import GENERATE
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.server.generation_request import GenerationRequest
 from pd_cluster.server.generation_stream import GenerationStream
-from pd_cluster.server.meta_routes import health_report
+from pd_cluster.server.meta_routes import health
 from pd_cluster.server.response import collect
 from pd_cluster.server.sampling import TextOptions
 from pd_http.held_bytes import Share
 from pd_http.reply import json_response
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from pd_cluster.server.meta_routes import Handler
     from pd_cluster.server.state import NodeState
 
 PROBE_DEADLINE_S = 10.0  # of the token of /health_generate; less than a router waits for small answers
 
 
-def status_routes(state: NodeState) -> APIRouter:
-    """The routes of this module for the node of `state`."""
-    routes = APIRouter()
-
-    @routes.get("/version")
-    async def version() -> Response:
-        return json_response({"version": __version__})
-
-    @routes.get("/load")
-    async def load() -> Response:
-        return json_response({"server_load": state.num_in_flight})
-
-    @routes.get("/ping")
-    @routes.post("/ping")
-    async def ping() -> Response:
-        return _health(state)
-
-    @routes.get("/health_generate")
-    async def health_generate() -> Response:
-        await _generate_one_token(state)
-        return _health(state)
-
-    @routes.get("/server_info")
-    @routes.get("/get_server_info")
-    async def server_info() -> Response:
-        return json_response(_server_info(state))
-
-    @routes.get("/get_model_info")
-    async def model_info() -> Response:
-        name = state.model_name  # not the path of the files, which clients must not learn
-        return json_response({"model_path": name, "tokenizer_path": name, "is_generation": state.task.name == GENERATE})
-
-    return routes
+def status_handlers() -> dict[str, Handler]:
+    """What serves the endpoints of this module, by name."""
+    return {
+        "version": _version,
+        "load": _load,
+        "health_generate": _health_generate,
+        "server_info": _server_info,
+        "model_info": _model_info,
+    }
 
 
-def _health(state: NodeState) -> Response:
-    body = health_report(state)
-    return json_response(body, 200 if body["status"] == "ok" else 503)
+async def _version(_: NodeState, __: Request) -> Response:
+    return json_response({"version": __version__})
 
 
-def _server_info(state: NodeState) -> dict[str, Any]:
+async def _load(state: NodeState, _: Request) -> Response:
+    return json_response({"server_load": state.num_in_flight})
+
+
+async def _health_generate(state: NodeState, request: Request) -> Response:
+    await _generate_one_token(state)
+    return await health(state, request)
+
+
+async def _model_info(state: NodeState, _: Request) -> Response:
+    name = state.model_name  # not the path of the files, which clients must not learn
+    return json_response({"model_path": name, "tokenizer_path": name, "is_generation": state.task.name == GENERATE})
+
+
+async def _server_info(state: NodeState, _: Request) -> Response:
     """Without paths, addresses and keys: every client may ask."""
     ready, config = state.ready, state.config
-    return {
+    info = {
         "version": __version__,
         "role": state.role.name,
         "node_id": state.node_id,
@@ -83,6 +73,7 @@ def _server_info(state: NodeState) -> dict[str, Any]:
         "connector": ready.connector,
         "prefix_caching": config.cache.prefix_caching,
     }
+    return json_response(info)
 
 
 async def _generate_one_token(state: NodeState) -> None:

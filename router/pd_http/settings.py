@@ -1,8 +1,9 @@
 """Settings as fields of frozen dataclasses, and their command-line flags.
 
 A field's metadata: `help`, and optionally `choices`, `metavar`, `flag` (if it differs from the name), `env` (an
-environment variable that counts if the flag is absent), and for `check_numbers` the bounds `least` (default: 0),
-`most` and `positive` (default: for timeouts and intervals). The absence of a flag is kept apart from its default.
+environment variable that counts if the flag is absent), `hidden` (rarely needed: not in `--help`), and for
+`number_problems` the bounds `least` (default: 0), `most` (default: LARGEST) and `positive` (default: for timeouts and
+intervals). The absence of a flag is kept apart from its default.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from pd_http.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 MAX_PORT = 65535
+LARGEST = (1 << 63) - 1  # of integers in messages between processes
 _POSITIVE = ("_timeout_s", "_interval_s")  # suffixes of settings that must be above 0
 _METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
 
@@ -61,21 +63,27 @@ def given_values(given: Mapping[str, Any], kind: type, environ: Mapping[str, str
     return values
 
 
-def check_numbers(settings: Any) -> None:
-    """Raises StartupError for a number that is out of its field's bounds, or is not finite, naming its flag."""
+def number_problems(settings: Any) -> Iterator[str]:
+    """The numbers that are out of their field's bounds, or not finite, by flag. A default is in bounds."""
     for item in fields(settings):
-        value = getattr(settings, item.name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        value, bounds = getattr(settings, item.name), item.metadata
+        if isinstance(value, bool) or not isinstance(value, int | float) or value == item.default:
             continue
-        flag, least, most = f"--{flag_of(item)}", item.metadata.get("least", 0), item.metadata.get("most")
+        flag, least, most = f"--{flag_of(item)}", bounds.get("least", 0), bounds.get("most", LARGEST)
         if isinstance(value, float) and not math.isfinite(value):
-            raise StartupError(f"{flag} {value} is not a number")
-        if value < least:
-            raise StartupError(f"{flag} must be at least {least}, not {value}")
-        if most is not None and value > most:
-            raise StartupError(f"{flag} must be at most {most}, not {value}")
-        if value == 0 and (item.metadata.get("positive") or item.name.endswith(_POSITIVE)):
-            raise StartupError(f"{flag} must be above 0")
+            yield f"{flag} {value} is not a finite number"
+        elif value <= 0 and (bounds.get("positive") or item.name.endswith(_POSITIVE)):
+            yield f"{flag} must be above 0, not {value}"
+        elif value < least:
+            yield f"{flag} must be {f'{item.default} or ' * (item.default < least)}at least {least}, not {value}"
+        elif value > most:
+            yield f"{flag} must be at most {most}, not {value}"
+
+
+def check_numbers(settings: Any) -> None:
+    """Raises StartupError for the first of `number_problems`."""
+    for problem in number_problems(settings):
+        raise StartupError(problem)
 
 
 def port_number(text: str) -> int:
@@ -97,7 +105,7 @@ def _options(item: Field[Any], kind: Any) -> dict[str, Any]:
         text = f"{text} (default: {'on' if item.default else 'off'})"
     elif item.default:
         text = f"{text} (default: {item.default})"
-    text = text.replace("%", "%%")
+    text = argparse.SUPPRESS if item.metadata.get("hidden") else text.replace("%", "%%")
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction, "help": text}
     if kind == tuple[str, ...]:

@@ -6,21 +6,19 @@ import asyncio
 import contextlib
 import time
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from pd_connectors.protocol.ticket import NODE_ACTIONS
 from pd_http.cross_origin import cross_origin
-from pd_http.dialects import COUNT_TOKENS
+from pd_http.endpoints import ENDPOINTS, Kind
 from pd_http.exception_handlers import exception_handlers
 from pd_http.held_bytes import HeldBytes
 from pd_router import headers as rules
 from pd_router.admission.key_admission import KeyAdmission
 from pd_router.admission.key_file import KeyFile
 from pd_router.background import Background
-from pd_router.client_connection import PROXY_PATHS
 from pd_router.cluster_orders import ClusterOrders
 from pd_router.control import Control, Relay
 from pd_router.dashboard import Dashboard
@@ -58,7 +56,6 @@ if TYPE_CHECKING:
 
 # For releasing tickets and finishing prefills when the router stops; leases that are left expire by themselves.
 BACKGROUND_DEADLINE_S = 2.0
-_ANY_NODE = ("/health_generate", "/server_info", "/get_server_info", "/get_model_info")
 
 
 def create_app(
@@ -157,36 +154,32 @@ def create_app(
 def _routes(
     services: Services, posted: PostedNodes, admin: Admin, views: WorkerViews, dashboard: Dashboard
 ) -> list[Route]:
-    relay, control, orders = Relay(services), Control(services, views), ClusterOrders(services, posted)
-    routes = [
-        *(Route(path, _generate, methods=["POST"]) for path in PROXY_PATHS),
-        Route("/v1/models", relay, methods=["GET"]),
-        Route("/v1/models/{name:path}", relay, methods=["GET"]),
-        Route(COUNT_TOKENS, relay, methods=["POST"]),
-        Route("/tokenize", relay, methods=["POST"]),
-        Route("/detokenize", relay, methods=["POST"]),
-        Route("/tokenizer_info", relay, methods=["GET"]),
-        Route("/health", control.health),
-        Route("/ping", control.health, methods=["GET", "POST"]),
-        Route("/version", control.version),
-        Route("/load", control.load),
-        *(Route(path, relay, methods=["GET"]) for path in _ANY_NODE),
-        *(Route(path, orders.give, methods=["POST"]) for path in NODE_ACTIONS),
-        Route("/metrics", control.metrics),
-        Route("/nodes", control.nodes, methods=["GET"]),
-        Route("/nodes", admin.add, methods=["POST"]),
-        Route("/nodes/{id}", admin.remove, methods=["DELETE"]),
-        Route("/nodes/{id}/drain", admin.drain, methods=["POST"]),
-        Route("/nodes/{id}/drain", admin.resume, methods=["DELETE"]),
-        Route("/nodes/{id}/role", RoleOrders(services, posted, views).give, methods=["POST"]),
-        *dashboard.routes,
-    ]
-    rewrite = partial(router_document, routes, services.config.admin_endpoints == "open")
-    routes.append(Route("/openapi.json", Relay(services, rewrite), methods=["GET"]))
-    return routes
+    control = Control(services, views)
+    by_kind: dict[Kind, Any] = {
+        Kind.GENERATE: _compute,
+        Kind.READ: _compute,
+        Kind.META: Relay(services),
+        Kind.ORDER: ClusterOrders(services, posted).give,
+    }
+    by_name: dict[str, Any] = {
+        "health": control.health,
+        "version": control.version,
+        "load": control.load,
+        "metrics": control.metrics,
+        "nodes": control.nodes,
+        "add": admin.add,
+        "remove": admin.remove,
+        "drain": admin.drain,
+        "resume": admin.resume,
+        "order_role": RoleOrders(services, posted, views).give,
+    } | dashboard.handlers
+    served = [one for one in ENDPOINTS if one.kind in by_kind or one.name in by_name]
+    is_open = services.config.admin_endpoints == "open"
+    by_name["openapi"] = Relay(services, partial(router_document, served, is_open))
+    return [Route(one.path, by_name.get(one.name) or by_kind[one.kind], methods=[one.method]) for one in served]
 
 
-async def _generate(request: Request) -> NoReturn:
+async def _compute(request: Request) -> NoReturn:
     raise AssertionError("ClientConnection serves these paths; the routes are for the document and for other methods")
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import httptools
 
 from pd_http.cross_origin import consent
-from pd_http.dialects import MESSAGES, RESPONSES
-from pd_http.prompt_paths import PROMPT_PATHS
+from pd_http.endpoints import Kind, paths_of
 from pd_http.protocol import BoundedProtocol
 from pd_router.client_call import ClientCall
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from pd_http.reply import HeaderList
     from pd_router.proxy import Proxy
 
-PROXY_PATHS = ("/v1/chat/completions", "/v1/completions", MESSAGES, RESPONSES, *PROMPT_PATHS)
+PROXY_PATHS = paths_of(Kind.GENERATE, Kind.READ)
 _PATHS = {path.encode(): path for path in PROXY_PATHS}
 
 

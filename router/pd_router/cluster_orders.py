@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from pd_connectors.protocol.ticket import ALL_NODES, NODE_ACTIONS, ORDER_HEADER, NodeOrder, sign
+from pd_connectors.protocol.ticket import ALL_NODES, ORDER_HEADER, NodeOrder, sign
+from pd_http.endpoints import NODE_ACTIONS
 from pd_http.errors import InvalidRequest, NotAuthorized
 from pd_http.node_answers import object_in
 from pd_http.reply import json_response

@@ -31,7 +31,7 @@ class RouterConfig(HttpLimits):
     listen_fd: int = setting(
         -1,
         "Serve on the listening socket inherited as this file descriptor, instead of --host and --port. -1: none.",
-        least=-1,
+        hidden=True,
     )
     workers: int = setting(
         1,
@@ -123,15 +123,15 @@ class RouterConfig(HttpLimits):
         "With --api-keys and --slo-ttft-ms: a request is refused with 429 at once if its first token is expected later "
         "than this many times the target. 0: none is.",
     )
-    max_prefill_tries: int = setting(0, "Prefill nodes tried for one request. 0: all healthy ones.")
-    max_decode_tries: int = setting(0, "Decode nodes tried for one request before its first byte. 0: all healthy ones.")
+    max_prefill_tries: int = setting(0, "Prefill nodes tried for one request. 0: all healthy ones.", hidden=True)
+    max_decode_tries: int = setting(0, "Decode nodes tried before the first byte. 0: all healthy ones.", hidden=True)
     max_node_deaths: int = setting(
         2, "A request gets a final 500 when so many nodes died while they served it: it may be the cause.", least=1
     )
-    offer_size: int = setting(3, "Prefill nodes named to a decode node, best first.", least=1)
-    offer_ttl_s: float = setting(120.0, "How long a decode node may act on such a list.", most=43_200)
-    connect_timeout_s: float = setting(3.0, "Deadline for a TCP connection to a node.")
-    ticket_timeout_s: float = setting(30.0, "Deadline for a prefill node to admit a prompt (its first event).")
+    offer_size: int = setting(3, "Prefill nodes named to a decode node, best first.", least=1, hidden=True)
+    offer_ttl_s: float = setting(120.0, "How long a decode node may act on such a list.", most=43_200, hidden=True)
+    connect_timeout_s: float = setting(3.0, "Deadline for a TCP connection to a node.", hidden=True)
+    ticket_timeout_s: float = setting(30.0, "Deadline for a prefill node to admit a prompt.", hidden=True)
     first_byte_timeout_s: float = setting(120.0, "Deadline for a stream's first byte: queueing, prefill, transfer.")
     response_timeout_s: float = setting(600.0, "Deadline for an unstreamed answer to begin: the whole generation.")
     idle_timeout_s: float = setting(
@@ -140,19 +140,20 @@ class RouterConfig(HttpLimits):
     continue_wait_s: float = setting(
         10.0, "How long a stream that lost its decode node waits for a node that can continue it, while there is none."
     )
-    control_timeout_s: float = setting(15.0, "Deadline for small calls: models, tokenize, detokenize, release.")
+    control_timeout_s: float = setting(15.0, "Deadline for small calls: models, tokenize, release.", hidden=True)
     keepalive_s: float = setting(
-        4.0, "Idle connections to nodes are closed after this; keep it below the nodes' own limit."
+        4.0, "Idle connections to nodes are closed after this; keep it below the nodes' own limit.", hidden=True
     )
     health_interval_s: float = setting(0.5, "Time between two checks of a node's /health.")
     health_timeout_s: float = setting(2.5, "A node that does not answer /health within this time is judged frozen.")
     probe_timeout_s: float = setting(
-        1.0, "A node that broke a connection and does not answer /health within this time is judged dead."
+        1.0, "A node that broke a connection and does not answer /health within this time is judged dead.", hidden=True
     )
     eject_after: int = setting(
-        3, "Failures in a row after which a node gets no requests for eject_s, whatever /health says.", least=1
-    )
-    eject_s: float = setting(5.0, "How long an ejected node gets no requests.")
+        3, "Failures in a row after which a node gets no requests for eject_s, whatever /health says.",
+        least=1, hidden=True,
+    )  # fmt: skip
+    eject_s: float = setting(5.0, "How long an ejected node gets no requests.", hidden=True)
     max_body_mb: float = setting(48.0, "Largest request body in MB.")
     write_timeout_s: float = setting(
         20.0,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.responses import Response
-from starlette.routing import Route
 
 from pd_http.reply import json_response
 from pd_router.errors import DashboardClosed, TooManyWatchers
@@ -44,7 +43,7 @@ _HEADERS = {
 
 
 class Dashboard:
-    """Its routes, and what other workers ask this one for it."""
+    """Its handlers by the name of the endpoint, and what other workers ask this one for it."""
 
     def __init__(self, services: Services, views: WorkerViews, workers: Workers) -> None:
         self._s = services
@@ -55,7 +54,7 @@ class Dashboard:
         self._shared = SharedSnapshot(self._snapshot, services.table.clock)
         self.topics = {RECENT: self._part}
         served = services.config.dashboard != "off"
-        self.routes = [Route("/dashboard", self.page), Route("/dashboard/state", self.state)] if served else []
+        self.handlers = {"dashboard": self.page, "dashboard_state": self.state} if served else {}
 
     async def page(self, request: Request) -> Response:
         self._check(request)

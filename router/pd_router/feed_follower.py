@@ -14,17 +14,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pd_connectors.protocol.feed import (
-    CHARGE_HEADER,
-    FEED_PATH,
-    FEED_TYPE,
-    HEARTBEAT_S,
-    WAIT_HEADER,
-    FeedDelta,
-    FeedMessage,
-)
+from pd_connectors.protocol.feed import CHARGE_HEADER, FEED_TYPE, HEARTBEAT_S, WAIT_HEADER, FeedDelta, FeedMessage
 from pd_connectors.protocol.stream_codec import StreamParser
 from pd_connectors.protocol.ticket import ORDER_HEADER, NodeOrder, sign
+from pd_http.endpoints import FEED_PATH
 from pd_http.node_answers import FailureKind
 from pd_router.node_feed import FeedLost, NodeFeed
 from pd_router.node_view import FeedState

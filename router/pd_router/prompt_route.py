@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pd_http.prompt_paths import PROMPT_PATHS
+from pd_http.endpoints import Kind, paths_of
 from pd_router.choice import rotate
 from pd_router.config import HandoffOrder
 from pd_router.cost import Costs, PromptFacts
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pd_router.config import RouterConfig
 
 READERS = (Role.PREFILL, Role.MIXED)
+READ_PATHS = frozenset(paths_of(Kind.READ))
 _COMPLETIONS = "/v1/completions"
 
 
@@ -64,7 +65,7 @@ class PromptRoute:
 
 def reads_only(path: str, body: RequestBody) -> bool:
     """Whether the request asks about its prompt alone, or for one token that the same step samples."""
-    return path in PROMPT_PATHS or (path == _COMPLETIONS and not body.generates)
+    return path in READ_PATHS or (path == _COMPLETIONS and not body.generates)
 
 
 def choose_reader(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from pd_connectors.protocol.ticket import ORDER_HEADER, ROLE_ACTION, ROLE_PATH, NodeOrder, sign
+from pd_connectors.protocol.ticket import ORDER_HEADER, ROLE_ACTION, NodeOrder, sign
+from pd_http.endpoints import ROLE_PATH
 from pd_http.errors import InvalidRequest
 from pd_http.node_answers import object_in
 from pd_http.reply import json_response

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -39,7 +39,6 @@ from tests.shallow_model import shallow_model
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pd_cluster.engine.ipc import EngineSockets
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.drafts import Drafter
     from pd_cluster.worker.executor import Executor
@@ -106,7 +105,7 @@ class Bench:
             scheduler=replace(CONFIG.scheduler, async_scheduling=mode, max_num_seqs=max_num_seqs),
             cache=replace(CONFIG.cache, prefix_caching=prefix_caching),
         )
-        self.core = EngineCore(config, executor, connector, cast("EngineSockets", self.mailbox), drafter=drafter)
+        self.core = EngineCore(config, executor, connector, self.mailbox, drafter=drafter)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], FinishReason] = {}
         self.open: set[str] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,7 +15,6 @@ from tests.engine.test_core_pipeline import CONFIG, FakeMailbox, connector, exec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_cluster.engine.ipc import EngineSockets
     from pd_cluster.protocol.messages import FromEngine
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import Connector
@@ -49,7 +48,7 @@ class IdleMailbox(FakeMailbox):
 def test_an_idle_engine_is_never_silent_for_longer_than_a_heartbeat(executor: Executor, connector: Connector) -> None:
     """Also if it is woken just before one is due, and has nothing to tell."""
     mailbox = IdleMailbox()
-    core = EngineCore(CONFIG, executor, connector, cast("EngineSockets", mailbox), clock=lambda: mailbox.now_s)
+    core = EngineCore(CONFIG, executor, connector, mailbox, clock=lambda: mailbox.now_s)
     mailbox.stop = core.stop
     core.run()
     gaps_s = [later - earlier for earlier, later in pairwise(mailbox.sent_s)]

@@ -55,7 +55,7 @@ class Node:
     def __init__(self, executor: DeviceExecutor, connector: Connector, config: NodeConfig = CONFIG) -> None:
         self.now_s = 0.0
         self.mailbox = FakeMailbox()
-        self.core = EngineCore(config, executor, connector, self.mailbox, self.clock)  # type: ignore[arg-type]
+        self.core = EngineCore(config, executor, connector, self.mailbox, self.clock)
         self.mirror = NewsMirror()
         self.known: dict[int, StoredBlock] = {}
         self.live: set[str] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pd_cluster.engine.ipc import EngineSockets
 
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
@@ -107,7 +106,7 @@ def test_a_role_sets_the_limit_of_prompts_beside_decodes(
     times = tuple((work, 2 * StepModel().seconds(work)) for work in (StepWork(32, 32_768), StepWork(1, 1024)))
     model = replace(executor.model, device="cuda:0", step_times=times if is_measured else ())
     monkeypatch.setattr(executor, "model", model)
-    core = EngineCore(CONFIG, executor, connector, cast("EngineSockets", FakeMailbox()))
+    core = EngineCore(CONFIG, executor, connector, FakeMailbox())
     usual = Targets().on("decode", "cuda:0", StepModel(model.step_times))
     assert AIM * usual.itl_s == pytest.approx(0.0077 * (1 + is_measured), rel=0.02)
     for _ in range(40):
@@ -120,7 +119,7 @@ def test_a_role_sets_the_limit_of_prompts_beside_decodes(
 def test_prompts_of_a_prefill_node_come_before_its_streams(bench: Bench) -> None:
     executor, connector = bench.core._executor, bench.core._connector
     config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, slo_tpot_ms=20.0))
-    core = EngineCore(config, executor, connector, cast("EngineSockets", FakeMailbox()))
+    core = EngineCore(config, executor, connector, FakeMailbox())
     targets = Targets.of(config.scheduler)
     for role in ("prefill", "decode", "prefill", "mixed"):
         core._take(SetRole(role))

@@ -7,15 +7,11 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from pd_cluster.config import CacheConfig, HandoffConfig, SchedulerConfig
 from pd_cluster.engine.process import _build
 from tests.engine.test_core_pipeline import CONFIG, FakeMailbox
 from tests.shallow_model import NUM_LAYERS, shallow_model
-
-if TYPE_CHECKING:
-    from pd_cluster.engine.ipc import EngineSockets
 
 BLOCK_BYTES = 4 * NUM_LAYERS * 2 * 16 * 64 * 4  # KV heads, layers, K and V, tokens, head size, float32
 
@@ -25,7 +21,7 @@ def test_an_engine_tells_what_it_has_decided() -> None:
     cache = CacheConfig(kv_cache_gb=20.5 * BLOCK_BYTES / 1e9)
     config = replace(CONFIG, cache=cache, scheduler=SchedulerConfig(), handoff=HandoffConfig(connector="none"))
     with ExitStack() as cleanup:
-        _, ready = _build(config, "", cast("EngineSockets", FakeMailbox()), cleanup)
+        _, ready = _build(config, "", FakeMailbox(), cleanup)
     assert (ready.block_size, ready.num_blocks, ready.max_model_len, ready.max_num_seqs) == (16, 20, 20 * 16, 64)
 
 
@@ -39,7 +35,7 @@ def test_an_engine_tells_blocks_that_a_sequence_can_have_in_all_groups(tmp_path:
     model, cache = replace(CONFIG.model, model=str(tmp_path)), CacheConfig(num_blocks=20, block_size=16)
     config = replace(CONFIG, model=model, cache=cache, handoff=HandoffConfig(connector="none"))
     with ExitStack() as cleanup:
-        core, ready = _build(config, "", cast("EngineSockets", FakeMailbox()), cleanup)
+        core, ready = _build(config, "", FakeMailbox(), cleanup)
         assert len(core._blocks.pools) == 2
         assert core._blocks.num_blocks == 40, "units"
     assert (ready.block_size, ready.num_blocks) == (16, 20)

@@ -70,7 +70,7 @@ def test_wrong_flags(arguments: list[str], says: str, capsys: pytest.CaptureFixt
             ["mixed", "--max-num-seqs=9", "--max-num-batched-tokens=8"],
             "max_num_batched_tokens (8) must be at least max_num_seqs (9)",
         ),
-        (["mixed", "--max-num-seqs=-1"], "max_num_seqs (-1), and neither below 0"),
+        (["mixed", "--max-num-seqs=-1"], "--max-num-seqs must be at least 0, not -1"),
         (["mixed", "--model=/no/such/model"], "model '/no/such/model' is neither a directory nor a hub id"),
         (["mixed", "--host=203.0.113.1"], "this machine has no address 203.0.113.1"),
         (["up", "--decode=0"], "--decode or --mixed must be at least 1"),

@@ -58,6 +58,17 @@ def test_every_setting_can_be_given_and_forwarded() -> None:
     assert config_from(parse(*given_flags(namespace)), {}) == config
 
 
+def test_rarely_needed_flags_are_taken_and_not_shown() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_config_flags(parser)
+    assert parser.parse_args(["--max-readers=7"]).max_readers == 7
+    shown = parser.format_help()
+    hidden = [item for kind in NodeConfig.sections().values() for item in fields(kind) if "hidden" in item.metadata]
+    assert hidden
+    assert not [flag_of(item) for item in hidden if flag_of(item) in shown]
+    assert "--block-size" in shown
+
+
 @pytest.mark.parametrize("ports", ["45000", "a-b", "5-4", "0-9", "1-65536", "-", "1-2-3", "+1-5", "45000:45099"])
 def test_ports_for_kv_are_a_range(ports: str) -> None:
     with pytest.raises(StartupError, match="LOW-HIGH"):

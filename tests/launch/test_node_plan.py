@@ -136,7 +136,7 @@ def test_a_degree_that_cannot_be_is_refused_with_its_role() -> None:
     assert problems(roles)[0].startswith("decode nodes: --tp 3: "), problems(roles)
     assert problems({role: RolePlan(1, 3) for role in roles})[0].startswith("--tp 3: ")
     (found,) = role_problems({**roles, "decode": RolePlan(1, 65)}, config, preflight.setting_problems)
-    assert found == "decode nodes: --tp 65 must be from 1 to 64"
+    assert found == "decode nodes: --tp must be at most 64, not 65"
 
 
 @pytest.mark.parametrize(("chosen", "gpus"), [("", []), ("-1", []), ("3", ["3"]), ("GPU-x, 1", ["GPU-x", "1"])])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig
+from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, ServerConfig
 from pd_cluster.launch.cli import main
 from pd_cluster.launch.model_path import DEMO_MODEL
 from pd_cluster.launch.preflight import (
@@ -73,7 +73,7 @@ def numbers() -> list[tuple[str, str, float]]:
 @pytest.mark.long_cases
 @pytest.mark.parametrize(("section", "name", "value"), numbers())
 def test_no_number_setting_takes_nonsense(section: str, name: str, value: float) -> None:
-    """Also those that are added later: they are bounded unless BOUNDS says otherwise."""
+    """Also those that are added later: their fields bound them, or a default does."""
     config = NodeConfig()
     part = getattr(config, section)
     object.__setattr__(part, name, value)  # past its own checks, which refuse some of these
@@ -85,20 +85,24 @@ def test_no_number_setting_takes_nonsense(section: str, name: str, value: float)
     ("part", "says"),
     [
         (CacheConfig(block_size=17), "--block-size 17 is not a multiple of 16"),
-        (CacheConfig(block_size=-16), "--block-size -16 must be at least 0"),
-        (CacheConfig(num_blocks=1), "--num-blocks 1: a cache has at least 2 blocks"),
-        (CacheConfig(kv_cache_gb=0.0), "--kv-cache-gb must be above 0"),
-        (CacheConfig(gpu_memory_utilization=1.5), "--gpu-memory-utilization 1.5 must be from 0 to 1"),
+        (CacheConfig(block_size=-16), "--block-size must be at least 0, not -16"),
+        (CacheConfig(num_blocks=1), "--num-blocks must be 0 or at least 2, not 1"),
+        (CacheConfig(kv_cache_gb=0.0), "--kv-cache-gb must be above 0, not 0.0"),
+        (CacheConfig(gpu_memory_utilization=1.5), "--gpu-memory-utilization must be at most 1, not 1.5"),
         (CacheConfig(gpu_share=0.0), "--gpu-share must be above 0"),
-        (ModelConfig(tp=0), "--tp 0 must be at least 1"),
-        (ModelConfig(max_model_len=1), "--max-model-len 1: a prompt and an output token need at least 2"),
+        (ModelConfig(tp=0), "--tp must be at least 1, not 0"),
+        (ModelConfig(max_model_len=1), "--max-model-len must be 0 or at least 2, not 1"),
         (HandoffConfig(connector="lmcache", pool_url="foo"), "--pool-url: the pool needs a URL like lm://"),
         (HandoffConfig(connector="mooncake", pool_url="lm://a:1"), "--pool-url: the pool needs a URL like mooncake://"),
-        (HandoffConfig(control_port=70000), "--control-port 70000 must be from 0 to 65535"),
+        (HandoffConfig(control_port=70000), "--control-port must be at most 65535, not 70000"),
+        (HandoffConfig(max_readers=0), "--max-readers must be at least 1, not 0"),
+        (HandoffConfig(read_deadline_s=0.0), "--read-deadline-s must be above 0, not 0.0"),
+        (ServerConfig(listen_fd=-2), "--listen-fd must be -1 or at least 0, not -2"),
+        (ModelConfig(seed=1 << 64), "--seed must be at most 18446744073709551615, not 18446744073709551616"),
     ],
 )
 def test_settings(part: Any, says: str) -> None:
-    sections = {"CacheConfig": "cache", "ModelConfig": "model", "HandoffConfig": "handoff"}
+    sections = {"CacheConfig": "cache", "ModelConfig": "model", "HandoffConfig": "handoff", "ServerConfig": "server"}
     [problem] = setting_problems(replace(NodeConfig(), **{sections[type(part).__name__]: part}))
     assert problem.startswith(says)
 

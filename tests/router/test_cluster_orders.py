@@ -11,7 +11,8 @@ from aiohttp import web
 from jsonschema import Draft202012Validator
 
 from pd_cluster.server.openapi import openapi_document
-from pd_connectors.protocol.ticket import ALL_NODES, NODE_ACTIONS, NodeOrder, verify
+from pd_connectors.protocol.ticket import ALL_NODES, NodeOrder, verify
+from pd_http.endpoints import NODE_ACTIONS
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, Seen, running
 from tests.router.router_process import KEY, Router, serving, signed

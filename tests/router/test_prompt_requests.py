@@ -11,7 +11,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from pd_http.prompt_paths import PROMPT_PATHS
+from pd_http.endpoints import Kind, paths_of
 from pd_router.body import RequestBody
 from pd_router.client_connection import PROXY_PATHS
 from pd_router.prompt_route import reads_only
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 EMBEDDINGS = "/v1/embeddings"
+PROMPT_PATHS = paths_of(Kind.READ)
 BODY: dict[str, Any] = {"model": "demo", "input": ["hi", "there"]}
 
 

@@ -10,7 +10,8 @@ import pytest
 from aiohttp import web
 
 from pd_connectors.protocol.feed import FeedDelta, FeedSnapshot, NodeLoad
-from pd_connectors.protocol.ticket import ROLE_PATH, NodeOrder, verify
+from pd_connectors.protocol.ticket import NodeOrder, verify
+from pd_http.endpoints import ROLE_PATH
 from pd_router.config import RouterConfig
 from pd_router.node_table import FLAGS, NodeSpec, NodeTable, Role
 from tests.http.answer import COMPLETIONS, PROMPT

@@ -73,7 +73,7 @@ def test_two_parsings_share_nothing() -> None:
         (["--decode", D, "--port", "-1"], "--port must be at least 0, not -1"),
         (["--decode", D, "--port", "9" * 400], "--port must be at most 65535"),
         (["--decode", D, "--health-interval-s", "0"], "--health-interval-s must be above 0"),
-        (["--decode", D, "--drain-s", "nan"], "--drain-s nan is not a number"),
+        (["--decode", D, "--drain-s", "nan"], "--drain-s nan is not a finite number"),
         (["--decode", D, "--listen-fd", "99999"], "--listen-fd 99999: "),
         (["--decode", D, "--listen-fd", "0"], "--listen-fd 0: "),
         (["--decode", D, "--host", "256.0.0.1", "--port", "0"], "cannot resolve --host 256.0.0.1"),

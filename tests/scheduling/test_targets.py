@@ -115,5 +115,5 @@ def test_targets_in_seconds() -> None:
     assert both.on("prefill", "cuda:0", StepModel()) == Targets(itl_s=0.015), "prompts come first"
     assert SchedulerConfig(slo_itl_ms=20).has_targets
     assert not SchedulerConfig(slo_ttft_ms=200).has_targets, "of streams"
-    with pytest.raises(StartupError, match="slo_tpot_ms"):
+    with pytest.raises(StartupError, match="--slo-tpot-ms must be at least 0"):
         SchedulerConfig(slo_tpot_ms=-1)

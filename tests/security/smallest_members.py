@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import inspect
 
-from pd_cluster.server.openapi import OPERATIONS
+from pd_cluster.server.openapi import BODIES
+from pd_http.endpoints import ENDPOINTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,9 +99,9 @@ def repeated(member: bytes, size: int) -> bytes:
 def places() -> list[Place]:
     """Of all bodies that a node reads. APIs that read the same struct count once."""
     found: dict[Any, list[Place]] = {}
-    for one in OPERATIONS:
-        if one.body is not None and one.body not in found:
-            found[one.body] = list(_of_body(one.path, one.body))
+    for one in ENDPOINTS:
+        if (body := BODIES.get(one.name)) is not None and body not in found:
+            found[body] = list(_of_body(one.path, body))
     return [place for of_body in found.values() for place in of_body]
 
 

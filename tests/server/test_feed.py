@@ -18,7 +18,6 @@ from pd_cluster.server import feed_hub
 from pd_cluster.server.feed_hub import FeedReader
 from pd_connectors.protocol.feed import (
     CHARGE_HEADER,
-    FEED_PATH,
     FEED_TYPE,
     MAX_WAIT_MS,
     WAIT_HEADER,
@@ -31,6 +30,7 @@ from pd_connectors.protocol.feed import (
 from pd_connectors.protocol.stream_codec import StreamParser
 from pd_connectors.protocol.text_chain import AS_ALWAYS, LastTurn, chain_key, read_canonical, step_hashes
 from pd_connectors.protocol.ticket import FEED_ACTION, MAX_LIFETIME_S, ORDER_HEADER, NodeOrder, sign
+from pd_http.endpoints import FEED_PATH
 from tests.deadlines import HANG_S
 from tests.server.fake_engine import FakeEngine, Line, says
 from tests.server.live_server import KEY, Node, running

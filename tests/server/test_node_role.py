@@ -14,7 +14,8 @@ from pd_cluster.protocol.messages import FinishReason, SetRole, TicketOpened, To
 from pd_cluster.server.node_role import ROLES, NodeRole
 from pd_connectors.protocol.feed import FeedDelta
 from pd_connectors.protocol.messages import PROTOCOL_VERSION
-from pd_connectors.protocol.ticket import ROLE_PATH, NodeOrder, sign
+from pd_connectors.protocol.ticket import NodeOrder, sign
+from pd_http.endpoints import ROLE_PATH
 from tests.deadlines import HANG_S
 from tests.server.fake_engine import FAR, FakeEngine, Line, says
 from tests.server.live_server import KEY, Node, running

@@ -19,7 +19,7 @@ from pd_cluster.protocol.prompt_outputs import PromptOutputs
 from pd_cluster.server.chat_template import ChatTemplate
 from pd_cluster.server.prompt_bodies import MAX_INPUTS
 from pd_cluster.server.read_window import WINDOW_TOKENS, ReadWindow
-from pd_http.prompt_paths import PROMPT_PATHS, RERANK_PATHS, SCORE_PATHS
+from pd_http.endpoints import Kind, paths_of
 from tests.deadlines import HANG_S
 from tests.server.fake_engine import FakeEngine, Line, says
 from tests.server.live_server import Node, running
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 EMBEDDINGS = "/v1/embeddings"
+SCORE_PATHS = ("/v1/score", "/score")
+RERANK_PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
+PROMPT_PATHS = paths_of(Kind.READ)
 YES, NO = 71, 72
 TASKS = {"generate": ModelTask(), "embed": ModelTask("embed", 3), "score": ModelTask("score", 3, yes_id=YES, no_id=NO)}
 BODIES: dict[str, dict[str, Any]] = {

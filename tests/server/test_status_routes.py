@@ -13,7 +13,8 @@ from pd_cluster import __version__
 from pd_cluster.protocol.messages import ResetCache, StartProfile, StopProfile
 from pd_cluster.server import order_routes, status_routes
 from pd_cluster.server.app import create_app
-from pd_connectors.protocol.ticket import ALL_NODES, NODE_ACTIONS, NodeOrder, Offer, sign
+from pd_connectors.protocol.ticket import ALL_NODES, NodeOrder, Offer, sign
+from pd_http.endpoints import NODE_ACTIONS
 from tests.deadlines import HANG_S
 from tests.server.fake_engine import FAR, FakeEngine, Line, says
 from tests.server.live_server import KEY, make_state, running, serving
@@ -41,6 +42,8 @@ async def test_facts_without_paths() -> None:
             status, answers[path] = await call(node.session, "GET", f"{node.url}/{path}")
             assert status == 200, path
         assert (await call(node.session, "POST", f"{node.url}/ping"))[0] == 200
+        async with node.session.head(f"{node.url}/health") as response:
+            assert (response.status, await response.read()) == (200, b""), "as a router answers it"
         assert node.state.config.model.model not in str(answers)
     assert answers["version"] == {"version": __version__}
     assert answers["load"] == {"server_load": 0}

@@ -12,7 +12,6 @@ import msgspec
 
 from pd_connectors.protocol.text_chain import AS_ALWAYS, LastTurn
 
-FEED_PATH = "/pd/feed"
 FEED_TYPE = "application/x-pd-feed"
 HEARTBEAT_S = 1.0
 # Header of a request: "ROUTER.NUMBER" names the charge that the router ROUTER has made for it. Header of GET /pd/feed:

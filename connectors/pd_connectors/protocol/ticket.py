@@ -43,16 +43,8 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
     position_delta: int = 0  # what media of the prompt add to the positions of the tokens behind it
 
 
-NODE_ACTIONS = {
-    "/reset_prefix_cache": "reset_cache",  # vLLM's path
-    "/flush_cache": "reset_cache",  # SGLang's
-    "/start_profile": "start_profile",
-    "/stop_profile": "stop_profile",
-}
-"""Path at a node, and at a router that orders it of all its nodes -> action."""
-FEED_ACTION = "feed"  # of an order to a node alone, to read its feed (`feed.FEED_PATH`)
+FEED_ACTION = "feed"  # of an order to a node alone, to read its feed
 ROLE_ACTION: Final = "role"  # to a router, about one node; and of a router to that node, which changes its role
-ROLE_PATH = "/pd/role"  # at the node
 ORDER_HEADER = "x-pd-order"  # of a request: the signed NodeOrder
 OFFER_HEADER = "x-pd-offer"  # of a request to a decode node: the signed Offer, in place of kv_transfer_params
 ALL_NODES = "*"  # in an order to a router; a node obeys its own id alone
@@ -69,11 +61,11 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 class NodeOrder(msgspec.Struct, frozen=True, tag=True):
     """An order of a supervisor or operator to a router about one node. Idempotent.
 
-    The actions of `NODE_ACTIONS`, and "role", are orders to the node itself, too.
+    "reset_cache", "start_profile", "stop_profile" and "role" are orders to the node itself, too.
     """
 
     action: Literal["add", "remove", "drain", "resume", "reset_cache", "start_profile", "stop_profile", "feed", "role"]
-    node: str  # the base URL for "add", else the node's id or its host:port; ALL_NODES for an action of NODE_ACTIONS
+    node: str  # the base URL for "add", else the node's id or its host:port; ALL_NODES for those three
     expires_at_s: float  # wall clock; until then a process that overhears the order can repeat it, so keep it short
     role: str = ""  # for "add" and "role": prefill, decode or mixed
     version: int = PAPER_VERSION
