@@ -39,7 +39,7 @@ class Charge:
         node.decode_sequences += sequences
         view, ledger = node.view, node.view.ledger
         tokens = round(prefill_bytes * view.ratio.value) if prompt_tokens is None else prompt_tokens
-        self._found_idle = prefill_bytes > 0 and not sequences and not ledger.total[2]
+        self._found_idle = prefill_bytes > 0 and not sequences and not view.queued_tokens
         if self._found_idle and view.trial.num_waited:
             view.trial.begin()
         self._entry = ledger.open(NodeWork(tokens, cached_tokens, sequences))
@@ -87,7 +87,7 @@ class Charge:
             if self._found_idle:
                 view, work = self._node.view, self._entry.work
                 told = view.ledger.told
-                view.trial.note(now_s - self._begun_s, work.tokens * told[0] + work.keys * told[1])
+                view.trial.note(now_s - self._begun_s, work.tokens * told.token_s + work.keys * told.key_s)
         self.prefill_over()
 
     def prefill_over(self) -> None:

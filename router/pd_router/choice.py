@@ -150,7 +150,7 @@ class RouteChoice(msgspec.Struct, frozen=True):
         feed nothing says that it is idle. `workers`: of the router, which all get their part of its requests."""
         view, trial = node.view, node.view.trial
         likely_s = trial.likely_s(told_s)
-        if view.ledger.total[2] or view.load is None or view.ledger.total[6] < self.costs.num_tokens(node):
+        if view.queued_tokens or view.load is None or view.ledger.total.free_tokens < self.costs.num_tokens(node):
             return False
         is_late = 0 < self.slo_ttft_s < likely_s + HANDOVER_S
         return not is_late and trial.is_due(likely_s, usual_s, doubt_s, max(FEWEST, MOST // workers))
@@ -163,7 +163,7 @@ class RouteChoice(msgspec.Struct, frozen=True):
         least_s = self.costs.least_direct_s(nodes) + DOUBT_S
         if least_s < prefill_s or not (paired := list(self._paired(nodes))):
             return True
-        streams = [node.view.ledger.total[4] for node in paired]
+        streams = [node.view.ledger.total.num_sequences for node in paired]
         return least_s < prefill_s + self.costs.handing_over_s(paired[streams.index(min(streams))])
 
     @property
@@ -319,7 +319,7 @@ def _better(handoff: RouteChoice, prefill_s: float, workers: int) -> RouteChoice
     # A cache that saves D less than half of the prompt is no reason against a trial: a P that was killed has lost the
     # system prompt that all share
     may_try = workers and reason == BUSY and 2 * (cached - costs.num_cached(first)) <= costs.num_tokens(node)
-    if may_try and first.view.ledger.total[0] > ERROR_FACTOR * node.view.ledger.total[0]:
+    if may_try and first.view.ledger.total.token_s > ERROR_FACTOR * node.view.ledger.total.token_s:
         over_s, direct_s, _ = costs.decoding((node,))[0]
         if handoff._tries(first, workers, prefill_s, max(0.0, direct_s - over_s), DOUBT_S):
             return replace(handoff, reason=TRIED)

@@ -7,7 +7,7 @@ from enum import StrEnum
 from math import inf
 from typing import TYPE_CHECKING
 
-from pd_router.ledger import ChargeLedger, ToldLoad
+from pd_router.ledger import ChargeLedger, LoadFigures
 from pd_router.trial import IdleTrial
 
 if TYPE_CHECKING:
@@ -65,22 +65,17 @@ class NodeView:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens that the node has to compute before a new prompt."""
-        return self.ledger.total[2]
-
-    @property
-    def queued_keys(self) -> int:
-        """Tokens before each token of `queued_tokens`, summed."""
-        return self.ledger.total[3]
+        return self.ledger.total.queued_tokens
 
     @property
     def num_sequences(self) -> int:
         """Generations that run or wait on the node."""
-        return self.ledger.total[4]
+        return self.ledger.total.num_sequences
 
     @property
     def free_tokens(self) -> int | None:
         """Room in the node's KV cache, in tokens; below 0 if it is promised twice. None: not known."""
-        free = self.ledger.total[6]
+        free = self.ledger.total.free_tokens
         return None if free == inf else int(free)
 
     @property
@@ -89,7 +84,7 @@ class NodeView:
 
         None: it tells no target.
         """
-        room = self.ledger.total[7]
+        room = self.ledger.total.stream_room
         return None if room == inf else int(room)
 
     @property
@@ -101,7 +96,7 @@ class NodeView:
         """Take a load of the feed, and the numbers of the charges that it includes."""
         self.load = load
         token_s, key_s = pace_of(load) or (0.0, 0.0)
-        told = ToldLoad(
+        told = LoadFigures(
             token_s, key_s, load.queued_tokens, load.queued_keys, load.num_running + load.num_waiting,
             load.num_slots or inf, load.free_blocks * load.block_size if load.block_size else inf,
             load.stream_room if load.tpot_s else inf,
