@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from pd_router.candidates import to_generate
 from pd_router.charge import Charge
-from pd_router.choice import choose
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.cost import PromptFacts
+from pd_router.cost_policy import CostPolicy
 from pd_router.node_table import Node, NodeTable
 from pd_router.prefix_index import PrefixIndex
+from pd_router.prompt_facts import PromptFacts
 from pd_router.speed import ReadingSpeed
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class CostRouter:
         )
         self.table = NodeTable(self.config, clock)
         self.index: PrefixIndex[Node] = PrefixIndex()
+        self._policy = CostPolicy(self.config)
         self._turn = turn
         self._numbers = {node: number for number, node in enumerate(self.table.nodes)}
         for node in self.table.nodes:
@@ -76,28 +78,28 @@ class CostRouter:
     def route(self, arrival: SimRequest) -> SimRoute:
         self._turn += 1
         facts = PromptFacts(arrival.num_tokens * BYTES_PER_TOKEN, cached=self.cached(arrival))
-        choice = choose(self.table, None, facts, self.config, None, self._turn)
         clock = self.table.clock
-        costs = choice.costs
+        candidates = to_generate(self.table, None, facts, self.config, self._turn)
+        choice = self._policy.choose(facts, candidates, clock())
 
         def book(node: Node, *, reads: bool) -> Charge:
-            tokens = costs.num_missing(node) if reads else 0
-            return Charge(node, clock, prompt_tokens=tokens, cached_tokens=costs.num_cached(node), sequences=1)
+            tokens = facts.num_missing(node) if reads else 0
+            return Charge(node, clock, prompt_tokens=tokens, cached_tokens=facts.num_cached(node), sequences=1)
 
         if choice.order is HandoffOrder.DIRECT:
-            pick = choice.sooner if choice.otherwise else choice.best_direct
-            direct = pick(choice.decodes, clock())
+            direct = choice.best(choice.decodes, clock())
             assert direct is not None
             number, booking = self._numbers[direct], book(direct, reads=True)
             return SimRoute(None, lambda: (number, booking), None)
         first = choice.prefills[0]
 
         def decode() -> tuple[int, Booking]:
-            node = choice.best_decode(choice.decodes, clock())
+            node = choice.best(choice.decodes, clock())
             assert node is not None
             return self._numbers[node], book(node, reads=False)
 
-        charge = Charge(first, clock, prompt_tokens=costs.num_missing(first), cached_tokens=costs.num_cached(first))
+        work = facts.work(first)
+        charge = Charge(first, clock, prompt_tokens=work.tokens, cached_tokens=work.cached_tokens)
         return SimRoute(self._numbers[first], decode, charge)
 
     def cached(self, arrival: SimRequest) -> dict[Node, int]:

@@ -23,6 +23,7 @@ from pd_router.background import Background
 from pd_router.client_connection import PROXY_PATHS
 from pd_router.cluster_orders import ClusterOrders
 from pd_router.control import Control, Relay
+from pd_router.cost_policy import CostPolicy
 from pd_router.dashboard import Dashboard
 from pd_router.discovery import Discovery
 from pd_router.feed_follower import FeedFollower
@@ -89,7 +90,10 @@ def create_app(
     admission = None if keys is None else KeyAdmission(config, table, metrics, keys.ring)
     held = HeldBytes(config.max_held_bytes)
     metrics.http.export_held(held)
-    services = Services(config, table, upstream, metrics, background, sinks, recent, key, wall_clock, held, admission)
+    services = Services(
+        config, table, CostPolicy(config), upstream, metrics, background, sinks, recent, key, wall_clock, held,
+        admission,
+    )  # fmt: skip
     poller = HealthPoller(config, table, upstream)
     feeds = FeedFollower(table, upstream, services.metrics, key, wall_clock)
     discovery = Discovery(sources, table)

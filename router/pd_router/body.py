@@ -17,6 +17,7 @@ from pd_http.dialect import OPENAI, Dialect
 from pd_http.errors import InvalidRequest, PdError
 from pd_http.member_bounds import BAD_JSON, check_members, top_level
 from pd_http.node_answers import ASK_TICKET
+from pd_http.prompt_paths import PROMPT_PATHS
 
 RawObject = dict[str, msgspec.Raw]
 _NO_TOKENS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens", "stream_options"})
@@ -149,6 +150,10 @@ class RequestBody:
         limit = self.get("max_completion_tokens", float)
         limit = self.get("max_tokens", float) if limit is None else limit
         return limit is None or limit > (1 if self.wants_prompt_logprobs else 0)
+
+    def reads_only(self, path: str) -> bool:
+        """Whether the request asks about its prompt alone, or for one token that the same step samples."""
+        return path in PROMPT_PATHS or (path == "/v1/completions" and not self.generates)
 
     def _has(self, name: str) -> bool:
         return bytes(self._fields.get(name, b"null")) != b"null"

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_router.node_table import Node
+    from pd_router.route import Route
 
 
 class Charge:
@@ -112,3 +113,26 @@ class Charge:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def charge_for(
+    route: Route,
+    node: Node,
+    clock: Callable[[], float],
+    *,
+    reads: bool,
+    generates: bool,
+    shows_reading: bool = True,
+) -> Charge:
+    """The charge of one leg. `reads`, `generates`: what the node does for the request.
+
+    `shows_reading`: the leg shows when the prompt has been read; otherwise that is assumed.
+    """
+    prompt, work = route.prompt, route.prompt.work(node) if reads else NO_WORK
+    charge = Charge(
+        node, clock, prefill_bytes=prompt.num_bytes if reads else 0, prompt_tokens=work.tokens,
+        cached_tokens=work.cached_tokens, sequences=prompt.num_sequences if generates else 0,
+    )  # fmt: skip
+    if reads and not shows_reading:
+        charge.hide_prefill(route.queue_s(node))
+    return charge

@@ -11,13 +11,13 @@ from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_connectors.protocol.text_chain import chain_key
 from pd_http.errors import NodesDied
 from pd_http.node_answers import FailureKind
-from pd_router.charge import Charge
+from pd_router.charge import charge_for
 from pd_router.continuation import Heirs, may_continue
 from pd_router.continued_route import choose_heir
 from pd_router.headers import REQUEST_ID
 from pd_router.legs import DecodeLeg
 from pd_router.liveness_guard import LivenessGuard
-from pd_router.node_table import Node, Role
+from pd_router.node_table import DECODERS, Node
 from pd_router.prompt_facts import prompt_facts
 from pd_router.stream_record import StreamRecord
 from pd_router.upstream import LegFailed, Refused
@@ -113,7 +113,8 @@ class ContinuedStream:
         ask_again_at, pause_s = clock(), LOOK_AGAIN_S
         while True:
             heirs = [node for node in self._candidates() if node not in refused]
-            route = choose_heir(self._s.table, self._body.model, prompt, self.record, self._s.config, heirs)
+            s = self._s
+            route = choose_heir(s.policy, s.table, self._body.model, prompt, self.record, s.config, heirs)
             if route is not None:
                 node = route.node
                 try:
@@ -143,12 +144,14 @@ class ContinuedStream:
             reading = None
             if route.prefills:
                 params |= {"do_remote_prefill": True, "offer": s.signed_offer(route.prefills)}
-                reading = until_begun.enter_context(self._charge(route, route.prefills[0], 0))
+                first = route.prefills[0]
+                charge = charge_for(route.plan, first, s.table.clock, reads=True, generates=False)
+                reading = until_begun.enter_context(charge)
                 self._headers[PREFILL_CHARGE_HEADER] = reading.name
             else:
                 self._headers.pop(PREFILL_CHARGE_HEADER, None)
             body = self._body.with_transfer(params)  # before the charge, which only the leg releases
-            charge = self._charge(route, node, self._body.num_samples, reads=reading is None)
+            charge = charge_for(route.plan, node, s.table.clock, reads=reading is None, generates=True)
             self._headers[CHARGE_HEADER] = charge.name
             leg = DecodeLeg(s.upstream, node, charge, self.record)
             self._casualties.meet(node)
@@ -159,12 +162,5 @@ class ContinuedStream:
         s.table.answered(node)
         return leg
 
-    def _charge(self, route: ContinuedRoute, node: Node, sequences: int, *, reads: bool = True) -> Charge:
-        tokens, cached = route.plan.costs.work(node) if reads else (0, 0)
-        return Charge(
-            node, self._s.table.clock, prefill_bytes=route.num_bytes if reads else 0, prompt_tokens=tokens,
-            cached_tokens=cached, sequences=sequences,
-        )  # fmt: skip
-
     def _candidates(self) -> list[Node]:
-        return self._heirs.among(self._s.table.healthy((Role.DECODE, Role.MIXED), self._body.model))
+        return self._heirs.among(self._s.table.healthy(DECODERS, self._body.model))

@@ -6,18 +6,17 @@ the handover. To this comes what the streams beside it cost each other. Pure: re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
-
-import msgspec
 
 from pd_router.node_table import Node, Role
 from pd_router.node_view import TextRatio
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from pd_router.prompt_facts import PromptFacts
 
 HANDOVER_S = 0.004  # from P's first token to the client's (two H200s, 8B: 3.6 to 4.1 ms)
 LOOK_S = 0.002  # D-first: a decode node looks into its own cache before it asks a prefill node
@@ -43,17 +42,6 @@ _COUNTED = TextRatio()  # of tokens that were counted
 _COUNTED.value = 1.0
 
 
-class PromptFacts(msgspec.Struct, frozen=True):
-    """What the router knows of a request before a node has read it."""
-
-    num_bytes: int
-    num_sequences: int = 1
-    is_several: bool = False  # prompts in one request
-    is_told: bool = False  # the answer tells their log-probabilities: the node that generates computes every position
-    cached: Mapping[Node, int] = {}  # tokens of its prefix; nodes without any are absent
-    num_tokens: int = 0  # of a prompt of token ids, which the router counts; 0: estimated from the bytes
-
-
 class _BestPace(NamedTuple):
     """The least seconds for a prompt token at any node of a side, and those more for each token before it."""
 
@@ -71,12 +59,13 @@ class Costs:
 
     __slots__ = (
         "_best_decoding", "_best_reading", "_cached", "_decodes", "_now_s", "_num_sequences", "_num_units",
-        "_prefills", "_ratio", "_told_s", "_usual_s",
+        "_prefills", "_prompt", "_ratio", "_told_s", "_usual_s",
     )  # fmt: skip
 
     def __init__(
         self, prompt: PromptFacts, prefills: Sequence[Node], now_s: float, decodes: Sequence[Node] = ()
     ) -> None:
+        self._prompt = prompt
         # of which `_ratio` tokens are one, or, where it is None, the node's own ratio: bytes, or tokens themselves
         self._num_units = prompt.num_tokens or prompt.num_bytes
         self._ratio = _COUNTED if prompt.num_tokens else None
@@ -88,23 +77,6 @@ class Costs:
         self._told_s: float | None = None
         self._best_reading = self._best_pace(prefills)
         self._best_decoding = self._best_pace(decodes)
-
-    def num_cached(self, node: Node) -> int:
-        """Tokens of the prompt that the node has cached, by its feed."""
-        return self._cached.get(node, 0)
-
-    def num_tokens(self, node: Node) -> float:
-        """Tokens of the prompt, estimated unless they were counted."""
-        return self._num_units * (self._ratio or node.view.ratio).value
-
-    def num_missing(self, node: Node) -> int:
-        """Tokens of the prompt that the node has to compute, estimated."""
-        ratio = self._ratio or node.view.ratio
-        return max(int(self._num_units * ratio.value) - self._cached.get(node, 0), 1)
-
-    def work(self, node: Node) -> tuple[int, int]:
-        """Tokens of the prompt to compute and tokens cached, for a charge on the node."""
-        return self.num_missing(node), self.num_cached(node)
 
     def reading_s(self, node: Node) -> float:
         """Until the node has computed what it was given before, and this prompt."""
@@ -218,7 +190,7 @@ class Costs:
 
     def asking_s(self, node: Node, prefill_s: float) -> float:
         """D-first: the node computes a short rest by itself, and asks a prefill node, which takes `prefill_s`, else."""
-        if self.num_missing(node) < LOCAL_TOKENS:
+        if self._prompt.num_missing(node) < LOCAL_TOKENS:
             return LOOK_S + self.direct_s(node)
         return LOOK_S + prefill_s + self.handing_over_s(node)
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from math import inf
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import orjson
@@ -16,23 +16,23 @@ from pd_http.errors import NodesDied, PdError
 from pd_http.node_answers import FailureKind, usage_in
 from pd_http.reply import JSON_TYPE
 from pd_router.casualties import Casualties
-from pd_router.charge import Charge
+from pd_router.charge import charge_for
+from pd_router.config import HandoffOrder
 from pd_router.errors import NodeFailed, NoNode
 from pd_router.headers import ROUTE, Headers
 from pd_router.legs import DecodeLeg
 from pd_router.liveness_guard import LivenessGuard
+from pd_router.untried_nodes import Choose, UntriedNodes
 from pd_router.upstream import Answer, LegFailed, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from pd_router.body import RequestBody
     from pd_router.call_record import CallRecord
-    from pd_router.candidates import Candidates
-    from pd_router.config import HandoffOrder
-    from pd_router.cost import Costs
     from pd_router.node_table import Node, Role
     from pd_router.reply import CallReply
+    from pd_router.route import Route
     from pd_router.services import Services
     from pd_router.stream_record import StreamRecord
 
@@ -49,36 +49,15 @@ _NO_CASUALTY = frozenset(
 )
 
 
-class PlannedRoute(Protocol):
-    """An order with its reason, and what the prompt costs at the nodes."""
-
-    @property
-    def order(self) -> HandoffOrder: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def costs(self) -> Costs: ...
-
-    @property
-    def text(self) -> str:
-        """The value of the header `x-pd-route`."""
-
-
-Plan = TypeVar("Plan", bound=PlannedRoute)
-
-
-class NodeRequest(ABC, Generic[Plan]):
+class NodeRequest(ABC):
     """Runs one planned request: `run` sends the client its answer, or raises a PdError before its first byte."""
 
     def __init__(
         self,
         services: Services,
-        path: str,
         body: RequestBody,
         headers: Headers,
-        plan: Plan,
+        plan: Route,
         reply: CallReply,
         record: CallRecord,
     ) -> None:
@@ -86,7 +65,6 @@ class NodeRequest(ABC, Generic[Plan]):
         self.phase = "prefill"  # prefill | decode | stream: for counting clients that leave
         self.outcome = "ok"  # ok | refused | failed | broken
         self._s = services
-        self._path = path
         self._body = body
         self._headers = headers
         self._reply = reply
@@ -157,19 +135,14 @@ class NodeRequest(ABC, Generic[Plan]):
     def _healthy(self, *roles: Role) -> Callable[[], list[Node]]:
         return lambda: self._s.table.healthy(roles, self._body.model)
 
-    def _book(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
-        tokens, cached = self.plan.costs.work(node) if prefill_bytes else (0, 0)
-        return Charge(
-            node, self._s.table.clock, prefill_bytes=prefill_bytes, prompt_tokens=tokens, cached_tokens=cached,
-            sequences=sequences,
-        )  # fmt: skip
+    def _untried(self, nodes: Iterable[Node], roles: Iterable[Role], choose: Choose, limit: int) -> UntriedNodes:
+        return UntriedNodes(nodes, self._healthy(*roles), choose, limit, self._s.table.clock)
 
     async def _first_answer(
         self,
         kind: str,
-        candidates: Candidates,
+        nodes: UntriedNodes,
         body: bytes,
-        charge_of: Callable[[Node], Charge],
         *,
         record: StreamRecord | None = None,
         has_other_way: Callable[[], bool] = lambda: False,
@@ -177,14 +150,17 @@ class NodeRequest(ABC, Generic[Plan]):
         """(a leg that has begun to answer or None, the last failure if a leg failed). All tries share one deadline.
 
         `kind`: the name of the legs. `record`: of a stream that other nodes may continue. `has_other_way`: whether
-        the request can be served even if no candidate is left. Raises Refused, NodesDied.
+        the request can be served even if no node is left. Raises Refused, NodesDied.
         """
-        s = self._s
+        s, is_prompt = self._s, self.plan.order is HandoffOrder.PROMPT
         last: LegFailed | None = None
         wait_s = s.config.first_byte_timeout_s if self._body.wants_stream else s.config.response_timeout_s
         ends_at = s.table.clock() + wait_s
-        while (node := candidates.take()) is not None:
-            charge = charge_of(node)
+        while (node := nodes.take()) is not None:
+            charge = charge_for(
+                self.plan, node, s.table.clock, reads=self.plan.is_alone, generates=not is_prompt,
+                shows_reading=is_prompt or self._body.shows_reading,
+            )  # fmt: skip
             self._headers[CHARGE_HEADER] = charge.name
             leg = DecodeLeg(s.upstream, node, charge, record)
             self._casualties.meet(node)
@@ -192,8 +168,8 @@ class NodeRequest(ABC, Generic[Plan]):
             self._record.until(now_s, "plan")
             left_s = max(0.0, ends_at - now_s)
             try:
-                with LivenessGuard(node, lambda: candidates.has_next or has_other_way()):
-                    await leg.open(self._path, self._headers, body, left_s, s.config.idle_timeout_s)
+                with LivenessGuard(node, lambda: nodes.has_next or has_other_way()):
+                    await leg.open(self._record.path, self._headers, body, left_s, s.config.idle_timeout_s)
             except LegFailed as failure:
                 self._record.until(s.table.clock(), "retry")
                 await self._judge(kind, failure)

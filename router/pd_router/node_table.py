@@ -37,6 +37,9 @@ class Role(StrEnum):
     MIXED = "mixed"
 
 
+READERS, DECODERS = (Role.PREFILL, Role.MIXED), (Role.DECODE, Role.MIXED)
+
+
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
     """One node as a source names it. With another role it is another node, unless the node itself tells its role."""
@@ -117,6 +120,15 @@ class Node:
 
     def serves(self, model: str | None) -> bool:
         return model is None or self.models is None or model in self.models
+
+
+def healthy(nodes: Iterable[Node], now_s: float) -> list[Node]:
+    """`Node.is_healthy`, written out, because each leg asks it of each node: the calls take 7 us for 100 nodes."""
+    return [
+        node
+        for node in nodes
+        if node.reachable and not node.draining and not node.gone and now_s >= node.ejected_until_s
+    ]
 
 
 class NodeTable:

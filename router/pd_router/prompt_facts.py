@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pd_router.cost import PromptFacts
+import msgspec
+
+from pd_router.ledger import NodeWork
+from pd_router.node_table import Node
 
 if TYPE_CHECKING:
     from pd_router.body import RequestBody
     from pd_router.node_table import NodeTable
+
+
+class PromptFacts(msgspec.Struct, frozen=True):
+    """What the router knows of a request before a node has read it."""
+
+    num_bytes: int
+    num_sequences: int = 1
+    is_several: bool = False  # prompts in one request
+    is_told: bool = False  # the answer tells their log-probabilities: the node that generates computes every position
+    cached: Mapping[Node, int] = {}  # tokens of its prefix; nodes without any are absent
+    num_tokens: int = 0  # of a prompt of token ids, which the router counts; 0: estimated from the bytes
+
+    def tokens_at(self, node: Node) -> float:
+        """Tokens of the prompt, estimated unless they were counted."""
+        return self.num_tokens or self.num_bytes * node.view.ratio.value
+
+    def num_cached(self, node: Node) -> int:
+        """Tokens of the prompt that the node has cached, by its feed."""
+        return self.cached.get(node, 0)
+
+    def num_missing(self, node: Node) -> int:
+        """Tokens of the prompt that the node has to compute, estimated."""
+        return max(int(self.tokens_at(node)) - self.num_cached(node), 1)
+
+    def work(self, node: Node) -> NodeWork:
+        """What the node has to do to read the prompt."""
+        return NodeWork(self.num_missing(node), self.num_cached(node))
 
 
 def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts:

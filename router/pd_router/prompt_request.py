@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_router.candidates import Candidates
+from pd_router.candidates import NO_PREFILL_NODE
 from pd_router.headers import PREFILL_BY
 from pd_router.liveness_guard import LivenessGuard
 from pd_router.node_request import NodeRequest
-from pd_router.node_table import Node, Role
-from pd_router.prompt_route import PromptRoute
+from pd_router.node_table import READERS, Node, Role
 from pd_router.splice import send_answer
 from pd_router.upstream import LegFailed
 
@@ -27,7 +26,7 @@ class OneLeg:
         return None
 
 
-class PromptRequest(NodeRequest[PromptRoute]):
+class PromptRequest(NodeRequest):
     """A request that no decode node is needed for. Cancelling it closes its leg, and the node stops reading."""
 
     async def _serve(self) -> None:
@@ -36,7 +35,7 @@ class PromptRequest(NodeRequest[PromptRoute]):
         if leg is None:
             await self._give_up(last, "every node that can read prompts went down; try again later")
             return
-        if leg.node.role is Role.DECODE and self.plan.reason != "no-prefill-node":
+        if leg.node.role is Role.DECODE and self.plan.reason != NO_PREFILL_NODE:
             self.plan = self.plan.because("prefill-failed")
         self.phase, self._whole, self._writer = "stream", leg.whole, leg.node
         self._record.prefill_by = leg.node.node_id
@@ -52,10 +51,8 @@ class PromptRequest(NodeRequest[PromptRoute]):
 
     async def _open(self) -> tuple[DecodeLeg | None, LegFailed | None]:
         """See `_first_answer`."""
-        candidates = Candidates(
-            self.plan.nodes, self._healthy(*self.plan.roles), self.plan.best,
-            self._s.config.max_prefill_tries, self._s.table.clock,
-        )  # fmt: skip
-        return await self._first_answer(
-            "prompt", candidates, self._body.plain(), lambda node: self._book(node, self._body.num_bytes)
-        )
+        config = self._s.config
+        may_all = self.plan.reason == NO_PREFILL_NODE or config.on_prefill_failure == "local"
+        roles = tuple(Role) if may_all else READERS
+        nodes = self._untried(self.plan.decodes, roles, self.plan.best, config.max_prefill_tries)
+        return await self._first_answer("prompt", nodes, self._body.plain())

@@ -18,10 +18,10 @@ from pd_router import headers as rules
 from pd_router.admission.api_keys import KEY_HEADERS
 from pd_router.body import RequestBody
 from pd_router.call_record import CallRecord
-from pd_router.choice import choose
+from pd_router.candidates import to_generate, to_read
+from pd_router.config import HandoffOrder
 from pd_router.prompt_facts import prompt_facts
 from pd_router.prompt_request import PromptRequest
-from pd_router.prompt_route import PromptRoute, choose_reader, reads_only
 from pd_router.reply import CallReply
 from pd_router.routed_request import RoutedRequest
 from pd_router.trace_context import TRACEPARENT, begin_trace
@@ -29,9 +29,9 @@ from pd_router.trace_context import TRACEPARENT, begin_trace
 if TYPE_CHECKING:
     from pd_router.admission.key_admission import Visit
     from pd_router.admission.key_limits import KeyLimits
-    from pd_router.choice import RouteChoice
     from pd_router.client_call import ClientCall
-    from pd_router.config import HandoffOrder
+    from pd_router.node_request import NodeRequest
+    from pd_router.route import Route
     from pd_router.services import Services
 
 log = logging.getLogger("pd_router")
@@ -58,7 +58,7 @@ class Proxy:
         if self._traces:
             record.trace = begin_trace(given.get(TRACEPARENT), s.config.trace_ratio)
         outcome = "ok"
-        exchange: RoutedRequest | PromptRequest | None = None
+        exchange: NodeRequest | None = None
         visit: Visit | None = None
         s.metrics.num_in_flight += 1
         try:
@@ -85,10 +85,8 @@ class Proxy:
             headers[CLIENT_HEADER] = client_name(call.key_name, call.host)
             if self._traces:
                 headers[TRACEPARENT] = record.trace.header
-            if isinstance(plan, PromptRoute):
-                exchange = PromptRequest(s, call.path, body, headers, plan, reply, record)
-            else:
-                exchange = RoutedRequest(s, call.path, body, headers, plan, reply, record)
+            kind = PromptRequest if plan.order is HandoffOrder.PROMPT else RoutedRequest
+            exchange = kind(s, body, headers, plan, reply, record)
             await exchange.run()
         except ClientGone:
             outcome = "client_gone"
@@ -119,9 +117,7 @@ class Proxy:
             record.key = call.key_name
             self._note_end(record, exchange, outcome, reply.status)
 
-    def _note_end(
-        self, record: CallRecord, exchange: RoutedRequest | PromptRequest | None, outcome: str, status: int
-    ) -> None:
+    def _note_end(self, record: CallRecord, exchange: NodeRequest | None, outcome: str, status: int) -> None:
         """Count a request that has ended, and pass its record on. `exchange`: None if no node was asked."""
         s = self._s
         if outcome == "client_gone":
@@ -143,13 +139,15 @@ class Proxy:
         call.key_name = user.key.name
         return user
 
-    def _choose(self, path: str, body: RequestBody, asked: HandoffOrder | None) -> RouteChoice | PromptRoute:
+    def _choose(self, path: str, body: RequestBody, asked: HandoffOrder | None) -> Route:
         """Raises ModelNotFound, NoNode."""
         s, turn = self._s, next(self._turns)
-        facts = prompt_facts(body, s.table, self._chain_key)
-        if reads_only(path, body):
-            return choose_reader(s.table, body.model, facts, s.config, turn)
-        return choose(s.table, body.model, facts, s.config, asked, turn)
+        prompt = prompt_facts(body, s.table, self._chain_key)
+        if body.reads_only(path):
+            candidates = to_read(s.table, body.model, s.config, turn)
+        else:
+            candidates = to_generate(s.table, body.model, prompt, s.config, turn, asked=asked)
+        return s.policy.choose(prompt, candidates, s.table.clock())
 
 
 def _uncancel() -> None:

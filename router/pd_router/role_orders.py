@@ -16,7 +16,7 @@ from pd_http.reply import json_response
 from pd_router.cluster_orders import ORDER_LIFETIME_S
 from pd_router.errors import NodeConflict, NodeFailed
 from pd_router.node_orders import ordered_node
-from pd_router.node_table import Node, Role
+from pd_router.node_table import DECODERS, Node, Role
 from pd_router.upstream import LegFailed, Refused
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class RoleOrders:
 
     def _check_decodes(self, node: Node) -> None:
         """Raises NodeConflict if a model of `node` would be left without a healthy node that decodes."""
-        others = [n for n in self._s.table.healthy((Role.DECODE, Role.MIXED), None) if n is not node]
+        others = [n for n in self._s.table.healthy(DECODERS, None) if n is not node]
         models = node.models or {None}
         left = sorted(str(model) for model in models if not any(one.serves(model) for one in others))
         if left:

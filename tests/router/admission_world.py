@@ -13,12 +13,12 @@ from pd_router.admission.api_keys import ApiKey, KeyRing
 from pd_router.admission.key_admission import KeyAdmission, Visit
 from pd_router.body import RequestBody
 from pd_router.charge import Charge
-from pd_router.choice import choose
 from pd_router.config import RouterConfig
-from pd_router.cost import PromptFacts
 from pd_router.errors import RateLimited
 from pd_router.metrics import RouterMetrics
 from pd_router.node_table import NodeTable, Role
+from pd_router.prompt_facts import PromptFacts
+from tests.router.choosing import choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

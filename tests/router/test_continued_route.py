@@ -8,7 +8,9 @@ import pytest
 
 from pd_http.frames import ChoiceProgress, Frame, StreamHead
 from pd_router.continued_route import ContinuedRoute, choose_heir
-from pd_router.cost import PromptFacts
+from pd_router.cost_policy import CostPolicy, CostRoute
+from pd_router.ledger import NodeWork
+from pd_router.prompt_facts import PromptFacts
 from pd_router.stream_record import StreamRecord
 from tests.router.test_choice import TOKEN_S, config, table, tell
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 NUM_PROMPT, NUM_KNOWN = 1000, 200
 PROMPT = PromptFacts(4 * NUM_PROMPT)
+POLICY = CostPolicy(config())
 
 
 def record(num_known: int = NUM_KNOWN) -> StreamRecord:
@@ -39,7 +42,7 @@ def record(num_known: int = NUM_KNOWN) -> StreamRecord:
 def heir(
     nodes: NodeTable, heirs: list[Node], prompt: PromptFacts = PROMPT, num_known: int = NUM_KNOWN
 ) -> ContinuedRoute:
-    route = choose_heir(nodes, "demo", prompt, record(num_known), config(), heirs)
+    route = choose_heir(POLICY, nodes, "demo", prompt, record(num_known), config(), heirs)
     assert route is not None
     return route
 
@@ -52,9 +55,10 @@ def test_prefill_nodes_read_what_is_known() -> None:
     tell(p0, queued_tokens=500)
     route = heir(nodes, [d1])
     assert (route.node, route.prefills) == (d1, (p1, p0))
-    assert route.plan.costs.work(p1) == (NUM_PROMPT + NUM_KNOWN, 0), "counted, not estimated"
-    assert route.num_bytes == 4 * (NUM_PROMPT + NUM_KNOWN), "a node that reads known tokens is no slower for that"
-    assert heir(nodes, [d1], num_known=0).num_bytes == 4 * NUM_PROMPT
+    assert route.plan.prompt.work(p1) == NodeWork(NUM_PROMPT + NUM_KNOWN), "counted, not estimated"
+    num_bytes = route.plan.prompt.num_bytes
+    assert num_bytes == 4 * (NUM_PROMPT + NUM_KNOWN), "a node that reads known tokens is no slower for that"
+    assert heir(nodes, [d1], num_known=0).plan.prompt.num_bytes == 4 * NUM_PROMPT
     p1.reachable = False
     assert heir(nodes, [d0, d1]).prefills == (p0,)
 
@@ -79,6 +83,7 @@ def test_a_decode_node_that_is_sooner_reads_it_alone() -> None:
     tell(d0, num_running=32)
     route = heir(nodes, [d0, d1])
     assert (route.node, route.prefills) == (d1, ())
+    assert isinstance(route.plan, CostRoute)
     assert route.plan.costs.reading_s(p0) > 200_000 * TOKEN_S
     assert heir(nodes, [d0]).node is d0, "only heirs write the stream"
 
@@ -106,5 +111,5 @@ def test_no_healthy_heir() -> None:
     nodes = table()
     *_, d0, d1 = nodes.nodes
     d0.reachable = d1.reachable = False
-    assert choose_heir(nodes, "demo", PROMPT, record(), config(), [d0, d1]) is None
-    assert choose_heir(nodes, "demo", PROMPT, record(), config(), []) is None
+    assert choose_heir(POLICY, nodes, "demo", PROMPT, record(), config(), [d0, d1]) is None
+    assert choose_heir(POLICY, nodes, "demo", PROMPT, record(), config(), []) is None

@@ -14,6 +14,7 @@ from pd_http.errors import InvalidRequest, ModelNotFound, StartupError
 from pd_http.held_bytes import HeldBytes
 from pd_router.background import Background
 from pd_router.body import RequestBody
+from pd_router.cost_policy import CostPolicy
 from pd_router.endpoint_picker.config import PickerConfig
 from pd_router.endpoint_picker.picks import EndpointPicker, Pick, address_of, subset_of
 from pd_router.errors import NoNode
@@ -44,7 +45,9 @@ def services(num_prefill: int = 2, num_decode: int = 2, **settings: Any) -> Serv
     metrics = RouterMetrics(table)
     sinks, recent = RequestSinks(config, metrics), RecentRequests(lambda: NOW_S)
     upstream, background, held = Upstream(config), Background(), HeldBytes(1)
-    return Services(config, table, upstream, metrics, background, sinks, recent, KEY, lambda: NOW_S, held)
+    return Services(
+        config, table, CostPolicy(config), upstream, metrics, background, sinks, recent, KEY, lambda: NOW_S, held
+    )
 
 
 def body(*, stream: bool = True, **fields: Any) -> RequestBody:

@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from pd_http.reply import HeaderList
     from pd_router.admission.api_keys import ApiKey, KeyRing
     from pd_router.body import RequestBody
-    from pd_router.choice import RouteChoice
     from pd_router.config import RouterConfig
     from pd_router.metrics import RouterMetrics
     from pd_router.node_table import NodeTable
-    from pd_router.prompt_route import PromptRoute
+    from pd_router.route import Route
     from pd_router.worker_messages import KeyUsage
 
 LOOK_AGAIN_S = 0.02  # while requests wait: nodes may have become free without an answer of this router
@@ -179,7 +178,7 @@ class KeyAdmission:
 
     # --- requests
 
-    async def enter(self, limits: KeyLimits, body: RequestBody, plan: RouteChoice | PromptRoute) -> Visit:
+    async def enter(self, limits: KeyLimits, body: RequestBody, plan: Route) -> Visit:
         """Return when the request may go to the nodes. `plan`: what would happen now.
 
         Raises RateLimited.
@@ -205,7 +204,7 @@ class KeyAdmission:
             raise
         return visit
 
-    def _check_late(self, turn: Turn[Visit], plan: RouteChoice | PromptRoute) -> None:
+    def _check_late(self, turn: Turn[Visit], plan: Route) -> None:
         """Raises RateLimited if its turn or its first token come too late, until what is before it is through."""
         limits = turn.item.limits
         if not (self._latest_s or len(self.queue)) and limits.has_place:
