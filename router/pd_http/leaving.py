@@ -1,7 +1,7 @@
 """How an HTTP server leaves, and uvicorn's server that does so. No request that a client sends in time is lost.
 
     phase     begins                    meanwhile                                            is over
-    farewell  with the signal           connections are accepted; answers that begin say     linger_s later; earlier
+    closing   with the signal           connections are accepted; answers that begin say     linger_s later; earlier
                                         `connection: close`, unless another request waits    if no connection is open
                                         behind them, and the connection ends behind them     or came in QUIET_S
     drain     when the socket's queue   the same for what is open; a connection on which     when none is open, or
@@ -53,10 +53,10 @@ class LeavingServer(uvicorn.Server):
         self._gate: HttpGate = config.http.gate  # type: ignore[union-attr]
         self.linger_s = linger_s if drain_s is None else min(linger_s, drain_s)
         self.drain_s = drain_s
-        self._left_s = self._ends_s = inf  # when the farewell began, and when it ends
+        self._left_s = self._ends_s = inf  # when the closing answers began, and when they end
 
     def leave(self, linger_s: float | None = None) -> None:
-        """Begin the farewell, or shorten it to `linger_s` from now on."""
+        """Begin the closing answers, or shorten their time to `linger_s` from now on."""
         now_s = time.monotonic()
         linger_s = self.linger_s if linger_s is None else linger_s
         if now_s + linger_s < self._ends_s:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pd_router.config import RouterConfig
-    from pd_router.node_change import Heritage
+    from pd_router.node_change import RestartState
     from pd_router.sources.base import NodeSource
     from pd_router.worker_channel import WorkerChannel
 
@@ -68,14 +68,14 @@ def create_app(
     sources: Sequence[NodeSource] = (),
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
-    heritage: Heritage | None = None,
+    restart_state: RestartState | None = None,
     worker: WorkerChannel | None = None,
     doors: Sequence[Door] = (),
 ) -> Starlette:
     """The router as an ASGI app, without the calls that compute: `token_path(app.state.proxy)` serves those.
 
     `key`: the cluster's key; it signs offers. `sources`: of nodes, in addition to flags and posted orders.
-    `heritage`: the orders that the router before this one had. `worker`: of a router with several.
+    `restart_state`: the orders that the router before this one had. `worker`: of a router with several.
     `doors`: other ports by which requests come; open from the first health checks on until the app ends.
     `clock`: monotonic seconds. `wall_clock`: Unix seconds.
     """
@@ -101,9 +101,9 @@ def create_app(
     posted = PostedNodes(table, key, wall_clock)
     posted.known = discovery.known
 
-    def adopt(inherited: Heritage) -> None:
-        discovery.inherit(inherited.known)  # first: some of them may be drained
-        posted.adopt(inherited)
+    def adopt(state: RestartState) -> None:
+        discovery.restore(state.known)  # first: some of them may be drained
+        posted.adopt(state)
 
     workers = worker or OnlyWorker(posted)
     views = WorkerViews(table, services.metrics, workers)
@@ -121,8 +121,8 @@ def create_app(
                 if worker is not None:
                     running.append(asyncio.ensure_future(worker.run()))
                     await worker.adopted()
-                elif heritage is not None:
-                    adopt(heritage)  # before the first health check, which finds restarted nodes
+                elif restart_state is not None:
+                    adopt(restart_state)  # before the first health check, which finds restarted nodes
                 await poller.poll_all()  # so that the first request finds the healthy nodes
                 running.append(asyncio.ensure_future(NodeTasks(table, poller.follow, feeds.follow).run()))
                 if keys is not None and admission is not None:

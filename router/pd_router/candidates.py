@@ -48,15 +48,15 @@ def to_generate(
     turn: int,
     *,
     asked: HandoffOrder | None = None,
-    heirs: Collection[Node] | None = None,
+    resume_nodes: Collection[Node] | None = None,
 ) -> Candidates:
     """For a request that generates tokens. `turn`: any counter. `asked`: the order that the client wants.
 
-    `heirs`: of a stream that was cut, the only nodes that may answer. Raises ModelNotFound, NoNode.
+    `resume_nodes`: of a stream that was cut, the only nodes that may answer. Raises ModelNotFound, NoNode.
     """
     reads, answers = _sides(table, model)
-    if heirs is not None:
-        answers = [node for node in answers if node in heirs]
+    if resume_nodes is not None:
+        answers = [node for node in answers if node in resume_nodes]
     prefills, decodes = _rotated(reads, turn), _rotated(answers, turn)
     if not decodes:
         raise _no_node("no healthy node can decode", model)
@@ -66,7 +66,7 @@ def to_generate(
     order, reason = (settings.default_order, DEFAULT) if asked is None else (asked, "header")
     if order is HandoffOrder.P_FIRST and prompt.is_several:  # a ticket is for the KV of one prompt: D asks for each
         order, reason = HandoffOrder.D_FIRST, "several-prompts"
-    is_plain = asked is None and heirs is None and not prompt.is_several
+    is_plain = asked is None and resume_nodes is None and not prompt.is_several
     return Candidates(
         order, reason, prefills, decodes, pairings, may_spill=asked is None and settings.spills,
         may_keep=is_plain and settings.decode_on_prefill == "auto", may_try=is_plain,

@@ -34,17 +34,17 @@ class ContinuedRoute:
     plan: Route
 
 
-def choose_heir(
+def choose_resume_node(
     policy: RoutePolicy,
     table: NodeTable,
     model: str | None,
     prompt: PromptFacts,
     record: StreamRecord,
     settings: RouterConfig,
-    heirs: Sequence[Node],
+    resume_nodes: Sequence[Node],
 ) -> ContinuedRoute | None:
-    """`prompt`: of the request. `heirs`: the nodes that may go on. None: no one of them is healthy."""
-    if record.head is None or not heirs:
+    """`prompt`: of the request. `resume_nodes`: the nodes that may go on. None: no one of them is healthy."""
+    if record.head is None or not resume_nodes:
         return None
     now_s, num_prompt = table.clock(), max(1, record.head.num_prompt_tokens)
     num_tokens = num_prompt + record.num_tokens
@@ -52,7 +52,7 @@ def choose_heir(
     num_bytes = prompt.num_bytes * num_tokens // num_prompt
     facts = replace(prompt, num_bytes=num_bytes, num_tokens=num_tokens, is_told=False)
     try:
-        candidates = to_generate(table, model, facts, settings, turn=0, heirs=frozenset(heirs))
+        candidates = to_generate(table, model, facts, settings, turn=0, resume_nodes=frozenset(resume_nodes))
     except (NoNode, ModelNotFound):  # a stream waits for a node to come back
         return None
     plan = policy.choose(facts, candidates, now_s)

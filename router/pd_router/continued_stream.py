@@ -12,13 +12,13 @@ from pd_connectors.protocol.text_chain import chain_key
 from pd_http.errors import NodesDied
 from pd_http.node_answers import FailureKind
 from pd_router.charge import charge_for
-from pd_router.continuation import Heirs, may_continue
-from pd_router.continued_route import choose_heir
+from pd_router.continued_route import choose_resume_node
 from pd_router.headers import REQUEST_ID
 from pd_router.legs import DecodeLeg
 from pd_router.liveness_guard import LivenessGuard
 from pd_router.node_table import DECODERS, Node
 from pd_router.prompt_facts import prompt_facts
+from pd_router.resume_nodes import ResumeNodes, may_continue
 from pd_router.stream_record import StreamRecord
 from pd_router.upstream import LegFailed, Refused
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from pd_http.frames import Continuation
     from pd_router.body import RequestBody
-    from pd_router.casualties import Casualties
     from pd_router.continued_route import ContinuedRoute
     from pd_router.headers import Headers
+    from pd_router.node_deaths import NodeDeaths
     from pd_router.services import Services
 
 log = logging.getLogger("pd_router")
@@ -51,7 +51,7 @@ class ContinuedStream:
         path: str,
         body: RequestBody,
         headers: Headers,
-        casualties: Casualties,
+        deaths: NodeDeaths,
         note: Callable[[str, LegFailed], None],
         judge: Callable[[str, LegFailed], Awaitable[None]],
     ) -> None:
@@ -61,11 +61,11 @@ class ContinuedStream:
         self._body = body
         self._headers = headers
         self._id = headers[REQUEST_ID]
-        self._casualties = casualties
+        self._deaths = deaths
         self._note = note
         self._judge = judge
-        self._heirs = Heirs(self.record)
-        self._num_inherited = 0  # tokens of the record when the newest leg began
+        self._resume_nodes = ResumeNodes(self.record)
+        self._num_before = 0  # tokens of the record when the newest leg began
 
     def guard(self, node: Node) -> LivenessGuard:
         """While entered, LegFailed is raised if `node` is judged down and another one can go on."""
@@ -83,25 +83,25 @@ class ContinuedStream:
             self._note("stream", failure)
             return None
         try:
-            self._heirs.fail(leg.node, self._casualties.epoch_of(leg.node))
-            if self.record.num_tokens > self._num_inherited:
-                self._casualties.ran()
+            self._resume_nodes.fail(leg.node, self._deaths.epoch_of(leg.node))
+            if self.record.num_tokens > self._num_before:
+                self._deaths.ran()
             num_choices = max(self._body.num_samples, self.record.num_choices)
-            if self.record.num_tokens - self._num_inherited >= OUTLIVED_TOKENS * num_choices:
-                self._casualties.outlive()
-            self._num_inherited = self.record.num_tokens
+            if self.record.num_tokens - self._num_before >= OUTLIVED_TOKENS * num_choices:
+                self._deaths.outlive()
+            self._num_before = self.record.num_tokens
             await self._judge("stream", failure)
-            heir = await self._find()
+            next_leg = await self._find()
         except NodesDied as error:
             count(error.code).inc()
             raise
-        count("no_node" if heir is None else "continued").inc()
+        count("no_node" if next_leg is None else "continued").inc()
         log.warning(
             "request %s: %s goes on with its stream after %d tokens of %s",
-            self._id, "no node" if heir is None else heir.node.node_id,
+            self._id, "no node" if next_leg is None else next_leg.node.node_id,
             self.record.num_tokens, leg.node.node_id,
         )  # fmt: skip
-        return heir
+        return next_leg
 
     async def _find(self) -> DecodeLeg | None:
         """Ask one node after the other. While there is none, wait: nodes that drained or died are started again."""
@@ -112,9 +112,9 @@ class ContinuedStream:
         refused: set[Node] = set()  # for now: their queue is full, or they drain
         ask_again_at, pause_s = clock(), LOOK_AGAIN_S
         while True:
-            heirs = [node for node in self._candidates() if node not in refused]
+            resume_nodes = [node for node in self._candidates() if node not in refused]
             s = self._s
-            route = choose_heir(s.policy, s.table, self._body.model, prompt, self.record, s.config, heirs)
+            route = choose_resume_node(s.policy, s.table, self._body.model, prompt, self.record, s.config, resume_nodes)
             if route is not None:
                 node = route.node
                 try:
@@ -124,9 +124,9 @@ class ContinuedStream:
                     if failure.kind is FailureKind.REFUSED:
                         refused.add(node)
                     else:
-                        self._heirs.fail(node, self._casualties.epoch_of(node))
+                        self._resume_nodes.fail(node, self._deaths.epoch_of(node))
                 except Refused as refusal:
-                    self._heirs.fail(node, node.epoch)
+                    self._resume_nodes.fail(node, node.epoch)
                     log.warning("request %s: %s refuses to go on: %s", self._id, node.node_id, refusal)
             elif clock() >= ends_at:
                 return None
@@ -154,7 +154,7 @@ class ContinuedStream:
             charge = charge_for(route.plan, node, s.table.clock, reads=reading is None, generates=True)
             self._headers[CHARGE_HEADER] = charge.name
             leg = DecodeLeg(s.upstream, node, charge, self.record)
-            self._casualties.meet(node)
+            self._deaths.meet(node)
             with LivenessGuard(node, lambda: True):
                 await leg.open(self._path, self._headers, body, s.config.first_byte_timeout_s, s.config.idle_timeout_s)
             if reading is not None and leg.prefilled_by == route.prefills[0].node_id:
@@ -163,4 +163,4 @@ class ContinuedStream:
         return leg
 
     def _candidates(self) -> list[Node]:
-        return self._heirs.among(self._s.table.healthy(DECODERS, self._body.model))
+        return self._resume_nodes.among(self._s.table.healthy(DECODERS, self._body.model))

@@ -70,12 +70,12 @@ class Discovery:
     def known(self) -> Known:
         return {one.source.name: one.membership.in_use for one in self.followed}
 
-    def inherit(self, known: Known) -> None:
+    def restore(self, known: Known) -> None:
         """Use what another process had in use, at this one's start: a source may be away just now, or wrong."""
         if self._on_change is not None:
             return
         for one in self.followed:
-            one.membership.inherit(known.get(one.source.name, ()), one.told or Roster(()), self._sights())
+            one.membership.restore(known.get(one.source.name, ()), one.told or Roster(()), self._sights())
             self._apply(one)
         urls = {named.spec.url for nodes in known.values() for named in nodes}
         for node in self._table.nodes:

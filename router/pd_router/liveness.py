@@ -2,7 +2,7 @@
 
 the node ...                                 judged     requests that wait for its first byte
 answers /health with 200                     up         continue to wait
-does not answer within `health_timeout_s`    frozen     move, if another node can take them (`casualties` counts)
+does not answer within `health_timeout_s`    frozen     move, if another node can take them (`deaths` counts)
 answers that its engine is frozen            frozen     the same
 refuses connections, or answers "dead"       died       the same, counted against the request
 answers with another boot epoch              died       the same; requests sent from now on are not affected

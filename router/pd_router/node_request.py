@@ -15,13 +15,13 @@ from pd_connectors.protocol.feed import CHARGE_HEADER
 from pd_http.errors import NodesDied, PdError
 from pd_http.node_answers import FailureKind, usage_in
 from pd_http.reply import JSON_TYPE
-from pd_router.casualties import Casualties
 from pd_router.charge import charge_for
 from pd_router.config import HandoffOrder
 from pd_router.errors import NodeFailed, NoNode
 from pd_router.headers import ROUTE, Headers
 from pd_router.legs import DecodeLeg
 from pd_router.liveness_guard import LivenessGuard
+from pd_router.node_deaths import NodeDeaths
 from pd_router.untried_nodes import Choose, UntriedNodes
 from pd_router.upstream import Answer, LegFailed, Refused
 
@@ -44,7 +44,7 @@ _RETRYABLE = frozenset({429, 500, 502, 503, 529})
 _ILLNESS = frozenset({FailureKind.CONNECT, FailureKind.BROKEN, FailureKind.BAD_ANSWER})
 _JUDGED = frozenset({FailureKind.FROZEN, FailureKind.DIED, FailureKind.LEFT})
 # A node that failed a leg like this is not probed when another node dies while it serves the request.
-_NO_CASUALTY = frozenset(
+_NOT_SUSPECTED = frozenset(
     {FailureKind.CONNECT, FailureKind.OWN, FailureKind.REFUSED, FailureKind.FROZEN, FailureKind.LEFT}
 )
 
@@ -69,7 +69,7 @@ class NodeRequest(ABC):
         self._headers = headers
         self._reply = reply
         self._record = record
-        self._casualties = Casualties(services.config.max_node_deaths)
+        self._deaths = NodeDeaths(services.config.max_node_deaths)
         self._whole: Answer | None = None  # the answer, if it was not streamed
         self._writer: Node | None = None  # of the answer, or of its end
         self._has_clamped = False
@@ -163,7 +163,7 @@ class NodeRequest(ABC):
             )  # fmt: skip
             self._headers[CHARGE_HEADER] = charge.name
             leg = DecodeLeg(s.upstream, node, charge, record)
-            self._casualties.meet(node)
+            self._deaths.meet(node)
             now_s = s.table.clock()
             self._record.until(now_s, "plan")
             left_s = max(0.0, ends_at - now_s)
@@ -186,32 +186,32 @@ class NodeRequest(ABC):
     async def _judge(self, leg: str, failure: LegFailed) -> None:
         """Count a leg that failed before its first byte. Raises NodesDied if the request must not be tried again."""
         if failure.kind is FailureKind.BROKEN:
-            epoch = self._casualties.epoch_of(failure.node)
+            epoch = self._deaths.epoch_of(failure.node)
             if await self._s.upstream.has_died(failure.node, epoch):
                 failure.kind = FailureKind.DIED
             elif failure.node.liveness.has_left(epoch):  # no illness: it would eject the boot that follows
                 failure.kind = FailureKind.LEFT
         self._note(leg, failure)
         if failure.kind is FailureKind.FROZEN:
-            self._casualties.freeze(failure.node)
-        if failure.kind in _NO_CASUALTY:
-            self._casualties.spare(failure.node)
+            self._deaths.freeze(failure.node)
+        if failure.kind in _NOT_SUSPECTED:
+            self._deaths.spare(failure.node)
         if failure.kind is FailureKind.DIED:
-            self._casualties.add(failure.node)
+            self._deaths.add(failure.node)
             # behind the first byte the node that writes has the request, and a prefill node that it asks: if that one
             # dies, the writing node goes on alone, so its death does not end a stream
             if self.phase != "stream":
                 await self._look_for_others()
         if failure.kind in _JUDGED:
-            self._casualties.check()
+            self._deaths.check()
 
     async def _look_for_others(self) -> None:
         """Probe the other nodes that had the request, after one died. D-first, only D knows which P it asked."""
-        suspects, has_died = self._casualties.suspects, self._s.upstream.has_died
+        suspects, has_died = self._deaths.suspects, self._s.upstream.has_died
         asked = (has_died(node, epoch, is_silence_death=False) for node, epoch in suspects)
         for (node, _), died in zip(suspects, await asyncio.gather(*asked), strict=True):
             if died:
-                self._casualties.add(node)
+                self._deaths.add(node)
 
     def _note(self, leg: str, failure: LegFailed) -> None:
         self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()

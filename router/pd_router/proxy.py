@@ -27,7 +27,7 @@ from pd_router.routed_request import RoutedRequest
 from pd_router.trace_context import TRACEPARENT, begin_trace
 
 if TYPE_CHECKING:
-    from pd_router.admission.key_admission import Visit
+    from pd_router.admission.key_admission import AdmittedRequest
     from pd_router.admission.key_limits import KeyLimits
     from pd_router.client_call import ClientCall
     from pd_router.node_request import NodeRequest
@@ -59,7 +59,7 @@ class Proxy:
             record.trace = begin_trace(given.get(TRACEPARENT), s.config.trace_ratio)
         outcome = "ok"
         exchange: NodeRequest | None = None
-        visit: Visit | None = None
+        admitted: AdmittedRequest | None = None
         s.metrics.num_in_flight += 1
         try:
             asked = rules.asked_order(given)
@@ -77,8 +77,8 @@ class Proxy:
                 s.admission.shape(user, body)
             plan = self._choose(call.path, body, asked)
             if user is not None and s.admission is not None:
-                visit = await s.admission.enter(user, body, plan)
-                if visit.queued_s:
+                admitted = await s.admission.enter(user, body, plan)
+                if admitted.queued_s:
                     record.until(s.table.clock(), "admission")
                     plan = self._choose(call.path, body, asked)
             headers = rules.forwarded(call.headers, request_id)
@@ -112,8 +112,8 @@ class Proxy:
             s.metrics.num_in_flight -= 1
             if reply.body_share is not None:
                 reply.body_share.close()
-            if visit is not None:
-                visit.end(None if exchange is None else exchange.used(), outcome)
+            if admitted is not None:
+                admitted.end(None if exchange is None else exchange.used(), outcome)
             record.key = call.key_name
             self._note_end(record, exchange, outcome, reply.status)
 

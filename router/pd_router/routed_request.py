@@ -42,7 +42,7 @@ class RoutedRequest(NodeRequest):
 
     async def _serve(self) -> None:
         self._stream = ContinuedStream(
-            self._s, self._record.path, self._body, self._headers, self._casualties, self._note, self._judge
+            self._s, self._record.path, self._body, self._headers, self._deaths, self._note, self._judge
         )
         self._told = self._stream.record
         try:
@@ -152,7 +152,7 @@ class RoutedRequest(NodeRequest):
             headers[CHARGE_HEADER] = charge.name
             self._record.until(s.table.clock(), "plan")
             leg = PrefillLeg(s.upstream, node, charge)
-            self._casualties.meet(node)
+            self._deaths.meet(node)
             try:
                 with LivenessGuard(node, lambda: has_local or nodes.has_next):
                     handoff = await leg.open(self._record.path, headers, body, s.config.ticket_timeout_s)
@@ -202,7 +202,7 @@ class RoutedRequest(NodeRequest):
     def _drain_failed(self, failure: LegFailed) -> None:
         """Count a failure of P after its ticket. D learns of it from the lease."""
         if failure.kind is FailureKind.DIED:
-            self._casualties.add(failure.node)
+            self._deaths.add(failure.node)
         self._note("prefill_after_ticket", failure)
 
     async def _answer(self, leg: DecodeLeg, prefill_by: Node | None) -> bool:
@@ -245,7 +245,7 @@ class RoutedRequest(NodeRequest):
         if not nodes:
             return None
         for node in nodes:
-            self._casualties.meet(node)
+            self._deaths.meet(node)
         return s.signed_offer(nodes)
 
     def _release(self, handoff: Handoff) -> None:

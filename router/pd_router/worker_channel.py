@@ -18,7 +18,7 @@ from pd_router.errors import HandingOver, Stopping
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
-    from pd_router.node_change import Heritage, NodeChange
+    from pd_router.node_change import NodeChange, RestartState
     from pd_router.sources.base import NamedNode
 
 log = logging.getLogger("pd_router")
@@ -30,7 +30,7 @@ class WorkerChannel:
     def __init__(self, number: int, channel: socket.socket, num_frozen: int = 0) -> None:
         self.number: int | None = number
         self.num_frozen = num_frozen  # of this number's processes before this one
-        self.adopt: Callable[[Heritage], None]
+        self.adopt: Callable[[RestartState], None]
         self.topics: dict[str, Callable[[], Any]] = {}  # what other workers may ask for
         self.on_lost: Callable[[], None]
         self.hear_usage: Callable[[int, messages.KeyUsage | None], None] = lambda worker, usage: None
@@ -115,8 +115,8 @@ class WorkerChannel:
 
     def _take(self, message: messages.ToWorker) -> None:
         match message:
-            case messages.State(version, heritage):
-                self.adopt(heritage)
+            case messages.State(version, restart_state):
+                self.adopt(restart_state)
                 self._adopted.set()
                 self._tell(messages.Applied(version))
             case messages.Asked(worker, number, topic):

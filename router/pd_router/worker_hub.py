@@ -10,7 +10,7 @@ from pd_router import worker_messages as messages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_router.node_change import Heritage
+    from pd_router.node_change import RestartState
 
     Send = Callable[[messages.ToWorker], None]
 COMMIT_S = 5.0  # for a worker to apply a change; it is then taken to be frozen, and is replaced
@@ -47,9 +47,9 @@ class WorkerHub:
     joins gets all changes before it is told to go, so no worker ever serves without a committed change.
     """
 
-    def __init__(self, heritage: Heritage, clock: Callable[[], float]) -> None:
-        self.heritage = heritage
-        self.is_handed_over = False  # a successor has a copy of the heritage: changes are refused
+    def __init__(self, restart_state: RestartState, clock: Callable[[], float]) -> None:
+        self.restart_state = restart_state
+        self.is_handed_over = False  # a successor has a copy of the state: changes are refused
         self._version = 1
         self._clock = clock
         self._members: dict[int, _Member] = {}
@@ -86,7 +86,7 @@ class WorkerHub:
             case messages.Serving():
                 member.is_serving = True
             case messages.Known(nodes):
-                self.heritage = replace(self.heritage, known=nodes)
+                self.restart_state = replace(self.restart_state, known=nodes)
             case messages.Applied(version):
                 for one in [one for one in self._waiting if 0 < one.version <= version]:
                     one.missing.discard(worker)
@@ -95,7 +95,7 @@ class WorkerHub:
                 if self.is_handed_over:
                     member.send(messages.Committed(number, is_refused=True))
                     return
-                self.heritage = self.heritage.changed(change)
+                self.restart_state = self.restart_state.changed(change)
                 self._version += 1
                 for reached in self._members.values():
                     reached.send(self._state())
@@ -135,7 +135,7 @@ class WorkerHub:
         return frozen
 
     def _state(self) -> messages.State:
-        return messages.State(self._version, self.heritage)
+        return messages.State(self._version, self.restart_state)
 
     def _ready(self) -> set[int]:
         return {number for number, member in self._members.items() if member.is_ready}

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from pd_router.node_change import Heritage, NodeChange
+from pd_router.node_change import NodeChange, RestartState
 from pd_router.sources.base import NamedNode
 
 # By the key's name: requests and tokens since the last message, and requests under way
@@ -38,7 +38,7 @@ MAX_LINE_BYTES = 64 << 20  # a worker's /metrics with thousands of nodes
 
 class State(msgspec.Struct, tag=True, frozen=True):
     version: int
-    heritage: Heritage
+    restart_state: RestartState
 
 
 class Go(msgspec.Struct, tag=True, frozen=True):

@@ -22,7 +22,7 @@ def choose(
     settings: RouterConfig,
     asked: HandoffOrder | None = None,
     turn: int = 0,
-    heirs: Collection[Node] | None = None,
+    resume_nodes: Collection[Node] | None = None,
 ) -> CostRoute:
-    candidates = to_generate(table, model, prompt, settings, turn, asked=asked, heirs=heirs)
+    candidates = to_generate(table, model, prompt, settings, turn, asked=asked, resume_nodes=resume_nodes)
     return CostPolicy(settings).choose(prompt, candidates, table.clock())

@@ -13,7 +13,7 @@ import pytest
 
 from pd_router.admission import key_limits
 from pd_router.admission.api_keys import parse_keys
-from pd_router.admission.key_admission import Visit
+from pd_router.admission.key_admission import AdmittedRequest
 from pd_router.admission.key_limits import LONGEST_S, MAY_WAIT, MINUTE_S
 from tests.otlp_receiver import collecting
 from tests.router import fake_nodes as fakes
@@ -84,7 +84,7 @@ async def test_a_refused_request_is_not_kept(keys: Path, settings: dict[str, Any
         gc.disable()
         try:
             assert (await post(router, body=BODY | {"prompt": "third"}))[0] == 429
-            kept = [one for one in gc.get_objects() if type(one) is Visit]
+            kept = [one for one in gc.get_objects() if type(one) is AdmittedRequest]
         finally:
             gc.enable()
         assert len(kept) == 2, "one that runs, one that waits"

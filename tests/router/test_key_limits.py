@@ -299,10 +299,10 @@ def test_a_false_report_neither_keeps_a_key_out_nor_fills_its_budget(amount: int
 
 def test_other_processes_hear_of_the_last_end_of_a_key_that_is_taken_out() -> None:
     world = KeyWorld()
-    visit = world.admission.limits_of(world.key)
-    admit(visit, 0.0)
-    assert visit.news() == (1, 1.0, 1)
-    end(visit)
+    admitted = world.admission.limits_of(world.key)
+    admit(admitted, 0.0)
+    assert admitted.news() == (1, 1.0, 1)
+    end(admitted)
     world.take_file(None)
     kept = world.admission._limits["k"].news()
     assert kept is not None

@@ -114,7 +114,7 @@ def test_what_another_router_had_in_use_is_held_until_its_first_check(word: Rost
     member = Membership()
     member.hear(word, {})
     assert names(member) == ""
-    member.inherit([node("a"), node("b")], word, {})
+    member.restore([node("a"), node("b")], word, {})
     assert names(member) == "ab"
     member.hear(told(node("a", ready=False)), BOTH_UP)
     assert names(member) == "a"
@@ -122,7 +122,7 @@ def test_what_another_router_had_in_use_is_held_until_its_first_check(word: Rost
 
 def test_what_another_router_had_in_use_goes_with_its_end() -> None:
     member = Membership()
-    member.inherit([node("a"), node("b")], told(), {})
+    member.restore([node("a"), node("b")], told(), {})
     member.look(sights(a=replace(DOWN, down_s=GONE_S), b=UP))
     assert names(member) == "b"
     member.hear(told(node("b", uid="2", ready=False)), sights(b=UP))

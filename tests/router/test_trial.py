@@ -43,8 +43,8 @@ class World:
         )
 
     def choose(self, asked: HandoffOrder | None = None, turn: int = 0, **facts: Any) -> CostRoute:
-        heirs = self.table.nodes if facts.pop("goes_on", False) else None  # of a stream that was cut
-        return choose(self.table, None, PromptFacts(4 * NUM_TOKENS, **facts), self.config, asked, turn, heirs)
+        resume_nodes = self.table.nodes if facts.pop("goes_on", False) else None  # of a stream that was cut
+        return choose(self.table, None, PromptFacts(4 * NUM_TOKENS, **facts), self.config, asked, turn, resume_nodes)
 
     def routes(self, count: int, **facts: Any) -> list[str]:
         return [choice.text for choice in self.choices(count, **facts)]

@@ -56,7 +56,7 @@ class Membership:
     def in_use(self) -> tuple[NamedNode, ...]:
         return (*self._named.values(), *(node for node, _ in self.held.values()))
 
-    def inherit(self, nodes: Iterable[NamedNode], told: Roster, sights: Mapping[str, Sight]) -> None:
+    def restore(self, nodes: Iterable[NamedNode], told: Roster, sights: Mapping[str, Sight]) -> None:
         """Hold what another router had in use. `told`: what the source has said to this one, nothing perhaps."""
         self.held |= {node.spec.url: (node, 0) for node in nodes if node.spec.url not in self._named}
         self.hear(told, sights)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pd_router.node_table import Node
 
 
-class Casualties:
+class NodeDeaths:
     """The nodes that one request may have stopped. `limit`: number of them after which the request fails."""
 
     __slots__ = ("_dead", "_frozen", "_limit", "_met", "_num_outlived", "_polls")

@@ -29,7 +29,7 @@ def may_continue(record: StreamRecord, told: StreamFailed | None) -> bool:
 MAX_FAILURES = 100
 
 
-class Heirs:
+class ResumeNodes:
     """The nodes that may go on with a stream after a failure. A node that failed it is not asked again.
 
     It may be asked once it has restarted, or once another node has sent a frame: two nodes that drain in turn may each
