@@ -78,7 +78,7 @@ def measure(num_nodes: int, num_blocks: int, chain: list[int], shared: Callable[
     for node in nodes:
         table.set_up(node)
         table.set_models(node, frozenset({"model"}))
-        node.view.hear(busy_load(), ())
+        node.view.receive(busy_load(), ())
     turns, policy = itertools.count(), CostPolicy(settings)
 
     def choice() -> None:

@@ -50,7 +50,7 @@ class SimRouter(Protocol):
     def route(self, arrival: SimRequest) -> SimRoute:
         """Choose, and book the first leg."""
 
-    def hear(
+    def receive(
         self, number: int, load: NodeLoad, stored: Sequence[StoredBlock], evicted: Sequence[int], charges: Sequence[int]
     ) -> None:
         """Take a message of a node's feed."""
@@ -105,7 +105,7 @@ class CostRouter:
     def cached(self, arrival: SimRequest) -> dict[Node, int]:
         return self.index.hits(arrival.blocks)
 
-    def hear(
+    def receive(
         self, number: int, load: NodeLoad, stored: Sequence[StoredBlock], evicted: Sequence[int],
         charges: Sequence[int],
     ) -> None:  # fmt: skip
@@ -114,7 +114,7 @@ class CostRouter:
             self.index.evict(node, evicted)
         if stored:
             self.index.store(node, stored)
-        node.view.hear(load, charges)
+        node.view.receive(load, charges)
 
 
 class OracleRouter(CostRouter):
@@ -128,14 +128,14 @@ class OracleRouter(CostRouter):
 
     def route(self, arrival: SimRequest) -> SimRoute:
         for node, sim in zip(self.table.nodes, self._sim, strict=True):
-            node.view.hear(sim.load(), list(node.view.ledger._entries))
+            node.view.receive(sim.load(), list(node.view.ledger._entries))
         return super().route(arrival)
 
     def cached(self, arrival: SimRequest) -> dict[Node, int]:
         hits = {node: sim.cache.match(arrival.blocks) for node, sim in zip(self.table.nodes, self._sim, strict=True)}
         return {node: hit for node, hit in hits.items() if hit}
 
-    def hear(
+    def receive(
         self, number: int, load: NodeLoad, stored: Sequence[StoredBlock], evicted: Sequence[int],
         charges: Sequence[int],
     ) -> None:  # fmt: skip
@@ -203,7 +203,7 @@ class LeastLoadedRouter:
 
         return SimRoute(self._nodes.index(first), decode, OldBooking(first, self._clock, num_bytes, 0))
 
-    def hear(
+    def receive(
         self, number: int, load: NodeLoad, stored: Sequence[StoredBlock], evicted: Sequence[int],
         charges: Sequence[int],
     ) -> None:  # fmt: skip

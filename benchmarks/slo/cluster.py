@@ -117,7 +117,7 @@ class SimulatedCluster:
 
     def _route(self, one: Served, name: str) -> None:
         for node, simulated in self._nodes.items():
-            node.view.hear(simulated.load, ())
+            node.view.receive(simulated.load, ())
         facts = PromptFacts(one.arrival.num_input, num_tokens=one.arrival.num_input)
         candidates, now_s = to_generate(self._table, None, facts, self._config, next(self._turns)), self.world.now_s
         plan = self._policy.choose(facts, candidates, now_s)
@@ -127,7 +127,7 @@ class SimulatedCluster:
             if plan.reason == TRIED:
                 one.reason = TRIED
                 first.view.trial.begin()
-            if not first.view.queued_tokens and first.view.ledger.told.token_s:
+            if not first.view.queued_tokens and first.view.ledger.reported.token_s:
                 told_s = plan.costs.reading_s(first)
                 one.on_read = lambda: first.view.trial.note(self.world.now_s - now_s, told_s)
             return self._hand_over(self._nodes[first], self._nodes[decode], one, name)

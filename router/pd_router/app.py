@@ -117,7 +117,7 @@ def create_app(
         async with upstream:
             running = [asyncio.ensure_future(discovery.run())]
             try:
-                await discovery.heard_all(config.control_timeout_s)
+                await discovery.received_all(config.control_timeout_s)
                 if worker is not None:
                     running.append(asyncio.ensure_future(worker.run()))
                     await worker.adopted()
@@ -130,7 +130,7 @@ def create_app(
                     follow = keys.follow(admission.adopt, lambda result: count(result).inc())
                     running.append(asyncio.ensure_future(follow))
                     if worker is not None:
-                        worker.hear_usage = admission.hear_usage
+                        worker.receive_usage = admission.receive_usage
                         running.append(asyncio.ensure_future(admission.share_usage(worker.share)))
                 if worker is not None:
                     await worker.ready()

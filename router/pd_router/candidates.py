@@ -60,8 +60,8 @@ def to_generate(
     prefills, decodes = _rotated(reads, turn), _rotated(answers, turn)
     if not decodes:
         raise _no_node("no healthy node can decode", model)
-    if not prefills or prompt.is_told or not (pairings := _pairings(prefills, decodes)):
-        reason = NO_PREFILL_NODE if not prefills else "prompt-logprobs" if prompt.is_told else "no-pair"
+    if not prefills or prompt.shows_logprobs or not (pairings := _pairings(prefills, decodes)):
+        reason = NO_PREFILL_NODE if not prefills else "prompt-logprobs" if prompt.shows_logprobs else "no-pair"
         return Candidates(HandoffOrder.DIRECT, reason, prefills, decodes)
     order, reason = (settings.default_order, DEFAULT) if asked is None else (asked, "header")
     if order is HandoffOrder.P_FIRST and prompt.is_several:  # a ticket is for the KV of one prompt: D asks for each

@@ -87,8 +87,8 @@ class Charge:
             self._node.speed.note(self._prefill_bytes, self._begun_s, now_s := self._clock())
             if self._found_idle:
                 view, work = self._node.view, self._entry.work
-                told = view.ledger.told
-                view.trial.note(now_s - self._begun_s, work.tokens * told.token_s + work.keys * told.key_s)
+                reported = view.ledger.reported
+                view.trial.note(now_s - self._begun_s, work.tokens * reported.token_s + work.keys * reported.key_s)
         self.prefill_over()
 
     def prefill_over(self) -> None:

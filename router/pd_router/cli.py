@@ -73,7 +73,7 @@ def run(
         sources = make_sources(config)
         config.check_tls()
         if config.api_keys:
-            KeyFile(config.api_keys)  # its errors are told before anything starts
+            KeyFile(config.api_keys)  # its errors are reported before anything starts
         try:
             key = load_cluster_key(config.cluster_key_file)
         except (OSError, ValueError) as error:

@@ -78,7 +78,7 @@ class ContinuedStream:
         """
         leg.close()
         count = self._s.metrics.continuations.labels
-        if not may_continue(self.record, leg.told):
+        if not may_continue(self.record, leg.given_up):
             count("final" if self.record.head is not None else "no_frames").inc()
             self._note("stream", failure)
             return None

@@ -59,7 +59,7 @@ class Costs:
 
     __slots__ = (
         "_best_decoding", "_best_reading", "_cached", "_decodes", "_now_s", "_num_sequences", "_num_units",
-        "_prefills", "_prompt", "_ratio", "_told_s", "_usual_s",
+        "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
     )  # fmt: skip
 
     def __init__(
@@ -74,7 +74,7 @@ class Costs:
         self._prefills, self._decodes = prefills, decodes
         self._now_s = now_s
         self._usual_s: float | None = None
-        self._told_s: float | None = None
+        self._reported_s: float | None = None
         self._best_reading = self._best_pace(prefills)
         self._best_decoding = self._best_pace(decodes)
 
@@ -203,9 +203,9 @@ class Costs:
     @property
     def knows_speed(self) -> bool:
         """Whether the speed of a prefill node was measured or learned, or can be guessed from what others tell:
-        otherwise no wait there can be told."""
+        otherwise no wait there can be estimated."""
         is_known = any(_known_s(node, self._now_s) is not None for node in self._prefills)
-        return is_known or self._told() > 0
+        return is_known or self._least_reported_s() > 0
 
     def _best_pace(self, nodes: Sequence[Node]) -> _BestPace:
         """Zeros without nodes."""
@@ -219,29 +219,29 @@ class Costs:
 
     def _pace(self, node: Node) -> tuple[float, float]:
         """Seconds for a prompt token, and for each token before it."""
-        told = node.view.ledger.told
-        return (told.token_s, told.key_s) if told.token_s else self._guessed_pace(node)
+        reported = node.view.ledger.reported
+        return (reported.token_s, reported.key_s) if reported.token_s else self._guessed_pace(node)
 
     def _guessed_pace(self, node: Node) -> tuple[float, float]:
         """Of a node that tells none: what others tell if it has a feed, else as learned, or by the best prefill node.
 
         With a feed it tells its own after few prompts. What was learned from its legs is no measure beside what others
-        tell of their steps: 422 us a token of a busy machine stood for minutes beside the 250 that an equal D told.
+        tell of their steps: 422 us a token of a busy machine stood for minutes beside the 250 that an equal D reported.
         """
         if not self._prefills:  # equals take turns, however their few samples differ
             return TOKEN_S / SPEEDS[node.role], 0.0
-        if node.view.load is not None and (told_s := self._told()):
-            return told_s / SPEEDS[node.role], 0.0
+        if node.view.load is not None and (reported_s := self._least_reported_s()):
+            return reported_s / SPEEDS[node.role], 0.0
         per_byte = node.view.tokens_per_byte
         guess = SPEEDS[node.role] / (self._usual() * per_byte)
         return 1.0 / ((node.speed.at(self._now_s, guess=guess) or guess) * per_byte), 0.0
 
-    def _told(self) -> float:
+    def _least_reported_s(self) -> float:
         """The least seconds for a token that a prefill node tells, or, if none does, a decode node; 0: none tells."""
-        if self._told_s is None:
-            told = [[node.view.ledger.told.token_s for node in nodes] for nodes in (self._prefills, self._decodes)]
-            self._told_s = min(filter(None, told[0]), default=0.0) or min(filter(None, told[1]), default=0.0)
-        return self._told_s
+        if self._reported_s is None:
+            sides = [[node.view.ledger.reported.token_s for node in side] for side in (self._prefills, self._decodes)]
+            self._reported_s = min(filter(None, sides[0]), default=0.0) or min(filter(None, sides[1]), default=0.0)
+        return self._reported_s
 
     def _usual(self) -> float:
         """Seconds for a token at the best prefill node."""
@@ -253,7 +253,7 @@ class Costs:
 
 def _known_s(node: Node, now_s: float) -> float | None:
     """Seconds for a token, measured or learned. None: neither."""
-    if token_s := node.view.ledger.told.token_s:
+    if token_s := node.view.ledger.reported.token_s:
         return token_s
     speed = node.speed.at(now_s)
     return None if speed is None else 1.0 / (speed * node.view.tokens_per_byte)

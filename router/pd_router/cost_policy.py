@@ -54,7 +54,7 @@ class CostRoute(Route, frozen=True, kw_only=True):
     def first_token_s(self, now_s: float) -> float | None:
         costs, is_prompt = self.costs, self.order is HandoffOrder.PROMPT
         if not self.prefills:
-            if not any(node.view.ledger.told.token_s for node in self.decodes):
+            if not any(node.view.ledger.reported.token_s for node in self.decodes):
                 return None
             return min(costs.reading_beside(self.decodes) if is_prompt else costs.reading(self.decodes))
         if not costs.knows_speed:
@@ -179,12 +179,12 @@ class CostPolicy:
             reason = "cached"
         return replace(handoff, order=HandoffOrder.DIRECT, reason=reason, otherwise=handoff)
 
-    def _tries(self, handoff: CostRoute, node: Node, told_s: float, usual_s: float, doubt_s: float = 0.0) -> bool:
-        """Whether the prompt goes to this idle prefill node though it takes `told_s` there by the node's pace, and
+    def _tries(self, handoff: CostRoute, node: Node, reported_s: float, usual_s: float, doubt_s: float = 0.0) -> bool:
+        """Whether the prompt goes to this idle prefill node though it takes `reported_s` there by the node's pace, and
         `usual_s` elsewhere. Not if it would miss the target, nor if it would wait for memory; and without the node's
         feed nothing says that it is idle. The workers of a router all get their part of its requests."""
         view, trial = node.view, node.view.trial
-        likely_s = trial.likely_s(told_s)
+        likely_s = trial.likely_s(reported_s)
         if view.queued_tokens or view.load is None or view.ledger.total.free_tokens < handoff.prompt.tokens_at(node):
             return False
         is_late = 0 < self._slo_ttft_s < likely_s + HANDOVER_S

@@ -42,7 +42,7 @@ class NoNode(PdError, status=503, code="no_healthy_node"):
 
 
 class Stopping(PdError, status=503, code="router_stopping"):
-    """The router was told to stop, and the request did not end within `drain_s`."""
+    """The router was asked to stop, and the request did not end within `drain_s`."""
 
 
 class DashboardClosed(PdError, status=403, kind="permission_error", code="dashboard_closed"):

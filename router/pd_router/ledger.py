@@ -25,7 +25,7 @@ class LoadFigures(msgspec.Struct, frozen=True, gc=False):
     stream_room: float = inf  # generations more within the target of time per token; inf: it has none
 
 
-NOTHING_TOLD = LoadFigures()
+NOTHING_REPORTED = LoadFigures()
 
 
 class NodeWork(msgspec.Struct, frozen=True, gc=False):
@@ -53,13 +53,13 @@ class LedgerEntry(msgspec.Struct, eq=False, gc=False):
 
 
 class ChargeLedger:
-    """The open charges on one node. `told`: the node's load by its own word. `total`: with those that it lacks.
+    """The open charges on one node. `reported`: the node's load by its own word. `total`: with those that it lacks.
 
     Between its opening and its closing a charge is counted exactly once: in the sums of this ledger, or in the node's
     load from the message on that names its number.
     """
 
-    __slots__ = ("_entries", "_numbers", "own_keys", "own_sequences", "own_tokens", "router", "told", "total")
+    __slots__ = ("_entries", "_numbers", "own_keys", "own_sequences", "own_tokens", "reported", "router", "total")
 
     def __init__(self, router: str = "", numbers: Iterator[int] | None = None) -> None:
         """`router`: this router's name at nodes. `numbers`: the one counter of all ledgers of a router."""
@@ -67,7 +67,7 @@ class ChargeLedger:
         self.own_tokens = 0
         self.own_keys = 0
         self.own_sequences = 0
-        self.told = self.total = NOTHING_TOLD
+        self.reported = self.total = NOTHING_REPORTED
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._entries: dict[int, LedgerEntry] = {}
 
@@ -93,9 +93,9 @@ class ChargeLedger:
             self._count(entry.work, -1)
             self._add_up()
 
-    def hear(self, told: LoadFigures, numbers: Iterable[int]) -> None:
+    def receive(self, reported: LoadFigures, numbers: Iterable[int]) -> None:
         """Take the node's load, which counts these charges. Numbers of closed charges are ignored."""
-        self.told = told
+        self.reported = reported
         for number in numbers:
             entry = self._entries.get(number)
             if entry is not None and not entry.is_included:
@@ -105,7 +105,7 @@ class ChargeLedger:
 
     def forget(self) -> None:
         """Note that no load of the node is known: every open charge is this router's own."""
-        self.told = NOTHING_TOLD
+        self.reported = NOTHING_REPORTED
         for entry in self._entries.values():
             if entry.is_included:
                 entry.is_included = False
@@ -119,9 +119,9 @@ class ChargeLedger:
         self.own_sequences += sign * work.sequences
 
     def _add_up(self) -> None:
-        told = self.told
+        load = self.reported
         self.total = LoadFigures(
-            told.token_s, told.key_s, told.queued_tokens + self.own_tokens, told.queued_keys + self.own_keys,
-            told.num_sequences + self.own_sequences, told.num_slots, told.free_tokens - self.own_tokens,
-            told.stream_room - self.own_sequences,
+            load.token_s, load.key_s, load.queued_tokens + self.own_tokens, load.queued_keys + self.own_keys,
+            load.num_sequences + self.own_sequences, load.num_slots, load.free_tokens - self.own_tokens,
+            load.stream_room - self.own_sequences,
         )  # fmt: skip

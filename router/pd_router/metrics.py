@@ -122,7 +122,7 @@ class RouterMetrics:
     def export_sources(self, sources: Iterable[FollowedSource]) -> None:
         for one in sources:
             self._doubted.labels(one.source.name).set_function(partial(getattr, one.membership, "is_doubted"))
-            age_s = partial(lambda one: self._clock() - one.heard_s, one)
+            age_s = partial(lambda one: self._clock() - one.received_s, one)
             self._source_age_s.labels(one.source.name).set_function(age_s)
 
     def _child(self, metric: Counter | Histogram, *labels: str) -> Any:

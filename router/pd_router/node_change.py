@@ -23,7 +23,7 @@ class NodeChange(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RestartState:
-    """What orders have changed and sources have told, for a successor and for the other workers of a router.
+    """What orders have changed and sources have reported, for a successor and for the other workers of a router.
 
     A source may be away when a process starts. Loads and speeds are not handed over: they are learned in seconds.
     """

@@ -92,9 +92,9 @@ class NodeRequest(ABC):
         """Tokens of prompt and answer, after `run`, as far as the body allows. None: the node does not tell."""
         if (report := self._record.report) is not None:
             return report.num_prompt_tokens, report.num_output_tokens
-        return None if (told := self._told_usage()) is None else self._allowed(told)
+        return None if (reported := self._reported_usage()) is None else self._allowed(reported)
 
-    def _told_usage(self) -> tuple[int, int] | None:
+    def _reported_usage(self) -> tuple[int, int] | None:
         """What an answer without a report tells."""
         return None if self._whole is None else usage_in(self._whole.body)
 
@@ -110,18 +110,18 @@ class NodeRequest(ABC):
                 )
         self._record.reported(report, is_first_node=is_first_node)
 
-    def _allowed(self, told: tuple[int, int]) -> tuple[int, int]:
+    def _allowed(self, reported: tuple[int, int]) -> tuple[int, int]:
         """Within what the body allows: a node's report may be wrong, and the key pays for it."""
         node = self._writer
-        used = self._body.allowed(told, (node.max_model_len if node is not None else None) or inf)
-        if used != told and not self._has_clamped:
+        used = self._body.allowed(reported, (node.max_model_len if node is not None else None) or inf)
+        if used != reported and not self._has_clamped:
             self._has_clamped, name = True, self._record.served_by
             self._s.metrics.reports_clamped.labels(name).inc()
             log.warning(
                 "request %s: %s tells %s tokens of prompt and answer; %s are possible",
                 self._headers["x-request-id"],
                 name,
-                told,
+                reported,
                 used,
             )
         return used
@@ -231,7 +231,7 @@ class NodeRequest(ABC):
     async def _give_up(self, last: LegFailed | None, none_left: str) -> None:
         """Give the client the last node's own error. `none_left`: the error if no node was asked.
 
-        Raises NoNode, NodesDied; NodeFailed if that node told none.
+        Raises NoNode, NodesDied; NodeFailed if that node reported none.
         """
         if last is None or last.kind is FailureKind.OWN:
             raise NoNode(none_left if last is None else f"no node could be asked; the last one: {last}")

@@ -64,8 +64,8 @@ class Node:
     gone: bool = False  # no source names it any more; its running requests are finished
     ejected_until_s: float = 0.0
     failures_in_row: int = 0
-    role_changes: int | None = None  # since its boot, by its own word for its role; None: it has not told its role
-    kv_version: str = ""  # nodes with an equal one use each other's KV; "": not told, so it may pair with any node
+    role_changes: int | None = None  # since its boot, by its own word for its role; None: it has not reported its role
+    kv_version: str = ""  # nodes with an equal one use each other's KV; "": not reported, so it may pair with any node
     epoch: int | None = None  # of the engine's boot; None: /health does not name it
     restarts: int = 0  # changes of epoch seen by this router
     down_since_s: float | None = None  # since when it is not reachable; None: it is reachable
@@ -106,7 +106,7 @@ class Node:
         """Whether this node and nodes of `kv_version` may hand KV over to each other."""
         return self.kv_version == kv_version or not self.kv_version or not kv_version
 
-    def hear_role(self, role: object, changes: object) -> None:
+    def receive_role(self, role: object, changes: object) -> None:
         """Take the node's own word, which wins over the role that a source names. An older word is ignored."""
         if role == self.role and changes == self.role_changes:
             return  # in nearly every message of a feed
@@ -165,10 +165,10 @@ class NodeTable:
                 log.warning("%s is named twice; its second role, %s, is ignored", spec.url, spec.role.value)
         self._leaving = [node for node in self._leaving if not node.is_idle]
         known = {(node.url, node.role): node for node in (*self._leaving, *self.nodes)}
-        told = {node.url: node for node in self.nodes if node.role_changes is not None}
+        sure = {node.url: node for node in self.nodes if node.role_changes is not None}  # of their role
         before = self.nodes
         self.nodes = tuple(
-            told.get(spec.url) or known.get((spec.url, spec.role)) or self._make_node(spec) for spec in wanted.values()
+            sure.get(spec.url) or known.get((spec.url, spec.role)) or self._make_node(spec) for spec in wanted.values()
         )
         for node in set(before).difference(self.nodes):
             self._leave(node, source)

@@ -92,16 +92,16 @@ class NodeView:
         """Generations more with which all are within `NodeLoad.late_room`'s targets; 0: not known."""
         return 0 if self.load is None else self.load.late_room - self.ledger.own_sequences
 
-    def hear(self, load: NodeLoad, charges: Iterable[int]) -> None:
+    def receive(self, load: NodeLoad, charges: Iterable[int]) -> None:
         """Take a load of the feed, and the numbers of the charges that it includes."""
         self.load = load
         token_s, key_s = pace_of(load) or (0.0, 0.0)
-        told = LoadFigures(
+        reported = LoadFigures(
             token_s, key_s, load.queued_tokens, load.queued_keys, load.num_running + load.num_waiting,
             load.num_slots or inf, load.free_blocks * load.block_size if load.block_size else inf,
             load.stream_room if load.tpot_s else inf,
         )  # fmt: skip
-        self.ledger.hear(told, charges)
+        self.ledger.receive(reported, charges)
         if load.queued_tokens:  # also of another router's trial
             self.trial.begin()
 

@@ -21,7 +21,7 @@ class PromptFacts(msgspec.Struct, frozen=True):
     num_bytes: int
     num_sequences: int = 1
     is_several: bool = False  # prompts in one request
-    is_told: bool = False  # the answer tells their log-probabilities: the node that generates computes every position
+    shows_logprobs: bool = False  # of the prompt: the node that generates computes every position
     cached: Mapping[Node, int] = {}  # tokens of its prefix; nodes without any are absent
     num_tokens: int = 0  # of a prompt of token ids, which the router counts; 0: estimated from the bytes
 
@@ -48,8 +48,8 @@ def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts
     Which nodes have the prompt's prefix is looked up only if one has named blocks: 400 kB cost 1.1 ms. A prompt
     without a chain goes by load.
     """
-    is_told = body.wants_prompt_logprobs
-    has_use = len(table.prefixes) and not is_told
+    shows_logprobs = body.wants_prompt_logprobs
+    has_use = len(table.prefixes) and not shows_logprobs
     cached = table.prefixes.hits(body.text_chain(key)) if has_use else {}
     several, num_tokens = body.has_several_prompts, body.num_token_ids
-    return PromptFacts(body.num_bytes, body.num_samples, several, is_told, cached, num_tokens)
+    return PromptFacts(body.num_bytes, body.num_samples, several, shows_logprobs, cached, num_tokens)

@@ -71,7 +71,7 @@ class RoleOrders:
         headers = {ORDER_HEADER: sign(s.key, order)}
         try:
             answer = await s.upstream.post_whole(node, ROLE_PATH, headers, b"{}", s.config.control_timeout_s)
-            told = object_in(answer.body)
+            reported = object_in(answer.body)
         except Refused as refusal:
             error = object_in(refusal.answer.body).get("error")
             why = error.get("message") if isinstance(error, dict) else _OTHER
@@ -79,6 +79,6 @@ class RoleOrders:
         except LegFailed as failure:
             text = "it may have changed its role all the same, which GET /nodes shows; the order can be repeated"
             raise NodeFailed(f"node {node.node_id} gave no answer ({failure}): {text}") from failure
-        if told.get("role") != role.value:
+        if reported.get("role") != role.value:
             raise NodeConflict(f"node {node.node_id} takes no role orders: {_OTHER}")
-        node.hear_role(told["role"], told.get("role_changes"))
+        node.receive_role(reported["role"], reported.get("role_changes"))

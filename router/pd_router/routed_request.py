@@ -38,13 +38,13 @@ class RoutedRequest(NodeRequest):
     Cancelling it closes both legs, and releases the ticket unless a D has answered with it.
     """
 
-    _told: StreamRecord | None = None  # of all nodes that wrote the stream
+    _record_of_stream: StreamRecord | None = None  # of all nodes that wrote the stream
 
     async def _serve(self) -> None:
         self._stream = ContinuedStream(
             self._s, self._record.path, self._body, self._headers, self._deaths, self._note, self._judge
         )
-        self._told = self._stream.record
+        self._record_of_stream = self._stream.record
         try:
             if await self._spill():
                 return
@@ -57,11 +57,11 @@ class RoutedRequest(NodeRequest):
         finally:
             del self._stream  # it refers to this request: a cycle would keep the body until a search for garbage
 
-    def _told_usage(self) -> tuple[int, int] | None:
-        found, told = super()._told_usage(), self._told
-        if found is not None or told is None or told.head is None:
+    def _reported_usage(self) -> tuple[int, int] | None:
+        found, reported = super()._reported_usage(), self._record_of_stream
+        if found is not None or reported is None or reported.head is None:
             return found
-        return told.head.num_prompt_tokens, told.num_tokens
+        return reported.head.num_prompt_tokens, reported.num_tokens
 
     # --- orders
 

@@ -53,14 +53,14 @@ class RouterServer(LeavingServer):
     def capture_signals(self) -> Iterator[None]:
         """Unlike uvicorn's, it does not raise the signal again at the end: that would make the exit code -15."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        hears_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        receives_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         loop = asyncio.get_running_loop()
-        if hears_hangup:
+        if receives_hangup:
             loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         try:
             yield
         finally:
-            if hears_hangup:
+            if receives_hangup:
                 loop.remove_signal_handler(signal.SIGHUP)
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -79,8 +79,8 @@ async def send_answer(
             following = await stream.go_on(leg, failure)
             if following is None and is_long:
                 raise
-            if following is None and leg.told is not None:
-                await reply.end(leg.told.data)
+            if following is None and leg.given_up is not None:
+                await reply.end(leg.given_up.data)
                 raise
             if following is None:
                 await reply.write(_last_words(splice.tail, failure, reply.dialect))

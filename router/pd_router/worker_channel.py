@@ -33,7 +33,7 @@ class WorkerChannel:
         self.adopt: Callable[[RestartState], None]
         self.topics: dict[str, Callable[[], Any]] = {}  # what other workers may ask for
         self.on_lost: Callable[[], None]
-        self.hear_usage: Callable[[int, messages.KeyUsage | None], None] = lambda worker, usage: None
+        self.receive_usage: Callable[[int, messages.KeyUsage | None], None] = lambda worker, usage: None
         self._socket = channel
         self._ids = itertools.count(time.monotonic_ns())  # a late answer to the process before this one is none
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -120,9 +120,9 @@ class WorkerChannel:
                 self._adopted.set()
                 self._tell(messages.Applied(version))
             case messages.Asked(worker, number, topic):
-                self._tell(messages.Told(worker, number, self.topics[topic]()))
+                self._tell(messages.Reported(worker, number, self.topics[topic]()))
             case messages.UsedBy(worker, usage):
-                self.hear_usage(worker, usage)
+                self.receive_usage(worker, usage)
             case messages.Go():
                 self._go.set()
             case messages.Committed() | messages.AllTold():
@@ -138,7 +138,7 @@ class WorkerChannel:
 
     def _tell(self, message: messages.ToSupervisor) -> None:
         assert self._writer is not None
-        if not self._writer.is_closing():  # else nothing is told any more, and `run` ends
+        if not self._writer.is_closing():  # else nothing is reported any more, and `run` ends
             self._writer.write(messages.line_of(message))
 
 

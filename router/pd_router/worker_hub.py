@@ -25,7 +25,7 @@ class _Member:
     silent_at_s: float  # when it is taken to be frozen, unless it says something before
     is_ready: bool = False
     is_serving: bool = False
-    has_used: bool = False  # it has told what API keys use
+    has_used: bool = False  # it has reported what API keys use
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,7 @@ class WorkerHub:
     """`clock`: monotonic seconds. Messages to one worker arrive in the order in which they were sent, or not at all.
 
     A change is committed when every worker that was ready at that moment has applied it or has left. A worker that
-    joins gets all changes before it is told to go, so no worker ever serves without a committed change.
+    joins gets all changes before it may go, so no worker ever serves without a committed change.
     """
 
     def __init__(self, restart_state: RestartState, clock: Callable[[], float]) -> None:
@@ -75,7 +75,7 @@ class WorkerHub:
             self._finish(one)
 
     def take(self, worker: int, message: messages.ToSupervisor) -> None:
-        """A message of a worker that has joined. One that has left since, because it is killed, is not heard."""
+        """A message of a worker that has joined. One that has left since, because it is killed, is ignored."""
         if (member := self._members.get(worker)) is None:
             return
         member.silent_at_s = self._clock() + SILENCE_S
@@ -108,7 +108,7 @@ class WorkerHub:
             case messages.Used(usage):
                 member.has_used = True
                 self._pass_on(messages.UsedBy(worker, usage))
-            case messages.Told(asker, number, answer):
+            case messages.Reported(asker, number, answer):
                 for one in [one for one in self._waiting if (one.worker, one.id) == (asker, number)]:
                     one.missing.discard(worker)
                     one.answers[worker] = answer

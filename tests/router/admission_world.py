@@ -152,7 +152,7 @@ class AdmissionWorld:
         """The nodes' feeds, without their own queues: this router's charges say the same."""
         common = {"free_blocks": 10**6, "num_blocks": 10**6, "block_size": 64, "token_s": self._token_s}
         for node in self.table.nodes:
-            node.view.hear(NodeLoad(num_slots=self._num_slots, **common), ())  # type: ignore[arg-type]
+            node.view.receive(NodeLoad(num_slots=self._num_slots, **common), ())  # type: ignore[arg-type]
 
     async def _arrive(self, one: SimKey) -> None:
         while True:

@@ -265,10 +265,10 @@ async def test_a_raised_limit_and_an_end_elsewhere_let_in_what_waits(keys: Path)
     async with running(node), serving(mixed=[node], api_keys=str(keys)) as router:
         admission = router.services.admission
         assert admission is not None
-        admission.hear_usage(1, {"one": (1, 0.0, 1)})
+        admission.receive_usage(1, {"one": (1, 0.0, 1)})
         waiting = [asyncio.create_task(post(router, "one")) for _ in range(3)]
         await until(lambda: len(admission.queue) == 3)
-        admission.hear_usage(1, None)
+        admission.receive_usage(1, None)
         await node.wait_seen(1)
         assert len(admission.queue) == 2
         admission.adopt(parse_keys(line("one", concurrency=2).encode()))

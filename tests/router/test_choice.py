@@ -51,7 +51,7 @@ def config(num_prefill: int = 2, num_decode: int = 2, num_mixed: int = 0, **sett
 def tell(node: Node, **load: Any) -> None:
     """A message of the node's feed."""
     beside = BESIDE if load.get("num_running") and node.role is not Role.PREFILL else {}
-    node.view.hear(NodeLoad(**{name: getattr(LOAD, name) for name in LOAD.__struct_fields__} | beside | load), ())
+    node.view.receive(NodeLoad(**{name: getattr(LOAD, name) for name in LOAD.__struct_fields__} | beside | load), ())
 
 
 def chosen(
@@ -83,7 +83,7 @@ def test_reasons() -> None:
     assert chosen(nodes, asked=HandoffOrder.D_FIRST).text == "d-first; reason=header"
     assert chosen(nodes, asked=HandoffOrder.P_FIRST, is_several=True).text == "d-first; reason=several-prompts"
     for is_several, order in itertools.product((False, True), (None, HandoffOrder.P_FIRST, HandoffOrder.D_FIRST)):
-        told = chosen(nodes, asked=order, is_told=True, is_several=is_several)
+        told = chosen(nodes, asked=order, shows_logprobs=True, is_several=is_several)
         assert (told.text, told.prefills) == ("direct; reason=prompt-logprobs", ())
     assert chosen(nodes).direct("prefill-failed").text == "direct; reason=prefill-failed"
     for node in nodes.nodes[:2]:

@@ -96,7 +96,7 @@ def test_several_choices_are_computed_where_they_are_written(prompt: PromptFacts
 
 def test_log_probabilities_of_the_prompt_came_with_the_beginning() -> None:
     nodes = table()
-    assert len(resumed(nodes, list(nodes.nodes[2:]), PromptFacts(4000, is_told=True)).prefills) == 2
+    assert len(resumed(nodes, list(nodes.nodes[2:]), PromptFacts(4000, shows_logprobs=True)).prefills) == 2
 
 
 def test_a_prefill_node_that_does_not_pair_is_not_asked() -> None:

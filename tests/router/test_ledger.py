@@ -168,7 +168,7 @@ def test_a_prompt_that_is_computed_before_its_number_comes_leaves_the_queue() ->
     )
     charge.prefill_over()
     assert (node.view.ledger.own_tokens, node.view.ledger.own_keys, node.view.ledger.own_sequences) == (0, 0, 2)
-    node.view.hear(NodeLoad(num_running=2), [charge.number])
+    node.view.receive(NodeLoad(num_running=2), [charge.number])
     assert node.view.num_sequences == 2
     node.view.forget()
     assert node.view.num_sequences == 2

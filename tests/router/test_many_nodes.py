@@ -49,7 +49,7 @@ def random_table(draw: Random) -> tuple[NodeTable, RouterConfig]:
         if draw.random() < 0.9:
             queued = draw.randrange(30_000) if draw.random() < busy else 0
             token_s = draw.choice((0.0, *[2e-5 * draw.uniform(1.0, spread)] * 9))
-            node.view.hear(
+            node.view.receive(
                 NodeLoad(
                     queued_tokens=queued, queued_keys=300 * queued, num_running=draw.randrange(most_streams),
                     num_slots=draw.choice((64, 256)), free_blocks=draw.choice((5, 3000)), num_blocks=5000,
@@ -72,7 +72,8 @@ def outcome(seed: int) -> list[object]:
     found: list[object] = [choice.text, choice.prefills, choice.decodes]
     for node in table.nodes:
         if draw.random() < 0.2:
-            node.view.hear(NodeLoad(queued_tokens=draw.randrange(3000), num_running=9, num_slots=64, token_s=1e-5), ())
+            load = NodeLoad(queued_tokens=draw.randrange(3000), num_running=9, num_slots=64, token_s=1e-5)
+            node.view.receive(load, ())
     found += [way.best(choice.decodes, NOW_S) for way in (choice, choice.otherwise, choice.direct("")) if way]
     return [[one.url for one in each] if isinstance(each, tuple) else getattr(each, "url", each) for each in found]
 

@@ -141,7 +141,7 @@ def test_an_idle_prefill_node_with_a_long_pace_is_offered_now_and_then() -> None
     """Not by each pick: one that was tried is not offered again before others have paid for it."""
     made = services(num_prefill=1, num_decode=1)
     for node, token_s in zip(made.table.nodes, (60e-6, 20e-6), strict=True):
-        node.view.hear(NodeLoad(num_slots=64, free_blocks=5000, block_size=64, token_s=token_s), ())
+        node.view.receive(NodeLoad(num_slots=64, free_blocks=5000, block_size=64, token_s=token_s), ())
     texts = []
     for _ in range(2 * MOST):
         found = pick(made)

@@ -38,7 +38,7 @@ class World:
         self.d = self.table.nodes[-1]
 
     def tell(self, node: Node, token_s: float = TOKEN_S, queued: int = 0, free_blocks: int = 5000) -> None:
-        node.view.hear(
+        node.view.receive(
             NodeLoad(queued, num_slots=64, free_blocks=free_blocks, num_blocks=5000, block_size=64, token_s=token_s), ()
         )
 
@@ -141,7 +141,7 @@ def test_requests_with_an_order_or_a_target_and_cut_streams_try_nothing() -> Non
         (150.0, {}),
         (0.0, {"goes_on": True}),
         (0.0, {"is_several": True}),
-        (0.0, {"is_told": True}),
+        (0.0, {"shows_logprobs": True}),
     ):
         world = World(slo_ttft_ms=slo_ttft_ms)
         world.tell(world.table.nodes[0], 3 * TOKEN_S)

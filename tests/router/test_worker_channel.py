@@ -47,7 +47,7 @@ class Supervisor:
     async def tell(self, *told: messages.ToWorker) -> None:
         await asyncio.get_running_loop().sock_sendall(self.socket, b"".join(messages.line_of(one) for one in told))
 
-    async def heard(self) -> list[messages.ToSupervisor]:
+    async def received(self) -> list[messages.ToSupervisor]:
         data = await asyncio.get_running_loop().sock_recv(self.socket, 1 << 16)
         return [msgspec.json.decode(line, type=messages.ToSupervisor) for line in data.splitlines()]
 
@@ -160,10 +160,10 @@ async def test_an_order_never_answers_without_the_requests_of_a_late_worker(supe
         await supervisor.tell(messages.State(1, RestartState(((d.url, "decode"),))), messages.Go())
         async with serving(supervisor) as table:
             views = WorkerViews(table, supervisor.app.state.services.metrics, supervisor.worker)
-            await supervisor.heard()
+            await supervisor.received()
             for ask in (views.nodes, views.metrics, lambda: views.node(table.nodes[0])):
                 asked = asyncio.ensure_future(ask())
-                [question] = await supervisor.heard()
+                [question] = await supervisor.received()
                 assert isinstance(question, messages.Ask)
                 await supervisor.tell(messages.AllTold(question.id, {1: None}))
                 if ask in (views.nodes, views.metrics):

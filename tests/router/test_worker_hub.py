@@ -39,7 +39,7 @@ class SimulatedWorker:
             case messages.Committed() as committed:
                 self.committed.append(committed)
             case messages.Asked(worker, number, topic):
-                self.to_hub.append(messages.Told(worker, number, topic))
+                self.to_hub.append(messages.Reported(worker, number, topic))
             case messages.AllTold() as answers:
                 self.answers.append(answers)
             case messages.UsedBy() as used:
@@ -68,7 +68,7 @@ class World:
         self.workers[at].to_hub.append(messages.Commit(number, change))
         return number
 
-    def hear(self, at: int) -> None:
+    def receive(self, at: int) -> None:
         self.hub.take(at, self.workers[at].to_hub.popleft())
 
     def settle(self) -> None:
@@ -77,7 +77,7 @@ class World:
                 while worker.to_worker:
                     worker.read()
                 while worker.to_hub:
-                    self.hear(at)
+                    self.receive(at)
 
 
 def random_change(draw: random.Random) -> NodeChange:
@@ -109,7 +109,7 @@ def test_what_is_committed_is_in_every_worker_that_serves(seed: int) -> None:
                 change = sent[at, worker.committed[-1].id]
                 assert not any(lacks(other, change) for other in world.workers.values())
         elif event == "hear" and worker.to_hub:
-            world.hear(at)
+            world.receive(at)
         elif event == "commit" and worker.serves:
             change = NodeChange("add", f"http://{len(sent)}", "decode")  # so that each one can be told apart
             sent[at, world.commit(at, change)] = change
@@ -137,7 +137,7 @@ def test_all_workers_end_with_one_state_whatever_was_ordered(seed: int) -> None:
         if draw.random() < 0.5:
             world.settle()
         elif world.workers[at].to_hub:
-            world.hear(at)
+            world.receive(at)
     world.settle()
     assert {str(worker.state) for worker in world.workers.values()} == {str(world.hub.restart_state)}
 
@@ -153,9 +153,9 @@ def two_that_serve() -> tuple[World, SimulatedWorker, SimulatedWorker]:
 def test_an_order_waits_for_a_frozen_worker_until_that_is_replaced() -> None:
     world, one, other = two_that_serve()
     world.commit(0, NodeChange("drain", "http://n", epoch=7))
-    world.hear(0)
+    world.receive(0)
     one.read()
-    world.hear(0)
+    world.receive(0)
     assert not one.to_worker, "the other has not read it"
     assert world.hub.late() == set()
     world.now_s += COMMIT_S
@@ -225,14 +225,14 @@ def test_a_worker_that_starts_delays_no_order_and_misses_none() -> None:
     world.commit(0, NodeChange("add", "http://n", "decode"))
     for at in (0, 1):
         if world.workers[at].to_hub:
-            world.hear(at)
+            world.receive(at)
     for at in (0, 1):
         world.workers[at].read()
-        world.hear(at)
+        world.receive(at)
     one.read()
     assert one.committed, "it does not serve yet"
     starting.to_hub.append(messages.Ready())
-    world.hear(2)
+    world.receive(2)
     while not starting.serves:
         starting.read()
     assert starting.state == world.hub.restart_state, "all of it before it may serve"
@@ -243,19 +243,19 @@ def test_a_question_is_answered_without_those_that_are_late_or_gone() -> None:
     world.start(2)
     world.settle()
     one.to_hub.append(messages.Ask(1, "nodes"))
-    world.hear(0)
+    world.receive(0)
     world.workers[2].read()
-    world.hear(2)
+    world.receive(2)
     assert not one.to_worker
     world.now_s += ANSWER_S
     assert world.hub.late() == set(), "a question replaces no worker"
     one.read()
     assert one.answers == [messages.AllTold(1, {1: None, 2: "nodes"})]
     one.to_hub.append(messages.Ask(2, "nodes"))
-    world.hear(0)
+    world.receive(0)
     world.kill(1)
     world.workers[2].read()
-    world.hear(2)
+    world.receive(2)
     one.read()
     assert one.answers[1] == messages.AllTold(2, {2: "nodes"})
 

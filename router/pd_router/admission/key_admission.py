@@ -104,9 +104,10 @@ class KeyAdmission:
     def adopt(self, ring: KeyRing) -> None:
         """Take other keys. Requests under way stay; what keys have used stays used."""
         self._ring = ring
-        # Those of a key that is out stay until other processes have heard that it has no requests any more
-        kept = (one for one in self._limits.values() if one.key.name in ring.by_name or one.running or not one.is_told)
-        self._limits = {one.key.name: one for one in kept}
+        # Those of a key that is out stay until other processes know that it has no requests any more
+        known, limits = ring.by_name, self._limits
+        kept = (name for name, one in limits.items() if name in known or one.running or not one.is_reported)
+        self._limits = {name: limits[name] for name in kept}
         for name in self._limits.keys() & ring.by_name.keys():
             self._limits[name].configure(ring.by_name[name])
             self._limits[name].elsewhere = self._num_elsewhere(name)
@@ -161,7 +162,7 @@ class KeyAdmission:
             if usage:
                 share(usage)
 
-    def hear_usage(self, worker: int, usage: KeyUsage | None) -> None:
+    def receive_usage(self, worker: int, usage: KeyUsage | None) -> None:
         """Count what keys have used in another worker. None: that worker has ended."""
         running = self._elsewhere.setdefault(worker, {})
         if usage is None:

@@ -98,7 +98,7 @@ class NodeRoom:
 
 def _token_s(node: Node, now_s: float) -> float:
     """Seconds for a prompt token; 0: not known."""
-    if token_s := node.view.ledger.told.token_s:
+    if token_s := node.view.ledger.reported.token_s:
         return token_s
     speed = node.speed.at(now_s)
     return 1 / (speed * node.view.tokens_per_byte) if speed else 0.0

@@ -37,7 +37,7 @@ class PickerServer:
     """The gRPC server of an endpoint picker. It serves as long as its `async with` block.
 
     When the process leaves, the health check says NOT_SERVING. Requests are served until none comes for QUIET_S, or
-    `linger_s` is over: a gateway's connections stay open until it is told of other pickers, and gRPC refuses what comes
+    `linger_s` is over: a gateway's connections stay open until it learns of other pickers, and gRPC refuses what comes
     on them once it stops. Then those under way have the rest of `drain_s`. All of that is over when the block is left.
     """
 

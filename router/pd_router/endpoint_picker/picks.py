@@ -108,15 +108,15 @@ class EndpointPicker:
         decode_charge = charge_for(
             plan, nodes[0], clock, reads=not offered, generates=True, shows_reading=shows_reading
         )
-        told = {CHARGE_HEADER: decode_charge.name}
+        reported = {CHARGE_HEADER: decode_charge.name}
         # Gateways write the client's address behind what it sent. Without that the last one is what it sent
         if is_name(address := headers.get("x-forwarded-for", "").rpartition(",")[2].strip()):
-            told[CLIENT_HEADER] = client_name("", address)
+            reported[CLIENT_HEADER] = client_name("", address)
         if not offered:
-            return Pick(plan, nodes, told, decode_charge, shows_reading=shows_reading)
+            return Pick(plan, nodes, reported, decode_charge, shows_reading=shows_reading)
         prefill_charge = charge_for(plan, offered[0], clock, reads=True, generates=False, shows_reading=shows_reading)
-        told |= {OFFER_HEADER: s.signed_offer(offered), PREFILL_CHARGE_HEADER: prefill_charge.name}
-        return Pick(plan, nodes, told, decode_charge, prefill_charge, offered[0], shows_reading)
+        reported |= {OFFER_HEADER: s.signed_offer(offered), PREFILL_CHARGE_HEADER: prefill_charge.name}
+        return Pick(plan, nodes, reported, decode_charge, prefill_charge, offered[0], shows_reading)
 
     def _choose(self, model: str | None, prompt: PromptFacts, asked: HandoffOrder | None) -> Route:
         s = self._s

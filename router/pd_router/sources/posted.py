@@ -54,7 +54,7 @@ class PostedNodes:
         return order
 
     def adding(self, order: NodeOrder) -> tuple[NodeSpec, bool]:
-        """The node that an order adds, and whether it is new. The role of a posted node that has told its own stays.
+        """The node that an order adds, and whether it is new. A posted node keeps the role that it has reported.
 
         Raises InvalidRequest, NodeConflict.
         """
@@ -70,7 +70,7 @@ class PostedNodes:
         return spec, known is None or known.role is not spec.role
 
     def restart_state(self) -> RestartState:
-        """The changes that orders have made, and the nodes that sources have told, for a successor."""
+        """The changes that orders have made, and the nodes that sources have reported, for a successor."""
         posted = tuple((spec.url, spec.role.value) for spec in self._specs.values())
         drained = {node.url: node.epoch for node in self._table.nodes if node.draining}
         return RestartState(posted, drained, self.known())
