@@ -58,7 +58,7 @@ def tokens_beside_decodes(num_decodes: int, sizes: Sequence[int], measure: Calla
 
 
 def tokens_of_prompts(sizes: Sequence[int], measure: Callable[[int], float]) -> StepCost:
-    """The size of `sizes` (ascending) behind which the next size does not read prompts LEAST_GAIN times as fast.
+    """The size of `sizes` (ascending) after which the next size does not read prompts LEAST_GAIN times as fast.
 
     `measure`: seconds of a step of so many tokens of prompts. It is called with `sizes` up to the first without gain.
     """

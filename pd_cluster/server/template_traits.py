@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Before the first message and behind the last one, in `TemplateTraits.joints`. Else the kinds of messages: their roles,
+# Before the first message and after the last one, in `TemplateTraits.joints`. Else the kinds of messages: their roles,
 # and "call" for one of the assistant with calls
 START, END = "start", "end"
 

@@ -1,4 +1,4 @@
-"""What states of the executor share, and what is left of one behind a transition that succeeded, or failed."""
+"""What states of the executor share, and what is left of one after a transition that succeeded, or failed."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class StepTimer:
     samples: list[tuple[StepWork, float]] = field(default_factory=list)
 
     def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0, context: int = CONTEXT) -> float:
-        """The median of steps: decodes behind `context` tokens, and chunks of `prompts` tokens behind `behind`."""
+        """The median of steps: decodes after `context` tokens, and chunks of `prompts` tokens after `behind`."""
         context = min(context, self.max_len - STEPS)
         batches, ends = self._batches(num_decodes, prompts, behind, context), list[float]()
         pending = self.launch(next(batches))

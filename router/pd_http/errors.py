@@ -82,7 +82,7 @@ class NodesFrozen(NodesDied, code="nodes_frozen"):
     """Several nodes stood still before they gave the request its first token: it must not be tried again."""
 
 
-FINAL_CODES = frozenset({NodesDied.code, NodesFrozen.code})  # of errors behind which no node may be asked
+FINAL_CODES = frozenset({NodesDied.code, NodesFrozen.code})  # of errors after which no node may be asked
 
 
 class OrderVersion(PdError, status=409, kind="invalid_request_error", code="protocol_mismatch"):

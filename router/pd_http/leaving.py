@@ -3,7 +3,7 @@
     phase     begins                    meanwhile                                            is over
     closing   with the signal           connections are accepted; answers that begin say     linger_s later; earlier
                                         `connection: close`, unless another request waits    if no connection is open
-                                        behind them, and the connection ends behind them     or came in QUIET_S
+                                        after them, and the connection ends after them       or came in QUIET_S
     drain     when the socket's queue   the same for what is open; a connection on which     when none is open, or
               is empty and it is        no request has come for linger_s is closed           drain_s after the signal
               closed
@@ -86,7 +86,7 @@ class LeavingServer(uvicorn.Server):
                     await self.lifespan.shutdown()
 
     async def _empty(self, sockets: list[socket.socket]) -> None:
-        """Stop accepting behind the last connection of the queue: to close it would reset those."""
+        """Stop accepting after the last connection of the queue: to close it would reset those."""
         queues = [one.dup() for one in sockets]
         for server in self.servers:
             server.close()

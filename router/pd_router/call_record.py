@@ -107,7 +107,7 @@ class CallRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds for each output token behind the first one. None: there was none, or it was not streamed."""
+        """Seconds for each output token after the first one. None: there was none, or it was not streamed."""
         tokens = self.report.num_output_tokens if self.report is not None else 0
         return (self.last_s - self.first_s) / (tokens - 1) if self.num_gaps and tokens > 1 else None
 

@@ -72,7 +72,7 @@ class ContinuedStream:
         return LivenessGuard(node, lambda: self.record.can_continue and bool(self._candidates()))
 
     async def go_on(self, leg: DecodeLeg, failure: LegFailed) -> DecodeLeg | None:
-        """A leg that has begun behind the last byte that the client has. None: the stream cannot be continued.
+        """A leg that has begun after the last byte that the client has. None: the stream cannot be continued.
 
         `leg` is closed before: a node that comes back must not write beside the next one. Raises NodesDied.
         """

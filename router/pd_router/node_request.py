@@ -198,7 +198,7 @@ class NodeRequest(ABC):
             self._deaths.spare(failure.node)
         if failure.kind is FailureKind.DIED:
             self._deaths.add(failure.node)
-            # behind the first byte the node that writes has the request, and a prefill node that it asks: if that one
+            # after the first byte the node that writes has the request, and a prefill node that it asks: if that one
             # dies, the writing node goes on alone, so its death does not end a stream
             if self.phase != "stream":
                 await self._look_for_others()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # A step waits for a mask until so long after the token before it was read. Rows without one sit out the draw. The draw
-# is asked for just before the forward pass ends: behind one of 4 ms a step does not wait
+# is asked for just before the forward pass ends: after one of 4 ms a step does not wait
 MASK_WAIT_S = 0.002
 # And at least so long, because a row that sits out waits a whole step. The plan is due half of its own time early
 LEAST_WAIT_S = 0.0005
@@ -57,7 +57,7 @@ class Constraint:
     grammar: str
     eos_token_ids: frozenset[int]
     eos: Mask  # the same
-    masks: dict[tuple[int, ...], Mask]  # once they are ready: of the next token, and of those behind drafts
+    masks: dict[tuple[int, ...], Mask]  # once they are ready: of the next token, and of those after drafts
     output: list[int]
     first_end: int  # length of the sequence before which it must not end while the grammar lets it go on
     ends: Mask | None  # the tokens that end it; None: it may end anywhere
@@ -65,7 +65,7 @@ class Constraint:
     is_own: bool = False  # no other row has copies of `compiled`
     state: GrammarState | None = None  # None: no mask was computed yet
     num_taken: int = 0  # tokens of the output that the state has taken
-    drafts: tuple[int, ...] = ()  # behind the output, of the launched step. The step loop writes them at any time
+    drafts: tuple[int, ...] = ()  # after the output, of the launched step. The step loop writes them at any time
     is_ready: bool = False
     pace: Pace = Pace.SUSPECT
     cost_s: float = 0.0
@@ -87,10 +87,10 @@ class Constraint:
         return bool(self.masks[drafts[:-1]][word] >> bit & 1)
 
     def begin(self, compiled: Future[Any]) -> None:
-        """Compute the mask behind the whole output as soon as the grammar is compiled."""
+        """Compute the mask after the whole output as soon as the grammar is compiled."""
         self.compiled, self.begun_s = compiled, time.monotonic()
         self.state, self.num_taken = None, 0
-        self.pace, self.is_lone = Pace.SUSPECT, True  # it may take long: many tokens may be behind it
+        self.pace, self.is_lone = Pace.SUSPECT, True  # it may take long: many tokens may be after it
         # The future keeps its callbacks, and they must not keep the row: an own lexer of a hostile grammar has 20 MB
         threads, waiting = self.grammars.mask_threads, [self]
         compiled.add_done_callback(lambda _: threads.begin([waiting.pop()], compute_masks))
@@ -126,7 +126,7 @@ class Constraint:
 
 
 def compute_masks(constraints: Sequence[Constraint]) -> list[Constraint]:
-    """Compute the masks of a group of rows behind their pending tokens: see `MaskThreads`. -> those that have ended.
+    """Compute the masks of a group of rows after their pending tokens: see `MaskThreads`. -> those that have ended.
 
     The others begin again: see `Constraint.ends_with`.
     """
@@ -171,7 +171,7 @@ def _advance(
 
 
 def _try_drafts(drafts: Mapping[Constraint, tuple[int, ...]]) -> None:
-    """Compute the masks behind drafts, on copies of the states, as far as the masks before them allow the drafts."""
+    """Compute the masks after drafts, on copies of the states, as far as the masks before them allow the drafts."""
     states = {one: one.state.copy() for one in drafts if one.state is not None}
     for count in range(1, 1 + max(map(len, drafts.values()), default=0)):
         behind = {one: drafts[one][:count] for one in states if len(drafts[one]) >= count}
@@ -187,7 +187,7 @@ def _said(error: BaseException) -> str:
 class GrammarMasks(CapturedStage):
     """Sets the logits of all tokens that a sequence's grammar does not allow to -inf.
 
-    It runs behind all other stages, because none of them may allow what the grammar bans. The grammar also decides
+    It runs after all other stages, because none of them may allow what the grammar bans. The grammar also decides
     where the output ends: `min_tokens` bans the end only where another token is allowed. A row that cannot go on fails
     alone, and is drawn without a mask in that step.
 
@@ -195,12 +195,12 @@ class GrammarMasks(CapturedStage):
     Where it is not ready when the step is drawn:
 
         the row           sits out the draw; a later step computes its last token again, and draws with the same seed
-                          and position, so the same token. Behind MOST_MISSED draws, and while the grammar is compiled,
+                          and position, so the same token. After MOST_MISSED draws, and while the grammar is compiled,
                           steps leave the row out
         the other rows    wait until MASK_WAIT_S after its token, at least LEAST_WAIT_S, once for each mask, and never
-                          behind a slow mask
+                          after a slow mask
         the mask          is finished meanwhile, because it follows from the tokens, which do not change
-        at the latest     the scheduler ends its request behind UNREADY_DEADLINE_S (`pd_cluster/scheduling/unready.py`)
+        at the latest     the scheduler ends its request after UNREADY_DEADLINE_S (`pd_cluster/scheduling/unready.py`)
     """
 
     is_late = True
@@ -319,7 +319,7 @@ class GrammarMasks(CapturedStage):
         return failures
 
     def _mask(self, row: int, length: int, behind: tuple[int, ...] = ()) -> Mask | None:
-        """The mask of a row behind drafts, without the end before its `min_tokens`. None: a draft is refused, or late.
+        """The mask of a row after drafts, without the end before its `min_tokens`. None: a draft is refused, or late.
 
         A row that cannot go on fails, and is free.
         """

@@ -1,7 +1,7 @@
 """One HTTP request of a gateway, as the messages of `envoy.service.ext_proc.v3`. No sockets.
 
 The gateway sends the request's headers, its body in parts, and later the same of the answer. Bodies are full duplex:
-each part must be sent back, the request's only behind the answer to its headers, which names the destination.
+each part must be sent back, the request's only after the answer to its headers, which names the destination.
 Protocol: gateway-api-inference-extension, proposal 004.
 """
 

@@ -79,7 +79,7 @@ class Pick:
 
 
 class EndpointPicker:
-    """Chooses as the router does, with the router's table. `fallbacks`: nodes named behind the first."""
+    """Chooses as the router does, with the router's table. `fallbacks`: nodes named after the first."""
 
     def __init__(self, services: Services, fallbacks: int) -> None:
         self._s = services
@@ -109,7 +109,7 @@ class EndpointPicker:
             plan, nodes[0], clock, reads=not offered, generates=True, shows_reading=shows_reading
         )
         reported = {CHARGE_HEADER: decode_charge.name}
-        # Gateways write the client's address behind what it sent. Without that the last one is what it sent
+        # Gateways write the client's address after what it sent. Without that the last one is what it sent
         if is_name(address := headers.get("x-forwarded-for", "").rpartition(",")[2].strip()):
             reported[CLIENT_HEADER] = client_name("", address)
         if not offered:
@@ -157,5 +157,5 @@ def _is_in(address: str | None, subset: Collection[str] | None) -> bool:
 
 
 def subset_of(values: Sequence[object]) -> frozenset[str]:
-    """The addresses of a subset hint: a list of IP:PORT, each of which may hold several behind commas."""
+    """The addresses of a subset hint: a list of IP:PORT, each of which may hold several after commas."""
     return frozenset(one.strip() for value in values if isinstance(value, str) for one in value.split(",") if one)
