@@ -232,7 +232,7 @@ class Costs:
             return TOKEN_S / SPEEDS[node.role], 0.0
         if node.view.load is not None and (reported_s := self._least_reported_s()):
             return reported_s / SPEEDS[node.role], 0.0
-        per_byte = node.view.tokens_per_byte
+        per_byte = node.view.ratio.value
         guess = SPEEDS[node.role] / (self._usual() * per_byte)
         return 1.0 / ((node.speed.at(self._now_s, guess=guess) or guess) * per_byte), 0.0
 
@@ -256,4 +256,4 @@ def _known_s(node: Node, now_s: float) -> float | None:
     if token_s := node.view.ledger.reported.token_s:
         return token_s
     speed = node.speed.at(now_s)
-    return None if speed is None else 1.0 / (speed * node.view.tokens_per_byte)
+    return None if speed is None else 1.0 / (speed * node.view.ratio.value)

@@ -8,6 +8,7 @@ import logging
 import secrets
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
@@ -310,11 +311,15 @@ class NodeTable:
             "feed": view.feed.value,
             "queued_tokens": view.queued_tokens,
             "sequences": view.num_sequences,
-            "free_tokens": view.free_tokens,
-            "stream_room": view.stream_room,
+            "free_tokens": _known(view.ledger.total.free_tokens),
+            "stream_room": _known(view.ledger.total.stream_room),
             "cached_blocks": self.prefixes.num_blocks(node),
             "engine": None if (load := view.load) is None else {
                 "running": load.num_running, "waiting": load.num_waiting, "slots": load.num_slots,
                 "free_blocks": load.free_blocks, "num_blocks": load.num_blocks, "step_ms": round(load.step_s * 1e3, 3),
             },
         }  # fmt: skip
+
+
+def _known(value: float) -> int | None:
+    return None if value == inf else int(value)

@@ -58,11 +58,6 @@ class NodeView:
     trial: IdleTrial = field(default_factory=IdleTrial)
 
     @property
-    def tokens_per_byte(self) -> float:
-        """Prompt tokens per byte of a body's text."""
-        return self.ratio.value
-
-    @property
     def queued_tokens(self) -> int:
         """Prompt tokens that the node has to compute before a new prompt."""
         return self.ledger.total.queued_tokens
@@ -71,21 +66,6 @@ class NodeView:
     def num_sequences(self) -> int:
         """Generations that run or wait on the node."""
         return self.ledger.total.num_sequences
-
-    @property
-    def free_tokens(self) -> int | None:
-        """Room in the node's KV cache, in tokens; below 0 if it is promised twice. None: not known."""
-        free = self.ledger.total.free_tokens
-        return None if free == inf else int(free)
-
-    @property
-    def stream_room(self) -> int | None:
-        """Generations more with which all are within the node's target of time per token; below 0 if promised twice.
-
-        None: it tells no target.
-        """
-        room = self.ledger.total.stream_room
-        return None if room == inf else int(room)
 
     @property
     def late_room(self) -> int:

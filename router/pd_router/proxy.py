@@ -19,9 +19,7 @@ from pd_router.admission.api_keys import KEY_HEADERS
 from pd_router.body import RequestBody
 from pd_router.call_record import CallRecord
 from pd_router.candidates import to_generate, to_read
-from pd_router.config import HandoffOrder
 from pd_router.prompt_facts import prompt_facts
-from pd_router.prompt_request import PromptRequest
 from pd_router.reply import CallReply
 from pd_router.routed_request import RoutedRequest
 from pd_router.trace_context import TRACEPARENT, begin_trace
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from pd_router.admission.key_admission import AdmittedRequest
     from pd_router.admission.key_limits import KeyLimits
     from pd_router.client_call import ClientCall
-    from pd_router.node_request import NodeRequest
+    from pd_router.config import HandoffOrder
     from pd_router.route import Route
     from pd_router.services import Services
 
@@ -58,7 +56,7 @@ class Proxy:
         if self._traces:
             record.trace = begin_trace(given.get(TRACEPARENT), s.config.trace_ratio)
         outcome = "ok"
-        exchange: NodeRequest | None = None
+        exchange: RoutedRequest | None = None
         admitted: AdmittedRequest | None = None
         s.metrics.num_in_flight += 1
         try:
@@ -85,8 +83,7 @@ class Proxy:
             headers[CLIENT_HEADER] = client_name(call.key_name, call.host)
             if self._traces:
                 headers[TRACEPARENT] = record.trace.header
-            kind = PromptRequest if plan.order is HandoffOrder.PROMPT else RoutedRequest
-            exchange = kind(s, body, headers, plan, reply, record)
+            exchange = RoutedRequest(s, body, headers, plan, reply, record)
             await exchange.run()
         except ClientGone:
             outcome = "client_gone"
@@ -117,7 +114,7 @@ class Proxy:
             record.key = call.key_name
             self._note_end(record, exchange, outcome, reply.status)
 
-    def _note_end(self, record: CallRecord, exchange: NodeRequest | None, outcome: str, status: int) -> None:
+    def _note_end(self, record: CallRecord, exchange: RoutedRequest | None, outcome: str, status: int) -> None:
         """Count a request that has ended, and pass its record on. `exchange`: None if no node was asked."""
         s = self._s
         if outcome == "client_gone":

@@ -43,11 +43,6 @@ class Route(msgspec.Struct, frozen=True):
         """Whether the node that answers reads the prompt, too."""
         return self.order is HandoffOrder.DIRECT or self.order is HandoffOrder.PROMPT
 
-    @property
-    def num_tokens(self) -> float:
-        """Tokens of the prompt, estimated unless they were counted."""
-        return self.prompt.tokens_at(self.decodes[0])
-
     def because(self, reason: str) -> Route:
         return replace(self, reason=reason)
 

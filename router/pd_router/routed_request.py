@@ -1,4 +1,4 @@
-"""One request on its way through the nodes: P-first, D-first or direct, and what happens if a leg fails."""
+"""One request on its way through the nodes: P-first, D-first, direct or a prompt alone, and legs that fail."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import orjson
 from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_http.node_answers import FailureKind
 from pd_http.sse import SSE_DONE
+from pd_router.candidates import NO_PREFILL_NODE
 from pd_router.charge import charge_for
 from pd_router.config import HandoffOrder
 from pd_router.continued_stream import ContinuedStream
@@ -18,7 +19,7 @@ from pd_router.headers import DECODE_BY, PREFILL_BY, TICKET
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
 from pd_router.liveness_guard import LivenessGuard
 from pd_router.node_request import NodeRequest, may_be_tried_again
-from pd_router.node_table import DECODERS, Role
+from pd_router.node_table import DECODERS, READERS, Role
 from pd_router.splice import send_answer
 from pd_router.upstream import LegFailed, Refused
 
@@ -33,10 +34,7 @@ log = logging.getLogger("pd_router")
 
 
 class RoutedRequest(NodeRequest):
-    """A request that generates tokens.
-
-    Cancelling it closes both legs, and releases the ticket unless a D has answered with it.
-    """
+    """Cancelling it closes its legs, and releases the ticket unless a D has answered with it."""
 
     _record_of_stream: StreamRecord | None = None  # of all nodes that wrote the stream
 
@@ -46,9 +44,11 @@ class RoutedRequest(NodeRequest):
         )
         self._record_of_stream = self._stream.record
         try:
-            if await self._spill():
+            if self.plan.order is HandoffOrder.PROMPT:
+                await self._prompt()
+            elif await self._spill():
                 return
-            if self.plan.order is HandoffOrder.P_FIRST:
+            elif self.plan.order is HandoffOrder.P_FIRST:
                 await self._p_first()
             elif self.plan.order is HandoffOrder.D_FIRST:
                 await self._d_first()
@@ -64,6 +64,20 @@ class RoutedRequest(NodeRequest):
         return reported.head.num_prompt_tokens, reported.num_tokens
 
     # --- orders
+
+    async def _prompt(self) -> None:
+        """No lease, no ticket, and decode nodes last."""
+        config = self._s.config
+        may_all = self.plan.reason == NO_PREFILL_NODE or config.on_prefill_failure == "local"
+        roles = tuple(Role) if may_all else READERS
+        nodes = self._untried(self.plan.decodes, roles, self.plan.best, config.max_prefill_tries)
+        leg, last = await self._first_answer("prompt", nodes, self._body.plain())
+        if leg is None:
+            await self._give_up(last, "every node that can read prompts went down; try again later")
+            return
+        if leg.node.role is Role.DECODE and self.plan.reason != NO_PREFILL_NODE:
+            self.plan = self.plan.because("prefill-failed")
+        await self._answer(leg, prefill_by=None)
 
     async def _spill(self) -> bool:
         """Let a decode node prefill although there is a P, as planned. False: it was not planned, or none succeeded."""
@@ -207,13 +221,14 @@ class RoutedRequest(NodeRequest):
 
     async def _answer(self, leg: DecodeLeg, prefill_by: Node | None) -> bool:
         """Pass D's answer on to the client. False if D broke off; the client then got an error event."""
-        s = self._s
+        s, nodes, on_piece = self._s, {PREFILL_BY: prefill_by or leg.node}, None
+        if self.plan.order is not HandoffOrder.PROMPT:
+            nodes[DECODE_BY], on_piece = leg.node, self._note_piece()
         self.phase, self._whole, self._writer = "stream", leg.whole, leg.node
         self._record.prefill_by = leg.prefilled_by or (prefill_by or leg.node).node_id
         self._name_route()
         try:
-            nodes = {PREFILL_BY: prefill_by or leg.node, DECODE_BY: leg.node}
-            last = await send_answer(leg, self._reply, nodes, s.config.idle_timeout_s, self._stream, self._note_piece())
+            last = await send_answer(leg, self._reply, nodes, s.config.idle_timeout_s, self._stream, on_piece)
             self._reported(last, is_first_node=last is leg)
             self._record.served_by = last.node.node_id
         except LegFailed:

@@ -185,7 +185,7 @@ def test_streams_that_prefill_nodes_keep_take_no_room_of_decode_nodes() -> None:
 async def heard(router: Router) -> None:
     """Until the router has heard it from the nodes' feeds."""
     views = [node.view for node in router.services.table.nodes]
-    await until(lambda: [view.stream_room for view in views] == [4, 0])
+    await until(lambda: [view.ledger.total.stream_room for view in views] == [4, 0])
 
 
 def telling(role: str, script: Any, stream_room: int) -> FakeNode:

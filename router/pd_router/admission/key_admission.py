@@ -186,7 +186,8 @@ class KeyAdmission:
         """
         key = limits.key
         sequences = 0 if plan.order is HandoffOrder.PROMPT else body.num_samples
-        cost = plan.num_tokens + (sequences and sequences * min(limits.mean_output, body.most_output))
+        num_tokens = plan.prompt.tokens_at(plan.decodes[0])
+        cost = num_tokens + (sequences and sequences * min(limits.mean_output, body.most_output))
         if (refusal := limits.admit(cost, self.clock())) is not None:
             raise self._refusal(limits, *refusal)
         admitted = AdmittedRequest(self, limits, body.model, self.clock())

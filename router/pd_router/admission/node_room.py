@@ -101,4 +101,4 @@ def _token_s(node: Node, now_s: float) -> float:
     if token_s := node.view.ledger.reported.token_s:
         return token_s
     speed = node.speed.at(now_s)
-    return 1 / (speed * node.view.tokens_per_byte) if speed else 0.0
+    return 1 / (speed * node.view.ratio.value) if speed else 0.0
