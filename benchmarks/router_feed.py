@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 from pd_connectors.protocol.feed import FeedDelta, FeedMessage, FeedSnapshot, NodeLoad, StoredBlock
 from pd_connectors.protocol.stream_codec import StreamParser, encode_message
 from pd_connectors.protocol.text_chain import STEP_BYTES
-from pd_router.choice import choose
+from pd_router.candidates import to_generate
 from pd_router.config import RouterConfig
-from pd_router.cost import PromptFacts
+from pd_router.cost_policy import CostPolicy
 from pd_router.node_feed import NodeFeed
 from pd_router.node_table import NodeTable
+from pd_router.prompt_facts import PromptFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,12 +78,12 @@ def measure(num_nodes: int, num_blocks: int, chain: list[int], shared: Callable[
     for node in nodes:
         table.set_up(node)
         table.set_models(node, frozenset({"model"}))
-        node.view.hear(busy_load(), ())
-    turns = itertools.count()
+        node.view.receive(busy_load(), ())
+    turns, policy = itertools.count(), CostPolicy(settings)
 
     def choice() -> None:
         prompt = PromptFacts(STEP_BYTES * len(chain), cached=index.hits(chain))
-        choose(table, "model", prompt, settings, None, next(turns))
+        policy.choose(prompt, to_generate(table, "model", prompt, settings, next(turns)), table.clock())
 
     lines.append(f"hits and a choice {least_s(choice) * 1e6:.0f} us")
     numbers = iter(range(1, 1 << 40))

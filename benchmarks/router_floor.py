@@ -30,9 +30,9 @@ class FloorLeg(asyncio.Protocol):
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
-        self.heard(data)
+        self.received(data)
 
-    def heard(self, data: bytes) -> None:
+    def received(self, data: bytes) -> None:
         """Set by the connection of a client."""
 
 
@@ -72,8 +72,8 @@ class FloorConnection(asyncio.Protocol):
                 FloorLeg, parts.hostname or "", parts.port or 80
             )
             self._legs.append(leg)
-        self._legs[0].heard = self._prefilled  # type: ignore[method-assign]
-        self._legs[1].heard = self._decoded  # type: ignore[method-assign]
+        self._legs[0].received = self._prefilled  # type: ignore[method-assign]
+        self._legs[1].received = self._decoded  # type: ignore[method-assign]
         self._begin(body)
 
     def _begin(self, body: bytes) -> None:

@@ -1,4 +1,14 @@
-"""Errors that a client or an operator can cause at a node. The router shares those of `pd_http.errors`."""
+"""Errors that a client or an operator can cause at a node. The router shares those of `pd_http.errors`.
+
+PdError
+├── CannotContinue                           409
+├── TooManyChecks, Overloaded                429, 503
+├── EngineUnavailable                        503
+│   └── EngineLost, EngineFrozen
+├── PrefillUnavailable                       502
+└── StartupError
+    └── UnservedModel
+"""
 
 from __future__ import annotations
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from pd_router.candidates import to_generate
 from pd_router.charge import Charge
-from pd_router.choice import choose
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.cost import PromptFacts
+from pd_router.cost_policy import CostPolicy
 from pd_router.node_table import Node, NodeTable
 from pd_router.prefix_index import PrefixIndex
+from pd_router.prompt_facts import PromptFacts
 from pd_router.speed import ReadingSpeed
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class SimRouter(Protocol):
     def route(self, arrival: SimRequest) -> SimRoute:
         """Choose, and book the first leg."""
 
-    def hear(
+    def receive(
         self, number: int, load: NodeLoad, stored: Sequence[StoredBlock], evicted: Sequence[int], charges: Sequence[int]
     ) -> None:
         """Take a message of a node's feed."""
@@ -68,6 +69,7 @@ class CostRouter:
         )
         self.table = NodeTable(self.config, clock)
         self.index: PrefixIndex[Node] = PrefixIndex()
+        self._policy = CostPolicy(self.config)
         self._turn = turn
         self._numbers = {node: number for number, node in enumerate(self.table.nodes)}
         for node in self.table.nodes:
@@ -76,34 +78,34 @@ class CostRouter:
     def route(self, arrival: SimRequest) -> SimRoute:
         self._turn += 1
         facts = PromptFacts(arrival.num_tokens * BYTES_PER_TOKEN, cached=self.cached(arrival))
-        choice = choose(self.table, None, facts, self.config, None, self._turn)
         clock = self.table.clock
-        costs = choice.costs
+        candidates = to_generate(self.table, None, facts, self.config, self._turn)
+        choice = self._policy.choose(facts, candidates, clock())
 
         def book(node: Node, *, reads: bool) -> Charge:
-            tokens = costs.num_missing(node) if reads else 0
-            return Charge(node, clock, prompt_tokens=tokens, cached_tokens=costs.num_cached(node), sequences=1)
+            tokens = facts.num_missing(node) if reads else 0
+            return Charge(node, clock, prompt_tokens=tokens, cached_tokens=facts.num_cached(node), sequences=1)
 
         if choice.order is HandoffOrder.DIRECT:
-            pick = choice.sooner if choice.otherwise else choice.best_direct
-            direct = pick(choice.decodes, clock())
+            direct = choice.best(choice.decodes, clock())
             assert direct is not None
             number, booking = self._numbers[direct], book(direct, reads=True)
             return SimRoute(None, lambda: (number, booking), None)
         first = choice.prefills[0]
 
         def decode() -> tuple[int, Booking]:
-            node = choice.best_decode(choice.decodes, clock())
+            node = choice.best(choice.decodes, clock())
             assert node is not None
             return self._numbers[node], book(node, reads=False)
 
-        charge = Charge(first, clock, prompt_tokens=costs.num_missing(first), cached_tokens=costs.num_cached(first))
+        work = facts.work(first)
+        charge = Charge(first, clock, prompt_tokens=work.tokens, cached_tokens=work.cached_tokens)
         return SimRoute(self._numbers[first], decode, charge)
 
     def cached(self, arrival: SimRequest) -> dict[Node, int]:
         return self.index.hits(arrival.blocks)
 
-    def hear(
+    def receive(
         self, number: int, load: NodeLoad, stored: Sequence[StoredBlock], evicted: Sequence[int],
         charges: Sequence[int],
     ) -> None:  # fmt: skip
@@ -112,7 +114,7 @@ class CostRouter:
             self.index.evict(node, evicted)
         if stored:
             self.index.store(node, stored)
-        node.view.hear(load, charges)
+        node.view.receive(load, charges)
 
 
 class OracleRouter(CostRouter):
@@ -126,14 +128,14 @@ class OracleRouter(CostRouter):
 
     def route(self, arrival: SimRequest) -> SimRoute:
         for node, sim in zip(self.table.nodes, self._sim, strict=True):
-            node.view.hear(sim.load(), list(node.view.ledger._entries))
+            node.view.receive(sim.load(), list(node.view.ledger._entries))
         return super().route(arrival)
 
     def cached(self, arrival: SimRequest) -> dict[Node, int]:
         hits = {node: sim.cache.match(arrival.blocks) for node, sim in zip(self.table.nodes, self._sim, strict=True)}
         return {node: hit for node, hit in hits.items() if hit}
 
-    def hear(
+    def receive(
         self, number: int, load: NodeLoad, stored: Sequence[StoredBlock], evicted: Sequence[int],
         charges: Sequence[int],
     ) -> None:  # fmt: skip
@@ -201,7 +203,7 @@ class LeastLoadedRouter:
 
         return SimRoute(self._nodes.index(first), decode, OldBooking(first, self._clock, num_bytes, 0))
 
-    def hear(
+    def receive(
         self, number: int, load: NodeLoad, stored: Sequence[StoredBlock], evicted: Sequence[int],
         charges: Sequence[int],
     ) -> None:  # fmt: skip

@@ -165,7 +165,7 @@ class SimWorld:
             told, charges[number] = charges[number], []
             self.events.after(
                 LINK_S,
-                lambda router=router, told=told: router.hear(number, load, stored, evicted, told),  # type: ignore[misc]
+                lambda router=router, told=told: router.receive(number, load, stored, evicted, told),  # type: ignore[misc]
             )
         if (node.queue or node.current is not None) and not self._is_telling[number]:
             self._is_telling[number] = True

@@ -15,10 +15,11 @@ from pd_cluster.protocol.messages import AddRequest, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.sequence import Request
 from pd_connectors.protocol.messages import SampledToken
-from pd_router.choice import TRIED, choose
+from pd_router.candidates import to_generate
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.cost import PromptFacts
+from pd_router.cost_policy import TRIED, CostPolicy
 from pd_router.node_table import NodeTable
+from pd_router.prompt_facts import PromptFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,6 +89,7 @@ class SimulatedCluster:
         ]
         self.decodes = [SimulatedNode(self.world, rule, device) for _ in range(setting.num_decodes)]
         self._config = self._router_config(rule)
+        self._policy = CostPolicy(self._config)
         self._table = NodeTable(self._config, lambda: self.world.now_s)
         self._nodes = dict(zip(self._table.nodes, (*self.prefills, *self.decodes), strict=True))
         for node in self._nodes:
@@ -115,21 +117,21 @@ class SimulatedCluster:
 
     def _route(self, one: Served, name: str) -> None:
         for node, simulated in self._nodes.items():
-            node.view.hear(simulated.load, ())
+            node.view.receive(simulated.load, ())
         facts = PromptFacts(one.arrival.num_input, num_tokens=one.arrival.num_input)
-        plan = choose(self._table, None, facts, self._config, asked=None, turn=next(self._turns))
-        now_s = self.world.now_s
+        candidates, now_s = to_generate(self._table, None, facts, self._config, next(self._turns)), self.world.now_s
+        plan = self._policy.choose(facts, candidates, now_s)
         if plan.order is not HandoffOrder.DIRECT:
-            decode, first = plan.best_decode(plan.decodes, now_s), plan.prefills[0]
+            decode, first = plan.best(plan.decodes, now_s), plan.prefills[0]
             assert decode is not None
             if plan.reason == TRIED:
                 one.reason = TRIED
                 first.view.trial.begin()
-            if not first.view.queued_tokens and first.view.ledger.told.token_s:
+            if not first.view.queued_tokens and first.view.ledger.reported.token_s:
                 told_s = plan.costs.reading_s(first)
                 one.on_read = lambda: first.view.trial.note(self.world.now_s - now_s, told_s)
             return self._hand_over(self._nodes[first], self._nodes[decode], one, name)
-        alone = (plan.best_direct if plan.otherwise is None else plan.sooner)(plan.decodes, now_s)
+        alone = plan.best(plan.decodes, now_s)
         assert alone is not None
         one.reason = plan.reason
         return self._generate(self._nodes[alone], one, name)

@@ -22,7 +22,7 @@ A pool promises nothing: a block that is missing, late or damaged there only mak
 
 - Every group has block ids of its own: an id is valid in its group's tensor only. `CacheDescription.num_blocks` is
   gone; `tensors[group].shape[0]` is the number. The tensors of several groups may lie in the same memory and are
-  strided then: block i begins `i * tensor.stride(0)` elements behind the first one, and is contiguous within.
+  strided then: block i begins `i * tensor.stride(0)` elements after the first one, and is contiguous within.
 - The runs of `LoadSpec` and `PublishSpec` differ by group in first block, length and block size. A WINDOW group hands
   over only the blocks that the last token or a later one reads, a STATE group one block (`KVGroup.handed_over`).
 - Groups that are `KVGroup.optional` come last and need not be equal on both sides. `BlockLayout.num_common` groups are

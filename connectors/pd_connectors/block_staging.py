@@ -1,6 +1,6 @@
 """Blocks between one group's cache tensor and host memory, on threads beside the step loop's.
 
-out   `gather` runs on the step loop's thread. On a GPU it is queued behind the steps that wrote the blocks and before
+out   `gather` runs on the step loop's thread. On a GPU it is queued after the steps that wrote the blocks and before
       any later one; on a CPU it copies at once. Any thread takes the bytes from the copy later.
 in    `Inlet` writes blocks that the engine has reserved and no step touches. After `flush` all writes have landed.
 """

@@ -19,7 +19,7 @@ Deadlines:
     deadline_s   for the whole load
     silence_s    from a Renew to any answer. After it P counts as frozen, or as unreachable if the connection broke
     read_s       from one ended read of this peer to the next, while reads of this load are in flight. Reads of other
-                 loads of the peer count, so that time in the queue behind them is not held against this load
+                 loads of the peer count, so that time in the queue after them is not held against this load
     confirm_s    from the last read to the confirmation
 """
 

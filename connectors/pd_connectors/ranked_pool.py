@@ -169,7 +169,7 @@ class RankedPool(Pool):
 class RankPool:
     """Has rank 0 drive a further rank's open pool through a port.
 
-    Orders come on the thread that launches steps, so a copy of blocks is queued behind the steps that wrote them.
+    Orders come on the thread that launches steps, so a copy of blocks is queued after the steps that wrote them.
     """
 
     def __init__(self, pool: StorePool, port: RankPort) -> None:

@@ -65,7 +65,7 @@ class ProposeGated(Protocol):
     def __call__(self, num_rows: int, weight: torch.Tensor) -> Sequence[Product]: ...
 
 
-class Route(Protocol):
+class RouteTokens(Protocol):
     """The choice of experts; see `reference.route`. For a HalfNormed the choice is that of the divided rows."""
 
     def __call__(
@@ -114,7 +114,7 @@ class Kernels:
     silu_and_mul_quantized: Callable[[torch.Tensor, int], QuantizedRows]
     quantized_product: Callable[[QuantizedRows, QuantizedWeight, torch.dtype], torch.Tensor]
     norm_rope_write: NormRopeWrite
-    route: Route
+    route: RouteTokens
     experts: MixExperts
     captures_experts: bool  # whether steps with `experts` can be captured in CUDA graphs
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]

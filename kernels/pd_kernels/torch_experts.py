@@ -25,7 +25,7 @@ TINY = 1e-20  # least sum that scores are divided by: sigmoids of very negative 
 def route(
     x: torch.Tensor | HalfNormed, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See backends.Route."""
+    """See backends.RouteTokens."""
     x = x.normed() if isinstance(x, HalfNormed) else x
     products = F.linear(x.to(router.dtype), router)
     scores = products.sigmoid() if routing.is_sigmoid else products.softmax(-1)

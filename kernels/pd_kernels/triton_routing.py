@@ -130,7 +130,7 @@ def _choose_kernel(
 def route(
     x: torch.Tensor | HalfNormed, router: torch.Tensor, bias: torch.Tensor | None, routing: Routing, few: int = _FEW
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See backends.Route. `router` is float32. Groups of experts are chosen by torch. Raises ValueError.
+    """See backends.RouteTokens. `router` is float32. Groups of experts are chosen by torch. Raises ValueError.
 
     `few`: tokens up to which a program multiplies one piece.
     """

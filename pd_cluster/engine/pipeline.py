@@ -3,7 +3,7 @@
     depth 1   launch n, wait for n                      no overlap: on a CPU the step needs the cores that plan
     depth 2   launch n + 1, then wait for n             the device never waits for the host between two steps
 
-Behind a step with drafts no other is launched before it has retired: its sequences could not be in the next one,
+After a step with drafts no other is launched before it has retired: its sequences could not be in the next one,
 because it is uncertain where they go on. They would be in every other step only.
 
 When the connector hears of what a step touches:
@@ -147,7 +147,7 @@ class Pipeline:
         allowed_s = self._forecast.allowed_s(kind)
         self._allow(max([allowed_s, *(flight.allowed_s for flight in self._flights)]))
         pending = self._executor.launch(batch, self._forecast.deadline_s(kind))
-        work = StepWork.of(batch.chunks)  # behind the launch: the device has work by now
+        work = StepWork.of(batch.chunks)  # after the launch: the device has work by now
         predicted_s = self._model.seconds(work)
         is_uncertain = work.num_drafts > 0
         self._flights.append(Flight(batch, pending, launched_s, kind, allowed_s, work, predicted_s, is_uncertain))
@@ -155,7 +155,7 @@ class Pipeline:
         return True
 
     def retire(self) -> tuple[Batch, StepResult]:
-        """Wait for the oldest step, and start the loads behind it. The caller announces what it computed."""
+        """Wait for the oldest step, and start the loads after it. The caller announces what it computed."""
         flight = self._flights.popleft()
         # At depth 1 the host waits from the launch on, so it sees the end of each step; a CPU's is over by then.
         was_over = self.depth > 1 and flight.pending.is_over
@@ -164,7 +164,7 @@ class Pipeline:
         duration_s = now_s - max(flight.launched_s, self._retired_s)
         self._timing.note_step(flight.batch, duration_s, was_over=was_over)
         self._forecast.note_step(flight.kind, duration_s)
-        # A step behind one that the host saw late had begun before: 0 s of it were noted, and its longer likes never
+        # A step after one that the host saw late had begun before: 0 s of it were noted, and its longer likes never
         is_begin_seen = not self._was_over or flight.launched_s >= self._retired_s
         is_exact = is_begin_seen and (not was_over or duration_s < flight.predicted_s)
         self._was_over = was_over

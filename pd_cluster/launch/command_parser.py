@@ -21,7 +21,7 @@ class CommandParser(argparse.ArgumentParser):
     ) -> Any:
         """As argparse's, but arguments that nothing reads are an error of this command, not of `pd-cluster`.
 
-        argparse calls it for a command with everything behind its name.
+        argparse calls it for a command with everything after its name.
         """
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:

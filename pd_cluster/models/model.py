@@ -55,11 +55,11 @@ class Model(Protocol):
         """Logits of the tail's rows, or of all T. Writes the step's keys and values into the cache.
 
         The logits are [R, vocab_size]. On one of several ranks they are [R, ceil(vocab_size / size)]: those of
-        `head_ids`, and -inf behind them. `caches`: by layer, for the layers of the KV groups.
+        `head_ids`, and -inf after them. `caches`: by layer, for the layers of the KV groups.
         """
 
     def hidden_states(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
-        """The part of `forward` before the head: the states behind the last norm, [R, hidden_size] on every rank."""
+        """The part of `forward` before the head: the states after the last norm, [R, hidden_size] on every rank."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The rest of `forward`, for rows of `hidden_states` [R, hidden_size]."""

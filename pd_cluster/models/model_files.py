@@ -81,7 +81,7 @@ def names_in(directory: Path) -> list[str]:
 
 
 def layout_problem(names: Collection[str]) -> str:
-    """What these names are, if not a model to serve: words to write behind the place. "": they may be one."""
+    """What these names are, if not a model to serve: words to write after the place. "": they may be one."""
     has_config, is_whole = "config.json" in names, INDEX in names or SINGLE in names or bool(complete_shards(names))
     if has_config and is_whole:
         return ""

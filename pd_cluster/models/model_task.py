@@ -1,6 +1,6 @@
 """What a model is served for: generating text, vectors of texts, or scores of documents. Imports no torch.
 
-A model's own files say it, as sentence-transformers writes them: `modules.json` lists the steps behind the decoder.
+A model's own files say it, as sentence-transformers writes them: `modules.json` lists the steps after the decoder.
 """
 
 from __future__ import annotations

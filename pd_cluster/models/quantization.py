@@ -34,7 +34,7 @@ class QuantizationSpec:
 
     scales: Scales
     excluded: tuple[str, ...]  # modules that are not quantized; see `selector`
-    tensor_name: str = SCALE_NAMES[0]  # of the tensor of scales, behind the module's name
+    tensor_name: str = SCALE_NAMES[0]  # of the tensor of scales, after the module's name
 
     def selector(self) -> Callable[[str], bool]:
         """Make the function that says whether the checkpoint quantizes the module of a name.

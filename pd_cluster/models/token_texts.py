@@ -2,12 +2,12 @@
 
 The tokenizer's own decoder says it, for special and added tokens too. It is asked for each token in the middle of a
 text: decoders drop a blank at the beginning of a whole text (Llama 2's Strip, Metaspace, WordPiece), and an answer goes
-on behind a prompt. So the texts of the tokens joined are what `tokenizers` decodes, but for such a blank of the first
+on after a prompt. So the texts of the tokens joined are what `tokenizers` decodes, but for such a blank of the first
 token, which `whole_bytes` leaves out. Tokens that are parts of a character have its exact bytes.
 
 Three numbers, which differ in most published models: the rows of the model's embedding (`vocab_size` of its config, of
 the logits and of masks), the tokens (the greatest id and one, `len` of this table), and how many of the ids have a
-token: rows behind the tokens and gaps between the ids have the text "".
+token: rows after the tokens and gaps between the ids have the text "".
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _Separated:
 
     def __init__(self, decoder: Any, mark: str) -> None:
         self._decode, self._mark = decoder.decode, mark
-        # what the decoder writes before each word, a blank or nothing, belongs to the mark behind a token
+        # what the decoder writes before each word, a blank or nothing, belongs to the mark after a token
         self._between = decoder.decode([mark] * 3).split(mark)[1]
 
     def texts(self, pieces: Sequence[str]) -> list[str]:
@@ -173,7 +173,7 @@ def _byte_level(pieces: list[str]) -> list[bytes]:
 
 
 def _slow_bytes(tokenizer: Any) -> list[bytes]:
-    """Of a tokenizer in Python: its own bytes (mistral-common's), or the text that a token adds behind itself.
+    """Of a tokenizer in Python: its own bytes (mistral-common's), or the text that a token adds after itself.
 
     A part of a character then stays U+FFFD.
     """

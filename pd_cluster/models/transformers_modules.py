@@ -93,7 +93,7 @@ class _BodyOutput(tuple[torch.Tensor]):
 
 
 def run_head(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits [R, vocab_size] of `hidden` [R, hidden_size], by all that a family does behind its body."""
+    """Logits [R, vocab_size] of `hidden` [R, hidden_size], by all that a family does after its body."""
     body = module.base_model
     body.forward = lambda *_, **__: _BodyOutput((hidden[None],))  # in place of the class's
     try:

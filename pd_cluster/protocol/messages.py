@@ -55,7 +55,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     min_remote_tokens: int = 0  # TAKE_OVER without ticket: prefill here when fewer tokens than this lack KV
     load_deadline_s: float = 30.0
     received_s: float = 0.0  # when the API process had it, by the host's monotonic clock; 0: unknown
-    # GENERATE: output tokens that each of the n sequences has already, from another engine: the answer goes on behind
+    # GENERATE: output tokens that each of the n sequences has already, from another engine: the answer goes on after
     # them, as if they had been sampled here. Limits, penalties and seeds count them; they are not sent again.
     # TAKE_OVER, for one sequence that has some: the ticket is for the prompt with them, and its first token is not used
     known: tuple[tuple[int, ...], ...] = ()

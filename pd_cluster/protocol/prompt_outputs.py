@@ -17,8 +17,8 @@ class PromptOutputs(msgspec.Struct, frozen=True, omit_defaults=True):
     # k: of each prompt token but the first its log-probability and rank, and the k most likely tokens; None: nothing.
     # Every position must be computed for them, so cached KV is not used
     logprobs: int | None = None
-    pooled: bool = False  # the last token's hidden state behind the model's last norm
-    logits_of: tuple[int, ...] = ()  # logits of these token ids behind the last token, unscaled
+    pooled: bool = False  # the last token's hidden state after the model's last norm
+    logits_of: tuple[int, ...] = ()  # logits of these token ids after the last token, unscaled
 
     @property
     def of_last_token(self) -> bool:
@@ -40,7 +40,7 @@ class PromptOutputs(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PromptToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The log-probability of one prompt token behind the tokens before it, without temperature and penalties."""
+    """The log-probability of one prompt token after the tokens before it, without temperature and penalties."""
 
     token_id: int
     logprob: float

@@ -58,10 +58,10 @@ class SequenceChunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
     start: int
     num_tokens: int
     new_blocks: tuple[NewBlocks, ...] = ()  # written into the tables before the forward
-    num_samples: int = 0  # 0: the chunk does not reach the last known token, or nothing is drawn behind it
+    num_samples: int = 0  # 0: the chunk does not reach the last known token, or nothing is drawn after it
     reads: bool = False  # it finds out something about the prompt. No captured step serves it
-    # Its last tokens, which may be wrong: each is accepted if the draw behind the token before it gives it. Only a
-    # decode has some: it computes one token that is certain, and samples behind each of its tokens
+    # Its last tokens, which may be wrong: each is accepted if the draw after the token before it gives it. Only a
+    # decode has some: it computes one token that is certain, and samples after each of its tokens
     drafts: tuple[int, ...] = ()
 
     @property

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A beam: another one and a token behind it. The first of all has neither."""
+    """A beam: another one and a token after it. The first of all has neither."""
 
     parent: Beam | None = None
     token: SampledToken | None = None
@@ -58,7 +58,7 @@ class FinishedBeam(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A beam of the next round: the place of its parent in this round, and the token behind that."""
+    """A beam of the next round: the place of its parent in this round, and the token after that."""
 
     parent: int
     token_id: int
@@ -79,7 +79,7 @@ class BeamSearch:
         self.finished: list[FinishedBeam] = []  # best first, at most W
 
     def advance(self, rows: Sequence[SampledToken]) -> list[Step]:
-        """Take the candidates behind each beam (`SampledToken.top`); return the next beams, best first.
+        """Take the candidates after each beam (`SampledToken.top`); return the next beams, best first.
 
         An empty list: the search is over, and `finished` is final.
         """

@@ -37,7 +37,7 @@ class BeamSequences:
         self._life = life
 
     def take(self, seq: Sequence, candidates: SampledToken) -> Update | None:
-        """Note the candidates behind a beam. Returns the answers if that ends the search."""
+        """Note the candidates after a beam. Returns the answers if that ends the search."""
         request = seq.request
         search = request.beams
         assert search is not None
@@ -74,7 +74,7 @@ class BeamSequences:
             self._queues.add(seq)
 
     def _fork(self, seq: Sequence, parent: Sequence, token_ids: list[int]) -> None:
-        """Let a sequence go on behind `parent`; its own beam ends. The last of `token_ids` is new."""
+        """Let a sequence go on after `parent`; its own beam ends. The last of `token_ids` is new."""
         queues, blocks, keeps_row = self._queues, self._blocks, seq.in_worker and parent.in_worker
         if not keeps_row:
             queues.remove(seq)

@@ -184,7 +184,7 @@ class BlockManager:
         return tuple(runs)
 
     def uncached_runs(self, table: BlockTable) -> tuple[BlockRun, ...]:
-        """The blocks behind those that are published or matched: the targets of a load."""
+        """The blocks after those that are published or matched: the targets of a load."""
         groups = table.groups
         return tuple(BlockRun(one.first + len(one.path), tuple(one.ids[len(one.path) :])) for one in groups)
 
@@ -237,7 +237,7 @@ class BlockManager:
     def match_runs(
         self, table: BlockTable, hashes: Iterable[bytes], num_tokens: int, *, is_handoff: bool = False
     ) -> None:
-        """Let a table hold what is cached of what a sequence holds that continues behind `num_tokens`: by group, a run
+        """Let a table hold what is cached of what a sequence holds that continues after `num_tokens`: by group, a run
         of `hashes` from its first block on. `is_handoff`: of what a handoff of a prompt of `num_tokens` moves.
         """
         groups = [pool.group for pool in self.pools]

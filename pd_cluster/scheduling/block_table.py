@@ -21,7 +21,7 @@ class GroupBlocks:
 
     @property
     def end(self) -> int:
-        """The index behind the last block."""
+        """The index after the last block."""
         return self.first + len(self.ids)
 
     @property

@@ -76,7 +76,7 @@ class CacheNews:
         return at
 
     def evicted(self, block_hash: bytes) -> None:
-        """Note that the boundary behind this block is no hit any more."""
+        """Note that the boundary after this block is no hit any more."""
         if (blocks := self._named.pop(block_hash, None)) is None:
             return
         for block in blocks:  # another boundary may need it for long

@@ -48,7 +48,7 @@ class Drafting:
         builder.chunks.sort(key=lambda chunk: chunk.place)
 
     def _propose(self, seq: Sequence, chunk: SequenceChunk, builder: BatchBuilder) -> tuple[int, ...]:
-        """The drafts behind the chunk's token. Tokens that running steps draw are guessed, too."""
+        """The drafts after the chunk's token. Tokens that running steps draw are guessed, too."""
         prompts = builder.prompts
         room = prompts.cost_left if prompts.is_limited else inf
         most = int(min(MOST_DRAFTS, seq.max_len - chunk.start - 2, builder.budget, builder.rows, room))

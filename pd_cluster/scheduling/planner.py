@@ -184,7 +184,7 @@ class Planner:
         return may_run and builder.has_rows(seq) and builder.has_portion(seq)
 
     def _plan_chunks(self, builder: BatchBuilder, prefills: list[Sequence]) -> None:
-        """Plan chunks of the running prompts, best rank first, behind what waits with a better priority."""
+        """Plan chunks of the running prompts, best rank first, after what waits with a better priority."""
         passed = None
         for seq in prefills:
             priority, first = seq.rank[0], self._queues.waiting.first

@@ -56,13 +56,13 @@ class PrefillBudget:
         )
 
     def admits(self, start: int) -> bool:
-        """True if a token behind at most `start` others still fits. False also closes the budget for later prompts."""
+        """True if a token after at most `start` others still fits. False also closes the budget for later prompts."""
         if not self._room(start):
             self.tokens_left = 0
         return self.tokens_left > 0
 
     def take(self, start: int, num_remaining: int) -> int:
-        """Take tokens for a prompt with `num_remaining` ones behind `start` others; at least one if admitted.
+        """Take tokens for a prompt with `num_remaining` ones after `start` others; at least one if admitted.
 
         A prompt that is cut ends where a captured step ends, if it reaches little beyond that: the rest would cause
         padding. It is not shortened if that leaves the step's prompts less than LEAST_PROMPT_TOKENS.
@@ -87,14 +87,14 @@ class PrefillBudget:
 
 
 def cost_of(num_tokens: int, start: int, keys_per_token: int) -> int:
-    """The cost of a chunk behind `start` tokens, rounded up. Its i-th token sees start + i + 1 keys."""
+    """The cost of a chunk after `start` tokens, rounded up. Its i-th token sees start + i + 1 keys."""
     if not keys_per_token:
         return num_tokens
     return num_tokens + -(-num_tokens * (2 * start + num_tokens + 1) // (2 * keys_per_token))
 
 
 def affordable(cost: int, start: int, keys_per_token: int) -> int:
-    """The longest chunk behind `start` tokens that costs at most `cost`: the root of `cost_of`."""
+    """The longest chunk after `start` tokens that costs at most `cost`: the root of `cost_of`."""
     if not keys_per_token:
         return cost
     linear = 2 * (keys_per_token + start) + 1

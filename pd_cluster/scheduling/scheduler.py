@@ -290,7 +290,7 @@ class Scheduler:
         self._unpark(request)
 
     def fall_back_to_local(self, request: Request) -> None:
-        """Compute a parked prompt here. Sequences that have parted each go on behind their own tokens."""
+        """Compute a parked prompt here. Sequences that have parted each go on after their own tokens."""
         if request in self._queues.parked:
             self._unpark(request)
             request.sequences[0].num_cached_tokens = 0  # counted again when it is scheduled

@@ -247,8 +247,8 @@ class Sequence:
     # Tokens that running steps sample, one per step: their positions are known, their values not. Of a beam, until its
     # round is over
     num_pending: int = 0
-    # Further tokens that the newest step may give it: its drafts. No step is planned behind such a step. Of a beam
-    # always 1, because no step is planned behind one before its token is chosen
+    # Further tokens that the newest step may give it: its drafts. No step is planned after such a step. Of a beam
+    # always 1, because no step is planned after one before its token is chosen
     num_uncertain: int = 0
     num_in_flight: int = 0  # steps that still run and touch this sequence
     num_announced_tokens: int = 0  # PREFILL: announced to the lease's reader
@@ -304,12 +304,12 @@ class Sequence:
         return PromptPart(part.start + num_known, part.entries[num_known:])
 
     def sit_out(self) -> None:
-        """Take the last token of the newest step's chunk back: the step draws no token behind it.
+        """Take the last token of the newest step's chunk back: the step draws no token after it.
 
         The last token is computed and drawn again, in the same place and with the same random number. Until the step
         retires:
 
-            position of the token    not pending, so no step is planned behind it
+            position of the token    not pending, so no step is planned after it
             KV of the last token     not counted as computed, so its block stays out of the prefix cache and is the
                                      sequence's own when the next chunk writes it again
             the last blocks          not announced to a lease's reader (`Scheduler.publishes`)

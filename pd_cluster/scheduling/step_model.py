@@ -45,7 +45,7 @@ TOKEN_S = (8e-6, 15e-6, 22e-6, 20e-6)  # between and beyond
 # decodes only, steps of 4 decodes took 1.2 to 1.4 times as long as predicted, of 28 0.85 to 0.97 times (30B-A3B, H200)
 FIRST_KNOTS, FIRST = (0, 4, 12, 28), 60
 FIRST_S = 0.1e-6  # a dense model reads all its weights for one token
-# With 128,256 tokens a row of the head takes 2 us. 8B, 64 decodes behind 4,096 tokens: 12.6 ms, with a draft for each
+# With 128,256 tokens a row of the head takes 2 us. 8B, 64 decodes after 4,096 tokens: 12.6 ms, with a draft for each
 # 13.8, with three 17.7
 DRAFT_S = 3e-6
 
@@ -105,7 +105,7 @@ class StepWork:
 
 
 def keys_of(num_tokens: int, start: int) -> int:
-    """Products of each token of a chunk behind `start` tokens and the tokens before it."""
+    """Products of each token of a chunk after `start` tokens and the tokens before it."""
     return num_tokens * (2 * start + num_tokens - 1) // 2
 
 
@@ -171,11 +171,11 @@ class StepModel:
         return self._seconds[2]
 
     def decode_s(self, num_decodes: int, context: int) -> float:
-        """Seconds of a step of decodes only, behind `context` tokens in all."""
+        """Seconds of a step of decodes only, after `context` tokens in all."""
         return self.seconds(StepWork(num_decodes, context))
 
     def prefill_s(self, num_tokens: int, start: int = 0) -> float:
-        """Seconds of steps that compute `num_tokens` of one prompt behind `start` tokens, and nothing else."""
+        """Seconds of steps that compute `num_tokens` of one prompt after `start` tokens, and nothing else."""
         return num_tokens * self.token_s + keys_of(num_tokens, start) * self.key_s
 
     def seconds(self, work: StepWork) -> float:
@@ -284,7 +284,7 @@ class StepModel:
             self._restart([price * row[0] if at in wrong else price for at, price in enumerate(self._seconds)])
 
     def _restart(self, seconds: Sequence[float]) -> None:
-        """Set the coefficients, and forget the steps behind them."""
+        """Set the coefficients, and forget the steps after them."""
         count = len(seconds)
         self._base = list(seconds)
         self._rows: tuple[list[float], list[float]] = ([], [])  # see `_check_prices`: of tokens, and of keys

@@ -10,7 +10,7 @@ The *claim* of a sequence that waits, smaller first:
     turn        when its group last had one, or the request's (`queue_order`), whichever is later
     arrival     of its request, within the group
 
-So groups take turns: one that has just had a turn stands behind all that wait now, before all that come later. A group
+So groups take turns: one that has just had a turn stands after all that wait now, before all that come later. A group
 of one sequence holds no slot while that waits: among such groups the order is that of `Request.turn`, as it is among
 the sequences of one group. First in, first out, that is when the request arrived; shortest first, later by its work.
 

@@ -35,7 +35,7 @@ class AnswerBlock:
 
     @property
     def has_whole_arguments(self) -> bool:
-        """Of a call: whether it was not cut off, and did not break, behind pieces that the client has."""
+        """Of a call: whether it was not cut off, and did not break, after pieces that the client has."""
         try:
             msgspec.json.decode(self.text or "{}", type=dict[str, msgspec.Raw])
         except BAD_JSON:

@@ -67,5 +67,5 @@ async def echo_texts(tokenizer: Tokenizer, prompts: Sequence[tuple[object, Seque
 
 
 def more_fields(fields: dict[str, Any]) -> bytes:
-    """`fields` as JSON that goes on behind another field of an object; b"" for none."""
+    """`fields` as JSON that goes on after another field of an object; b"" for none."""
     return b"," + b"".join(json_pieces(fields))[1:-1] if fields else b""

@@ -129,7 +129,7 @@ class ChatTemplate:
         return self._traits[variant]
 
     def generation_prompt(self, options: dict[str, Any]) -> str:
-        """What the template writes behind the last message for these options; "" when it cannot tell."""
+        """What the template writes after the last message for these options; "" when it cannot tell."""
         messages = [{"role": "user", "content": "a"}]
         plain = options | {"add_generation_prompt": False, "continue_final_message": False}
         try:

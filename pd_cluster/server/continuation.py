@@ -108,7 +108,7 @@ def check_prompts(continuation: Continuation, requests: Sequence[GenerationReque
 
 
 async def resume(stream: GenerationStream, first_index: int, shape: ResponseShape) -> None:
-    """Bring the text side of every choice to the state behind its known tokens. Raises CannotContinue.
+    """Bring the text side of every choice to the state after its known tokens. Raises CannotContinue.
 
     `first_index`: of the prompt's first choice in the answer. Nothing more is written of a choice that has ended, so
     the characters of its end are not compared.

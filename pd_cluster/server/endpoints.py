@@ -145,7 +145,7 @@ async def _chat(
     messages = body.messages
     options = reasoning_options(body) | template_options(body)
     params = body.kv_transfer_params
-    # A stream that goes on behind midnight has the prompt of the day on which it began
+    # A stream that goes on after midnight has the prompt of the day on which it began
     began_s = None if params is None or params.continuation is None else params.continuation.head.created
     template = state.tokenizer.chat_template
     is_named = not template.writes_time and (began_s is None or not template.writes_date)
@@ -187,7 +187,7 @@ async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw
     """Serve `POST /v1/completions`: generate for the body `raw`, and answer through `reply`. Raises PdError."""
     body = decoded(state, reply, raw, CompletionBody)
     _take_offer(caller, body)
-    await state.turns.take(len(raw))  # 2 million tokens take 0.1 s to here, and again behind it
+    await state.turns.take(len(raw))  # 2 million tokens take 0.1 s to here, and again after it
     prompts = prompts_of(body, state.tokenizer.vocab_size, state.ready.max_model_len)
     names = names_for(state, body, raw) if len(prompts) == 1 else None
 

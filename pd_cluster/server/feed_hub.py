@@ -64,7 +64,7 @@ class FeedReader:
         self.end()
 
     def end(self) -> None:
-        """End the feed behind what is unread."""
+        """End the feed after what is unread."""
         self.is_cut = True
         self._has_news.set()
 

@@ -48,7 +48,7 @@ class KnownAnswer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether any choice goes on behind tokens."""
+        """Whether any choice goes on after tokens."""
         return any(self.choices[index].token_ids for index in self.live)
 
     @property

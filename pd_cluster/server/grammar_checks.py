@@ -30,8 +30,8 @@ MAX_GRAMMAR_BYTES = 64 << 10
 MAX_GRAMMARS_BYTES = 1 << 20  # of all prompts together: each has a copy on the engine
 MAX_WRITTEN_CHARS = 4 * MAX_GRAMMAR_BYTES  # in llguidance's language, which escapes texts once more
 CHECK_DEADLINE_S = 20.0  # with the start of the process, which takes 1 s; its CPU limit ends a long check before
-REQUEST_DEADLINE_S = 10.0  # behind the checks of others: one that ends the process takes up to 2 s
-# Answers, so that the schema of many requests does not wait behind the checks of others. Half of what the engine keeps:
+REQUEST_DEADLINE_S = 10.0  # after the checks of others: one that ends the process takes up to 2 s
+# Answers, so that the schema of many requests does not wait after the checks of others. Half of what the engine keeps:
 # a grammar that passes unchecked is compiled there, and a client cannot make it compile faster than it is checked here
 MAX_KEPT = 32
 

@@ -57,7 +57,7 @@ _NESTED = _words(  # a schema, or a list of schemas
 _NAMED = _words("properties patternProperties dependentSchemas dependencies $defs definitions")
 _COUNTS = _words("minLength maxLength minItems maxItems minContains maxContains minProperties maxProperties")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_DECIDING = ("then", "else", "if", "contains", "minContains", "maxContains")  # each about those behind it
+_DECIDING = ("then", "else", "if", "contains", "minContains", "maxContains")  # each about those after it
 _LARGEST = 2**63 - 1024  # as a double: llguidance writes no number beyond it
 _LOOK_AROUND = re.compile(r"\(\?<?[=!]")  # regexes of llguidance have none
 

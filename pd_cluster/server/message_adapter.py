@@ -2,7 +2,7 @@
 
 What becomes of a message depends on the messages before it and on the next one alone: a longer conversation begins as
 the shorter one does, and its prefix stays cached. So a system message where a template has none stays in its place, as
-a user message: moved to the front, it would change all tokens behind.
+a user message: moved to the front, it would change all tokens after it.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class _Sequence:
                 self._turns.append(_Turn(message, kind))
 
     def _add_as_user(self, message: Message) -> None:
-        """The system's text where the template has no system message, before or behind a user's text."""
+        """The system's text where the template has no system message, before or after a user's text."""
         user = {"role": "user", "content": message["content"]}
         last = self._turns[-1] if self._turns else None
         if last is not None and last.kind == "user":

@@ -104,7 +104,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct):
-    """Of one token behind the prompt before it. `rank`: 1 for the most likely one."""
+    """Of one token after the prompt before it. `rank`: 1 for the most likely one."""
 
     logprob: float
     rank: int

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger("pd_cluster.server")
 
-MAX_REFUSAL_BYTES = 64 << 10  # of a refusal's body: its code stands behind its message
+MAX_REFUSAL_BYTES = 64 << 10  # of a refusal's body: its code stands after its message
 PEER_SILENCE_S = 3.0  # three of P's keep-alives
 PROBE_S = 1.0  # for a P that broke its connection to answer /health
 

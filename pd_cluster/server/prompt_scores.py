@@ -92,7 +92,7 @@ class PromptScores:
         self._echo = {"tokens": [json_items(shaped["tokens"])], "token_logprobs": [b"null"], "top_logprobs": [b"null"]}
 
     async def take(self, start: int, entries: Sequence[PromptToken]) -> None:
-        """Add the entries of the positions from `start` on. Raises ValueError unless they go on behind the last.
+        """Add the entries of the positions from `start` on. Raises ValueError unless they go on after the last.
 
         In turns of 4 ms: those of 20,000 tokens take 0.3 s, and may come at once.
         """
@@ -125,7 +125,7 @@ class PromptScores:
         the prompt's.
 
         Empty if not asked for. The entries of an answer that another node has begun are not here, and its output
-        stands behind the prompt too.
+        stands after the prompt too.
         """
         if self._ask.echo is None:
             return {}, 0

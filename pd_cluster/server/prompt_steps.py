@@ -1,11 +1,11 @@
 """Names for the blocks of a prompt: after which step of its text chain the tokens of a block are known.
 
-A place in the rendered prompt maps to a place in the canonical text (`text_chain`) behind the text that is written
+A place in the rendered prompt maps to a place in the canonical text (`text_chain`) after the text that is written
 there:
 
     inside a message's content    the same character of the content
     between two contents          the beginning of the second: its role and calls come before it in the canonical text
-    behind the last content       none
+    after the last content        none
 
 Contents are found in the rendered text in order, each at the first place: a wrong place is too early, and names a later
 step. Those that are not found are passed over. A tokenizer may join the last tokens of a block with what follows, so a
@@ -115,7 +115,7 @@ class _Places:
         self._is_ascii = span is not None and span.text.isascii()
 
     def canonical(self, char: int) -> int | None:
-        """Bytes of canonical text that the first `char` characters stand for. None: no content is there or behind."""
+        """Bytes of canonical text that the first `char` characters stand for. None: no content is there or after."""
         while (span := self._span) is not None and char > span.end:
             self._step()
         if span is None:

@@ -32,7 +32,7 @@ class ResponseShape(Protocol):
 
     created: int  # Unix seconds, as the answer says
     needs_usage: bool  # in every call of `chunk`
-    end: bytes  # of a stream, behind everything else
+    end: bytes  # of a stream, after everything else
 
     def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
         """The server-sent events of new output of choice `index`; b"" when there is nothing to show.

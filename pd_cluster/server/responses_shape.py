@@ -1,6 +1,6 @@
 """The shape of answers of /v1/responses: OpenAI's response and its events.
 
-`sequence_number` rises with each event, by more than one behind a delta: it counts characters of deltas and other
+`sequence_number` rises with each event, by more than one after a delta: it counts characters of deltas and other
 events, so that it does not depend on how a stream was cut, and another node can go on with it.
 """
 

@@ -55,7 +55,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`: one form of the answer. JSON may have one blank behind each comma and colon."""
+    """vLLM's `structured_outputs`: one form of the answer. JSON may have one blank after each comma and colon."""
 
     json: str | dict[str, Any] | None = None  # a JSON schema, or its text
     json_object: bool | None = None

@@ -35,7 +35,7 @@ _LEADS: dict[str, tuple[str, ...]] = {  # what comes before a message, in a conv
     "call": ("user",),
     "tool": ("user", "call"),
 }
-_TAILS: dict[str, tuple[str, ...]] = {  # and behind it
+_TAILS: dict[str, tuple[str, ...]] = {  # and after it
     "system": ("user", *_USER_TURN),
     "developer": ("user", *_USER_TURN),
     "user": _USER_TURN,
@@ -187,7 +187,7 @@ class _Probes:
             return all(self._marks_kept(traits, talk, in_order=in_order) for talk in talks)
 
         taken = self.traits
-        # The system's text inside a conversation must not need what one at its beginning needs behind it
+        # The system's text inside a conversation must not need what one at its beginning needs after it
         bare = {pair: joint for pair, joint in taken.joints.items() if not (in_order and pair[0] == after)}
         if not talks or keeps(replace(taken, joints=bare)):
             return

@@ -11,7 +11,7 @@ from pd_connectors.protocol.text_chain import AS_ALWAYS, LastTurn
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Before the first message and behind the last one, in `TemplateTraits.joints`. Else the kinds of messages: their roles,
+# Before the first message and after the last one, in `TemplateTraits.joints`. Else the kinds of messages: their roles,
 # and "call" for one of the assistant with calls
 START, END = "start", "end"
 

@@ -16,7 +16,7 @@ _SEARCHED = 8  # characters of a prompt that the tokenizer may have changed befo
 class TextOffsets:
     """The offsets of an answer's tokens, in the order in which `Detokenizer` shows them.
 
-    The parts of one character share its offset. A token that is not shown has that of the text behind it.
+    The parts of one character share its offset. A token that is not shown has that of the text after it.
     """
 
     def __init__(self, vocabulary: Vocabulary, start: int = 0, *, skip_special: bool = True) -> None:
@@ -44,7 +44,7 @@ def echo_offsets(vocabulary: Vocabulary, token_ids: Sequence[int], text: str) ->
     """The offsets of a prompt's tokens in its text, as the client wrote it or as the tokens spell it.
 
     A client's text lacks what the tokenizer adds (special tokens, a blank at the beginning), and may have what it
-    changes (normal forms). Behind that a token has the offset of its own text where this follows soon.
+    changes (normal forms). After that a token has the offset of its own text where this follows soon.
     """
     shown = [one for one in token_ids if not vocabulary.is_special(one)]
     if b"".join(map(vocabulary.token_bytes, shown)).decode(errors="replace") == text:

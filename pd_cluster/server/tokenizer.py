@@ -48,7 +48,7 @@ class Tokenizer:
     """A model's Hugging Face tokenizer. Close it to end its threads.
 
     `vocab_size` is that of the model: the rows of its embedding. Most have more rows than the tokenizer has tokens
-    (`num_tokens`), some fewer: ids behind the rows are in no prompt, and the model draws none of them.
+    (`num_tokens`), some fewer: ids after the rows are in no prompt, and the model draws none of them.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int = 0) -> None:
@@ -178,11 +178,11 @@ class Tokenizer:
         return any(marker in text for text in self.chat_template.texts) or marker in self.added_tokens
 
     async def generation_prompt(self, options: dict[str, Any]) -> str:
-        """What the chat template writes behind the last message for these options; "" when it cannot tell."""
+        """What the chat template writes after the last message for these options; "" when it cannot tell."""
         return await self._run(lambda: self.chat_template.generation_prompt(options))
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token ids of each word, at the beginning of a text and behind a blank, without special tokens."""
+        """The token ids of each word, at the beginning of a text and after a blank, without special tokens."""
         texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
         encoded = await self._run(
             lambda: [tuple(self._checked(self._encode(text, False), "bad_words")) for text in texts]

@@ -40,7 +40,7 @@ class DrawPlaces(NamedTuple):
     top_p: Any  # float32 [M]
     min_p: Any  # float32 [M]
     settings: Any  # float32 [M, 3]: repetition, presence and frequency penalty
-    entries: Any  # int64 [E]: row * vocabulary + token; entries behind the last one have the amount 0
+    entries: Any  # int64 [E]: row * vocabulary + token; entries after the last one have the amount 0
     amounts: Any  # float32 [E], added to the logits; -inf bans the token
 
     def first(self, num_rows: int) -> DrawPlaces:
@@ -50,7 +50,7 @@ class DrawPlaces(NamedTuple):
 
 
 class DrawLayout:
-    """The sizes of the array. The inputs of limits come first, those of changes to the logits behind them."""
+    """The sizes of the array. The inputs of limits come first, those of changes to the logits after them."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         """`num_rows`: M, the rows of InputBatch; row M is that of padding."""

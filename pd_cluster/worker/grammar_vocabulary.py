@@ -36,7 +36,7 @@ class GrammarVocabulary(NamedTuple):
 
 
 class GrammarTokens(NamedTuple):
-    """What the files of a model say about its tokens. `texts` and `added` hold no id behind the model's rows."""
+    """What the files of a model say about its tokens. `texts` and `added` hold no id after the model's rows."""
 
     texts: list[bytes]  # by id; b"": no token
     added: dict[str, int]  # content and id of added tokens

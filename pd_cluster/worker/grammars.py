@@ -58,7 +58,7 @@ def compile_grammar(vocabulary: Any, executor: Any, grammar: str, *, encodes: bo
 
 
 def one_line(said: str) -> str:
-    """The first line of llguidance's message, and the reason that it has behind a drawing of a regex."""
+    """The first line of llguidance's message, and the reason that it has after a drawing of a regex."""
     first, *rest = said.split("\n")
     return " ".join([first, *[line for line in rest if line.startswith("error: ")][:1]])
 
@@ -100,7 +100,7 @@ class GrammarState:
         return any(one.matcher.consume_token(token_id) and one.is_accepting for one, token_id in copies)
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Take output tokens. A token that the grammar refuses sets `error`; tokens behind the end are ignored."""
+        """Take output tokens. A token that the grammar refuses sets `error`; tokens after the end are ignored."""
         for token_id in token_ids:
             if not self.matcher.is_stopped():
                 self.matcher.consume_token(token_id)

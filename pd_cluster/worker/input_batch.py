@@ -130,7 +130,7 @@ class InputBatch:
     def build_replay(
         self, chunks: tuple[SequenceChunk, ...], step: CapturedStep, padding_slots: Ints, draws: DrawLayout | None
     ) -> ReplayInputs:
-        """Pack chunks that draw at most one token behind each of theirs, padded to the size of `step`.
+        """Pack chunks that draw at most one token after each of theirs, padded to the size of `step`.
 
         `padding_slots`: see CapturedStep. `draws`: the layout of captured draws; None: there are none.
         """
@@ -267,7 +267,7 @@ class InputBatch:
         are_single = num_tokens == count  # as in most steps of a decode node
         lens = np.ones(count, np.int64) if are_single else np.array(lengths)
         ends = known = starts + lens
-        if not are_single and chunks[bisect_right(lengths, 1) - count].drafts:  # they are behind the single tokens
+        if not are_single and chunks[bisect_right(lengths, 1) - count].drafts:  # they are after the single tokens
             known = ends - [len(chunk.drafts) for chunk in chunks]
             for row, start, chunk in zip(rows, known, chunks, strict=True):
                 self._tokens[row, start : start + len(chunk.drafts)] = chunk.drafts
@@ -312,7 +312,7 @@ class InputBatch:
         if (num_rows := sum(counts)) > len(counts):
             lens = np.array([1 + len(one) for one in drafts]) if drafts else np.ones_like(rows)
             begins, are_plain = np.cumsum(counts) - counts, lens == 1
-            behind = np.arange(num_rows) - np.repeat(begins, counts)  # tokens behind that of the sequence's first row
+            behind = np.arange(num_rows) - np.repeat(begins, counts)  # tokens after that of the sequence's first row
             behind[np.repeat(are_plain, counts)] = 0  # its rows are copies
             draw_rows, draw_positions = np.repeat(rows, counts), np.repeat(positions, counts) + behind
             if num_rows > lens.sum():
@@ -377,7 +377,7 @@ class InputBatch:
 
     def _plan_tail(self, chunks: tuple[SequenceChunk, ...], samples: Samples, query_starts: Ints) -> TailInputs | None:
         if samples.num_logits == query_starts[-1]:
-            return None  # something is drawn behind every token
+            return None  # something is drawn after every token
         places = samples.with_logits(query_starts[1:][[chunk.num_samples > 0 for chunk in chunks]])
         rows, ends = samples.rows, samples.positions
         if samples.drafts:

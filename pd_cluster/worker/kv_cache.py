@@ -40,7 +40,7 @@ class KVCache:
 
     layout: BlockLayout
     slabs: KvSlabs
-    memory: torch.Tensor  # uint8 [n]: the slabs, and behind them room for a block of padding
+    memory: torch.Tensor  # uint8 [n]: the slabs, and after them room for a block of padding
     tensors: tuple[torch.Tensor, ...]  # by group: [num_blocks + padding, *group.rank_shape(tp_size)], views of `memory`
     hosts: tuple[torch.Tensor, ...]  # by group: [num_host_blocks, as above], pinned when the cache is on a GPU
     layer_caches: Mapping[int, KeysValues]  # by layer; layers of no group are absent
@@ -78,7 +78,7 @@ class KVCache:
         return cls(layout, slabs, memory, tensors, hosts, caches, num_host_blocks)
 
     def padding_block(self, group: int) -> int:
-        """The id of the block that padding writes to, behind all slabs. No sequence owns it, and it is never read."""
+        """The id of the block that padding writes to, after all slabs. No sequence owns it, and it is never read."""
         return self.slabs.num_blocks(group)
 
     def describe(self) -> CacheDescription:

@@ -56,7 +56,7 @@ class MaskThreads:
         self._following = ThreadPoolExecutor(1, "draft-mask")
         self._ended = Condition()  # masks are ready
         self._wake: Callable[[], None] | None = None
-        # Rows with masks of 0.1 s come behind one with a mask of 5 ms: 60 of them would keep it for 6 s
+        # Rows with masks of 0.1 s come after one with a mask of 5 ms: 60 of them would keep it for 6 s
         self._slow: list[tuple[float, int, Any, Any]] = []  # a heap: cost, number, task, `compute`
         self._numbers = count()
 

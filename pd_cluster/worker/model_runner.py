@@ -116,7 +116,7 @@ class ModelRunner:
         return self._compute(batch) if graph is None else self._replay(batch, graph)
 
     def draw_late(self) -> float:
-        """Draw the late rows of the newest step, if they wait, behind the draw of its other rows. -> seconds waited.
+        """Draw the late rows of the newest step, if they wait, after the draw of its other rows. -> seconds waited.
 
         The steps before it must have been read. Sequences that are absent leave the step, so that nothing is noted of
         them.

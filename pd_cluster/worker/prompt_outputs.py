@@ -51,7 +51,7 @@ class _Span:
     start: int  # the position of its first entry
     num_entries: int
     num_top: int
-    is_last: bool  # the prompt ends in the chunk, and something behind its last token is wanted
+    is_last: bool  # the prompt ends in the chunk, and something after its last token is wanted
     is_pooled: bool
     num_logits: int
 
@@ -62,7 +62,7 @@ class ReadPlan:
 
     spans: tuple[_Span, ...]
     rows: torch.Tensor  # int64 [N], of entries, in the order of the spans
-    targets: torch.Tensor  # int64 [N]: the tokens behind them
+    targets: torch.Tensor  # int64 [N]: the tokens after them
     last_rows: torch.Tensor  # int64 [M]: of the last tokens of the prompts that end, by span
     logit_rows: torch.Tensor  # int64 [L] into M
     logit_ids: torch.Tensor  # int64 [L]: the tokens of the wanted logits
@@ -186,7 +186,7 @@ class PromptReader:
         )
 
     def _entries(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Log-probability and rank of `targets` (int64 [N]) behind `hidden` [N, hidden_size], and the best tokens."""
+        """Log-probability and rank of `targets` (int64 [N]) after `hidden` [N, hidden_size], and the best tokens."""
         logits = self._sampler.whole(self._model.logits(hidden))
         if not self._sampler.leads:
             return ()
@@ -195,7 +195,7 @@ class PromptReader:
         return chosen, ranks, top_ids, top_logprobs
 
     def _logits_of(self, plan: ReadPlan, last: torch.Tensor) -> torch.Tensor:
-        """The wanted logits (float32 [L]) behind `last` [M, hidden_size]."""
+        """The wanted logits (float32 [L]) after `last` [M, hidden_size]."""
         if not len(plan.logit_ids):
             return torch.empty(0)
         return self._sampler.whole(self._model.logits(last))[plan.logit_rows, plan.logit_ids].float()

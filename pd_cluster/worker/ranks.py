@@ -62,7 +62,7 @@ class Ranks:
 
     @contextmanager
     def phase(self, name: str, *arguments: Any) -> Iterator[list[Any]]:
-        """Let the other ranks run a phase while the block does the same here. -> their results, behind the block."""
+        """Let the other ranks run a phase while the block does the same here. -> their results, after the block."""
         results: list[Any] = []
         self.link.rest()
         self.link.send(PhaseFrame(name, arguments))

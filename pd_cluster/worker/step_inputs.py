@@ -94,7 +94,7 @@ class Samples:
         return np.array([1 + len(drafts) for drafts in self.drafts]) if self.drafts else np.ones_like(self.rows)
 
     def with_logits(self, query_ends: Ints) -> Ints:
-        """The tokens of the step that get logits [L]. `query_ends` [N]: the place behind each sequence's last token."""
+        """The tokens of the step that get logits [L]. `query_ends` [N]: the place after each sequence's last token."""
         return up_to(query_ends, self.lens) if self.drafts else query_ends - 1
 
 

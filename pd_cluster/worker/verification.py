@@ -20,7 +20,7 @@ NO_TOKEN = -1  # in place of a token: there is none, or it was not drawn
 def run_length(drafts: Sequence[int], drawn: Sequence[int]) -> int:
     """How many of the tokens that were drawn for a sequence are its next ones: the accepted drafts, and one more.
 
-    drawn [1 + len(drafts)]: the token behind the certain one, and behind each draft. The draw behind a refused draft is
+    drawn [1 + len(drafts)]: the token after the certain one, and after each draft. The draw after a refused draft is
     of no use. NO_TOKEN: it was not drawn, so the run ends before it; the first was.
     """
     length = 1
@@ -34,7 +34,7 @@ def run_length(drafts: Sequence[int], drawn: Sequence[int]) -> int:
 def tokens_before(drafts: Sequence[Sequence[int]]) -> Ints:
     """The drafts before each row of logits, of sequences with 1 + len(drafts) rows each. -> int64 [R, K]
 
-    Row j of a sequence has its first j drafts, and NO_TOKEN behind them.
+    Row j of a sequence has its first j drafts, and NO_TOKEN after them.
     """
     before = np.full((sum(1 + len(one) for one in drafts), max(map(len, drafts), default=0)), NO_TOKEN)
     row = 0

@@ -66,7 +66,7 @@ def _draw_with_masks(runner: ModelRunner) -> None:
 
 
 def mixed_steps(num_seqs: int) -> Iterator[Chunks]:
-    """Yield the chunks of steps of decodes, with and without prompts of two tokens behind them.
+    """Yield the chunks of steps of decodes, with and without prompts of two tokens after them.
 
     All sequences of these steps attend as decodes in the last layer.
     """
@@ -80,7 +80,7 @@ def prompt_steps(num_seqs: int, budget: int, max_len: int) -> Iterator[Chunks]:
     """Yield the chunks of steps of prompts, with every power of two of tokens and with as many as a step may have.
 
     Each step has few sequences. Each size occurs without and with a prefix. The split of a kernel changes at sizes that
-    are at least a factor of 2 apart, or stays the same from one size on. Besides, kernels for few rows end behind a
+    are at least a factor of 2 apart, or stays the same from one size on. Besides, kernels for few rows end after a
     power of two.
     """
     largest = min(budget, num_seqs * max_len)

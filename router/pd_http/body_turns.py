@@ -21,7 +21,7 @@ class BodyTurns:
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_taken = False  # by a turn, or by the pause behind it
+        self._is_taken = False  # by a turn, or by the pause after it
 
     async def take(self, num_bytes: int) -> None:
         """Wait until the loop may be taken for a body of so many bytes. Raises BodiesWait."""
@@ -41,7 +41,7 @@ class BodyTurns:
     def _begin(self) -> None:
         self._is_taken = True
         loop = asyncio.get_running_loop()
-        loop.call_soon(self._end, loop.time())  # behind the task that has the turn
+        loop.call_soon(self._end, loop.time())  # after the task that has the turn
 
     def _end(self, began_s: float) -> None:
         loop = asyncio.get_running_loop()

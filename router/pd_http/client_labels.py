@@ -1,7 +1,7 @@
 """Labels that clients write into a prompt for their own servers, and that change at each request.
 
 A label is left out only in its exact form and at its exact place, so that a user's own text is never cut. In the prompt
-it would be the first text that differs, and no token behind it would be found in the cache.
+it would be the first text that differs, and no token after it would be found in the cache.
 """
 
 from __future__ import annotations

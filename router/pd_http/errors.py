@@ -1,6 +1,14 @@
 """The errors that both the router and a node answer with, and their body in OpenAI's shape.
 
-The node's own errors are in `pd_cluster.errors`, the router's own in `pd_router.errors`. Bugs are assertions instead.
+PdError                                      500
+├── InvalidRequest, OrderVersion             400, 409
+├── NotAuthorized, ModelNotFound             401, 404
+├── BodyTooLarge, UnreadCoding               413, 415
+├── BodiesWait, NoRoom                       503, for now
+├── NodesDied                                500, never again
+│   └── NodesFrozen
+├── StartupError                             the process ends; `UnservedModel` of a node is one
+└── those of `pd_cluster.errors` (nodes) and `pd_router.errors` (the router). Bugs are assertions instead
 """
 
 from __future__ import annotations
@@ -82,7 +90,7 @@ class NodesFrozen(NodesDied, code="nodes_frozen"):
     """Several nodes stood still before they gave the request its first token: it must not be tried again."""
 
 
-FINAL_CODES = frozenset({NodesDied.code, NodesFrozen.code})  # of errors behind which no node may be asked
+FINAL_CODES = frozenset({NodesDied.code, NodesFrozen.code})  # of errors after which no node may be asked
 
 
 class OrderVersion(PdError, status=409, kind="invalid_request_error", code="protocol_mismatch"):

@@ -106,7 +106,7 @@ class HttpGate:
         return type("GatedHandshake", (Handshake,), parts)
 
     def leave(self, linger_s: float) -> None:
-        """Say farewell to clients, as leaving.py describes it. An idle connection ends after `linger_s`."""
+        """Ask clients to close, as leaving.py describes it. An idle connection ends after `linger_s`."""
         self.linger_s = linger_s
         for connection in self._open:
             if not connection.is_shaking:

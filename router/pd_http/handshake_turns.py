@@ -49,7 +49,7 @@ class HandshakeTurns(Generic[Key]):
             of_network = self._waiting.pop(network)
             del of_network[key]
             if of_network:
-                self._waiting[network] = of_network  # behind the others
+                self._waiting[network] = of_network  # after the others
 
     def begin(self, now_s: float) -> Iterator[Key]:
         """Those that may begin now."""

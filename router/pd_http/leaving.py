@@ -1,9 +1,9 @@
 """How an HTTP server leaves, and uvicorn's server that does so. No request that a client sends in time is lost.
 
     phase     begins                    meanwhile                                            is over
-    farewell  with the signal           connections are accepted; answers that begin say     linger_s later; earlier
+    closing   with the signal           connections are accepted; answers that begin say     linger_s later; earlier
                                         `connection: close`, unless another request waits    if no connection is open
-                                        behind them, and the connection ends behind them     or came in QUIET_S
+                                        after them, and the connection ends after them       or came in QUIET_S
     drain     when the socket's queue   the same for what is open; a connection on which     when none is open, or
               is empty and it is        no request has come for linger_s is closed           drain_s after the signal
               closed
@@ -53,10 +53,10 @@ class LeavingServer(uvicorn.Server):
         self._gate: HttpGate = config.http.gate  # type: ignore[union-attr]
         self.linger_s = linger_s if drain_s is None else min(linger_s, drain_s)
         self.drain_s = drain_s
-        self._left_s = self._ends_s = inf  # when the farewell began, and when it ends
+        self._left_s = self._ends_s = inf  # when the closing answers began, and when they end
 
     def leave(self, linger_s: float | None = None) -> None:
-        """Begin the farewell, or shorten it to `linger_s` from now on."""
+        """Begin the closing answers, or shorten their time to `linger_s` from now on."""
         now_s = time.monotonic()
         linger_s = self.linger_s if linger_s is None else linger_s
         if now_s + linger_s < self._ends_s:
@@ -86,7 +86,7 @@ class LeavingServer(uvicorn.Server):
                     await self.lifespan.shutdown()
 
     async def _empty(self, sockets: list[socket.socket]) -> None:
-        """Stop accepting behind the last connection of the queue: to close it would reset those."""
+        """Stop accepting after the last connection of the queue: to close it would reset those."""
         queues = [one.dup() for one in sockets]
         for server in self.servers:
             server.close()

@@ -9,7 +9,7 @@ The policy, the same in every API:
     a field that changes answers elsewhere         400, by the tables of `fields.py`
     a tool that the API's own servers run, or      left out and named; 400 if `tool_choice` requires it
     that has no schema
-    a block or item with text                      shown as text, behind its other members as JSON
+    a block or item with text                      shown as text, after its other members as JSON
     what a tool gave that is no text               shown as JSON, without what is encrypted
     `max_tokens` of Messages above the room        cut, and named: the API requires it
     a call and its result, of any tool             shown as a call and a result, or both are left out and named

@@ -149,7 +149,7 @@ class CountedJson:
     def exact(self) -> Members:
         outside = self._outside
         opened = outside.count(b"{") + outside.count(b"[")
-        # Each is the value itself, or stands in an object behind a colon, or in a list
+        # Each is the value itself, or stands in an object after a colon, or in a list
         num_entries = opened - outside.startswith((b"{", b"[")) - outside.count(b":{") - outside.count(b":[")
         num_empty = outside.count(b"{}") + outside.count(b"[]")
         return Members(num_entries, self.commas + opened - num_empty, self.strings)

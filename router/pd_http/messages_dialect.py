@@ -179,7 +179,7 @@ def _chat(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
     """The chat messages of one turn: a result of a tool is a message of its own.
 
     Results of tools that a server ran stand between the parts of an answer. A call that has its result in a later turn
-    must stay in the message before that turn: no part of the answer begins behind it.
+    must stay in the message before that turn: no part of the answer begins after it.
     """
     messages: list[dict[str, Any]] = []
     part: list[Block] = []

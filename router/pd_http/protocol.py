@@ -229,7 +229,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.data_received(b"")
 
     def _choose_last(self) -> None:
-        """While the server leaves: let the answer that is next say `connection: close`, if no request waits behind it.
+        """While the server leaves: let the answer that is next say `connection: close`, if no request waits after it.
 
         An answer that has begun says nothing more.
         """
@@ -243,7 +243,7 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.transport = _HangsUp(self)
 
     def hang_up(self) -> None:
-        """End the connection behind what was sent. What still comes is read, or the client would get a reset."""
+        """End the connection after what was sent. What still comes is read, or the client would get a reset."""
         if self._abort_at_s is not None or self.transport.is_closing():
             return
         self._backlog = b""

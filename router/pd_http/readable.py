@@ -91,7 +91,7 @@ def texts_of(content: Any, place: str, levels: int = _MAX_LEVELS) -> list[str]:
 
 
 def text_of_block(block: Any, place: str, levels: int = _MAX_LEVELS) -> str:
-    """What the block says, behind its other members, if it has any. Raises InvalidRequest for media."""
+    """What the block says, after its other members, if it has any. Raises InvalidRequest for media."""
     if not isinstance(block, dict):
         return text_of(block)
     check_text_only(block, place)

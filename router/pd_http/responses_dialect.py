@@ -75,7 +75,7 @@ class ResponsesDialect(Dialect):
     """Beside its own fields a body may have those of chat that keep their meaning here."""
 
     token_limit = "max_output_tokens"
-    tool_limits = ToolLimits(MANY_TOOLS, 256)  # a name of 128, behind that of a namespace
+    tool_limits = ToolLimits(MANY_TOOLS, 256)  # a name of 128, after that of a namespace
     bounds = TRANSLATED_BOUNDS
     params = {
         "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text",

@@ -206,7 +206,7 @@ def _told(one: dict[str, Any], place: str) -> str:
 
 
 def _text_of_members(given: dict[str, Any], place: str) -> str:
-    """What a tool gave, behind the other members, if it has any."""
+    """What a tool gave, after the other members, if it has any."""
     said = [text for name in _RESULTS if name in given for text in texts_of(given[name], f"{place}.{name}")]
     others = {name: value for name, value in given.items() if name not in _RESULTS}
     return "\n".join(filter(None, (text_of(others), *said)))
@@ -219,7 +219,7 @@ def chat_messages(instructions: str | None, items: Iterator[Item], left_out: Lef
     waits for one, even where results of other calls stand between.
     """
     messages = [_message("system", instructions)] if instructions else []
-    answer: dict[str, Any] | None = None  # the last one, if nothing else was said behind it
+    answer: dict[str, Any] | None = None  # the last one, if nothing else was said after it
     waiting: set[str] = set()  # its calls without a result
     for item in items:
         last: dict[str, Any] = messages[-1] if messages else {"role": ""}

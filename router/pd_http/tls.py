@@ -18,7 +18,7 @@ FileState = tuple[int, int, int]  # time of the last change, size, inode
 class TlsFiles:
     """Files in PEM. Without --tls-cert the server speaks plain HTTP."""
 
-    tls_cert: str = setting("", "Serve HTTPS with this certificate, its chain behind it. Followed.", metavar="FILE")
+    tls_cert: str = setting("", "Serve HTTPS with this certificate, its chain after it. Followed.", metavar="FILE")
     tls_key: str = setting("", "Private key of --tls-cert. Default: it is in the same file.", metavar="FILE")
     tls_ca: str = setting(
         "",

@@ -1,6 +1,6 @@
-"""How a connection goes on behind a head that offered another protocol: in HTTP/1.1 (RFC 9110, 7.8).
+"""How a connection goes on after a head that offered another protocol: in HTTP/1.1 (RFC 9110, 7.8).
 
-The parser takes all bytes behind such a head for the other protocol. So a new parser goes on, from a head that says
+The parser takes all bytes after such a head for the other protocol. So a new parser goes on, from a head that says
 the same about the body and offers nothing.
 """
 
@@ -43,7 +43,7 @@ class _Callbacks:
 
 
 def parser_behind(num_body: int | None, connection: HttpToolsProtocol) -> httptools.HttpRequestParser:
-    """A parser for the bytes behind a head with a body of `num_body` bytes; None: in chunks.
+    """A parser for the bytes after a head with a body of `num_body` bytes; None: in chunks.
 
     `connection.parser` must still be the parser before: a request without a body ends here, in `on_message_complete`.
     """

@@ -21,6 +21,7 @@ from pd_router.admission.key_file import KeyFile
 from pd_router.background import Background
 from pd_router.cluster_orders import ClusterOrders
 from pd_router.control import Control, Relay
+from pd_router.cost_policy import CostPolicy
 from pd_router.dashboard import Dashboard
 from pd_router.discovery import Discovery
 from pd_router.feed_follower import FeedFollower
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pd_router.config import RouterConfig
-    from pd_router.node_change import Heritage
+    from pd_router.node_change import RestartState
     from pd_router.sources.base import NodeSource
     from pd_router.worker_channel import WorkerChannel
 
@@ -64,14 +65,14 @@ def create_app(
     sources: Sequence[NodeSource] = (),
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
-    heritage: Heritage | None = None,
+    restart_state: RestartState | None = None,
     worker: WorkerChannel | None = None,
     doors: Sequence[Door] = (),
 ) -> Starlette:
     """The router as an ASGI app, without the calls that compute: `token_path(app.state.proxy)` serves those.
 
     `key`: the cluster's key; it signs offers. `sources`: of nodes, in addition to flags and posted orders.
-    `heritage`: the orders that the router before this one had. `worker`: of a router with several.
+    `restart_state`: the orders that the router before this one had. `worker`: of a router with several.
     `doors`: other ports by which requests come; open from the first health checks on until the app ends.
     `clock`: monotonic seconds. `wall_clock`: Unix seconds.
     """
@@ -86,7 +87,10 @@ def create_app(
     admission = None if keys is None else KeyAdmission(config, table, metrics, keys.ring)
     held = HeldBytes(config.max_held_bytes)
     metrics.http.export_held(held)
-    services = Services(config, table, upstream, metrics, background, sinks, recent, key, wall_clock, held, admission)
+    services = Services(
+        config, table, CostPolicy(config), upstream, metrics, background, sinks, recent, key, wall_clock, held,
+        admission,
+    )  # fmt: skip
     poller = HealthPoller(config, table, upstream)
     feeds = FeedFollower(table, upstream, services.metrics, key, wall_clock)
     discovery = Discovery(sources, table)
@@ -94,9 +98,9 @@ def create_app(
     posted = PostedNodes(table, key, wall_clock)
     posted.known = discovery.known
 
-    def adopt(inherited: Heritage) -> None:
-        discovery.inherit(inherited.known)  # first: some of them may be drained
-        posted.adopt(inherited)
+    def adopt(state: RestartState) -> None:
+        discovery.restore(state.known)  # first: some of them may be drained
+        posted.adopt(state)
 
     workers = worker or OnlyWorker(posted)
     views = WorkerViews(table, services.metrics, workers)
@@ -110,12 +114,12 @@ def create_app(
         async with upstream:
             running = [asyncio.ensure_future(discovery.run())]
             try:
-                await discovery.heard_all(config.control_timeout_s)
+                await discovery.received_all(config.control_timeout_s)
                 if worker is not None:
                     running.append(asyncio.ensure_future(worker.run()))
                     await worker.adopted()
-                elif heritage is not None:
-                    adopt(heritage)  # before the first health check, which finds restarted nodes
+                elif restart_state is not None:
+                    adopt(restart_state)  # before the first health check, which finds restarted nodes
                 await poller.poll_all()  # so that the first request finds the healthy nodes
                 running.append(asyncio.ensure_future(NodeTasks(table, poller.follow, feeds.follow).run()))
                 if keys is not None and admission is not None:
@@ -123,7 +127,7 @@ def create_app(
                     follow = keys.follow(admission.adopt, lambda result: count(result).inc())
                     running.append(asyncio.ensure_future(follow))
                     if worker is not None:
-                        worker.hear_usage = admission.hear_usage
+                        worker.receive_usage = admission.receive_usage
                         running.append(asyncio.ensure_future(admission.share_usage(worker.share)))
                 if worker is not None:
                     await worker.ready()

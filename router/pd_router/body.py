@@ -21,6 +21,7 @@ from pd_connectors.protocol.text_chain import (
     step_hashes,
 )
 from pd_http.dialect import OPENAI, Dialect
+from pd_http.endpoints import Kind, paths_of
 from pd_http.errors import InvalidRequest, PdError
 from pd_http.member_bounds import BAD_JSON, check_members, top_level
 from pd_http.node_answers import ASK_TICKET
@@ -34,6 +35,7 @@ _TOKEN_IDS = re.compile(rb"[ \t\n\r]*\[[ \t\n\r]*[0-9]")
 _PROMPT_LISTS = re.compile(rb'[ \t\n\r]*\[[ \t\n\r]*["\[]')
 _MAX_SAMPLES = 128  # a node refuses more; here it bounds the charge for one request
 _TEMPLATE_TOKENS = 4096  # that a chat template may add to a prompt
+_READ_PATHS = frozenset(paths_of(Kind.READ))
 _FREE_BYTES = 128 << 10  # of a body that is not counted: it is passed on, and its text chain takes up to 30 ms
 T = TypeVar("T")
 _DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {
@@ -156,6 +158,10 @@ class RequestBody:
         limit = self.get("max_completion_tokens", float)
         limit = self.get("max_tokens", float) if limit is None else limit
         return limit is None or limit > (1 if self.wants_prompt_logprobs else 0)
+
+    def reads_only(self, path: str) -> bool:
+        """Whether the request asks about its prompt alone, or for one token that the same step samples."""
+        return path in _READ_PATHS or (path == "/v1/completions" and not self.generates)
 
     def _has(self, name: str) -> bool:
         return bytes(self._fields.get(name, b"null")) != b"null"

@@ -72,13 +72,13 @@ class CallRecord:
         left_s = self.phases.pop("answer", 0.0)
         if not self.stream:  # the rest is the generation's
             left_s = min(left_s, report.first_s)
-        told = report.phases
-        if leg_s := told.get("prefill_leg", 0.0):  # the decode node is asked while the prefill node computes
+        reported = report.phases
+        if leg_s := reported.get("prefill_leg", 0.0):  # the decode node is asked while the prefill node computes
             left_s += self.phases.pop("ticket", 0.0)
-            queue_s = told.get("prefill_queue", 0.0)
+            queue_s = reported.get("prefill_queue", 0.0)
             parts, rest = {"prefill_queue": queue_s, "prefill": leg_s - queue_s}, "handoff"
         else:
-            parts, rest = {name: told[name] for name in ("queue", "prefill") if name in told}, "network"
+            parts, rest = {name: reported[name] for name in ("queue", "prefill") if name in reported}, "network"
             parts["node"] = report.first_s - sum(parts.values())
         for name, seconds in parts.items():  # measured by other clocks: together never more than the router measured
             self.phases[name] = min(max(0.0, seconds), left_s)
@@ -99,7 +99,7 @@ class CallRecord:
     def ttft_s(self) -> float | None:
         """From the arrival to the first token: to the client, or at the node if the answer is not streamed.
 
-        None: no node told it.
+        None: no node reported it.
         """
         if self.first_s:
             return self.first_s - self.arrived_s
@@ -107,7 +107,7 @@ class CallRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds for each output token behind the first one. None: there was none, or it was not streamed."""
+        """Seconds for each output token after the first one. None: there was none, or it was not streamed."""
         tokens = self.report.num_output_tokens if self.report is not None else 0
         return (self.last_s - self.first_s) / (tokens - 1) if self.num_gaps and tokens > 1 else None
 

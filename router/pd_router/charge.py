@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_router.node_table import Node
+    from pd_router.route import Route
 
 
 class Charge:
@@ -39,7 +40,7 @@ class Charge:
         node.decode_sequences += sequences
         view, ledger = node.view, node.view.ledger
         tokens = round(prefill_bytes * view.ratio.value) if prompt_tokens is None else prompt_tokens
-        self._found_idle = prefill_bytes > 0 and not sequences and not ledger.total[2]
+        self._found_idle = prefill_bytes > 0 and not sequences and not view.queued_tokens
         if self._found_idle and view.trial.num_waited:
             view.trial.begin()
         self._entry = ledger.open(NodeWork(tokens, cached_tokens, sequences))
@@ -86,8 +87,8 @@ class Charge:
             self._node.speed.note(self._prefill_bytes, self._begun_s, now_s := self._clock())
             if self._found_idle:
                 view, work = self._node.view, self._entry.work
-                told = view.ledger.told
-                view.trial.note(now_s - self._begun_s, work.tokens * told[0] + work.keys * told[1])
+                reported = view.ledger.reported
+                view.trial.note(now_s - self._begun_s, work.tokens * reported.token_s + work.keys * reported.key_s)
         self.prefill_over()
 
     def prefill_over(self) -> None:
@@ -112,3 +113,26 @@ class Charge:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def charge_for(
+    route: Route,
+    node: Node,
+    clock: Callable[[], float],
+    *,
+    reads: bool,
+    generates: bool,
+    shows_reading: bool = True,
+) -> Charge:
+    """The charge of one leg. `reads`, `generates`: what the node does for the request.
+
+    `shows_reading`: the leg shows when the prompt has been read; otherwise that is assumed.
+    """
+    prompt, work = route.prompt, route.prompt.work(node) if reads else NO_WORK
+    charge = Charge(
+        node, clock, prefill_bytes=prompt.num_bytes if reads else 0, prompt_tokens=work.tokens,
+        cached_tokens=work.cached_tokens, sequences=prompt.num_sequences if generates else 0,
+    )  # fmt: skip
+    if reads and not shows_reading:
+        charge.hide_prefill(route.queue_s(node))
+    return charge

@@ -23,7 +23,7 @@ from pd_router.config import RouterConfig
 from pd_router.otlp import check_exporter
 from pd_router.server import RouterServer
 from pd_router.sources.make import make_sources
-from pd_router.succession import Predecessor, Succession
+from pd_router.succession import OldRouter, Succession
 from pd_router.worker_channel import WorkerChannel
 from pd_router.worker_supervisor import WorkerSupervisor
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pd_router.app import Door
-    from pd_router.node_change import Heritage
+    from pd_router.node_change import RestartState
     from pd_router.sources.base import NodeSource
 
 BACKLOG = 2048  # connections that wait to be accepted
@@ -66,14 +66,14 @@ def run(
     """
     try:
         worker = WorkerChannel.inherited()
-        predecessor = Predecessor()
+        old_router = OldRouter()
         config = config_from(args, kind)
         if config.otlp_url:
             check_exporter()
         sources = make_sources(config)
         config.check_tls()
         if config.api_keys:
-            KeyFile(config.api_keys)  # its errors are told before anything starts
+            KeyFile(config.api_keys)  # its errors are reported before anything starts
         try:
             key = load_cluster_key(config.cluster_key_file)
         except (OSError, ValueError) as error:
@@ -90,13 +90,13 @@ def run(
         if worker is None and config.workers > 1:
             listener.listen(BACKLOG)
             supervisor = WorkerSupervisor(
-                config.workers, listener, predecessor, config.drain_s, scheme=config.scheme, is_supervised=is_supervised
+                config.workers, listener, old_router, config.drain_s, scheme=config.scheme, is_supervised=is_supervised
             )
             return asyncio.run(supervisor.run())
-        on_serving = worker.serving if worker is not None else partial(predecessor.serving, listener, config.scheme)
-        server = make_server(config, key, sources, predecessor.heritage, worker, on_serving, doors)
+        on_serving = worker.serving if worker is not None else partial(old_router.serving, listener, config.scheme)
+        server = make_server(config, key, sources, old_router.restart_state, worker, on_serving, doors)
         if worker is None and not is_supervised:
-            server.succession = Succession(listener, server.posted.heritage)
+            server.succession = Succession(listener, server.posted.restart_state)
         gc.collect()
         gc.freeze()  # permanent objects are not searched for garbage while answers stream
         gc.set_threshold(YOUNG_OBJECTS)
@@ -108,12 +108,12 @@ def make_server(
     config: RouterConfig,
     key: bytes,
     sources: Sequence[NodeSource],
-    heritage: Heritage,
+    restart_state: RestartState,
     worker: WorkerChannel | None,
     on_serving: Callable[[], None],
     doors: Sequence[Door] = (),
 ) -> RouterServer:
-    app = create_app(config, key, sources, heritage=heritage, worker=worker, doors=doors)
+    app = create_app(config, key, sources, restart_state=restart_state, worker=worker, doors=doors)
     services = app.state.services
     settings = server_config(
         app,
@@ -126,7 +126,7 @@ def make_server(
         backlog=BACKLOG,
     )
     server = RouterServer(app.state.posted, services.leaving, on_serving, settings, config)
-    server.has_heir = not doors
+    server.has_successor = not doors
     if worker is not None:
         worker.on_lost = partial(setattr, server, "should_exit", True)
     return server

@@ -46,10 +46,10 @@ class ClusterOrders:
         nodes = [node for node in self._s.table.nodes if node.reachable]
         if not nodes:
             raise NoNode("no node is reachable; try again later")
-        told = await asyncio.gather(*(self._tell(node, path) for node in nodes))
-        answers = {node.node_id: answer for node, (_, answer) in zip(nodes, told, strict=True)}
+        reported = await asyncio.gather(*(self._tell(node, path) for node in nodes))
+        answers = {node.node_id: answer for node, (_, answer) in zip(nodes, reported, strict=True)}
         answers |= {node.node_id: {"error": "not reachable"} for node in self._s.table.nodes if node not in nodes}
-        refusals = [status for status, _ in told if status != 200]
+        refusals = [status for status, _ in reported if status != 200]
         if refusals and all(status < 500 for status in refusals):
             error = InvalidRequest(f"not every node obeyed: {_reasons(answers)}", status=refusals[0])
             return json_response(error.to_body() | {"success": False, "nodes": answers}, error.status)

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from pd_http.errors import ModelNotFound
-from pd_router.choice import choose
-from pd_router.config import HandoffOrder
+from pd_router.candidates import to_generate
 from pd_router.errors import NoNode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd_router.choice import RouteChoice
     from pd_router.config import RouterConfig
-    from pd_router.cost import PromptFacts
     from pd_router.node_table import Node, NodeTable
+    from pd_router.prompt_facts import PromptFacts
+    from pd_router.route import Route, RoutePolicy
     from pd_router.stream_record import StreamRecord
 
 
@@ -32,32 +31,35 @@ class ContinuedRoute:
 
     node: Node
     prefills: tuple[Node, ...]
-    plan: RouteChoice
-    num_bytes: int  # of the prompt, and of the known tokens at as many bytes each: from these a node's speed is learned
+    plan: Route
 
 
-def choose_heir(
+def choose_resume_node(
+    policy: RoutePolicy,
     table: NodeTable,
     model: str | None,
     prompt: PromptFacts,
     record: StreamRecord,
     settings: RouterConfig,
-    heirs: Sequence[Node],
+    resume_nodes: Sequence[Node],
 ) -> ContinuedRoute | None:
-    """`prompt`: of the request. `heirs`: the nodes that may go on. None: no one of them is healthy."""
-    if record.head is None or not heirs:
+    """`prompt`: of the request. `resume_nodes`: the nodes that may go on. None: no one of them is healthy."""
+    if record.head is None or not resume_nodes:
         return None
     now_s, num_prompt = table.clock(), max(1, record.head.num_prompt_tokens)
-    facts = replace(prompt, num_tokens=num_prompt + record.num_tokens, is_told=False)
-    num_bytes = prompt.num_bytes * facts.num_tokens // num_prompt
+    num_tokens = num_prompt + record.num_tokens
+    # the known tokens at as many bytes each as those of the prompt: from the bytes a node's speed is learned
+    num_bytes = prompt.num_bytes * num_tokens // num_prompt
+    facts = replace(prompt, num_bytes=num_bytes, num_tokens=num_tokens, shows_logprobs=False)
     try:
-        plan = choose(table, model, facts, settings, asked=None, turn=0, heirs=frozenset(heirs))
+        candidates = to_generate(table, model, facts, settings, turn=0, resume_nodes=frozenset(resume_nodes))
     except (NoNode, ModelNotFound):  # a stream waits for a node to come back
         return None
+    plan = policy.choose(facts, candidates, now_s)
     is_single = prompt.num_sequences == 1 and not prompt.is_several  # else nodes ask no other one for KV
-    if is_single and plan.order is not HandoffOrder.DIRECT:
-        node, prefills = plan.best_decode(plan.decodes, now_s), plan.offered(now_s, settings.offer_size)
+    if is_single and not plan.is_alone:
+        node, prefills = plan.best(plan.decodes, now_s), plan.offered(now_s, settings.offer_size)
         if node is not None and prefills:
-            return ContinuedRoute(node, tuple(prefills), plan, num_bytes)
-    alone = plan.best_direct(plan.decodes, now_s)
-    return None if alone is None else ContinuedRoute(alone, (), plan, num_bytes)
+            return ContinuedRoute(node, tuple(prefills), plan)
+    alone = plan.direct(plan.reason).best(plan.decodes, now_s)
+    return None if alone is None else ContinuedRoute(alone, (), plan)

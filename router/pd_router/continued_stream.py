@@ -11,14 +11,14 @@ from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_connectors.protocol.text_chain import chain_key
 from pd_http.errors import NodesDied
 from pd_http.node_answers import FailureKind
-from pd_router.charge import Charge
-from pd_router.continuation import Heirs, may_continue
-from pd_router.continued_route import choose_heir
+from pd_router.charge import charge_for
+from pd_router.continued_route import choose_resume_node
 from pd_router.headers import REQUEST_ID
 from pd_router.legs import DecodeLeg
 from pd_router.liveness_guard import LivenessGuard
-from pd_router.node_table import Node, Role
+from pd_router.node_table import DECODERS, Node
 from pd_router.prompt_facts import prompt_facts
+from pd_router.resume_nodes import ResumeNodes, may_continue
 from pd_router.stream_record import StreamRecord
 from pd_router.upstream import LegFailed, Refused
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from pd_http.frames import Continuation
     from pd_router.body import RequestBody
-    from pd_router.casualties import Casualties
     from pd_router.continued_route import ContinuedRoute
     from pd_router.headers import Headers
+    from pd_router.node_deaths import NodeDeaths
     from pd_router.services import Services
 
 log = logging.getLogger("pd_router")
@@ -51,7 +51,7 @@ class ContinuedStream:
         path: str,
         body: RequestBody,
         headers: Headers,
-        casualties: Casualties,
+        deaths: NodeDeaths,
         note: Callable[[str, LegFailed], None],
         judge: Callable[[str, LegFailed], Awaitable[None]],
     ) -> None:
@@ -61,47 +61,47 @@ class ContinuedStream:
         self._body = body
         self._headers = headers
         self._id = headers[REQUEST_ID]
-        self._casualties = casualties
+        self._deaths = deaths
         self._note = note
         self._judge = judge
-        self._heirs = Heirs(self.record)
-        self._num_inherited = 0  # tokens of the record when the newest leg began
+        self._resume_nodes = ResumeNodes(self.record)
+        self._num_before = 0  # tokens of the record when the newest leg began
 
     def guard(self, node: Node) -> LivenessGuard:
         """While entered, LegFailed is raised if `node` is judged down and another one can go on."""
         return LivenessGuard(node, lambda: self.record.can_continue and bool(self._candidates()))
 
     async def go_on(self, leg: DecodeLeg, failure: LegFailed) -> DecodeLeg | None:
-        """A leg that has begun behind the last byte that the client has. None: the stream cannot be continued.
+        """A leg that has begun after the last byte that the client has. None: the stream cannot be continued.
 
         `leg` is closed before: a node that comes back must not write beside the next one. Raises NodesDied.
         """
         leg.close()
         count = self._s.metrics.continuations.labels
-        if not may_continue(self.record, leg.told):
+        if not may_continue(self.record, leg.given_up):
             count("final" if self.record.head is not None else "no_frames").inc()
             self._note("stream", failure)
             return None
         try:
-            self._heirs.fail(leg.node, self._casualties.epoch_of(leg.node))
-            if self.record.num_tokens > self._num_inherited:
-                self._casualties.ran()
+            self._resume_nodes.fail(leg.node, self._deaths.epoch_of(leg.node))
+            if self.record.num_tokens > self._num_before:
+                self._deaths.ran()
             num_choices = max(self._body.num_samples, self.record.num_choices)
-            if self.record.num_tokens - self._num_inherited >= OUTLIVED_TOKENS * num_choices:
-                self._casualties.outlive()
-            self._num_inherited = self.record.num_tokens
+            if self.record.num_tokens - self._num_before >= OUTLIVED_TOKENS * num_choices:
+                self._deaths.outlive()
+            self._num_before = self.record.num_tokens
             await self._judge("stream", failure)
-            heir = await self._find()
+            next_leg = await self._find()
         except NodesDied as error:
             count(error.code).inc()
             raise
-        count("no_node" if heir is None else "continued").inc()
+        count("no_node" if next_leg is None else "continued").inc()
         log.warning(
             "request %s: %s goes on with its stream after %d tokens of %s",
-            self._id, "no node" if heir is None else heir.node.node_id,
+            self._id, "no node" if next_leg is None else next_leg.node.node_id,
             self.record.num_tokens, leg.node.node_id,
         )  # fmt: skip
-        return heir
+        return next_leg
 
     async def _find(self) -> DecodeLeg | None:
         """Ask one node after the other. While there is none, wait: nodes that drained or died are started again."""
@@ -112,8 +112,9 @@ class ContinuedStream:
         refused: set[Node] = set()  # for now: their queue is full, or they drain
         ask_again_at, pause_s = clock(), LOOK_AGAIN_S
         while True:
-            heirs = [node for node in self._candidates() if node not in refused]
-            route = choose_heir(self._s.table, self._body.model, prompt, self.record, self._s.config, heirs)
+            resume_nodes = [node for node in self._candidates() if node not in refused]
+            s = self._s
+            route = choose_resume_node(s.policy, s.table, self._body.model, prompt, self.record, s.config, resume_nodes)
             if route is not None:
                 node = route.node
                 try:
@@ -123,9 +124,9 @@ class ContinuedStream:
                     if failure.kind is FailureKind.REFUSED:
                         refused.add(node)
                     else:
-                        self._heirs.fail(node, self._casualties.epoch_of(node))
+                        self._resume_nodes.fail(node, self._deaths.epoch_of(node))
                 except Refused as refusal:
-                    self._heirs.fail(node, node.epoch)
+                    self._resume_nodes.fail(node, node.epoch)
                     log.warning("request %s: %s refuses to go on: %s", self._id, node.node_id, refusal)
             elif clock() >= ends_at:
                 return None
@@ -143,15 +144,17 @@ class ContinuedStream:
             reading = None
             if route.prefills:
                 params |= {"do_remote_prefill": True, "offer": s.signed_offer(route.prefills)}
-                reading = until_begun.enter_context(self._charge(route, route.prefills[0], 0))
+                first = route.prefills[0]
+                charge = charge_for(route.plan, first, s.table.clock, reads=True, generates=False)
+                reading = until_begun.enter_context(charge)
                 self._headers[PREFILL_CHARGE_HEADER] = reading.name
             else:
                 self._headers.pop(PREFILL_CHARGE_HEADER, None)
             body = self._body.with_transfer(params)  # before the charge, which only the leg releases
-            charge = self._charge(route, node, self._body.num_samples, reads=reading is None)
+            charge = charge_for(route.plan, node, s.table.clock, reads=reading is None, generates=True)
             self._headers[CHARGE_HEADER] = charge.name
             leg = DecodeLeg(s.upstream, node, charge, self.record)
-            self._casualties.meet(node)
+            self._deaths.meet(node)
             with LivenessGuard(node, lambda: True):
                 await leg.open(self._path, self._headers, body, s.config.first_byte_timeout_s, s.config.idle_timeout_s)
             if reading is not None and leg.prefilled_by == route.prefills[0].node_id:
@@ -159,12 +162,5 @@ class ContinuedStream:
         s.table.answered(node)
         return leg
 
-    def _charge(self, route: ContinuedRoute, node: Node, sequences: int, *, reads: bool = True) -> Charge:
-        tokens, cached = route.plan.costs.work(node) if reads else (0, 0)
-        return Charge(
-            node, self._s.table.clock, prefill_bytes=route.num_bytes if reads else 0, prompt_tokens=tokens,
-            cached_tokens=cached, sequences=sequences,
-        )  # fmt: skip
-
     def _candidates(self) -> list[Node]:
-        return self._heirs.among(self._s.table.healthy((Role.DECODE, Role.MIXED), self._body.model))
+        return self._resume_nodes.among(self._s.table.healthy(DECODERS, self._body.model))

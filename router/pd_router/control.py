@@ -21,7 +21,7 @@ from pd_router.admission.api_keys import KEY_HEADERS
 from pd_router.body import RequestBody
 from pd_router.errors import NodeFailed, NoNode
 from pd_router.liveness_guard import LivenessGuard
-from pd_router.node_table import Node, Role
+from pd_router.node_table import DECODERS, Node, Role
 from pd_router.reply import RouterReply
 from pd_router.upstream import Answer, LegFailed, Refused
 
@@ -52,7 +52,7 @@ class Control:
         """
         table = self._s.table
         is_leaving = self._s.leaving.is_set()
-        decodes = table.healthy((Role.DECODE, Role.MIXED), None)
+        decodes = table.healthy(DECODERS, None)
         prefills = table.healthy((Role.PREFILL,), None)
         report = {
             "status": "draining" if is_leaving else "ok" if decodes else "unavailable",

@@ -6,18 +6,17 @@ the handover. To this comes what the streams beside it cost each other. Pure: re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import inf
 from operator import attrgetter
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, NamedTuple
 
 from pd_router.node_table import Node, Role
 from pd_router.node_view import TextRatio
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pd_router.prompt_facts import PromptFacts
 
 HANDOVER_S = 0.004  # from P's first token to the client's (two H200s, 8B: 3.6 to 4.1 ms)
 LOOK_S = 0.002  # D-first: a decode node looks into its own cache before it asks a prefill node
@@ -43,15 +42,12 @@ _COUNTED = TextRatio()  # of tokens that were counted
 _COUNTED.value = 1.0
 
 
-class PromptFacts(msgspec.Struct, frozen=True):
-    """What the router knows of a request before a node has read it."""
+class _BestPace(NamedTuple):
+    """The least seconds for a prompt token at any node of a side, and those more for each token before it."""
 
-    num_bytes: int
-    num_sequences: int = 1
-    is_several: bool = False  # prompts in one request
-    is_told: bool = False  # the answer tells their log-probabilities: the node that generates computes every position
-    cached: Mapping[Node, int] = {}  # tokens of its prefix; nodes without any are absent
-    num_tokens: int = 0  # of a prompt of token ids, which the router counts; 0: estimated from the bytes
+    token_s: float
+    key_s: float
+    even_s: float  # up to this a pace counts as the best
 
 
 class Costs:
@@ -62,13 +58,14 @@ class Costs:
     """
 
     __slots__ = (
-        "_best_decoding", "_best_reading", "_cached", "_decodes", "_even_decoding_s", "_even_reading_s", "_now_s",
-        "_num_sequences", "_num_units", "_prefills", "_ratio", "_told_s", "_usual_s",
+        "_best_decoding", "_best_reading", "_cached", "_decodes", "_now_s", "_num_sequences", "_num_units",
+        "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
     )  # fmt: skip
 
     def __init__(
         self, prompt: PromptFacts, prefills: Sequence[Node], now_s: float, decodes: Sequence[Node] = ()
     ) -> None:
+        self._prompt = prompt
         # of which `_ratio` tokens are one, or, where it is None, the node's own ratio: bytes, or tokens themselves
         self._num_units = prompt.num_tokens or prompt.num_bytes
         self._ratio = _COUNTED if prompt.num_tokens else None
@@ -77,41 +74,70 @@ class Costs:
         self._prefills, self._decodes = prefills, decodes
         self._now_s = now_s
         self._usual_s: float | None = None
-        self._told_s: float | None = None
+        self._reported_s: float | None = None
         self._best_reading = self._best_pace(prefills)
         self._best_decoding = self._best_pace(decodes)
-        self._even_reading_s = self._best_reading[0] * ERROR_FACTOR
-        self._even_decoding_s = self._best_decoding[0] * ERROR_FACTOR
-
-    def num_cached(self, node: Node) -> int:
-        """Tokens of the prompt that the node has cached, by its feed."""
-        return self._cached.get(node, 0)
-
-    def num_tokens(self, node: Node) -> float:
-        """Tokens of the prompt, estimated unless they were counted."""
-        return self._num_units * (self._ratio or node.view.ratio).value
-
-    def num_missing(self, node: Node) -> int:
-        """Tokens of the prompt that the node has to compute, estimated."""
-        ratio = self._ratio or node.view.ratio
-        return max(int(self._num_units * ratio.value) - self._cached.get(node, 0), 1)
-
-    def work(self, node: Node) -> tuple[int, int]:
-        """Tokens of the prompt to compute and tokens cached, for a charge on the node."""
-        return self.num_missing(node), self.num_cached(node)
 
     def reading_s(self, node: Node) -> float:
         """Until the node has computed what it was given before, and this prompt."""
         return self.reading((node,))[0]
 
     def reading(self, nodes: Iterable[Node]) -> list[float]:
-        """`reading_s` of each node. One loop: for 100 nodes, calls would cost half as much as the sums."""
-        costs_s = []
-        (best_s, best_key_s), even_s, cached_of = self._best_reading, self._even_reading_s, self._cached.get
+        """`reading_s` of each node."""
+        return [queue_s + own_s for _, _, _, queue_s, own_s in self._sums(nodes, self._best_reading)]
+
+    def reading_beside(self, nodes: Sequence[Node]) -> list[float]:
+        """`reading`, and what that time costs the streams of each node. For a prompt that nothing follows."""
+        reading_s = self.reading(nodes)
+        return [s * (1 + STREAM_SHARE * node.view.num_sequences) for s, node in zip(reading_s, nodes, strict=True)]
+
+    def queue_s(self, node: Node) -> float | None:
+        """Until the node has computed what it was given. None: the speed of no prefill node is known."""
+        if not self.knows_speed:
+            return None
+        (token_s, key_s), load = self._pace(node), node.view.ledger.total
+        return load.queued_tokens * token_s + load.queued_keys * key_s
+
+    def handing_over_s(self, node: Node) -> float:
+        """From P's first token on, if this decode node goes on. It has the first token before it has room."""
+        return self.decoding((node,))[0][0]
+
+    def direct_s(self, node: Node) -> float:
+        """The node reads the prompt itself, and holds its streams up for so long."""
+        return self.decoding((node,))[0][1]
+
+    def decoding(self, nodes: Iterable[Node]) -> list[tuple[float, float, bool]]:
+        """`handing_over_s` and `direct_s` of each node, and whether the answer's sequences would run at once."""
+        costs_s, num_sequences = [], self._num_sequences
+        for node, cached, tokens, queue_s, own_s in self._sums(nodes, self._best_decoding):
+            load = node.view.ledger.total
+            streams = load.num_sequences
+            answer_s = SEQUENCE_S * streams
+            if load.stream_room < num_sequences:
+                answer_s += SEQUENCE_S * (streams + num_sequences)
+            if node.view.load is None:
+                has_room = node.has_room(num_sequences)
+            else:
+                has_slots = streams + num_sequences <= load.num_slots
+                has_room = has_slots and load.free_tokens >= cached + tokens
+            if not has_room:
+                answer_s += self._room_s(node)
+            moved_s = TRANSFER_S * (tokens if tokens < CHUNK_TOKENS else CHUNK_TOKENS)
+            handing_over_s = HANDOVER_S + moved_s + STREAM_SHARE * queue_s + answer_s
+            direct_s = queue_s + own_s * (ERROR_FACTOR + STREAM_SHARE * streams) + answer_s
+            costs_s.append((handing_over_s, direct_s, has_room))
+        return costs_s
+
+    def _sums(self, nodes: Iterable[Node], best: _BestPace) -> Iterator[tuple[Node, int, float, float, float]]:
+        """Each node with the prompt's tokens that it has cached, those to compute, the seconds before these, and for
+        these. One loop: for 100 nodes, calls would cost half as much as the sums.
+        """
+        (best_s, best_key_s, even_s), cached_of = best, self._cached.get
         num_units, own_ratio, last = self._num_units, self._ratio, None
         for node in nodes:
             view = node.view
-            token_s, key_s, queued, keys, _, _, _, _ = view.ledger.total
+            load = view.ledger.total
+            token_s, key_s = load.token_s, load.key_s
             if not token_s:
                 token_s, key_s = self._guessed_pace(node)
             if token_s <= even_s:
@@ -124,77 +150,19 @@ class Costs:
                     tokens = 1.0
                 own_s = tokens * (token_s + (cached + tokens / 2) * key_s)
                 last = None if cached or token_s is not best_s else ratio
-            costs_s.append(queued * token_s + keys * key_s + own_s)
-        return costs_s
-
-    def reading_beside(self, nodes: Sequence[Node]) -> list[float]:
-        """`reading`, and what that time costs the streams of each node. For a prompt that nothing follows."""
-        reading_s = self.reading(nodes)
-        return [s * (1 + STREAM_SHARE * node.view.num_sequences) for s, node in zip(reading_s, nodes, strict=True)]
-
-    def queue_s(self, node: Node) -> float | None:
-        """Until the node has computed what it was given. None: the speed of no prefill node is known."""
-        if not self.knows_speed:
-            return None
-        token_s, key_s = self._pace(node)
-        return node.view.queued_tokens * token_s + node.view.queued_keys * key_s
-
-    def handing_over_s(self, node: Node) -> float:
-        """From P's first token on, if this decode node goes on. It has the first token before it has room."""
-        return self.decoding((node,))[0][0]
-
-    def direct_s(self, node: Node) -> float:
-        """The node reads the prompt itself, and holds its streams up for so long."""
-        return self.decoding((node,))[0][1]
-
-    def decoding(self, nodes: Iterable[Node]) -> list[tuple[float, float, bool]]:
-        """`handing_over_s` and `direct_s` of each node, and whether the answer's sequences would run at once."""
-        costs_s = []
-        (best_s, best_key_s), even_s, cached_of = self._best_decoding, self._even_decoding_s, self._cached.get
-        num_units, num_sequences, own_ratio, last = self._num_units, self._num_sequences, self._ratio, None
-        for node in nodes:
-            view = node.view
-            token_s, key_s, queued, keys, streams, num_slots, free, within = view.ledger.total
-            if not token_s:
-                token_s, key_s = self._guessed_pace(node)
-            if token_s <= even_s:
-                token_s, key_s = best_s, best_key_s
-            cached = cached_of(node, 0)
-            ratio = own_ratio or view.ratio
-            if cached or token_s is not best_s or ratio is not last:
-                tokens = num_units * ratio.value - cached
-                if tokens < 1.0:
-                    tokens = 1.0
-                own_s = tokens * (token_s + (cached + tokens / 2) * key_s)
-                least_s = HANDOVER_S + TRANSFER_S * (tokens if tokens < CHUNK_TOKENS else CHUNK_TOKENS)
-                last = None if cached or token_s is not best_s else ratio
-            queue_s = queued * token_s + keys * key_s
-            answer_s = SEQUENCE_S * streams
-            if within < num_sequences:
-                answer_s += SEQUENCE_S * (streams + num_sequences)
-            if view.load is None:
-                has_room = node.has_room(num_sequences)
-            else:
-                has_room = streams + num_sequences <= num_slots and free >= cached + tokens
-            if not has_room:
-                answer_s += self._room_s(node)
-            handing_over_s = least_s + STREAM_SHARE * queue_s + answer_s
-            costs_s.append(
-                (handing_over_s, queue_s + own_s * (ERROR_FACTOR + STREAM_SHARE * streams) + answer_s, has_room)
-            )
-        return costs_s
+            yield node, cached, tokens, load.queued_tokens * token_s + load.queued_keys * key_s, own_s
 
     def is_slower(self, node: Node) -> bool:
         """Whether the prefill node's pace is longer than the best one's by more than the error."""
-        return node.view.ledger.total[0] > self._even_reading_s
+        return node.view.ledger.total.token_s > self._best_reading.even_s
 
     def is_late(self, node: Node) -> bool:
         """Whether the node's streams would miss their target of time per token with this answer's sequences."""
-        return node.view.ledger.total[7] < self._num_sequences
+        return node.view.ledger.total.stream_room < self._num_sequences
 
     def has_time(self, node: Node) -> bool:
         """Whether the node tells a target of time per token, and its streams meet it with this answer's sequences."""
-        return self._num_sequences <= node.view.ledger.total[7] < inf
+        return self._num_sequences <= node.view.ledger.total.stream_room < inf
 
     def may_be_late(self, node: Node, fewest: int) -> bool:
         """Whether a late node may take the answer: its streams stay within the targets of `NodeLoad.late_room`, and it
@@ -210,7 +178,7 @@ class Costs:
         """
         if len(nodes) < FEW_NODES:
             return nodes
-        streams_s = [SEQUENCE_S * node.view.ledger.total[4] for node in nodes]
+        streams_s = [SEQUENCE_S * node.view.ledger.total.num_sequences for node in nodes]
         least_s = self.handing_over_s(nodes[streams_s.index(min(streams_s))])
         return [node for node, cost_s in zip(nodes, streams_s, strict=True) if cost_s <= least_s]
 
@@ -218,11 +186,11 @@ class Costs:
         """No `direct_s` of these nodes is less: what an idle one costs that has cached most of the prompt."""
         ratio = self._ratio or min({node.view.ratio for node in nodes}, key=attrgetter("value"))
         most_cached = max(self._cached.values(), default=0)
-        return max(self._num_units * ratio.value - most_cached, 1.0) * self._best_decoding[0]
+        return max(self._num_units * ratio.value - most_cached, 1.0) * self._best_decoding.token_s
 
     def asking_s(self, node: Node, prefill_s: float) -> float:
         """D-first: the node computes a short rest by itself, and asks a prefill node, which takes `prefill_s`, else."""
-        if self.num_missing(node) < LOCAL_TOKENS:
+        if self._prompt.num_missing(node) < LOCAL_TOKENS:
             return LOOK_S + self.direct_s(node)
         return LOOK_S + prefill_s + self.handing_over_s(node)
 
@@ -235,44 +203,45 @@ class Costs:
     @property
     def knows_speed(self) -> bool:
         """Whether the speed of a prefill node was measured or learned, or can be guessed from what others tell:
-        otherwise no wait there can be told."""
+        otherwise no wait there can be estimated."""
         is_known = any(_known_s(node, self._now_s) is not None for node in self._prefills)
-        return is_known or self._told() > 0
+        return is_known or self._least_reported_s() > 0
 
-    def _best_pace(self, nodes: Sequence[Node]) -> tuple[float, float]:
-        """The least seconds for a prompt token at any of the nodes; zeros without nodes."""
+    def _best_pace(self, nodes: Sequence[Node]) -> _BestPace:
+        """Zeros without nodes."""
         best = (inf, 0.0)
         for node in nodes:
-            token_s = node.view.ledger.total[0]
+            token_s = node.view.ledger.total.token_s
             if not token_s or token_s <= best[0]:
                 best = min(best, self._pace(node))
-        return best if nodes else (0.0, 0.0)
+        token_s, key_s = best if nodes else (0.0, 0.0)
+        return _BestPace(token_s, key_s, token_s * ERROR_FACTOR)
 
     def _pace(self, node: Node) -> tuple[float, float]:
         """Seconds for a prompt token, and for each token before it."""
-        token_s, key_s, *_ = node.view.ledger.told
-        return (token_s, key_s) if token_s else self._guessed_pace(node)
+        reported = node.view.ledger.reported
+        return (reported.token_s, reported.key_s) if reported.token_s else self._guessed_pace(node)
 
     def _guessed_pace(self, node: Node) -> tuple[float, float]:
         """Of a node that tells none: what others tell if it has a feed, else as learned, or by the best prefill node.
 
         With a feed it tells its own after few prompts. What was learned from its legs is no measure beside what others
-        tell of their steps: 422 us a token of a busy machine stood for minutes beside the 250 that an equal D told.
+        tell of their steps: 422 us a token of a busy machine stood for minutes beside the 250 that an equal D reported.
         """
         if not self._prefills:  # equals take turns, however their few samples differ
             return TOKEN_S / SPEEDS[node.role], 0.0
-        if node.view.load is not None and (told_s := self._told()):
-            return told_s / SPEEDS[node.role], 0.0
-        per_byte = node.view.tokens_per_byte
+        if node.view.load is not None and (reported_s := self._least_reported_s()):
+            return reported_s / SPEEDS[node.role], 0.0
+        per_byte = node.view.ratio.value
         guess = SPEEDS[node.role] / (self._usual() * per_byte)
         return 1.0 / ((node.speed.at(self._now_s, guess=guess) or guess) * per_byte), 0.0
 
-    def _told(self) -> float:
+    def _least_reported_s(self) -> float:
         """The least seconds for a token that a prefill node tells, or, if none does, a decode node; 0: none tells."""
-        if self._told_s is None:
-            told = [[node.view.ledger.told.token_s for node in nodes] for nodes in (self._prefills, self._decodes)]
-            self._told_s = min(filter(None, told[0]), default=0.0) or min(filter(None, told[1]), default=0.0)
-        return self._told_s
+        if self._reported_s is None:
+            sides = [[node.view.ledger.reported.token_s for node in side] for side in (self._prefills, self._decodes)]
+            self._reported_s = min(filter(None, sides[0]), default=0.0) or min(filter(None, sides[1]), default=0.0)
+        return self._reported_s
 
     def _usual(self) -> float:
         """Seconds for a token at the best prefill node."""
@@ -284,7 +253,7 @@ class Costs:
 
 def _known_s(node: Node, now_s: float) -> float | None:
     """Seconds for a token, measured or learned. None: neither."""
-    if token_s := node.view.ledger.told.token_s:
+    if token_s := node.view.ledger.reported.token_s:
         return token_s
     speed = node.speed.at(now_s)
-    return None if speed is None else 1.0 / (speed * node.view.tokens_per_byte)
+    return None if speed is None else 1.0 / (speed * node.view.ratio.value)

@@ -80,14 +80,14 @@ class Dashboard:
 
     async def _snapshot(self) -> bytes:
         others, nodes = await asyncio.gather(self._workers.ask(RECENT), self._views.nodes())
-        told = [msgspec.convert(other, RecentPart) for other in others.values() if other is not None]
+        reported = [msgspec.convert(other, RecentPart) for other in others.values() if other is not None]
         state = {
             "at_s": self._s.wall_clock(),
             "release": self._policy,  # a page of another one loads itself again
             "num_workers": 1 + len(others),
             "late_workers": [number for number, other in others.items() if other is None],
             "nodes": nodes,
-            **summary([self._part(), *told]),
+            **summary([self._part(), *reported]),
         }
         return msgspec.json.encode(state)
 

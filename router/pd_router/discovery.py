@@ -10,7 +10,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from pd_router.node_table import Role
-from pd_router.sources.base import Roster, is_told
+from pd_router.sources.base import Roster, is_logged
 from pd_router.sources.membership import Membership, Sight
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ class FollowedSource:
     """One source and its nodes."""
 
     source: NodeSource
-    heard_s: float  # when it could be read, or the router's start
-    heard: asyncio.Event = field(default_factory=asyncio.Event)
-    told: Roster | None = None
+    received_s: float  # when it could be read, or the router's start
+    received: asyncio.Event = field(default_factory=asyncio.Event)
+    reported: Roster | None = None
     membership: Membership = field(default_factory=Membership)
     applied: tuple[NodeSpec, ...] = ()
     was_doubted: bool = False  # by the log
@@ -57,25 +57,25 @@ class Discovery:
                 group.create_task(self._follow(one))
             group.create_task(self._look())
 
-    async def heard_all(self, deadline_s: float) -> None:
+    async def received_all(self, deadline_s: float) -> None:
         """Wait until every source has named its nodes once, but not longer than `deadline_s`."""
         try:
             async with asyncio.timeout(deadline_s):
                 for one in self.followed:
-                    await one.heard.wait()
+                    await one.received.wait()
         except TimeoutError:
-            silent = [one.source.name for one in self.followed if not one.heard.is_set()]
+            silent = [one.source.name for one in self.followed if not one.received.is_set()]
             log.warning("starting without the nodes of sources that have not answered: %s", ", ".join(silent))
 
     def known(self) -> Known:
         return {one.source.name: one.membership.in_use for one in self.followed}
 
-    def inherit(self, known: Known) -> None:
+    def restore(self, known: Known) -> None:
         """Use what another process had in use, at this one's start: a source may be away just now, or wrong."""
         if self._on_change is not None:
             return
         for one in self.followed:
-            one.membership.inherit(known.get(one.source.name, ()), one.told or Roster(()), self._sights())
+            one.membership.restore(known.get(one.source.name, ()), one.reported or Roster(()), self._sights())
             self._apply(one)
         urls = {named.spec.url for nodes in known.values() for named in nodes}
         for node in self._table.nodes:
@@ -91,17 +91,17 @@ class Discovery:
         while True:
             try:
                 async with contextlib.aclosing(one.source.watch()) as words:
-                    async for told in words:
-                        one.heard_s, num_failures = self._table.clock(), 0
-                        if told != one.told:  # most readings of a source change nothing
-                            one.membership.hear(told, self._sights())
+                    async for reported in words:
+                        one.received_s, num_failures = self._table.clock(), 0
+                        if reported != one.reported:  # most readings of a source change nothing
+                            one.membership.receive(reported, self._sights())
                             self._apply(one)
-                            one.told = told
-                        one.heard.set()
+                            one.reported = reported
+                        one.received.set()
                 log.error("node source '%s' has ended; starting it again", name)
             except Exception:  # a bug in one source: its last nodes stay, the other sources continue
                 num_failures += 1
-                if is_told(num_failures):
+                if is_logged(num_failures):
                     log.exception("node source '%s' failed (%d in a row); starting it again", name, num_failures)
             await self._sleep(RESTART_S)
 

@@ -1,4 +1,12 @@
-"""The errors that only the router answers with. Those that nodes answer with too are in `pd_http.errors`."""
+"""The errors that only the router answers with. Those that nodes answer with too are in `pd_http.errors`.
+
+PdError
+├── KeyRefused, DashboardClosed              401, 403
+├── NodeUnknown, NotRouted, NodeConflict     404, 404, 409
+├── RateLimited, TooManyWatchers             429
+├── NodeFailed, NoNode                       502, 503: of the nodes
+└── HandingOver, WorkerLate, Stopping, TooManyUnfinished     503: of the router
+"""
 
 from __future__ import annotations
 
@@ -42,7 +50,7 @@ class NoNode(PdError, status=503, code="no_healthy_node"):
 
 
 class Stopping(PdError, status=503, code="router_stopping"):
-    """The router was told to stop, and the request did not end within `drain_s`."""
+    """The router was asked to stop, and the request did not end within `drain_s`."""
 
 
 class DashboardClosed(PdError, status=403, kind="permission_error", code="dashboard_closed"):

@@ -107,7 +107,7 @@ class FeedFollower:
                 if parser.num_pending_bytes > MAX_PENDING_BYTES:
                     raise FeedLost(f"a message has more than {MAX_PENDING_BYTES} bytes")
                 for message in messages:
-                    following.heard()
+                    following.received()
                     for _ in following.feed.apply(message):
                         await asyncio.sleep(0)
                     if isinstance(message, FeedDelta) and message.is_last and node.liveness.has_left(node.epoch):
@@ -148,7 +148,7 @@ class _Following:
         self.place = place
         self._node = node
         self._loop = asyncio.get_running_loop()
-        self._heard_s = self._loop.time()
+        self._received_s = self._loop.time()
         self._forgetting: asyncio.TimerHandle | None = None  # while the feed is lost
         self._died = asyncio.Event()
 
@@ -161,9 +161,9 @@ class _Following:
         self._forget()
         self._node.view.feed = FeedState.NONE
 
-    def heard(self) -> None:
+    def received(self) -> None:
         """Note that a message has come."""
-        self._heard_s = self._loop.time()
+        self._received_s = self._loop.time()
         view = self._node.view
         if view.feed is not FeedState.LIVE:
             self._stop_forgetting()
@@ -181,7 +181,7 @@ class _Following:
         view = self._node.view
         if view.feed is FeedState.LIVE:
             log.warning("the feed of node %s (%s) is lost: %r", self._node.node_id, self._node.url, error)
-            self._forgetting = self._loop.call_at(self._heard_s + LOAD_LIFE_S, self._forget)
+            self._forgetting = self._loop.call_at(self._received_s + LOAD_LIFE_S, self._forget)
         view.feed = FeedState.LOST
 
     async def wait(self, limit_s: float) -> None:
@@ -191,7 +191,7 @@ class _Following:
             async with asyncio.timeout(limit_s):
                 await self._died.wait()
 
-    def hear(self, down: Down) -> None:
+    def receive(self, down: Down) -> None:
         """A judgement of the health poller. A feed that is read is of a living process: of the node's next boot."""
         if down.kind is not FailureKind.FROZEN and self._node.view.feed is not FeedState.LIVE:
             self._forget()

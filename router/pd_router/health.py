@@ -133,7 +133,7 @@ class HealthPoller:
             node.role_changes = None  # it has the role of its command line again
         if restarted or (isinstance(epoch, int) and node.drained_epoch is not None):
             node.draining = epoch == node.drained_epoch
-        node.hear_role(report.get("role"), report.get("role_changes", 0))
+        node.receive_role(report.get("role"), report.get("role_changes", 0))
         node.epoch = epoch if isinstance(epoch, int) else None
         num_slots = report.get("max_num_seqs")
         node.num_slots = num_slots if isinstance(num_slots, int) else None
@@ -143,8 +143,8 @@ class HealthPoller:
         version = report.get("stream_version")
         node.stream_version = version if is_name(version) else ""
         fingerprint, protocol = report.get("fingerprint"), report.get("kv_protocol", UNTOLD_PROTOCOL)
-        is_told = is_name(fingerprint) and isinstance(protocol, int)
-        node.kv_version = f"{fingerprint}/{protocol}" if is_told else ""
+        is_reported = is_name(fingerprint) and isinstance(protocol, int)
+        node.kv_version = f"{fingerprint}/{protocol}" if is_reported else ""
         kv_in_use = report.get("kv_in_use")
         node.kv_in_use = kv_in_use if isinstance(kv_in_use, float | int) else 0.0
         return restarted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 
-class ToldLoad(NamedTuple):
-    """What a choice reads of a node's load. It is made once a message, because a choice reads it of each node."""
+class LoadFigures(msgspec.Struct, frozen=True, gc=False):
+    """What a choice reads of a node's load. Made when something changes, because each choice reads it of each node."""
 
     token_s: float = 0.0  # seconds for a prompt token at present; 0: not measured
     key_s: float = 0.0  # and for each token before it
-    tokens: int = 0  # prompt tokens to compute
-    keys: int = 0  # tokens before each of them, summed
-    sequences: int = 0  # generations that run or wait
+    queued_tokens: int = 0  # prompt tokens to compute before a new prompt
+    queued_keys: int = 0  # tokens before each of them, summed
+    num_sequences: int = 0  # generations that run or wait
     num_slots: float = inf
-    free_tokens: float = inf  # room in the KV cache
+    free_tokens: float = inf  # room in the KV cache; below 0 if it is promised twice
     stream_room: float = inf  # generations more within the target of time per token; inf: it has none
 
 
-NOTHING_TOLD = ToldLoad()
+NOTHING_REPORTED = LoadFigures()
 
 
 class NodeWork(msgspec.Struct, frozen=True, gc=False):
@@ -53,13 +53,13 @@ class LedgerEntry(msgspec.Struct, eq=False, gc=False):
 
 
 class ChargeLedger:
-    """The open charges on one node. `total`: the node's load with them, its values in the order of ToldLoad.
+    """The open charges on one node. `reported`: the node's load by its own word. `total`: with those that it lacks.
 
     Between its opening and its closing a charge is counted exactly once: in the sums of this ledger, or in the node's
     load from the message on that names its number.
     """
 
-    __slots__ = ("_entries", "_numbers", "own_keys", "own_sequences", "own_tokens", "router", "told", "total")
+    __slots__ = ("_entries", "_numbers", "own_keys", "own_sequences", "own_tokens", "reported", "router", "total")
 
     def __init__(self, router: str = "", numbers: Iterator[int] | None = None) -> None:
         """`router`: this router's name at nodes. `numbers`: the one counter of all ledgers of a router."""
@@ -67,8 +67,7 @@ class ChargeLedger:
         self.own_tokens = 0
         self.own_keys = 0
         self.own_sequences = 0
-        self.told = NOTHING_TOLD
-        self.total: tuple[float, float, int, int, int, float, float, float] = (*NOTHING_TOLD,)
+        self.reported = self.total = NOTHING_REPORTED
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._entries: dict[int, LedgerEntry] = {}
 
@@ -94,9 +93,9 @@ class ChargeLedger:
             self._count(entry.work, -1)
             self._add_up()
 
-    def hear(self, told: ToldLoad, numbers: Iterable[int]) -> None:
+    def receive(self, reported: LoadFigures, numbers: Iterable[int]) -> None:
         """Take the node's load, which counts these charges. Numbers of closed charges are ignored."""
-        self.told = told
+        self.reported = reported
         for number in numbers:
             entry = self._entries.get(number)
             if entry is not None and not entry.is_included:
@@ -106,7 +105,7 @@ class ChargeLedger:
 
     def forget(self) -> None:
         """Note that no load of the node is known: every open charge is this router's own."""
-        self.told = NOTHING_TOLD
+        self.reported = NOTHING_REPORTED
         for entry in self._entries.values():
             if entry.is_included:
                 entry.is_included = False
@@ -120,8 +119,9 @@ class ChargeLedger:
         self.own_sequences += sign * work.sequences
 
     def _add_up(self) -> None:
-        token_s, key_s, tokens, keys, sequences, num_slots, free_tokens, stream_room = self.told
-        self.total = (  # no named one: those are unpacked in twice the time
-            token_s, key_s, tokens + self.own_tokens, keys + self.own_keys, sequences + self.own_sequences, num_slots,
-            free_tokens - self.own_tokens, stream_room - self.own_sequences,
+        load = self.reported
+        self.total = LoadFigures(
+            load.token_s, load.key_s, load.queued_tokens + self.own_tokens, load.queued_keys + self.own_keys,
+            load.num_sequences + self.own_sequences, load.num_slots, load.free_tokens - self.own_tokens,
+            load.stream_room - self.own_sequences,
         )  # fmt: skip

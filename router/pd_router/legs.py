@@ -108,7 +108,7 @@ class PrefillLeg:
         return Handoff(self.node, dict(params), ticket)
 
     def drain(self, timeout_s: float, on_failed: Callable[[LegFailed], None]) -> asyncio.Future[None]:
-        """Read to the end, so that the connection can be reused, and close. `on_failed` is told if P did not finish.
+        """Read to the end, so that the connection can be reused, and close. `on_failed` is called if P did not finish.
 
         A leg that is closed meanwhile has not failed. The future is done when the leg is closed, whatever the reason.
         """
@@ -131,12 +131,12 @@ class PrefillLeg:
             on_failed(failure)
 
     def _failure_of(self, error: BaseException | None, timeout: str) -> LegFailed | None:
-        told = self._events.told
+        reported = self._events.told
         if isinstance(error, Exception):
             return leg_failure(self.node, error, "prefill", timeout)
-        if self._is_stream and told is None:
+        if self._is_stream and reported is None:
             return LegFailed(self.node, FailureKind.BROKEN, "the answer ended before the prefill did")
-        return _failure_in(self.node, told) if told is not None and told.name == "error" else None
+        return _failure_in(self.node, reported) if reported is not None and reported.name == "error" else None
 
     def close(self) -> None:
         """Idempotent. After the end of the answer the connection is in the pool already."""
@@ -163,13 +163,13 @@ def _refusal_in(event: Event) -> Refused | None:
 class DecodeLeg:
     """D's leg. After `open` the answer is `whole` (not streamed), or what `splice` gives: a stream, or `is_long`.
 
-    `record`: of the client's stream. A node that can write frames is asked for them; `told` is how such an answer
+    `record`: of the client's stream. A node that can write frames is asked for them; `given_up` is how such an answer
     failed by the node's own words.
     """
 
     def __init__(self, upstream: Upstream, node: Node, charge: Charge, record: StreamRecord | None = None) -> None:
         self.node = node
-        self.told: StreamFailed | None = None
+        self.given_up: StreamFailed | None = None
         self._record = record if node.stream_version else None
         self._dialect = OPENAI
         self._framed: FramedAnswer | None = None
@@ -236,7 +236,7 @@ class DecodeLeg:
 
     @property
     def report(self) -> NodeReport | None:
-        """What the node told at the end of its answer. None: another engine, or the answer was cut."""
+        """What the node reported at the end of its answer. None: another engine, or the answer was cut."""
         if self._framed is not None:
             return self._framed.last.report if isinstance(self._framed.last, StreamEnd) else None
         if self.whole is None and not self.is_long:
@@ -298,13 +298,13 @@ class DecodeLeg:
 
     def _check_begun(self, framed: FramedAnswer) -> None:
         """Raises, without a head, what the same status as an answer would raise: the client can still get it."""
-        told = framed.last
-        if isinstance(told, StreamFailed):
-            answer = Answer(told.status, (), told.data.partition(b"data: ")[2].partition(b"\n")[0])
-            if 400 <= told.status < 500 and told.status != 429:
+        reported = framed.last
+        if isinstance(reported, StreamFailed):
+            answer = Answer(reported.status, (), reported.data.partition(b"data: ")[2].partition(b"\n")[0])
+            if 400 <= reported.status < 500 and reported.status != 429:
                 raise Refused(answer)
-            kind = FailureKind.DIED if told.code == ENGINE_DIED else FailureKind.REFUSED
-            raise LegFailed(self.node, kind, f"it gave up: {told.status} {told.code}", answer)
+            kind = FailureKind.DIED if reported.code == ENGINE_DIED else FailureKind.REFUSED
+            raise LegFailed(self.node, kind, f"it gave up: {reported.status} {reported.code}", answer)
         self._check_frames(framed)
 
     def _check_frames(self, framed: FramedAnswer) -> None:
@@ -312,7 +312,7 @@ class DecodeLeg:
         if framed.error is not None:
             raise LegFailed(self.node, FailureKind.BAD_ANSWER, str(framed.error))
         if isinstance(framed.last, StreamFailed):
-            self.told = framed.last
+            self.given_up = framed.last
             kind = FailureKind.DIED if framed.last.code == ENGINE_DIED else FailureKind.REFUSED
             raise LegFailed(self.node, kind, f"it gave up: {framed.last.status} {framed.last.code}")
 

@@ -2,7 +2,7 @@
 
 the node ...                                 judged     requests that wait for its first byte
 answers /health with 200                     up         continue to wait
-does not answer within `health_timeout_s`    frozen     move, if another node can take them (`casualties` counts)
+does not answer within `health_timeout_s`    frozen     move, if another node can take them (`deaths` counts)
 answers that its engine is frozen            frozen     the same
 refuses connections, or answers "dead"       died       the same, counted against the request
 answers with another boot epoch              died       the same; requests sent from now on are not affected
@@ -34,7 +34,7 @@ def is_freeze(down: Down | None) -> bool:
 class DownListener(Protocol):
     """A wait that a judgement may end."""
 
-    def hear(self, down: Down) -> None:
+    def receive(self, down: Down) -> None:
         """Take a judgement that the node is down."""
 
 
@@ -64,7 +64,7 @@ class NodeLiveness:
         self.down = down
         if down is not None:
             for guard in list(self._guards):
-                guard.hear(down)
+                guard.receive(down)
 
     def restarted(self, down: Down) -> None:
         """Note that the node is up but has lost the requests that it had. `down`: how."""
@@ -79,7 +79,7 @@ class NodeLiveness:
         """Tell `guard` judgements until it leaves, and a standing one at once."""
         self._guards.add(guard)
         if self.down is not None:
-            guard.hear(self.down)
+            guard.receive(self.down)
 
     def leave(self, guard: DownListener) -> None:
         self._guards.discard(guard)

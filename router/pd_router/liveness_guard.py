@@ -37,12 +37,12 @@ class LivenessGuard:
         self._num_cancelled = task.cancelling()
         self._node.liveness.enter(self)
 
-    def hear(self, down: Down) -> None:
+    def receive(self, down: Down) -> None:
         """Take a judgement that the node is down."""
         if self._down is None and self._can_move():
             self._down = down
-            # Not now: a standing judgement is told on entry, and a task that ends the scope before it waits cannot take
-            # its own cancellation back (before Python 3.13).
+            # Not now: a standing judgement is reported on entry, and a task that ends the scope before it waits cannot
+            # take its own cancellation back (before Python 3.13).
             self._cancelling = asyncio.get_running_loop().call_soon(self._cancel)
 
     def _cancel(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -122,7 +123,7 @@ class RouterMetrics:
     def export_sources(self, sources: Iterable[FollowedSource]) -> None:
         for one in sources:
             self._doubted.labels(one.source.name).set_function(partial(getattr, one.membership, "is_doubted"))
-            age_s = partial(lambda one: self._clock() - one.heard_s, one)
+            age_s = partial(lambda one: self._clock() - one.received_s, one)
             self._source_age_s.labels(one.source.name).set_function(age_s)
 
     def _child(self, metric: Counter | Histogram, *labels: str) -> Any:
@@ -173,6 +174,6 @@ class _NodeCollector(Collector):
             feeds.add_metric(names, float(node.view.feed is FeedState.LIVE))
             queued.add_metric(names, node.view.queued_tokens)
             running.add_metric(names, node.view.num_sequences)
-            if (free_tokens := node.view.free_tokens) is not None:
+            if (free_tokens := node.view.ledger.total.free_tokens) < inf:
                 free.add_metric(names, free_tokens)
         yield from (healthy, sequences, prompts, speeds, feeds, queued, running, free)

@@ -22,8 +22,8 @@ class NodeChange(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Heritage:
-    """What orders have changed and sources have told, for a successor and for the other workers of a router.
+class RestartState:
+    """What orders have changed and sources have reported, for a successor and for the other workers of a router.
 
     A source may be away when a process starts. Loads and speeds are not handed over: they are learned in seconds.
     """
@@ -32,7 +32,7 @@ class Heritage:
     drained: dict[str, int | None] = field(default_factory=dict)  # URL -> epoch of nodes that were drained
     known: dict[str, tuple[NamedNode, ...]] = field(default_factory=dict)  # by source: its nodes in use
 
-    def changed(self, change: NodeChange) -> Heritage:
+    def changed(self, change: NodeChange) -> RestartState:
         posted, drained = dict(self.posted), dict(self.drained)
         match change.kind:
             case "add":
@@ -50,7 +50,7 @@ class Heritage:
         return msgspec.json.encode(self) + b"\n"
 
     @classmethod
-    def from_line(cls, line: bytes) -> Heritage:
+    def from_line(cls, line: bytes) -> RestartState:
         """Raises ValueError."""
         if not line.startswith(b'{"posted":'):
             raise ValueError("it tells no orders")

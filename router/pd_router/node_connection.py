@@ -272,7 +272,7 @@ class NodeConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abandon(self) -> None:
-        """End the connection at once. Its exchange hears nothing more."""
+        """End the connection at once. Its exchange receives nothing more."""
         self._exchange = None
         self._transport.abort()
         self._stop_timer()

@@ -54,9 +54,9 @@ class NodeFeed:
         elif message.number != self._number + 1:
             raise FeedLost(f"message {message.number} follows {self._number}")
         self._number = message.number
-        self._view.hear(message.load, message.charges)
+        self._view.receive(message.load, message.charges)
         if self._epoch == self._node.epoch:  # else /health will tell of the restart, and the role
-            self._node.hear_role(message.role, message.role_changes)
+            self._node.receive_role(message.role, message.role_changes)
         if isinstance(message, FeedDelta) and message.is_last:
             self._node.liveness.leaving_epoch = self._epoch
         yield from self._sweep()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from math import inf
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import orjson
@@ -15,24 +15,24 @@ from pd_connectors.protocol.feed import CHARGE_HEADER
 from pd_http.errors import NodesDied, PdError
 from pd_http.node_answers import FailureKind, usage_in
 from pd_http.reply import JSON_TYPE
-from pd_router.casualties import Casualties
-from pd_router.charge import Charge
+from pd_router.charge import charge_for
+from pd_router.config import HandoffOrder
 from pd_router.errors import NodeFailed, NoNode
 from pd_router.headers import ROUTE, Headers
 from pd_router.legs import DecodeLeg
 from pd_router.liveness_guard import LivenessGuard
+from pd_router.node_deaths import NodeDeaths
+from pd_router.untried_nodes import Choose, UntriedNodes
 from pd_router.upstream import Answer, LegFailed, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from pd_router.body import RequestBody
     from pd_router.call_record import CallRecord
-    from pd_router.candidates import Candidates
-    from pd_router.config import HandoffOrder
-    from pd_router.cost import Costs
     from pd_router.node_table import Node, Role
     from pd_router.reply import CallReply
+    from pd_router.route import Route
     from pd_router.services import Services
     from pd_router.stream_record import StreamRecord
 
@@ -44,41 +44,20 @@ _RETRYABLE = frozenset({429, 500, 502, 503, 529})
 _ILLNESS = frozenset({FailureKind.CONNECT, FailureKind.BROKEN, FailureKind.BAD_ANSWER})
 _JUDGED = frozenset({FailureKind.FROZEN, FailureKind.DIED, FailureKind.LEFT})
 # A node that failed a leg like this is not probed when another node dies while it serves the request.
-_NO_CASUALTY = frozenset(
+_NOT_SUSPECTED = frozenset(
     {FailureKind.CONNECT, FailureKind.OWN, FailureKind.REFUSED, FailureKind.FROZEN, FailureKind.LEFT}
 )
 
 
-class PlannedRoute(Protocol):
-    """An order with its reason, and what the prompt costs at the nodes."""
-
-    @property
-    def order(self) -> HandoffOrder: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def costs(self) -> Costs: ...
-
-    @property
-    def text(self) -> str:
-        """The value of the header `x-pd-route`."""
-
-
-Plan = TypeVar("Plan", bound=PlannedRoute)
-
-
-class NodeRequest(ABC, Generic[Plan]):
+class NodeRequest(ABC):
     """Runs one planned request: `run` sends the client its answer, or raises a PdError before its first byte."""
 
     def __init__(
         self,
         services: Services,
-        path: str,
         body: RequestBody,
         headers: Headers,
-        plan: Plan,
+        plan: Route,
         reply: CallReply,
         record: CallRecord,
     ) -> None:
@@ -86,12 +65,11 @@ class NodeRequest(ABC, Generic[Plan]):
         self.phase = "prefill"  # prefill | decode | stream: for counting clients that leave
         self.outcome = "ok"  # ok | refused | failed | broken
         self._s = services
-        self._path = path
         self._body = body
         self._headers = headers
         self._reply = reply
         self._record = record
-        self._casualties = Casualties(services.config.max_node_deaths)
+        self._deaths = NodeDeaths(services.config.max_node_deaths)
         self._whole: Answer | None = None  # the answer, if it was not streamed
         self._writer: Node | None = None  # of the answer, or of its end
         self._has_clamped = False
@@ -114,9 +92,9 @@ class NodeRequest(ABC, Generic[Plan]):
         """Tokens of prompt and answer, after `run`, as far as the body allows. None: the node does not tell."""
         if (report := self._record.report) is not None:
             return report.num_prompt_tokens, report.num_output_tokens
-        return None if (told := self._told_usage()) is None else self._allowed(told)
+        return None if (reported := self._reported_usage()) is None else self._allowed(reported)
 
-    def _told_usage(self) -> tuple[int, int] | None:
+    def _reported_usage(self) -> tuple[int, int] | None:
         """What an answer without a report tells."""
         return None if self._whole is None else usage_in(self._whole.body)
 
@@ -132,18 +110,18 @@ class NodeRequest(ABC, Generic[Plan]):
                 )
         self._record.reported(report, is_first_node=is_first_node)
 
-    def _allowed(self, told: tuple[int, int]) -> tuple[int, int]:
+    def _allowed(self, reported: tuple[int, int]) -> tuple[int, int]:
         """Within what the body allows: a node's report may be wrong, and the key pays for it."""
         node = self._writer
-        used = self._body.allowed(told, (node.max_model_len if node is not None else None) or inf)
-        if used != told and not self._has_clamped:
+        used = self._body.allowed(reported, (node.max_model_len if node is not None else None) or inf)
+        if used != reported and not self._has_clamped:
             self._has_clamped, name = True, self._record.served_by
             self._s.metrics.reports_clamped.labels(name).inc()
             log.warning(
                 "request %s: %s tells %s tokens of prompt and answer; %s are possible",
                 self._headers["x-request-id"],
                 name,
-                told,
+                reported,
                 used,
             )
         return used
@@ -157,19 +135,14 @@ class NodeRequest(ABC, Generic[Plan]):
     def _healthy(self, *roles: Role) -> Callable[[], list[Node]]:
         return lambda: self._s.table.healthy(roles, self._body.model)
 
-    def _book(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
-        tokens, cached = self.plan.costs.work(node) if prefill_bytes else (0, 0)
-        return Charge(
-            node, self._s.table.clock, prefill_bytes=prefill_bytes, prompt_tokens=tokens, cached_tokens=cached,
-            sequences=sequences,
-        )  # fmt: skip
+    def _untried(self, nodes: Iterable[Node], roles: Iterable[Role], choose: Choose, limit: int) -> UntriedNodes:
+        return UntriedNodes(nodes, self._healthy(*roles), choose, limit, self._s.table.clock)
 
     async def _first_answer(
         self,
         kind: str,
-        candidates: Candidates,
+        nodes: UntriedNodes,
         body: bytes,
-        charge_of: Callable[[Node], Charge],
         *,
         record: StreamRecord | None = None,
         has_other_way: Callable[[], bool] = lambda: False,
@@ -177,23 +150,26 @@ class NodeRequest(ABC, Generic[Plan]):
         """(a leg that has begun to answer or None, the last failure if a leg failed). All tries share one deadline.
 
         `kind`: the name of the legs. `record`: of a stream that other nodes may continue. `has_other_way`: whether
-        the request can be served even if no candidate is left. Raises Refused, NodesDied.
+        the request can be served even if no node is left. Raises Refused, NodesDied.
         """
-        s = self._s
+        s, is_prompt = self._s, self.plan.order is HandoffOrder.PROMPT
         last: LegFailed | None = None
         wait_s = s.config.first_byte_timeout_s if self._body.wants_stream else s.config.response_timeout_s
         ends_at = s.table.clock() + wait_s
-        while (node := candidates.take()) is not None:
-            charge = charge_of(node)
+        while (node := nodes.take()) is not None:
+            charge = charge_for(
+                self.plan, node, s.table.clock, reads=self.plan.is_alone, generates=not is_prompt,
+                shows_reading=is_prompt or self._body.shows_reading,
+            )  # fmt: skip
             self._headers[CHARGE_HEADER] = charge.name
             leg = DecodeLeg(s.upstream, node, charge, record)
-            self._casualties.meet(node)
+            self._deaths.meet(node)
             now_s = s.table.clock()
             self._record.until(now_s, "plan")
             left_s = max(0.0, ends_at - now_s)
             try:
-                with LivenessGuard(node, lambda: candidates.has_next or has_other_way()):
-                    await leg.open(self._path, self._headers, body, left_s, s.config.idle_timeout_s)
+                with LivenessGuard(node, lambda: nodes.has_next or has_other_way()):
+                    await leg.open(self._record.path, self._headers, body, left_s, s.config.idle_timeout_s)
             except LegFailed as failure:
                 self._record.until(s.table.clock(), "retry")
                 await self._judge(kind, failure)
@@ -210,32 +186,32 @@ class NodeRequest(ABC, Generic[Plan]):
     async def _judge(self, leg: str, failure: LegFailed) -> None:
         """Count a leg that failed before its first byte. Raises NodesDied if the request must not be tried again."""
         if failure.kind is FailureKind.BROKEN:
-            epoch = self._casualties.epoch_of(failure.node)
+            epoch = self._deaths.epoch_of(failure.node)
             if await self._s.upstream.has_died(failure.node, epoch):
                 failure.kind = FailureKind.DIED
             elif failure.node.liveness.has_left(epoch):  # no illness: it would eject the boot that follows
                 failure.kind = FailureKind.LEFT
         self._note(leg, failure)
         if failure.kind is FailureKind.FROZEN:
-            self._casualties.freeze(failure.node)
-        if failure.kind in _NO_CASUALTY:
-            self._casualties.spare(failure.node)
+            self._deaths.freeze(failure.node)
+        if failure.kind in _NOT_SUSPECTED:
+            self._deaths.spare(failure.node)
         if failure.kind is FailureKind.DIED:
-            self._casualties.add(failure.node)
-            # behind the first byte the node that writes has the request, and a prefill node that it asks: if that one
+            self._deaths.add(failure.node)
+            # after the first byte the node that writes has the request, and a prefill node that it asks: if that one
             # dies, the writing node goes on alone, so its death does not end a stream
             if self.phase != "stream":
                 await self._look_for_others()
         if failure.kind in _JUDGED:
-            self._casualties.check()
+            self._deaths.check()
 
     async def _look_for_others(self) -> None:
         """Probe the other nodes that had the request, after one died. D-first, only D knows which P it asked."""
-        suspects, has_died = self._casualties.suspects, self._s.upstream.has_died
+        suspects, has_died = self._deaths.suspects, self._s.upstream.has_died
         asked = (has_died(node, epoch, is_silence_death=False) for node, epoch in suspects)
         for (node, _), died in zip(suspects, await asyncio.gather(*asked), strict=True):
             if died:
-                self._casualties.add(node)
+                self._deaths.add(node)
 
     def _note(self, leg: str, failure: LegFailed) -> None:
         self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()
@@ -255,7 +231,7 @@ class NodeRequest(ABC, Generic[Plan]):
     async def _give_up(self, last: LegFailed | None, none_left: str) -> None:
         """Give the client the last node's own error. `none_left`: the error if no node was asked.
 
-        Raises NoNode, NodesDied; NodeFailed if that node told none.
+        Raises NoNode, NodesDied; NodeFailed if that node reported none.
         """
         if last is None or last.kind is FailureKind.OWN:
             raise NoNode(none_left if last is None else f"no node could be asked; the last one: {last}")

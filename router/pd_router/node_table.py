@@ -8,6 +8,7 @@ import logging
 import secrets
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
@@ -37,6 +38,9 @@ class Role(StrEnum):
     MIXED = "mixed"
 
 
+READERS, DECODERS = (Role.PREFILL, Role.MIXED), (Role.DECODE, Role.MIXED)
+
+
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
     """One node as a source names it. With another role it is another node, unless the node itself tells its role."""
@@ -61,8 +65,8 @@ class Node:
     gone: bool = False  # no source names it any more; its running requests are finished
     ejected_until_s: float = 0.0
     failures_in_row: int = 0
-    role_changes: int | None = None  # since its boot, by its own word for its role; None: it has not told its role
-    kv_version: str = ""  # nodes with an equal one use each other's KV; "": not told, so it may pair with any node
+    role_changes: int | None = None  # since its boot, by its own word for its role; None: it has not reported its role
+    kv_version: str = ""  # nodes with an equal one use each other's KV; "": not reported, so it may pair with any node
     epoch: int | None = None  # of the engine's boot; None: /health does not name it
     restarts: int = 0  # changes of epoch seen by this router
     down_since_s: float | None = None  # since when it is not reachable; None: it is reachable
@@ -103,7 +107,7 @@ class Node:
         """Whether this node and nodes of `kv_version` may hand KV over to each other."""
         return self.kv_version == kv_version or not self.kv_version or not kv_version
 
-    def hear_role(self, role: object, changes: object) -> None:
+    def receive_role(self, role: object, changes: object) -> None:
         """Take the node's own word, which wins over the role that a source names. An older word is ignored."""
         if role == self.role and changes == self.role_changes:
             return  # in nearly every message of a feed
@@ -117,6 +121,15 @@ class Node:
 
     def serves(self, model: str | None) -> bool:
         return model is None or self.models is None or model in self.models
+
+
+def healthy(nodes: Iterable[Node], now_s: float) -> list[Node]:
+    """`Node.is_healthy`, written out, because each leg asks it of each node: the calls take 7 us for 100 nodes."""
+    return [
+        node
+        for node in nodes
+        if node.reachable and not node.draining and not node.gone and now_s >= node.ejected_until_s
+    ]
 
 
 class NodeTable:
@@ -153,10 +166,10 @@ class NodeTable:
                 log.warning("%s is named twice; its second role, %s, is ignored", spec.url, spec.role.value)
         self._leaving = [node for node in self._leaving if not node.is_idle]
         known = {(node.url, node.role): node for node in (*self._leaving, *self.nodes)}
-        told = {node.url: node for node in self.nodes if node.role_changes is not None}
+        sure = {node.url: node for node in self.nodes if node.role_changes is not None}  # of their role
         before = self.nodes
         self.nodes = tuple(
-            told.get(spec.url) or known.get((spec.url, spec.role)) or self._make_node(spec) for spec in wanted.values()
+            sure.get(spec.url) or known.get((spec.url, spec.role)) or self._make_node(spec) for spec in wanted.values()
         )
         for node in set(before).difference(self.nodes):
             self._leave(node, source)
@@ -298,11 +311,15 @@ class NodeTable:
             "feed": view.feed.value,
             "queued_tokens": view.queued_tokens,
             "sequences": view.num_sequences,
-            "free_tokens": view.free_tokens,
-            "stream_room": view.stream_room,
+            "free_tokens": _known(view.ledger.total.free_tokens),
+            "stream_room": _known(view.ledger.total.stream_room),
             "cached_blocks": self.prefixes.num_blocks(node),
             "engine": None if (load := view.load) is None else {
                 "running": load.num_running, "waiting": load.num_waiting, "slots": load.num_slots,
                 "free_blocks": load.free_blocks, "num_blocks": load.num_blocks, "step_ms": round(load.step_s * 1e3, 3),
             },
         }  # fmt: skip
+
+
+def _known(value: float) -> int | None:
+    return None if value == inf else int(value)

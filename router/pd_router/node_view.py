@@ -7,7 +7,7 @@ from enum import StrEnum
 from math import inf
 from typing import TYPE_CHECKING
 
-from pd_router.ledger import ChargeLedger, ToldLoad
+from pd_router.ledger import ChargeLedger, LoadFigures
 from pd_router.trial import IdleTrial
 
 if TYPE_CHECKING:
@@ -58,55 +58,30 @@ class NodeView:
     trial: IdleTrial = field(default_factory=IdleTrial)
 
     @property
-    def tokens_per_byte(self) -> float:
-        """Prompt tokens per byte of a body's text."""
-        return self.ratio.value
-
-    @property
     def queued_tokens(self) -> int:
         """Prompt tokens that the node has to compute before a new prompt."""
-        return self.ledger.total[2]
-
-    @property
-    def queued_keys(self) -> int:
-        """Tokens before each token of `queued_tokens`, summed."""
-        return self.ledger.total[3]
+        return self.ledger.total.queued_tokens
 
     @property
     def num_sequences(self) -> int:
         """Generations that run or wait on the node."""
-        return self.ledger.total[4]
-
-    @property
-    def free_tokens(self) -> int | None:
-        """Room in the node's KV cache, in tokens; below 0 if it is promised twice. None: not known."""
-        free = self.ledger.total[6]
-        return None if free == inf else int(free)
-
-    @property
-    def stream_room(self) -> int | None:
-        """Generations more with which all are within the node's target of time per token; below 0 if promised twice.
-
-        None: it tells no target.
-        """
-        room = self.ledger.total[7]
-        return None if room == inf else int(room)
+        return self.ledger.total.num_sequences
 
     @property
     def late_room(self) -> int:
         """Generations more with which all are within `NodeLoad.late_room`'s targets; 0: not known."""
         return 0 if self.load is None else self.load.late_room - self.ledger.own_sequences
 
-    def hear(self, load: NodeLoad, charges: Iterable[int]) -> None:
+    def receive(self, load: NodeLoad, charges: Iterable[int]) -> None:
         """Take a load of the feed, and the numbers of the charges that it includes."""
         self.load = load
         token_s, key_s = pace_of(load) or (0.0, 0.0)
-        told = ToldLoad(
+        reported = LoadFigures(
             token_s, key_s, load.queued_tokens, load.queued_keys, load.num_running + load.num_waiting,
             load.num_slots or inf, load.free_blocks * load.block_size if load.block_size else inf,
             load.stream_room if load.tpot_s else inf,
         )  # fmt: skip
-        self.ledger.hear(told, charges)
+        self.ledger.receive(reported, charges)
         if load.queued_tokens:  # also of another router's trial
             self.trial.begin()
 

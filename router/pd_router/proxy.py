@@ -18,20 +18,18 @@ from pd_router import headers as rules
 from pd_router.admission.api_keys import KEY_HEADERS
 from pd_router.body import RequestBody
 from pd_router.call_record import CallRecord
-from pd_router.choice import choose
+from pd_router.candidates import to_generate, to_read
 from pd_router.prompt_facts import prompt_facts
-from pd_router.prompt_request import PromptRequest
-from pd_router.prompt_route import PromptRoute, choose_reader, reads_only
 from pd_router.reply import CallReply
 from pd_router.routed_request import RoutedRequest
 from pd_router.trace_context import TRACEPARENT, begin_trace
 
 if TYPE_CHECKING:
-    from pd_router.admission.key_admission import Visit
+    from pd_router.admission.key_admission import AdmittedRequest
     from pd_router.admission.key_limits import KeyLimits
-    from pd_router.choice import RouteChoice
     from pd_router.client_call import ClientCall
     from pd_router.config import HandoffOrder
+    from pd_router.route import Route
     from pd_router.services import Services
 
 log = logging.getLogger("pd_router")
@@ -58,8 +56,8 @@ class Proxy:
         if self._traces:
             record.trace = begin_trace(given.get(TRACEPARENT), s.config.trace_ratio)
         outcome = "ok"
-        exchange: RoutedRequest | PromptRequest | None = None
-        visit: Visit | None = None
+        exchange: RoutedRequest | None = None
+        admitted: AdmittedRequest | None = None
         s.metrics.num_in_flight += 1
         try:
             asked = rules.asked_order(given)
@@ -77,18 +75,15 @@ class Proxy:
                 s.admission.shape(user, body)
             plan = self._choose(call.path, body, asked)
             if user is not None and s.admission is not None:
-                visit = await s.admission.enter(user, body, plan)
-                if visit.queued_s:
+                admitted = await s.admission.enter(user, body, plan)
+                if admitted.queued_s:
                     record.until(s.table.clock(), "admission")
                     plan = self._choose(call.path, body, asked)
             headers = rules.forwarded(call.headers, request_id)
             headers[CLIENT_HEADER] = client_name(call.key_name, call.host)
             if self._traces:
                 headers[TRACEPARENT] = record.trace.header
-            if isinstance(plan, PromptRoute):
-                exchange = PromptRequest(s, call.path, body, headers, plan, reply, record)
-            else:
-                exchange = RoutedRequest(s, call.path, body, headers, plan, reply, record)
+            exchange = RoutedRequest(s, body, headers, plan, reply, record)
             await exchange.run()
         except ClientGone:
             outcome = "client_gone"
@@ -114,14 +109,12 @@ class Proxy:
             s.metrics.num_in_flight -= 1
             if reply.body_share is not None:
                 reply.body_share.close()
-            if visit is not None:
-                visit.end(None if exchange is None else exchange.used(), outcome)
+            if admitted is not None:
+                admitted.end(None if exchange is None else exchange.used(), outcome)
             record.key = call.key_name
             self._note_end(record, exchange, outcome, reply.status)
 
-    def _note_end(
-        self, record: CallRecord, exchange: RoutedRequest | PromptRequest | None, outcome: str, status: int
-    ) -> None:
+    def _note_end(self, record: CallRecord, exchange: RoutedRequest | None, outcome: str, status: int) -> None:
         """Count a request that has ended, and pass its record on. `exchange`: None if no node was asked."""
         s = self._s
         if outcome == "client_gone":
@@ -143,13 +136,15 @@ class Proxy:
         call.key_name = user.key.name
         return user
 
-    def _choose(self, path: str, body: RequestBody, asked: HandoffOrder | None) -> RouteChoice | PromptRoute:
+    def _choose(self, path: str, body: RequestBody, asked: HandoffOrder | None) -> Route:
         """Raises ModelNotFound, NoNode."""
         s, turn = self._s, next(self._turns)
-        facts = prompt_facts(body, s.table, self._chain_key)
-        if reads_only(path, body):
-            return choose_reader(s.table, body.model, facts, s.config, turn)
-        return choose(s.table, body.model, facts, s.config, asked, turn)
+        prompt = prompt_facts(body, s.table, self._chain_key)
+        if body.reads_only(path):
+            candidates = to_read(s.table, body.model, s.config, turn)
+        else:
+            candidates = to_generate(s.table, body.model, prompt, s.config, turn, asked=asked)
+        return s.policy.choose(prompt, candidates, s.table.clock())
 
 
 def _uncancel() -> None:

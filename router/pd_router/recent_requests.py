@@ -120,7 +120,7 @@ def _tallies(rows: Iterable[tuple[Any, ...]]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, ...], list[tuple[RequestNote, float, float | None]]] = {}
     for *key, note, span_s, seconds in rows:
         groups.setdefault(tuple(key), []).append((note, span_s, seconds))
-    return sorted((_tally(*group) for group in groups.items()), key=lambda told: (-told["per_s"], told["key"]))
+    return sorted((_tally(*group) for group in groups.items()), key=lambda tally: (-tally["per_s"], tally["key"]))
 
 
 def _tally(key: tuple[str, ...], rows: Sequence[tuple[RequestNote, float, float | None]]) -> dict[str, Any]:

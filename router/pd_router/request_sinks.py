@@ -45,7 +45,7 @@ class RequestSinks:
 
     def _is_slow(self, record: CallRecord) -> bool:
         waited_s = record.ttft_s
-        if waited_s is None:  # no node told it; of an answer that is not streamed this includes the generation
+        if waited_s is None:  # no node reported it; of an answer that is not streamed this includes the generation
             waited_s = record.ended_s - record.arrived_s
         return waited_s > self._slow_s
 

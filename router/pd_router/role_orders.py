@@ -17,7 +17,7 @@ from pd_http.reply import json_response
 from pd_router.cluster_orders import ORDER_LIFETIME_S
 from pd_router.errors import NodeConflict, NodeFailed
 from pd_router.node_orders import ordered_node
-from pd_router.node_table import Node, Role
+from pd_router.node_table import DECODERS, Node, Role
 from pd_router.upstream import LegFailed, Refused
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class RoleOrders:
 
     def _check_decodes(self, node: Node) -> None:
         """Raises NodeConflict if a model of `node` would be left without a healthy node that decodes."""
-        others = [n for n in self._s.table.healthy((Role.DECODE, Role.MIXED), None) if n is not node]
+        others = [n for n in self._s.table.healthy(DECODERS, None) if n is not node]
         models = node.models or {None}
         left = sorted(str(model) for model in models if not any(one.serves(model) for one in others))
         if left:
@@ -72,7 +72,7 @@ class RoleOrders:
         headers = {ORDER_HEADER: sign(s.key, order)}
         try:
             answer = await s.upstream.post_whole(node, ROLE_PATH, headers, b"{}", s.config.control_timeout_s)
-            told = object_in(answer.body)
+            reported = object_in(answer.body)
         except Refused as refusal:
             error = object_in(refusal.answer.body).get("error")
             why = error.get("message") if isinstance(error, dict) else _OTHER
@@ -80,6 +80,6 @@ class RoleOrders:
         except LegFailed as failure:
             text = "it may have changed its role all the same, which GET /nodes shows; the order can be repeated"
             raise NodeFailed(f"node {node.node_id} gave no answer ({failure}): {text}") from failure
-        if told.get("role") != role.value:
+        if reported.get("role") != role.value:
             raise NodeConflict(f"node {node.node_id} takes no role orders: {_OTHER}")
-        node.hear_role(told["role"], told.get("role_changes"))
+        node.receive_role(reported["role"], reported.get("role_changes"))

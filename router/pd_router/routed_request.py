@@ -1,4 +1,4 @@
-"""One request on its way through the nodes: P-first, D-first or direct, and what happens if a leg fails."""
+"""One request on its way through the nodes: P-first, D-first, direct or a prompt alone, and legs that fail."""
 
 from __future__ import annotations
 
@@ -10,56 +10,45 @@ import orjson
 from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_http.node_answers import FailureKind
 from pd_http.sse import SSE_DONE
-from pd_router.candidates import Candidates, Choose
-from pd_router.choice import RouteChoice
+from pd_router.candidates import NO_PREFILL_NODE
+from pd_router.charge import charge_for
 from pd_router.config import HandoffOrder
 from pd_router.continued_stream import ContinuedStream
 from pd_router.errors import NodeFailed
-from pd_router.headers import DECODE_BY, PREFILL_BY, TICKET, Headers
+from pd_router.headers import DECODE_BY, PREFILL_BY, TICKET
 from pd_router.legs import DecodeLeg, Handoff, PrefillLeg
 from pd_router.liveness_guard import LivenessGuard
 from pd_router.node_request import NodeRequest, may_be_tried_again
-from pd_router.node_table import Node, Role
+from pd_router.node_table import DECODERS, READERS, Role
 from pd_router.splice import send_answer
 from pd_router.upstream import LegFailed, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_router.body import RequestBody
-    from pd_router.call_record import CallRecord
-    from pd_router.charge import Charge
-    from pd_router.reply import CallReply
-    from pd_router.services import Services
+    from pd_router.node_table import Node
+    from pd_router.stream_record import StreamRecord
+    from pd_router.untried_nodes import Choose
 
 log = logging.getLogger("pd_router")
 
 
-class RoutedRequest(NodeRequest[RouteChoice]):
-    """A request that generates tokens.
+class RoutedRequest(NodeRequest):
+    """Cancelling it closes its legs, and releases the ticket unless a D has answered with it."""
 
-    Cancelling it closes both legs, and releases the ticket unless a D has answered with it.
-    """
-
-    def __init__(
-        self,
-        services: Services,
-        path: str,
-        body: RequestBody,
-        headers: Headers,
-        plan: RouteChoice,
-        reply: CallReply,
-        record: CallRecord,
-    ) -> None:
-        super().__init__(services, path, body, headers, plan, reply, record)
-        self._stream = ContinuedStream(services, path, body, headers, self._casualties, self._note, self._judge)
-        self._told = self._stream.record
+    _record_of_stream: StreamRecord | None = None  # of all nodes that wrote the stream
 
     async def _serve(self) -> None:
+        self._stream = ContinuedStream(
+            self._s, self._record.path, self._body, self._headers, self._deaths, self._note, self._judge
+        )
+        self._record_of_stream = self._stream.record
         try:
-            if await self._spill():
+            if self.plan.order is HandoffOrder.PROMPT:
+                await self._prompt()
+            elif await self._spill():
                 return
-            if self.plan.order is HandoffOrder.P_FIRST:
+            elif self.plan.order is HandoffOrder.P_FIRST:
                 await self._p_first()
             elif self.plan.order is HandoffOrder.D_FIRST:
                 await self._d_first()
@@ -68,19 +57,33 @@ class RoutedRequest(NodeRequest[RouteChoice]):
         finally:
             del self._stream  # it refers to this request: a cycle would keep the body until a search for garbage
 
-    def _told_usage(self) -> tuple[int, int] | None:
-        found, head = super()._told_usage(), self._told.head
-        return found if found is not None or head is None else (head.num_prompt_tokens, self._told.num_tokens)
+    def _reported_usage(self) -> tuple[int, int] | None:
+        found, reported = super()._reported_usage(), self._record_of_stream
+        if found is not None or reported is None or reported.head is None:
+            return found
+        return reported.head.num_prompt_tokens, reported.num_tokens
 
     # --- orders
+
+    async def _prompt(self) -> None:
+        """No lease, no ticket, and decode nodes last."""
+        config = self._s.config
+        may_all = self.plan.reason == NO_PREFILL_NODE or config.on_prefill_failure == "local"
+        roles = tuple(Role) if may_all else READERS
+        nodes = self._untried(self.plan.decodes, roles, self.plan.best, config.max_prefill_tries)
+        leg, last = await self._first_answer("prompt", nodes, self._body.plain())
+        if leg is None:
+            await self._give_up(last, "every node that can read prompts went down; try again later")
+            return
+        if leg.node.role is Role.DECODE and self.plan.reason != NO_PREFILL_NODE:
+            self.plan = self.plan.because("prefill-failed")
+        await self._answer(leg, prefill_by=None)
 
     async def _spill(self) -> bool:
         """Let a decode node prefill although there is a P, as planned. False: it was not planned, or none succeeded."""
         if (handoff := self.plan.otherwise) is None:
             return False
-        decode, _ = await self._try_decodes(
-            self._body.plain(), self.plan.sooner, self._body.num_bytes, has_other_way=lambda: True
-        )
+        decode, _ = await self._try_decodes(self._body.plain(), self.plan.best, has_other_way=lambda: True)
         if decode is None:
             self.plan, self.phase = handoff, "prefill"
             return False
@@ -99,7 +102,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
             params = dict(handoff.params)
             if spare := self._offer(without=leg.node):
                 params["offer"] = spare
-            decode = await self._open_decode(self._body.with_transfer(params), self.plan.best_decode)
+            decode = await self._open_decode(self._body.with_transfer(params))
             if decode is None:
                 return
             is_taken = True
@@ -121,16 +124,19 @@ class RoutedRequest(NodeRequest[RouteChoice]):
             return
         body = self._body.with_transfer({"do_remote_prefill": True, "offer": self._offer()})
         # D asks the first node of the offer, if it asks for a prefill at all
-        with self._charge(offered[0], self._body.num_bytes) as charge:
+        with charge_for(
+            self.plan, offered[0], self._s.table.clock, reads=True, generates=False,
+            shows_reading=self._body.shows_reading,
+        ) as charge:  # fmt: skip
             self._headers[PREFILL_CHARGE_HEADER] = charge.name
-            decode = await self._open_decode(body, self.plan.best_decode)
+            decode = await self._open_decode(body)
             if decode is not None and decode.whole is None and decode.prefilled_by == offered[0].node_id:
                 charge.prefill_done()
         if decode is not None:
             await self._answer(decode, prefill_by=None)
 
     async def _direct(self) -> None:
-        decode = await self._open_decode(self._body.plain(), self.plan.best_direct, prefill_bytes=self._body.num_bytes)
+        decode = await self._open_decode(self._body.plain())
         if decode is not None:
             await self._answer(decode, prefill_by=None)
 
@@ -152,20 +158,18 @@ class RoutedRequest(NodeRequest[RouteChoice]):
         body = self._body.for_prefill()
         headers = self._headers.copy()
         headers[TICKET] = "stream"
-        candidates = Candidates(
-            self.plan.prefills, self._healthy(Role.PREFILL), self.plan.best_prefill, s.config.max_prefill_tries,
-            s.table.clock,
-        )  # fmt: skip
+        plan, limit = self.plan, s.config.max_prefill_tries
+        nodes = self._untried(plan.prefills, (Role.PREFILL,), plan.best_prefill, limit)
         has_local = s.config.on_prefill_failure == "local"
-        while (node := candidates.take()) is not None:
-            charge = self._book(node, self._body.num_bytes)
+        while (node := nodes.take()) is not None:
+            charge = charge_for(plan, node, s.table.clock, reads=True, generates=False)
             headers[CHARGE_HEADER] = charge.name
             self._record.until(s.table.clock(), "plan")
             leg = PrefillLeg(s.upstream, node, charge)
-            self._casualties.meet(node)
+            self._deaths.meet(node)
             try:
-                with LivenessGuard(node, lambda: has_local or candidates.has_next):
-                    handoff = await leg.open(self._path, headers, body, s.config.ticket_timeout_s)
+                with LivenessGuard(node, lambda: has_local or nodes.has_next):
+                    handoff = await leg.open(self._record.path, headers, body, s.config.ticket_timeout_s)
             except LegFailed as failure:
                 self._record.until(s.table.clock(), "retry")
                 await self._judge("prefill", failure)
@@ -178,16 +182,15 @@ class RoutedRequest(NodeRequest[RouteChoice]):
         s.metrics.exhausted.labels("prefill").inc()
         return None, None
 
-    async def _open_decode(self, body: bytes, choose: Choose, prefill_bytes: int = 0) -> DecodeLeg | None:
+    async def _open_decode(self, body: bytes) -> DecodeLeg | None:
         """A leg that has begun to answer. None: the client got the last node's own error.
 
         Raises Refused, NodeFailed, NoNode, NodesDied.
         """
-        leg, last = await self._try_decodes(body, choose, prefill_bytes, has_other_way=self._has_alone)
+        leg, last = await self._try_decodes(body, self.plan.best, has_other_way=self._has_alone)
         if leg is None and (last is None or may_be_tried_again(last)) and self._has_alone():
             self._set_direct("no-pair")
-            plain, choose = self._body.plain(), self.plan.best_alone
-            leg, failure = await self._try_decodes(plain, choose, self._body.num_bytes)
+            leg, failure = await self._try_decodes(self._body.plain(), self.plan.best_alone)
             last = failure or last
         if leg is not None:
             return leg
@@ -195,48 +198,37 @@ class RoutedRequest(NodeRequest[RouteChoice]):
         return None
 
     async def _try_decodes(
-        self, body: bytes, choose: Choose, prefill_bytes: int, *, has_other_way: Callable[[], bool] = lambda: False
+        self, body: bytes, choose: Choose, *, has_other_way: Callable[[], bool] = lambda: False
     ) -> tuple[DecodeLeg | None, LegFailed | None]:
         """See `_first_answer`."""
         self.phase = "decode"
-        candidates = Candidates(
-            self.plan.decodes, self._healthy(Role.DECODE, Role.MIXED), choose, self._s.config.max_decode_tries,
-            self._s.table.clock,
-        )  # fmt: skip
-        return await self._first_answer(
-            "decode", candidates, body, lambda node: self._charge(node, prefill_bytes, self._body.num_samples),
-            record=self._stream.record if self._body.wants_stream else None, has_other_way=has_other_way,
-        )  # fmt: skip
+        nodes = self._untried(self.plan.decodes, DECODERS, choose, self._s.config.max_decode_tries)
+        record = self._stream.record if self._body.wants_stream else None
+        return await self._first_answer("decode", nodes, body, record=record, has_other_way=has_other_way)
 
     def _has_alone(self) -> bool:
         """Whether a decode node that does not pair with the prefill nodes can serve the request, if no other does."""
         if self.plan.order is HandoffOrder.DIRECT or self._s.config.on_prefill_failure == "fail":
             return False
-        decodes = self._healthy(Role.DECODE, Role.MIXED)()
+        decodes = self._healthy(*DECODERS)()
         return self.plan.best_alone(decodes, self._s.table.clock()) is not None
-
-    def _charge(self, node: Node, prefill_bytes: int, sequences: int = 0) -> Charge:
-        """A charge for a prefill. If its end is visible, then by the decode node's first byte."""
-        charge = self._book(node, prefill_bytes, sequences)
-        if prefill_bytes and not self._body.shows_reading:
-            charge.hide_prefill(self.plan.costs.queue_s(node))
-        return charge
 
     def _drain_failed(self, failure: LegFailed) -> None:
         """Count a failure of P after its ticket. D learns of it from the lease."""
         if failure.kind is FailureKind.DIED:
-            self._casualties.add(failure.node)
+            self._deaths.add(failure.node)
         self._note("prefill_after_ticket", failure)
 
     async def _answer(self, leg: DecodeLeg, prefill_by: Node | None) -> bool:
         """Pass D's answer on to the client. False if D broke off; the client then got an error event."""
-        s = self._s
+        s, nodes, on_piece = self._s, {PREFILL_BY: prefill_by or leg.node}, None
+        if self.plan.order is not HandoffOrder.PROMPT:
+            nodes[DECODE_BY], on_piece = leg.node, self._note_piece()
         self.phase, self._whole, self._writer = "stream", leg.whole, leg.node
         self._record.prefill_by = leg.prefilled_by or (prefill_by or leg.node).node_id
         self._name_route()
         try:
-            nodes = {PREFILL_BY: prefill_by or leg.node, DECODE_BY: leg.node}
-            last = await send_answer(leg, self._reply, nodes, s.config.idle_timeout_s, self._stream, self._note_piece())
+            last = await send_answer(leg, self._reply, nodes, s.config.idle_timeout_s, self._stream, on_piece)
             self._reported(last, is_first_node=last is leg)
             self._record.served_by = last.node.node_id
         except LegFailed:
@@ -268,7 +260,7 @@ class RoutedRequest(NodeRequest[RouteChoice]):
         if not nodes:
             return None
         for node in nodes:
-            self._casualties.meet(node)
+            self._deaths.meet(node)
         return s.signed_offer(nodes)
 
     def _release(self, handoff: Handoff) -> None:

@@ -35,7 +35,7 @@ class RouterServer(LeavingServer):
     `leaving`: is set when it leaves without a successor. Balancers that ask /health then send no more.
     """
 
-    has_heir = True  # after SIGHUP: another process takes over all ports
+    has_successor = True  # after SIGHUP: another process takes over all ports
 
     def __init__(
         self, posted: PostedNodes, leaving: asyncio.Event, on_serving: Callable[[], None], config: uvicorn.Config,
@@ -53,14 +53,14 @@ class RouterServer(LeavingServer):
     def capture_signals(self) -> Iterator[None]:
         """Unlike uvicorn's, it does not raise the signal again at the end: that would make the exit code -15."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        hears_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        receives_hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         loop = asyncio.get_running_loop()
-        if hears_hangup:
+        if receives_hangup:
             loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         try:
             yield
         finally:
-            if hears_hangup:
+            if receives_hangup:
                 loop.remove_signal_handler(signal.SIGHUP)
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -89,7 +89,7 @@ class RouterServer(LeavingServer):
             self.should_exit = True
         elif self.succession is None:
             log.info("SIGHUP: draining; the supervisor starts the next router")
-            self.is_succeeded, self.should_exit = self.has_heir, True
+            self.is_succeeded, self.should_exit = self.has_successor, True
         elif os.getpid() == 1:
             log.warning("SIGHUP ignored: this router is process 1 of its container, which would end with it")
         elif self._handing_over is None or self._handing_over.done():

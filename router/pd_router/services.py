@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pd_router.node_table import Node, NodeTable
     from pd_router.recent_requests import RecentRequests
     from pd_router.request_sinks import RequestSinks
+    from pd_router.route import RoutePolicy
     from pd_router.upstream import Upstream
 
 
@@ -29,6 +30,7 @@ class Services:
 
     config: RouterConfig
     table: NodeTable
+    policy: RoutePolicy
     upstream: Upstream
     metrics: RouterMetrics
     background: Background

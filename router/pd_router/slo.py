@@ -23,7 +23,7 @@ class Slo:
     def result(self, record: CallRecord) -> str:
         """failed, ttft or tpot: what was missed first; met. "": it does not count, refused or left by its client.
 
-        A target that was not measured counts as met: no node told it, or there was one token.
+        A target that was not measured counts as met: no node reported it, or there was one token.
         """
         if record.has_failed:
             return "failed"

@@ -82,7 +82,7 @@ def _phases(record: CallRecord, prefill_parent: str) -> Iterator[Span]:
 
 
 def _decode_leg(record: CallRecord) -> Span:
-    """From its arrival at the node if the node told it; D-first from the call, because the prefill is a part of it."""
+    """From its arrival at the node, if it reported that; D-first from the call, because the prefill is a part of it."""
     wall_s = record.wall_s - record.arrived_s
     start_s = record.asked_s + wall_s
     if record.order != HandoffOrder.D_FIRST:
@@ -100,11 +100,11 @@ def _arrival_s(record: CallRecord) -> float:
 
 
 def _at_decode(record: CallRecord, leg: Span) -> Iterator[Span]:
-    told = record.report.phases if record.report is not None else {}
+    reported = record.report.phases if record.report is not None else {}
     start_s = max(leg.start_s, _arrival_s(record))
     for name in _AT_DECODE:
-        if name in told:
-            until_s = min(start_s + told[name], leg.end_s)
+        if name in reported:
+            until_s = min(start_s + reported[name], leg.end_s)
             yield _under(record, leg.span_id, name, start_s, until_s, "decode", record.served_by)
             start_s = until_s
 

@@ -39,7 +39,7 @@ class FollowingLegs(Protocol):
         """While entered, LegFailed is raised if `node` is judged down and another one can go on."""
 
     async def go_on(self, leg: DecodeLeg, failure: LegFailed) -> DecodeLeg | None:
-        """A leg that has begun behind the last byte that the client has. None: there is none."""
+        """A leg that has begun after the last byte that the client has. None: there is none."""
 
 
 async def send_answer(
@@ -56,7 +56,7 @@ async def send_answer(
     goes on if one fails. `on_piece`: gets each piece of a stream when it leaves.
 
     Raises ClientGone, or LegFailed if a stream breaks off. The client then has an error event without an end of the
-    stream: the server closes the connection of an incomplete answer. Nothing is written behind a long answer that
+    stream: the server closes the connection of an incomplete answer. Nothing is written after a long answer that
     breaks off, so it has no end either.
     """
     if leg.whole is not None:
@@ -79,8 +79,8 @@ async def send_answer(
             following = await stream.go_on(leg, failure)
             if following is None and is_long:
                 raise
-            if following is None and leg.told is not None:
-                await reply.end(leg.told.data)
+            if following is None and leg.given_up is not None:
+                await reply.end(leg.given_up.data)
                 raise
             if following is None:
                 await reply.write(_last_words(splice.tail, failure, reply.dialect))

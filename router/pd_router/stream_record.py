@@ -101,7 +101,7 @@ class StreamRecord:
                 finished.add(index)
 
     def continuation(self) -> Continuation:
-        """What a node needs to go on behind the last frame. Only if `can_continue`."""
+        """What a node needs to go on after the last frame. Only if `can_continue`."""
         assert self.head is not None
         head = msgspec.structs.asdict(self.head)
         head["prompt_digest"] = self.head.prompt_digest.hex()

@@ -1,11 +1,11 @@
 """SIGHUP: a router starts its successor, which inherits the listening socket, and drains when that one serves.
 
-    predecessor                                         successor (the same command, and --listen-fd)
+    old router                                          successor (the same command, and --listen-fd)
       what orders have changed, as a line of JSON   ──►  takes it over, polls the nodes, serves
       drains and ends                               ◄──  SERVING
 
 Both accept from one queue of connections, so none is refused. If the successor ends, or does not serve within the
-deadline, the predecessor continues.
+deadline, the old router continues.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import sys
 from typing import TYPE_CHECKING
 
 from pd_http.sockets import url_of
-from pd_router.node_change import Heritage
+from pd_router.node_change import RestartState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
-PREDECESSOR_ENV = "PD_PREDECESSOR_FD"  # in a successor's environment: its end of a socket pair
+OLD_ROUTER_ENV = "PD_OLD_ROUTER_FD"  # in a successor's environment: its end of a socket pair
 SERVING = b"serving\n"
 START_DEADLINE_S = 60.0  # until a successor serves: imports, and a poll of every node
-TELL_DEADLINE_S = 10.0  # until a predecessor has written its heritage
-MAX_HERITAGE_BYTES = 1 << 24
+TELL_DEADLINE_S = 10.0  # until an old router has written its state
+MAX_STATE_BYTES = 1 << 24
 
 
 class SuccessionFailed(Exception):
@@ -35,11 +35,11 @@ class SuccessionFailed(Exception):
 
 
 class Succession:
-    """The predecessor's side. `heritage` is called when a successor starts."""
+    """The old router's side. `restart_state` is called when a successor starts."""
 
-    def __init__(self, listener: socket.socket, heritage: Callable[[], Heritage]) -> None:
+    def __init__(self, listener: socket.socket, restart_state: Callable[[], RestartState]) -> None:
         self._listener = listener
-        self._heritage = heritage
+        self._restart_state = restart_state
 
     async def run(self) -> int:
         """Start a successor and wait until it serves. Returns its process id. Raises SuccessionFailed, OSError.
@@ -54,7 +54,7 @@ class Succession:
             try:
                 async with asyncio.timeout(START_DEADLINE_S):
                     loop = asyncio.get_running_loop()
-                    await loop.sock_sendall(own, self._heritage().to_line())
+                    await loop.sock_sendall(own, self._restart_state().to_line())
                     word = await loop.sock_recv(own, len(SERVING))
                 if word == SERVING:
                     return process.pid
@@ -69,31 +69,31 @@ class Succession:
     def _spawn(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         fds = self._listener.fileno(), theirs.fileno()
         command = [sys.executable, *sys.orig_argv[1:], f"--listen-fd={fds[0]}"]
-        return subprocess.Popen(command, pass_fds=fds, env={**os.environ, PREDECESSOR_ENV: str(fds[1])})
+        return subprocess.Popen(command, pass_fds=fds, env={**os.environ, OLD_ROUTER_ENV: str(fds[1])})
 
 
-class Predecessor:
-    """The successor's side. Without a predecessor there is no heritage, and `serving` does nothing."""
+class OldRouter:
+    """The successor's side. Without an old router the restart state is empty, and `serving` does nothing."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Waits for the predecessor's heritage. Raises OSError if it cannot be read."""
-        fd = environ.pop(PREDECESSOR_ENV, "")  # not for this router's own successor
-        self.heritage = Heritage()
+        """Waits for the old router's state. Raises OSError if it cannot be read."""
+        fd = environ.pop(OLD_ROUTER_ENV, "")  # not for this router's own successor
+        self.restart_state = RestartState()
         self._channel: socket.socket | None = None
         if fd.isdigit():
             self._channel = socket.socket(fileno=int(fd))
             self._channel.set_inheritable(False)
             self._channel.settimeout(TELL_DEADLINE_S)
             with self._channel.makefile("rb") as stream:
-                line = stream.readline(MAX_HERITAGE_BYTES)
+                line = stream.readline(MAX_STATE_BYTES)
             try:
-                self.heritage = Heritage.from_line(line)
+                self.restart_state = RestartState.from_line(line)
             except ValueError as error:
                 self._channel.close()
                 raise OSError(f"the router before this one sent {line[:80]!r}") from error
 
     def serving(self, listener: socket.socket, scheme: str = "http") -> None:
-        """Print the router's URL, and tell the predecessor that it can end. One that has ended is not an error."""
+        """Print the router's URL, and tell the old router that it can end. One that has ended is not an error."""
         sys.stdout.write(f"router ready on {url_of(listener, scheme=scheme)}\n")
         sys.stdout.flush()
         if self._channel is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 # Of each prompt's time. Beside nodes 1.5, 2, 3 and 8 times as slow the mean time to the first token was 3.1, 2.3, 2.7
 # and 5.2% longer than without trials (simulated, prompts of 400 and 1,500 tokens), with 1/20 it was 6.5, 6.3 and 5.4%.
 SAVED = 1 / 50
-SHORT_S = 0.02  # told for a prompt that is no evidence: the way to the node and back may take as long
+SHORT_S = 0.02  # reported for a prompt that is no evidence: the way to the node and back may take as long
 FEWEST = 8  # of one of many workers
 MOST = 40  # prompts, after which one of usual length is a trial whatever it costs; after twice as many any is
 
@@ -30,14 +30,14 @@ class IdleTrial:
         """Begin saving anew: the node has a prompt."""
         self.num_waited, self._saved_s = 0, 0.0
 
-    def note(self, took_s: float, told_s: float) -> None:
-        """Note a prompt that found the node idle. `told_s`: what it takes by the node's pace; 0: it tells none."""
-        if told_s > SHORT_S:
-            self._factor = min(1.0, took_s / told_s)
+    def note(self, took_s: float, reported_s: float) -> None:
+        """Note a prompt that found the node idle. `reported_s`: what it takes by the node's pace; 0: it tells none."""
+        if reported_s > SHORT_S:
+            self._factor = min(1.0, took_s / reported_s)
 
-    def likely_s(self, told_s: float) -> float:
+    def likely_s(self, reported_s: float) -> float:
         """What a prompt takes at the idle node, by its pace and by the last such prompt."""
-        return told_s * self._factor
+        return reported_s * self._factor
 
     def is_due(self, likely_s: float, usual_s: float, doubt_s: float = 0.0, most: int = MOST) -> bool:
         """Whether the node gets a prompt that takes `usual_s` elsewhere, and probably `likely_s` there.

@@ -18,7 +18,7 @@ from pd_router.errors import HandingOver, Stopping
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
-    from pd_router.node_change import Heritage, NodeChange
+    from pd_router.node_change import NodeChange, RestartState
     from pd_router.sources.base import NamedNode
 
 log = logging.getLogger("pd_router")
@@ -30,10 +30,10 @@ class WorkerChannel:
     def __init__(self, number: int, channel: socket.socket, num_frozen: int = 0) -> None:
         self.number: int | None = number
         self.num_frozen = num_frozen  # of this number's processes before this one
-        self.adopt: Callable[[Heritage], None]
+        self.adopt: Callable[[RestartState], None]
         self.topics: dict[str, Callable[[], Any]] = {}  # what other workers may ask for
         self.on_lost: Callable[[], None]
-        self.hear_usage: Callable[[int, messages.KeyUsage | None], None] = lambda worker, usage: None
+        self.receive_usage: Callable[[int, messages.KeyUsage | None], None] = lambda worker, usage: None
         self._socket = channel
         self._ids = itertools.count(time.monotonic_ns())  # a late answer to the process before this one is none
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -115,14 +115,14 @@ class WorkerChannel:
 
     def _take(self, message: messages.ToWorker) -> None:
         match message:
-            case messages.State(version, heritage):
-                self.adopt(heritage)
+            case messages.State(version, restart_state):
+                self.adopt(restart_state)
                 self._adopted.set()
                 self._tell(messages.Applied(version))
             case messages.Asked(worker, number, topic):
-                self._tell(messages.Told(worker, number, self.topics[topic]()))
+                self._tell(messages.Reported(worker, number, self.topics[topic]()))
             case messages.UsedBy(worker, usage):
-                self.hear_usage(worker, usage)
+                self.receive_usage(worker, usage)
             case messages.Go():
                 self._go.set()
             case messages.Committed() | messages.AllTold():
@@ -138,7 +138,7 @@ class WorkerChannel:
 
     def _tell(self, message: messages.ToSupervisor) -> None:
         assert self._writer is not None
-        if not self._writer.is_closing():  # else nothing is told any more, and `run` ends
+        if not self._writer.is_closing():  # else nothing is reported any more, and `run` ends
             self._writer.write(messages.line_of(message))
 
 

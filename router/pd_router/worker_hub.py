@@ -10,7 +10,7 @@ from pd_router import worker_messages as messages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_router.node_change import Heritage
+    from pd_router.node_change import RestartState
 
     Send = Callable[[messages.ToWorker], None]
 COMMIT_S = 5.0  # for a worker to apply a change; it is then taken to be frozen, and is replaced
@@ -25,7 +25,7 @@ class _Member:
     silent_at_s: float  # when it is taken to be frozen, unless it says something before
     is_ready: bool = False
     is_serving: bool = False
-    has_used: bool = False  # it has told what API keys use
+    has_used: bool = False  # it has reported what API keys use
 
 
 @dataclass(slots=True, eq=False)
@@ -44,12 +44,12 @@ class WorkerHub:
     """`clock`: monotonic seconds. Messages to one worker arrive in the order in which they were sent, or not at all.
 
     A change is committed when every worker that was ready at that moment has applied it or has left. A worker that
-    joins gets all changes before it is told to go, so no worker ever serves without a committed change.
+    joins gets all changes before it may go, so no worker ever serves without a committed change.
     """
 
-    def __init__(self, heritage: Heritage, clock: Callable[[], float]) -> None:
-        self.heritage = heritage
-        self.is_handed_over = False  # a successor has a copy of the heritage: changes are refused
+    def __init__(self, restart_state: RestartState, clock: Callable[[], float]) -> None:
+        self.restart_state = restart_state
+        self.is_handed_over = False  # a successor has a copy of the state: changes are refused
         self._version = 1
         self._clock = clock
         self._members: dict[int, _Member] = {}
@@ -75,7 +75,7 @@ class WorkerHub:
             self._finish(one)
 
     def take(self, worker: int, message: messages.ToSupervisor) -> None:
-        """A message of a worker that has joined. One that has left since, because it is killed, is not heard."""
+        """A message of a worker that has joined. One that has left since, because it is killed, is ignored."""
         if (member := self._members.get(worker)) is None:
             return
         member.silent_at_s = self._clock() + SILENCE_S
@@ -86,7 +86,7 @@ class WorkerHub:
             case messages.Serving():
                 member.is_serving = True
             case messages.Known(nodes):
-                self.heritage = replace(self.heritage, known=nodes)
+                self.restart_state = replace(self.restart_state, known=nodes)
             case messages.Applied(version):
                 for one in [one for one in self._waiting if 0 < one.version <= version]:
                     one.missing.discard(worker)
@@ -95,7 +95,7 @@ class WorkerHub:
                 if self.is_handed_over:
                     member.send(messages.Committed(number, is_refused=True))
                     return
-                self.heritage = self.heritage.changed(change)
+                self.restart_state = self.restart_state.changed(change)
                 self._version += 1
                 for reached in self._members.values():
                     reached.send(self._state())
@@ -108,7 +108,7 @@ class WorkerHub:
             case messages.Used(usage):
                 member.has_used = True
                 self._pass_on(messages.UsedBy(worker, usage))
-            case messages.Told(asker, number, answer):
+            case messages.Reported(asker, number, answer):
                 for one in [one for one in self._waiting if (one.worker, one.id) == (asker, number)]:
                     one.missing.discard(worker)
                     one.answers[worker] = answer
@@ -135,7 +135,7 @@ class WorkerHub:
         return frozen
 
     def _state(self) -> messages.State:
-        return messages.State(self._version, self.heritage)
+        return messages.State(self._version, self.restart_state)
 
     def _ready(self) -> set[int]:
         return {number for number, member in self._members.items() if member.is_ready}

@@ -1,7 +1,7 @@
 """What the workers of a router and their supervisor tell each other: lines of JSON on a socket pair.
 
 worker                                        supervisor
-  (starts)                                ◄──  State      what orders changed, sources told
+  (starts)                                ◄──  State      what orders changed, sources reported
   Ready      it has applied that, polled  ──►
              the nodes, does not accept   ◄──  Go         from now on changes wait for its Applied
   Serving    it accepts                   ──►
@@ -12,7 +12,7 @@ worker                                        supervisor
                                           ◄──  Committed  when every worker has applied it, or has ended
   Ask        for /metrics, /nodes         ──►
                                           ◄──  Asked      to every other worker
-  Told                                    ──►
+  Reported                                ──►
   Alive      every ALIVE_S                ──►
   Used       of limits of API keys        ──►
                                           ◄──  UsedBy     to every other worker
@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from pd_router.node_change import Heritage, NodeChange
+from pd_router.node_change import NodeChange, RestartState
 from pd_router.sources.base import NamedNode
 
 # By the key's name: requests and tokens since the last message, and requests under way
@@ -38,7 +38,7 @@ MAX_LINE_BYTES = 64 << 20  # a worker's /metrics with thousands of nodes
 
 class State(msgspec.Struct, tag=True, frozen=True):
     version: int
-    heritage: Heritage
+    restart_state: RestartState
 
 
 class Go(msgspec.Struct, tag=True, frozen=True):
@@ -47,7 +47,7 @@ class Go(msgspec.Struct, tag=True, frozen=True):
 
 class Committed(msgspec.Struct, tag=True, frozen=True):
     id: int
-    is_refused: bool = False  # a successor has been told the state before it
+    is_refused: bool = False  # a successor has been sent the state before it
 
 
 class Asked(msgspec.Struct, tag=True, frozen=True):
@@ -91,7 +91,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     topic: str
 
 
-class Told(msgspec.Struct, tag=True, frozen=True):
+class Reported(msgspec.Struct, tag=True, frozen=True):
     worker: int  # that asked
     id: int
     answer: Any
@@ -107,7 +107,7 @@ class UsedBy(msgspec.Struct, tag=True, frozen=True):
 
 
 ToWorker = State | Go | Committed | Asked | AllTold | UsedBy
-ToSupervisor = Alive | Ready | Serving | Known | Commit | Applied | Ask | Told | Used
+ToSupervisor = Alive | Ready | Serving | Known | Commit | Applied | Ask | Reported | Used
 
 
 def line_of(message: ToWorker | ToSupervisor) -> bytes:

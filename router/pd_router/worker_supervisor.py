@@ -24,7 +24,7 @@ from pd_router.worker_hub import WorkerHub
 from pd_router.worker_messages import MAX_LINE_BYTES, WORKER_ENV, ToSupervisor, line_of
 
 if TYPE_CHECKING:
-    from pd_router.succession import Predecessor
+    from pd_router.succession import OldRouter
 
 log = logging.getLogger("pd_router")
 FIRST_RESTART_S, LAST_RESTART_S = 0.1, 5.0  # until a worker that ended is replaced; doubled while they end early
@@ -37,18 +37,18 @@ class WorkerSupervisor:
     """Runs `num_workers` processes of this command on `listener`, which listens. Call `run` once."""
 
     def __init__(
-        self, num_workers: int, listener: socket.socket, predecessor: Predecessor, drain_s: float, *,
+        self, num_workers: int, listener: socket.socket, old_router: OldRouter, drain_s: float, *,
         scheme: str, is_supervised: bool,
     ) -> None:  # fmt: skip
         self._num_workers = num_workers
         self._listener = listener
-        self._predecessor = predecessor
+        self._old_router = old_router
         self._drain_s = drain_s
         self._scheme = scheme
         self._clock = PatientClock(time.monotonic, patience_s=LOOK_S)
-        self._hub = WorkerHub(predecessor.heritage, self._now_s)
+        self._hub = WorkerHub(old_router.restart_state, self._now_s)
         self._num_frozen = [0] * num_workers
-        self._succession = None if is_supervised else Succession(listener, lambda: self._hub.heritage)
+        self._succession = None if is_supervised else Succession(listener, lambda: self._hub.restart_state)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._handing_over: asyncio.Task[None] | None = None
         self._told_ready = False
@@ -165,7 +165,7 @@ class WorkerSupervisor:
     def _tell_ready(self) -> None:
         if not self._told_ready and self._hub.num_serving == self._num_workers:
             self._told_ready = True
-            self._predecessor.serving(self._listener, self._scheme)
+            self._old_router.serving(self._listener, self._scheme)
 
     def _now_s(self) -> float:
         """Called at least every LOOK_S, unless this process does not run: that time does not count."""

@@ -31,7 +31,7 @@ class WorkerViews:
     async def node(self, node: Node) -> dict[str, Any]:
         """One node in the same way, also one that has left. Raises WorkerLate if a worker's requests are not known."""
         others = await self._workers.ask(NODES)
-        if late := [number for number, told in others.items() if told is None]:
+        if late := [number for number, reported in others.items() if reported is None]:
             raise WorkerLate(f"workers {late} do not tell their requests to {node.node_id}; repeat the order")
         return self._sums([self._table.describe(node)], others)[0]
 
@@ -47,7 +47,7 @@ class WorkerViews:
         own = self._metrics.exposition()
         if self._workers.number is None:
             return own
-        others = {number: told for number, told in (await self._workers.ask(METRICS)).items() if told is not None}
+        others = {number: part for number, part in (await self._workers.ask(METRICS)).items() if part is not None}
         return labelled({self._workers.number: own.decode(), **others})
 
     def _sums(self, report: list[dict[str, Any]], others: dict[int, Any]) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ class WorkerViews:
 
 
 def _key(entry: dict[str, Any]) -> tuple[str, str]:
-    """The URL; of nodes that leave, which may be several, with the role. Workers may hear of a role one by one."""
+    """The URL; of nodes that leave, which may be several, with the role. Workers may learn of a role one by one."""
     return entry["url"], entry["role"] if entry["state"] == "leaving" else ""
 
 

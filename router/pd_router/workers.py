@@ -30,7 +30,7 @@ class OnlyWorker:
         self._posted = posted
 
     async def commit(self, change: NodeChange) -> None:
-        self._posted.adopt(self._posted.heritage().changed(change))
+        self._posted.adopt(self._posted.restart_state().changed(change))
 
     async def ask(self, topic: str) -> dict[int, Any]:
         return {}

@@ -410,7 +410,7 @@ async def test_a_server_without_connections_leaves_at_once() -> None:
             await served.connect()
 
 
-async def test_the_farewell_can_be_cut_short() -> None:
+async def test_the_closing_answers_can_be_cut_short() -> None:
     clock = Clock()
     async with serving(clock=clock) as served:
         client = await served.connect()
@@ -455,7 +455,7 @@ async def test_behind_the_cut_no_request_begins() -> None:
         client.writer.close()
 
 
-async def test_a_farewell_that_was_given_more_time_keeps_it() -> None:
+async def test_closing_answers_that_were_given_more_time_keep_it() -> None:
     """When a successor serves, idle connections have a second, also with --linger-s 0."""
     async with serving(linger_s=0.0) as served:
         client = await served.connect()

@@ -137,7 +137,7 @@ async def test_two_routers_count_each_request_once(nodes: tuple[ServedAt, Served
         every = [node.view for router in (one, other) for node in nodes_of(router)]
         await so(lambda: all(view.num_sequences == view.queued_tokens == 0 for view in every))
         await so(lambda: nodes_of(one)[0].view.load == nodes_of(other)[0].view.load)
-        assert nodes_of(one)[1].view.tokens_per_byte != 0.25, "learned from P's ticket, for D too"
+        assert nodes_of(one)[1].view.ratio.value != 0.25, "learned from P's ticket, for D too"
 
 
 @pytest.mark.slow

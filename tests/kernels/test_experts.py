@@ -11,7 +11,7 @@ from pd_kernels import reference, torch_experts
 from pd_kernels.values import Routing
 
 if TYPE_CHECKING:
-    from pd_kernels.backends import Route
+    from pd_kernels.backends import RouteTokens
 
 HIDDEN, SIZE, NUM_EXPERTS = 32, 24, 7
 
@@ -68,7 +68,7 @@ def test_library_calls_equal_the_definition(
 
 @pytest.mark.parametrize("route", [reference.route, torch_experts.route])
 @pytest.mark.parametrize("num_experts", [6, 128])  # a sort of few numbers is often stable by chance
-def test_of_equal_scores_the_lowest_experts_are_chosen(route: Route, num_experts: int) -> None:
+def test_of_equal_scores_the_lowest_experts_are_chosen(route: RouteTokens, num_experts: int) -> None:
     router = torch.zeros(num_experts, HIDDEN)
     router[-1] = 1.0
     scores, chosen = route(torch.ones(3, HIDDEN), router, None, Routing(4, False))
@@ -95,7 +95,7 @@ def test_bias_and_groups_change_the_choice_and_not_the_scores(
 
 
 @pytest.mark.parametrize("route", [reference.route, torch_experts.route])
-def test_scores_are_of_all_experts_unless_they_are_normalized(route: Route) -> None:
+def test_scores_are_of_all_experts_unless_they_are_normalized(route: RouteTokens) -> None:
     router = torch.eye(3).log1p()  # e^x: 2 for an expert's own input, 1 for the others
     x = torch.tensor([[0.0, 1.0, 0.0]])
     assert route(x, router, None, Routing(2, False))[0].tolist() == [pytest.approx([0.5, 0.25])]
@@ -103,7 +103,7 @@ def test_scores_are_of_all_experts_unless_they_are_normalized(route: Route) -> N
 
 
 @pytest.mark.parametrize("route", [reference.route, torch_experts.route])
-def test_scores_of_sigmoids_are_normalized_however_small(route: Route) -> None:
+def test_scores_of_sigmoids_are_normalized_however_small(route: RouteTokens) -> None:
     """Down to a sum of 1e-20, below which they are left as small as they are."""
     router = torch.tensor([[-43.0], [-44.0], [-90.0]])
     scores, chosen = route(torch.tensor([[1.0], [4.0]]), router, None, Routing(2, True, is_sigmoid=True))

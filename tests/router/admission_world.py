@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from pd_connectors.protocol.feed import NodeLoad
 from pd_router.admission.api_keys import ApiKey, KeyRing
-from pd_router.admission.key_admission import KeyAdmission, Visit
+from pd_router.admission.key_admission import AdmittedRequest, KeyAdmission
 from pd_router.body import RequestBody
 from pd_router.charge import Charge
-from pd_router.choice import choose
 from pd_router.config import RouterConfig
-from pd_router.cost import PromptFacts
 from pd_router.errors import RateLimited
 from pd_router.metrics import RouterMetrics
 from pd_router.node_table import NodeTable, Role
+from pd_router.prompt_facts import PromptFacts
+from tests.router.choosing import choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -152,7 +152,7 @@ class AdmissionWorld:
         """The nodes' feeds, without their own queues: this router's charges say the same."""
         common = {"free_blocks": 10**6, "num_blocks": 10**6, "block_size": 64, "token_s": self._token_s}
         for node in self.table.nodes:
-            node.view.hear(NodeLoad(num_slots=self._num_slots, **common), ())  # type: ignore[arg-type]
+            node.view.receive(NodeLoad(num_slots=self._num_slots, **common), ())  # type: ignore[arg-type]
 
     async def _arrive(self, one: SimKey) -> None:
         while True:
@@ -182,11 +182,11 @@ class AdmissionWorld:
         begun_s = self._loop.time()
         body = RequestBody(b'{"stream": true, "prompt": "%s"}' % (b"x" * (4 * one.tokens)))
         limits = self.admission.limits_of(one.key)
-        visit: Visit | None = None
+        admitted: AdmittedRequest | None = None
         if self._has_admission:
             self.admission.shape(limits, body)
             plan = choose(self.table, None, PromptFacts(body.num_bytes), self._config, None, 0)
-            visit = await self.admission.enter(limits, body, plan)
+            admitted = await self.admission.enter(limits, body, plan)
         used = None
         try:
             with Charge(self._p, self._loop.time, prefill_bytes=body.num_bytes, prompt_tokens=one.tokens):
@@ -199,8 +199,8 @@ class AdmissionWorld:
             used = (one.tokens, output)
             self.outcomes[one.key.name].served += sum(used)
         finally:
-            if visit is not None:
-                visit.end(used, "ok")
+            if admitted is not None:
+                admitted.end(used, "ok")
 
     async def _prefill(self, tokens: int, priority: int) -> None:
         done = asyncio.Event()

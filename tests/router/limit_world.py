@@ -11,15 +11,15 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from pd_router.admission.api_keys import ApiKey, KeyRing
-from pd_router.admission.key_admission import KeyAdmission, Visit
+from pd_router.admission.key_admission import AdmittedRequest, KeyAdmission
 from pd_router.body import RequestBody
-from pd_router.choice import choose
 from pd_router.config import RouterConfig
-from pd_router.cost import PromptFacts
 from pd_router.errors import RateLimited
 from pd_router.metrics import RouterMetrics
 from pd_router.node_table import NodeTable
+from pd_router.prompt_facts import PromptFacts
 from tests.router.admission_world import VirtualLoop
+from tests.router.choosing import choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,21 +91,21 @@ class LimitWorld:
     async def _ask(self) -> None:
         for _ in range(1 + self._clients.times):
             try:
-                visit = await self._enter()
+                admitted = await self._enter()
             except RateLimited as refusal:
                 self.refused_idle += self.limits.running == 0
                 if self._random.random() >= self._clients.come_back:
                     return
                 await asyncio.sleep(refusal.retry_after_s * (0.5 if self._clients.early else 1.0))
             else:
-                return await self._answer(visit)
+                return await self._answer(admitted)
 
-    async def _enter(self) -> Visit:
+    async def _enter(self) -> AdmittedRequest:
         """The router keeps nothing of a refused body, so one that comes back is a new one to it."""
         body = RequestBody(b'{"max_tokens": %d}' % TOKENS)
         return await self.admission.enter(self.limits, body, self._plan)
 
-    async def _answer(self, visit: Visit) -> None:
+    async def _answer(self, admitted: AdmittedRequest) -> None:
         self.most_inside = max(self.most_inside, self.limits.inside)
         took_s = ANSWERS[self._clients.answer](self._random)
         try:
@@ -114,4 +114,4 @@ class LimitWorld:
                 self.served += 1
                 self.served_s += took_s
         finally:
-            visit.end((0, TOKENS), "ok")
+            admitted.end((0, TOKENS), "ok")

@@ -13,7 +13,7 @@ import pytest
 
 from pd_router.admission import key_limits
 from pd_router.admission.api_keys import parse_keys
-from pd_router.admission.key_admission import Visit
+from pd_router.admission.key_admission import AdmittedRequest
 from pd_router.admission.key_limits import LONGEST_S, MAY_WAIT, MINUTE_S
 from tests.otlp_receiver import collecting
 from tests.router import fake_nodes as fakes
@@ -84,7 +84,7 @@ async def test_a_refused_request_is_not_kept(keys: Path, settings: dict[str, Any
         gc.disable()
         try:
             assert (await post(router, body=BODY | {"prompt": "third"}))[0] == 429
-            kept = [one for one in gc.get_objects() if type(one) is Visit]
+            kept = [one for one in gc.get_objects() if type(one) is AdmittedRequest]
         finally:
             gc.enable()
         assert len(kept) == 2, "one that runs, one that waits"
@@ -265,10 +265,10 @@ async def test_a_raised_limit_and_an_end_elsewhere_let_in_what_waits(keys: Path)
     async with running(node), serving(mixed=[node], api_keys=str(keys)) as router:
         admission = router.services.admission
         assert admission is not None
-        admission.hear_usage(1, {"one": (1, 0.0, 1)})
+        admission.receive_usage(1, {"one": (1, 0.0, 1)})
         waiting = [asyncio.create_task(post(router, "one")) for _ in range(3)]
         await until(lambda: len(admission.queue) == 3)
-        admission.hear_usage(1, None)
+        admission.receive_usage(1, None)
         await node.wait_seen(1)
         assert len(admission.queue) == 2
         admission.adopt(parse_keys(line("one", concurrency=2).encode()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -13,11 +13,15 @@ from msgspec.structs import replace
 from pd_connectors.protocol.feed import NodeLoad
 from pd_http.errors import ModelNotFound
 from pd_router.charge import Charge
-from pd_router.choice import RouteChoice, choose
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.cost import LOCAL_TOKENS, SPEEDS, Costs, PromptFacts
+from pd_router.cost import LOCAL_TOKENS, SPEEDS, Costs
 from pd_router.errors import NoNode
 from pd_router.node_table import FULL_KV, Node, NodeTable, Role
+from pd_router.prompt_facts import PromptFacts
+from tests.router.choosing import choose
+
+if TYPE_CHECKING:
+    from pd_router.cost_policy import CostRoute
 
 NOW_S = 100.0
 TOKEN_S, KEY_S = 20e-6, 1e-9
@@ -47,12 +51,12 @@ def config(num_prefill: int = 2, num_decode: int = 2, num_mixed: int = 0, **sett
 def tell(node: Node, **load: Any) -> None:
     """A message of the node's feed."""
     beside = BESIDE if load.get("num_running") and node.role is not Role.PREFILL else {}
-    node.view.hear(NodeLoad(**{name: getattr(LOAD, name) for name in LOAD.__struct_fields__} | beside | load), ())
+    node.view.receive(NodeLoad(**{name: getattr(LOAD, name) for name in LOAD.__struct_fields__} | beside | load), ())
 
 
 def chosen(
     nodes: NodeTable, num_tokens: int = 1000, turn: int = 0, asked: HandoffOrder | None = None, **facts: Any
-) -> RouteChoice:
+) -> CostRoute:
     """For a prompt of so many tokens, by the usual ratio."""
     settings = {name: facts.pop(name) for name in list(facts) if name in RouterConfig.__dataclass_fields__}
     prompt = PromptFacts(num_tokens * 4, **facts)
@@ -76,12 +80,10 @@ def test_reasons() -> None:
     nodes = table()
     assert (chosen(nodes).order, chosen(nodes).reason) == (HandoffOrder.P_FIRST, "default")
     assert chosen(nodes, route="d-first").text == "d-first; reason=default"
-    asked = chosen(nodes, asked=HandoffOrder.D_FIRST)
-    assert (asked.text, asked.is_asked) == ("d-first; reason=header", True)
-    several = chosen(nodes, asked=HandoffOrder.P_FIRST, is_several=True)
-    assert (several.text, several.is_asked) == ("d-first; reason=several-prompts", True)
+    assert chosen(nodes, asked=HandoffOrder.D_FIRST).text == "d-first; reason=header"
+    assert chosen(nodes, asked=HandoffOrder.P_FIRST, is_several=True).text == "d-first; reason=several-prompts"
     for is_several, order in itertools.product((False, True), (None, HandoffOrder.P_FIRST, HandoffOrder.D_FIRST)):
-        told = chosen(nodes, asked=order, is_told=True, is_several=is_several)
+        told = chosen(nodes, asked=order, shows_logprobs=True, is_several=is_several)
         assert (told.text, told.prefills) == ("direct; reason=prompt-logprobs", ())
     assert chosen(nodes).direct("prefill-failed").text == "direct; reason=prefill-failed"
     for node in nodes.nodes[:2]:
@@ -110,7 +112,7 @@ def test_equal_nodes_take_turns(feed: bool) -> None:
         for node in nodes.nodes:
             tell(node)
     choices = [chosen(nodes, turn=turn) for turn in range(6)]
-    ds = [choice.best_decode(choice.decodes, NOW_S) for choice in choices]
+    ds = [choice.best(choice.decodes, NOW_S) for choice in choices]
     assert [choice.prefills[0].url for choice in choices] == ["http://p0:1", "http://p1:1", "http://p2:1"] * 2
     assert [d.url for d in ds if d] == ["http://d0:1", "http://d1:1"] * 3
 
@@ -128,7 +130,7 @@ def test_equal_nodes_take_turns_however_their_measured_paces_differ(feed: bool, 
     choices = [chosen(nodes, turn=turn) for turn in range(6)]
     if num_prefill:
         assert [choice.prefills[0] for choice in choices] == [*nodes.nodes[:3]] * 2
-    ds = [choice.best_direct(choice.decodes, NOW_S) for choice in choices]
+    ds = [choice.best(choice.decodes, NOW_S) for choice in choices]
     assert ds == [*nodes.nodes[num_prefill:]] * 2
 
 
@@ -202,7 +204,7 @@ def test_without_a_feed_a_handoff_goes_where_the_fewest_generations_are(
             chosen(nodes, turn=turn)
         return
     choice = chosen(nodes, turn=turn)
-    best = choice.best_decode(choice.decodes, NOW_S)
+    best = choice.best(choice.decodes, NOW_S)
     assert best is not None
     assert best.reachable
     assert best.decode_sequences == min(count for count, is_up in loads if is_up)
@@ -217,11 +219,11 @@ def test_a_node_without_room_costs_the_wait_for_it() -> None:
     tell(memory, num_running=8, free_blocks=10)
     tell(free, num_running=60)
     choice = chosen(nodes)
-    assert choice.best_decode(choice.decodes, NOW_S) is free
+    assert choice.best(choice.decodes, NOW_S) is free
     tell(free, num_running=64, num_waiting=5)
     tell(slots, num_running=8, num_slots=8, num_waiting=20)
     choice = chosen(nodes)
-    assert choice.best_decode(choice.decodes, NOW_S) is memory, "nothing else waits there"
+    assert choice.best(choice.decodes, NOW_S) is memory, "nothing else waits there"
     tell(memory, num_running=8, free_blocks=16)
     assert chosen(nodes).costs.handing_over_s(memory) < 0.2, "1000 tokens fit into 16 blocks of 64"
 
@@ -233,10 +235,10 @@ def test_of_equal_decode_nodes_the_one_that_has_the_prefix_saves_the_transfer() 
     d0, d1 = nodes.nodes[2:]
     for turn in range(2):
         choice = chosen(nodes, turn=turn, cached={d1: 512})
-        assert choice.best_decode(choice.decodes, NOW_S) is d1
+        assert choice.best(choice.decodes, NOW_S) is d1
     tell(d1, num_running=1)
     choice = chosen(nodes, cached={d1: 512})
-    assert choice.best_decode(choice.decodes, NOW_S) is d0, "a stream more costs more than half a millisecond"
+    assert choice.best(choice.decodes, NOW_S) is d0, "a stream more costs more than half a millisecond"
 
 
 # --- prompts that decode nodes read
@@ -254,14 +256,14 @@ def test_an_idle_decode_node_helps_a_prefill_node_that_queues() -> None:
         assert chosen(nodes).reason == "default", "for milliseconds"
     with keep_busy(p, 10.0):
         choice = chosen(nodes)
-        assert (choice.text, choice.sooner([d], NOW_S)) == ("direct; reason=prefill-busy", d)
+        assert (choice.text, choice.best([d], NOW_S)) == ("direct; reason=prefill-busy", d)
         assert choice.otherwise is not None
         assert choice.otherwise.text == "p-first; reason=default"
         with Charge(d, lambda: NOW_S, prompt_tokens=250_000):
-            assert choice.sooner([d], NOW_S) is None
+            assert choice.best([d], NOW_S) is None
             assert chosen(nodes).reason == "default"
         d.reachable = False
-        assert choice.sooner([d], NOW_S) is None
+        assert choice.best([d], NOW_S) is None
         d.reachable = True
         learned(d, 250.0)
         assert chosen(nodes, 5000).reason == "default", "it is too slow"
@@ -272,6 +274,8 @@ def test_an_order_that_is_asked_for_or_demanded_is_kept() -> None:
     with keep_busy(nodes.nodes[0], 10.0):
         assert chosen(nodes).reason == "prefill-busy"
         assert chosen(nodes, asked=HandoffOrder.P_FIRST).reason == "header"
+        several = chosen(nodes, asked=HandoffOrder.P_FIRST, is_several=True)
+        assert several.text == "d-first; reason=several-prompts"
         assert chosen(nodes, prefill_on_decode="never").reason == "default"
         assert chosen(nodes, on_prefill_failure="fail").reason == "default"
 
@@ -283,8 +287,8 @@ def test_a_prompt_does_not_wait_for_a_slot_where_it_would_be_read() -> None:
     Charge(full, lambda: NOW_S, sequences=8)
     Charge(free, lambda: NOW_S, sequences=7, prompt_tokens=750)
     with keep_busy(p, 10.0):
-        assert chosen(nodes).sooner([full], NOW_S) is None
-        assert chosen(nodes).sooner([full, free], NOW_S) is free
+        assert chosen(nodes).best([full], NOW_S) is None
+        assert chosen(nodes).best([full, free], NOW_S) is free
         assert chosen(nodes, num_sequences=2).reason == "default"
         free.num_slots = 9
         assert chosen(nodes, num_sequences=2).reason == "prefill-busy"
@@ -300,7 +304,7 @@ def test_generations_spread_over_those_that_read_about_as_soon() -> None:
     learned(ds[1], 12_500.0)
     with keep_busy(p, 10.0):
         for _ in range(12):  # each has been read before the next comes, and goes on
-            node = chosen(nodes, 2500).sooner(ds, NOW_S)
+            node = chosen(nodes, 2500).best(ds, NOW_S)
             assert node is not None
             Charge(node, lambda: NOW_S, sequences=1)
     assert [node.decode_sequences for node in ds] == [4, 4, 4]
@@ -335,7 +339,7 @@ def test_a_prompt_that_a_decode_node_has_cached_goes_there() -> None:
     almost = {d: 8000 - LOCAL_TOKENS + 1}
     choice = chosen(nodes, 8000, cached=almost)
     assert (choice.order, choice.reason) == (HandoffOrder.D_FIRST, "cached"), "D's own word decides, and it may ask P"
-    assert choice.best_decode(choice.decodes, NOW_S) is d
+    assert choice.best(choice.decodes, NOW_S) is d
     assert chosen(nodes, 8000, cached={p: 7000, d: 7000}).order is HandoffOrder.P_FIRST
     assert chosen(nodes, 1000, cached={d: 900}).reason == "default", "it would save less than the doubt"
 
@@ -350,7 +354,7 @@ def test_the_target_decides_where_the_sum_does_not() -> None:
     assert chosen(nodes, slo_ttft_ms=90.0).reason == "default", "P meets it"
     assert chosen(nodes, slo_ttft_ms=40.0).reason == "default", "D would miss it, too"
     choice = chosen(nodes, slo_ttft_ms=60.0)
-    assert choice.sooner([d], NOW_S) is d, "also when the leg begins"
+    assert choice.best([d], NOW_S) is d, "also when the leg begins"
 
 
 @pytest.mark.long
@@ -370,7 +374,7 @@ def test_a_burst_spreads(sizes: list[int], d_share: float, num_decodes: int) -> 
             learned(d, d_speed)
     for size in sizes:
         choice = chosen(nodes, size)
-        node = choice.sooner(ds, NOW_S) if choice.otherwise else p
+        node = choice.best(ds, NOW_S) if choice.otherwise else p
         assert node is not None
         p_s = (p.view.queued_tokens + size) / 25_000.0
         if node is not p:
@@ -386,12 +390,12 @@ def test_mixed_nodes_come_before_decode_nodes_and_share_by_what_they_have_to_rea
     nodes = table(0, 1, 2)
     d, m0, m1 = nodes.nodes
     choice = chosen(nodes)
-    assert choice.best_direct(choice.decodes, NOW_S) is m0
+    assert choice.best(choice.decodes, NOW_S) is m0
     Charge(m0, lambda: NOW_S, prompt_tokens=4000, sequences=1)
-    assert choice.best_direct(choice.decodes, NOW_S) is m1
+    assert choice.best(choice.decodes, NOW_S) is m1
     Charge(m1, lambda: NOW_S, prompt_tokens=6000, sequences=1)
-    assert choice.best_direct(choice.decodes, NOW_S) is d
-    assert choice.best_direct([m0, m1], NOW_S) is m0
+    assert choice.best(choice.decodes, NOW_S) is d
+    assert choice.best([m0, m1], NOW_S) is m0
 
 
 def test_mixed_nodes_take_turns_however_their_few_samples_differ() -> None:
@@ -400,7 +404,7 @@ def test_mixed_nodes_take_turns_however_their_few_samples_differ() -> None:
     for node, speed in zip(nodes.nodes, (25_000.0, 24_000.0), strict=True):
         learned(node, speed)
     choices = [chosen(nodes, turn=turn) for turn in range(4)]
-    assert [choice.best_direct(choice.decodes, NOW_S) for choice in choices] == [*nodes.nodes] * 2
+    assert [choice.best(choice.decodes, NOW_S) for choice in choices] == [*nodes.nodes] * 2
 
 
 def test_mixed_nodes_of_a_feed_are_chosen_by_their_caches() -> None:
@@ -409,7 +413,7 @@ def test_mixed_nodes_of_a_feed_are_chosen_by_their_caches() -> None:
         tell(node, num_running=3)
     m1 = nodes.nodes[2]
     choice = chosen(nodes, cached={m1: 900})
-    assert choice.best_direct(choice.decodes, NOW_S) is m1
+    assert choice.best(choice.decodes, NOW_S) is m1
 
 
 # --- the sums
@@ -453,12 +457,11 @@ def test_a_counted_prompt_is_not_estimated_from_its_bytes() -> None:
     p, d = nodes.nodes
     tell(p)
     tell(d, num_running=1)
-    counted, estimated = (
-        choose(nodes, "demo", PromptFacts(7 * 1000, num_tokens=num), config(), None, 0).costs for num in (1000, 0)
-    )
+    counted, estimated = PromptFacts(7 * 1000, num_tokens=1000), PromptFacts(7 * 1000)
     assert (counted.num_missing(p), estimated.num_missing(p)) == (1000, 1750)
-    assert counted.reading_s(p) == pytest.approx(chosen(nodes, 1000).costs.reading_s(p))
-    assert counted.direct_s(d) == pytest.approx(chosen(nodes, 1000).costs.direct_s(d))
+    costs = choose(nodes, "demo", counted, config()).costs
+    assert costs.reading_s(p) == pytest.approx(chosen(nodes, 1000).costs.reading_s(p))
+    assert costs.direct_s(d) == pytest.approx(chosen(nodes, 1000).costs.direct_s(d))
 
 
 def test_a_prefill_node_tells_its_pace_while_it_prefills() -> None:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd_http.frames import ChoiceProgress, Frame, StreamHead
-from pd_router.continued_route import ContinuedRoute, choose_heir
-from pd_router.cost import PromptFacts
+from pd_router.continued_route import ContinuedRoute, choose_resume_node
+from pd_router.cost_policy import CostPolicy, CostRoute
+from pd_router.ledger import NodeWork
+from pd_router.prompt_facts import PromptFacts
 from pd_router.stream_record import StreamRecord
 from tests.router.test_choice import TOKEN_S, config, table, tell
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 NUM_PROMPT, NUM_KNOWN = 1000, 200
 PROMPT = PromptFacts(4 * NUM_PROMPT)
+POLICY = CostPolicy(config())
 
 
 def record(num_known: int = NUM_KNOWN) -> StreamRecord:
@@ -36,10 +39,10 @@ def record(num_known: int = NUM_KNOWN) -> StreamRecord:
     return told
 
 
-def heir(
-    nodes: NodeTable, heirs: list[Node], prompt: PromptFacts = PROMPT, num_known: int = NUM_KNOWN
+def resumed(
+    nodes: NodeTable, resume_nodes: list[Node], prompt: PromptFacts = PROMPT, num_known: int = NUM_KNOWN
 ) -> ContinuedRoute:
-    route = choose_heir(nodes, "demo", prompt, record(num_known), config(), heirs)
+    route = choose_resume_node(POLICY, nodes, "demo", prompt, record(num_known), config(), resume_nodes)
     assert route is not None
     return route
 
@@ -50,13 +53,14 @@ def test_prefill_nodes_read_what_is_known() -> None:
     for node in nodes.nodes:
         tell(node)
     tell(p0, queued_tokens=500)
-    route = heir(nodes, [d1])
+    route = resumed(nodes, [d1])
     assert (route.node, route.prefills) == (d1, (p1, p0))
-    assert route.plan.costs.work(p1) == (NUM_PROMPT + NUM_KNOWN, 0), "counted, not estimated"
-    assert route.num_bytes == 4 * (NUM_PROMPT + NUM_KNOWN), "a node that reads known tokens is no slower for that"
-    assert heir(nodes, [d1], num_known=0).num_bytes == 4 * NUM_PROMPT
+    assert route.plan.prompt.work(p1) == NodeWork(NUM_PROMPT + NUM_KNOWN), "counted, not estimated"
+    num_bytes = route.plan.prompt.num_bytes
+    assert num_bytes == 4 * (NUM_PROMPT + NUM_KNOWN), "a node that reads known tokens is no slower for that"
+    assert resumed(nodes, [d1], num_known=0).plan.prompt.num_bytes == 4 * NUM_PROMPT
     p1.reachable = False
-    assert heir(nodes, [d0, d1]).prefills == (p0,)
+    assert resumed(nodes, [d0, d1]).prefills == (p0,)
 
 
 def test_the_node_that_has_the_prompt_cached_reads_its_rest() -> None:
@@ -66,7 +70,7 @@ def test_the_node_that_has_the_prompt_cached_reads_its_rest() -> None:
         tell(node)
     for node in (p0, p1):
         cached = PromptFacts(4 * NUM_PROMPT, cached={node: 960})
-        assert heir(nodes, [d1], cached).prefills[0] is node
+        assert resumed(nodes, [d1], cached).prefills[0] is node
 
 
 def test_a_decode_node_that_is_sooner_reads_it_alone() -> None:
@@ -77,21 +81,22 @@ def test_a_decode_node_that_is_sooner_reads_it_alone() -> None:
     for node in (d0, d1):
         tell(node)
     tell(d0, num_running=32)
-    route = heir(nodes, [d0, d1])
+    route = resumed(nodes, [d0, d1])
     assert (route.node, route.prefills) == (d1, ())
+    assert isinstance(route.plan, CostRoute)
     assert route.plan.costs.reading_s(p0) > 200_000 * TOKEN_S
-    assert heir(nodes, [d0]).node is d0, "only heirs write the stream"
+    assert resumed(nodes, [d0]).node is d0, "only these write the stream"
 
 
 @pytest.mark.parametrize("prompt", [PromptFacts(4000, num_sequences=2), PromptFacts(4000, is_several=True)])
 def test_several_choices_are_computed_where_they_are_written(prompt: PromptFacts) -> None:
     nodes = table()
-    assert heir(nodes, list(nodes.nodes[2:]), prompt).prefills == ()
+    assert resumed(nodes, list(nodes.nodes[2:]), prompt).prefills == ()
 
 
 def test_log_probabilities_of_the_prompt_came_with_the_beginning() -> None:
     nodes = table()
-    assert len(heir(nodes, list(nodes.nodes[2:]), PromptFacts(4000, is_told=True)).prefills) == 2
+    assert len(resumed(nodes, list(nodes.nodes[2:]), PromptFacts(4000, shows_logprobs=True)).prefills) == 2
 
 
 def test_a_prefill_node_that_does_not_pair_is_not_asked() -> None:
@@ -99,12 +104,12 @@ def test_a_prefill_node_that_does_not_pair_is_not_asked() -> None:
     p0, p1, d0, d1 = nodes.nodes
     for node, version in ((p0, "old"), (p1, "new"), (d0, "old"), (d1, "new")):
         node.kv_version = version
-    assert (heir(nodes, [d0]).prefills, heir(nodes, [d1]).prefills) == ((p0,), (p1,))
+    assert (resumed(nodes, [d0]).prefills, resumed(nodes, [d1]).prefills) == ((p0,), (p1,))
 
 
-def test_no_healthy_heir() -> None:
+def test_no_healthy_resume_node() -> None:
     nodes = table()
     *_, d0, d1 = nodes.nodes
     d0.reachable = d1.reachable = False
-    assert choose_heir(nodes, "demo", PROMPT, record(), config(), [d0, d1]) is None
-    assert choose_heir(nodes, "demo", PROMPT, record(), config(), []) is None
+    assert choose_resume_node(POLICY, nodes, "demo", PROMPT, record(), config(), [d0, d1]) is None
+    assert choose_resume_node(POLICY, nodes, "demo", PROMPT, record(), config(), []) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
@@ -101,7 +102,7 @@ async def test_a_router_knows_what_the_node_says_and_what_it_has_sent_since() ->
     node.script = fakes.decode_until_told
     async with running(node), serving(mixed=[node]) as router:
         view = await live(router)
-        assert (view.queued_tokens, view.free_tokens, hits(router)) == (100, 64, [16])
+        assert (view.queued_tokens, view.ledger.total.free_tokens, hits(router)) == (100, 64, [16])
         assert (feed.orders[0].action, feed.orders[0].node) == ("feed", "p")
         body = {"model": "demo", "prompt": "x" * 400, "n": 2}
         async with asyncio.TaskGroup() as group:
@@ -205,7 +206,7 @@ async def test_a_silent_feed_is_dropped_and_then_forgotten(monkeypatch: pytest.M
         feed.say(b"\x00")
         await until(lambda: view.feed is FeedState.LOST)
         await until(lambda: view.load is None)
-        assert (view.queued_tokens, view.free_tokens, hits(router)) == (0, None, [])
+        assert (view.queued_tokens, view.ledger.total.free_tokens, hits(router)) == (0, inf, [])
         await until(lambda: len(feed.orders) > 2)
         feed.opening = SNAPSHOT
         await live(router)

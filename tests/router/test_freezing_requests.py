@@ -11,8 +11,8 @@ import pytest
 from pd_connectors.protocol.ticket import Offer, verify
 from pd_http.errors import NodesDied, NodesFrozen
 from pd_http.node_answers import FailureKind
-from pd_router.casualties import Casualties
 from pd_router.liveness import Down
+from pd_router.node_deaths import NodeDeaths
 from pd_router.node_table import Node, Role
 from tests.http.answer import COMPLETIONS, PROMPT, post
 from tests.router import fake_nodes as fakes
@@ -143,7 +143,7 @@ def freezes(one: Node) -> None:
 
 def test_a_freeze_counts_once_and_beside_deaths() -> None:
     first, second, third = nodes = [node(name) for name in ("a", "b", "c")]
-    found = Casualties(2)
+    found = NodeDeaths(2)
     found.meet(first)
     freezes(first)
     for _ in range(2):  # it is asked again
@@ -172,7 +172,7 @@ def test_a_freeze_counts_once_and_beside_deaths() -> None:
 
 def test_a_freeze_begins_with_the_first_check_that_finds_it() -> None:
     """A wait that cannot move at first hears the judgement at each check."""
-    one, late, early = node("a"), Casualties(1), Casualties(1)
+    one, late, early = node("a"), NodeDeaths(1), NodeDeaths(1)
     early.meet(one)
     one.liveness.num_polls += 1  # begun, and not answered
     late.meet(one)

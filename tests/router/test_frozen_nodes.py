@@ -8,9 +8,9 @@ import pytest
 
 from pd_http.errors import NodesDied
 from pd_http.node_answers import FailureKind
-from pd_router.casualties import Casualties
 from pd_router.liveness import Down
 from pd_router.liveness_guard import LivenessGuard
+from pd_router.node_deaths import NodeDeaths
 from pd_router.node_table import Node, Role
 from pd_router.upstream import LegFailed
 from tests.http.answer import COMPLETIONS, PROMPT, post
@@ -62,9 +62,9 @@ async def test_with_no_other_node_the_wait_goes_on(*, recovers: bool) -> None:
         assert (got.status, got.decoded_by) == (200, "d0" if recovers else "d1")
 
 
-def test_casualties_are_counted_once_each() -> None:
+def test_node_deaths_are_counted_once_each() -> None:
     first, second = (Node(url=name, role=Role.DECODE, node_id=name, epoch=1) for name in ("a", "b"))
-    dead = Casualties(2)
+    dead = NodeDeaths(2)
     for node in (first, second):
         dead.meet(node)
     first.epoch = 2

@@ -39,7 +39,7 @@ def test_a_prefill_node_keeps_a_stream_that_decode_nodes_would_be_late_with() ->
     nodes = table(1, 2)
     p, *_ = rooms(nodes, 3, 0, 0)
     choice = chosen(nodes)
-    assert (choice.text, choice.sooner(choice.decodes, NOW_S)) == ("direct; reason=decode-late", p)
+    assert (choice.text, choice.best(choice.decodes, NOW_S)) == ("direct; reason=decode-late", p)
     assert choice.otherwise is not None
     assert choice.otherwise.text == "p-first; reason=default"
     assert chosen(nodes, decode_on_prefill="never").reason == "default"
@@ -55,7 +55,7 @@ def test_a_stream_is_handed_over_if_a_decode_node_has_time_or_no_node(stream_roo
     _, _, d = rooms(nodes, *stream_rooms)
     choice = chosen(nodes)
     assert choice.text == "p-first; reason=default"
-    assert stream_rooms[2] == 0 or choice.best_decode(choice.decodes, NOW_S) is d
+    assert stream_rooms[2] == 0 or choice.best(choice.decodes, NOW_S) is d
 
 
 def late(node: Node, num_streams: int, late_room: int = 9) -> None:
@@ -89,17 +89,17 @@ def test_late_streams_gather_on_one_prefill_node() -> None:
     for node, num_streams in ((few, 10), (many, 15), (too_many, 20)):
         late(node, num_streams)
     choice = chosen(nodes)
-    assert (choice.decodes, choice.sooner(choice.decodes, NOW_S)) == ((many,), many)
+    assert (choice.decodes, choice.best(choice.decodes, NOW_S)) == ((many,), many)
     with Charge(many, lambda: NOW_S, prompt_tokens=50_000):
         assert chosen(nodes).decodes == (few,), "it would answer much later"
     tell(many, tpot_s=TPOT_S, late_room=9, num_running=15, num_slots=15)
     assert chosen(nodes).decodes == (few,), "it has no slot"
     tell(few, tpot_s=TPOT_S, stream_room=1, num_running=10)
     choice = chosen(nodes)
-    assert (choice.decodes, choice.sooner(choice.decodes, NOW_S)) == ((few,), few)
+    assert (choice.decodes, choice.best(choice.decodes, NOW_S)) == ((few,), few)
     tell(few, tpot_s=TPOT_S, num_running=10)
     few.kv_version, d.kv_version = "a/1", "b/1"
-    assert choice.sooner([few], NOW_S) is None, "the decode node is another since then"
+    assert choice.best([few], NOW_S) is None, "the decode node is another since then"
 
 
 def test_several_prompts_are_handed_over() -> None:
@@ -116,7 +116,7 @@ def test_no_decode_node_reads_the_prompt_when_the_keeper_fails(settings: dict[st
     with Charge(keeper, lambda: NOW_S, prompt_tokens=50_000), Charge(busy, lambda: NOW_S, prompt_tokens=50_000):
         choice = chosen(nodes, **settings)
         assert (choice.reason, choice.decodes) == ("decode-late", (keeper,))
-        assert choice.sooner([d], NOW_S) is None, "it has been asked; what is left are the nodes that decode"
+        assert choice.best([d], NOW_S) is None, "it has been asked; what is left are the nodes that decode"
 
 
 def test_without_targets_nothing_changes() -> None:
@@ -151,9 +151,9 @@ def test_a_late_decode_node_costs_what_its_streams_lose() -> None:
     tell(late, tpot_s=TPOT_S, stream_room=0, num_running=20)
     tell(timely, tpot_s=TPOT_S, stream_room=4, num_running=30)
     choice = chosen(nodes)
-    assert choice.best_decode(choice.decodes, NOW_S) is timely
+    assert choice.best(choice.decodes, NOW_S) is timely
     tell(late, tpot_s=TPOT_S, stream_room=1, num_running=20)
-    assert choice.best_decode(choice.decodes, NOW_S) is late
+    assert choice.best(choice.decodes, NOW_S) is late
 
 
 def test_of_several_prefill_nodes_the_one_that_answers_soonest_keeps_it() -> None:
@@ -162,9 +162,9 @@ def test_of_several_prefill_nodes_the_one_that_answers_soonest_keeps_it() -> Non
     tell(full, tpot_s=TPOT_S, stream_room=5, num_running=64)
     with Charge(busy, lambda: NOW_S, prompt_tokens=5000):
         choice = chosen(nodes)
-        assert choice.sooner(choice.decodes, NOW_S) is free
+        assert choice.best(choice.decodes, NOW_S) is free
         free.reachable = False
-        assert choice.sooner(choice.decodes, NOW_S) is busy
+        assert choice.best(choice.decodes, NOW_S) is busy
 
 
 def test_streams_that_prefill_nodes_keep_take_no_room_of_decode_nodes() -> None:
@@ -185,7 +185,7 @@ def test_streams_that_prefill_nodes_keep_take_no_room_of_decode_nodes() -> None:
 async def heard(router: Router) -> None:
     """Until the router has heard it from the nodes' feeds."""
     views = [node.view for node in router.services.table.nodes]
-    await until(lambda: [view.stream_room for view in views] == [4, 0])
+    await until(lambda: [view.ledger.total.stream_room for view in views] == [4, 0])
 
 
 def telling(role: str, script: Any, stream_room: int) -> FakeNode:

@@ -239,11 +239,11 @@ class KeyWorld:
         self.key = ApiKey(name="k", sha256="0" * 64, **(fields or {}))
         self.admission.adopt(KeyRing((OTHER,) if fields is None else (self.key, OTHER)))
 
-    def hear(self, worker: int, running: int, tokens: int) -> None:
-        self.admission.hear_usage(worker, {"k": (running, tokens, running)})
+    def receive(self, worker: int, running: int, tokens: int) -> None:
+        self.admission.receive_usage(worker, {"k": (running, tokens, running)})
 
     def worker_ends(self, worker: int) -> None:
-        self.admission.hear_usage(worker, None)
+        self.admission.receive_usage(worker, None)
 
 
 @pytest.mark.long
@@ -253,7 +253,7 @@ def test_a_key_without_requests_is_in_again_after_a_minute(events: list[tuple[st
     world = KeyWorld()
     acts: dict[str, Callable[[Any], object]] = {
         "admit": world.admit, "end": world.end, "keys": world.take_file, "worker ends": world.worker_ends,
-        "news": lambda news: world.hear(*news),
+        "news": lambda news: world.receive(*news),
     }  # fmt: skip
     for event, what in events:
         if event == "wait":
@@ -273,18 +273,18 @@ def test_what_other_workers_run_is_right_after_a_key_was_out_of_the_file() -> No
     """Its requests go on meanwhile, here and there, and their end must be heard."""
     world = KeyWorld()
     world.take_file({"concurrency": 2})
-    world.hear(1, 1, 0)
+    world.receive(1, 1, 0)
     assert world.admit(1)
     told = world.admission.limits_of(world.key)
     assert told.news() == (1, 1, 1)
     world.take_file(None)
     world.end(None)
     assert told.news() == (0, 0, 0)
-    world.hear(1, 0, 0)
+    world.receive(1, 0, 0)
     world.take_file({"concurrency": 1})
     assert world.admission.limits_of(world.key) is told
     assert (told.elsewhere, told.running) == (0, 0)
-    world.hear(2, 1, 0)
+    world.receive(2, 1, 0)
     assert told.elsewhere == 1
 
 
@@ -299,10 +299,10 @@ def test_a_false_report_neither_keeps_a_key_out_nor_fills_its_budget(amount: int
 
 def test_other_processes_hear_of_the_last_end_of_a_key_that_is_taken_out() -> None:
     world = KeyWorld()
-    visit = world.admission.limits_of(world.key)
-    admit(visit, 0.0)
-    assert visit.news() == (1, 1.0, 1)
-    end(visit)
+    admitted = world.admission.limits_of(world.key)
+    admit(admitted, 0.0)
+    assert admitted.news() == (1, 1.0, 1)
+    end(admitted)
     world.take_file(None)
     kept = world.admission._limits["k"].news()
     assert kept is not None

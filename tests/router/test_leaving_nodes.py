@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd_connectors.protocol.feed import FeedDelta, FeedSnapshot, NodeLoad
-from pd_router.continuation import MAX_FAILURES, Heirs
 from pd_router.node_table import Node, Role
+from pd_router.resume_nodes import MAX_FAILURES, ResumeNodes
 from pd_router.stream_record import StreamRecord
 from tests.deadlines import HANG_S
 from tests.http.answer import COMPLETIONS, PROMPT, post
@@ -179,12 +179,12 @@ async def test_late_last_words_of_a_boot_close_no_later_one() -> None:
 def test_a_node_that_fails_under_ever_new_epochs_is_not_asked_for_ever() -> None:
     node, record = Node(url="a", role=Role.DECODE, node_id="a", stream_version=VERSION), StreamRecord()
     record.begin(HEAD)
-    heirs = Heirs(record)
+    resume_nodes = ResumeNodes(record)
     for epoch in range(MAX_FAILURES):
         node.epoch = epoch + 1
-        assert heirs.among([node]) == [node]
-        heirs.fail(node, epoch)
-    assert heirs.among([node]) == []
+        assert resume_nodes.among([node]) == [node]
+        resume_nodes.fail(node, epoch)
+    assert resume_nodes.among([node]) == []
     record.take(STREAM.frames[0])
-    heirs.fail(node, 0)
-    assert heirs.among([node]) == [node]
+    resume_nodes.fail(node, 0)
+    assert resume_nodes.among([node]) == [node]

@@ -168,7 +168,7 @@ def test_a_prompt_that_is_computed_before_its_number_comes_leaves_the_queue() ->
     )
     charge.prefill_over()
     assert (node.view.ledger.own_tokens, node.view.ledger.own_keys, node.view.ledger.own_sequences) == (0, 0, 2)
-    node.view.hear(NodeLoad(num_running=2), [charge.number])
+    node.view.receive(NodeLoad(num_running=2), [charge.number])
     assert node.view.num_sequences == 2
     node.view.forget()
     assert node.view.num_sequences == 2
@@ -189,13 +189,13 @@ def test_a_charge_counts_the_prompt_by_its_bytes_until_its_tokens_are_known() ->
         charge.count_prompt(20_000)
         assert (p.view.ledger.own_tokens, p.view.ledger.own_keys) == (20_000, 20_000 * 10_000)
         charge.count_prompt(90_000)  # more than bytes: no text
-    assert 0.45 < d.view.tokens_per_byte == p.view.tokens_per_byte < 0.5
-    assert other.view.tokens_per_byte == 0.25
+    assert 0.45 < d.view.ratio.value == p.view.ratio.value < 0.5
+    assert other.view.ratio.value == 0.25
     with Charge(p, table.clock, prefill_bytes=100, prompt_tokens=100, cached_tokens=60) as charge:
         charge.count_prompt(100)
         assert p.view.ledger.own_tokens == 40
     for _ in range(100):
         d.view.ratio.note(10_000, 100_000)
-    assert 0.099 < d.view.tokens_per_byte < 0.101, "the newest megabyte decides"
+    assert 0.099 < d.view.ratio.value < 0.101, "the newest megabyte decides"
     d.view.ratio.note(10, 60_000_000)
-    assert d.view.tokens_per_byte > 0.099, "a stranger's body of fields that no node reads teaches nothing"
+    assert d.view.ratio.value > 0.099, "a stranger's body of fields that no node reads teaches nothing"

@@ -102,7 +102,7 @@ DOWN = [  # judged by /health or by their death
          "failed", stream=False),
     Case("> blames-request blames-request", f"500 {ALONE}: nodes_died", "d0", "decode d0 refused, nodes died",
          outcome="failed"),
-    # nodes that were gone before, and those that refuse, are no casualties
+    # nodes that were gone before, and those that refuse, are no deaths
     Case("> gone lost-engine ok", f"200 {ALONE} d2 d2: all", "d1 d2",
          "decode d0 connect, decode d1 died, decode left d1", "d0"),
     Case("> gone gone gone ok", f"200 {ALONE} d3 d3: all", "d3",

@@ -11,11 +11,13 @@ import pytest
 from pd_connectors.protocol.feed import NodeLoad
 from pd_http.body import longest_body
 from pd_router.charge import Charge
-from pd_router.choice import RouteChoice, choose
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.cost import FEW_NODES, Costs, PromptFacts
+from pd_router.cost import FEW_NODES, Costs
+from pd_router.cost_policy import CostRoute
 from pd_router.node_table import FLAGS, NodeSpec, NodeTable, Role
 from pd_router.node_view import TextRatio
+from pd_router.prompt_facts import PromptFacts
+from tests.router.choosing import choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +49,7 @@ def random_table(draw: Random) -> tuple[NodeTable, RouterConfig]:
         if draw.random() < 0.9:
             queued = draw.randrange(30_000) if draw.random() < busy else 0
             token_s = draw.choice((0.0, *[2e-5 * draw.uniform(1.0, spread)] * 9))
-            node.view.hear(
+            node.view.receive(
                 NodeLoad(
                     queued_tokens=queued, queued_keys=300 * queued, num_running=draw.randrange(most_streams),
                     num_slots=draw.choice((64, 256)), free_blocks=draw.choice((5, 3000)), num_blocks=5000,
@@ -70,14 +72,15 @@ def outcome(seed: int) -> list[object]:
     found: list[object] = [choice.text, choice.prefills, choice.decodes]
     for node in table.nodes:
         if draw.random() < 0.2:
-            node.view.hear(NodeLoad(queued_tokens=draw.randrange(3000), num_running=9, num_slots=64, token_s=1e-5), ())
-    found += [pick(choice.decodes, NOW_S) for pick in (choice.best_decode, choice.best_direct, choice.sooner)]
+            load = NodeLoad(queued_tokens=draw.randrange(3000), num_running=9, num_slots=64, token_s=1e-5)
+            node.view.receive(load, ())
+    found += [way.best(choice.decodes, NOW_S) for way in (choice, choice.otherwise, choice.direct("")) if way]
     return [[one.url for one in each] if isinstance(each, tuple) else getattr(each, "url", each) for each in found]
 
 
 @pytest.mark.long
 def test_what_is_left_out_changes_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    takers, may_be_sooner = Costs.takers, RouteChoice._may_be_sooner
+    takers, may_be_sooner = Costs.takers, CostRoute._may_be_sooner
     shares: list[float] = []
     answers: list[bool] = []
 
@@ -86,17 +89,17 @@ def test_what_is_left_out_changes_no_choice(monkeypatch: pytest.MonkeyPatch) -> 
         shares.append(len(left) / max(1, len(nodes)))
         return left
 
-    def judged(choice: RouteChoice, nodes: Sequence[Node], prefill_s: float) -> bool:
+    def judged(choice: CostRoute, nodes: Sequence[Node], prefill_s: float) -> bool:
         answers.append(may_be_sooner(choice, nodes, prefill_s))
         return answers[-1]
 
     monkeypatch.setattr(Costs, "takers", some)
-    monkeypatch.setattr(RouteChoice, "_may_be_sooner", judged)
+    monkeypatch.setattr(CostRoute, "_may_be_sooner", judged)
     quick = [outcome(seed) for seed in range(NUM_TABLES)]
     assert mean(shares) < 0.8
     assert 0.1 < mean(answers) < 0.95, "both answers are given"
     monkeypatch.setattr(Costs, "takers", lambda costs, nodes: nodes)
-    monkeypatch.setattr(RouteChoice, "_may_be_sooner", lambda *given: True)
+    monkeypatch.setattr(CostRoute, "_may_be_sooner", lambda *given: True)
     assert quick == [outcome(seed) for seed in range(NUM_TABLES)]
 
 

@@ -39,11 +39,11 @@ def test_a_pair_has_one_version_and_the_cheapest_pair_is_taken() -> None:
     with keep_busy(p_a, 0.5):
         choice = chosen(nodes)
         assert choice.prefills == (p_b,)
-        assert (choice.best_decode(nodes.nodes[2:], NOW_S), choice.text) == (d_b, "p-first; reason=default")
+        assert (choice.best(nodes.nodes[2:], NOW_S), choice.text) == (d_b, "p-first; reason=default")
     learned(p_b, 25_000)
     with keep_busy(p_b, 0.5):
         choice = chosen(nodes)
-        assert (choice.prefills, choice.best_decode(nodes.nodes[2:], NOW_S)) == ((p_a,), d_a)
+        assert (choice.prefills, choice.best(nodes.nodes[2:], NOW_S)) == ((p_a,), d_a)
     d_a.reachable = False
     with keep_busy(p_b, 0.5):
         assert chosen(nodes, prefill_on_decode="never").prefills == (p_b,), "P without a D of its version is no choice"
@@ -54,7 +54,7 @@ def test_where_no_version_has_both_a_decode_node_serves_alone() -> None:
         nodes = fleet(prefills, decodes)
         choice = chosen(nodes, asked=HandoffOrder.P_FIRST)
         assert (choice.text, choice.prefills) == ("direct; reason=no-pair", ())
-        assert choice.best_direct(choice.decodes, NOW_S) is not None
+        assert choice.best(choice.decodes, NOW_S) is not None
     assert chosen(fleet("A", "-")).text == chosen(fleet("-", "B")).text == "p-first; reason=default"
 
 
@@ -65,10 +65,10 @@ def test_a_prompt_may_be_read_by_a_decode_node_of_any_version() -> None:
     with keep_busy(p, 2.0), keep_busy(d_a, 2.0):
         choice = chosen(nodes)
         assert choice.text == "direct; reason=prefill-busy"
-        assert choice.sooner(choice.decodes, NOW_S) is d_b
+        assert choice.best(choice.decodes, NOW_S) is d_b
         handoff = choice.otherwise
     assert handoff is not None
-    assert handoff.best_decode(handoff.decodes, NOW_S) is d_a
+    assert handoff.best(handoff.decodes, NOW_S) is d_a
 
 
 def test_a_node_with_the_whole_prompt_cached_is_not_told_to_ask_a_foreign_version() -> None:
@@ -87,7 +87,7 @@ def test_a_node_that_changes_its_version_after_the_choice_is_left_out() -> None:
     p0.kv_version = d0.kv_version = "B"
     assert choice.best_prefill((p0, p1), NOW_S) is p1
     assert choice.offered(NOW_S) == [p1]
-    assert choice.best_decode((d0, d1), NOW_S) is d1
+    assert choice.best((d0, d1), NOW_S) is d1
     assert choice.best_alone((d0, d1), NOW_S) is d0
 
 
@@ -109,7 +109,7 @@ def test_no_plan_crosses_versions_and_a_pair_is_found_if_there_is_one(
     assert choice.text == (f"{order.value}; reason=header" if possible else "direct; reason=no-pair")
     if not possible:
         return
-    takers = [d for d in ds if choice.best_decode([d], NOW_S)]
+    takers = [d for d in ds if choice.best([d], NOW_S)]
     assert takers
     for p in choice.offered(NOW_S):
         assert choice.best_prefill([p], NOW_S) is p

@@ -14,6 +14,7 @@ from pd_http.errors import InvalidRequest, ModelNotFound, StartupError
 from pd_http.held_bytes import HeldBytes
 from pd_router.background import Background
 from pd_router.body import RequestBody
+from pd_router.cost_policy import CostPolicy
 from pd_router.endpoint_picker.config import PickerConfig
 from pd_router.endpoint_picker.picks import EndpointPicker, Pick, address_of, subset_of
 from pd_router.errors import NoNode
@@ -44,7 +45,9 @@ def services(num_prefill: int = 2, num_decode: int = 2, **settings: Any) -> Serv
     metrics = RouterMetrics(table)
     sinks, recent = RequestSinks(config, metrics), RecentRequests(lambda: NOW_S)
     upstream, background, held = Upstream(config), Background(), HeldBytes(1)
-    return Services(config, table, upstream, metrics, background, sinks, recent, KEY, lambda: NOW_S, held)
+    return Services(
+        config, table, CostPolicy(config), upstream, metrics, background, sinks, recent, KEY, lambda: NOW_S, held
+    )
 
 
 def body(*, stream: bool = True, **fields: Any) -> RequestBody:
@@ -138,7 +141,7 @@ def test_an_idle_prefill_node_with_a_long_pace_is_offered_now_and_then() -> None
     """Not by each pick: one that was tried is not offered again before others have paid for it."""
     made = services(num_prefill=1, num_decode=1)
     for node, token_s in zip(made.table.nodes, (60e-6, 20e-6), strict=True):
-        node.view.hear(NodeLoad(num_slots=64, free_blocks=5000, block_size=64, token_s=token_s), ())
+        node.view.receive(NodeLoad(num_slots=64, free_blocks=5000, block_size=64, token_s=token_s), ())
     texts = []
     for _ in range(2 * MOST):
         found = pick(made)

@@ -14,7 +14,6 @@ from aiohttp import web
 from pd_http.endpoints import Kind, paths_of
 from pd_router.body import RequestBody
 from pd_router.client_connection import PROXY_PATHS
-from pd_router.prompt_route import reads_only
 from tests.http.answer import COMPLETIONS, PROMPT, post
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, running
@@ -91,7 +90,7 @@ async def test_completions_that_need_no_decode_node(more: dict[str, Any], order:
 
 def test_chat_always_generates() -> None:
     body = RequestBody(b'{"max_tokens": 0}')
-    assert [path for path in PROXY_PATHS if reads_only(path, body)] == [COMPLETIONS, *PROMPT_PATHS]
+    assert [path for path in PROXY_PATHS if body.reads_only(path)] == [COMPLETIONS, *PROMPT_PATHS]
 
 
 async def test_the_least_charged_of_prefill_and_mixed_nodes() -> None:

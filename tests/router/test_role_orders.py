@@ -80,7 +80,7 @@ def test_a_nodes_own_word_wins_and_an_older_one_is_ignored() -> None:
         ("decode", "4", Role.MIXED),
         ("decode", 3, Role.DECODE),
     ):
-        node.hear_role(role, changes)
+        node.receive_role(role, changes)
         assert node.role is then, (role, changes)
     node.decode_sequences = 1
     table.apply(FLAGS, [NodeSpec("http://a:1", Role.MIXED)])  # the source does not agree: the same node, its own word

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_router.node_table import NodeSpec, Role
-from pd_router.sources.base import NamedNode, Roster, is_told
+from pd_router.sources.base import NamedNode, Roster, is_logged
 from pd_router.sources.membership import GONE_S, Membership, Sight
 
 UP = Sight(serves=True, decodes=True, down_s=0.0, restarts=0)
@@ -36,7 +36,7 @@ def names(member: Membership) -> str:
 
 def with_two() -> Membership:
     member = Membership()
-    member.hear(told(node("a"), node("b")), {})
+    member.receive(told(node("a"), node("b")), {})
     return member
 
 
@@ -45,9 +45,9 @@ BOTH_UP = sights(a=UP, b=UP)
 
 def test_readiness_admits() -> None:
     member = Membership()
-    member.hear(told(node("a", ready=False), node("b")), {})
+    member.receive(told(node("a", ready=False), node("b")), {})
     assert names(member) == "b"
-    member.hear(told(node("a"), node("b")), {})
+    member.receive(told(node("a"), node("b")), {})
     assert names(member) == "ab"
 
 
@@ -55,37 +55,37 @@ def test_readiness_admits() -> None:
 def test_readiness_does_not_expel(sight: Sight) -> None:
     """A node that is down gets no requests, and is back after one good answer: that is the table's own look."""
     member = with_two()
-    member.hear(told(node("a", ready=False), node("b", ready=False)), sights(a=sight, b=sight))
+    member.receive(told(node("a", ready=False), node("b", ready=False)), sights(a=sight, b=sight))
     assert names(member) == "ab"
     assert not member.is_doubted
 
 
 def test_another_pod_at_the_same_url_is_admitted_anew() -> None:
     member = with_two()
-    member.hear(told(node("a", uid="2", ready=False), node("b")), BOTH_UP)
+    member.receive(told(node("a", uid="2", ready=False), node("b")), BOTH_UP)
     assert names(member) == "b"
-    member.hear(told(node("a", uid="2"), node("b")), BOTH_UP)
+    member.receive(told(node("a", uid="2"), node("b")), BOTH_UP)
     assert names(member) == "ab"
 
 
 def test_a_known_end_is_believed_of_all_nodes_at_once() -> None:
     member = with_two()
-    member.hear(told(ended=(node("a"), node("b"))), BOTH_UP)
+    member.receive(told(ended=(node("a"), node("b"))), BOTH_UP)
     assert (names(member), member.is_doubted) == ("", False)
 
 
 def test_an_absence_is_believed_while_another_node_serves() -> None:
     member = with_two()
-    member.hear(told(node("b")), BOTH_UP)
+    member.receive(told(node("b")), BOTH_UP)
     assert (names(member), member.is_doubted) == ("b", False)
 
 
 def test_of_an_empty_source_the_living_nodes_stay() -> None:
     member = with_two()
-    member.hear(told(), sights(a=UP, b=NEVER))
+    member.receive(told(), sights(a=UP, b=NEVER))
     assert (names(member), member.is_doubted, len(member.held)) == ("a", True, 1)
     member.look(sights(a=UP))
-    member.hear(told(), sights(a=DOWN))  # one bad check
+    member.receive(told(), sights(a=DOWN))  # one bad check
     assert names(member) == "a"
     member.look(sights(a=replace(DOWN, down_s=GONE_S)))
     assert (names(member), member.is_doubted) == ("", False)
@@ -93,7 +93,7 @@ def test_of_an_empty_source_the_living_nodes_stay() -> None:
 
 def test_what_is_held_goes_when_another_process_is_there() -> None:
     member = with_two()
-    member.hear(told(), BOTH_UP)
+    member.receive(told(), BOTH_UP)
     member.look(sights(a=UP, b=replace(UP, restarts=1)))
     assert names(member) == "a"
 
@@ -102,7 +102,7 @@ def test_a_drained_node_is_held_with_the_others_and_goes_when_all_are_drained() 
     """Without its place in the table it would come back without its order, when the source is right again."""
     member = with_two()
     drained = replace(UP, serves=False, is_drained=True)
-    member.hear(told(), sights(a=UP, b=drained))
+    member.receive(told(), sights(a=UP, b=drained))
     assert (names(member), member.is_doubted) == ("ab", True)
     member.look(sights(a=drained, b=drained))
     assert (names(member), member.is_doubted) == ("", False)
@@ -112,42 +112,42 @@ def test_a_drained_node_is_held_with_the_others_and_goes_when_all_are_drained() 
 def test_what_another_router_had_in_use_is_held_until_its_first_check(word: Roster) -> None:
     """A worker or a successor that starts while the source is away, names none, or calls every node not ready."""
     member = Membership()
-    member.hear(word, {})
+    member.receive(word, {})
     assert names(member) == ""
-    member.inherit([node("a"), node("b")], word, {})
+    member.restore([node("a"), node("b")], word, {})
     assert names(member) == "ab"
-    member.hear(told(node("a", ready=False)), BOTH_UP)
+    member.receive(told(node("a", ready=False)), BOTH_UP)
     assert names(member) == "a"
 
 
 def test_what_another_router_had_in_use_goes_with_its_end() -> None:
     member = Membership()
-    member.inherit([node("a"), node("b")], told(), {})
+    member.restore([node("a"), node("b")], told(), {})
     member.look(sights(a=replace(DOWN, down_s=GONE_S), b=UP))
     assert names(member) == "b"
-    member.hear(told(node("b", uid="2", ready=False)), sights(b=UP))
+    member.receive(told(node("b", uid="2", ready=False)), sights(b=UP))
     assert names(member) == ""
 
 
 def test_a_restart_before_the_doubt_does_not_count() -> None:
     member = with_two()
-    member.hear(told(), sights(a=replace(UP, restarts=3), b=UP))
+    member.receive(told(), sights(a=replace(UP, restarts=3), b=UP))
     member.look(sights(a=replace(UP, restarts=3), b=UP))
     assert names(member) == "ab"
 
 
 def test_an_end_that_is_told_later_ends_the_doubt_of_that_node() -> None:
     member = with_two()
-    member.hear(told(), BOTH_UP)
-    member.hear(told(ended=(node("a"),)), BOTH_UP)
+    member.receive(told(), BOTH_UP)
+    member.receive(told(ended=(node("a"),)), BOTH_UP)
     assert names(member) == "b"
-    member.hear(told(node("b", uid="2", ready=False)), BOTH_UP)
+    member.receive(told(node("b", uid="2", ready=False)), BOTH_UP)
     assert (names(member), member.is_doubted) == ("", False)
 
 
 def test_a_source_that_moves_to_other_nodes_is_followed_when_one_of_them_serves() -> None:
     member = with_two()
-    member.hear(told(node("c"), node("d")), BOTH_UP)
+    member.receive(told(node("c"), node("d")), BOTH_UP)
     assert names(member) == "abcd"
     member.look(BOTH_UP | sights(c=NEVER, d=NEVER))
     assert (names(member), member.is_doubted) == ("abcd", True)
@@ -157,36 +157,36 @@ def test_a_source_that_moves_to_other_nodes_is_followed_when_one_of_them_serves(
 
 def test_a_node_that_is_named_again_is_no_longer_doubted() -> None:
     member = with_two()
-    member.hear(told(), BOTH_UP)
-    member.hear(told(node("a"), node("b", ready=False)), BOTH_UP)
+    member.receive(told(), BOTH_UP)
+    member.receive(told(node("a"), node("b", ready=False)), BOTH_UP)
     assert (names(member), member.is_doubted) == ("ab", False)
 
 
 def test_a_change_after_an_empty_reading_says_nothing_of_the_others() -> None:
     """An empty list, then an event of one pod: only the next list tells that the other is gone."""
     member = with_two()
-    member.hear(told(), BOTH_UP)
-    member.hear(replace(told(node("a")), is_whole=False), BOTH_UP)
+    member.receive(told(), BOTH_UP)
+    member.receive(replace(told(node("a")), is_whole=False), BOTH_UP)
     member.look(BOTH_UP)
     assert (names(member), member.is_doubted) == ("ab", True)
-    member.hear(told(node("a")), BOTH_UP)
+    member.receive(told(node("a")), BOTH_UP)
     assert (names(member), member.is_doubted) == ("a", False)
 
 
 def test_without_a_node_that_decodes_the_source_is_doubted() -> None:
     member, p_up = Membership(), replace(UP, decodes=False)
     both = node("p", role=Role.PREFILL), node("a")
-    member.hear(told(*both), {})
-    member.hear(told(both[0]), sights(p=p_up, a=UP))
+    member.receive(told(*both), {})
+    member.receive(told(both[0]), sights(p=p_up, a=UP))
     assert (names(member), member.is_doubted) == ("ap", True)
     member.look(sights(p=p_up, a=replace(DOWN, down_s=GONE_S)))
     assert (names(member), member.is_doubted) == ("p", False)
-    member.hear(told(), sights(p=p_up))
+    member.receive(told(), sights(p=p_up))
     assert (names(member), member.is_doubted) == ("p", True)
 
 
 def test_the_log_tells_ever_fewer_failures() -> None:
-    assert [number for number in range(1, 43_201) if is_told(number)] == [2**power for power in range(16)]
+    assert [number for number in range(1, 43_201) if is_logged(number)] == [2**power for power in range(16)]
 
 
 @dataclass
@@ -277,7 +277,7 @@ def test_no_healthy_node_goes_without_cause_and_every_deleted_one_goes(steps: li
             case "list some":
                 word = world.tell("".join(sorted(set(name))))
         if word is not None:
-            member.hear(word, world.sights(member, 1.0))
+            member.receive(word, world.sights(member, 1.0))
         member.look(world.sights(member, 1.0))
         after = world.healthy(member)
         if what == "list some":  # an absence is believed only where another node takes the requests
@@ -285,7 +285,7 @@ def test_no_healthy_node_goes_without_cause_and_every_deleted_one_goes(steps: li
             assert not decoded or after & {"b", "c"}
         else:
             assert before - after <= may_go, (what, name)
-    member.hear(world.tell("abc"), world.sights(member, GONE_S))
+    member.receive(world.tell("abc"), world.sights(member, GONE_S))
     member.look(world.sights(member, GONE_S))
     in_use = {one.spec.node_id for one in member.in_use}
     assert in_use >= {name for name in world.uids if world.ready[name]}

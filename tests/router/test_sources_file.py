@@ -81,7 +81,7 @@ async def test_changes_are_followed_and_broken_ones_are_not(tmp_path: Path, capl
     discovery = Discovery([source], table)
     following = asyncio.ensure_future(discovery.run())
     try:
-        await discovery.heard_all(fakes.WAIT_S)
+        await discovery.received_all(fakes.WAIT_S)
         p, d = table.nodes
         assert [(n.url, n.role, n.node_id) for n in (p, d)] == [
             ("http://p:1", Role.PREFILL, "p:1"),
@@ -141,7 +141,7 @@ async def test_a_silent_source_holds_up_the_start_only_so_long(caplog: pytest.Lo
             raise AssertionError("not begun")
 
     table = NodeTable(RouterConfig(start_empty=True), lambda: 0.0)
-    await Discovery([Silent()], table).heard_all(0.0)
+    await Discovery([Silent()], table).received_all(0.0)
     assert "silent" in caplog.text
 
 

@@ -53,7 +53,7 @@ async def followed(pods: KubernetesPods) -> AsyncIterator[NodeTable]:
     discovery = Discovery([pods], table)
     following = asyncio.ensure_future(discovery.run())
     try:
-        await discovery.heard_all(fakes.WAIT_S)
+        await discovery.received_all(fakes.WAIT_S)
         yield table
     finally:
         following.cancel()

@@ -17,8 +17,8 @@ import pytest
 
 from pd_connectors.protocol.keys import derive_key
 from pd_http.sockets import bound
-from pd_router.node_change import Heritage
-from pd_router.succession import PREDECESSOR_ENV, Predecessor
+from pd_router.node_change import RestartState
+from pd_router.succession import OLD_ROUTER_ENV, OldRouter
 from tests.deadlines import HANG_S
 from tests.http.answer import PROMPT
 from tests.router import fake_nodes as fakes
@@ -202,16 +202,16 @@ async def test_a_successor_that_fails_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_heritage_is_told_whole() -> None:
-    heritage = Heritage((("http://a:1", "decode"),), {"http://b:2": 7, "http://c:3": None})
-    assert Heritage.from_line(heritage.to_line()) == heritage
+    restart_state = RestartState((("http://a:1", "decode"),), {"http://b:2": 7, "http://c:3": None})
+    assert RestartState.from_line(restart_state.to_line()) == restart_state
 
 
-def test_a_router_without_a_predecessor_inherits_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    predecessor = Predecessor({})
+def test_a_router_without_an_old_router_has_no_state(capsys: pytest.CaptureFixture[str]) -> None:
+    old_router = OldRouter({})
     with bound("127.0.0.1", 0) as listener:
-        predecessor.serving(listener)
+        old_router.serving(listener)
     assert capsys.readouterr().out.startswith("router ready on http://127.0.0.1:")
-    assert predecessor.heritage == Heritage()
+    assert old_router.restart_state == RestartState()
 
 
 @pytest.mark.parametrize("line", [b"", b"{}\n", b'{"posted": 1, "drained": {}}\n'])
@@ -220,4 +220,4 @@ def test_a_heritage_that_cannot_be_read_is_an_error(line: bytes) -> None:
     own.sendall(line)
     own.close()
     with pytest.raises(OSError, match="the router before this one sent"):
-        Predecessor({PREDECESSOR_ENV: str(theirs.detach())})
+        OldRouter({OLD_ROUTER_ENV: str(theirs.detach())})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 
 from pd_connectors.protocol.feed import NodeLoad
 from pd_router.charge import Charge
-from pd_router.choice import RouteChoice, choose
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.cost import PromptFacts
 from pd_router.node_table import Node, NodeTable
+from pd_router.prompt_facts import PromptFacts
 from pd_router.trial import FEWEST, MOST, SAVED, SHORT_S, IdleTrial
+from tests.router.choosing import choose
+
+if TYPE_CHECKING:
+    from pd_router.cost_policy import CostRoute
 
 TOKEN_S = 100e-6
 NUM_TOKENS = 1000
@@ -35,18 +38,18 @@ class World:
         self.d = self.table.nodes[-1]
 
     def tell(self, node: Node, token_s: float = TOKEN_S, queued: int = 0, free_blocks: int = 5000) -> None:
-        node.view.hear(
+        node.view.receive(
             NodeLoad(queued, num_slots=64, free_blocks=free_blocks, num_blocks=5000, block_size=64, token_s=token_s), ()
         )
 
-    def choose(self, asked: HandoffOrder | None = None, turn: int = 0, **facts: Any) -> RouteChoice:
-        heirs = self.table.nodes if facts.pop("goes_on", False) else None  # of a stream that was cut
-        return choose(self.table, None, PromptFacts(4 * NUM_TOKENS, **facts), self.config, asked, turn, heirs)
+    def choose(self, asked: HandoffOrder | None = None, turn: int = 0, **facts: Any) -> CostRoute:
+        resume_nodes = self.table.nodes if facts.pop("goes_on", False) else None  # of a stream that was cut
+        return choose(self.table, None, PromptFacts(4 * NUM_TOKENS, **facts), self.config, asked, turn, resume_nodes)
 
     def routes(self, count: int, **facts: Any) -> list[str]:
         return [choice.text for choice in self.choices(count, **facts)]
 
-    def choices(self, count: int, **facts: Any) -> list[RouteChoice]:
+    def choices(self, count: int, **facts: Any) -> list[CostRoute]:
         """A trial is begun, and the node is idle again at once."""
         choices = []
         for turn in range(count):
@@ -138,7 +141,7 @@ def test_requests_with_an_order_or_a_target_and_cut_streams_try_nothing() -> Non
         (150.0, {}),
         (0.0, {"goes_on": True}),
         (0.0, {"is_several": True}),
-        (0.0, {"is_told": True}),
+        (0.0, {"shows_logprobs": True}),
     ):
         world = World(slo_ttft_ms=slo_ttft_ms)
         world.tell(world.table.nodes[0], 3 * TOKEN_S)

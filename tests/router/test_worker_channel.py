@@ -17,7 +17,7 @@ from pd_router.app import create_app
 from pd_router.config import RouterConfig
 from pd_router.errors import Stopping, WorkerLate
 from pd_router.health import HealthPoller
-from pd_router.node_change import Heritage, NodeChange
+from pd_router.node_change import NodeChange, RestartState
 from pd_router.worker_channel import WorkerChannel
 from pd_router.worker_views import WorkerViews, labelled
 from tests.router import fake_nodes as fakes
@@ -47,7 +47,7 @@ class Supervisor:
     async def tell(self, *told: messages.ToWorker) -> None:
         await asyncio.get_running_loop().sock_sendall(self.socket, b"".join(messages.line_of(one) for one in told))
 
-    async def heard(self) -> list[messages.ToSupervisor]:
+    async def received(self) -> list[messages.ToSupervisor]:
         data = await asyncio.get_running_loop().sock_recv(self.socket, 1 << 16)
         return [msgspec.json.decode(line, type=messages.ToSupervisor) for line in data.splitlines()]
 
@@ -69,7 +69,7 @@ def supervisor() -> Iterator[Supervisor]:
 async def test_a_worker_has_polled_the_posted_nodes_before_it_serves(supervisor: Supervisor) -> None:
     d = FakeNode("decode", fakes.decode)
     async with running(d):
-        await supervisor.tell(messages.State(1, Heritage(((d.url, "decode"),))), messages.Go())
+        await supervisor.tell(messages.State(1, RestartState(((d.url, "decode"),))), messages.Go())
         async with serving(supervisor) as table:
             assert [node.is_healthy(table.clock()) for node in table.nodes] == [True]
 
@@ -78,24 +78,24 @@ async def test_a_drain_holds_for_the_boot_that_another_worker_saw_first(supervis
     d = FakeNode("decode", fakes.decode)
     async with running(d):
         posted = ((d.url, "decode"),)
-        await supervisor.tell(messages.State(1, Heritage(posted, {d.url: 6})), messages.Go())
+        await supervisor.tell(messages.State(1, RestartState(posted, {d.url: 6})), messages.Go())
         async with serving(supervisor) as table:
             services = supervisor.app.state.services
             (node,) = table.nodes
             assert (node.epoch, node.draining) == (7, False), "it has restarted since"
             adopt, poller = supervisor.worker.adopt, HealthPoller(services.config, table, services.upstream)
-            adopt(Heritage(posted, {d.url: 8}))
+            adopt(RestartState(posted, {d.url: 8}))
             assert node.draining, "this worker has not polled the new boot"
             d.epoch = 8
             await poller.poll(node)
             assert node.draining
-            adopt(Heritage(posted, {d.url: 8}))  # with another change
+            adopt(RestartState(posted, {d.url: 8}))  # with another change
             assert node.draining
             d.epoch = 9
             await poller.poll(node)
-            adopt(Heritage(posted, {d.url: 8}))
+            adopt(RestartState(posted, {d.url: 8}))
             assert not node.draining
-            adopt(Heritage(posted, {d.url: 7}))  # an order that comes later than the boot that ends it
+            adopt(RestartState(posted, {d.url: 7}))  # an order that comes later than the boot that ends it
             await poller.poll(node)
             assert not node.draining
 
@@ -107,7 +107,7 @@ async def test_a_worker_ends_when_its_supervisor_ends_before_it_serves(superviso
 
 
 async def test_orders_and_questions_fail_at_once_without_a_supervisor(supervisor: Supervisor) -> None:
-    await supervisor.tell(messages.State(1, Heritage()), messages.Go())
+    await supervisor.tell(messages.State(1, RestartState()), messages.Go())
     async with serving(supervisor):
         waiting = asyncio.ensure_future(supervisor.worker.ask("nodes"))
         await asyncio.sleep(0)
@@ -157,13 +157,13 @@ async def test_expositions_become_one_with_the_worker_of_each_sample() -> None:
 async def test_an_order_never_answers_without_the_requests_of_a_late_worker(supervisor: Supervisor) -> None:
     d = FakeNode("decode", fakes.decode)
     async with running(d):
-        await supervisor.tell(messages.State(1, Heritage(((d.url, "decode"),))), messages.Go())
+        await supervisor.tell(messages.State(1, RestartState(((d.url, "decode"),))), messages.Go())
         async with serving(supervisor) as table:
             views = WorkerViews(table, supervisor.app.state.services.metrics, supervisor.worker)
-            await supervisor.heard()
+            await supervisor.received()
             for ask in (views.nodes, views.metrics, lambda: views.node(table.nodes[0])):
                 asked = asyncio.ensure_future(ask())
-                [question] = await supervisor.heard()
+                [question] = await supervisor.received()
                 assert isinstance(question, messages.Ask)
                 await supervisor.tell(messages.AllTold(question.id, {1: None}))
                 if ask in (views.nodes, views.metrics):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from pd_router import worker_messages as messages
-from pd_router.node_change import Heritage, NodeChange
+from pd_router.node_change import NodeChange, RestartState
 from pd_router.worker_hub import ANSWER_S, COMMIT_S, SILENCE_S, START_S, WorkerHub
 from pd_router.worker_supervisor import LOOK_S, WorkerSupervisor
 
@@ -23,7 +23,7 @@ class SimulatedWorker:
 
     to_worker: deque[messages.ToWorker] = field(default_factory=deque)
     to_hub: deque[messages.ToSupervisor] = field(default_factory=deque)
-    state: Heritage | None = None
+    state: RestartState | None = None
     serves: bool = False
     committed: list[messages.Committed] = field(default_factory=list)
     answers: list[messages.AllTold] = field(default_factory=list)
@@ -31,15 +31,15 @@ class SimulatedWorker:
 
     def read(self) -> None:
         match self.to_worker.popleft():
-            case messages.State(version, heritage):
-                self.state = heritage
+            case messages.State(version, restart_state):
+                self.state = restart_state
                 self.to_hub.append(messages.Applied(version))
             case messages.Go():
                 self.serves = True
             case messages.Committed() as committed:
                 self.committed.append(committed)
             case messages.Asked(worker, number, topic):
-                self.to_hub.append(messages.Told(worker, number, topic))
+                self.to_hub.append(messages.Reported(worker, number, topic))
             case messages.AllTold() as answers:
                 self.answers.append(answers)
             case messages.UsedBy() as used:
@@ -47,9 +47,9 @@ class SimulatedWorker:
 
 
 class World:
-    def __init__(self, heritage: Heritage | None = None) -> None:
+    def __init__(self, restart_state: RestartState | None = None) -> None:
         self.now_s = 0.0
-        self.hub = WorkerHub(heritage or Heritage(), lambda: self.now_s)
+        self.hub = WorkerHub(restart_state or RestartState(), lambda: self.now_s)
         self.workers: dict[int, SimulatedWorker] = {}
         self.numbers = iter(range(1 << 30))
 
@@ -68,7 +68,7 @@ class World:
         self.workers[at].to_hub.append(messages.Commit(number, change))
         return number
 
-    def hear(self, at: int) -> None:
+    def receive(self, at: int) -> None:
         self.hub.take(at, self.workers[at].to_hub.popleft())
 
     def settle(self) -> None:
@@ -77,7 +77,7 @@ class World:
                 while worker.to_worker:
                     worker.read()
                 while worker.to_hub:
-                    self.hear(at)
+                    self.receive(at)
 
 
 def random_change(draw: random.Random) -> NodeChange:
@@ -109,7 +109,7 @@ def test_what_is_committed_is_in_every_worker_that_serves(seed: int) -> None:
                 change = sent[at, worker.committed[-1].id]
                 assert not any(lacks(other, change) for other in world.workers.values())
         elif event == "hear" and worker.to_hub:
-            world.hear(at)
+            world.receive(at)
         elif event == "commit" and worker.serves:
             change = NodeChange("add", f"http://{len(sent)}", "decode")  # so that each one can be told apart
             sent[at, world.commit(at, change)] = change
@@ -117,12 +117,12 @@ def test_what_is_committed_is_in_every_worker_that_serves(seed: int) -> None:
             world.kill(at)
     world.settle()
     assert num_committed > 10
-    assert all(worker.state == world.hub.heritage for worker in world.workers.values())
+    assert all(worker.state == world.hub.restart_state for worker in world.workers.values())
 
 
 def lacks(worker: SimulatedWorker, change: NodeChange) -> bool:
     """Whether a worker serves without a committed change."""
-    return worker.serves and change.url not in dict((worker.state or Heritage()).posted)
+    return worker.serves and change.url not in dict((worker.state or RestartState()).posted)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -137,9 +137,9 @@ def test_all_workers_end_with_one_state_whatever_was_ordered(seed: int) -> None:
         if draw.random() < 0.5:
             world.settle()
         elif world.workers[at].to_hub:
-            world.hear(at)
+            world.receive(at)
     world.settle()
-    assert {str(worker.state) for worker in world.workers.values()} == {str(world.hub.heritage)}
+    assert {str(worker.state) for worker in world.workers.values()} == {str(world.hub.restart_state)}
 
 
 def two_that_serve() -> tuple[World, SimulatedWorker, SimulatedWorker]:
@@ -153,9 +153,9 @@ def two_that_serve() -> tuple[World, SimulatedWorker, SimulatedWorker]:
 def test_an_order_waits_for_a_frozen_worker_until_that_is_replaced() -> None:
     world, one, other = two_that_serve()
     world.commit(0, NodeChange("drain", "http://n", epoch=7))
-    world.hear(0)
+    world.receive(0)
     one.read()
-    world.hear(0)
+    world.receive(0)
     assert not one.to_worker, "the other has not read it"
     assert world.hub.late() == set()
     world.now_s += COMMIT_S
@@ -167,7 +167,7 @@ def test_an_order_waits_for_a_frozen_worker_until_that_is_replaced() -> None:
     assert one.committed
     assert (late := world.start(1)) is not other
     world.settle()
-    assert late.state == Heritage((), {"http://n": 7})
+    assert late.state == RestartState((), {"http://n": 7})
 
 
 def test_a_silent_worker_is_frozen_and_one_that_speaks_is_not() -> None:
@@ -196,7 +196,7 @@ def test_a_supervisor_that_did_not_run_takes_no_worker_for_frozen(monkeypatch: p
     """After a stop it cannot tell the silence of the workers from its own, whether it reads their messages first."""
     now_s = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
-    own = SimpleNamespace(heritage=Heritage())
+    own = SimpleNamespace(restart_state=RestartState())
     supervisor = WorkerSupervisor(2, None, own, 1.0, scheme="http", is_supervised=True)  # type: ignore[arg-type]
     hub = supervisor._hub
     for at in (0, 1):
@@ -225,17 +225,17 @@ def test_a_worker_that_starts_delays_no_order_and_misses_none() -> None:
     world.commit(0, NodeChange("add", "http://n", "decode"))
     for at in (0, 1):
         if world.workers[at].to_hub:
-            world.hear(at)
+            world.receive(at)
     for at in (0, 1):
         world.workers[at].read()
-        world.hear(at)
+        world.receive(at)
     one.read()
     assert one.committed, "it does not serve yet"
     starting.to_hub.append(messages.Ready())
-    world.hear(2)
+    world.receive(2)
     while not starting.serves:
         starting.read()
-    assert starting.state == world.hub.heritage, "all of it before it may serve"
+    assert starting.state == world.hub.restart_state, "all of it before it may serve"
 
 
 def test_a_question_is_answered_without_those_that_are_late_or_gone() -> None:
@@ -243,19 +243,19 @@ def test_a_question_is_answered_without_those_that_are_late_or_gone() -> None:
     world.start(2)
     world.settle()
     one.to_hub.append(messages.Ask(1, "nodes"))
-    world.hear(0)
+    world.receive(0)
     world.workers[2].read()
-    world.hear(2)
+    world.receive(2)
     assert not one.to_worker
     world.now_s += ANSWER_S
     assert world.hub.late() == set(), "a question replaces no worker"
     one.read()
     assert one.answers == [messages.AllTold(1, {1: None, 2: "nodes"})]
     one.to_hub.append(messages.Ask(2, "nodes"))
-    world.hear(0)
+    world.receive(0)
     world.kill(1)
     world.workers[2].read()
-    world.hear(2)
+    world.receive(2)
     one.read()
     assert one.answers[1] == messages.AllTold(2, {2: "nodes"})
 
@@ -266,28 +266,28 @@ def test_an_order_that_a_successor_would_miss_is_refused() -> None:
     world.commit(0, NodeChange("add", "http://n", "decode"))
     world.settle()
     assert one.committed[-1].is_refused
-    assert world.hub.heritage == Heritage()
+    assert world.hub.restart_state == RestartState()
 
 
 @pytest.mark.parametrize(
     ("change", "after"),
     [
-        (NodeChange("add", "b", "mixed"), Heritage((("a", "decode"), ("b", "mixed")), {"a": 1})),
-        (NodeChange("remove", "a"), Heritage()),
-        (NodeChange("remove", "b"), Heritage((("a", "decode"),), {"a": 1})),
-        (NodeChange("drain", "b", epoch=2), Heritage((("a", "decode"),), {"a": 1, "b": 2})),
-        (NodeChange("resume", "a"), Heritage((("a", "decode"),), {})),
+        (NodeChange("add", "b", "mixed"), RestartState((("a", "decode"), ("b", "mixed")), {"a": 1})),
+        (NodeChange("remove", "a"), RestartState()),
+        (NodeChange("remove", "b"), RestartState((("a", "decode"),), {"a": 1})),
+        (NodeChange("drain", "b", epoch=2), RestartState((("a", "decode"),), {"a": 1, "b": 2})),
+        (NodeChange("resume", "a"), RestartState((("a", "decode"),), {})),
     ],
 )
-def test_a_change_is_made_to_a_copy(change: NodeChange, after: Heritage) -> None:
-    before = Heritage((("a", "decode"),), {"a": 1})
+def test_a_change_is_made_to_a_copy(change: NodeChange, after: RestartState) -> None:
+    before = RestartState((("a", "decode"),), {"a": 1})
     assert before.changed(change) == after
     assert before.changed(change).changed(change) == after, "an order may be repeated"
-    assert before == Heritage((("a", "decode"),), {"a": 1})
+    assert before == RestartState((("a", "decode"),), {"a": 1})
 
 
 def test_what_keys_have_used_reaches_the_others_and_so_does_a_worker_that_ends() -> None:
-    hub = WorkerHub(Heritage(), lambda: 0.0)
+    hub = WorkerHub(RestartState(), lambda: 0.0)
     told: list[list[messages.ToWorker]] = [[], [], []]
     for number in range(3):
         hub.join(number, told[number].append)

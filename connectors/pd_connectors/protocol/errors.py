@@ -8,7 +8,10 @@ HandoffError
 │   ├── ProtocolMismatch
 │   ├── FingerprintMismatch
 │   └── LayoutMismatch
-└── ConnectorUnavailable   an optional backend is not installed or did not start
+├── ConnectorUnavailable   an optional backend is not installed or did not start
+├── NixlError              a NIXL call failed (`nixl/agent.py`)
+│   └── EndpointFailed, MayStillLand
+└── StoreUnavailable       the store of a pool does not answer (`store.py`)
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ MOST_SLAB_BLOCKS = 256  # of the largest group in a slab
 class KvSlabs:
     """Memory in slabs of equal size. A slab belongs to one group at a time, and holds `per_slab` of its blocks.
 
-    Block i of a group begins `i * stride` bytes behind the start of the memory, so slab s holds its blocks
+    Block i of a group begins `i * stride` bytes after the start of the memory, so slab s holds its blocks
     [s * per_slab, (s + 1) * per_slab). One group alone has slabs of one block.
     """
 

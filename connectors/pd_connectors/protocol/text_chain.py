@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Bytes of text a hash. 400 kB take 1.1 ms at 512, 1.6 ms at 256, 0.8 ms at 1024; 256 doubles the news of a node, too.
 # A prompt is found short by 256 bytes in the mean, about 64 tokens.
 STEP_BYTES = 512
-# Contents at which a step ends, too. A template may write tools (10,000 tokens) behind the system message: they are
+# Contents at which a step ends, too. A template may write tools (10,000 tokens) after the system message: they are
 # named where the first question begins, which may be shorter than a step.
 MAX_STARTS = 8
 # Fields that chat templates read, or that change what is rendered. Those that are null count as absent.

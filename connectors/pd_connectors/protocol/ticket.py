@@ -40,7 +40,7 @@ class Ticket(msgspec.Struct, frozen=True, tag=True):
     # Digest of the parameters that decide P's first tokens. D adopts the tokens only if its own digest is equal. The KV
     # does not depend on them. b"": of an older P, which sends none; equal to no digest.
     sampling_digest: bytes = b""
-    position_delta: int = 0  # what media of the prompt add to the positions of the tokens behind it
+    position_delta: int = 0  # what media of the prompt add to the positions of the tokens after it
 
 
 FEED_ACTION = "feed"  # of an order to a node alone, to read its feed

@@ -53,7 +53,7 @@ class StepPlaces(NamedTuple):
 class MixedPlaces(NamedTuple):
     """The inputs that only mixed steps have. StepOnDevice describes all of them but `sampled`."""
 
-    sampled: Any  # [S]: places among the T of the tokens behind which one is sampled
+    sampled: Any  # [S]: places among the T of the tokens after which one is sampled
     decode_lens: Any  # [S], [0] without decodes
     seq_lens: Any  # [S + 1]
     query_starts: Any  # [S + 2]

@@ -1,4 +1,4 @@
-"""Draws that need more than temperature and seed, as CUDA graphs behind the graphs of steps.
+"""Draws that need more than temperature and seed, as CUDA graphs after the graphs of steps.
 
 The graph of a step ends with logits and with a draw for temperature and seed alone. If a row asks for more, a second
 graph draws all rows again from these logits, and overwrites the tokens in `InputBatch.last_tokens`. It reads its other

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.scheduling.batch import SequenceChunk
 
-FAR_KEYS = 1024  # a chunk that ends behind this many keys is faster in a size for far chunks
+FAR_KEYS = 1024  # a chunk that ends after this many keys is faster in a size for far chunks
 FEW_SEQS = 64  # most steps have fewer; room for more costs time where only the sampling rows go on
 # (least number of chunks, tokens each): a size has room for the larger of the first number and as many chunks of the
 # second number of tokens as fit. Where programs share keys, empty tiles cost 0.1 ms in a step of 192 tokens (8B, one
@@ -88,7 +88,7 @@ def step_sizes(limit: int, max_seqs: int) -> list[StepSize]:
     """Sizes of steps with chunks. Each of `token_buckets` has six sizes; equal ones are dropped.
 
     One size has no decodes, one has room for FEW_SEQS sequences, and one has room for `max_seqs`. Each of these exists
-    for chunks near the start of their sequences, and for chunks behind many keys.
+    for chunks near the start of their sequences, and for chunks after many keys.
     """
     sizes = set()
     for num_tokens in token_buckets(limit):

@@ -108,7 +108,7 @@ class StepGraphs:
         return self._rows.build_replay(chunks, self._graphs[size].step, self._padding_slots, draws)
 
     def replay(self, inputs: ReplayInputs, size: StepSize) -> ReplayOutputs:
-        """Run the step. Its outputs have a row for each token behind which one is sampled.
+        """Run the step. Its outputs have a row for each token after which one is sampled.
 
         The replay also writes the drawn tokens to `InputBatch.last_tokens`.
         """

@@ -41,7 +41,7 @@ class AllowedList:
 class AllowedTokens(CapturedStage):
     """Sets the logits of all other tokens to -inf. The rows of one request share a list: a byte for each token.
 
-    It runs behind the stages that ban tokens. Where they have banned all of a request's tokens, one of these is drawn.
+    It runs after the stages that ban tokens. Where they have banned all of a request's tokens, one of these is drawn.
     """
 
     def __init__(self, context: StageContext) -> None:

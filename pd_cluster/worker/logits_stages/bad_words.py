@@ -37,13 +37,13 @@ class WordInputs:
     places: torch.Tensor  # int64 [E] into the step's logits rows
     rows: torch.Tensor  # int64 [E] of the worker
     lists: tuple[WordList, ...]
-    # Behind drafts: int64 [E, K], the tokens that a row assumes behind its tail, and int64 [E, _TAIL], which places of
+    # After drafts: int64 [E, K], the tokens that a row assumes after its tail, and int64 [E, _TAIL], which places of
     # both are the last ones
     behind: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class BadWords(LogitsStage):
-    """Bans the last token of a word behind an output that ends in the word's other tokens. The prompt does not count.
+    """Bans the last token of a word after an output that ends in the word's other tokens. The prompt does not count.
 
     The last output tokens of each row are on the device, so a step is launched before the tokens of the step before it
     are read.
@@ -102,5 +102,5 @@ class BadWords(LogitsStage):
         return np.repeat([at for at, _ in found], [len(one.ends) for _, one in found]), tuple(one for _, one in found)
 
     def _send(self, array: Ints) -> torch.Tensor:
-        """Copy to the device behind the steps under way; CUDA has read pageable memory when the call returns."""
+        """Copy to the device after the steps under way; CUDA has read pageable memory when the call returns."""
         return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # A step waits for a mask until so long after the token before it was read. Rows without one sit out the draw. The draw
-# is asked for just before the forward pass ends: behind one of 4 ms a step does not wait
+# is asked for just before the forward pass ends: after one of 4 ms a step does not wait
 MASK_WAIT_S = 0.002
 # And at least so long, because a row that sits out waits a whole step. The plan is due half of its own time early.
 # Masks behind drafts have no such time: without them a run is shorter, and slow ones would hold each step
@@ -91,10 +91,10 @@ class Constraint:
         return not is_hopeless and (self.is_trying or not self.is_ready)
 
     def begin(self, compiled: Future[Any]) -> None:
-        """Compute the mask behind the whole output as soon as the grammar is compiled."""
+        """Compute the mask after the whole output as soon as the grammar is compiled."""
         self.compiled, self.begun_s = compiled, time.monotonic()
         self.state, self.num_taken = None, 0
-        self.pace, self.is_lone = Pace.SUSPECT, True  # it may take long: many tokens may be behind it
+        self.pace, self.is_lone = Pace.SUSPECT, True  # it may take long: many tokens may be after it
         # The future keeps its callbacks, and they must not keep the row: an own lexer of a hostile grammar has 20 MB
         threads, waiting = self.grammars.mask_threads, [self]
         compiled.add_done_callback(lambda _: threads.begin([waiting.pop()], compute_masks))
@@ -132,7 +132,7 @@ class Constraint:
 
 
 def compute_masks(constraints: Sequence[Constraint]) -> list[Constraint]:
-    """Compute the masks of a group of rows behind their pending tokens: see `MaskThreads`. -> those that have ended.
+    """Compute the masks of a group of rows after their pending tokens: see `MaskThreads`. -> those that have ended.
 
     The others begin again: see `Constraint.ends_with`.
     """
@@ -231,7 +231,7 @@ def _said(error: BaseException) -> str:
 class GrammarMasks(CapturedStage):
     """Sets the logits of all tokens that a sequence's grammar does not allow to -inf.
 
-    It runs behind all other stages, because none of them may allow what the grammar bans. The grammar also decides
+    It runs after all other stages, because none of them may allow what the grammar bans. The grammar also decides
     where the output ends: `min_tokens` bans the end only where another token is allowed. A row that cannot go on fails
     alone, and is drawn without a mask in that step.
 
@@ -239,12 +239,12 @@ class GrammarMasks(CapturedStage):
     Where it is not ready when the step is drawn:
 
         the row           sits out the draw; a later step computes its last token again, and draws with the same seed
-                          and position, so the same token. Behind MOST_MISSED draws, and while the grammar is compiled,
+                          and position, so the same token. After MOST_MISSED draws, and while the grammar is compiled,
                           steps leave the row out
         the other rows    wait until MASK_WAIT_S after its token, at least LEAST_WAIT_S, once for each mask, and never
-                          behind a slow mask
+                          after a slow mask
         the mask          is finished meanwhile, because it follows from the tokens, which do not change
-        at the latest     the scheduler ends its request behind UNREADY_DEADLINE_S (`pd_cluster/scheduling/unready.py`)
+        at the latest     the scheduler ends its request after UNREADY_DEADLINE_S (`pd_cluster/scheduling/unready.py`)
     """
 
     is_late = True
@@ -360,7 +360,7 @@ class GrammarMasks(CapturedStage):
         return failures
 
     def _mask(self, row: int, length: int, behind: tuple[int, ...] = ()) -> Mask | None:
-        """The mask of a row behind drafts, without the end before its `min_tokens`. None: a draft is refused, or late.
+        """The mask of a row after drafts, without the end before its `min_tokens`. None: a draft is refused, or late.
 
         A row that cannot go on fails, and is free.
         """

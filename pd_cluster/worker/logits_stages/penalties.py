@@ -135,7 +135,7 @@ class Penalties(CapturedStage):
         return True
 
     def _send(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        """Copy to the device, behind the steps under way and without waiting for them.
+        """Copy to the device, after the steps under way and without waiting for them.
 
         CUDA has read pageable memory by the time that the call returns.
         """

@@ -114,9 +114,9 @@ class LogitsStage(Protocol):
         """
 
     def prepare_behind(self, rows: Ints, lengths: Ints, before: Ints) -> Any | None:
-        """`prepare` for rows of logits behind drafts, which a step verifies: a row may occur several times.
+        """`prepare` for rows of logits after drafts, which a step verifies: a row may occur several times.
 
-        `before` (int64 [R, K]): the tokens that each row of logits assumes behind those that were noted of its
+        `before` (int64 [R, K]): the tokens that each row of logits assumes after those that were noted of its
         sequence, and NO_TOKEN in the rest. `note` gets those that were right. A stage that changes logits by earlier
         tokens has a method of its own. With a stage from outside there are no drafts.
         """

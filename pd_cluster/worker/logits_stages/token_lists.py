@@ -59,7 +59,7 @@ class TokenList:
 
     @classmethod
     def make(cls, tokens: Ints, amounts: Floats, vocab_size: int, device: torch.device) -> TokenList:
-        """Make a list. A long list is copied to the device behind the steps under way; nothing waits for the copy."""
+        """Make a list. A long list is copied to the device after the steps under way; nothing waits for the copy."""
         vector = None
         if len(tokens) > LONG_LIST:
             dense = np.zeros(vocab_size, np.float32)

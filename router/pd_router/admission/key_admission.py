@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from pd_http.reply import HeaderList
     from pd_router.admission.api_keys import ApiKey, KeyRing
     from pd_router.body import RequestBody
-    from pd_router.choice import RouteChoice
     from pd_router.config import RouterConfig
     from pd_router.metrics import RouterMetrics
     from pd_router.node_table import NodeTable
-    from pd_router.prompt_route import PromptRoute
+    from pd_router.route import Route
     from pd_router.worker_messages import KeyUsage
 
 LOOK_AGAIN_S = 0.02  # while requests wait: nodes may have become free without an answer of this router
@@ -42,7 +41,7 @@ _REASONS = {
 }
 
 
-class Visit:
+class AdmittedRequest:
     """One request that was let in, or waits for that. Call `end` exactly once."""
 
     __slots__ = ("_admission", "_begun_s", "future", "is_inside", "limits", "model", "queued_s", "turn")
@@ -50,7 +49,7 @@ class Visit:
     def __init__(self, admission: KeyAdmission, limits: KeyLimits, model: str | None, begun_s: float) -> None:
         self.limits = limits
         self.model = model
-        self.turn: Turn[Visit]
+        self.turn: Turn[AdmittedRequest]
         self.future: asyncio.Future[None] | None = None  # while it waits
         self.is_inside = False
         self.queued_s = 0.0  # that it has waited
@@ -86,7 +85,7 @@ class KeyAdmission:
 
     def __init__(self, config: RouterConfig, table: NodeTable, metrics: RouterMetrics, ring: KeyRing) -> None:
         self.clock = table.clock
-        self.queue: FairQueue[Visit] = FairQueue(lambda turn: turn.item.limits.has_place)
+        self.queue: FairQueue[AdmittedRequest] = FairQueue(lambda turn: turn.item.limits.has_place)
         self.room = NodeRoom(table)
         self._max_queue = config.max_queue
         self._max_queue_bytes = config.max_queue_bytes
@@ -105,9 +104,10 @@ class KeyAdmission:
     def adopt(self, ring: KeyRing) -> None:
         """Take other keys. Requests under way stay; what keys have used stays used."""
         self._ring = ring
-        # Those of a key that is out stay until other processes have heard that it has no requests any more
-        kept = (one for one in self._limits.values() if one.key.name in ring.by_name or one.running or not one.is_told)
-        self._limits = {one.key.name: one for one in kept}
+        # Those of a key that is out stay until other processes know that it has no requests any more
+        known, limits = ring.by_name, self._limits
+        kept = (name for name, one in limits.items() if name in known or one.running or not one.is_reported)
+        self._limits = {name: limits[name] for name in kept}
         for name in self._limits.keys() & ring.by_name.keys():
             self._limits[name].configure(ring.by_name[name])
             self._limits[name].elsewhere = self._num_elsewhere(name)
@@ -162,7 +162,7 @@ class KeyAdmission:
             if usage:
                 share(usage)
 
-    def hear_usage(self, worker: int, usage: KeyUsage | None) -> None:
+    def receive_usage(self, worker: int, usage: KeyUsage | None) -> None:
         """Count what keys have used in another worker. None: that worker has ended."""
         running = self._elsewhere.setdefault(worker, {})
         if usage is None:
@@ -179,19 +179,20 @@ class KeyAdmission:
 
     # --- requests
 
-    async def enter(self, limits: KeyLimits, body: RequestBody, plan: RouteChoice | PromptRoute) -> Visit:
+    async def enter(self, limits: KeyLimits, body: RequestBody, plan: Route) -> AdmittedRequest:
         """Return when the request may go to the nodes. `plan`: what would happen now.
 
         Raises RateLimited.
         """
         key = limits.key
         sequences = 0 if plan.order is HandoffOrder.PROMPT else body.num_samples
-        cost = plan.num_tokens + (sequences and sequences * min(limits.mean_output, body.most_output))
+        num_tokens = plan.prompt.tokens_at(plan.decodes[0])
+        cost = num_tokens + (sequences and sequences * min(limits.mean_output, body.most_output))
         if (refusal := limits.admit(cost, self.clock())) is not None:
             raise self._refusal(limits, *refusal)
-        visit = Visit(self, limits, body.model, self.clock())
-        visit.turn = turn = Turn(
-            visit, key.name, key.weight, body.get("priority", int) or 0, cost, sequences, body.num_bytes
+        admitted = AdmittedRequest(self, limits, body.model, self.clock())
+        admitted.turn = turn = Turn(
+            admitted, key.name, key.weight, body.get("priority", int) or 0, cost, sequences, body.num_bytes
         )
         try:
             self._check_late(turn, plan)
@@ -199,13 +200,13 @@ class KeyAdmission:
                 await self._wait(turn)
             else:
                 self.queue.serve(turn)
-                visit.go_in()
+                admitted.go_in()
         except BaseException:
-            visit.end(None, "refused")
+            admitted.end(None, "refused")
             raise
-        return visit
+        return admitted
 
-    def _check_late(self, turn: Turn[Visit], plan: RouteChoice | PromptRoute) -> None:
+    def _check_late(self, turn: Turn[AdmittedRequest], plan: Route) -> None:
         """Raises RateLimited if its turn or its first token come too late, until what is before it is through."""
         limits = turn.item.limits
         if not (self._latest_s or len(self.queue)) and limits.has_place:
@@ -217,10 +218,10 @@ class KeyAdmission:
         if turn_s > EXPECTED * self._max_queue_s:
             raise self._refusal(limits, own or "queue", whole_seconds(turn_s))
 
-    async def _wait(self, turn: Turn[Visit]) -> None:
+    async def _wait(self, turn: Turn[AdmittedRequest]) -> None:
         """Wait for the turn. Raises RateLimited if it does not come in time, or the queue is full of better ones."""
-        visit, begun_s = turn.item, self.clock()
-        visit.future = asyncio.get_running_loop().create_future()
+        admitted, begun_s = turn.item, self.clock()
+        admitted.future = asyncio.get_running_loop().create_future()
         self.queue.push(turn)
         self.pump()  # the room may be older than 10 ms, or others may wait for what this one does not need
         try:
@@ -228,14 +229,14 @@ class KeyAdmission:
                 self._send_last_away()
             self._look_again()
             async with asyncio.timeout(self._max_queue_s):
-                await visit.future
+                await admitted.future
         except TimeoutError:
             raise self._later(turn) from None
         finally:
-            visit.future = None  # its exception's traceback refers here: a cycle would keep the body
+            admitted.future = None  # its exception's traceback refers here: a cycle would keep the body
             self.queue.remove(turn)
-            visit.queued_s = self.clock() - begun_s
-            self._metrics.queue_s.observe(visit.queued_s)
+            admitted.queued_s = self.clock() - begun_s
+            self._metrics.queue_s.observe(admitted.queued_s)
 
     def _send_last_away(self) -> None:
         """Refuse the request that would be served last."""
@@ -261,7 +262,7 @@ class KeyAdmission:
             self._look_again()
             self.pump()
 
-    def _fits(self, turn: Turn[Visit]) -> bool:
+    def _fits(self, turn: Turn[AdmittedRequest]) -> bool:
         """Whether the nodes have room for it. The last places are for keys with less than their share.
 
         Those with far less need no room in the queue of a prefill node either, where a better priority lets them pass.
@@ -296,7 +297,7 @@ class KeyAdmission:
 
     # --- times
 
-    def _wait_s(self, turn: Turn[Visit]) -> float:
+    def _wait_s(self, turn: Turn[AdmittedRequest]) -> float:
         """Until its turn comes: the nodes have to read the prompts before it, and to end as many answers."""
         cost, sequences = self.queue.ahead(turn)
         room = self.room.of(turn.item.model)
@@ -304,7 +305,7 @@ class KeyAdmission:
         answering_s = sequences * turn.item.limits.mean_s / room.slots if room.slots else 0.0
         return max(reading_s, answering_s, turn.item.limits.place_s())
 
-    def _later(self, turn: Turn[Visit]) -> RateLimited:
+    def _later(self, turn: Turn[AdmittedRequest]) -> RateLimited:
         limits = turn.item.limits
         reason = "queue" if limits.has_place else "concurrency"
         return self._refusal(limits, reason, whole_seconds(self._wait_s(turn)))

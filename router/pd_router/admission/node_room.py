@@ -82,11 +82,10 @@ class NodeRoom:
         room = Room(looked_s=now_s)
         booked, free = sum(node.decode_sequences for node in nodes), 0.0  # a prefill node may keep streams
         for node in decodes:
-            _, _, _, _, streams, slots, free_tokens, _ = node.view.ledger.total
-            if node.view.load is None:
-                slots = node.num_slots or inf
+            load = node.view.ledger.total
+            slots = load.num_slots if node.view.load is not None else node.num_slots or inf
             room.slots += slots
-            free += max(0.0, slots * (1 + MORE_SLOTS) - streams) if free_tokens > 0 else 0.0
+            free += max(0.0, slots * (1 + MORE_SLOTS) - load.num_sequences) if load.free_tokens > 0 else 0.0
         room.sequences = free - max(0, self.running.get(model, 0) - booked)  # admitted, on the way to a node
         for node in [node for node in nodes if node.role is Role.PREFILL] or decodes:
             token_s = _token_s(node, now_s)
@@ -99,7 +98,7 @@ class NodeRoom:
 
 def _token_s(node: Node, now_s: float) -> float:
     """Seconds for a prompt token; 0: not known."""
-    if token_s := node.view.ledger.told.token_s:
+    if token_s := node.view.ledger.reported.token_s:
         return token_s
     speed = node.speed.at(now_s)
-    return 1 / (speed * node.view.tokens_per_byte) if speed else 0.0
+    return 1 / (speed * node.view.ratio.value) if speed else 0.0

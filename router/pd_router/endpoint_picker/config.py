@@ -19,7 +19,7 @@ class PickerConfig(RouterConfig):
     grpc_port: int = setting(9002, "gRPC port for gateways (ext_proc). 0: chosen by the OS and logged.", most=MAX_PORT)
     grpc_tls_cert: str = setting("", "Certificate chain (PEM) of the gRPC port. Default: no TLS there.")
     grpc_tls_key: str = setting("", "Private key (PEM) of that certificate.")
-    fallbacks: int = setting(2, "Decode nodes named behind the first one, for the gateway's own retries.", most=16)
+    fallbacks: int = setting(2, "Decode nodes named after the first one, for the gateway's own retries.", most=16)
 
     def __post_init__(self) -> None:
         RouterConfig.__post_init__(self)

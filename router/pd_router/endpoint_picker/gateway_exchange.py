@@ -1,7 +1,7 @@
 """One HTTP request of a gateway, as the messages of `envoy.service.ext_proc.v3`. No sockets.
 
 The gateway sends the request's headers, its body in parts, and later the same of the answer. Bodies are full duplex:
-each part must be sent back, the request's only behind the answer to its headers, which names the destination.
+each part must be sent back, the request's only after the answer to its headers, which names the destination.
 Protocol: gateway-api-inference-extension, proposal 004.
 """
 
@@ -214,12 +214,12 @@ class GatewayExchange:
 
     def _destination(self, pick: Pick, num_bytes: int | None = None) -> Any:
         """The answer to the request's headers. A client's `x-pd-*` headers never reach a node."""
-        told = {DESTINATION: pick.destination, REQUEST_ID: self._headers[REQUEST_ID], **pick.headers}
+        reported = {DESTINATION: pick.destination, REQUEST_ID: self._headers[REQUEST_ID], **pick.headers}
         if num_bytes is not None:
-            told["content-length"] = str(num_bytes)
+            reported["content-length"] = str(num_bytes)
         answer = ProcessingResponse()
         mutation = answer.request_headers.response.header_mutation
-        _set(mutation.set_headers, told)
+        _set(mutation.set_headers, reported)
         mutation.remove_headers.extend(
             name for name in self._headers if name.startswith("x-pd-") and name not in pick.headers
         )
@@ -231,16 +231,16 @@ class GatewayExchange:
 
     def _answered(self, message: Any) -> Any:
         answer = ProcessingResponse(response_headers={})
-        told = {one.key.lower(): _value(one) for one in message.response_headers.headers.headers}
-        status, record = told.get(":status", ""), self._record
+        reported = {one.key.lower(): _value(one) for one in message.response_headers.headers.headers}
+        status, record = reported.get(":status", ""), self._record
         record.status = int(status) if status.isdigit() else 0
         if (pick := self._pick) is None:  # the gateway's own answer
             return answer
         self._answer_outcome = "ok" if status < "400" else "refused" if status < "500" else "failed"
         served = _metadata(message, "envoy.lb").get(SERVED, "")
-        pick.answered(told.get(PREFILL_BY, ""), served or told.get(DECODE_BY, ""))
-        record.prefill_by = told.get(PREFILL_BY, "")[:MAX_NAME_CHARS]
-        served_by = told.get(DECODE_BY) or served or pick.nodes[0].node_id
+        pick.answered(reported.get(PREFILL_BY, ""), served or reported.get(DECODE_BY, ""))
+        record.prefill_by = reported.get(PREFILL_BY, "")[:MAX_NAME_CHARS]
+        served_by = reported.get(DECODE_BY) or served or pick.nodes[0].node_id
         record.answered(self._s.table.clock(), served_by[:MAX_NAME_CHARS])
         if record.stream and self._answer_outcome == "ok":
             record.first_piece(record.until_s)
@@ -260,16 +260,16 @@ class GatewayExchange:
     def _refusal(self, error: PdError) -> Any:
         self.is_refused = True
         dialect = dialect_of(self._path)
-        told = {"content-type": "application/json"}
+        reported = {"content-type": "application/json"}
         if REQUEST_ID in self._headers:
-            told[REQUEST_ID] = self._headers[REQUEST_ID]
+            reported[REQUEST_ID] = self._headers[REQUEST_ID]
         if error.status == 503:
-            told["retry-after"] = "1"
+            reported["retry-after"] = "1"
         answer = ProcessingResponse()
         answer.immediate_response.status.code = dialect.status(error)
         answer.immediate_response.body = orjson.dumps(dialect.error_body(error))
         answer.immediate_response.details = error.code
-        _set(answer.immediate_response.headers.set_headers, told)
+        _set(answer.immediate_response.headers.set_headers, reported)
         return answer
 
 
@@ -280,8 +280,8 @@ def _echo(kind: str, part: bytes, *, is_last: bool) -> Any:
     return answer
 
 
-def _set(options: Any, told: Mapping[str, str]) -> None:
-    for name, value in told.items():
+def _set(options: Any, reported: Mapping[str, str]) -> None:
+    for name, value in reported.items():
         option = options.add(append_action=OVERWRITE_IF_EXISTS_OR_ADD)
         option.header.key, option.header.raw_value = name, value.encode("latin-1")
 

@@ -18,7 +18,7 @@ from pd_router.endpoint_picker.config import PickerConfig
 from pd_router.endpoint_picker.gateway_exchange import GatewayExchange, UnfinishedBodies
 from pd_router.endpoint_picker.messages import ProcessingRequest, ProcessingResponse
 from pd_router.endpoint_picker.picks import EndpointPicker
-from pd_router.node_table import Role
+from pd_router.node_table import DECODERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ class PickerServer:
     """The gRPC server of an endpoint picker. It serves as long as its `async with` block.
 
     When the process leaves, the health check says NOT_SERVING. Requests are served until none comes for QUIET_S, or
-    `linger_s` is over: a gateway's connections stay open until it is told of other pickers, and gRPC refuses what comes
+    `linger_s` is over: a gateway's connections stay open until it learns of other pickers, and gRPC refuses what comes
     on them once it stops. Then those under way have the rest of `drain_s`. All of that is over when the block is left.
     """
 
@@ -123,5 +123,5 @@ class PickerServer:
             exchange.close()
 
     async def _check(self, request: bytes, context: Any) -> bytes:
-        can_serve = self._s.table.healthy((Role.DECODE, Role.MIXED), None) and not self._s.leaving.is_set()
+        can_serve = self._s.table.healthy(DECODERS, None) and not self._s.leaving.is_set()
         return SERVING if can_serve or LIVENESS in request else NOT_SERVING

@@ -16,7 +16,7 @@ OVERWRITE_IF_EXISTS_OR_ADD = 2  # `append_action` of a header
 
 _PACKAGE = "pd_router.ext_proc"
 _STRUCT = struct_pb2.Struct.DESCRIPTOR.full_name
-# Message -> its fields: number, type, name. `[]` behind a type: repeated. Fields of `_ONEOF` exclude each other.
+# Message -> its fields: number, type, name. `[]` after a type: repeated. Fields of `_ONEOF` exclude each other.
 _MESSAGES = {
     "HeaderValue": ("1 string key", "2 string value", "3 bytes raw_value"),
     "HeaderMap": ("1 HeaderValue[] headers",),

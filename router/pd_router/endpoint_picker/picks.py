@@ -17,20 +17,20 @@ from pd_connectors.protocol.text_chain import chain_key
 from pd_connectors.protocol.ticket import OFFER_HEADER
 from pd_http.errors import InvalidRequest
 from pd_http.names import CLIENT_HEADER, client_name, is_name
-from pd_router.charge import Charge
-from pd_router.choice import RouteChoice, choose
+from pd_router.candidates import to_generate
+from pd_router.charge import charge_for
 from pd_router.config import HandoffOrder
-from pd_router.cost import PromptFacts
 from pd_router.errors import NoNode
 from pd_router.headers import ROUTE, asked_order
-from pd_router.prompt_facts import prompt_facts
-from pd_router.prompt_route import reads_only
+from pd_router.prompt_facts import PromptFacts, prompt_facts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from pd_router.body import RequestBody
+    from pd_router.charge import Charge
     from pd_router.node_table import Node
+    from pd_router.route import Route
     from pd_router.services import Services
 
 _NO_PROMPT = PromptFacts(0)
@@ -40,7 +40,7 @@ _NO_PROMPT = PromptFacts(0)
 class Pick:
     """The choice for one request. `close` it when the request has ended; `answered` when its answer has begun."""
 
-    plan: RouteChoice
+    plan: Route
     nodes: tuple[Node, ...]  # the one to send it to, then those for retries; never empty
     headers: Mapping[str, str]  # for the node
     decode_charge: Charge | None = None
@@ -79,7 +79,7 @@ class Pick:
 
 
 class EndpointPicker:
-    """Chooses as the router does, with the router's table. `fallbacks`: nodes named behind the first."""
+    """Chooses as the router does, with the router's table. `fallbacks`: nodes named after the first."""
 
     def __init__(self, services: Services, fallbacks: int) -> None:
         self._s = services
@@ -100,55 +100,45 @@ class EndpointPicker:
             raise InvalidRequest("p-first is an order of the router: a gateway sends a request to one node", ROUTE)
         s = self._s
         plan = self._choose(body.model, prompt_facts(body, s.table, self._chain_key), asked)
-        if reads_only(path, body):
+        if body.reads_only(path):
             plan = plan.direct("prompts-only")
         plan, nodes = self._nodes(plan, subset)
         offered = plan.offered(s.table.clock(), s.config.offer_size) if plan.order is HandoffOrder.D_FIRST else []
-        own_bytes = 0 if offered else body.num_bytes
-        decode_charge = self._charge(plan, nodes[0], own_bytes, body, sequences=body.num_samples)
-        told = {CHARGE_HEADER: decode_charge.name}
-        # Gateways write the client's address behind what it sent. Without that the last one is what it sent
+        clock, shows_reading = s.table.clock, body.shows_reading
+        decode_charge = charge_for(
+            plan, nodes[0], clock, reads=not offered, generates=True, shows_reading=shows_reading
+        )
+        reported = {CHARGE_HEADER: decode_charge.name}
+        # Gateways write the client's address after what it sent. Without that the last one is what it sent
         if is_name(address := headers.get("x-forwarded-for", "").rpartition(",")[2].strip()):
-            told[CLIENT_HEADER] = client_name("", address)
+            reported[CLIENT_HEADER] = client_name("", address)
         if not offered:
-            return Pick(plan, nodes, told, decode_charge, shows_reading=body.shows_reading)
-        prefill_charge = self._charge(plan, offered[0], body.num_bytes, body)
-        told |= {OFFER_HEADER: s.signed_offer(offered), PREFILL_CHARGE_HEADER: prefill_charge.name}
-        return Pick(plan, nodes, told, decode_charge, prefill_charge, offered[0], body.shows_reading)
+            return Pick(plan, nodes, reported, decode_charge, shows_reading=shows_reading)
+        prefill_charge = charge_for(plan, offered[0], clock, reads=True, generates=False, shows_reading=shows_reading)
+        reported |= {OFFER_HEADER: s.signed_offer(offered), PREFILL_CHARGE_HEADER: prefill_charge.name}
+        return Pick(plan, nodes, reported, decode_charge, prefill_charge, offered[0], shows_reading)
 
-    def _choose(self, model: str | None, facts: PromptFacts, asked: HandoffOrder | None) -> RouteChoice:
-        return choose(self._s.table, model, facts, self._settings, asked, next(self._turns))
+    def _choose(self, model: str | None, prompt: PromptFacts, asked: HandoffOrder | None) -> Route:
+        s = self._s
+        candidates = to_generate(s.table, model, prompt, self._settings, next(self._turns), asked=asked)
+        return s.policy.choose(prompt, candidates, s.table.clock())
 
-    def _nodes(self, plan: RouteChoice, subset: Collection[str] | None) -> tuple[RouteChoice, tuple[Node, ...]]:
+    def _nodes(self, plan: Route, subset: Collection[str] | None) -> tuple[Route, tuple[Node, ...]]:
         """The plan that the nodes of `subset` can serve, and the best of them in their order. Raises NoNode."""
         now_s = self._s.table.clock()
         nodes = [node for node in plan.decodes if _is_in(address_of(node), subset)]
-        sooner = None
-        if plan.otherwise is not None and (sooner := plan.sooner(nodes, now_s)) is None:
-            plan = plan.otherwise
-        if plan.order is HandoffOrder.D_FIRST and plan.best_decode(nodes, now_s) is None:
-            plan = plan.direct("no-pair")
-        best = plan.best_decode if plan.order is HandoffOrder.D_FIRST else plan.best_direct
-        ranked: list[Node] = [] if sooner is None else [sooner]
+        for way in filter(None, (plan, plan.otherwise, plan.direct("no-pair"))):
+            if (first := way.best(nodes, now_s)) is not None:
+                break
+        else:
+            raise NoNode("no healthy node with an IP address among the gateway's endpoints can decode; try again later")
+        plan, ranked = way if way.otherwise is None else way.direct(way.reason), [first]
         while len(ranked) < self._most_nodes:
-            node = best([node for node in nodes if node not in ranked], now_s)
+            node = plan.best([node for node in nodes if node not in ranked], now_s)
             if node is None:
                 break
             ranked.append(node)
-        if not ranked:
-            raise NoNode("no healthy node with an IP address among the gateway's endpoints can decode; try again later")
         return plan, tuple(ranked)
-
-    def _charge(self, plan: RouteChoice, node: Node, num_bytes: int, body: RequestBody, sequences: int = 0) -> Charge:
-        """`num_bytes`: of the prompt, if the node computes it."""
-        clock = self._s.table.clock
-        tokens, cached = plan.costs.work(node) if num_bytes else (0, 0)
-        charge = Charge(
-            node, clock, prefill_bytes=num_bytes, prompt_tokens=tokens, cached_tokens=cached, sequences=sequences
-        )
-        if num_bytes and not body.shows_reading:
-            charge.hide_prefill(plan.costs.queue_s(node))
-        return charge
 
 
 def address_of(node: Node) -> str | None:
@@ -167,5 +157,5 @@ def _is_in(address: str | None, subset: Collection[str] | None) -> bool:
 
 
 def subset_of(values: Sequence[object]) -> frozenset[str]:
-    """The addresses of a subset hint: a list of IP:PORT, each of which may hold several behind commas."""
+    """The addresses of a subset hint: a list of IP:PORT, each of which may hold several after commas."""
     return frozenset(one.strip() for value in values if isinstance(value, str) for one in value.split(",") if one)

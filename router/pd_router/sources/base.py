@@ -65,6 +65,6 @@ def make_spec(url: str, role: str, node_id: str = "") -> NodeSpec:
     return NodeSpec(url.rstrip("/"), Role(role), node_id)
 
 
-def is_told(number: int) -> bool:
+def is_logged(number: int) -> bool:
     """Whether the log tells the `number`th failure in a row: the first, then ever fewer (16 of a day's 43,200)."""
     return number & (number - 1) == 0

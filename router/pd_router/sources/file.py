@@ -41,17 +41,17 @@ class NodesFile:
 
     async def watch(self) -> AsyncGenerator[Roster, None]:
         last: bytes | str | None = None  # the content, or the reason why there is none
-        told: Roster | None = None  # None: the content is broken
+        reported: Roster | None = None  # None: the content is broken
         while True:
             content = await asyncio.to_thread(self._content)  # the file system may block, the router must not
             if content != last:
-                last, told = content, None
+                last, reported = content, None
                 try:
-                    told = Roster(tuple(map(NamedNode, parse_nodes(content))))
+                    reported = Roster(tuple(map(NamedNode, parse_nodes(content))))
                 except ValueError as error:
                     log.error("%s: %s; the nodes stay unchanged", self._path, error)
-            if told is not None:
-                yield told
+            if reported is not None:
+                yield reported
             await self._sleep(LOOK_EVERY_S)
 
     def read(self) -> tuple[NodeSpec, ...]:

@@ -18,7 +18,7 @@ from lightkube.exceptions import ConfigError
 from lightkube.resources.core_v1 import Pod
 
 from pd_http.errors import StartupError
-from pd_router.sources.base import NamedNode, Roster, is_told, make_spec
+from pd_router.sources.base import NamedNode, Roster, is_logged, make_spec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
@@ -61,7 +61,7 @@ class KubernetesPods:
         self._sleep = sleep
         self._relist_s = relist_s
         self._num_failures = 0  # in a row
-        self._is_quiet = False  # a watch has begun, and nothing was heard since
+        self._is_quiet = False  # a watch has begun, and nothing was received since
         self._pods: dict[str, tuple[NamedNode, ...]] = {}  # by name, at the last word of the API server
 
     async def watch(self) -> AsyncGenerator[Roster, None]:
@@ -71,12 +71,12 @@ class KubernetesPods:
             while True:
                 try:
                     async with contextlib.aclosing(self._list_and_watch(client)) as words:
-                        async for told in words:
-                            yield told
+                        async for reported in words:
+                            yield reported
                 except _FAILURES as error:
                     delay_s = min(RETRY_S * 2**self._num_failures, MAX_RETRY_S)
                     self._num_failures += 1
-                    if is_told(number := self._num_failures):
+                    if is_logged(number := self._num_failures):
                         why = f"{type(error).__name__}: {error}".partition("\n")[0]
                         log.warning("kubernetes, namespace %s: %s (%d in a row)", self._namespace, why, number)
                     await self._sleep(delay_s)
@@ -90,7 +90,7 @@ class KubernetesPods:
             pods = {_name(pod): pod async for pod in listing}
         before, self._pods = self._pods, {name: nodes_of(pod) for name, pod in pods.items()}
         self._is_quiet = False
-        yield self._told(pods.values(), [node for name in pods for node in before.get(name, ())], True)
+        yield self._least_reported_s(pods.values(), [node for name in pods for node in before.get(name, ())], True)
         events = client.watch(
             Pod, namespace=self._namespace, labels=self._labels, resource_version=listing.resourceVersion
         )
@@ -109,7 +109,7 @@ class KubernetesPods:
                     before_it = self._pods.pop(_name(pod), ())
                     if kind != "DELETED":
                         self._pods[_name(pod)] = nodes_of(pod)
-                    yield self._told([pod], before_it, False)
+                    yield self._least_reported_s([pod], before_it, False)
 
     def _pace_watches(self, client: AsyncClient) -> None:
         """Pause after a watch that ended without an event: lightkube begins the next one at once, 709 in a second.
@@ -131,8 +131,8 @@ class KubernetesPods:
             log.info("kubernetes, namespace %s: followed again", self._namespace)
         self._num_failures = 0
 
-    def _told(self, pods: Iterable[Pod], before: Iterable[NamedNode], is_whole: bool) -> Roster:
-        """Sorted by name, so that lists and watches yield equal sets. `pods`: just told, `before`: as they were."""
+    def _least_reported_s(self, pods: Iterable[Pod], before: Iterable[NamedNode], is_whole: bool) -> Roster:
+        """Sorted by name, so that lists and watches yield equal sets. `pods`: just reported, `before`: as they were."""
         nodes = tuple(node for _, found in sorted(self._pods.items()) for node in found)
         known = {node.key for pod in pods if _is_over(pod) for node in _addressed(pod)} | {node.key for node in before}
         return Roster(nodes, frozenset(known.difference(node.key for node in nodes)), is_whole)

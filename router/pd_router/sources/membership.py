@@ -56,24 +56,24 @@ class Membership:
     def in_use(self) -> tuple[NamedNode, ...]:
         return (*self._named.values(), *(node for node, _ in self.held.values()))
 
-    def inherit(self, nodes: Iterable[NamedNode], told: Roster, sights: Mapping[str, Sight]) -> None:
-        """Hold what another router had in use. `told`: what the source has said to this one, nothing perhaps."""
+    def restore(self, nodes: Iterable[NamedNode], reported: Roster, sights: Mapping[str, Sight]) -> None:
+        """Hold what another router had in use. `reported`: what the source has said to this one, nothing perhaps."""
         self.held |= {node.spec.url: (node, 0) for node in nodes if node.spec.url not in self._named}
-        self.hear(told, sights)
+        self.receive(reported, sights)
 
-    def hear(self, told: Roster, sights: Mapping[str, Sight]) -> None:
+    def receive(self, reported: Roster, sights: Mapping[str, Sight]) -> None:
         """Take what the source says."""
         restarts = {url: sight.restarts for url, sight in sights.items()}
         before = {url: (node, restarts.get(url, 0)) for url, node in self._named.items()} | self.held
         self._named = {}
-        for node in told.nodes:
+        for node in reported.nodes:
             known, _ = before.get(node.spec.url, (None, 0))
             if node.is_ready or (known is not None and known.key == node.key):
                 self._named.setdefault(node.spec.url, node)
-        spoken_of = {node.spec.url for node in told.nodes}
-        self._read = spoken_of if told.is_whole else self._read
+        spoken_of = {node.spec.url for node in reported.nodes}
+        self._read = spoken_of if reported.is_whole else self._read
         self.held = {
-            url: held for url, held in before.items() if url not in spoken_of and held[0].key not in told.ended
+            url: held for url, held in before.items() if url not in spoken_of and held[0].key not in reported.ended
         }
         self.look(sights)
 

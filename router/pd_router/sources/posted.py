@@ -9,7 +9,7 @@ from pd_connectors.protocol.errors import HandoffError, ProtocolMismatch
 from pd_connectors.protocol.ticket import NodeOrder, verify
 from pd_http.errors import InvalidRequest, NotAuthorized, OrderVersion
 from pd_router.errors import HandingOver, NodeConflict, NodeUnknown
-from pd_router.node_change import Heritage
+from pd_router.node_change import RestartState
 from pd_router.sources.base import make_spec
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ POSTED = "posted"
 class PostedNodes:
     """Executes signed orders. Unlike other sources it is not watched: an order is in effect when its answer is sent.
 
-    The set lives as long as the router, and its successor inherits it (SIGHUP). Operators post nodes to every router,
+    The set lives as long as the router, and its successor has it, too (SIGHUP). Operators post nodes to every router,
     and again to a router that restarts.
     """
 
@@ -54,7 +54,7 @@ class PostedNodes:
         return order
 
     def adding(self, order: NodeOrder) -> tuple[NodeSpec, bool]:
-        """The node that an order adds, and whether it is new. The role of a posted node that has told its own stays.
+        """The node that an order adds, and whether it is new. A posted node keeps the role that it has reported.
 
         Raises InvalidRequest, NodeConflict.
         """
@@ -69,25 +69,25 @@ class PostedNodes:
             raise NodeConflict(f"{spec.url} is a {known.role.value} node by source {self._table.source_of(known)}")
         return spec, known is None or known.role is not spec.role
 
-    def heritage(self) -> Heritage:
-        """The changes that orders have made, and the nodes that sources have told, for a successor."""
+    def restart_state(self) -> RestartState:
+        """The changes that orders have made, and the nodes that sources have reported, for a successor."""
         posted = tuple((spec.url, spec.role.value) for spec in self._specs.values())
         drained = {node.url: node.epoch for node in self._table.nodes if node.draining}
-        return Heritage(posted, drained, self.known())
+        return RestartState(posted, drained, self.known())
 
-    def adopt(self, heritage: Heritage) -> None:
+    def adopt(self, restart_state: RestartState) -> None:
         """Take over all that orders have changed. A node that has restarted since it was drained is not drained.
 
         By a new order it is, until its next /health: the worker that took the order may have seen a later boot.
         """
-        specs = (make_spec(url, role) for url, role in heritage.posted)
+        specs = (make_spec(url, role) for url, role in restart_state.posted)
         self._specs = {spec.url: spec for spec in specs}
         self._apply()
         for node in self._table.nodes:
-            before, epoch = node.drained_epoch, heritage.drained.get(node.url)
+            before, epoch = node.drained_epoch, restart_state.drained.get(node.url)
             node.drained_epoch = epoch
             node.epoch = epoch if node.epoch is None else node.epoch
-            is_draining = node.url in heritage.drained and (epoch in (None, node.epoch) or epoch != before)
+            is_draining = node.url in restart_state.drained and (epoch in (None, node.epoch) or epoch != before)
             if is_draining and not node.draining:
                 log.info("node %s (%s) is drained by order", node.node_id, node.url)
             node.draining = is_draining

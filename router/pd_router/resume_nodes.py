@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from pd_router.stream_record import StreamRecord
 
 
-def may_continue(record: StreamRecord, told: StreamFailed | None) -> bool:
-    """`told`: what the node said when it gave up; None: it broke off, stood still, or was judged down.
+def may_continue(record: StreamRecord, reported: StreamFailed | None) -> bool:
+    """`reported`: what the node said when it gave up; None: it broke off, stood still, or was judged down.
 
     False if every node would say the same: the request is wrong (4xx), its time is up (504), or it kills nodes.
     """
     if not record.can_continue:
         return False
-    return told is None or (told.status >= 500 and told.status != 504 and told.code not in FINAL_CODES)
+    return reported is None or (reported.status >= 500 and reported.status != 504 and reported.code not in FINAL_CODES)
 
 
 # Of one stream without a token between them: more than a cluster loses at a time. Only deaths have another limit, and a
@@ -29,7 +29,7 @@ def may_continue(record: StreamRecord, told: StreamFailed | None) -> bool:
 MAX_FAILURES = 100
 
 
-class Heirs:
+class ResumeNodes:
     """The nodes that may go on with a stream after a failure. A node that failed it is not asked again.
 
     It may be asked once it has restarted, or once another node has sent a frame: two nodes that drain in turn may each

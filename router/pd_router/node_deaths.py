@@ -2,7 +2,7 @@
 
 A node that refuses, drains, or was down before it was asked does not count. One that is judged frozen counts until the
 request gets a token: unless it stood still before the request came, by a check of /health that was begun before. A
-request that waits behind the cause is not told apart from it. A whole answer shows no token before its end.
+request that waits after the cause is not distinguished from it. A whole answer shows no token before its end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pd_router.node_table import Node
 
 
-class Casualties:
+class NodeDeaths:
     """The nodes that one request may have stopped. `limit`: number of them after which the request fails."""
 
     __slots__ = ("_dead", "_frozen", "_limit", "_met", "_num_outlived", "_polls")
