@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pd_cluster.worker.logits_stages.stage import LogitsStage
+from pd_cluster.worker.logits_stages.stage import LateStage, LogitsStage
 from pd_cluster.worker.sampler import Sampled, sample
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class ToldRows:
 
 
 @dataclass
-class _ToldStage(LogitsStage):
+class _ToldStage(LateStage):
     _told: ToldRows
     _seq_ids: list[int]  # by row
     is_late: bool = False

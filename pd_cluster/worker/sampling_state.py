@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import SequenceStart
     from pd_cluster.worker.draw_places import DrawLayout
     from pd_cluster.worker.host_buffer import HostBuffer
-    from pd_cluster.worker.logits_stages.stage import LogitsStage
+    from pd_cluster.worker.logits_stages.stage import LateStage, LogitsStage
     from pd_kernels.values import Ints
 
 
@@ -49,7 +49,7 @@ class SamplingState:
         self._vocab_size = vocab_size
         self._move, self._move_rows = host_buffer.move, host_buffer.move_rows
         self._stages = [(stage, np.zeros(num_rows, bool)) for stage in stages]  # each with its active rows
-        self._late_stages = [(stage, active) for stage, active in self._stages if stage.is_late]
+        self._late_stages = [(cast("LateStage", stage), active) for stage, active in self._stages if stage.is_late]
         self._changed = np.zeros(num_rows, bool)  # any stage is active
         self._plain = np.ones(num_rows, bool)  # nothing but temperature and seed is asked for
         self._limited = np.zeros(num_rows, bool)  # top k, top p or min p
@@ -153,7 +153,7 @@ class SamplingState:
         return are_late
 
     def expect(self, rows: Ints, drafts: Sequence[tuple[int, ...]], are_known: npt.NDArray[np.bool_]) -> None:
-        """Tell the late stages the drafts of a step: see `LogitsStage.expect`."""
+        """Tell the late stages the drafts of a step: see `LateStage.expect`."""
         for stage, active in self._late_stages:
             if len(at := np.flatnonzero(active[rows])):
                 stage.expect(rows[at], [drafts[one] for one in at], are_known[at])

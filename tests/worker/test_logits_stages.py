@@ -18,7 +18,7 @@ from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.draw_places import DrawVariant
-from pd_cluster.worker.logits_stages.stage import LogitsStage, StageContext
+from pd_cluster.worker.logits_stages.stage import LateStage, LogitsStage, StageContext
 from pd_cluster.worker.pending_step import PendingStep
 from pd_cluster.worker.sampler import Sampled, sample
 from pd_cluster.worker.sampling_state import GREEDY, SamplingInputs
@@ -41,10 +41,8 @@ if TYPE_CHECKING:
     from pd_kernels.values import Ints
 
 
-class CountUp(LogitsStage):
+class CountUp(LateStage):
     """Each token is the one before it plus one: a grammar in miniature."""
-
-    is_late = True
 
     def __init__(self, context: StageContext) -> None:
         self._last = np.zeros(context.num_rows, np.int64)
@@ -70,10 +68,8 @@ class CountUp(LogitsStage):
         self._last[rows] = token_ids.numpy()
 
 
-class Gated(LogitsStage):
+class Gated(LateStage):
     """Each token of a row needs an answer from outside."""
-
-    is_late = True
 
     def __init__(self, context: StageContext) -> None:
         self._ring = context.ring
@@ -97,6 +93,10 @@ class Gated(LogitsStage):
 
     def apply(self, logits: torch.Tensor, inputs: object) -> None:
         raise AssertionError
+
+
+class HalfLate(BanToken):
+    is_late = True
 
 
 class Broken(BanToken):
@@ -317,7 +317,8 @@ def test_on_a_gpu_late_rows_are_drawn_from_what_a_graph_computed(models: ModelSt
         ("no.such.module:Stage", "No module named"),
         (f"{__name__}:Missing", "has no attribute 'Missing'"),
         (f"{__name__}:Broken", "no licence"),
-        ("builtins:id", "is not a LogitsStage: it lacks is_late, check, start, absent, is_unready, prepare"),
+        ("builtins:id", "is not a LogitsStage: it lacks is_late, check, start, prepare, apply, note"),
+        (f"{__name__}:HalfLate", "is not a LateStage: it lacks absent, is_unready, take_failures"),
     ],
 )
 def test_a_path_that_names_no_stage_ends_the_start(models: ModelStore, path: str, words: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.worker.draw_places import mask_words
 from pd_cluster.worker.grammars import NO_WAY_ON
-from pd_cluster.worker.logits_stages.stage import CapturedStage
+from pd_cluster.worker.logits_stages.stage import CapturedStage, LateStage
 from pd_cluster.worker.mask_threads import Pace
 from pd_cluster.worker.verification import NO_TOKEN
 from pd_kernels.sampling_limits import allowed
@@ -228,7 +228,7 @@ def _said(error: BaseException) -> str:
     return str(error) or type(error).__name__  # "" would say that there is none
 
 
-class GrammarMasks(CapturedStage):
+class GrammarMasks(CapturedStage, LateStage):
     """Sets the logits of all tokens that a sequence's grammar does not allow to -inf.
 
     It runs after all other stages, because none of them may allow what the grammar bans. The grammar also decides
@@ -246,8 +246,6 @@ class GrammarMasks(CapturedStage):
         the mask          is finished meanwhile, because it follows from the tokens, which do not change
         at the latest     the scheduler ends its request after UNREADY_DEADLINE_S (`pd_cluster/scheduling/unready.py`)
     """
-
-    is_late = True
 
     def __init__(self, context: StageContext) -> None:
         self._grammars = context.grammars

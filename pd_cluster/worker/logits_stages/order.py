@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 # Temperature, top k, top p and min p come after all stages, with the draw
 ORDER: tuple[type[LogitsStage], ...] = (Penalties, Bias, MinTokens, BadWords, AllowedTokens)
-_PARTS = ("is_late", "check", "start", "absent", "is_unready", "prepare", "apply", "note", "take_failures")
+_PARTS = ("is_late", "check", "start", "prepare", "apply", "note")
+_PARTS_OF = {"LogitsStage": _PARTS, "LateStage": (*_PARTS, "absent", "is_unready", "take_failures")}
 
 
 def find_stage(path: str) -> type[LogitsStage]:
@@ -34,8 +35,9 @@ def find_stage(path: str) -> type[LogitsStage]:
         kind: type[LogitsStage] = getattr(importlib.import_module(module), name)
     except Exception as error:  # the module is foreign and may raise anything
         raise StartupError(f"--logits-stage {path}: {error}") from error
-    if missing := [part for part in _PARTS if not hasattr(kind, part)]:
-        raise StartupError(f"--logits-stage {path} is not a LogitsStage: it lacks {', '.join(missing)}")
+    wanted = "LateStage" if getattr(kind, "is_late", False) else "LogitsStage"
+    if missing := [part for part in _PARTS_OF[wanted] if not hasattr(kind, part)]:
+        raise StartupError(f"--logits-stage {path} is not a {wanted}: it lacks {', '.join(missing)}")
     try:
         inspect.signature(kind.check).bind(None)
     except (TypeError, ValueError) as error:

@@ -55,12 +55,7 @@ class LogitsStage(Protocol):
     same stages, because P samples the first token.
     """
 
-    is_late: bool = False
-    """True if `prepare` needs the values of all earlier tokens on the host, as grammars do.
-
-    Active rows of such a stage are drawn when the result of the step before has been read. The other rows of the step
-    are drawn at launch. `prepare` is called for late rows when the forward pass is on its way to the device.
-    """
+    is_late: bool = False  # True of a LateStage
 
     def __init__(self, context: StageContext) -> None: ...
 
@@ -78,30 +73,6 @@ class LogitsStage(Protocol):
 
         Called when a sequence enters the worker, and again when it comes back after preemption.
         """
-
-    def expect(self, rows: Ints, drafts: Sequence[tuple[int, ...]], are_known: npt.NDArray[np.bool_]) -> None:
-        """Note the drafts that a step, which is launched now, verifies. Called for late stages.
-
-        `rows`: distinct, active. `are_known`: whether `note` has got all tokens before the drafts; else it will.
-        """
-        return
-
-    def absent(self, rows: Ints) -> set[int]:
-        """Those of `rows` (distinct, active) that cannot be drawn yet. Asked of late stages before `prepare`.
-
-        They sit out this draw: no other method is called for them, and a later step draws them. The call may wait for
-        as long as the draw of all other rows may.
-        """
-        return set()
-
-    def is_unready(self, row: int) -> bool:
-        """Whether an active row will be absent from the next draw, too, as far as is known.
-
-        Asked of late stages, before a step is planned, about rows that were never drawn or have just been absent. The
-        step leaves the row out, and a later one asks again. `StageContext.ring` brings the next step at once. A request
-        with a row that stays unready for 5 s ends with status 503.
-        """
-        return False
 
     def prepare(self, rows: Ints, lengths: Ints) -> Any | None:
         """Prepare the inputs of `apply` for the logits of `rows` (int64 [R]). None: the stage changes none of them.
@@ -134,8 +105,42 @@ class LogitsStage(Protocol):
         """
         return
 
+
+class LateStage(LogitsStage, Protocol):
+    """A stage with a `prepare` that needs the values of all earlier tokens on the host, as grammars do.
+
+    Active rows are drawn when the result of the step before has been read. The other rows of the step are drawn at
+    launch. `prepare` is called for late rows when the forward pass is on its way to the device.
+    """
+
+    is_late: bool = True
+
+    def expect(self, rows: Ints, drafts: Sequence[tuple[int, ...]], are_known: npt.NDArray[np.bool_]) -> None:
+        """Note the drafts that a step, which is launched now, verifies.
+
+        `rows`: distinct, active. `are_known`: whether `note` has got all tokens before the drafts; else it will.
+        """
+        return
+
+    def absent(self, rows: Ints) -> set[int]:
+        """Those of `rows` (distinct, active) that cannot be drawn yet. Asked before `prepare`.
+
+        They sit out this draw: no other method is called for them, and a later step draws them. The call may wait for
+        as long as the draw of all other rows may.
+        """
+        return set()
+
+    def is_unready(self, row: int) -> bool:
+        """Whether an active row will be absent from the next draw, too, as far as is known.
+
+        Asked before a step is planned, about rows that were never drawn or have just been absent. The step leaves the
+        row out, and a later one asks again. `StageContext.ring` brings the next step at once. A request with a row
+        that stays unready for 5 s ends with status 503.
+        """
+        return False
+
     def take_failures(self) -> dict[int, PdError]:
-        """The rows that cannot go on since the last call, each with the reason. Asked of late stages after `prepare`.
+        """The rows that cannot go on since the last call, each with the reason. Asked after `prepare`.
 
         The requests of these rows end with the error: InvalidRequest for what the client asked, Overloaded for what may
         be asked again. Other rows are not disturbed.
