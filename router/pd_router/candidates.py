@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from pd_router.config import HandoffOrder
+from pd_router.config import D_FIRST, DIRECT, P_FIRST, PROMPT, HandoffOrder
 from pd_router.errors import NoNode
 from pd_router.node_table import READERS, Node, NodeTable, Role, healthy
 
@@ -62,10 +62,10 @@ def to_generate(
         raise _no_node("no healthy node can decode", model)
     if not prefills or prompt.shows_logprobs or not (pairings := _pairings(prefills, decodes)):
         reason = NO_PREFILL_NODE if not prefills else "prompt-logprobs" if prompt.shows_logprobs else "no-pair"
-        return Candidates(HandoffOrder.DIRECT, reason, prefills, decodes)
+        return Candidates(DIRECT, reason, prefills, decodes)
     order, reason = (settings.default_order, DEFAULT) if asked is None else (asked, "header")
-    if order is HandoffOrder.P_FIRST and prompt.is_several:  # a ticket is for the KV of one prompt: D asks for each
-        order, reason = HandoffOrder.D_FIRST, "several-prompts"
+    if order is P_FIRST and prompt.is_several:  # a ticket is for the KV of one prompt: D asks for each
+        order, reason = D_FIRST, "several-prompts"
     is_plain = asked is None and resume_nodes is None and not prompt.is_several
     return Candidates(
         order, reason, prefills, decodes, pairings, may_spill=asked is None and settings.spills,
@@ -85,7 +85,7 @@ def to_read(table: NodeTable, model: str | None, settings: RouterConfig, turn: i
     readers = tuple(node for node in nodes if node.role in READERS)
     may_all = not readers or settings.on_prefill_failure == "local"
     reason = DEFAULT if readers else NO_PREFILL_NODE
-    return Candidates(HandoffOrder.PROMPT, reason, readers or nodes, nodes if may_all else readers)
+    return Candidates(PROMPT, reason, readers or nodes, nodes if may_all else readers)
 
 
 def _sides(table: NodeTable, model: str | None) -> tuple[list[Node], list[Node]]:

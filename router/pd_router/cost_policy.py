@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from pd_router.candidates import DEFAULT
-from pd_router.config import HandoffOrder
+from pd_router.config import D_FIRST, DIRECT, P_FIRST, PROMPT
 from pd_router.cost import DOUBT_S, ERROR_FACTOR, FEW_NODES, HANDOVER_S, LOCAL_TOKENS, Costs
 from pd_router.node_table import Node, Role, healthy
 from pd_router.route import Route
@@ -34,12 +34,12 @@ class CostRoute(Route, frozen=True, kw_only=True):
     def pick(self, nodes: Sequence[Node], now_s: float) -> Node | None:
         """The first node with the least cost. D-first, the cache of the decode node may save the handoff."""
         costs = self.costs
-        if self.order is HandoffOrder.PROMPT:
+        if self.order is PROMPT:
             return _least(nodes, costs.reading_beside(nodes))
-        if self.order is HandoffOrder.D_FIRST:
+        if self.order is D_FIRST:
             prefill_s = self._prefill_s(now_s)
             return _least(nodes, [costs.asking_s(node, prefill_s) for node in nodes])
-        if self.order is HandoffOrder.P_FIRST:
+        if self.order is P_FIRST:
             takers = costs.takers(nodes)
             return _least(takers, [over_s for over_s, _, _ in costs.decoding(takers)])
         if self.otherwise is None:
@@ -52,7 +52,7 @@ class CostRoute(Route, frozen=True, kw_only=True):
         return self.costs.queue_s(node)
 
     def first_token_s(self, now_s: float) -> float | None:
-        costs, is_prompt = self.costs, self.order is HandoffOrder.PROMPT
+        costs, is_prompt = self.costs, self.order is PROMPT
         if not self.prefills:
             if not any(node.view.ledger.reported.token_s for node in self.decodes):
                 return None
@@ -166,7 +166,7 @@ class CostPolicy:
         cached = prompt.num_cached(node)
         is_whole = cached and prompt.num_missing(node) < LOCAL_TOKENS
         if is_whole and node.pairs_with(handoff.kv_version):  # D's own word is newer, and it may still ask a P
-            return replace(handoff, order=HandoffOrder.D_FIRST, reason="cached")
+            return replace(handoff, order=D_FIRST, reason="cached")
         # A cache that saves D less than half of the prompt is no reason against a trial: a P that was killed has lost
         # the system prompt that all share
         is_new = 2 * (cached - prompt.num_cached(first)) <= prompt.tokens_at(node)
@@ -177,7 +177,7 @@ class CostPolicy:
                 return replace(handoff, reason=TRIED)
         if cached > prompt.num_cached(first):
             reason = "cached"
-        return replace(handoff, order=HandoffOrder.DIRECT, reason=reason, otherwise=handoff)
+        return replace(handoff, order=DIRECT, reason=reason, otherwise=handoff)
 
     def _tries(self, handoff: CostRoute, node: Node, reported_s: float, usual_s: float, doubt_s: float = 0.0) -> bool:
         """Whether the prompt goes to this idle prefill node though it takes `reported_s` there by the node's pace, and
@@ -193,7 +193,7 @@ class CostPolicy:
 
 def _alone(prompt: PromptFacts, candidates: Candidates, now_s: float) -> CostRoute:
     """No handoff is possible."""
-    is_read = candidates.order is HandoffOrder.PROMPT
+    is_read = candidates.order is PROMPT
     costs = Costs(prompt, candidates.prefills, now_s, () if is_read else candidates.decodes)
     route = CostRoute(candidates.order, candidates.reason, prompt, (), candidates.decodes, costs=costs)
     best = route.best(route.decodes, now_s) if is_read and route.reason == DEFAULT else None
@@ -217,7 +217,7 @@ def _kept(handoff: CostRoute) -> CostRoute | None:
     keepers = tuple(handoff.keepers(handoff.prefills))
     if handoff.soonest(keepers) is None:
         return None
-    return replace(handoff, order=HandoffOrder.DIRECT, reason=KEPT, decodes=keepers, otherwise=handoff)
+    return replace(handoff, order=DIRECT, reason=KEPT, decodes=keepers, otherwise=handoff)
 
 
 def _least(nodes: Sequence[Node], costs_s: Sequence[float]) -> Node:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from pd_router.config import HandoffOrder
+from pd_router.config import DIRECT, PROMPT, HandoffOrder
 from pd_router.node_table import READERS, Node, healthy
 from pd_router.prompt_facts import PromptFacts
 
@@ -41,14 +41,14 @@ class Route(msgspec.Struct, frozen=True):
     @property
     def is_alone(self) -> bool:
         """Whether the node that answers reads the prompt, too."""
-        return self.order is HandoffOrder.DIRECT or self.order is HandoffOrder.PROMPT
+        return self.order is DIRECT or self.order is PROMPT
 
     def because(self, reason: str) -> Route:
         return replace(self, reason=reason)
 
     def direct(self, reason: str) -> Route:
         """The same request, if no prefill node reads the prompt."""
-        return replace(self, order=HandoffOrder.DIRECT, reason=reason, otherwise=None)
+        return replace(self, order=DIRECT, reason=reason, otherwise=None)
 
     def offered(self, now_s: float, limit: int | None = None, without: Node | None = None) -> list[Node]:
         """The prefill nodes that a decode node may ask, best first, at most `limit`."""
@@ -62,7 +62,7 @@ class Route(msgspec.Struct, frozen=True):
     def best(self, nodes: Iterable[Node], now_s: float) -> Node | None:
         """The node that answers. None: none of `nodes` can, or the route is better that is there `otherwise`."""
         ready = healthy(nodes if self.is_alone else self.paired(nodes), now_s)
-        if self.order is HandoffOrder.PROMPT:
+        if self.order is PROMPT:
             ready = [node for node in ready if node.role in READERS] or ready
         return self.pick(ready, now_s) if ready else None
 
