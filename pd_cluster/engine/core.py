@@ -160,8 +160,8 @@ class EngineCore:
     def _set_role(self, role: str) -> None:
         """A prefill node's prompts come first: its streams wait for a step as long as the target of gaps allows."""
         self._room.prompts_first = role == "prefill"
-        budget, device = self._step_budget, self._executor.model.device
-        budget.targets = self._targets.on(role, device, budget.model)
+        budget, model = self._step_budget, self._executor.model
+        budget.targets = self._targets.on(role, model.device, budget.model, model.spec.keys_per_token)
 
     def stop(self) -> None:
         """End `run` after the current step. May be called from a signal handler or another thread."""

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.prefill_budget import LEAST_PROMPT_TOKENS, PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
-from pd_cluster.scheduling.targets import AIM, NEARLY_CHEAPEST
+from pd_cluster.scheduling.targets import AIM, MOST_KEYS, NEARLY_CHEAPEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -120,7 +120,7 @@ class StepBudget:
         """The prompt tokens that a step takes at present beside the decodes, on average. 0: not limited."""
         if self.targets.tpot_s == inf:
             share = self._within_gaps(num_decodes, 0, max_num_tokens, queues)
-            return share.tokens_left if share.is_limited else 0
+            return max(1, share.tokens_left) if share.is_limited else 0
         step = self._look(num_decodes, 0, max_num_tokens, queues)
         most, is_cheap = self._most(step, queues)
         if is_cheap:
@@ -196,7 +196,8 @@ class StepBudget:
         return PrefillBudget.beside(num_decodes, max_num_tokens, most, self._keys_per_token(num_decodes + most))
 
     def _keys_per_token(self, num_tokens: int) -> int:
-        return max(1, round(self.model.token_s_at(num_tokens) / self.model.key_s))
+        keys, least = max(1, round(self.model.token_s_at(num_tokens) / self.model.key_s)), self.targets.keys
+        return min(max(keys, least), MOST_KEYS * least) if least else keys
 
     def _slack_s(self, streams: list[Sequence], begin_s: float) -> tuple[float, float]:
         """The least slack when the planned step begins, and the least with what a stream may owe.

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 AIM = 0.95  # of a target: predictions are some percent off
 USUAL_DECODES, USUAL_CONTEXT = 32, 1024  # streams of a decode node, and tokens before the next one of each
+# Of what FLOPs say: 8,000 keys cost as much as a token for Qwen3-30B-A3B, 1,555 by FLOPs. One step at start that took
+# twice its time made 650,000 of 10,000 for 8B
+MOST_KEYS = 16
 USUAL_SIZES = (128, 192, 256, 384, 512, 768, 1024)  # tokens of captured steps
 # Of the decodes alone. 1.32 to 1.5 times lets 160 tokens of prompts join 32 decodes of 8B on an H200, with which a
 # stream's 99th percentile between tokens is 1.5 times its median; from 1.44 on prompts beside 1 to 256 decodes have no
@@ -33,12 +36,14 @@ class Targets:
 
     `context`: tokens before each stream's next one that a step's time counts: where long streams fill a step, prompts
     would else get the least of it. 0: as many as there are.
+    `keys`: what costs as much as a token of a prompt is from so many keys to MOST_KEYS times as many. 0: any number.
     """
 
     ttft_s: float = inf
     tpot_s: float = inf
     itl_s: float = inf
     context: int = 0
+    keys: int = 0
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> Self:
@@ -46,12 +51,15 @@ class Targets:
         ttft_s, tpot_s, itl_s = ((ms / 1e3 or inf) for ms in (config.slo_ttft_ms, config.slo_tpot_ms, itl_ms))
         return cls(ttft_s, tpot_s, itl_s)
 
-    def on(self, role: str, device: str, model: StepModel) -> Targets:
-        """Those of a node in this role on this device ("cpu", "cuda:0", ...). `model`: of its steps at start."""
+    def on(self, role: str, device: str, model: StepModel, keys: int = 0) -> Targets:
+        """Those of a node in this role on this device ("cpu", "cuda:0", ...).
+
+        model: of its steps at start. keys: `ModelSpec.keys_per_token`, for times that no later step corrects.
+        """
         if role == "prefill":
             return replace(self, tpot_s=inf)  # streams take what prompts leave of it
         if role == "decode" and device != "cpu" and self.tpot_s == self.itl_s == inf:
-            return replace(self, itl_s=usual_gap_s(model) / AIM, context=USUAL_CONTEXT)
+            return replace(self, itl_s=usual_gap_s(model) / AIM, context=USUAL_CONTEXT, keys=keys)
         return self
 
 

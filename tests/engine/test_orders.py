@@ -107,7 +107,7 @@ def test_a_role_sets_the_limit_of_prompts_beside_decodes(
     model = replace(executor.model, device="cuda:0", step_times=times if is_measured else ())
     monkeypatch.setattr(executor, "model", model)
     core = EngineCore(CONFIG, executor, connector, FakeMailbox())
-    usual = Targets().on("decode", "cuda:0", StepModel(model.step_times))
+    usual = Targets().on("decode", "cuda:0", StepModel(model.step_times), model.spec.keys_per_token)
     assert AIM * usual.itl_s == pytest.approx(0.0077 * (1 + is_measured), rel=0.02)
     for _ in range(40):
         core._step_model.note(StepWork(32, 32_768), 1.0)

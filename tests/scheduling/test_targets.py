@@ -14,8 +14,16 @@ from benchmarks.slo.device import DEVICES, steps_at_start
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.scheduling.step_budget import StepBudget
-from pd_cluster.scheduling.step_model import StepModel, StepWork
-from pd_cluster.scheduling.targets import MOST_PROLONGED, PROLONGED, USUAL_CONTEXT, USUAL_DECODES, Targets, usual_gap_s
+from pd_cluster.scheduling.step_model import StepModel, StepWork, keys_of
+from pd_cluster.scheduling.targets import (
+    MOST_KEYS,
+    MOST_PROLONGED,
+    PROLONGED,
+    USUAL_CONTEXT,
+    USUAL_DECODES,
+    Targets,
+    usual_gap_s,
+)
 
 # Milliseconds of steps on one H200 with 32 decodes of 1,024 tokens, by all of their tokens. See benchmarks/LOG.md
 DENSE_8B = {32: 5.4, 128: 6.2, 256: 8.1, 512: 13.7, 1024: 23.8}
@@ -55,6 +63,26 @@ def test_recorded_steps(table: dict[int, float], least: int, most: int) -> None:
     assert least <= tokens(decoding(model), 32) <= most
     alone_s = model.decode_s(USUAL_DECODES, CONTEXT)
     assert 0.999 * PROLONGED * alone_s <= usual_gap_s(model) <= MOST_PROLONGED * alone_s
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.75, 1.5, 2.0])
+def test_a_step_at_start_that_took_another_time(factor: float) -> None:
+    """A node keeps its first times, and one of them may be wrong: what position costs stays within its bounds."""
+    shape, keys = StepModel(), 6000
+    alone = [StepWork(num, num * USUAL_CONTEXT) for num in (1, 4, 12, 32, 64, 128)]
+    behind = StepWork(32, CONTEXT, 96, keys_of(96, 4096))
+    works = [*alone, *(StepWork(32, CONTEXT, size - 32) for size in (128, 256, 512, 1024)), behind]
+    for wrong in range(len(works)):
+        times = [(work, (factor if at == wrong else 1) * shape.seconds(work)) for at, work in enumerate(works)]
+        model = StepModel(times)
+        targets = Targets().on("decode", "cuda:0", model, keys)
+        share = StepBudget(targets, model, lambda: 100.0, lambda: 0.0).beside(32, 0, 2048, cast("Any", None))
+        assert keys <= share.keys_per_token <= MOST_KEYS * keys
+
+
+def test_a_step_full_of_decodes_is_limited() -> None:
+    """0 would say to routers that it is not."""
+    assert [decoding(StepModel()).lasting(num, 2048, cast("Any", None)) for num in (2047, 2048)] == [1, 1]
 
 
 @pytest.mark.long
