@@ -1,16 +1,20 @@
-"""The parts of an answer beside the generated text: token ids, and the text of the prompt."""
+"""What an answer says beside the generated text: its names, its time, token ids, and the text of the prompt."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from pd_http.json_pieces import json_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd_cluster.server.detokenizer import Vocabulary
     from pd_cluster.server.prompt_scores import PromptScores
     from pd_cluster.server.tokenizer import Tokenizer
     from pd_connectors.protocol.messages import SampledToken
@@ -20,8 +24,14 @@ TURN_TOKENS = 1 << 16  # become text in 5 ms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerExtras:
-    """What a request asked for. The prompts are those of the request, in order; each has `n` choices."""
+    """The prompts are those of the request, in order; each has `n` choices."""
 
+    request_id: str
+    model: str
+    vocabulary: Vocabulary
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
+    with_logprobs: bool = False
+    include_usage: bool = False  # behind a stream: the chunks before it say that they have none
     n: int = 1
     names_are_ids: bool = False  # `return_tokens_as_token_ids`: logprobs name token 5 "token_id:5"
     token_ids: bool = False  # `return_token_ids`
@@ -29,6 +39,16 @@ class AnswerExtras:
     prompts: Sequence[Sequence[int]] = ()  # token ids, with `token_ids`
     echoes: Sequence[str] = ()  # with `echo`: the text before each choice of a prompt
     scores: Sequence[PromptScores] = ()  # by prompt, when log-probabilities of prompts are asked for
+
+    def head(self, prefix: str, kind: str) -> dict[str, Any]:
+        """The first fields of OpenAI's objects. `prefix`: of the id."""
+        return {"id": f"{prefix}-{self.request_id}", "object": kind, "created": self.created, "model": self.model}
+
+    def chunk_ends(self, head: dict[str, Any], content: str) -> tuple[bytes, bytes]:
+        """What is the same in every chunk of one choice: up to its member `content`, with %d for the index, and the
+        end. Encoded once."""
+        before = b"data: " + orjson.dumps(head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,'
+        return before + f'"{content}":'.encode(), b'}],"usage":null}\n\n' if self.include_usage else b"}]}\n\n"
 
     def echo(self, index: int) -> str:
         """The prompt's text that choice `index` begins with."""
@@ -46,9 +66,6 @@ class AnswerExtras:
     def output_ids(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         """The field with the ids of these tokens, if it was asked for."""
         return {"token_ids": [token.token_id for token in tokens]} if self.token_ids else {}
-
-
-NO_EXTRAS = AnswerExtras()
 
 
 async def echo_texts(tokenizer: Tokenizer, prompts: Sequence[tuple[object, Sequence[int]]]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -10,7 +9,7 @@ import orjson
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import FinishReason
 from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS
-from pd_cluster.server.answer_extras import NO_EXTRAS, AnswerExtras, more_fields
+from pd_cluster.server.answer_extras import more_fields
 from pd_cluster.server.logprobs import chat_logprobs
 from pd_cluster.server.output_parser import Reasoning, ToolCall
 from pd_http.json_pieces import JsonList, json_pieces
@@ -19,8 +18,8 @@ from pd_http.sse import SSE_DONE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from pd_cluster.server.answer_extras import AnswerExtras
     from pd_cluster.server.choice import ChoiceOutput
-    from pd_cluster.server.detokenizer import Vocabulary
     from pd_cluster.server.output_parser import Part
     from pd_cluster.server.schema import ChatBody, TokenizeBody
 
@@ -49,39 +48,17 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
 
 
 class ChatShape:
-    """`chat.completion` and its chunks. The constant part of a chunk is encoded once."""
+    """`chat.completion` and its chunks."""
 
     needs_usage = False
     end = SSE_DONE
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        vocabulary: Vocabulary,
-        *,
-        with_logprobs: bool,
-        include_usage: bool,
-        extras: AnswerExtras = NO_EXTRAS,
-        created: int | None = None,
-    ) -> None:
-        """`created`: Unix seconds; None: now."""
-        self.created = int(time.time()) if created is None else created
-        self._head = {
-            "id": f"chatcmpl-{request_id}",
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": model,
-        }
-        self._vocabulary = vocabulary
-        self._with_logprobs = with_logprobs
+    def __init__(self, extras: AnswerExtras) -> None:
         self._extras = extras
+        self._head = extras.head("chatcmpl", "chat.completion.chunk")
+        self._before, self._after = extras.chunk_ends(self._head, "delta")
         self._started: set[int] = set()  # choices that have sent their role
         self._calling: set[int] = set()  # choices with a tool call
-        self._before = (
-            b"data: " + orjson.dumps(self._head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,"delta":'
-        )
-        self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
     def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
         events = []
@@ -90,7 +67,7 @@ class ChatShape:
             self._started.add(index)
             prompt = more_fields(self._extras.prompt_fields(index))  # a field of the chunk, not of the choice
             events.append(self._event(index, b'{"role":"assistant","content":""}', b"}]" + prompt + after[2:]))
-        show_logprobs = self._with_logprobs and output.tokens
+        show_logprobs = self._extras.with_logprobs and output.tokens
         ids = self._extras.output_ids(output.tokens) if output.tokens else {}
         if output.parts or show_logprobs or ids:
             delta = _message(output.parts)
@@ -128,9 +105,10 @@ class ChatShape:
         }
 
     def _logprobs(self, output: ChoiceOutput) -> dict[str, Any] | None:
-        if not self._with_logprobs:
+        extras = self._extras
+        if not extras.with_logprobs:
             return None
-        return chat_logprobs(self._vocabulary, output.tokens, names_are_ids=self._extras.names_are_ids)
+        return chat_logprobs(extras.vocabulary, output.tokens, names_are_ids=extras.names_are_ids)
 
     def _event(
         self, index: int, delta: bytes, after: bytes, logprobs: bytes = b"null", finish_reason: bytes = b"null"

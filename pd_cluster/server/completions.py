@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from pd_cluster.errors import InvalidRequest
-from pd_cluster.server.answer_extras import NO_EXTRAS, AnswerExtras, more_fields
+from pd_cluster.server.answer_extras import more_fields
 from pd_cluster.server.logprobs import SHAPED_TOKENS, completion_logprobs, json_items
 from pd_cluster.server.prompt_list import Prompt, prompt_list
 from pd_cluster.server.schema import MAX_PROMPTS, CompletionBody
@@ -19,8 +18,8 @@ from pd_http.sse import SSE_DONE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd_cluster.server.answer_extras import AnswerExtras
     from pd_cluster.server.choice import ChoiceOutput
-    from pd_cluster.server.detokenizer import Vocabulary
     from pd_cluster.server.schema import GenerationBody
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI and vLLM; chat has no default
@@ -53,44 +52,22 @@ def check_best_of(body: GenerationBody) -> None:
 
 
 class CompletionShape:
-    """`text_completion` and its chunks: content only, no parser runs. The constant part of a chunk is encoded once."""
+    """`text_completion` and its chunks: content only, no parser runs."""
 
     needs_usage = False
     end = SSE_DONE
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        vocabulary: Vocabulary,
-        *,
-        with_logprobs: bool,
-        include_usage: bool,
-        extras: AnswerExtras = NO_EXTRAS,
-        created: int | None = None,
-    ) -> None:
-        """`created`: Unix seconds; None: now."""
-        self.created = int(time.time()) if created is None else created
-        self._head = {
-            "id": f"cmpl-{request_id}",
-            "object": "text_completion",
-            "created": self.created,
-            "model": model,
-        }
-        self._vocabulary = vocabulary
-        self._with_logprobs = with_logprobs
+    def __init__(self, extras: AnswerExtras) -> None:
         self._extras = extras
+        self._head = extras.head("cmpl", "text_completion")
+        self._before, self._after = extras.chunk_ends(self._head, "text")
         self._begun: set[int] = set()  # choices of which a chunk was sent
         self._offsets: dict[int, TextOffsets] = {}  # by choice
-        self._before = (
-            b"data: " + orjson.dumps(self._head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,"text":'
-        )
-        self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
     def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
         logprobs, extras = b"null", self._extras
         is_first = index not in self._begun
-        if self._with_logprobs and (output.tokens or (is_first and extras.scores)):
+        if extras.with_logprobs and (output.tokens or (is_first and extras.scores)):
             logprobs = b"".join(json_pieces(self._logprobs(index, output)))
         elif not output.parts and output.finish_reason is None and not (extras.token_ids and output.tokens):
             return b""
@@ -114,7 +91,7 @@ class CompletionShape:
             return ids | {
                 "index": index,
                 "text": self._extras.echo(index) + _text(choice),
-                "logprobs": self._logprobs(index, choice) if self._with_logprobs else None,
+                "logprobs": self._logprobs(index, choice) if self._extras.with_logprobs else None,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
@@ -126,11 +103,11 @@ class CompletionShape:
         extras, tokens, before = self._extras, output.tokens, dict[str, list[bytes]]()
         if index not in self._offsets:
             before, start = extras.echo_logprobs(index)
-            self._offsets[index] = TextOffsets(self._vocabulary, start, skip_special=extras.skip_special)
+            self._offsets[index] = TextOffsets(extras.vocabulary, start, skip_special=extras.skip_special)
         items = {name: [*values] for name, values in before.items()}
         for first in range(0, max(1, len(tokens)), SHAPED_TOKENS):
             some = tokens[first : first + SHAPED_TOKENS]
-            shaped = completion_logprobs(self._vocabulary, some, names_are_ids=extras.names_are_ids)
+            shaped = completion_logprobs(extras.vocabulary, some, names_are_ids=extras.names_are_ids)
             shaped["text_offset"] = self._offsets[index].of([token.token_id for token in some])
             if not before and len(tokens) <= SHAPED_TOKENS:
                 return shaped

@@ -76,7 +76,7 @@ class _Call:
     body: GenerationBody
     prompts: Sequence[Tokenize]
     logprobs: int | None  # alternatives for each token; None: no logprobs
-    shape: Callable[..., ResponseShape]
+    shape: Callable[[AnswerExtras], ResponseShape]
     echo_ids: bool  # the caller sent text, so a prefill leg answers with its token ids
     prompt_field: str
     source: Callable[[], Awaitable[GrammarSource | None]]  # of the output's grammar
@@ -131,7 +131,7 @@ async def _chat(
     caller: Caller,
     reply: CountedReply,
     raw: bytes,
-    shape: Callable[..., ResponseShape],
+    shape: Callable[[AnswerExtras], ResponseShape],
     left_out: Mapping[str, Kind] = EMPTY,
 ) -> None:
     """`raw`: a chat body. `left_out`: what of the client's own body is not in it."""
@@ -239,7 +239,7 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
         reply.endpoint = "prefill"
         if len(prompts) > 1:
             state.metrics.fallbacks.labels("several_prompts").inc()
-            shape = await _shape(state, caller, call, ())
+            shape = call.shape(await _extras(state, caller, call, ()))
             await answer_without_prefill(reply, shape, prompts, wants_ticket=caller.wants_ticket_stream)
             return
     check_lists(body, len(prompts))
@@ -263,7 +263,8 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
         call.ask.check_length(sum(len(one.prompt) * one.num_choices for one in requests))
         await reply.share.plan(call.ask.num_bytes([len(one.prompt) for one in requests], body.stream), call.ask.param)
     streams = [GenerationStream(state, request, caller.started_s) for request in requests]
-    shape = await _shape(state, caller, call, requests, [one.scores for one in streams if one.scores is not None])
+    extras = await _extras(state, caller, call, requests, [one.scores for one in streams if one.scores is not None])
+    shape = call.shape(extras)
     if call.is_prefill_leg:
         await answer_prefill_whole(state, reply, streams[0], shape, echo_ids=call.echo_ids)
     elif body.stream:
@@ -272,7 +273,7 @@ async def _generate(state: NodeState, caller: Caller, reply: CountedReply, call:
             await resume(stream, number * stream.request.num_choices, shape)
         if caller.wants_frames:
             version = state.stream_version(state.ready)
-            writer = FrameWriter(reply, partial(stream_head, version, caller.request_id, shape.created, streams))
+            writer = FrameWriter(reply, partial(stream_head, version, caller.request_id, extras.created, streams))
         await answer_stream(state, writer, streams, shape, body.stream_options)
     else:
         timed = body.stream_options is not None and bool(body.stream_options.include_timings)
@@ -284,17 +285,23 @@ def _take_offer(caller: Caller, body: GenerationBody) -> None:
         body.kv_transfer_params = KvTransferParams(do_remote_prefill=True, offer=caller.offer)
 
 
-async def _shape(
+async def _extras(
     state: NodeState,
     caller: Caller,
     call: _Call,
     requests: Sequence[GenerationRequest],
     scores: Sequence[PromptScores] = (),
-) -> ResponseShape:
+) -> AnswerExtras:
     body = call.body
     given = [None] * len(call.echoes) if body.truncate_prompt_tokens is not None else call.echoes
     echoed = [(text, one.prompt) for text, one in zip(given, requests, strict=False)]
-    extras = AnswerExtras(
+    created = {"created": call.known[0].created} if call.known else {}
+    return AnswerExtras(
+        request_id=caller.request_id,
+        model=state.model_name,
+        vocabulary=state.tokenizer,
+        with_logprobs=call.logprobs is not None,
+        include_usage=bool(body.stream and body.stream_options and body.stream_options.include_usage),
         n=body.n or 1,
         names_are_ids=bool(body.return_tokens_as_token_ids),
         token_ids=bool(body.return_token_ids),
@@ -302,15 +309,7 @@ async def _shape(
         prompts=[request.prompt for request in requests] if body.return_token_ids else (),
         echoes=await echo_texts(state.tokenizer, echoed),
         scores=scores,
-    )
-    return call.shape(
-        caller.request_id,
-        state.model_name,
-        state.tokenizer,
-        with_logprobs=call.logprobs is not None,
-        include_usage=bool(body.stream and body.stream_options and body.stream_options.include_usage),
-        extras=extras,
-        created=call.known[0].created if call.known else None,
+        **created,
     )
 
 

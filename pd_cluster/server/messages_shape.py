@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd_cluster.server.answer_blocks import AnswerBlock, BlockStep
+    from pd_cluster.server.answer_extras import AnswerExtras
     from pd_cluster.server.choice import ChoiceOutput
 
 _DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
@@ -28,10 +28,9 @@ class MessagesShape:
     needs_usage = True
     end = b""
 
-    def __init__(self, request_id: str, model: str, *_: object, created: int | None = None, **__: object) -> None:
-        """The other arguments of shapes are of fields that this API refuses."""
-        self.created = int(time.time()) if created is None else created
-        self._message = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+    def __init__(self, extras: AnswerExtras) -> None:
+        message = {"id": f"msg_{extras.request_id}", "type": "message", "role": "assistant"}
+        self._message = message | {"model": extras.model}
         self._begun = False
         self._blocks = AnswerBlocks()
 

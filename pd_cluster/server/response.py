@@ -30,7 +30,6 @@ class ResponseShape(Protocol):
     the output of `Choice.replay` to `chunk` and drop the bytes.
     """
 
-    created: int  # Unix seconds, as the answer says
     needs_usage: bool  # in every call of `chunk`
     end: bytes  # of a stream, behind everything else
 
