@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PACKAGE = Path(pd_cluster.__file__).parent
 SERVER = f"{PACKAGE / 'server'}/"
 PARTS = ("the body", "the work", "the answer")
-ENDPOINT, START = "chat_completions", "_generate"
+ENDPOINT, START = "chat_completions", "generate"
 NOT_CALLED = ("__init__", "__post_init__")
 ANSWER = (300, 301, 302)  # one step each: so a loop over steps is seen three times
 

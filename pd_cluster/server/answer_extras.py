@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -29,7 +28,7 @@ class AnswerExtras:
     request_id: str
     model: str
     vocabulary: Vocabulary
-    created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
+    created: int  # Unix seconds
     with_logprobs: bool = False
     include_usage: bool = False  # behind a stream: the chunks before it say that they have none
     n: int = 1

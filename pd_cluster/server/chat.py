@@ -1,7 +1,8 @@
-"""/v1/chat/completions: checks, and the shape of answers."""
+"""/v1/chat/completions: what a body asks for, and the shape of answers."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -10,18 +11,91 @@ from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import FinishReason
 from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS
 from pd_cluster.server.answer_extras import more_fields
+from pd_cluster.server.chat_grammar import chat_grammar_source, check_format, parser_options
+from pd_cluster.server.generation_ask import GenerationAsk
 from pd_cluster.server.logprobs import chat_logprobs
 from pd_cluster.server.output_parser import Reasoning, ToolCall
+from pd_cluster.server.prompt_scores import PromptAsk
+from pd_cluster.server.prompt_steps import names_for
+from pd_cluster.server.reasoning_options import reasoning_options
+from pd_cluster.server.request_checks import decoded
+from pd_cluster.server.sampling import sampling_params, text_options
+from pd_cluster.server.schema import ChatBody
+from pd_cluster.server.tool_use import tool_use
 from pd_http.json_pieces import JsonList, json_pieces
+from pd_http.left_out import EMPTY
 from pd_http.sse import SSE_DONE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pd_cluster.server.answer_extras import AnswerExtras
+    from pd_cluster.server.answer_task import CountedReply
+    from pd_cluster.server.caller import Caller
     from pd_cluster.server.choice import ChoiceOutput
     from pd_cluster.server.output_parser import Part
-    from pd_cluster.server.schema import ChatBody, TokenizeBody
+    from pd_cluster.server.response_shape import ResponseShape
+    from pd_cluster.server.schema import TokenizeBody
+    from pd_cluster.server.state import NodeState
+    from pd_http.left_out import Kind
+
+
+def chat_ask(
+    state: NodeState,
+    caller: Caller,
+    reply: CountedReply,
+    raw: bytes,
+    shape: Callable[[AnswerExtras], ResponseShape],
+    left_out: Mapping[str, Kind] = EMPTY,
+) -> GenerationAsk:
+    """What the chat body `raw` asks for. `left_out`: what of the client's own body is not in it. Raises PdError."""
+    body = decoded(state, reply, raw, ChatBody, left_out, offer=caller.offer)
+    logprobs = chat_num_logprobs(body)
+    use = tool_use(body, reply.dialect.tool_limits)
+    check_format(use, state.tool_format, has_parser=state.output_parser is not None)
+    messages, options = body.messages, reasoning_options(body) | template_options(body)
+    params = body.kv_transfer_params
+    # A stream that goes on behind midnight has the prompt of the day on which it began
+    began_s = None if params is None or params.continuation is None else params.continuation.head.created
+    template = state.tokenizer.chat_template
+    is_named = not template.writes_time and (began_s is None or not template.writes_date)
+    names = names_for(state, body, raw) if is_named else None
+    contents = [message.get("content") or "" for message in messages]
+    max_model_len = state.ready.max_model_len
+    tokenize = partial(
+        state.tokenizer.encode_chat,
+        messages,
+        use.shown,
+        options,
+        max_tokens=max_model_len,
+        add_special_tokens=bool(body.add_special_tokens),
+        note=None if names is None else lambda encoded: names.name_text(encoded, contents),
+        at_s=began_s,
+        refuses=body.truncate_prompt_tokens is None,
+        last=body.truncate_prompt_tokens,
+    )
+    sampling = partial(
+        sampling_params,
+        body,
+        state.defaults,
+        logprobs=logprobs,
+        max_model_len=max_model_len,
+        vocab_size=state.tokenizer.vocab_size,
+        cuts_limit=reply.dialect.requires_limit,
+    )
+    return GenerationAsk(
+        body=body,
+        prompts=[tokenize],
+        prompt_field="messages",
+        form=partial(chat_grammar_source, body, use, state.tool_format, state.tokenizer, options),
+        sampling=sampling,
+        text=partial(text_options, body, state.output_parser, parser_options(body, use)),
+        shape=shape,
+        with_logprobs=logprobs is not None,
+        echo_ids=True,
+        names=names,
+        scores=PromptAsk.of(body.prompt_logprobs, None, names_are_ids=False),
+    )
 
 
 def chat_num_logprobs(body: ChatBody) -> int | None:

@@ -1,16 +1,26 @@
-"""/v1/completions: prompts as text or as token ids, and the shape of answers."""
+"""/v1/completions: what a body asks for, of prompts as text or as token ids, and the shape of answers."""
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from pd_cluster.errors import InvalidRequest
+from pd_cluster.protocol.messages import Work
 from pd_cluster.server.answer_extras import more_fields
+from pd_cluster.server.generation_ask import GenerationAsk
+from pd_cluster.server.generation_request import KvSource
+from pd_cluster.server.grammar_source import form_of
 from pd_cluster.server.logprobs import SHAPED_TOKENS, completion_logprobs, json_items
+from pd_cluster.server.output_parser import DEFAULT_OPTIONS
 from pd_cluster.server.prompt_list import Prompt, prompt_list
-from pd_cluster.server.schema import MAX_PROMPTS, CompletionBody
+from pd_cluster.server.prompt_scores import PromptAsk
+from pd_cluster.server.prompt_steps import names_for
+from pd_cluster.server.sampling import last_tokens, sampling_params, text_options
+from pd_cluster.server.schema import MAX_PROMPTS
 from pd_cluster.server.text_offsets import TextOffsets
 from pd_http.json_pieces import JsonList, json_pieces
 from pd_http.sse import SSE_DONE
@@ -20,9 +30,60 @@ if TYPE_CHECKING:
 
     from pd_cluster.server.answer_extras import AnswerExtras
     from pd_cluster.server.choice import ChoiceOutput
-    from pd_cluster.server.schema import GenerationBody
+    from pd_cluster.server.schema import CompletionBody
+    from pd_cluster.server.state import NodeState
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI and vLLM; chat has no default
+
+
+def completion_ask(state: NodeState, body: CompletionBody, raw: bytes) -> GenerationAsk:
+    """What `body`, which came as `raw`, asks for. Raises InvalidRequest."""
+    max_model_len, vocab_size = state.ready.max_model_len, state.tokenizer.vocab_size
+    prompts = prompts_of(body, vocab_size, max_model_len)
+    names = names_for(state, body, raw) if len(prompts) == 1 else None
+
+    async def tokenize(prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            if names is not None:
+                await asyncio.to_thread(names.name_ids, len(prompt))
+            return last_tokens(prompt, body)
+        return await state.tokenizer.encode(
+            prompt,
+            max_tokens=max_model_len,
+            add_special_tokens=body.add_special_tokens is not False,
+            note=None if names is None else lambda encoded: names.name_text(encoded, [prompt]),
+            refuses=body.truncate_prompt_tokens is None,
+            last=body.truncate_prompt_tokens,
+        )
+
+    shown = body.logprobs if body.echo else None
+    scores = PromptAsk.of(body.prompt_logprobs, shown, names_are_ids=bool(body.return_tokens_as_token_ids))
+    is_read = reads_only(body)
+    sampling = partial(
+        sampling_params,
+        body,
+        state.defaults,
+        logprobs=body.logprobs,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        one_token=is_read,
+    )
+    return GenerationAsk(
+        body=body,
+        prompts=[partial(tokenize, prompt) for prompt in prompts],
+        prompt_field="prompt",
+        form=partial(form_of, body),
+        sampling=sampling,
+        text=partial(text_options, body, None, DEFAULT_OPTIONS),
+        shape=CompletionShape,
+        with_logprobs=body.logprobs is not None,
+        echo_ids=any(isinstance(prompt, str) for prompt in prompts),
+        echoes=prompts if body.echo else (),
+        kv_source=KvSource(Work.READ) if is_read else None,
+        names=names,
+        scores=scores,
+    )
 
 
 def prompts_of(body: CompletionBody, vocab_size: int, max_model_len: int) -> list[Prompt]:
@@ -41,14 +102,6 @@ def reads_only(body: CompletionBody) -> bool:
     if body.n not in (None, 1):
         raise InvalidRequest("max_tokens 0 excludes n: there is nothing to choose", "n")
     return True
-
-
-def check_best_of(body: GenerationBody) -> None:
-    """Raises InvalidRequest unless best_of is absent, equals n, or is the width of a beam search."""
-    if body.best_of is not None and body.best_of != (body.n or 1) and not body.use_beam_search:
-        raise InvalidRequest(
-            "best_of must equal n: sequences are not ranked without use_beam_search", "best_of", "unsupported_value"
-        )
 
 
 class CompletionShape:

@@ -30,7 +30,7 @@ class GrammarSource:
     """What a request says about the form of its output."""
 
     param: str  # the field that says it
-    kind: str  # json, json_object, regex, choice or grammar; "" for any text
+    kind: str  # json, json_object, regex, choice or grammar; "" for any text; "written" by another node
     value: Any
     coerces_one_of: bool = False  # read `oneOf` of a JSON schema as `anyOf`
     strict: bool = False  # refuse formats of a JSON schema that cannot be held to

@@ -17,26 +17,83 @@ leg with several prompts that asks for a ticket is an error.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from pd_cluster.errors import InvalidRequest, PdError
-from pd_cluster.protocol.messages import FinishReason
+from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.server.choice import ChoiceOutput
+from pd_cluster.server.generate import prepare
+from pd_cluster.server.generation_request import KvSource
+from pd_cluster.server.generation_stream import GenerationStream
+from pd_cluster.server.grammar_source import GrammarSource
 from pd_cluster.server.keepalive import KeepAlive
-from pd_cluster.server.response import ResponseShape, collect, usage_of
+from pd_cluster.server.request_checks import check_logits_args
+from pd_cluster.server.response import collect, extras_of, usage_of
+from pd_cluster.server.sampling import SAMPLING_PARAM, decode_sampling
 from pd_connectors.protocol.ticket import sign
 from pd_http.sse import event_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.server.answer_task import CountedReply
-    from pd_cluster.server.generation_stream import GenerationStream
+    from pd_cluster.server.caller import Caller
+    from pd_cluster.server.generation_ask import GenerationAsk
+    from pd_cluster.server.response_shape import ResponseShape
+    from pd_cluster.server.sampling import BadWords
     from pd_cluster.server.state import NodeState
-    from pd_cluster.server.takeover_policy import Tokenize
     from pd_http.dialect import Dialect
     from pd_http.reply import Reply
+
+
+async def prefill_leg(state: NodeState, caller: Caller, reply: CountedReply, ask: GenerationAsk) -> None:
+    """Compute the prompt of `ask` for another node. Raises PdError."""
+    reply.endpoint = "prefill"
+    if len(ask.prompts) > 1:
+        state.metrics.fallbacks.labels("several_prompts").inc()
+        await _answer_without_prefill(state, caller, reply, ask)
+        return
+    leg = _one_token(state, ask, KvSource(Work.PREFILL, hold_lease=not caller.wants_ticket_stream))
+    if caller.wants_ticket_stream:
+        async with keeping_alive(state, reply) as alive:
+            [request] = await prepare(state, caller, leg)
+            stream = GenerationStream(state, request, caller.started_s)
+            await answer_prefill_stream(state, reply, stream, alive, echo_ids=ask.echo_ids)
+        return
+    [request] = await prepare(state, caller, leg)
+    stream = GenerationStream(state, request, caller.started_s)
+    shape = ask.shape(await extras_of(state, caller, leg, [stream]))
+    await answer_prefill_whole(state, reply, stream, shape, echo_ids=ask.echo_ids)
+
+
+def _one_token(state: NodeState, ask: GenerationAsk, kv_source: KvSource) -> GenerationAsk:
+    """`ask` for the first token alone: with the parameters of D if D sent them, else with the body's."""
+    params = ask.body.kv_transfer_params
+    if params is None or params.sampling is msgspec.UNSET:
+        return replace(ask, kv_source=kv_source, scores=None, sampling=partial(ask.sampling, one_token=True))
+    raw = bytes(params.sampling)
+    return replace(
+        ask,
+        kv_source=kv_source,
+        scores=None,
+        form=partial(_sent_form, raw),
+        sampling=partial(_sent_sampling, state, raw),
+    )
+
+
+async def _sent_form(raw: bytes) -> GrammarSource | None:
+    grammar = decode_sampling(raw).grammar
+    return GrammarSource(SAMPLING_PARAM, "written", grammar) if grammar else None
+
+
+def _sent_sampling(state: NodeState, raw: bytes, _: int, grammar: str, __: BadWords) -> SamplingParams:
+    sampling = msgspec.structs.replace(decode_sampling(raw), max_tokens=1)
+    check_logits_args(sampling.logits_args, state.config.model.logits_stages, 1)
+    sampling.validate(state.tokenizer.vocab_size)
+    return sampling
 
 
 def transfer_params(state: NodeState, stream: GenerationStream, *, echo_ids: bool) -> dict[str, Any]:
@@ -94,21 +151,20 @@ async def answer_prefill_whole(
         await stream.settle()
 
 
-async def answer_without_prefill(
-    reply: Reply, shape: ResponseShape, prompts: Sequence[Tokenize], *, wants_ticket: bool
-) -> None:
+async def _answer_without_prefill(state: NodeState, caller: Caller, reply: Reply, ask: GenerationAsk) -> None:
     """Answer a leg of several prompts: empty choices, and the number of prompt tokens, which vLLM's router reports.
 
     Raises InvalidRequest when the caller asks for a ticket.
     """
-    if wants_ticket:
+    if caller.wants_ticket_stream:
         raise InvalidRequest(
-            f"a prefill leg takes one prompt, not {len(prompts)}; send such requests D-first",
+            f"a prefill leg takes one prompt, not {len(ask.prompts)}; send such requests D-first",
             "prompt",
             "one_prompt_per_ticket",
         )
-    choices = [ChoiceOutput(i, finish_reason=FinishReason.LENGTH) for i in range(len(prompts))]
-    num_tokens = sum([len(await tokenize()) for tokenize in prompts])
+    shape = ask.shape(await extras_of(state, caller, ask))
+    choices = [ChoiceOutput(i, finish_reason=FinishReason.LENGTH) for i in range(len(ask.prompts))]
+    num_tokens = sum([len(await tokenize()) for tokenize in ask.prompts])
     usage = usage_of([]) | {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     await reply.json(200, shape.body(choices, usage))
 

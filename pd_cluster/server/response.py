@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from pd_cluster.server.answer_extras import AnswerExtras, echo_texts
 from pd_cluster.server.choice import ChoiceOutput
+from pd_cluster.server.continuation import resume
 from pd_cluster.server.generation_request import digest_of
+from pd_cluster.server.generation_stream import GenerationStream
+from pd_cluster.server.stream_writer import EventWriter, FrameWriter
 from pd_http.frames import StreamHead
 from pd_http.node_report import REPORT_HEADER, NodeReport, encode_report
 
@@ -16,35 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from pd_cluster.server.answer_task import CountedReply
-    from pd_cluster.server.generation_stream import GenerationStream
+    from pd_cluster.server.caller import Caller
+    from pd_cluster.server.generation_ask import GenerationAsk
+    from pd_cluster.server.generation_request import GenerationRequest
+    from pd_cluster.server.response_shape import ResponseShape
     from pd_cluster.server.schema import StreamOptions
     from pd_cluster.server.state import NodeState
     from pd_cluster.server.stream_writer import StreamWriter
     from pd_http.held_bytes import Share
-
-
-class ResponseShape(Protocol):
-    """How one API writes its answers. One object for each request: it holds the state of the stream.
-
-    That state depends on the outputs, not on how they were cut into chunks. To continue a stream of another node, pass
-    the output of `Choice.replay` to `chunk` and drop the bytes.
-    """
-
-    needs_usage: bool  # in every call of `chunk`
-    end: bytes  # of a stream, behind everything else
-
-    def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
-        """The server-sent events of new output of choice `index`; b"" when there is nothing to show.
-
-        `usage`: of the request so far, for clients that asked for it in every chunk, and if `needs_usage`. None in a
-        replay, of which the bytes are dropped.
-        """
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """The last event before `end`, for clients that asked for the usage."""
-
-    def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer. `choices`: all of them, complete and in order."""
 
 
 def usage_of(streams: Sequence[GenerationStream]) -> dict[str, Any]:
@@ -108,6 +93,50 @@ def stream_head(version: str, response_id: str, created: int, streams: Sequence[
         num_prompt_tokens=usage["prompt_tokens"],
         num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"] if len(streams) == 1 else 0,
         prompt_digest=digest_of([one.request for one in streams]),
+    )
+
+
+async def answer(
+    state: NodeState, caller: Caller, reply: CountedReply, ask: GenerationAsk, requests: Sequence[GenerationRequest]
+) -> None:
+    """Generate for the requests of `ask`, and answer it. Raises PdError."""
+    options = ask.body.stream_options
+    streams = [GenerationStream(state, request, caller.started_s) for request in requests]
+    extras = await extras_of(state, caller, ask, streams)
+    shape = ask.shape(extras)
+    if not ask.body.stream:
+        timed = options is not None and bool(options.include_timings)
+        await answer_whole(state, reply, streams, shape, with_timings=timed, with_report=caller.wants_report)
+        return
+    for number, stream in enumerate(streams if ask.known else ()):
+        await resume(stream, number * stream.request.num_choices, shape)
+    writer: StreamWriter = EventWriter(reply)
+    if caller.wants_frames:
+        version = state.stream_version(state.ready)
+        writer = FrameWriter(reply, partial(stream_head, version, caller.request_id, extras.created, streams))
+    await answer_stream(state, writer, streams, shape, options)
+
+
+async def extras_of(
+    state: NodeState, caller: Caller, ask: GenerationAsk, streams: Sequence[GenerationStream] = ()
+) -> AnswerExtras:
+    """What the answer to `ask` says beside the text of these streams."""
+    body, prompts = ask.body, [one.request.prompt for one in streams]
+    given = [None] * len(ask.echoes) if body.truncate_prompt_tokens is not None else ask.echoes
+    return AnswerExtras(
+        request_id=caller.request_id,
+        model=state.model_name,
+        vocabulary=state.tokenizer,
+        created=ask.known[0].created if ask.known else int(time.time()),
+        with_logprobs=ask.with_logprobs,
+        include_usage=bool(body.stream and body.stream_options and body.stream_options.include_usage),
+        n=body.n or 1,
+        names_are_ids=bool(body.return_tokens_as_token_ids),
+        token_ids=bool(body.return_token_ids),
+        skip_special=body.skip_special_tokens is not False,
+        prompts=prompts if body.return_token_ids else (),
+        echoes=await echo_texts(state.tokenizer, list(zip(given, prompts, strict=False))) if given else (),
+        scores=[one.scores for one in streams if one.scores is not None],
     )
 
 
@@ -187,8 +216,8 @@ async def collect(streams: Sequence[GenerationStream], share: Share) -> list[Cho
     return choices
 
 
-_Numbered = tuple[int, "GenerationStream"]  # the index of its first choice in the answer
-_Some = tuple[int, "GenerationStream", list[ChoiceOutput]]
+_Numbered = tuple[int, GenerationStream]  # the index of its first choice in the answer
+_Some = tuple[int, GenerationStream, list[ChoiceOutput]]
 
 
 def _numbered(streams: Sequence[GenerationStream]) -> list[_Numbered]:

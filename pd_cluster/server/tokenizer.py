@@ -134,8 +134,10 @@ class Tokenizer:
         note: Note | None = None,
         param: str = "prompt",
         refuses: bool = False,
+        last: int | None = None,
     ) -> list[int]:
-        """Token ids of `text`. The result may have more than `max_tokens` ids. `note` is called in the thread.
+        """Token ids of `text`, or the `last` of them: still more than `max_tokens`, if it has more. `note` is called
+        in the thread.
 
         Raises InvalidRequest, before any work, for a text that is too long to have at most `max_tokens` tokens; it
         names the field `param`. With `refuses` also, after little work, if the text's beginning has too many.
@@ -147,7 +149,8 @@ class Tokenizer:
                 self._check_beginning(text, max_tokens, param)
             return self._checked(self._encode(text, add_special_tokens, note), param)
 
-        return await self._run(work, len(text))
+        ids = await self._run(work, len(text))
+        return ids if last is None else ids[-last:]
 
     async def encode_chat(
         self,
@@ -160,6 +163,7 @@ class Tokenizer:
         note: Note | None = None,
         at_s: float | None = None,
         refuses: bool = False,
+        last: int | None = None,
     ) -> list[int]:
         """Token ids of the conversation in the model's chat template. Raises InvalidRequest, see `encode`.
 
@@ -171,7 +175,8 @@ class Tokenizer:
         done = await self._run(
             lambda: self._encode_chat(messages, tools, options, max_tokens, add_special_tokens, note, at_s, refuses)
         )
-        return done if isinstance(done, list) else await self._run(done, LONG_CHARS + 1)
+        ids = done if isinstance(done, list) else await self._run(done, LONG_CHARS + 1)
+        return ids if last is None else ids[-last:]
 
     def knows(self, marker: str) -> bool:
         """Whether the marker is a token, or stands in a chat template."""
