@@ -6,8 +6,6 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from pd_http.json_pieces import json_pieces
 
 if TYPE_CHECKING:
@@ -38,16 +36,6 @@ class AnswerExtras:
     prompts: Sequence[Sequence[int]] = ()  # token ids, with `token_ids`
     echoes: Sequence[str] = ()  # with `echo`: the text before each choice of a prompt
     scores: Sequence[PromptScores] = ()  # by prompt, when log-probabilities of prompts are asked for
-
-    def head(self, prefix: str, kind: str) -> dict[str, Any]:
-        """The first fields of OpenAI's objects. `prefix`: of the id."""
-        return {"id": f"{prefix}-{self.request_id}", "object": kind, "created": self.created, "model": self.model}
-
-    def chunk_ends(self, head: dict[str, Any], content: str) -> tuple[bytes, bytes]:
-        """What is the same in every chunk of one choice: up to its member `content`, with %d for the index, and the
-        end. Encoded once."""
-        before = b"data: " + orjson.dumps(head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,'
-        return before + f'"{content}":'.encode(), b'}],"usage":null}\n\n' if self.include_usage else b"}]}\n\n"
 
     def echo(self, index: int) -> str:
         """The prompt's text that choice `index` begins with."""

@@ -11,8 +11,9 @@ from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import FinishReason
 from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS
 from pd_cluster.server.answer_extras import more_fields
-from pd_cluster.server.chat_grammar import chat_grammar_source, check_format, parser_options
+from pd_cluster.server.chunked_shape import ChunkedShape
 from pd_cluster.server.generation_ask import GenerationAsk
+from pd_cluster.server.grammar_source import chat_grammar_source, check_format, parser_options
 from pd_cluster.server.logprobs import chat_logprobs
 from pd_cluster.server.output_parser import Reasoning, ToolCall
 from pd_cluster.server.prompt_scores import PromptAsk
@@ -24,7 +25,6 @@ from pd_cluster.server.schema import ChatBody
 from pd_cluster.server.tool_use import tool_use
 from pd_http.json_pieces import JsonList, json_pieces
 from pd_http.left_out import EMPTY
-from pd_http.sse import SSE_DONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -121,16 +121,11 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     return options | {"add_generation_prompt": add}
 
 
-class ChatShape:
+class ChatShape(ChunkedShape):
     """`chat.completion` and its chunks."""
 
-    needs_usage = False
-    end = SSE_DONE
-
     def __init__(self, extras: AnswerExtras) -> None:
-        self._extras = extras
-        self._head = extras.head("chatcmpl", "chat.completion.chunk")
-        self._before, self._after = extras.chunk_ends(self._head, "delta")
+        super().__init__(extras, "chatcmpl", "chat.completion.chunk", "delta")
         self._started: set[int] = set()  # choices that have sent their role
         self._calling: set[int] = set()  # choices with a tool call
 
@@ -155,9 +150,6 @@ class ChatShape:
             end = b'%s,"stop_reason":%s' % (orjson.dumps(reason), orjson.dumps(output.stop_reason))
             events.append(self._event(index, b"{}", after, finish_reason=end))
         return b"".join(events)
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        return b"data: " + orjson.dumps(self._head | {"choices": [], "usage": usage}) + b"\n\n"
 
     def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
         shapes = map(self._choice, range(len(choices)), choices)

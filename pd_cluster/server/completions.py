@@ -11,6 +11,7 @@ import orjson
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import Work
 from pd_cluster.server.answer_extras import more_fields
+from pd_cluster.server.chunked_shape import ChunkedShape
 from pd_cluster.server.generation_ask import GenerationAsk
 from pd_cluster.server.generation_request import KvSource
 from pd_cluster.server.grammar_source import form_of
@@ -23,7 +24,6 @@ from pd_cluster.server.sampling import last_tokens, sampling_params, text_option
 from pd_cluster.server.schema import MAX_PROMPTS
 from pd_cluster.server.text_offsets import TextOffsets
 from pd_http.json_pieces import JsonList, json_pieces
-from pd_http.sse import SSE_DONE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,16 +104,11 @@ def reads_only(body: CompletionBody) -> bool:
     return True
 
 
-class CompletionShape:
+class CompletionShape(ChunkedShape):
     """`text_completion` and its chunks: content only, no parser runs."""
 
-    needs_usage = False
-    end = SSE_DONE
-
     def __init__(self, extras: AnswerExtras) -> None:
-        self._extras = extras
-        self._head = extras.head("cmpl", "text_completion")
-        self._before, self._after = extras.chunk_ends(self._head, "text")
+        super().__init__(extras, "cmpl", "text_completion", "text")
         self._begun: set[int] = set()  # choices of which a chunk was sent
         self._offsets: dict[int, TextOffsets] = {}  # by choice
 
@@ -134,9 +129,6 @@ class CompletionShape:
         after = self._after if usage is None else b'}],"usage":%s}\n\n' % orjson.dumps(usage)
         rest = b'%s,"logprobs":%s%s,"finish_reason":%s%s' % (orjson.dumps(text), logprobs, more_fields(ids), end, after)
         return self._before % index + rest
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        return b"data: " + orjson.dumps(self._head | {"choices": [], "usage": usage}) + b"\n\n"
 
     def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
         def shaped(index: int, choice: ChoiceOutput) -> dict[str, Any]:

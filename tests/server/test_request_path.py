@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.request_path import PARTS, EnteredFile, FileStay, path_of_chat, stays_of
 
-MOST_FILES, MOST_RETURNS = 11, 1  # of the work
-MOST_STAYS = 39  # of the body and the work
+MOST_FILES, MOST_RETURNS = 9, 0  # of the work
+MOST_STAYS = 35  # of the body and the work
 
 
 @pytest.mark.long
