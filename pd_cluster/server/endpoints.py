@@ -55,7 +55,7 @@ async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw
 
 async def _serve(state: NodeState, caller: Caller, reply: CountedReply, ask: GenerationAsk) -> None:
     state.check_task(GENERATE, "generated answers")
-    body, continuation = ask.body, ask.continuation
+    body, continuation = ask.body, ask.params.continuation
     for check in CHECKS:
         check(body)
     caller = replace(caller, request_id=body.request_id or body.rid or caller.request_id)
@@ -64,4 +64,4 @@ async def _serve(state: NodeState, caller: Caller, reply: CountedReply, ask: Gen
         known = known_answers(continuation, body, version, vocab_size=vocab_size, num_prompts=len(ask.prompts))
         head, ask = continuation.head, replace(ask, known=known)
         caller = replace(caller, request_id=head.response_id, drawn_seed=head.seed)
-    await (prefill_leg if ask.is_prefill_leg else generate)(state, caller, reply, ask)
+    await (prefill_leg if ask.params.do_remote_decode else generate)(state, caller, reply, ask)

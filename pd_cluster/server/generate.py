@@ -27,8 +27,8 @@ async def generate(state: NodeState, caller: Caller, reply: CountedReply, ask: G
     requests = await prepare(state, caller, ask)
     if reply.dialect.requires_limit and requests[0].sampling.max_tokens < (ask.body.max_tokens or 0):
         name_ignored(state, reply, LeftOut(max_tokens="field"))
-    if ask.continuation is not None:
-        check_prompts(ask.continuation, requests)
+    if ask.params.continuation is not None:
+        check_prompts(ask.params.continuation, requests)
     if ask.scores is not None:
         ask.scores.check_length(sum(len(one.prompt) * one.num_choices for one in requests))
         num_bytes = ask.scores.num_bytes([len(one.prompt) for one in requests], ask.body.stream)
@@ -38,7 +38,7 @@ async def generate(state: NodeState, caller: Caller, reply: CountedReply, ask: G
 
 async def prepare(state: NodeState, caller: Caller, ask: GenerationAsk) -> list[GenerationRequest]:
     """The requests of the prompts, in order. Raises PdError."""
-    body, params, requests = ask.body, ask.body.kv_transfer_params, list[GenerationRequest]()
+    body, requests = ask.body, list[GenerationRequest]()
     check_amounts(state, body, len(ask.prompts))
     bad_words = await state.tokenizer.encode_words(body.bad_words) if body.bad_words else ()
     form, grammar = await ask.form(), ""
@@ -51,8 +51,8 @@ async def prepare(state: NodeState, caller: Caller, ask: GenerationAsk) -> list[
         prompt, kv_source = await choose_kv_source(state, ask, index)
         steps = NO_STEPS
         if ask.names is not None:
-            given = params.prompt_steps if params is not None else None
-            steps = ask.names.steps or given_steps(given or (), len(prompt), state.ready.block_size)
+            given = ask.params.prompt_steps or ()
+            steps = ask.names.steps or given_steps(given, len(prompt), state.ready.block_size)
         check_room_for_output(len(prompt), state.ready.max_model_len, ask.prompt_field)
         one = GenerationRequest(
             request_id=uuid.uuid4().hex,

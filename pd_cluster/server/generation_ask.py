@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pd_cluster.server.schema import KvTransferParams
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
     from pd_cluster.server.response_shape import ResponseShape
     from pd_cluster.server.sampling import TextOptions
     from pd_cluster.server.schema import GenerationBody
-    from pd_http.frames import Continuation
 
+NO_PARAMS = KvTransferParams()
 Tokenize = Callable[[], Awaitable[list[int]]]
 
 
@@ -38,23 +40,16 @@ class GenerationAsk:
     with_logprobs: bool  # of the output
     echo_ids: bool  # the caller sent text, so a prefill leg answers with its token ids
     echoes: Sequence[Prompt] = ()  # with `echo`: the prompts as they came
-    kv_source: KvSource | None = None  # None: as `kv_transfer_params` say
+    kv_source: KvSource | None = None  # None: as `params` say
     known: Sequence[KnownAnswer] = ()  # by prompt, of a stream that another node has begun
     names: PromptSteps | None = None  # of the blocks of a single prompt; None: no router asks for them
     scores: PromptAsk | None = None  # what the answers show of the prompts' log-probabilities
 
     @property
-    def continuation(self) -> Continuation | None:
-        params = self.body.kv_transfer_params
-        return None if params is None else params.continuation
-
-    @property
-    def is_prefill_leg(self) -> bool:
-        params = self.body.kv_transfer_params
-        return params is not None and bool(params.do_remote_decode)
+    def params(self) -> KvTransferParams:
+        return self.body.kv_transfer_params or NO_PARAMS
 
     @property
     def goes_on(self) -> bool:
         """Whether it is of a stream that was cut."""
-        params = self.body.kv_transfer_params
-        return bool(self.known) or (self.is_prefill_leg and params is not None and bool(params.goes_on))
+        return bool(self.known or (self.params.do_remote_decode and self.params.goes_on))

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from pd_cluster.server.answer_task import CountedReply
     from pd_cluster.server.caller import Caller
     from pd_cluster.server.generation_ask import GenerationAsk
-    from pd_cluster.server.response_shape import ResponseShape
     from pd_cluster.server.sampling import BadWords
     from pd_cluster.server.state import NodeState
     from pd_http.dialect import Dialect
@@ -56,32 +55,44 @@ async def prefill_leg(state: NodeState, caller: Caller, reply: CountedReply, ask
         state.metrics.fallbacks.labels("several_prompts").inc()
         await _answer_without_prefill(state, caller, reply, ask)
         return
-    leg = _one_token(state, ask, KvSource(Work.PREFILL, hold_lease=not caller.wants_ticket_stream))
+    source = KvSource(Work.PREFILL, hold_lease=not caller.wants_ticket_stream)
+    ask = _one_token(state, replace(ask, kv_source=source, scores=None))
     if caller.wants_ticket_stream:
-        async with keeping_alive(state, reply) as alive:
-            [request] = await prepare(state, caller, leg)
-            stream = GenerationStream(state, request, caller.started_s)
-            await answer_prefill_stream(state, reply, stream, alive, echo_ids=ask.echo_ids)
+        await _stream_ticket(state, caller, reply, ask)
         return
-    [request] = await prepare(state, caller, leg)
+    [request] = await prepare(state, caller, ask)
     stream = GenerationStream(state, request, caller.started_s)
-    shape = ask.shape(await extras_of(state, caller, leg, [stream]))
-    await answer_prefill_whole(state, reply, stream, shape, echo_ids=ask.echo_ids)
+    shape = ask.shape(await extras_of(state, caller, ask, [stream]))
+    async with stream:
+        choices = await collect([stream], reply.share)
+        params = _transfer_params(state, stream, echo_ids=ask.echo_ids)
+        body = shape.body(choices, usage_of([stream])) | {"kv_transfer_params": params}
+        await reply.json(200, body, {"x-pd-prefill": state.node_id})
+        await stream.settle()
 
 
-def _one_token(state: NodeState, ask: GenerationAsk, kv_source: KvSource) -> GenerationAsk:
+async def _stream_ticket(state: NodeState, caller: Caller, reply: Reply, ask: GenerationAsk) -> None:
+    """Send the ticket at once, and `done` after the prefill."""
+    async with KeepAlive(reply, {"x-pd-prefill": state.node_id}, partial(_error_event, reply.dialect)) as alive:
+        [request] = await prepare(state, caller, ask)
+        has_ticket = False
+        async with GenerationStream(state, request, caller.started_s) as stream:
+            async for _ in stream:
+                if not has_ticket:
+                    has_ticket = True
+                    params = _transfer_params(state, stream, echo_ids=ask.echo_ids)
+                    await alive.start_events()
+                    await reply.write(event_bytes({"kv_transfer_params": params}, "ticket"))
+            await reply.end(event_bytes({"usage": usage_of([stream])}, "done"))
+            await stream.settle()
+
+
+def _one_token(state: NodeState, ask: GenerationAsk) -> GenerationAsk:
     """`ask` for the first token alone: with the parameters of D if D sent them, else with the body's."""
-    params = ask.body.kv_transfer_params
-    if params is None or params.sampling is msgspec.UNSET:
-        return replace(ask, kv_source=kv_source, scores=None, sampling=partial(ask.sampling, one_token=True))
-    raw = bytes(params.sampling)
-    return replace(
-        ask,
-        kv_source=kv_source,
-        scores=None,
-        form=partial(_sent_form, raw),
-        sampling=partial(_sent_sampling, state, raw),
-    )
+    if ask.params.sampling is msgspec.UNSET:
+        return replace(ask, sampling=partial(ask.sampling, one_token=True))
+    raw = bytes(ask.params.sampling)
+    return replace(ask, form=partial(_sent_form, raw), sampling=partial(_sent_sampling, state, raw))
 
 
 async def _sent_form(raw: bytes) -> GrammarSource | None:
@@ -96,7 +107,7 @@ def _sent_sampling(state: NodeState, raw: bytes, _: int, grammar: str, __: BadWo
     return sampling
 
 
-def transfer_params(state: NodeState, stream: GenerationStream, *, echo_ids: bool) -> dict[str, Any]:
+def _transfer_params(state: NodeState, stream: GenerationStream, *, echo_ids: bool) -> dict[str, Any]:
     """kv_transfer_params for D: the signed ticket, which our own D reads, and the fields of vLLM's connector.
 
     `echo_ids`: add the token ids of the prompt, for a caller that sent text. Raises PdError without a ticket.
@@ -116,39 +127,6 @@ def transfer_params(state: NodeState, stream: GenerationStream, *, echo_ids: boo
     if stream.request.steps:
         params["prompt_steps"] = stream.request.steps
     return params | {"prompt_token_ids": stream.request.prompt} if echo_ids else params
-
-
-def keeping_alive(state: NodeState, reply: Reply) -> KeepAlive:
-    """Keep-alives until there is a ticket. Enter it before any slow part of the request."""
-    return KeepAlive(reply, {"x-pd-prefill": state.node_id}, partial(_error_event, reply.dialect))
-
-
-async def answer_prefill_stream(
-    state: NodeState, reply: CountedReply, stream: GenerationStream, alive: KeepAlive, *, echo_ids: bool
-) -> None:
-    """Send the ticket at once, and `done` after the prefill."""
-    has_ticket = False
-    async with stream:
-        async for _ in stream:
-            if not has_ticket:
-                has_ticket = True
-                params = transfer_params(state, stream, echo_ids=echo_ids)
-                await alive.start_events()
-                await reply.write(event_bytes({"kv_transfer_params": params}, "ticket"))
-        await reply.end(event_bytes({"usage": usage_of([stream])}, "done"))
-        await stream.settle()
-
-
-async def answer_prefill_whole(
-    state: NodeState, reply: CountedReply, stream: GenerationStream, shape: ResponseShape, *, echo_ids: bool
-) -> None:
-    """Send one completion: the first token as its text, and kv_transfer_params."""
-    async with stream:
-        choices = await collect([stream], reply.share)
-        params = transfer_params(state, stream, echo_ids=echo_ids)
-        body = shape.body(choices, usage_of([stream])) | {"kv_transfer_params": params}
-        await reply.json(200, body, {"x-pd-prefill": state.node_id})
-        await stream.settle()
 
 
 async def _answer_without_prefill(state: NodeState, caller: Caller, reply: Reply, ask: GenerationAsk) -> None:

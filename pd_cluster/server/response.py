@@ -14,6 +14,7 @@ from pd_cluster.server.choice import ChoiceOutput
 from pd_cluster.server.continuation import resume
 from pd_cluster.server.generation_request import digest_of
 from pd_cluster.server.generation_stream import GenerationStream
+from pd_cluster.server.schema import StreamOptions
 from pd_cluster.server.stream_writer import EventWriter, FrameWriter
 from pd_http.frames import StreamHead
 from pd_http.node_report import REPORT_HEADER, NodeReport, encode_report
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
     from pd_cluster.server.generation_ask import GenerationAsk
     from pd_cluster.server.generation_request import GenerationRequest
     from pd_cluster.server.response_shape import ResponseShape
-    from pd_cluster.server.schema import StreamOptions
     from pd_cluster.server.state import NodeState
-    from pd_cluster.server.stream_writer import StreamWriter
     from pd_http.held_bytes import Share
+
+NO_OPTIONS = StreamOptions()
 
 
 def usage_of(streams: Sequence[GenerationStream]) -> dict[str, Any]:
@@ -100,21 +101,20 @@ async def answer(
     state: NodeState, caller: Caller, reply: CountedReply, ask: GenerationAsk, requests: Sequence[GenerationRequest]
 ) -> None:
     """Generate for the requests of `ask`, and answer it. Raises PdError."""
-    options = ask.body.stream_options
+    options = ask.body.stream_options or NO_OPTIONS
     streams = [GenerationStream(state, request, caller.started_s) for request in requests]
     extras = await extras_of(state, caller, ask, streams)
     shape = ask.shape(extras)
     if not ask.body.stream:
-        timed = options is not None and bool(options.include_timings)
-        await answer_whole(state, reply, streams, shape, with_timings=timed, with_report=caller.wants_report)
+        await _answer_whole(state, caller, reply, streams, shape, options)
         return
     for number, stream in enumerate(streams if ask.known else ()):
         await resume(stream, number * stream.request.num_choices, shape)
-    writer: StreamWriter = EventWriter(reply)
+    writer = EventWriter(reply)
     if caller.wants_frames:
         version = state.stream_version(state.ready)
         writer = FrameWriter(reply, partial(stream_head, version, caller.request_id, extras.created, streams))
-    await answer_stream(state, writer, streams, shape, options)
+    await _answer_stream(state, writer, streams, shape, options)
 
 
 async def extras_of(
@@ -129,7 +129,7 @@ async def extras_of(
         vocabulary=state.tokenizer,
         created=ask.known[0].created if ask.known else int(time.time()),
         with_logprobs=ask.with_logprobs,
-        include_usage=bool(body.stream and body.stream_options and body.stream_options.include_usage),
+        include_usage=bool(body.stream and (body.stream_options or NO_OPTIONS).include_usage),
         n=body.n or 1,
         names_are_ids=bool(body.return_tokens_as_token_ids),
         token_ids=bool(body.return_token_ids),
@@ -140,19 +140,19 @@ async def extras_of(
     )
 
 
-async def answer_stream(
+async def _answer_stream(
     state: NodeState,
-    writer: StreamWriter,
+    writer: EventWriter,
     streams: Sequence[GenerationStream],
     shape: ResponseShape,
-    options: StreamOptions | None,
+    options: StreamOptions,
 ) -> None:
     """Server-sent events. The headers wait for the first tokens: the prefill node is not known earlier.
 
     Of a stream that another node has begun and all choices have ended, only the end is written, without the engine.
     """
     has_started, live = False, [one for one in _numbered(streams) if not one[1].finished]
-    counts = shape.needs_usage or (options is not None and bool(options.continuous_usage_stats))
+    counts = shape.needs_usage or options.continuous_usage_stats
     async with AsyncExitStack() as stack:
         for _, stream in live:
             await stack.enter_async_context(stream)
@@ -168,7 +168,7 @@ async def answer_stream(
         if not has_started:
             await writer.start(node_headers(state, streams))
         last = b""
-        if options is not None and options.include_usage:
+        if options.include_usage:
             usage = usage_of(streams)
             if options.include_timings:
                 usage["timings"] = timings_of(streams)
@@ -178,24 +178,23 @@ async def answer_stream(
             await stream.settle()
 
 
-async def answer_whole(
+async def _answer_whole(
     state: NodeState,
+    caller: Caller,
     reply: CountedReply,
     streams: Sequence[GenerationStream],
     shape: ResponseShape,
-    *,
-    with_timings: bool = False,
-    with_report: bool = False,
+    options: StreamOptions,
 ) -> None:
-    """One JSON body. `with_report`: the header REPORT_HEADER too."""
+    """One JSON body."""
     async with AsyncExitStack() as stack:
         for stream in streams:
             await stack.enter_async_context(stream)
         choices = await collect(streams, reply.share)
         usage, headers = usage_of(streams), node_headers(state, streams)
-        if with_timings:
+        if options.include_timings:
             usage["timings"] = timings_of(streams)
-        if with_report:
+        if caller.wants_report:
             headers[REPORT_HEADER] = encode_report(report_of(state, streams)).decode("latin-1")
         await reply.json(200, shape.body(choices, usage), headers)
         for stream in streams:

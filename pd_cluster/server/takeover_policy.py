@@ -86,15 +86,15 @@ async def choose_kv_source(state: NodeState, ask: GenerationAsk, index: int) -> 
 
     Raises PrefillUnavailable when nothing given can be trusted and this node may not prefill locally.
     """
-    tokenize, params, salt = ask.prompts[index], ask.body.kv_transfer_params, ask.body.cache_salt or ""
+    tokenize, params, salt = ask.prompts[index], ask.params, ask.body.cache_salt or ""
     known = ask.known[index] if ask.known else None
     if ask.kv_source is not None:
         return await tokenize(), ask.kv_source
-    if params is not None and len(ask.prompts) > 1:
+    if len(ask.prompts) > 1:
         # a ticket is for one prompt: each prompt asks the offer's nodes for its own
         params = KvTransferParams(do_remote_prefill=params.do_remote_prefill, offer=params.offer)
     is_told = ask.scores is not None and known is None
-    if is_told or params is None or not (params.do_remote_prefill or params.continuation):
+    if is_told or not (params.do_remote_prefill or params.continuation):
         return await tokenize(), KvSource()
     urls, faults = _offered(state, params)
     if known is not None:
