@@ -14,7 +14,7 @@ from pd_cluster.server.answer_extras import more_fields
 from pd_cluster.server.chunked_shape import ChunkedShape
 from pd_cluster.server.generation_ask import GenerationAsk
 from pd_cluster.server.generation_request import KvSource
-from pd_cluster.server.grammar_source import form_of
+from pd_cluster.server.grammar_source import grammar_source
 from pd_cluster.server.logprobs import SHAPED_TOKENS, completion_logprobs, json_items
 from pd_cluster.server.output_parser import DEFAULT_OPTIONS
 from pd_cluster.server.prompt_list import Prompt, prompt_list
@@ -73,7 +73,7 @@ def completion_ask(state: NodeState, body: CompletionBody, raw: bytes) -> Genera
         body=body,
         prompts=[partial(tokenize, prompt) for prompt in prompts],
         prompt_field="prompt",
-        form=partial(form_of, body),
+        form=partial(grammar_source, body),
         sampling=sampling,
         text=partial(text_options, body, None, DEFAULT_OPTIONS),
         shape=CompletionShape,

@@ -47,15 +47,10 @@ class GrammarSource:
     message: MessageForm | None = None  # of a chat answer: the source is then the form of its content
 
 
-async def form_of(body: GenerationBody) -> GrammarSource | None:
-    """`grammar_source`, for callers that may have to wait."""
-    return grammar_source(body)
-
-
-def grammar_source(body: GenerationBody) -> GrammarSource | None:
+async def grammar_source(body: GenerationBody) -> GrammarSource | None:
     """What the body says about the form of the output; None: nothing.
 
-    Raises InvalidRequest for a form that is not supported, and for two forms.
+    Raises InvalidRequest for a form that is not supported, and for two forms. A coroutine, as that of chat is.
     """
     found = [
         GrammarSource(param, kind, value)
@@ -139,7 +134,7 @@ async def chat_grammar_source(
     Calls that must be made replace the content, so its form is not used. Calls that may be made are an alternative to
     content of the form, and only strict tools hold the arguments to their schemas. Raises InvalidRequest.
     """
-    source = grammar_source(body)
+    source = await grammar_source(body)
     if tool_format is None or not (source or use.is_constrained):
         return source
     thinking = await _thinking(tool_format, tokenizer, options)

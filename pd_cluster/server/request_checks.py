@@ -97,22 +97,30 @@ CHECKS: tuple[Callable[[GenerationBody], None], ...] = (  # of the body alone, i
 
 
 def check_amounts(state: NodeState, body: GenerationBody, num_prompts: int) -> None:
-    """Raises InvalidRequest, Overloaded when so many prompts with the body's lists are too much for the engine."""
-    check_lists(body, num_prompts)
-    check_logits_args(body.logits_args, state.config.model.logits_stages, num_prompts)
-    check_queue_room(state, num_prompts)
+    """Raises InvalidRequest when the token lists of all prompts together are too long, and as `check_logits_args`.
 
-
-def check_lists(body: GenerationBody, num_prompts: int) -> None:
-    """Raises InvalidRequest when the token lists of all prompts together are too long."""
+    Several prompts that the engine's queue cannot take together are refused before it has taken some of them. The
+    engine decides: its statistics may be 0.1 s old. Raises InvalidRequest, Overloaded.
+    """
     for name in LISTS:
-        num_listed = len(getattr(body, name) or ()) * num_prompts
-        if num_listed > MAX_LISTED_TOKENS:
+        num_listed = len(getattr(body, name) or ())
+        if num_listed * num_prompts > MAX_LISTED_TOKENS:
             raise InvalidRequest(
-                f"{name} lists {num_listed // num_prompts} tokens for each of {num_prompts} prompts; "
+                f"{name} lists {num_listed} tokens for each of {num_prompts} prompts; "
                 f"{MAX_LISTED_TOKENS} are allowed in all",
                 name,
             )
+    check_logits_args(body.logits_args, state.config.model.logits_stages, num_prompts)
+    if num_prompts == 1:
+        return
+    limit, stats = crowd_limit(state.config.scheduler.max_waiting), state.engine.stats
+    if num_prompts > limit:
+        raise InvalidRequest(f"prompt has {num_prompts} entries; this node queues {limit} of one request", "prompt")
+    num_queued = 0 if stats is None else stats.num_queued
+    if num_queued + num_prompts > limit:
+        raise Overloaded(
+            f"{num_queued} prompts are waiting; this request's {num_prompts} may fill the queue up to {limit}"
+        )
 
 
 def check_logits_args(args: dict[str, Any] | None, logits_stages: Sequence[str], num_prompts: int) -> None:
@@ -129,23 +137,6 @@ def check_logits_args(args: dict[str, Any] | None, logits_stages: Sequence[str],
         raise InvalidRequest(
             f"logits_args has {num_bytes} bytes, for {num_prompts} prompts; {MAX_LOGITS_ARGS_BYTES} are allowed",
             "logits_args",
-        )
-
-
-def check_queue_room(state: NodeState, num_prompts: int) -> None:
-    """Refuse several prompts that the engine's queue cannot take together, before it has taken some of them.
-
-    The engine decides: its statistics may be 0.1 s old. Raises InvalidRequest, Overloaded.
-    """
-    if num_prompts == 1:
-        return
-    limit, stats = crowd_limit(state.config.scheduler.max_waiting), state.engine.stats
-    if num_prompts > limit:
-        raise InvalidRequest(f"prompt has {num_prompts} entries; this node queues {limit} of one request", "prompt")
-    num_queued = 0 if stats is None else stats.num_queued
-    if num_queued + num_prompts > limit:
-        raise Overloaded(
-            f"{num_queued} prompts are waiting; this request's {num_prompts} may fill the queue up to {limit}"
         )
 
 

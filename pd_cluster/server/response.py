@@ -105,16 +105,28 @@ async def answer(
     streams = [GenerationStream(state, request, caller.started_s) for request in requests]
     extras = await extras_of(state, caller, ask, streams)
     shape = ask.shape(extras)
-    if not ask.body.stream:
-        await _answer_whole(state, caller, reply, streams, shape, options)
-        return
     for number, stream in enumerate(streams if ask.known else ()):
         await resume(stream, number * stream.request.num_choices, shape)
     writer = EventWriter(reply)
-    if caller.wants_frames:
+    if caller.wants_frames and ask.body.stream:
         version = state.stream_version(state.ready)
         writer = FrameWriter(reply, partial(stream_head, version, caller.request_id, extras.created, streams))
-    await _answer_stream(state, writer, streams, shape, options)
+    live = [one for one in _numbered(streams) if not one[1].finished]
+    async with AsyncExitStack() as stack:
+        for _, stream in live:
+            await stack.enter_async_context(stream)
+        if ask.body.stream:
+            await _write_stream(state, writer, streams, live, shape, options)
+        else:
+            choices = await collect(streams, reply.share)
+            usage, headers = usage_of(streams), node_headers(state, streams)
+            if options.include_timings:
+                usage["timings"] = timings_of(streams)
+            if caller.wants_report:
+                headers[REPORT_HEADER] = encode_report(report_of(state, streams)).decode("latin-1")
+            await reply.json(200, shape.body(choices, usage), headers)
+        for _, stream in live:
+            await stream.settle()
 
 
 async def extras_of(
@@ -140,10 +152,11 @@ async def extras_of(
     )
 
 
-async def _answer_stream(
+async def _write_stream(
     state: NodeState,
     writer: EventWriter,
     streams: Sequence[GenerationStream],
+    live: Sequence[_Numbered],
     shape: ResponseShape,
     options: StreamOptions,
 ) -> None:
@@ -151,54 +164,25 @@ async def _answer_stream(
 
     Of a stream that another node has begun and all choices have ended, only the end is written, without the engine.
     """
-    has_started, live = False, [one for one in _numbered(streams) if not one[1].finished]
-    counts = shape.needs_usage or options.continuous_usage_stats
-    async with AsyncExitStack() as stack:
-        for _, stream in live:
-            await stack.enter_async_context(stream)
-        async with aclosing(_interleaved(live)) as outputs:
-            async for first_index, stream, some in outputs:
-                if not has_started:
-                    has_started = True
-                    await writer.start(node_headers(state, streams))
-                usage = usage_of(streams) if counts else None
-                chunks = [shape.chunk(first_index + output.index, output, usage) for output in some]
-                num_cached = stream.num_reported_cached_tokens if len(streams) > 1 else 0
-                await writer.write(first_index, some, b"".join(chunks), num_cached)
-        if not has_started:
-            await writer.start(node_headers(state, streams))
-        last = b""
-        if options.include_usage:
-            usage = usage_of(streams)
-            if options.include_timings:
-                usage["timings"] = timings_of(streams)
-            last = shape.usage_chunk(usage)
-        await writer.end(last + shape.end, report_of(state, streams))
-        for _, stream in live:
-            await stream.settle()
-
-
-async def _answer_whole(
-    state: NodeState,
-    caller: Caller,
-    reply: CountedReply,
-    streams: Sequence[GenerationStream],
-    shape: ResponseShape,
-    options: StreamOptions,
-) -> None:
-    """One JSON body."""
-    async with AsyncExitStack() as stack:
-        for stream in streams:
-            await stack.enter_async_context(stream)
-        choices = await collect(streams, reply.share)
-        usage, headers = usage_of(streams), node_headers(state, streams)
+    has_started, counts = False, shape.needs_usage or options.continuous_usage_stats
+    async with aclosing(_interleaved(live)) as outputs:
+        async for first_index, stream, some in outputs:
+            if not has_started:
+                has_started = True
+                await writer.start(node_headers(state, streams))
+            usage = usage_of(streams) if counts else None
+            chunks = [shape.chunk(first_index + output.index, output, usage) for output in some]
+            num_cached = stream.num_reported_cached_tokens if len(streams) > 1 else 0
+            await writer.write(first_index, some, b"".join(chunks), num_cached)
+    if not has_started:
+        await writer.start(node_headers(state, streams))
+    last = b""
+    if options.include_usage:
+        usage = usage_of(streams)
         if options.include_timings:
             usage["timings"] = timings_of(streams)
-        if caller.wants_report:
-            headers[REPORT_HEADER] = encode_report(report_of(state, streams)).decode("latin-1")
-        await reply.json(200, shape.body(choices, usage), headers)
-        for stream in streams:
-            await stream.settle()
+        last = shape.usage_chunk(usage)
+    await writer.end(last + shape.end, report_of(state, streams))
 
 
 async def collect(streams: Sequence[GenerationStream], share: Share) -> list[ChoiceOutput]:
