@@ -25,7 +25,8 @@ class ChunkedShape:
         self._head = names | {"created": extras.created, "model": extras.model}
         choice = b',"choices":[{"index":%d,' + f'"{content}":'.encode()
         self._before = b"data: " + orjson.dumps(self._head)[:-1].replace(b"%", b"%%") + choice
-        self._after = b'}],"usage":null}\n\n' if extras.include_usage else b"}]}\n\n"
+        options = extras.body.stream_options
+        self._after = b'}],"usage":null}\n\n' if options is not None and options.include_usage else b"}]}\n\n"
 
     def usage_chunk(self, usage: dict[str, Any]) -> bytes:
         return b"data: " + orjson.dumps(self._head | {"choices": [], "usage": usage}) + b"\n\n"

@@ -117,7 +117,7 @@ class CompletionShape(ChunkedShape):
         is_first = index not in self._begun
         if extras.with_logprobs and (output.tokens or (is_first and extras.scores)):
             logprobs = b"".join(json_pieces(self._logprobs(index, output)))
-        elif not output.parts and output.finish_reason is None and not (extras.token_ids and output.tokens):
+        elif not output.parts and output.finish_reason is None and not (extras.body.return_token_ids and output.tokens):
             return b""
         text, ids = _text(output), extras.output_ids(output.tokens)
         if is_first:
@@ -148,7 +148,9 @@ class CompletionShape(ChunkedShape):
         extras, tokens, before = self._extras, output.tokens, dict[str, list[bytes]]()
         if index not in self._offsets:
             before, start = extras.echo_logprobs(index)
-            self._offsets[index] = TextOffsets(extras.vocabulary, start, skip_special=extras.skip_special)
+            self._offsets[index] = TextOffsets(
+                extras.vocabulary, start, skip_special=extras.body.skip_special_tokens is not False
+            )
         items = {name: [*values] for name, values in before.items()}
         for first in range(0, max(1, len(tokens)), SHAPED_TOKENS):
             some = tokens[first : first + SHAPED_TOKENS]

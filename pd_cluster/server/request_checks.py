@@ -97,10 +97,9 @@ CHECKS: tuple[Callable[[GenerationBody], None], ...] = (  # of the body alone, i
 
 
 def check_amounts(state: NodeState, body: GenerationBody, num_prompts: int) -> None:
-    """Raises InvalidRequest when the token lists of all prompts together are too long, and as `check_logits_args`.
+    """Refuse what is too much for the engine, all prompts together, before it has taken some of them.
 
-    Several prompts that the engine's queue cannot take together are refused before it has taken some of them. The
-    engine decides: its statistics may be 0.1 s old. Raises InvalidRequest, Overloaded.
+    Of the room in its queue the engine decides: its statistics may be 0.1 s old. Raises InvalidRequest, Overloaded.
     """
     for name in LISTS:
         num_listed = len(getattr(body, name) or ())
