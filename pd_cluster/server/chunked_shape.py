@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from pd_cluster.server.response_shape import ResponseShape
 from pd_http.sse import SSE_DONE
 
 if TYPE_CHECKING:
     from pd_cluster.server.answer_extras import AnswerExtras
 
 
-class ChunkedShape:
+class ChunkedShape(ResponseShape):
     """Chunks of one choice each, of which the constant parts are encoded once."""
 
     needs_usage = False

@@ -9,6 +9,7 @@ import orjson
 from pd_cluster.errors import PdError
 from pd_cluster.protocol.messages import FinishReason
 from pd_cluster.server.answer_blocks import AnswerBlocks, blocks_of
+from pd_cluster.server.response_shape import ResponseShape
 from pd_http.sse import event_bytes
 
 if TYPE_CHECKING:
@@ -22,11 +23,8 @@ _DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thin
            "call": ("input_json_delta", "partial_json")}  # fmt: skip
 
 
-class MessagesShape:
+class MessagesShape(ResponseShape):
     """A message has one choice. Everything that depends on its end is in the events of its last tokens."""
-
-    needs_usage = True
-    end = b""
 
     def __init__(self, extras: AnswerExtras) -> None:
         message = {"id": f"msg_{extras.request_id}", "type": "message", "role": "assistant"}
@@ -47,9 +45,6 @@ class MessagesShape:
     def _start(self, usage: dict[str, Any] | None) -> bytes:
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
         return _event("message_start", message=self._message | empty)
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        return b""
 
     def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
         blocks = blocks_of(choices[0].parts)

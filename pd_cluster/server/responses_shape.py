@@ -13,6 +13,7 @@ import orjson
 
 from pd_cluster.protocol.messages import FinishReason
 from pd_cluster.server.answer_blocks import AnswerBlocks, blocks_of
+from pd_cluster.server.response_shape import ResponseShape
 from pd_cluster.server.schema import decode_value
 from pd_http.dialect import CallForm
 from pd_http.responses_tools import text_of_input
@@ -35,11 +36,8 @@ _ECHOED = (
 )  # fmt: skip
 
 
-class ResponsesShape:
+class ResponsesShape(ResponseShape):
     """A response has one choice. Everything that depends on its end is in the events of its last tokens."""
-
-    needs_usage = True
-    end = b""
 
     def __init__(self, asked: RawFields, calls: Mapping[str, CallForm], extras: AnswerExtras) -> None:
         """`asked`: the fields of the body. `calls`: see `ChatRequest`."""
@@ -73,9 +71,6 @@ class ResponsesShape:
             whole = self._whole(self._blocks, status, usage)
             events.append(self._event(f"response.{status}", response=whole))
         return b"".join(events)
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        return b""
 
     def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
         return self._whole(blocks_of(choices[0].parts), _status(choices[0]), usage)

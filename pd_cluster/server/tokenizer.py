@@ -267,18 +267,11 @@ class Tokenizer:
         return ids
 
     def _ids(
-        self,
-        text: str,
-        max_tokens: int,
-        add_special_tokens: bool,
-        note: Note | None,
-        param: str,
-        refuses: bool,
-        last: int | None,
+        self, text: str, max_tokens: int, special: bool, note: Note | None, param: str, refuses: bool, last: int | None
     ) -> list[int]:
         if refuses:
             self._check_beginning(text, max_tokens, param)
-        ids = self._checked(self._encode(text, add_special_tokens, note), param)
+        ids = self._checked(self._encode(text, special, note), param)
         return ids if last is None else ids[-last:]
 
     async def _run(self, work: Callable[[], Result], num_chars: int = 0) -> Result:
