@@ -50,12 +50,15 @@ def usage_of(streams: Sequence[GenerationStream]) -> dict[str, Any]:
     return usage
 
 
-def timings_of(streams: Sequence[GenerationStream]) -> dict[str, float]:
-    """Milliseconds that the request spent in each phase (`protocol.messages.Timeline`).
+def _last_usage(streams: Sequence[GenerationStream], options: StreamOptions) -> dict[str, Any]:
+    """The usage of the whole request, with the milliseconds of each phase (`protocol.messages.Timeline`) if asked for.
 
-    Empty for several prompts, because their timelines differ.
+    Several prompts have no phases, because their timelines differ.
     """
-    return {name: round(seconds * 1e3, 3) for name, seconds in _phases(streams).items()}
+    usage = usage_of(streams)
+    if options.include_timings:
+        usage["timings"] = {name: round(seconds * 1e3, 3) for name, seconds in _phases(streams).items()}
+    return usage
 
 
 def _phases(streams: Sequence[GenerationStream]) -> dict[str, float]:
@@ -119,9 +122,7 @@ async def answer(
             await _write_stream(state, writer, streams, live, shape, options)
         else:
             choices = await collect(streams, reply.share)
-            usage, headers = usage_of(streams), node_headers(state, streams)
-            if options.include_timings:
-                usage["timings"] = timings_of(streams)
+            usage, headers = _last_usage(streams, options), node_headers(state, streams)
             if caller.wants_report:
                 headers[REPORT_HEADER] = encode_report(report_of(state, streams)).decode("latin-1")
             await reply.json(200, shape.body(choices, usage), headers)
@@ -172,12 +173,7 @@ async def _write_stream(
             await writer.write(first_index, some, b"".join(chunks), num_cached)
     if not has_started:
         await writer.start(node_headers(state, streams))
-    last = b""
-    if options.include_usage:
-        usage = usage_of(streams)
-        if options.include_timings:
-            usage["timings"] = timings_of(streams)
-        last = shape.usage_chunk(usage)
+    last = shape.usage_chunk(_last_usage(streams, options)) if options.include_usage else b""
     await writer.end(last + shape.end, report_of(state, streams))
 
 

@@ -93,8 +93,8 @@ async def choose_kv_source(state: NodeState, ask: GenerationAsk, index: int) -> 
     if len(ask.prompts) > 1:
         # a ticket is for one prompt: each prompt asks the offer's nodes for its own
         params = KvTransferParams(do_remote_prefill=params.do_remote_prefill, offer=params.offer)
-    is_told = ask.scores is not None and known is None
-    if is_told or not (params.do_remote_prefill or params.continuation):
+    tells_scores = ask.scores is not None and known is None
+    if tells_scores or not (params.do_remote_prefill or params.continuation):
         return await tokenize(), KvSource()
     urls, faults = _offered(state, params)
     if known is not None:
