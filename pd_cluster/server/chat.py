@@ -55,7 +55,7 @@ def chat_ask(
     check_format(use, state.tool_format, has_parser=state.output_parser is not None)
     messages, options = body.messages, reasoning_options(body) | template_options(body)
     params = body.kv_transfer_params
-    # A stream that goes on behind midnight has the prompt of the day on which it began
+    # A stream that goes on after midnight has the prompt of the day on which it began
     began_s = None if params is None or params.continuation is None else params.continuation.head.created
     template = state.tokenizer.chat_template
     is_named = not template.writes_time and (began_s is None or not template.writes_date)

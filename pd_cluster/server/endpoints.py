@@ -49,7 +49,7 @@ async def responses(state: NodeState, caller: Caller, reply: CountedReply, raw: 
 async def completions(state: NodeState, caller: Caller, reply: CountedReply, raw: bytes) -> None:
     """Serve `POST /v1/completions`: generate for the body `raw`, and answer through `reply`. Raises PdError."""
     body = decoded(state, reply, raw, CompletionBody, offer=caller.offer)
-    await state.turns.take(len(raw))  # 2 million tokens take 0.1 s to here, and again behind it
+    await state.turns.take(len(raw))  # 2 million tokens take 0.1 s to here, and again after it
     await _serve(state, caller, reply, completion_ask(state, body, raw))
 
 

@@ -18,7 +18,7 @@ class ResponseShape:
     """
 
     needs_usage = True  # in every call of `chunk`
-    end = b""  # of a stream, behind everything else
+    end = b""  # of a stream, after everything else
 
     def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
         """The server-sent events of new output of choice `index`; b"" when there is nothing to show.
