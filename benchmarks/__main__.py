@@ -36,6 +36,7 @@ BENCHMARKS = {
     "chart": "draw the README's chart from the records",
     "tables": "write a document's performance tables from the records",
     "files_to_open": 'source files behind "P samples the first token and D emits it"',
+    "request_path": "files of a node's HTTP side that a chat goes through",
     "vocabulary": "write the tokenizer.json of a published vocabulary, for measurements of grammars",
     "model": "write a model directory of a known shape, for nodes with --load-format dummy",
 }

@@ -15,7 +15,7 @@ from docs.generate.document import code, table
 from pd_cluster.server.fields import ELSEWHERE, HARMLESS, REFUSED
 from pd_cluster.server.grammar_checks import MAX_GRAMMAR_BYTES
 from pd_cluster.server.json_schema import MAX_LEVELS
-from pd_cluster.server.sampling import MAX_BAD_WORD_CHARS
+from pd_cluster.server.request_checks import MAX_BAD_WORD_CHARS
 from pd_cluster.server.schema import (
     MAX_LOGITS_ARGS_BYTES,
     MAX_STOP_CHARS,

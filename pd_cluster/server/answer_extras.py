@@ -1,16 +1,18 @@
-"""The parts of an answer beside the generated text: token ids, and the text of the prompt."""
+"""What an answer says beside the generated text: its names, its time, token ids, and the text of the prompt."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pd_cluster.server.schema import GenerationBody
 from pd_http.json_pieces import json_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd_cluster.server.detokenizer import Vocabulary
     from pd_cluster.server.prompt_scores import PromptScores
     from pd_cluster.server.tokenizer import Tokenizer
     from pd_connectors.protocol.messages import SampledToken
@@ -20,35 +22,39 @@ TURN_TOKENS = 1 << 16  # become text in 5 ms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerExtras:
-    """What a request asked for. The prompts are those of the request, in order; each has `n` choices."""
+    """The prompts are those of the request, in order; each has n choices."""
 
-    n: int = 1
-    names_are_ids: bool = False  # `return_tokens_as_token_ids`: logprobs name token 5 "token_id:5"
-    token_ids: bool = False  # `return_token_ids`
-    skip_special: bool = True  # special tokens are not shown
-    prompts: Sequence[Sequence[int]] = ()  # token ids, with `token_ids`
+    request_id: str
+    model: str
+    vocabulary: Vocabulary
+    created: int  # Unix seconds
+    body: GenerationBody = field(default_factory=GenerationBody)
+    with_logprobs: bool = False
+    prompts: Sequence[Sequence[int]] = ()  # token ids, with `return_token_ids`
     echoes: Sequence[str] = ()  # with `echo`: the text before each choice of a prompt
     scores: Sequence[PromptScores] = ()  # by prompt, when log-probabilities of prompts are asked for
 
+    @property
+    def names_are_ids(self) -> bool:
+        """Whether log-probabilities name token 5 "token_id:5"."""
+        return bool(self.body.return_tokens_as_token_ids)
+
     def echo(self, index: int) -> str:
         """The prompt's text that choice `index` begins with."""
-        return self.echoes[index // self.n] if self.echoes else ""
+        return self.echoes[index // (self.body.n or 1)] if self.echoes else ""
 
     def prompt_fields(self, index: int) -> dict[str, Any]:
         """The fields with ids and log-probabilities of the prompt of choice `index`, if they were asked for."""
-        ids = {"prompt_token_ids": self.prompts[index // self.n]} if self.prompts else {}
-        return ids | self.scores[index // self.n].fields if self.scores else ids
+        ids = {"prompt_token_ids": self.prompts[index // (self.body.n or 1)]} if self.prompts else {}
+        return ids | self.scores[index // (self.body.n or 1)].fields if self.scores else ids
 
     def echo_logprobs(self, index: int) -> tuple[dict[str, list[bytes]], int]:
         """See `PromptScores.echo`."""
-        return self.scores[index // self.n].echo(self.echo(index)) if self.scores else ({}, 0)
+        return self.scores[index // (self.body.n or 1)].echo(self.echo(index)) if self.scores else ({}, 0)
 
     def output_ids(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         """The field with the ids of these tokens, if it was asked for."""
-        return {"token_ids": [token.token_id for token in tokens]} if self.token_ids else {}
-
-
-NO_EXTRAS = AnswerExtras()
+        return {"token_ids": [token.token_id for token in tokens]} if self.body.return_token_ids else {}
 
 
 async def echo_texts(tokenizer: Tokenizer, prompts: Sequence[tuple[object, Sequence[int]]]) -> list[str]:

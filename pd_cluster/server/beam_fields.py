@@ -46,10 +46,8 @@ def check_beam_fields(body: GenerationBody) -> None:
             raise InvalidRequest(f"{name} excludes use_beam_search", name, "unsupported_value")
 
 
-def check_beam_choice(body: GenerationBody, grammar: str, logits_stages: Sequence[str]) -> None:
+def check_beam_choice(grammar: str, logits_stages: Sequence[str]) -> None:
     """Raises InvalidRequest for a beam search if something else decides its tokens too. `grammar`: of the answer."""
-    if not body.use_beam_search:
-        return
     if grammar:
         raise InvalidRequest(
             "use_beam_search excludes structured output and tool calls that are required", "use_beam_search"
@@ -59,9 +57,7 @@ def check_beam_choice(body: GenerationBody, grammar: str, logits_stages: Sequenc
 
 
 def with_beams(sampling: SamplingParams, body: GenerationBody) -> SamplingParams:
-    """The parameters, as a beam search if the body asks for one."""
-    if not body.use_beam_search:
-        return sampling
+    """The parameters of the body's beam search."""
     beams = BeamParams(
         width=sampling.n if body.best_of is None else body.best_of,
         length_penalty=1.0 if body.length_penalty is None else body.length_penalty,

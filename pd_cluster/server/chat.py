@@ -1,8 +1,8 @@
-"""/v1/chat/completions: checks, and the shape of answers."""
+"""/v1/chat/completions: what a body asks for, and the shape of answers."""
 
 from __future__ import annotations
 
-import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -10,19 +10,91 @@ import orjson
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import FinishReason
 from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS
-from pd_cluster.server.answer_extras import NO_EXTRAS, AnswerExtras, more_fields
+from pd_cluster.server.answer_extras import more_fields
+from pd_cluster.server.chunked_shape import ChunkedShape
+from pd_cluster.server.generation_ask import GenerationAsk
+from pd_cluster.server.grammar_source import chat_grammar_source, check_format, parser_options
 from pd_cluster.server.logprobs import chat_logprobs
 from pd_cluster.server.output_parser import Reasoning, ToolCall
+from pd_cluster.server.prompt_scores import PromptAsk
+from pd_cluster.server.prompt_steps import names_for
+from pd_cluster.server.reasoning_options import reasoning_options
+from pd_cluster.server.request_checks import decoded
+from pd_cluster.server.sampling import sampling_params, text_options
+from pd_cluster.server.schema import ChatBody
+from pd_cluster.server.tool_use import tool_use
 from pd_http.json_pieces import JsonList, json_pieces
-from pd_http.sse import SSE_DONE
+from pd_http.left_out import EMPTY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from pd_cluster.server.answer_extras import AnswerExtras
+    from pd_cluster.server.answer_task import CountedReply
+    from pd_cluster.server.caller import Caller
     from pd_cluster.server.choice import ChoiceOutput
-    from pd_cluster.server.detokenizer import Vocabulary
     from pd_cluster.server.output_parser import Part
-    from pd_cluster.server.schema import ChatBody, TokenizeBody
+    from pd_cluster.server.response_shape import ResponseShape
+    from pd_cluster.server.schema import TokenizeBody
+    from pd_cluster.server.state import NodeState
+    from pd_http.left_out import Kind
+
+
+def chat_ask(
+    state: NodeState,
+    caller: Caller,
+    reply: CountedReply,
+    raw: bytes,
+    shape: Callable[[AnswerExtras], ResponseShape],
+    left_out: Mapping[str, Kind] = EMPTY,
+) -> GenerationAsk:
+    """What the chat body `raw` asks for. `left_out`: what of the client's own body is not in it. Raises PdError."""
+    body = decoded(state, reply, raw, ChatBody, left_out, offer=caller.offer)
+    logprobs = chat_num_logprobs(body)
+    use = tool_use(body, reply.dialect.tool_limits)
+    check_format(use, state.tool_format, has_parser=state.output_parser is not None)
+    messages, options = body.messages, reasoning_options(body) | template_options(body)
+    params = body.kv_transfer_params
+    # A stream that goes on after midnight has the prompt of the day on which it began
+    began_s = None if params is None or params.continuation is None else params.continuation.head.created
+    template = state.tokenizer.chat_template
+    is_named = not template.writes_time and (began_s is None or not template.writes_date)
+    names = names_for(state, body, raw) if is_named else None
+    max_model_len = state.ready.max_model_len
+    tokenize = partial(
+        state.tokenizer.encode_chat,
+        messages,
+        use.shown,
+        options,
+        max_tokens=max_model_len,
+        add_special_tokens=bool(body.add_special_tokens),
+        note=None if names is None else lambda encoded: names.name_text(encoded, template.written_contents(messages)),
+        at_s=began_s,
+        refuses=body.truncate_prompt_tokens is None,
+        last=body.truncate_prompt_tokens,
+    )
+    sampling = partial(
+        sampling_params,
+        body,
+        state.defaults,
+        logprobs=logprobs,
+        max_model_len=max_model_len,
+        vocab_size=state.tokenizer.vocab_size,
+        cuts_limit=reply.dialect.requires_limit,
+    )
+    return GenerationAsk(
+        body=body,
+        prompts=[tokenize],
+        prompt_field="messages",
+        form=partial(chat_grammar_source, body, use, state.tool_format, state.tokenizer, options),
+        sampling=sampling,
+        text=partial(text_options, body, state.output_parser, parser_options(body, use)),
+        shape=shape,
+        with_logprobs=logprobs is not None,
+        echo_ids=True,
+        names=names,
+        scores=PromptAsk.of(body.prompt_logprobs, None, names_are_ids=False),
+    )
 
 
 def chat_num_logprobs(body: ChatBody) -> int | None:
@@ -48,40 +120,13 @@ def template_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
     return options | {"add_generation_prompt": add}
 
 
-class ChatShape:
-    """`chat.completion` and its chunks. The constant part of a chunk is encoded once."""
+class ChatShape(ChunkedShape):
+    """`chat.completion` and its chunks."""
 
-    needs_usage = False
-    end = SSE_DONE
-
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        vocabulary: Vocabulary,
-        *,
-        with_logprobs: bool,
-        include_usage: bool,
-        extras: AnswerExtras = NO_EXTRAS,
-        created: int | None = None,
-    ) -> None:
-        """`created`: Unix seconds; None: now."""
-        self.created = int(time.time()) if created is None else created
-        self._head = {
-            "id": f"chatcmpl-{request_id}",
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": model,
-        }
-        self._vocabulary = vocabulary
-        self._with_logprobs = with_logprobs
-        self._extras = extras
+    def __init__(self, extras: AnswerExtras) -> None:
+        super().__init__(extras, "chatcmpl", "chat.completion.chunk", "delta")
         self._started: set[int] = set()  # choices that have sent their role
         self._calling: set[int] = set()  # choices with a tool call
-        self._before = (
-            b"data: " + orjson.dumps(self._head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,"delta":'
-        )
-        self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
     def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
         events = []
@@ -90,7 +135,7 @@ class ChatShape:
             self._started.add(index)
             prompt = more_fields(self._extras.prompt_fields(index))  # a field of the chunk, not of the choice
             events.append(self._event(index, b'{"role":"assistant","content":""}', b"}]" + prompt + after[2:]))
-        show_logprobs = self._with_logprobs and output.tokens
+        show_logprobs = self._extras.with_logprobs and output.tokens
         ids = self._extras.output_ids(output.tokens) if output.tokens else {}
         if output.parts or show_logprobs or ids:
             delta = _message(output.parts)
@@ -104,9 +149,6 @@ class ChatShape:
             end = b'%s,"stop_reason":%s' % (orjson.dumps(reason), orjson.dumps(output.stop_reason))
             events.append(self._event(index, b"{}", after, finish_reason=end))
         return b"".join(events)
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        return b"data: " + orjson.dumps(self._head | {"choices": [], "usage": usage}) + b"\n\n"
 
     def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
         shapes = map(self._choice, range(len(choices)), choices)
@@ -128,9 +170,10 @@ class ChatShape:
         }
 
     def _logprobs(self, output: ChoiceOutput) -> dict[str, Any] | None:
-        if not self._with_logprobs:
+        extras = self._extras
+        if not extras.with_logprobs:
             return None
-        return chat_logprobs(self._vocabulary, output.tokens, names_are_ids=self._extras.names_are_ids)
+        return chat_logprobs(extras.vocabulary, output.tokens, names_are_ids=extras.names_are_ids)
 
     def _event(
         self, index: int, delta: bytes, after: bytes, logprobs: bytes = b"null", finish_reason: bytes = b"null"

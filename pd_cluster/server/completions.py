@@ -1,29 +1,89 @@
-"""/v1/completions: prompts as text or as token ids, and the shape of answers."""
+"""/v1/completions: what a body asks for, of prompts as text or as token ids, and the shape of answers."""
 
 from __future__ import annotations
 
-import time
+import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from pd_cluster.errors import InvalidRequest
-from pd_cluster.server.answer_extras import NO_EXTRAS, AnswerExtras, more_fields
+from pd_cluster.protocol.messages import Work
+from pd_cluster.server.answer_extras import more_fields
+from pd_cluster.server.chunked_shape import ChunkedShape
+from pd_cluster.server.generation_ask import GenerationAsk
+from pd_cluster.server.generation_request import KvSource
+from pd_cluster.server.grammar_source import grammar_source
 from pd_cluster.server.logprobs import SHAPED_TOKENS, completion_logprobs, json_items
+from pd_cluster.server.output_parser import DEFAULT_OPTIONS
 from pd_cluster.server.prompt_list import Prompt, prompt_list
-from pd_cluster.server.schema import MAX_PROMPTS, CompletionBody
+from pd_cluster.server.prompt_scores import PromptAsk
+from pd_cluster.server.prompt_steps import names_for
+from pd_cluster.server.sampling import last_tokens, sampling_params, text_options
+from pd_cluster.server.schema import MAX_PROMPTS
 from pd_cluster.server.text_offsets import TextOffsets
 from pd_http.json_pieces import JsonList, json_pieces
-from pd_http.sse import SSE_DONE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd_cluster.server.answer_extras import AnswerExtras
     from pd_cluster.server.choice import ChoiceOutput
-    from pd_cluster.server.detokenizer import Vocabulary
-    from pd_cluster.server.schema import GenerationBody
+    from pd_cluster.server.schema import CompletionBody
+    from pd_cluster.server.state import NodeState
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI and vLLM; chat has no default
+
+
+def completion_ask(state: NodeState, body: CompletionBody, raw: bytes) -> GenerationAsk:
+    """What `body`, which came as `raw`, asks for. Raises InvalidRequest."""
+    max_model_len, vocab_size = state.ready.max_model_len, state.tokenizer.vocab_size
+    prompts = prompts_of(body, vocab_size, max_model_len)
+    names = names_for(state, body, raw) if len(prompts) == 1 else None
+
+    async def tokenize(prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            if names is not None:
+                await asyncio.to_thread(names.name_ids, len(prompt))
+            return last_tokens(prompt, body)
+        return await state.tokenizer.encode(
+            prompt,
+            max_tokens=max_model_len,
+            add_special_tokens=body.add_special_tokens is not False,
+            note=None if names is None else lambda encoded: names.name_text(encoded, [prompt]),
+            refuses=body.truncate_prompt_tokens is None,
+            last=body.truncate_prompt_tokens,
+        )
+
+    shown = body.logprobs if body.echo else None
+    scores = PromptAsk.of(body.prompt_logprobs, shown, names_are_ids=bool(body.return_tokens_as_token_ids))
+    is_read = reads_only(body)
+    sampling = partial(
+        sampling_params,
+        body,
+        state.defaults,
+        logprobs=body.logprobs,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        one_token=is_read,
+    )
+    return GenerationAsk(
+        body=body,
+        prompts=[partial(tokenize, prompt) for prompt in prompts],
+        prompt_field="prompt",
+        form=partial(grammar_source, body),
+        sampling=sampling,
+        text=partial(text_options, body, None, DEFAULT_OPTIONS),
+        shape=CompletionShape,
+        with_logprobs=body.logprobs is not None,
+        echo_ids=any(isinstance(prompt, str) for prompt in prompts),
+        echoes=prompts if body.echo else (),
+        kv_source=KvSource(Work.READ) if is_read else None,
+        names=names,
+        scores=scores,
+    )
 
 
 def prompts_of(body: CompletionBody, vocab_size: int, max_model_len: int) -> list[Prompt]:
@@ -44,55 +104,20 @@ def reads_only(body: CompletionBody) -> bool:
     return True
 
 
-def check_best_of(body: GenerationBody) -> None:
-    """Raises InvalidRequest unless best_of is absent, equals n, or is the width of a beam search."""
-    if body.best_of is not None and body.best_of != (body.n or 1) and not body.use_beam_search:
-        raise InvalidRequest(
-            "best_of must equal n: sequences are not ranked without use_beam_search", "best_of", "unsupported_value"
-        )
+class CompletionShape(ChunkedShape):
+    """`text_completion` and its chunks: content only, no parser runs."""
 
-
-class CompletionShape:
-    """`text_completion` and its chunks: content only, no parser runs. The constant part of a chunk is encoded once."""
-
-    needs_usage = False
-    end = SSE_DONE
-
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        vocabulary: Vocabulary,
-        *,
-        with_logprobs: bool,
-        include_usage: bool,
-        extras: AnswerExtras = NO_EXTRAS,
-        created: int | None = None,
-    ) -> None:
-        """`created`: Unix seconds; None: now."""
-        self.created = int(time.time()) if created is None else created
-        self._head = {
-            "id": f"cmpl-{request_id}",
-            "object": "text_completion",
-            "created": self.created,
-            "model": model,
-        }
-        self._vocabulary = vocabulary
-        self._with_logprobs = with_logprobs
-        self._extras = extras
+    def __init__(self, extras: AnswerExtras) -> None:
+        super().__init__(extras, "cmpl", "text_completion", "text")
         self._begun: set[int] = set()  # choices of which a chunk was sent
         self._offsets: dict[int, TextOffsets] = {}  # by choice
-        self._before = (
-            b"data: " + orjson.dumps(self._head)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,"text":'
-        )
-        self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
     def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
         logprobs, extras = b"null", self._extras
         is_first = index not in self._begun
-        if self._with_logprobs and (output.tokens or (is_first and extras.scores)):
+        if extras.with_logprobs and (output.tokens or (is_first and extras.scores)):
             logprobs = b"".join(json_pieces(self._logprobs(index, output)))
-        elif not output.parts and output.finish_reason is None and not (extras.token_ids and output.tokens):
+        elif not output.parts and output.finish_reason is None and not (extras.body.return_token_ids and output.tokens):
             return b""
         text, ids = _text(output), extras.output_ids(output.tokens)
         if is_first:
@@ -105,16 +130,13 @@ class CompletionShape:
         rest = b'%s,"logprobs":%s%s,"finish_reason":%s%s' % (orjson.dumps(text), logprobs, more_fields(ids), end, after)
         return self._before % index + rest
 
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        return b"data: " + orjson.dumps(self._head | {"choices": [], "usage": usage}) + b"\n\n"
-
     def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
         def shaped(index: int, choice: ChoiceOutput) -> dict[str, Any]:
             ids = self._extras.output_ids(choice.tokens) | self._extras.prompt_fields(index)
             return ids | {
                 "index": index,
                 "text": self._extras.echo(index) + _text(choice),
-                "logprobs": self._logprobs(index, choice) if self._with_logprobs else None,
+                "logprobs": self._logprobs(index, choice) if self._extras.with_logprobs else None,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
             }
@@ -126,11 +148,13 @@ class CompletionShape:
         extras, tokens, before = self._extras, output.tokens, dict[str, list[bytes]]()
         if index not in self._offsets:
             before, start = extras.echo_logprobs(index)
-            self._offsets[index] = TextOffsets(self._vocabulary, start, skip_special=extras.skip_special)
+            self._offsets[index] = TextOffsets(
+                extras.vocabulary, start, skip_special=extras.body.skip_special_tokens is not False
+            )
         items = {name: [*values] for name, values in before.items()}
         for first in range(0, max(1, len(tokens)), SHAPED_TOKENS):
             some = tokens[first : first + SHAPED_TOKENS]
-            shaped = completion_logprobs(self._vocabulary, some, names_are_ids=extras.names_are_ids)
+            shaped = completion_logprobs(extras.vocabulary, some, names_are_ids=extras.names_are_ids)
             shaped["text_offset"] = self._offsets[index].of([token.token_id for token in some])
             if not before and len(tokens) <= SHAPED_TOKENS:
                 return shaped

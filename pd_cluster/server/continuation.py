@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.server.generation_request import GenerationRequest
     from pd_cluster.server.generation_stream import GenerationStream
-    from pd_cluster.server.response import ResponseShape
+    from pd_cluster.server.response_shape import ResponseShape
     from pd_cluster.server.schema import GenerationBody
     from pd_http.frames import Continuation
 

@@ -14,6 +14,7 @@ from pd_cluster.protocol.messages import AddRequest, Work
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pd_cluster.config import HandoffConfig
     from pd_cluster.protocol.prompt_outputs import PromptOutputs
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.server.feed_hub import ChargeMark
@@ -106,7 +107,7 @@ class GenerationRequest:
         """Names the prompt, 16 bytes. The digest of a ticket is chained over units of 16 tokens, which takes longer."""
         return blake2b(array("I", self.prompt).tobytes(), digest_size=16).digest()
 
-    def to_engine(self, *, min_remote_tokens: int, load_deadline_s: float, received_s: float) -> AddRequest:
+    def to_engine(self, handoff: HandoffConfig, received_s: float) -> AddRequest:
         """The engine's n sequences are the choices that have not ended, see `live`."""
         sampling, live, known = self.sampling, self.live, None
         if self.known is not None:
@@ -121,8 +122,8 @@ class GenerationRequest:
             hold_lease=self.kv_source.hold_lease,
             priority=self.priority,
             salt=self.salt,
-            min_remote_tokens=min_remote_tokens,
-            load_deadline_s=load_deadline_s,
+            min_remote_tokens=handoff.min_remote_tokens,
+            load_deadline_s=handoff.load_deadline_s,
             received_s=received_s,
             known=known if known is not None and any(known) else (),
             sequence_numbers=live if len(live) < self.num_choices else (),

@@ -103,14 +103,8 @@ class GenerationStream:
         return all(choice.finished for choice in self._choices)
 
     async def __aenter__(self) -> GenerationStream:
-        handoff = self._state.config.handoff
-        self._stream = self._state.engine.open(
-            self.request.to_engine(
-                min_remote_tokens=handoff.min_remote_tokens,
-                load_deadline_s=handoff.load_deadline_s,
-                received_s=self._started_s,
-            )
-        )
+        add = self.request.to_engine(self._state.config.handoff, self._started_s)
+        self._stream = self._state.engine.open(add)
         self._stream.unread = Share(self._state.held)
         self._stream.step_bytes = 3 * self.request.sampling.step_bytes  # three times: they leave as one event each
         if self.request.charge is not None:

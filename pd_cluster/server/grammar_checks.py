@@ -59,13 +59,14 @@ class GrammarChecks:
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._end()
 
-    async def grammar(self, source: GrammarSource | None, num_prompts: int, client: str = "") -> str:
-        """The checked grammar of a request with so many prompts; "" for none. `client`: as the router names it.
+    async def grammar(self, source: GrammarSource, num_prompts: int, client: str = "") -> str:
+        """The checked grammar of a request with so many prompts. `client`: as the router names it.
 
         Raises InvalidRequest, Overloaded, TooManyChecks.
         """
-        if source is None:
-            return ""
+        if source.kind == "written":
+            await self.check(source.value, source.param, client)
+            return str(source.value)
         choices = source.value if source.kind == "choice" else []
         if source.kind == "choice" and not (choices and all(choices)):
             raise InvalidRequest(f"{source.param}: a choice needs strings that are not empty", source.param)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -10,28 +9,26 @@ import orjson
 from pd_cluster.errors import PdError
 from pd_cluster.protocol.messages import FinishReason
 from pd_cluster.server.answer_blocks import AnswerBlocks, blocks_of
+from pd_cluster.server.response_shape import ResponseShape
 from pd_http.sse import event_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd_cluster.server.answer_blocks import AnswerBlock, BlockStep
+    from pd_cluster.server.answer_extras import AnswerExtras
     from pd_cluster.server.choice import ChoiceOutput
 
 _DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
            "call": ("input_json_delta", "partial_json")}  # fmt: skip
 
 
-class MessagesShape:
+class MessagesShape(ResponseShape):
     """A message has one choice. Everything that depends on its end is in the events of its last tokens."""
 
-    needs_usage = True
-    end = b""
-
-    def __init__(self, request_id: str, model: str, *_: object, created: int | None = None, **__: object) -> None:
-        """The other arguments of shapes are of fields that this API refuses."""
-        self.created = int(time.time()) if created is None else created
-        self._message = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+    def __init__(self, extras: AnswerExtras) -> None:
+        message = {"id": f"msg_{extras.request_id}", "type": "message", "role": "assistant"}
+        self._message = message | {"model": extras.model}
         self._begun = False
         self._blocks = AnswerBlocks()
 
@@ -48,9 +45,6 @@ class MessagesShape:
     def _start(self, usage: dict[str, Any] | None) -> bytes:
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
         return _event("message_start", message=self._message | empty)
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        return b""
 
     def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
         blocks = blocks_of(choices[0].parts)

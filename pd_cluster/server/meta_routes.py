@@ -15,7 +15,8 @@ from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.normal_messages import normal_messages
 from pd_cluster.server.openapi import openapi_document
 from pd_cluster.server.reasoning_options import reasoning_options
-from pd_cluster.server.sampling import check_num_tokens, check_prompt_and_tokens, last_tokens
+from pd_cluster.server.request_checks import check_prompt_and_tokens
+from pd_cluster.server.sampling import check_num_tokens, last_tokens
 from pd_cluster.server.schema import ChatBody, DetokenizeBody, ReleaseBody, TokenizeBody, decode_body
 from pd_cluster.server.tool_use import tool_use
 from pd_cluster.server.translated_body import translated

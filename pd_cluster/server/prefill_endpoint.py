@@ -17,29 +17,97 @@ leg with several prompts that asks for a ticket is an error.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from pd_cluster.errors import InvalidRequest, PdError
-from pd_cluster.protocol.messages import FinishReason
+from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.server.choice import ChoiceOutput
+from pd_cluster.server.generate import prepare
+from pd_cluster.server.generation_request import KvSource
+from pd_cluster.server.generation_stream import GenerationStream
+from pd_cluster.server.grammar_source import GrammarSource
 from pd_cluster.server.keepalive import KeepAlive
-from pd_cluster.server.response import ResponseShape, collect, usage_of
+from pd_cluster.server.request_checks import check_logits_args
+from pd_cluster.server.response import collect, extras_of, usage_of
+from pd_cluster.server.sampling import SAMPLING_PARAM, decode_sampling
 from pd_connectors.protocol.ticket import sign
 from pd_http.sse import event_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.server.answer_task import CountedReply
-    from pd_cluster.server.generation_stream import GenerationStream
+    from pd_cluster.server.caller import Caller
+    from pd_cluster.server.generation_ask import GenerationAsk
+    from pd_cluster.server.sampling import BadWords
     from pd_cluster.server.state import NodeState
-    from pd_cluster.server.takeover_policy import Tokenize
     from pd_http.dialect import Dialect
     from pd_http.reply import Reply
 
 
-def transfer_params(state: NodeState, stream: GenerationStream, *, echo_ids: bool) -> dict[str, Any]:
+async def prefill_leg(state: NodeState, caller: Caller, reply: CountedReply, ask: GenerationAsk) -> None:
+    """Compute the prompt of `ask` for another node. Raises PdError."""
+    reply.endpoint = "prefill"
+    if len(ask.prompts) > 1:
+        state.metrics.fallbacks.labels("several_prompts").inc()
+        await _answer_without_prefill(state, caller, reply, ask)
+        return
+    source = KvSource(Work.PREFILL, hold_lease=not caller.wants_ticket_stream)
+    ask = _one_token(state, replace(ask, kv_source=source, scores=None))
+    if caller.wants_ticket_stream:
+        await _stream_ticket(state, caller, reply, ask)
+        return
+    [request] = await prepare(state, caller, ask)
+    stream = GenerationStream(state, request, caller.started_s)
+    shape = ask.shape(await extras_of(state, caller, ask, [stream]))
+    async with stream:
+        choices = await collect([stream], reply.share)
+        params = _transfer_params(state, stream, echo_ids=ask.echo_ids)
+        body = shape.body(choices, usage_of([stream])) | {"kv_transfer_params": params}
+        await reply.json(200, body, {"x-pd-prefill": state.node_id})
+        await stream.settle()
+
+
+async def _stream_ticket(state: NodeState, caller: Caller, reply: Reply, ask: GenerationAsk) -> None:
+    """Send the ticket at once, and `done` after the prefill."""
+    async with KeepAlive(reply, {"x-pd-prefill": state.node_id}, partial(_error_event, reply.dialect)) as alive:
+        [request] = await prepare(state, caller, ask)
+        has_ticket = False
+        async with GenerationStream(state, request, caller.started_s) as stream:
+            async for _ in stream:
+                if not has_ticket:
+                    has_ticket = True
+                    params = _transfer_params(state, stream, echo_ids=ask.echo_ids)
+                    await alive.start_events()
+                    await reply.write(event_bytes({"kv_transfer_params": params}, "ticket"))
+            await reply.end(event_bytes({"usage": usage_of([stream])}, "done"))
+            await stream.settle()
+
+
+def _one_token(state: NodeState, ask: GenerationAsk) -> GenerationAsk:
+    """`ask` for the first token alone: with the parameters of D if D sent them, else with the body's."""
+    if ask.params.sampling is msgspec.UNSET:
+        return replace(ask, sampling=partial(ask.sampling, one_token=True))
+    raw = bytes(ask.params.sampling)
+    return replace(ask, form=partial(_sent_form, raw), sampling=partial(_sent_sampling, state, raw))
+
+
+async def _sent_form(raw: bytes) -> GrammarSource | None:
+    grammar = decode_sampling(raw).grammar
+    return GrammarSource(SAMPLING_PARAM, "written", grammar) if grammar else None
+
+
+def _sent_sampling(state: NodeState, raw: bytes, _: int, grammar: str, __: BadWords) -> SamplingParams:
+    sampling = msgspec.structs.replace(decode_sampling(raw), max_tokens=1)
+    check_logits_args(sampling.logits_args, state.config.model.logits_stages, 1)
+    sampling.validate(state.tokenizer.vocab_size)
+    return sampling
+
+
+def _transfer_params(state: NodeState, stream: GenerationStream, *, echo_ids: bool) -> dict[str, Any]:
     """kv_transfer_params for D: the signed ticket, which our own D reads, and the fields of vLLM's connector.
 
     `echo_ids`: add the token ids of the prompt, for a caller that sent text. Raises PdError without a ticket.
@@ -61,54 +129,20 @@ def transfer_params(state: NodeState, stream: GenerationStream, *, echo_ids: boo
     return params | {"prompt_token_ids": stream.request.prompt} if echo_ids else params
 
 
-def keeping_alive(state: NodeState, reply: Reply) -> KeepAlive:
-    """Keep-alives until there is a ticket. Enter it before any slow part of the request."""
-    return KeepAlive(reply, {"x-pd-prefill": state.node_id}, partial(_error_event, reply.dialect))
-
-
-async def answer_prefill_stream(
-    state: NodeState, reply: CountedReply, stream: GenerationStream, alive: KeepAlive, *, echo_ids: bool
-) -> None:
-    """Send the ticket at once, and `done` after the prefill."""
-    has_ticket = False
-    async with stream:
-        async for _ in stream:
-            if not has_ticket:
-                has_ticket = True
-                params = transfer_params(state, stream, echo_ids=echo_ids)
-                await alive.start_events()
-                await reply.write(event_bytes({"kv_transfer_params": params}, "ticket"))
-        await reply.end(event_bytes({"usage": usage_of([stream])}, "done"))
-        await stream.settle()
-
-
-async def answer_prefill_whole(
-    state: NodeState, reply: CountedReply, stream: GenerationStream, shape: ResponseShape, *, echo_ids: bool
-) -> None:
-    """Send one completion: the first token as its text, and kv_transfer_params."""
-    async with stream:
-        choices = await collect([stream], reply.share)
-        params = transfer_params(state, stream, echo_ids=echo_ids)
-        body = shape.body(choices, usage_of([stream])) | {"kv_transfer_params": params}
-        await reply.json(200, body, {"x-pd-prefill": state.node_id})
-        await stream.settle()
-
-
-async def answer_without_prefill(
-    reply: Reply, shape: ResponseShape, prompts: Sequence[Tokenize], *, wants_ticket: bool
-) -> None:
+async def _answer_without_prefill(state: NodeState, caller: Caller, reply: Reply, ask: GenerationAsk) -> None:
     """Answer a leg of several prompts: empty choices, and the number of prompt tokens, which vLLM's router reports.
 
     Raises InvalidRequest when the caller asks for a ticket.
     """
-    if wants_ticket:
+    if caller.wants_ticket_stream:
         raise InvalidRequest(
-            f"a prefill leg takes one prompt, not {len(prompts)}; send such requests D-first",
+            f"a prefill leg takes one prompt, not {len(ask.prompts)}; send such requests D-first",
             "prompt",
             "one_prompt_per_ticket",
         )
-    choices = [ChoiceOutput(i, finish_reason=FinishReason.LENGTH) for i in range(len(prompts))]
-    num_tokens = sum([len(await tokenize()) for tokenize in prompts])
+    shape = ask.shape(await extras_of(state, caller, ask))
+    choices = [ChoiceOutput(i, finish_reason=FinishReason.LENGTH) for i in range(len(ask.prompts))]
+    num_tokens = sum([len(await tokenize()) for tokenize in ask.prompts])
     usage = usage_of([]) | {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     await reply.json(200, shape.body(choices, usage))
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from pd_cluster.server.answer_extras import AnswerExtras, echo_texts
 from pd_cluster.server.choice import ChoiceOutput
+from pd_cluster.server.continuation import resume
 from pd_cluster.server.generation_request import digest_of
+from pd_cluster.server.generation_stream import GenerationStream
+from pd_cluster.server.schema import StreamOptions
+from pd_cluster.server.stream_writer import EventWriter, FrameWriter
 from pd_http.frames import StreamHead
 from pd_http.node_report import REPORT_HEADER, NodeReport, encode_report
 
@@ -16,36 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from pd_cluster.server.answer_task import CountedReply
-    from pd_cluster.server.generation_stream import GenerationStream
-    from pd_cluster.server.schema import StreamOptions
+    from pd_cluster.server.caller import Caller
+    from pd_cluster.server.generation_ask import GenerationAsk
+    from pd_cluster.server.generation_request import GenerationRequest
+    from pd_cluster.server.response_shape import ResponseShape
     from pd_cluster.server.state import NodeState
-    from pd_cluster.server.stream_writer import StreamWriter
     from pd_http.held_bytes import Share
 
-
-class ResponseShape(Protocol):
-    """How one API writes its answers. One object for each request: it holds the state of the stream.
-
-    That state depends on the outputs, not on how they were cut into chunks. To continue a stream of another node, pass
-    the output of `Choice.replay` to `chunk` and drop the bytes.
-    """
-
-    created: int  # Unix seconds, as the answer says
-    needs_usage: bool  # in every call of `chunk`
-    end: bytes  # of a stream, after everything else
-
-    def chunk(self, index: int, output: ChoiceOutput, usage: dict[str, Any] | None = None) -> bytes:
-        """The server-sent events of new output of choice `index`; b"" when there is nothing to show.
-
-        `usage`: of the request so far, for clients that asked for it in every chunk, and if `needs_usage`. None in a
-        replay, of which the bytes are dropped.
-        """
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        """The last event before `end`, for clients that asked for the usage."""
-
-    def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer. `choices`: all of them, complete and in order."""
+NO_OPTIONS = StreamOptions()
 
 
 def usage_of(streams: Sequence[GenerationStream]) -> dict[str, Any]:
@@ -65,12 +50,15 @@ def usage_of(streams: Sequence[GenerationStream]) -> dict[str, Any]:
     return usage
 
 
-def timings_of(streams: Sequence[GenerationStream]) -> dict[str, float]:
-    """Milliseconds that the request spent in each phase (`protocol.messages.Timeline`).
+def _last_usage(streams: Sequence[GenerationStream], options: StreamOptions) -> dict[str, Any]:
+    """The usage of the whole request, with the milliseconds of each phase (`protocol.messages.Timeline`) if asked for.
 
-    Empty for several prompts, because their timelines differ.
+    Several prompts have no phases, because their timelines differ.
     """
-    return {name: round(seconds * 1e3, 3) for name, seconds in _phases(streams).items()}
+    usage = usage_of(streams)
+    if options.include_timings:
+        usage["timings"] = {name: round(seconds * 1e3, 3) for name, seconds in _phases(streams).items()}
+    return usage
 
 
 def _phases(streams: Sequence[GenerationStream]) -> dict[str, float]:
@@ -112,66 +100,81 @@ def stream_head(version: str, response_id: str, created: int, streams: Sequence[
     )
 
 
-async def answer_stream(
+async def answer(
+    state: NodeState, caller: Caller, reply: CountedReply, ask: GenerationAsk, requests: Sequence[GenerationRequest]
+) -> None:
+    """Generate for the requests of `ask`, and answer it. Raises PdError."""
+    options = ask.body.stream_options or NO_OPTIONS
+    streams = [GenerationStream(state, request, caller.started_s) for request in requests]
+    extras = await extras_of(state, caller, ask, streams)
+    shape = ask.shape(extras)
+    for number, stream in enumerate(streams if ask.known else ()):
+        await resume(stream, number * stream.request.num_choices, shape)
+    writer = EventWriter(reply)
+    if caller.wants_frames and ask.body.stream:
+        version = state.stream_version(state.ready)
+        writer = FrameWriter(reply, partial(stream_head, version, caller.request_id, extras.created, streams))
+    live = [one for one in _numbered(streams) if not one[1].finished]
+    async with AsyncExitStack() as stack:
+        for _, stream in live:
+            await stack.enter_async_context(stream)
+        if ask.body.stream:
+            await _write_stream(state, writer, streams, live, shape, options)
+        else:
+            choices = await collect(streams, reply.share)
+            usage, headers = _last_usage(streams, options), node_headers(state, streams)
+            if caller.wants_report:
+                headers[REPORT_HEADER] = encode_report(report_of(state, streams)).decode("latin-1")
+            await reply.json(200, shape.body(choices, usage), headers)
+        for _, stream in live:
+            await stream.settle()
+
+
+async def extras_of(
+    state: NodeState, caller: Caller, ask: GenerationAsk, streams: Sequence[GenerationStream] = ()
+) -> AnswerExtras:
+    """What the answer to `ask` says beside the text of these streams."""
+    body, prompts = ask.body, [one.request.prompt for one in streams]
+    given = [None] * len(ask.echoes) if body.truncate_prompt_tokens is not None else ask.echoes
+    return AnswerExtras(
+        request_id=caller.request_id,
+        model=state.model_name,
+        vocabulary=state.tokenizer,
+        created=ask.known[0].created if ask.known else int(time.time()),
+        body=body,
+        with_logprobs=ask.with_logprobs,
+        prompts=prompts if body.return_token_ids else (),
+        echoes=await echo_texts(state.tokenizer, list(zip(given, prompts, strict=False))) if given else (),
+        scores=[one.scores for one in streams if one.scores is not None],
+    )
+
+
+async def _write_stream(
     state: NodeState,
-    writer: StreamWriter,
+    writer: EventWriter,
     streams: Sequence[GenerationStream],
+    live: Sequence[_Numbered],
     shape: ResponseShape,
-    options: StreamOptions | None,
+    options: StreamOptions,
 ) -> None:
     """Server-sent events. The headers wait for the first tokens: the prefill node is not known earlier.
 
     Of a stream that another node has begun and all choices have ended, only the end is written, without the engine.
     """
-    has_started, live = False, [one for one in _numbered(streams) if not one[1].finished]
-    counts = shape.needs_usage or (options is not None and bool(options.continuous_usage_stats))
-    async with AsyncExitStack() as stack:
-        for _, stream in live:
-            await stack.enter_async_context(stream)
-        async with aclosing(_interleaved(live)) as outputs:
-            async for first_index, stream, some in outputs:
-                if not has_started:
-                    has_started = True
-                    await writer.start(node_headers(state, streams))
-                usage = usage_of(streams) if counts else None
-                chunks = [shape.chunk(first_index + output.index, output, usage) for output in some]
-                num_cached = stream.num_reported_cached_tokens if len(streams) > 1 else 0
-                await writer.write(first_index, some, b"".join(chunks), num_cached)
-        if not has_started:
-            await writer.start(node_headers(state, streams))
-        last = b""
-        if options is not None and options.include_usage:
-            usage = usage_of(streams)
-            if options.include_timings:
-                usage["timings"] = timings_of(streams)
-            last = shape.usage_chunk(usage)
-        await writer.end(last + shape.end, report_of(state, streams))
-        for _, stream in live:
-            await stream.settle()
-
-
-async def answer_whole(
-    state: NodeState,
-    reply: CountedReply,
-    streams: Sequence[GenerationStream],
-    shape: ResponseShape,
-    *,
-    with_timings: bool = False,
-    with_report: bool = False,
-) -> None:
-    """One JSON body. `with_report`: the header REPORT_HEADER too."""
-    async with AsyncExitStack() as stack:
-        for stream in streams:
-            await stack.enter_async_context(stream)
-        choices = await collect(streams, reply.share)
-        usage, headers = usage_of(streams), node_headers(state, streams)
-        if with_timings:
-            usage["timings"] = timings_of(streams)
-        if with_report:
-            headers[REPORT_HEADER] = encode_report(report_of(state, streams)).decode("latin-1")
-        await reply.json(200, shape.body(choices, usage), headers)
-        for stream in streams:
-            await stream.settle()
+    has_started, counts = False, shape.needs_usage or options.continuous_usage_stats
+    async with aclosing(_interleaved(live)) as outputs:
+        async for first_index, stream, some in outputs:
+            if not has_started:
+                has_started = True
+                await writer.start(node_headers(state, streams))
+            usage = usage_of(streams) if counts else None
+            chunks = [shape.chunk(first_index + output.index, output, usage) for output in some]
+            num_cached = stream.num_reported_cached_tokens if len(streams) > 1 else 0
+            await writer.write(first_index, some, b"".join(chunks), num_cached)
+    if not has_started:
+        await writer.start(node_headers(state, streams))
+    last = shape.usage_chunk(_last_usage(streams, options)) if options.include_usage else b""
+    await writer.end(last + shape.end, report_of(state, streams))
 
 
 async def collect(streams: Sequence[GenerationStream], share: Share) -> list[ChoiceOutput]:
@@ -188,8 +191,8 @@ async def collect(streams: Sequence[GenerationStream], share: Share) -> list[Cho
     return choices
 
 
-_Numbered = tuple[int, "GenerationStream"]  # the index of its first choice in the answer
-_Some = tuple[int, "GenerationStream", list[ChoiceOutput]]
+_Numbered = tuple[int, GenerationStream]  # the index of its first choice in the answer
+_Some = tuple[int, GenerationStream, list[ChoiceOutput]]
 
 
 def _numbered(streams: Sequence[GenerationStream]) -> list[_Numbered]:

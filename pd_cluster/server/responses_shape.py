@@ -6,7 +6,6 @@ events, so that it does not depend on how a stream was cut, and another node can
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,6 +13,7 @@ import orjson
 
 from pd_cluster.protocol.messages import FinishReason
 from pd_cluster.server.answer_blocks import AnswerBlocks, blocks_of
+from pd_cluster.server.response_shape import ResponseShape
 from pd_cluster.server.schema import decode_value
 from pd_http.dialect import CallForm
 from pd_http.responses_tools import text_of_input
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pd_cluster.server.answer_blocks import AnswerBlock, BlockStep
+    from pd_cluster.server.answer_extras import AnswerExtras
     from pd_cluster.server.choice import ChoiceOutput
     from pd_http.dialect import RawFields
 
@@ -35,25 +36,12 @@ _ECHOED = (
 )  # fmt: skip
 
 
-class ResponsesShape:
+class ResponsesShape(ResponseShape):
     """A response has one choice. Everything that depends on its end is in the events of its last tokens."""
 
-    needs_usage = True
-    end = b""
-
-    def __init__(
-        self,
-        asked: RawFields,
-        calls: Mapping[str, CallForm],
-        request_id: str,
-        model: str,
-        *_: object,
-        created: int | None = None,
-        **__: object,
-    ) -> None:
-        """`asked`: the fields of the body. `calls`: see `ChatRequest`. Other arguments are of fields it refuses."""
-        self.created = int(time.time()) if created is None else created
-        self._id = request_id
+    def __init__(self, asked: RawFields, calls: Mapping[str, CallForm], extras: AnswerExtras) -> None:
+        """`asked`: the fields of the body. `calls`: see `ChatRequest`."""
+        self._id = extras.request_id
         self._calls = calls
         defaults = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": {}}
         defaults["text"] = {"format": {"type": "text"}}
@@ -62,8 +50,8 @@ class ResponsesShape:
             name: orjson.Fragment(msgspec.json.encode(value)) for name, value in echoed.items() if value is not None
         }
         self._response = (
-            {"id": f"resp_{request_id}", "object": "response", "created_at": self.created, "model": model}
-            | {"background": False, "error": None, "previous_response_id": None, "store": False}
+            {"id": f"resp_{extras.request_id}", "object": "response", "created_at": extras.created}
+            | {"model": extras.model, "background": False, "error": None, "previous_response_id": None, "store": False}
             | {"truncation": "disabled"} | dict.fromkeys(_ECHOED) | defaults | given
         )  # fmt: skip
         self._blocks = AnswerBlocks()
@@ -83,9 +71,6 @@ class ResponsesShape:
             whole = self._whole(self._blocks, status, usage)
             events.append(self._event(f"response.{status}", response=whole))
         return b"".join(events)
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        return b""
 
     def body(self, choices: Sequence[ChoiceOutput], usage: dict[str, Any]) -> dict[str, Any]:
         return self._whole(blocks_of(choices[0].parts), _status(choices[0]), usage)

@@ -12,9 +12,9 @@ import orjson
 from pd_cluster.errors import InvalidRequest, StartupError
 from pd_cluster.models.json_files import read_json
 from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.server.beam_fields import with_beams
 from pd_cluster.server.output_parser import DEFAULT_OPTIONS, ParserOptions
 from pd_cluster.server.schema import (
-    MAX_LOGITS_ARGS_BYTES,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     GenerationBody,
@@ -23,13 +23,11 @@ from pd_cluster.server.schema import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pd_cluster.server.output_parser import ParserFactory
 
 SAMPLING_PARAM = "kv_transfer_params.sampling"
-MAX_BAD_WORD_CHARS = 4096  # of all words together
 _SEED_LIMIT = 1 << 63
+BadWords = tuple[tuple[int, ...], ...]  # as token ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,9 @@ def check_num_tokens(num_tokens: int, max_model_len: int, param: str) -> None:
 
 
 def check_room_for_output(num_prompt_tokens: int, max_model_len: int, param: str) -> None:
-    """Raises InvalidRequest when the prompt leaves no room for one output token."""
+    """Raises InvalidRequest for a prompt without tokens, or without room for one output token."""
+    if not num_prompt_tokens:
+        raise InvalidRequest("the prompt has no tokens; at least one is required", param)
     if num_prompt_tokens >= max_model_len:
         raise InvalidRequest(
             f"the prompt has {num_prompt_tokens} tokens; this model's maximum context length is {max_model_len}, "
@@ -141,25 +141,27 @@ def check_room_for_output(num_prompt_tokens: int, max_model_len: int, param: str
 def sampling_params(
     body: GenerationBody,
     defaults: SamplingDefaults,
+    num_prompt_tokens: int,
+    grammar: str = "",
+    bad_words: BadWords = (),
     *,
     logprobs: int | None,
-    num_prompt_tokens: int,
     max_model_len: int,
+    vocab_size: int,
     default_max_tokens: int | None = None,
     cuts_limit: bool = False,
-    grammar: str = "",
-    bad_words: tuple[tuple[int, ...], ...] = (),
+    one_token: bool = False,
 ) -> SamplingParams:
-    """The sampling parameters of a client's body. The ranges are not checked: see `SamplingParams.validate`.
+    """The sampling parameters of a client's body, validated.
 
     `num_prompt_tokens` is less than `max_model_len`, see `check_room_for_output`. `default_max_tokens` applies when
     the body sets no limit; None, or more than the prompt leaves of `max_model_len`: the output may fill the rest.
-    `grammar`: that of the body's fields, see `grammar_source.py`. `bad_words`: the body's, as token ids.
-    Raises InvalidRequest when the limit that the body sets does not fit, but for `cuts_limit`: it is cut then.
+    `cuts_limit`: the API requires a limit, so clients send their own: more than there is room for is cut. `one_token`:
+    of a prompt that is only read or prefilled, whatever limit the body sets. Raises InvalidRequest.
     """
     room = max_model_len - num_prompt_tokens
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    wanted: int | None = getattr(body, name)
+    wanted: int | None = 1 if one_token else getattr(body, name)
     if wanted is not None and cuts_limit:
         wanted = min(wanted, room)
     if wanted is not None and wanted > room:
@@ -171,7 +173,7 @@ def sampling_params(
         )
     _check_seed(body.seed)
     top_k = _or(body.top_k, defaults.top_k)
-    return SamplingParams(
+    sampling = SamplingParams(
         max_tokens=min(room, default_max_tokens or room) if wanted is None else wanted,
         n=_or(body.n, 1),
         temperature=_or(body.temperature, defaults.temperature),
@@ -192,48 +194,20 @@ def sampling_params(
         logits_args=body.logits_args or {},
         logprobs=logprobs,
     )
-
-
-def check_min_tokens(sampling: SamplingParams) -> None:
-    """Raises InvalidRequest when min_tokens exceeds max_tokens. Not for a prefill leg, where max_tokens is always 1."""
-    if sampling.min_tokens > sampling.max_tokens:
+    if body.use_beam_search:
+        sampling = with_beams(sampling, body)
+    sampling.validate(vocab_size)
+    if sampling.min_tokens > sampling.max_tokens and not one_token:
         raise InvalidRequest(
             f"min_tokens is {sampling.min_tokens}, and the request may generate {sampling.max_tokens} tokens",
             "min_tokens",
         )
+    return sampling
 
 
 def last_tokens(prompt: list[int], body: PromptFields) -> list[int]:
     """The prompt, cut to its last `truncate_prompt_tokens` ids if the body says so."""
     return prompt if body.truncate_prompt_tokens is None else prompt[-body.truncate_prompt_tokens :]
-
-
-def check_prompt_and_tokens(body: GenerationBody) -> None:
-    """Raises InvalidRequest for values of fields that `SamplingParams.validate` does not see."""
-    if body.allowed_token_ids is not None and not body.allowed_token_ids:
-        raise InvalidRequest("allowed_token_ids must not be empty: no token could be generated", "allowed_token_ids")
-    words = body.bad_words or ()
-    if any(not word.strip() for word in words):
-        raise InvalidRequest("bad_words must not contain an empty or blank string", "bad_words")
-    if sum(map(len, words)) > MAX_BAD_WORD_CHARS:
-        raise InvalidRequest(f"bad_words may have at most {MAX_BAD_WORD_CHARS} characters in all", "bad_words")
-
-
-def check_logits_args(args: dict[str, Any] | None, logits_stages: Sequence[str], num_prompts: int) -> None:
-    """Raises InvalidRequest for arguments that no stage of this node reads, or that take too much of the engine."""
-    if not args:
-        return
-    if not logits_stages:
-        raise InvalidRequest("logits_args: this node has no --logits-stage that reads them", "logits_args")
-    try:
-        num_bytes = len(msgspec.msgpack.encode(args)) * num_prompts
-    except OverflowError as error:
-        raise InvalidRequest("logits_args: an integer does not fit into 64 bits", "logits_args") from error
-    if num_bytes > MAX_LOGITS_ARGS_BYTES:
-        raise InvalidRequest(
-            f"logits_args has {num_bytes} bytes, for {num_prompts} prompts; {MAX_LOGITS_ARGS_BYTES} are allowed",
-            "logits_args",
-        )
 
 
 def encode_sampling(sampling: SamplingParams) -> orjson.Fragment:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pd_cluster.server")
 MAX_BODY_BYTES = 64 << 20
-logger = logging.getLogger("pd_cluster.server")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pd_connectors.protocol.stream_codec import encode_message
 from pd_http.frames import FRAMES_TYPE, ChoiceProgress, Frame, StreamEnd, StreamFailed
@@ -19,22 +19,8 @@ if TYPE_CHECKING:
     from pd_http.reply import Reply
 
 
-class StreamWriter(Protocol):
-    """`start` once, `write` for each list of new outputs, `end` once."""
-
-    async def start(self, headers: Mapping[str, str]) -> None: ...
-
-    async def write(self, first_index: int, outputs: Iterable[ChoiceOutput], data: bytes, num_cached: int) -> None:
-        """`data`: the events of these outputs. `first_index`: the choice of the answer that their index 0 means.
-
-        `num_cached`: tokens of their prompt, if the request has several.
-        """
-
-    async def end(self, data: bytes, report: NodeReport) -> None: ...
-
-
 class EventWriter:
-    """Events as they are."""
+    """Events as they are. `start` once, `write` for each list of new outputs, `end` once."""
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
@@ -43,17 +29,21 @@ class EventWriter:
         await self._reply.start_events(headers)
 
     async def write(self, first_index: int, outputs: Iterable[ChoiceOutput], data: bytes, num_cached: int) -> None:
+        """`data`: the events of these outputs. `first_index`: the choice of the answer that their index 0 means.
+
+        `num_cached`: tokens of their prompt, if the request has several.
+        """
         await self._reply.write(data)
 
     async def end(self, data: bytes, report: NodeReport) -> None:
         await self._reply.end(data)
 
 
-class FrameWriter:
+class FrameWriter(EventWriter):
     """See `pd_http.frames`. The head leaves with the first frame: a prompt's cached tokens are not known earlier."""
 
     def __init__(self, reply: Reply, head: Callable[[], StreamHead]) -> None:
-        self._reply = reply
+        super().__init__(reply)
         self._head = head
         self._pending = b""
 

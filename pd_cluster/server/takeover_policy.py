@@ -6,7 +6,7 @@ ticket, verified                          that ticket's lease (P-first)
 do_remote_prefill and an offer            this engine's cache, else the offer's nodes, best first (D-first)
 a ticket of another protocol version      this node: during an upgrade the offer's nodes would answer with such tickets
 none, or none that can be trusted         this node
-any, and the answer shows the             this node: KV from elsewhere tells no log-probabilities (`endpoints`)
+any, and the answer shows the             this node: KV from elsewhere tells no log-probabilities
 prompt's log-probabilities
 a stream's continuation and an offer      as for a prompt, which is here the prompt with the known tokens
 a continuation of several choices         this node
@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from pd_cluster.errors import NodesDied, PrefillUnavailable
 from pd_cluster.protocol.messages import NeedsPrefill, PrefillLocally, UseTicket, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.server.generation_request import GenerationRequest, KnownAnswer, KvSource
+from pd_cluster.server.generation_request import GenerationRequest, KvSource
 from pd_cluster.server.prefill_client import PeerError, PrefillClient
 from pd_cluster.server.sampling import encode_sampling
+from pd_cluster.server.schema import KvTransferParams
 from pd_connectors.protocol.errors import BadSignature, LoadFailure, ProtocolMismatch, TicketError, TicketExpired
 from pd_connectors.protocol.feed import CHARGE_HEADER
 from pd_connectors.protocol.hashing import prompt_digest
@@ -37,10 +37,8 @@ from pd_connectors.protocol.ticket import Offer, Paper, Ticket, verify
 from pd_http.node_answers import ASK_TICKET, FailureKind
 
 if TYPE_CHECKING:
-    from pd_cluster.server.schema import KvTransferParams
+    from pd_cluster.server.generation_ask import GenerationAsk
     from pd_cluster.server.state import NodeState
-
-Tokenize = Callable[[], Awaitable[list[int]]]
 
 logger = logging.getLogger("pd_cluster.server")
 
@@ -83,18 +81,20 @@ def _verified(state: NodeState, token: str, kind: type[Paper]) -> Paper:
         raise Untrusted("malformed") from error
 
 
-async def choose_kv_source(
-    state: NodeState,
-    params: KvTransferParams | None,
-    tokenize: Tokenize,
-    salt: str,
-    known: KnownAnswer | None = None,
-) -> tuple[list[int], KvSource]:
-    """The token ids of the prompt, and the source of its KV. The ids in `params` are used when the ticket covers them.
+async def choose_kv_source(state: NodeState, ask: GenerationAsk, index: int) -> tuple[list[int], KvSource]:
+    """The token ids of the prompt `index`, and the source of its KV. Given ids are used when the ticket covers them.
 
-    Raises PrefillUnavailable when `params` has nothing that can be trusted and this node may not prefill locally.
+    Raises PrefillUnavailable when nothing given can be trusted and this node may not prefill locally.
     """
-    if params is None or not (params.do_remote_prefill or params.continuation):
+    tokenize, params, salt = ask.prompts[index], ask.params, ask.body.cache_salt or ""
+    known = ask.known[index] if ask.known else None
+    if ask.kv_source is not None:
+        return await tokenize(), ask.kv_source
+    if len(ask.prompts) > 1:
+        # a ticket is for one prompt: each prompt asks the offer's nodes for its own
+        params = KvTransferParams(do_remote_prefill=params.do_remote_prefill, offer=params.offer)
+    tells_scores = ask.scores is not None and known is None
+    if tells_scores or not (params.do_remote_prefill or params.continuation):
         return await tokenize(), KvSource()
     urls, faults = _offered(state, params)
     if known is not None:
@@ -232,7 +232,7 @@ class PrefillSearch:
             )
 
     def _leave_frozen(self, cause: str) -> None:
-        """Ask no third node when two stood still. No final error: behind a cut network they look the same."""
+        """GenerationAsk no third node when two stood still. No final error: behind a cut network they look the same."""
         self._num_frozen += cause == LoadFailure.PEER_FROZEN
         if self._num_frozen >= self._state.config.handoff.max_node_deaths:
             self._urls.clear()

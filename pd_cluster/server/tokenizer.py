@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -134,19 +135,16 @@ class Tokenizer:
         note: Note | None = None,
         param: str = "prompt",
         refuses: bool = False,
+        last: int | None = None,
     ) -> list[int]:
-        """Token ids of `text`. The result may have more than `max_tokens` ids. `note` is called in the thread.
+        """Token ids of `text`, or the `last` of them: still more than `max_tokens`, if it has more. `note` is called
+        in the thread.
 
         Raises InvalidRequest, before any work, for a text that is too long to have at most `max_tokens` tokens; it
         names the field `param`. With `refuses` also, after little work, if the text's beginning has too many.
         """
         self._check_length(text, max_tokens, param)
-
-        def work() -> list[int]:
-            if refuses:
-                self._check_beginning(text, max_tokens, param)
-            return self._checked(self._encode(text, add_special_tokens, note), param)
-
+        work = partial(self._ids, text, max_tokens, add_special_tokens, note, param, refuses, last)
         return await self._run(work, len(text))
 
     async def encode_chat(
@@ -160,6 +158,7 @@ class Tokenizer:
         note: Note | None = None,
         at_s: float | None = None,
         refuses: bool = False,
+        last: int | None = None,
     ) -> list[int]:
         """Token ids of the conversation in the model's chat template. Raises InvalidRequest, see `encode`.
 
@@ -168,9 +167,20 @@ class Tokenizer:
         """
         if not self.chat_template.exists:
             raise InvalidRequest("this model has no chat template: use /v1/completions", "messages", "no_chat_template")
-        done = await self._run(
-            lambda: self._encode_chat(messages, tools, options, max_tokens, add_special_tokens, note, at_s, refuses)
-        )
+
+        def work() -> list[int] | Callable[[], list[int]]:
+            """The ids, or what makes those of a long text, in the other thread."""
+            try:
+                text = self.chat_template.render(messages, tools, options, at_s)
+            except Exception as error:  # templates are programs, which may raise anything
+                raise InvalidRequest(
+                    f"the chat template cannot render these messages: {error}", "messages", "chat_template"
+                ) from error
+            self._check_length(text, max_tokens, "messages")
+            encode = partial(self._ids, text, max_tokens, add_special_tokens, note, "messages", refuses, last)
+            return encode() if len(text) <= LONG_CHARS else encode
+
+        done = await self._run(work)
         return done if isinstance(done, list) else await self._run(done, LONG_CHARS + 1)
 
     def knows(self, marker: str) -> bool:
@@ -256,32 +266,13 @@ class Tokenizer:
             raise InvalidRequest(f"{param} has the token {piece!r}, which this model's embedding lacks", param)
         return ids
 
-    def _encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        options: dict[str, Any],
-        max_tokens: int,
-        add_special_tokens: bool,
-        note: Note | None = None,
-        at_s: float | None = None,
-        refuses: bool = False,
-    ) -> list[int] | Callable[[], list[int]]:
-        """The ids, or what makes those of a long text, in the other thread."""
-        try:
-            text = self.chat_template.render(messages, tools, options, at_s)
-        except Exception as error:  # templates are programs, which may raise anything
-            raise InvalidRequest(
-                f"the chat template cannot render these messages: {error}", "messages", "chat_template"
-            ) from error
-        self._check_length(text, max_tokens, "messages")
-
-        def encode() -> list[int]:
-            if refuses:
-                self._check_beginning(text, max_tokens, "messages")
-            return self._checked(self._encode(text, add_special_tokens, note), "messages")
-
-        return encode() if len(text) <= LONG_CHARS else encode
+    def _ids(
+        self, text: str, max_tokens: int, special: bool, note: Note | None, param: str, refuses: bool, last: int | None
+    ) -> list[int]:
+        if refuses:
+            self._check_beginning(text, max_tokens, param)
+        ids = self._checked(self._encode(text, special, note), param)
+        return ids if last is None else ids[-last:]
 
     async def _run(self, work: Callable[[], Result], num_chars: int = 0) -> Result:
         thread = self._thread if num_chars <= LONG_CHARS else self._long_thread

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pd_cluster.server.chat_grammar import parser_options
 from pd_cluster.server.fields import ignored_header
 from pd_cluster.server.grammar_checks import MAX_GRAMMAR_BYTES
+from pd_cluster.server.grammar_source import parser_options
 from pd_cluster.server.normal_messages import normal_messages
 from pd_cluster.server.schema import ChatBody, CompletionBody, decode_body
 from pd_cluster.server.tool_use import leave_out_tools, tool_use

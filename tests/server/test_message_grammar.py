@@ -11,10 +11,10 @@ import pytest
 
 from pd_cluster.protocol.messages import FinishReason, SequenceTokens
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.server.chat_grammar import parser_options
 from pd_cluster.server.choice import Choice
 from pd_cluster.server.generation_request import GenerationRequest
 from pd_cluster.server.grammar_process import write
+from pd_cluster.server.grammar_source import parser_options
 from pd_cluster.server.output_parser import Reasoning, ToolCall
 from pd_cluster.server.sampling import TextOptions
 from pd_cluster.server.schema import ChatBody

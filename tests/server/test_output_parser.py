@@ -14,6 +14,7 @@ from pd_cluster.config import ModelConfig, NodeConfig, ServerConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.protocol.messages import FinishReason, SequenceTokens
 from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.server.answer_extras import AnswerExtras
 from pd_cluster.server.chat import ChatShape
 from pd_cluster.server.choice import Choice, ChoiceOutput
 from pd_cluster.server.completions import CompletionShape
@@ -30,7 +31,7 @@ from tests.server.test_detokenizer import Bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd_cluster.server.response import ResponseShape
+    from pd_cluster.server.response_shape import ResponseShape
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 PARSER = f"{__name__}:BracketParser"
@@ -88,7 +89,7 @@ async def test_a_parser_of_a_third_party_shapes_chat_answers_and_no_others() -> 
 
 
 def test_a_tool_call_is_streamed_in_pieces_with_its_name_once() -> None:
-    shape = ChatShape("id", "demo", WORDS, with_logprobs=False, include_usage=False)
+    shape = ChatShape(AnswerExtras(request_id="id", model="demo", vocabulary=WORDS, created=0))
     pieces = [[ToolCall(0, id="a", name="f")], [ToolCall(0, '{"x"'), ToolCall(0, ":1}"), ToolCall(1, id="b", name="g")]]
     chunks = [shape.chunk(0, ChoiceOutput(0, list(parts))) for parts in pieces]
     end = shape.chunk(0, ChoiceOutput(0, finish_reason=FinishReason.LENGTH))
@@ -143,7 +144,7 @@ def test_a_stream_that_is_replayed_continues_as_if_it_had_not_been_cut(
     sampling = SamplingParams(max_tokens=100, min_tokens=min_tokens, logprobs=0)
     request = GenerationRequest("engine", "client", [1], sampling, text)
     kind = ChatShape if chat else CompletionShape
-    shape = kind("id", "demo", WORDS, with_logprobs=True, include_usage=False)
+    shape = kind(AnswerExtras(request_id="id", model="demo", vocabulary=WORDS, created=0, with_logprobs=True))
     other_shape = copy.deepcopy(shape)  # the same time of creation
     choice, other = Choice(0, request, WORDS), Choice(0, request, WORDS)
 

@@ -34,7 +34,7 @@ def test_generation_config_sets_the_defaults(tmp_path: Path) -> None:
     defaults = SamplingDefaults.load(tmp_path)
     assert defaults == SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20)
     body = msgspec.convert({"prompt": 1, "top_p": 0.5}, type=_Body)
-    sampling = sampling_params(body, defaults, logprobs=None, num_prompt_tokens=2, max_model_len=10)
+    sampling = sampling_params(body, defaults, logprobs=None, num_prompt_tokens=2, max_model_len=10, vocab_size=10)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.6, 0.5, 20, 8)
 
 

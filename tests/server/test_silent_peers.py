@@ -54,6 +54,24 @@ async def test_a_ticket_that_is_late_is_announced_by_signs_of_life() -> None:
 
 
 @pytest.mark.usefixtures("quick")
+async def test_a_grammar_that_waits_for_its_check_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(FakeEngine(says([5]))) as node:
+
+        async def late(grammar: str, *_: object) -> None:
+            await node.engine.released.wait()
+
+        monkeypatch.setattr(node.state.grammar_checks, "check", late)
+        params = FOREIGN | {"sampling": {"max_tokens": 4, "grammar": 'start: "a"'}}
+        body = {"prompt": "a", "kv_transfer_params": params}
+        async with node.session.post(f"{node.url}/v1/completions", json=body, headers=STREAM) as response:
+            first = await asyncio.wait_for(response.content.readany(), WAIT_S)
+            assert (response.status, first[: len(keepalive.COMMENT)]) == (200, keepalive.COMMENT)
+            assert not node.engine.requests
+            node.engine.released.set()
+            assert b"event: ticket" in await asyncio.wait_for(response.content.read(), WAIT_S)
+
+
+@pytest.mark.usefixtures("quick")
 async def test_a_failure_behind_signs_of_life_is_an_event_with_its_status() -> None:
     async def refuses(line: Line) -> None:
         await line.engine.released.wait()

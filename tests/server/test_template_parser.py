@@ -15,6 +15,7 @@ from pd_cluster.config import TOOL_FORMATS, ModelConfig, NodeConfig, ServerConfi
 from pd_cluster.errors import StartupError
 from pd_cluster.protocol.messages import FinishReason, SequenceTokens
 from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.server.answer_extras import AnswerExtras
 from pd_cluster.server.chat import ChatShape
 from pd_cluster.server.choice import Choice, ChoiceOutput
 from pd_cluster.server.detokenizer import MARK
@@ -213,7 +214,7 @@ def test_an_answer_that_ends_inside_a_shown_call_does_not_say_that_a_tool_is_cal
         made = parser(form, streamed=streamed)
         parts = parsed(made, list(text[:cut]))
         out = ChoiceOutput(0, parts, [], FinishReason.STOP, has_cut_call=made.has_cut_call)
-        shape = ChatShape("id", "demo", Bytes([b"a"]), with_logprobs=False, include_usage=False)
+        shape = ChatShape(AnswerExtras(request_id="id", model="demo", vocabulary=Bytes([b"a"]), created=0))
         (choice,) = shape.body([out], {})["choices"]
         if choice["finish_reason"] == "tool_calls":
             assert calls_of(parts)
@@ -440,6 +441,6 @@ async def test_chat_answers_have_reasoning_under_both_names_and_its_tokens_in_th
 def test_an_answer_of_calls_only_has_no_content() -> None:
     parts = parsed(parser(HERMES), [written(HERMES, CALLS)])
     out = ChoiceOutput(0, parts, [], FinishReason.STOP)
-    shape = ChatShape("id", "demo", Bytes([b"a"]), with_logprobs=False, include_usage=False)
+    shape = ChatShape(AnswerExtras(request_id="id", model="demo", vocabulary=Bytes([b"a"]), created=0))
     (choice,) = shape.body([out], {})["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import InvalidRequest
-from pd_cluster.server.chat_grammar import chat_grammar_source, check_format
+from pd_cluster.server.grammar_source import chat_grammar_source, check_format
 from pd_cluster.server.normal_messages import normal_messages
 from pd_cluster.server.reasoning_options import reasoning_options, unread_reasoning_fields
 from pd_cluster.server.schema import ChatBody, JsonSchemaFormat, ResponseFormat
