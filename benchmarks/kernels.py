@@ -24,7 +24,7 @@ from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
 from pd_kernels.backends import TORCH, Kernels
 from pd_kernels.selection import select_kernels
-from pd_kernels.values import Draws, HeadNorms, NewTokens, PackedSequences
+from pd_kernels.values import Draws, HeadNorms, KeysValues, NewTokens, PackedSequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -119,7 +119,7 @@ class Attention:
     attention: GroupAttention
     packed: PackedSequences
     query: torch.Tensor
-    views: list[tuple[torch.Tensor, torch.Tensor]]
+    views: list[KeysValues]
 
 
 def make_attention(contexts: Sequence[int], query_len: int, num_kv_heads: int = KV_HEADS) -> Attention:
@@ -142,7 +142,7 @@ def make_attention(contexts: Sequence[int], query_len: int, num_kv_heads: int = 
     query = torch.randn(num_seqs * query_len, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     attention_shape = AttentionShape(HEADS, num_kv_heads, HEAD_DIM, BLOCK, num_layers, torch.bfloat16)
     attention = choose_attention(attention_shape, query.device).backend.attention(attention_shape, query.device)
-    views = [(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(num_layers)]
+    views = [KeysValues(cache[:, :, layer, 0], cache[:, :, layer, 1]) for layer in range(num_layers)]
     return Attention(attention, packed, query, views)
 
 
@@ -170,7 +170,7 @@ def attention_rows() -> Iterator[KernelTime]:
 def _attention_seconds(contexts: Sequence[int], query_len: int) -> float:
     problem = make_attention(contexts, query_len)
     plan = problem.attention.plan(problem.packed)
-    return seconds_of([partial(plan.run, problem.query, *view, HEAD_DIM**-0.5) for view in problem.views])
+    return seconds_of([partial(plan.run, problem.query, view, HEAD_DIM**-0.5) for view in problem.views])
 
 
 def rotating_rows(kernels: Kernels) -> Iterator[KernelTime]:
@@ -186,7 +186,7 @@ def rotating_rows(kernels: Kernels) -> Iterator[KernelTime]:
 
 def _new_tokens(problem: Attention) -> tuple[torch.Tensor, NewTokens]:
     """QKV products of all layers [L, S, H + 2G, D], and what else their new tokens need."""
-    layers, batch, num_kv_heads = len(problem.views), len(problem.query), problem.views[0][0].shape[1]
+    layers, batch, num_kv_heads = len(problem.views), len(problem.query), problem.views[0].keys.shape[1]
     shape = (layers, batch, HEADS + 2 * num_kv_heads, HEAD_DIM)
     heads = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     cos, sin = torch.randn(2, batch, HEAD_DIM // 2, device="cuda", dtype=torch.bfloat16)
@@ -202,8 +202,8 @@ def _in_two_launches(kernels: Kernels, problem: Attention) -> list[Callable[[], 
 
     def run(layer: int) -> torch.Tensor:
         views = problem.views[layer]
-        query = kernels.norm_rope_write(heads[layer], new.norms, new.cos, new.sin, *views, new.slot_mapping)
-        return plan.run(query, *views, HEAD_DIM**-0.5)
+        query = kernels.norm_rope_write(heads[layer], new, views)
+        return plan.run(query, views, HEAD_DIM**-0.5)
 
     return [partial(run, layer) for layer in range(len(heads))]
 
@@ -217,7 +217,7 @@ def _in_one_launch(kernels: Kernels, problem: Attention) -> list[Callable[[], ob
     heads, new = _new_tokens(problem)
     plan = always.plan(problem.packed)
     return [
-        partial(plan.run_rotating, heads[layer], new, *views, HEAD_DIM**-0.5)
+        partial(plan.run_rotating, heads[layer], new, views, HEAD_DIM**-0.5)
         for layer, views in enumerate(problem.views)
     ]
 
@@ -254,9 +254,9 @@ def elementwise_rows(kernels: Kernels, num_tokens: int) -> Iterator[KernelTime]:
     )
     shape = (num_tokens // BLOCK + 1, KV_HEADS, copies, 2, BLOCK, HEAD_DIM)
     cache = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
-    slots = torch.randperm(num_tokens, device="cuda")
+    new = NewTokens(norms, cos, sin, torch.randperm(num_tokens, device="cuda"))
     writes = [
-        partial(kernels.norm_rope_write, heads[i], norms, cos, sin, cache[:, :, i, 0], cache[:, :, i, 1], slots)
+        partial(kernels.norm_rope_write, heads[i], new, KeysValues(cache[:, :, i, 0], cache[:, :, i, 1]))
         for i in range(copies)
     ]
     yield KernelTime(

@@ -23,7 +23,7 @@ def _architectures() -> str:
     rows = []
     for name, architecture in ARCHITECTURES.items():
         rules = architecture.rules
-        family = architecture.family()
+        family = architecture.build()
         file = str(getattr(family, "__module__", "")).replace(".", "/") + ".py"
         rows.append(
             [

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_kernels.chunk_tiles import ChunkTiles
-    from pd_kernels.values import NewTokens, PackedSequences, StepOnDevice, StepSize
+    from pd_kernels.values import KeysValues, NewTokens, PackedSequences, StepOnDevice, StepSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,9 @@ class AttentionPlan(Protocol):
     """A plan for the attention of one step. All layers of a group use it."""
 
     def run(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        scale: float,
-        out: torch.Tensor | None = None,
+        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attend with `query` [T, H, D] over one layer's cache views [N, G, B, D]. Returns [T, H, D].
+        """Attend with `query` [T, H, D] over one layer's cache. Returns [T, H, D].
 
         The result is in `out`, which must be contiguous, or in a new tensor. Raises ValueError for tensors of another
         shape, dtype or layout.
@@ -61,14 +56,7 @@ class AttentionPlan(Protocol):
     def may_rotate(self) -> bool:
         """Whether `run_rotating` may do its work for this step; False: it returns None for all layers."""
 
-    def run_rotating(
-        self,
-        heads: torch.Tensor,
-        new: NewTokens,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor | None:
+    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> torch.Tensor | None:
         """Do the work of `norm_rope_write` with `heads` [T, H + 2G, D], then that of `run`, in one launch.
 
         None, and nothing is done, if the plan cannot do so, or if two launches are faster. Otherwise as `run`.

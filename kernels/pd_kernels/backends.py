@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pd_kernels.gemm_selection import Product
     from pd_kernels.quantized import QuantizedRows, QuantizedWeight, RowsTwice, Weight
-    from pd_kernels.values import Draws, ExpertPart, HalfNormed, HeadNorms, Routing
+    from pd_kernels.values import Draws, ExpertPart, HalfNormed, KeysValues, NewTokens, Routing
 
 
 class NormRopeWrite(Protocol):
@@ -28,16 +28,7 @@ class NormRopeWrite(Protocol):
     `reference.norm_rope_write` defines the arguments and the result.
     """
 
-    def __call__(
-        self,
-        heads: torch.Tensor,
-        norms: HeadNorms | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> torch.Tensor: ...
+    def __call__(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues) -> torch.Tensor: ...
 
 
 class FewRows(Protocol):

@@ -9,13 +9,16 @@ from pd_kernels.fp8_cache import FP8
 if TYPE_CHECKING:
     import torch
 
+    from pd_kernels.values import KeysValues, NewTokens
 
-def check_cache_views(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Check that both are one layer's views `[num_blocks, num_kv_heads, block_size, head_dim]` of a block-first cache.
+
+def check_cache(cache: KeysValues) -> None:
+    """Check that keys and values are one layer's views of a block-first cache.
 
     A (block, head) tile must be contiguous, heads a whole number of tiles apart, and blocks a whole number of heads, at
     least `num_kv_heads`: more in memory that several groups share. Raises ValueError.
     """
+    key_cache, value_cache = cache
     if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
         raise ValueError(f"cache views must be 4-D and equal in shape, not {key_cache.shape} and {value_cache.shape}")
     if key_cache.dtype != value_cache.dtype or key_cache.stride() != value_cache.stride():
@@ -46,10 +49,9 @@ def check_query(query: torch.Tensor, key_cache: torch.Tensor, num_tokens: int) -
         raise ValueError(f"query is {query.dtype}, the cache {key_cache.dtype}")
 
 
-def check_heads(
-    heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
+def check_heads(heads: torch.Tensor, new: NewTokens, cache: KeysValues) -> None:
     """Check the arguments of `reference.norm_rope_write`, except the norms. Raises ValueError."""
+    (_, cos, sin, slot_mapping), key_cache = new, cache.keys
     _, num_kv_heads, _, size = key_cache.shape
     if (
         heads.dim() != 3
@@ -77,18 +79,13 @@ def output(out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor)
     return out
 
 
-def check_write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
+def check_write(key: torch.Tensor, value: torch.Tensor, cache: KeysValues, slot_mapping: torch.Tensor) -> None:
     """Check the arguments of `reference.write_cache`. Raises ValueError.
 
     `key`, `value`: `[T, num_kv_heads, head_dim]` of the cache's dtype, unless that is FP8; `slot_mapping`: int64 `[T]`.
     """
-    check_cache_views(key_cache, value_cache)
+    check_cache(cache)
+    key_cache = cache.keys
     expected = (slot_mapping.shape[0], key_cache.shape[1], key_cache.shape[3])
     if tuple(key.shape) != expected or tuple(value.shape) != expected:
         raise ValueError(f"key and value must be {expected}, not {tuple(key.shape)} and {tuple(value.shape)}")

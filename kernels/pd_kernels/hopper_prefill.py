@@ -15,7 +15,7 @@ from pd_kernels.launch_sizes import num_processors
 
 if TYPE_CHECKING:
     from pd_kernels.attention import AttentionShape
-    from pd_kernels.values import PackedSequences, PrefillTiling
+    from pd_kernels.values import KeysValues, PackedSequences, PrefillTiling
 
 logger = logging.getLogger(__name__)
 _LOG2_E = 1.4426950408889634
@@ -85,8 +85,7 @@ class HopperPrefill:
     def launch(
         self,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        cache: KeysValues,
         packed: PackedSequences,
         tiles: torch.Tensor,
         out: torch.Tensor,
@@ -97,8 +96,8 @@ class HopperPrefill:
 
         layout, pieces = _layouts(self.has_fp8_cache)
         keys, values = (
-            TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, _PIECE, _PIECE], pieces)
-            for cache in (key_cache, value_cache)
+            TensorDescriptor(part, list(part.shape), list(part.stride()), [1, 1, _PIECE, _PIECE], pieces)
+            for part in cache
         )
         queries = TensorDescriptor(query, list(query.shape), list(query.stride()), self._query_block, layout)
         num_tiles = tiles.shape[1]

@@ -14,11 +14,10 @@ import torch
 
 from pd_kernels.fp8_cache import stored
 from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedRows, QuantizedWeight
-from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     from pd_kernels.quantized import Weight
-    from pd_kernels.values import ExpertPart, HeadNorms, Routing
+    from pd_kernels.values import ExpertPart, KeysValues, NewTokens, Routing
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -62,40 +61,27 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def write_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
+def write_cache(key: torch.Tensor, value: torch.Tensor, cache: KeysValues, slot_mapping: torch.Tensor) -> None:
     """Store `key`, `value` [T, G, D] at `slot_mapping` (int64 [T]). An FP8 cache rounds them: see `stored`."""
-    block_size = key_cache.shape[2]
+    block_size = cache.keys.shape[2]
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    key_cache[blocks, :, offsets] = stored(key, key_cache.dtype)
-    value_cache[blocks, :, offsets] = stored(value, value_cache.dtype)
+    for part, update in zip(cache, (key, value), strict=True):
+        part[blocks, :, offsets] = stored(update, part.dtype)
 
 
-def norm_rope_write(
-    heads: torch.Tensor,
-    norms: HeadNorms | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> torch.Tensor:
+def norm_rope_write(heads: torch.Tensor, new: NewTokens, cache: KeysValues) -> torch.Tensor:
     """Rotate the queries of `heads` [T, H + 2G, D] (queries, keys, values), and store its keys and values.
 
     Returns the rotated queries [T, H, D]. With `norms`, queries and keys are normed first. The first R dimensions of
     queries and keys are rotated by `cos`, `sin` [T, R/2]. Keys and values are stored at `slot_mapping` (int64 [T]).
     """
-    num_kv_heads = key_cache.shape[1]
+    norms, cos, sin, slot_mapping = new
+    num_kv_heads = cache.keys.shape[1]
     num_heads = heads.shape[1] - 2 * num_kv_heads
     query, key, value = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
     if norms is not None:
         query, key = rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)
-    write_cache(rope(key, cos, sin), value, key_cache, value_cache, slot_mapping)
+    write_cache(rope(key, cos, sin), value, cache, slot_mapping)
     return rope(query, cos, sin)
 
 
@@ -142,8 +128,7 @@ def attend(
 
 def prefill_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cache: KeysValues,
     block_tables: torch.Tensor,
     query_starts: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -163,18 +148,14 @@ def prefill_attention(
     for row, num_tokens in enumerate(seq_lens.tolist()):
         start, end = int(query_starts[row]), int(query_starts[row + 1])
         first = max(num_tokens - (end - start) - window + 1, 0) if window else 0
-        key, value = (
-            read_cache(cache, block_tables[row], num_tokens, first).to(query.dtype)
-            for cache in (key_cache, value_cache)
-        )
+        key, value = (read_cache(part, block_tables[row], num_tokens, first).to(query.dtype) for part in cache)
         out[start:end] = attend(query[start:end], key, value, scale, window, soft_cap, sinks)
     return out
 
 
 def decode_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cache: KeysValues,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
@@ -182,7 +163,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention of one query token per sequence: `query` [S, H, D] -> [S, H, D]."""
     starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=query.device)
-    return prefill_attention(query, key_cache, value_cache, block_tables, starts, seq_lens, scale, window)
+    return prefill_attention(query, cache, block_tables, starts, seq_lens, scale, window)
 
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
@@ -197,22 +178,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gat
     """Returns `x` [T, in] times `weight` [out, in] transposed, plus `bias` [out]; `gated`: silu_and_mul of that."""
     product = torch.nn.functional.linear(x, weight, bias)
     return silu_and_mul(product) if gated else product
-
-
-def add_linear(
-    residual: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> HalfNormed:
-    """Add linear(x, weight, bias) to `residual` [T, out] in place. Returns the norm of the sum.
-
-    `norm` [out]: the weight of the norm.
-    """
-    residual += linear(x, weight, bias, False)
-    return HalfNormed(residual * norm, residual.pow(2).sum(-1)[None], eps)
 
 
 def quantize(x: torch.Tensor, group: int) -> QuantizedRows:

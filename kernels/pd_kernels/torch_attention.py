@@ -8,19 +8,20 @@ the same in every layer. The first layer makes them, as they depend on the cache
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pd_kernels.checks import check_cache_views, check_query, output
+from pd_kernels.checks import check_cache, check_query, output
 
 if TYPE_CHECKING:
     from pd_kernels.attention import AttentionShape
-    from pd_kernels.values import Ints, NewTokens, PackedSequences, StepSize
+    from pd_kernels.values import Ints, KeysValues, NewTokens, PackedSequences, StepSize
 
 MERGE_BYTES = 1 << 18  # padding that costs less than another bucket's calls (about 20 us)
+Views: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # of a layer's keys and values, see `tile_view`
 QUERY_PIECE = 256  # query rows under one explicit mask: bounds the mask's memory
 
 
@@ -56,32 +57,28 @@ class TorchAttentionPlan:
     tiles: list[torch.Tensor] = field(default_factory=list)
 
     def run(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        scale: float,
-        out: torch.Tensor | None = None,
+        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See AttentionPlan."""
-        check_cache_views(key_cache, value_cache)
+        check_cache(cache)
+        key_cache = cache.keys
         check_query(query, key_cache, self.num_tokens)
         if key_cache.stride(1) != 2 * self.shape.num_layers * key_cache.shape[2] * key_cache.shape[3]:
             raise ValueError(f"the cache view is not one of {self.shape.num_layers} layers")
         if not self.tiles:
             blocks = [*(part.blocks for part in self.decodes), *(part.blocks for part in self.prefills)]
             self.tiles.extend(_tile_index(one, key_cache) for one in blocks)
-        keys, values = tile_view(key_cache), tile_view(value_cache)
+        views = tile_view(key_cache), tile_view(cache.values)
         if len(self.decodes) == 1 and self.decodes[0].rows is None and not self.prefills:
-            found = _decode(self.decodes[0], self.tiles[0], query, keys, values, key_cache.shape, scale)
+            found = _decode(self.decodes[0], self.tiles[0], views, key_cache.shape, query, scale)
             return found if out is None else out.copy_(found)
         out = output(out, query.shape, query)
         tiles = iter(self.tiles)
         for bucket in self.decodes:
             rows = slice(0, bucket.num_rows) if bucket.rows is None else bucket.rows
-            out[rows] = _decode(bucket, next(tiles), query[rows], keys, values, key_cache.shape, scale)
+            out[rows] = _decode(bucket, next(tiles), views, key_cache.shape, query[rows], scale)
         for group in self.prefills:
-            _prefill(group, next(tiles), query, keys, values, key_cache.shape, scale, self.shape.window, out)
+            _prefill(group, next(tiles), views, key_cache.shape, query, scale, self.shape.window, out)
         return out
 
     @property
@@ -89,9 +86,7 @@ class TorchAttentionPlan:
         """See AttentionPlan. Always False, because library calls gain nothing."""
         return False
 
-    def run_rotating(
-        self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
-    ) -> None:
+    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> None:
         """See AttentionPlan. Always None."""
 
 
@@ -215,25 +210,19 @@ def _plan_prefills(packed: PackedSequences, shape: AttentionShape) -> tuple[Pref
 
 
 def _gather(
-    tiles: torch.Tensor, index: torch.Tensor, num_rows: int, cache_shape: torch.Size, dtype: torch.dtype
-) -> torch.Tensor:
-    """Gather tiles into a dense tensor [num_rows, num_kv_heads, tokens, head_dim] of `dtype`."""
-    return tiles.index_select(0, index).to(dtype).view(num_rows, cache_shape[1], -1, cache_shape[3])
+    tiles: torch.Tensor, views: Views, num_rows: int, cache_shape: torch.Size, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather tiles into dense keys and values [num_rows, num_kv_heads, tokens, head_dim] of `dtype`."""
+    shape = (num_rows, cache_shape[1], -1, cache_shape[3])
+    return views[0].index_select(0, tiles).to(dtype).view(shape), views[1].index_select(0, tiles).to(dtype).view(shape)
 
 
 def _decode(
-    bucket: DecodeBucket,
-    tiles: torch.Tensor,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    cache_shape: torch.Size,
-    scale: float,
+    bucket: DecodeBucket, tiles: torch.Tensor, views: Views, cache_shape: torch.Size, query: torch.Tensor, scale: float
 ) -> torch.Tensor:
     # The query heads that share a KV head become query rows: all of them see the same keys
     grouped = query.view(bucket.num_rows, cache_shape[1], -1, cache_shape[3])
-    key = _gather(keys, tiles, bucket.num_rows, cache_shape, query.dtype)
-    value = _gather(values, tiles, bucket.num_rows, cache_shape, query.dtype)
+    key, value = _gather(tiles, views, bucket.num_rows, cache_shape, query.dtype)
     out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bucket.mask, scale=scale)
     return out.reshape(query.shape)
 
@@ -241,18 +230,17 @@ def _decode(
 def _prefill(
     group: PrefillGroup,
     tiles: torch.Tensor,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    views: Views,
     cache_shape: torch.Size,
+    query: torch.Tensor,
     scale: float,
     window: int,
     out: torch.Tensor,
 ) -> None:
     """Attention of one group into its rows of `out`."""
-    num_rows, num_queries, num_keys = len(group.first_rows), group.num_queries, group.num_keys
-    key = _gather(keys, tiles, num_rows, cache_shape, query.dtype)[:, :, :num_keys]
-    value = _gather(values, tiles, num_rows, cache_shape, query.dtype)[:, :, :num_keys]
+    num_queries, num_keys = group.num_queries, group.num_keys
+    gathered = _gather(tiles, views, len(group.first_rows), cache_shape, query.dtype)
+    key, value = (dense[:, :, :num_keys] for dense in gathered)
     dense = torch.stack([query[row : row + num_queries] for row in group.first_rows]).transpose(1, 2)
     gqa = query.shape[1] != cache_shape[1]
     if num_queries == num_keys and (not window or num_keys <= window):

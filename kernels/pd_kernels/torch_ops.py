@@ -14,7 +14,7 @@ from pd_kernels.checks import check_write
 from pd_kernels.fp8_cache import indexable, stored
 
 if TYPE_CHECKING:
-    from pd_kernels.values import HeadNorms
+    from pd_kernels.values import KeysValues, NewTokens
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -52,44 +52,33 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(x[..., :half]).mul_(x[..., half:])
 
 
-def write_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
+def write_cache(key: torch.Tensor, value: torch.Tensor, cache: KeysValues, slot_mapping: torch.Tensor) -> None:
     """See reference.write_cache."""
-    check_write(key, value, key_cache, value_cache, slot_mapping)
-    _, num_kv_heads, block_size, head_dim = key_cache.shape
+    check_write(key, value, cache, slot_mapping)
+    keys = cache.keys
+    _, num_kv_heads, block_size, head_dim = keys.shape
     # One row of a (block, head, token) each; index_copy_ of rows takes a quarter of the time of an indexed assignment
     blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
-    first = blocks * (key_cache.stride(0) // head_dim - block_size) + slot_mapping
-    heads = torch.arange(num_kv_heads, device=first.device) * (key_cache.stride(1) // head_dim)
+    first = blocks * (keys.stride(0) // head_dim - block_size) + slot_mapping
+    heads = torch.arange(num_kv_heads, device=first.device) * (keys.stride(1) // head_dim)
     rows = (first[:, None] + heads).flatten()
-    for cache, update in ((key_cache, key), (value_cache, value)):
-        flat = cache.as_strided((_num_rows(cache), head_dim), (head_dim, 1), cache.storage_offset())
+    for part, update in zip(cache, (key, value), strict=True):
+        flat = part.as_strided((_num_rows(part), head_dim), (head_dim, 1), part.storage_offset())
         indexable(flat).index_copy_(0, rows, indexable(stored(update.reshape(-1, head_dim), flat.dtype)))
 
 
-def norm_rope_write(
-    heads: torch.Tensor,
-    norms: HeadNorms | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> torch.Tensor:
+def norm_rope_write(heads: torch.Tensor, new: NewTokens, cache: KeysValues) -> torch.Tensor:
     """See reference.norm_rope_write. `cos`, `sin` have the dtype of `heads`."""
-    num_rotated = heads.shape[1] - key_cache.shape[1]
-    num_heads = num_rotated - key_cache.shape[1]
+    norms, cos, sin, slot_mapping = new
+    num_kv_heads = cache.keys.shape[1]
+    num_rotated = heads.shape[1] - num_kv_heads
+    num_heads = num_rotated - num_kv_heads
     rotated = heads[:, :num_rotated]
     if norms is not None:
         query = rms_norm(rotated[:, :num_heads], norms.query, norms.eps)
         rotated = torch.cat((query, rms_norm(rotated[:, num_heads:], norms.key, norms.eps)), dim=1)
     rotated = rope(rotated, cos, sin)
-    write_cache(rotated[:, num_heads:], heads[:, num_rotated:], key_cache, value_cache, slot_mapping)
+    write_cache(rotated[:, num_heads:], heads[:, num_rotated:], cache, slot_mapping)
     return rotated[:, :num_heads]
 
 

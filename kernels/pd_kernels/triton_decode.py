@@ -33,7 +33,7 @@ from pd_kernels.triton_new_token import ask_for_tile, no_tokens, one_token, take
 
 if TYPE_CHECKING:
     from pd_kernels.decode_tiling import DecodeTiling
-    from pd_kernels.values import NewTokens
+    from pd_kernels.values import KeysValues, NewTokens
 
 _LOG2_E = 1.4426950408889634
 _MERGED = 8192  # most elements of parts that a merging program holds at a time
@@ -247,8 +247,7 @@ def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, window: int, tiling: 
 
 def decode_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cache: KeysValues,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     plan: DecodePlan,
@@ -261,6 +260,7 @@ def decode_attention(
     With `new`, `query` is `heads` of reference.norm_rope_write. That work is done first; padding is not stored.
     """
     num_seqs, num_heads, size = out.shape
+    key_cache, value_cache = cache
     num_kv_heads, block_size = key_cache.shape[1:3]
     group, tiling = num_heads // num_kv_heads, plan.tiling
     programs = tiling.programs_per_processor * num_processors(query.device)

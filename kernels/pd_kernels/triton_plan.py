@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from pd_kernels.checks import check_cache_views, check_heads, check_query, output
+from pd_kernels.checks import check_cache, check_heads, check_query, output
 from pd_kernels.chunk_tiles import ChunkTiles
 from pd_kernels.decode_tiling import DecodeTiling, decode_tiling
 from pd_kernels.launch_sizes import num_processors
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_kernels.attention import AttentionShape
-    from pd_kernels.values import NewTokens, StepOnDevice, StepSize
+    from pd_kernels.values import KeysValues, NewTokens, StepOnDevice, StepSize
 
 _FAR_KEYS = 4096  # keys of a sequence for which far steps are tiled
 _VOID = np.zeros(0, np.int64)
@@ -132,27 +132,20 @@ class TritonAttentionPlan:
     prefill: PrefillPlan | None  # None without chunks
 
     def run(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        scale: float,
-        out: torch.Tensor | None = None,
+        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See AttentionPlan."""
-        check_cache_views(key_cache, value_cache)
-        check_query(query, key_cache, self.num_tokens)
+        check_cache(cache)
+        check_query(query, cache.keys, self.num_tokens)
         if query.stride(1) != query.shape[2]:
             raise ValueError(f"a token's query heads must be contiguous, not of stride {query.stride(1)}")
         out = output(out, query.shape, query)
         packed, lens = self.packed, self.decode_lens
         if self.decode is not None:  # first: in captured steps it zeroes the rows of chunks
             rows = slice(0, len(lens))
-            decode_attention(
-                query[rows], key_cache, value_cache, packed.block_tables, lens, self.decode, out[rows], scale
-            )
+            decode_attention(query[rows], cache, packed.block_tables, lens, self.decode, out[rows], scale)
         if self.prefill is not None:
-            prefill_attention(query, key_cache, value_cache, packed, self.prefill, out, scale, self.window)
+            prefill_attention(query, cache, packed, self.prefill, out, scale, self.window)
         return out
 
     @property
@@ -163,27 +156,22 @@ class TritonAttentionPlan:
             return False
         return plan.split_arrived is not None or len(self.decode_lens) >= plan.tiling.rotates_from
 
-    def run_rotating(
-        self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
-    ) -> torch.Tensor | None:
+    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> torch.Tensor | None:
         """See AttentionPlan. For heads that rotate, with no norms over several heads."""
         lens, plan = self.decode_lens, self.decode
         if plan is None or not self.may_rotate:
             return None
         if not new.cos.shape[1] or (new.norms is not None and new.norms.query.dim() > 1):
             return None
-        check_cache_views(key_cache, value_cache)
-        check_heads(heads, new.cos, new.sin, key_cache, new.slot_mapping)
+        check_cache(cache)
+        check_heads(heads, new, cache)
         if len(heads) != len(lens):
             raise ValueError(f"heads of {len(heads)} tokens in a step of {len(lens)}")
-        _, num_kv_heads, _, size = key_cache.shape
+        _, num_kv_heads, _, size = cache.keys.shape
         out = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, size)
         tables = self.packed.block_tables
         if plan.split_arrived is not None:
-            split_attention(
-                heads, new, key_cache, value_cache, tables, lens, plan.split_arrived, out, scale, self.window,
-                plan.tiling,
-            )  # fmt: skip
+            split_attention(heads, new, cache, tables, lens, plan.split_arrived, out, scale, self.window, plan.tiling)
         else:
-            decode_attention(heads, key_cache, value_cache, tables, lens, plan, out, scale, new)
+            decode_attention(heads, cache, tables, lens, plan, out, scale, new)
         return out

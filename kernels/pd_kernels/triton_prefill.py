@@ -27,7 +27,7 @@ from pd_kernels.values import PrefillTiling
 
 if TYPE_CHECKING:
     from pd_kernels.attention import AttentionShape
-    from pd_kernels.values import PackedSequences
+    from pd_kernels.values import KeysValues, PackedSequences
 
 _LOG2_E = 1.4426950408889634
 _SHARED_KEYS = 1024  # a tile with fewer keys belongs to one program
@@ -206,8 +206,7 @@ class LargeTiles(Protocol):
     def launch(
         self,
         query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
+        cache: KeysValues,
         packed: PackedSequences,
         tiles: torch.Tensor,
         out: torch.Tensor,
@@ -304,8 +303,7 @@ def unshared_if_many(
 
 def prefill_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cache: KeysValues,
     packed: PackedSequences,
     plan: PrefillPlan,
     out: torch.Tensor,
@@ -318,16 +316,17 @@ def prefill_attention(
     """
     tiling, tiles = plan.tiling, plan.tiles
     if plan.large_tiles is not None and plan.large_tiles.takes(query, tiling):
-        plan.large_tiles.launch(query, key_cache, value_cache, packed, tiles, out, scale)
+        plan.large_tiles.launch(query, cache, packed, tiles, out, scale)
         return
     num_heads, size = query.shape[1:]
+    key_cache, value_cache = cache
     num_kv_heads, block_size = key_cache.shape[1:3]
     group, columns, num_tiles = num_heads // num_kv_heads, _columns(size), tiles.shape[1]
     descriptors = tiling.descriptors and block_size % tiling.keys == 0
     key_tiles: torch.Tensor | TensorDescriptor = key_cache
     value_tiles: torch.Tensor | TensorDescriptor = value_cache
     if descriptors:
-        key_tiles, value_tiles = (_descriptor(cache, tiling.keys, columns) for cache in (key_cache, value_cache))
+        key_tiles, value_tiles = (_descriptor(part, tiling.keys, columns) for part in cache)
     split = tiling.parts > 1
     calls: list[tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, int | None]]] = [(
         _prefill_kernel, (num_kv_heads, num_tiles, tiling.parts),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from pd_kernels.checks import check_cache_views, check_heads
+from pd_kernels.checks import check_cache, check_heads
 from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_fp8 import stored
@@ -20,7 +20,7 @@ from pd_kernels.triton_fp8 import stored
 if TYPE_CHECKING:
     import torch
 
-    from pd_kernels.values import HeadNorms
+    from pd_kernels.values import KeysValues, NewTokens
 
 _HEADS = 16  # most heads of one program
 
@@ -127,21 +127,14 @@ def _norm_rope_write_kernel(
         tl.store(value_cache + to + high[None, :], stored(value, value_cache), mask=mask)
 
 
-def norm_rope_write(
-    heads: torch.Tensor,
-    norms: HeadNorms | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> torch.Tensor:
+def norm_rope_write(heads: torch.Tensor, new: NewTokens, cache: KeysValues) -> torch.Tensor:
     """See reference.norm_rope_write. Raises ValueError.
 
     A token with a negative slot (padding of a CUDA graph) is not stored.
     """
-    check_cache_views(key_cache, value_cache)
-    check_heads(heads, cos, sin, key_cache, slot_mapping)
+    check_cache(cache)
+    check_heads(heads, new, cache)
+    (norms, cos, sin, slot_mapping), (key_cache, value_cache) = new, cache
     _, num_kv_heads, block_size, size = key_cache.shape
     num_tokens, num_heads, rotary = heads.shape[0], heads.shape[1] - 2 * num_kv_heads, 2 * cos.shape[1]
     query = heads.new_empty((num_tokens, num_heads, size))

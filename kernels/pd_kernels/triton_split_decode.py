@@ -31,7 +31,7 @@ from pd_kernels.triton_new_token import one_token, take_new_token
 
 if TYPE_CHECKING:
     from pd_kernels.decode_tiling import DecodeTiling
-    from pd_kernels.values import NewTokens
+    from pd_kernels.values import KeysValues, NewTokens
 
 _LOG2_E = 1.4426950408889634
 _NUM_WARPS = 4
@@ -118,8 +118,7 @@ def _split_kernel(
 def split_attention(
     heads: torch.Tensor,
     new: NewTokens,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    cache: KeysValues,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     arrived: torch.Tensor,
@@ -133,6 +132,7 @@ def split_attention(
     `arrived`: int32 [S * num_kv_heads], zeros before the first launch of a step; no other function may use it.
     """
     num_seqs, num_heads, size = out.shape
+    key_cache, value_cache = cache
     num_kv_heads, block_size = key_cache.shape[1:3]
     group, splits, early = num_heads // num_kv_heads, tiling.splits, launches_early(heads.device)
     parts = torch.empty((num_seqs * num_kv_heads * splits * group, size), dtype=torch.float32, device=heads.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -184,8 +184,14 @@ class HeadNorms:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
+class KeysValues(NamedTuple):
+    """One layer's cache: views [num_blocks, num_kv_heads, block_size, head_dim] each, with the rank's heads."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class NewTokens(NamedTuple):
     """What a step has for one layer besides the QKV product of its tokens: see `reference.norm_rope_write`."""
 
     norms: HeadNorms | None

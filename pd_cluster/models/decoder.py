@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from pd_cluster.models.head_norms import HeadNormsOverRanks
 from pd_cluster.models.linear_group import LinearGroup
 from pd_cluster.models.paged_attention import PagedAttention
 from pd_cluster.models.parameters import Parameters
+from pd_cluster.models.rope import make_rope_table
 from pd_cluster.models.shard import Cut
 from pd_kernels.values import HalfNormed, HeadNorms
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
-    from pd_cluster.models.mixer import LayerCache
+    from pd_cluster.models.mixer import LayerCache, Mixer
     from pd_cluster.models.model_share import ModelShare
     from pd_cluster.models.slot import Slot
     from pd_cluster.models.spec import ModelSpec
@@ -30,32 +31,44 @@ if TYPE_CHECKING:
 
 
 class Layer(Protocol):
-    """The weights of one layer. A family declares its own fields, and `input_norm` for the layer's first norm."""
+    """The weights of one layer: those before and of attention. A family declares further fields."""
 
     @property
     def input_norm(self) -> torch.Tensor:
         """The weight of the first norm, [hidden_size]."""
+
+    @property
+    def qkv(self) -> Linear:
+        """[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]."""
+
+    @property
+    def attention(self) -> Mixer: ...
 
 
 FamilyLayer = TypeVar("FamilyLayer", bound=Layer)
 
 
 class Decoder(ABC, Generic[FamilyLayer]):
-    """A Model. A family makes one layer in `_make_layer`, and computes all layers in `hidden`."""
+    """A Model. A family makes one layer in `_make_layer`, and computes what is behind attention in `_finish_layer`."""
+
+    offset_norms: ClassVar = False  # see Parameters
 
     def __init__(
         self,
         spec: ModelSpec,
         kernels: Kernels,
+        max_len: int,
         dtype: torch.dtype,
         device: torch.device,
         share: ModelShare,
-        *,
-        offset_norms: bool = False,
     ) -> None:
-        """`offset_norms`: see Parameters. Raises StartupError if the ranks cannot share the model evenly."""
+        """See BuildModel. Raises StartupError if the ranks cannot share the model evenly."""
         self.spec = spec
         self.dtype, self.device = dtype, device
+        ropes = [spec.window_rope or spec.rope if window else spec.rope for window in spec.group_windows]
+        distinct, rotary_dim = list(dict.fromkeys(ropes)), spec.rotary_dim or spec.head_dim
+        self._ropes = [make_rope_table(rope, rotary_dim, max_len, dtype, device) for rope in distinct]
+        self._rope_of_group = [distinct.index(rope) for rope in ropes]
         self._kernels = kernels
         self._share, shard = share, share.shard
         self._queries = shard.cut(spec.num_heads, "query heads", spec.head_dim)
@@ -63,7 +76,7 @@ class Decoder(ABC, Generic[FamilyLayer]):
         self.head_ids = shard.vocabulary(spec.vocab_size)
         self._num_logits = -(-spec.vocab_size // shard.size)
         self._parameters = Parameters(
-            kernels, dtype, device, offset_norms=offset_norms, quantization=spec.quantization, share=share
+            kernels, dtype, device, offset_norms=self.offset_norms, quantization=spec.quantization, share=share
         )
         # Weights are allocated in the order in which a step reads them
         self._embedding = self._parameters.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
@@ -76,6 +89,8 @@ class Decoder(ABC, Generic[FamilyLayer]):
             head = Cut(spec.vocab_size, self.head_ids)
             self._head = self._parameters.linear("head", {"lm_head": head}, spec.hidden_size)
         self._next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
+        for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
+            self._feed(layer, following.qkv if following else None)
 
     @property
     def slots(self) -> dict[str, Slot]:
@@ -87,11 +102,42 @@ class Decoder(ABC, Generic[FamilyLayer]):
         """Make the layer `name` of the checkpoint, which is the layer `index` of the spec."""
 
     @abstractmethod
-    def hidden(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> Normed:
+    def _feed(self, layer: FamilyLayer, following: Linear | None) -> None:
+        """Tell the layer's products which products read their results; the last one's is `following`. See Linear.feed.
+
+        None: the head, which is not quantized.
+        """
+
+    @abstractmethod
+    def _finish_layer(
+        self, layer: FamilyLayer, residual: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor
+    ) -> Normed:
+        """Add what the layer computes of `attended` to `residual`, in place. -> the norm of the sum by `next_norm`."""
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The residual before the first layer."""
+        return F.embedding(token_ids, self._embedding)
+
+    def _hidden(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> Normed:
         """Compute all layers and the final norm: [R, hidden_size] for the tail's rows, [T, hidden_size] without a tail.
 
         `Model.forward` describes the arguments.
         """
+        last = self._layers[-1]
+        # before an ordinary launch: see triton_dependent_launch
+        of_rope = [table.at(inputs.positions) for table in self._ropes]
+        angles = [of_rope[rope] for rope in self._rope_of_group]
+        residual = self._embed(inputs.token_ids)
+        x: Normed = self._kernels.rms_norm(residual, self._layers[0].input_norm, self.spec.norm_eps)
+        for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
+            tail = inputs.tail if layer is last else None
+            attended = layer.attention(layer.qkv(x), angles[layer.attention.group], inputs, caches[index], tail)
+            if tail is not None:
+                residual = residual[tail.rows]
+                if not len(residual):
+                    return residual
+            x = self._finish_layer(layer, residual, attended, next_norm)
+        return x
 
     def logits(self, hidden: Normed) -> torch.Tensor:
         """Multiply `hidden` [R, hidden_size] with the head. -> logits as those of `Model.forward`."""
@@ -103,11 +149,11 @@ class Decoder(ABC, Generic[FamilyLayer]):
 
     def forward(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
         """See Model."""
-        return self.logits(self.hidden(inputs, caches))
+        return self.logits(self._hidden(inputs, caches))
 
     def hidden_states(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> torch.Tensor:
         """See Model."""
-        hidden = self.hidden(inputs, caches)
+        hidden = self._hidden(inputs, caches)
         hidden = hidden.normed() if isinstance(hidden, HalfNormed) else hidden
         assert isinstance(hidden, torch.Tensor), "the last norm feeds the head, which is not quantized"
         return hidden

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """How a family's checkpoints name a layer's experts: `{layer}.{block}.experts.{number}.{gate}.weight`."""
+    """How checkpoints name a layer's experts: `{layer}.{block}.experts.{number}.{gate}.weight`."""
 
     block: str
     gate: str
@@ -32,6 +32,14 @@ class ExpertNames:
     down: str
     shared: str = "shared_expert"  # the expert that computes every token
     bias: str = "gate.e_score_correction_bias"  # of a router of sigmoids
+
+
+USUAL_NAMES = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+NAMES = {  # by architecture, where they differ
+    "MixtralForCausalLM": ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    "Glm4MoeForCausalLM": replace(USUAL_NAMES, shared="shared_experts"),
+    "MiniMaxM2ForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2", bias="e_score_correction_bias"),
+}
 
 
 @dataclass(frozen=True, slots=True)

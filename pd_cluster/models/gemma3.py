@@ -6,23 +6,17 @@ Each half of a layer has a norm before and after it. Most layers have windows. E
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from pd_cluster.models.decoder import Decoder
-from pd_cluster.models.rope import make_rope_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
-    from pd_cluster.models.mixer import LayerCache, Mixer
-    from pd_cluster.models.model_share import ModelShare
-    from pd_cluster.models.spec import ModelSpec
-    from pd_kernels.backends import Kernels
+    from pd_cluster.models.mixer import Mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,41 +37,26 @@ class Gemma3Layer:
 class Gemma3(Decoder[Gemma3Layer]):
     """Weights and forward pass of one decoder. The outputs of attention and MLP are normed before they are added."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        kernels: Kernels,
-        max_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        share: ModelShare,
-    ) -> None:
-        ropes = [spec.window_rope or spec.rope if window else spec.rope for window in spec.group_windows]
-        self._ropes = [make_rope_table(rope, spec.head_dim, max_len, dtype, device) for rope in ropes]
-        self._embedding_scale = torch.tensor(spec.hidden_size**0.5, dtype=dtype).item()  # rounded, as in training
-        super().__init__(spec, kernels, dtype, device, share, offset_norms=True)
-        for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
-            layer.out.feed(layer.gate_up)
-            if following is not None:
-                layer.down.feed(following.qkv)
+    offset_norms: ClassVar = True
 
-    def hidden(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> Normed:
-        """See Decoder."""
-        eps, last = self.spec.norm_eps, self._layers[-1]
-        # before an ordinary launch: see triton_dependent_launch
-        angles = [rope.at(inputs.positions) for rope in self._ropes]
-        residual = F.embedding(inputs.token_ids, self._embedding) * self._embedding_scale
-        x: Normed = self._kernels.rms_norm(residual, self._layers[0].input_norm, eps)
-        for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
-            tail = inputs.tail if layer is last else None
-            attended = layer.attention(layer.qkv(x), angles[layer.attention.group], inputs, caches[index], tail)
-            if tail is not None:
-                residual = residual[tail.rows]
-                if not len(residual):
-                    return residual
-            x = layer.out.add_norm(residual, attended, layer.mlp_norm, eps, before=layer.out_norm)
-            x = layer.down.add_norm(residual, layer.gate_up(x), next_norm, eps, before=layer.down_norm)
-        return x
+    @cached_property
+    def _embedding_scale(self) -> float:
+        return torch.tensor(self.spec.hidden_size**0.5, dtype=self.dtype).item()  # rounded, as in training
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return super()._embed(token_ids) * self._embedding_scale
+
+    def _feed(self, layer: Gemma3Layer, following: Linear | None) -> None:
+        layer.out.feed(layer.gate_up)
+        if following is not None:
+            layer.down.feed(following)
+
+    def _finish_layer(
+        self, layer: Gemma3Layer, residual: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor
+    ) -> Normed:
+        eps = self.spec.norm_eps
+        x = layer.out.add_norm(residual, attended, layer.mlp_norm, eps, before=layer.out_norm)
+        return layer.down.add_norm(residual, layer.gate_up(x), next_norm, eps, before=layer.down_norm)
 
     def _make_layer(self, name: str, index: int) -> Gemma3Layer:
         spec, weights = self.spec, self._parameters

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from pd_cluster.models.reduce import Reduce
     from pd_kernels.backends import NormRopeWrite
-    from pd_kernels.values import HeadNorms
+    from pd_kernels.values import KeysValues, NewTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,10 @@ class HeadNormsOverRanks:
     reduce: Reduce
     num_ranks: int
 
-    def __call__(
-        self,
-        heads: torch.Tensor,
-        norms: HeadNorms | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> torch.Tensor:
-        """See NormRopeWrite. The weights of `norms` are those of this rank's heads."""
-        assert norms is not None
-        num_keys = key_cache.shape[1]
+    def __call__(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues) -> torch.Tensor:
+        """See NormRopeWrite. The weights of the norms are those of this rank's heads."""
+        assert new.norms is not None
+        num_keys, norms = cache.keys.shape[1], new.norms
         query, key, value = torch.split(heads, [heads.shape[1] - 2 * num_keys, num_keys, num_keys], dim=1)
         wide = [part.float() if part.element_size() < 4 else part for part in (query, key)]
         squares = self.reduce.add(torch.stack([part.pow(2).sum((1, 2)) for part in wide], 1))
@@ -45,4 +36,4 @@ class HeadNormsOverRanks:
         for index, (part, weight) in enumerate(zip(wide, (norms.query, norms.key), strict=True)):
             mean = squares[:, index, None, None] / (self.num_ranks * part.shape[1] * part.shape[2])
             normed.append(((part * (mean + norms.eps).rsqrt()).to(weight.dtype) * weight).to(heads.dtype))
-        return self.kernel(torch.cat((*normed, value), 1), None, cos, sin, key_cache, value_cache, slot_mapping)
+        return self.kernel(torch.cat((*normed, value), 1), new._replace(norms=None), cache)

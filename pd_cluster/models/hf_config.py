@@ -10,7 +10,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError, UnservedModel
-from pd_cluster.models.end_tokens import read_end_tokens
 from pd_cluster.models.quantization import read_quantization
 from pd_cluster.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 
@@ -124,11 +123,6 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         norms_heads_together=rules.norms_heads_together,
         quantization=quantization,
     )
-
-
-def read_eos_token_ids(directory: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """The ids of `read_end_tokens`."""
-    return read_end_tokens(directory, config).ids
 
 
 def scaled_length(max_len: int, rope: Mapping[str, Any]) -> int:

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
-
-import torch.nn.functional as F
+from typing import TYPE_CHECKING
 
 from pd_cluster.models.decoder import Decoder
-from pd_cluster.models.experts import ExpertNames, make_experts
+from pd_cluster.models.experts import NAMES, USUAL_NAMES, make_experts
 from pd_cluster.models.feed_forward import Dense
-from pd_cluster.models.rope import make_rope_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
     from pd_cluster.models.feed_forward import FeedForward
-    from pd_cluster.models.forward_inputs import ForwardInputs
     from pd_cluster.models.linear import Linear, Normed
-    from pd_cluster.models.mixer import LayerCache, Mixer
-    from pd_cluster.models.model_share import ModelShare
-    from pd_cluster.models.spec import ModelSpec
-    from pd_kernels.backends import Kernels
+    from pd_cluster.models.mixer import Mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +32,15 @@ class LlamaLayer:
 class Llama(Decoder[LlamaLayer]):
     """Weights and forward pass of one decoder."""
 
-    expert_names: ClassVar = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+    def _feed(self, layer: LlamaLayer, following: Linear | None) -> None:
+        layer.feed_forward.feed(layer.out, following)
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        kernels: Kernels,
-        max_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        share: ModelShare,
-    ) -> None:
-        self._rope = make_rope_table(spec.rope, spec.rotary_dim or spec.head_dim, max_len, dtype, device)
-        super().__init__(spec, kernels, dtype, device, share)
-        for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
-            layer.feed_forward.feed(layer.out, following.qkv if following else None)
-
-    def hidden(self, inputs: ForwardInputs, caches: Mapping[int, LayerCache]) -> Normed:
-        """See Decoder."""
-        eps, last = self.spec.norm_eps, self._layers[-1]
-        angles = self._rope.at(inputs.positions)  # before an ordinary launch: see triton_dependent_launch
-        residual = F.embedding(inputs.token_ids, self._embedding)
-        x: Normed = self._kernels.rms_norm(residual, self._layers[0].input_norm, eps)
-        for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
-            tail = inputs.tail if layer is last else None
-            attended = layer.attention(layer.qkv(x), angles, inputs, caches[index], tail)
-            if tail is not None:
-                residual = residual[tail.rows]
-                if not len(residual):
-                    return residual
-            x = layer.out.add_norm(residual, attended, layer.post_norm, eps)
-            x = layer.feed_forward.add_norm(residual, x, next_norm, eps)
-        return x
+    def _finish_layer(
+        self, layer: LlamaLayer, residual: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor
+    ) -> Normed:
+        eps = self.spec.norm_eps
+        x = layer.out.add_norm(residual, attended, layer.post_norm, eps)
+        return layer.feed_forward.add_norm(residual, x, next_norm, eps)
 
     def _make_layer(self, name: str, index: int) -> LlamaLayer:
         spec, weights = self.spec, self._parameters
@@ -90,7 +58,7 @@ class Llama(Decoder[LlamaLayer]):
     def _make_feed_forward(self, name: str, index: int) -> FeedForward:
         spec, weights = self.spec, self._parameters
         if spec.experts is not None and index not in spec.experts.dense_layers:
-            names, experts = self.expert_names, spec.experts
+            names, experts = NAMES.get(spec.architecture, USUAL_NAMES), spec.experts
             return make_experts(name, names, spec.hidden_size, experts, weights, self._kernels, self._share)
         return Dense(
             gate_up=self._make_gate_up(f"{name}.mlp", self._kernels.silu_and_mul),

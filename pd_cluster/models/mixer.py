@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from pd_kernels.values import KeysValues
 
 if TYPE_CHECKING:
     import torch
 
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
-
-
-class KeysValues(NamedTuple):
-    """One layer's keys and values, [num_blocks, num_kv_heads, block_size, head_dim] each, with the rank's heads."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
 
 
 LayerCache: TypeAlias = KeysValues  # the cache of one layer; other mixers keep latent vectors, or states

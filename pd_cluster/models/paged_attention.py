@@ -40,19 +40,18 @@ class PagedAttention:
         `angles`: cos and sin, [T, rotary_dim / 2] each. -> [T, H * head_dim]; with `tail`, of its R rows only.
         """
         heads = x.view(x.shape[0], -1, self.head_dim)
-        plan, slots = inputs.plans[self.group], inputs.slot_mappings[self.group]
+        plan, new = inputs.plans[self.group], NewTokens(self.norms, *angles, inputs.slot_mappings[self.group])
         if tail is None and plan.may_rotate:
-            new = NewTokens(self.norms, *angles, slots)
-            attended = plan.run_rotating(heads, new, *cache, self.scale)
+            attended = plan.run_rotating(heads, new, cache, self.scale)
             if attended is not None:
                 return attended.view(attended.shape[0], -1)
-        query = self.kernels.norm_rope_write(heads, self.norms, *angles, *cache, slots)
+        query = self.kernels.norm_rope_write(heads, new, cache)
         if tail is not None and not len(tail.rows):  # chunks in the middle of prompts
             return query.new_empty(0, query.shape[1] * self.head_dim)
         if tail is not None and tail.plan is not None:
-            attended = tail.plan.run(query[tail.rows], *cache, self.scale)
+            attended = tail.plan.run(query[tail.rows], cache, self.scale)
         else:
-            attended = plan.run(query, *cache, self.scale)
+            attended = plan.run(query, cache, self.scale)
             if tail is not None:
                 attended = attended[tail.rows]
         return attended.view(attended.shape[0], -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import UnservedModel
@@ -12,7 +13,7 @@ from pd_cluster.models.model_share import ModelShare
 from pd_cluster.models.wrapper import WRAPPERS, text_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
@@ -24,43 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How to read and to compute one architecture.
-
-    `family` imports and returns the class, so that the API process reads configs without importing torch.
-    """
+    """How to read and to compute one architecture."""
 
     rules: ConfigRules
-    family: Callable[[], BuildModel]
+    family: str = "llama.Llama"  # module and class, imported late: the API process reads configs without torch
 
-
-def _llama() -> BuildModel:
-    from pd_cluster.models.llama import Llama
-
-    return Llama
-
-
-def _mixtral() -> BuildModel:
-    from pd_cluster.models.mixtral import Mixtral
-
-    return Mixtral
-
-
-def _glm4_moe() -> BuildModel:
-    from pd_cluster.models.glm4_moe import Glm4Moe
-
-    return Glm4Moe
-
-
-def _minimax_m2() -> BuildModel:
-    from pd_cluster.models.minimax_m2 import MiniMaxM2
-
-    return MiniMaxM2
-
-
-def _gemma3() -> BuildModel:
-    from pd_cluster.models.gemma3 import Gemma3
-
-    return Gemma3
+    def build(self) -> BuildModel:
+        """The class of the family."""
+        module, name = self.family.split(".")
+        family: BuildModel = getattr(import_module(f"pd_cluster.models.{module}"), name)
+        return family
 
 
 _QWEN = ConfigRules(num_kv_heads=32, max_len=32768, windows=Windows.SOME)
@@ -117,18 +91,18 @@ _GEMMA3 = ConfigRules(
     window_rope_theta=1e4,
 )
 ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(ConfigRules(), _llama),
+    "LlamaForCausalLM": Architecture(ConfigRules()),
     "MistralForCausalLM": Architecture(
-        ConfigRules(qkv_bias=False, out_bias=False, num_kv_heads=8, max_len=131072, windows=Windows.ALL), _llama
+        ConfigRules(qkv_bias=False, out_bias=False, num_kv_heads=8, max_len=131072, windows=Windows.ALL)
     ),
-    "Qwen2ForCausalLM": Architecture(replace(_QWEN, qkv_bias=True, out_bias=False), _llama),
-    "Qwen3ForCausalLM": Architecture(replace(_QWEN, qk_norm=True, head_dim=128), _llama),
-    "Qwen2MoeForCausalLM": Architecture(_QWEN2_MOE, _llama),
-    "Qwen3MoeForCausalLM": Architecture(_QWEN3_MOE, _llama),
-    "MixtralForCausalLM": Architecture(_MIXTRAL, _mixtral),
-    "Glm4MoeForCausalLM": Architecture(_GLM4_MOE, _glm4_moe),
-    "MiniMaxM2ForCausalLM": Architecture(_MINIMAX_M2, _minimax_m2),
-    "Gemma3ForCausalLM": Architecture(_GEMMA3, _gemma3),
+    "Qwen2ForCausalLM": Architecture(replace(_QWEN, qkv_bias=True, out_bias=False)),
+    "Qwen3ForCausalLM": Architecture(replace(_QWEN, qk_norm=True, head_dim=128)),
+    "Qwen2MoeForCausalLM": Architecture(_QWEN2_MOE),
+    "Qwen3MoeForCausalLM": Architecture(_QWEN3_MOE),
+    "MixtralForCausalLM": Architecture(_MIXTRAL),
+    "Glm4MoeForCausalLM": Architecture(_GLM4_MOE),
+    "MiniMaxM2ForCausalLM": Architecture(_MINIMAX_M2),
+    "Gemma3ForCausalLM": Architecture(_GEMMA3, "gemma3.Gemma3"),
 }
 
 
@@ -185,4 +159,5 @@ def build_model(
 
     Raises torch's errors when it does not fit, and StartupError when the ranks cannot share it.
     """
-    return ARCHITECTURES[spec.architecture].family()(spec, kernels, max_len, dtype, device, share or ModelShare())
+    build = ARCHITECTURES[spec.architecture].build()
+    return build(spec, kernels, max_len, dtype, device, share or ModelShare())

@@ -71,14 +71,14 @@ class TransformersModel:
             views, width = caches[call.layer], value.shape[-1]
             group = self.spec.group_windows.index(call.window)
             query, key, value = (_as_cached(part, views.keys) for part in (query, key, value))
-            write_cache(key, value, *views, inputs.slot_mappings[group])
+            write_cache(key, value, views, inputs.slot_mappings[group])
             if call.soft_cap or call.sinks is not None:
                 assert inputs.sequences is not None, "steps of transformers' modules are not captured"
                 packed = inputs.sequences[group]
                 places = packed.block_tables, packed.query_starts, packed.seq_lens
-                out = prefill_attention(query, *views, *places, call.scale, call.window, call.soft_cap, call.sinks)
+                out = prefill_attention(query, views, *places, call.scale, call.window, call.soft_cap, call.sinks)
             else:
-                out = inputs.plans[group].run(query, *views, call.scale)
+                out = inputs.plans[group].run(query, views, call.scale)
             return out[..., :width]
 
         return attend

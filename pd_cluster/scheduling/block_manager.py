@@ -13,10 +13,8 @@ from bisect import bisect_left
 from functools import cached_property, partial
 from itertools import islice
 from math import inf
-from operator import mul
 from typing import TYPE_CHECKING
 
-from pd_cluster.protocol.messages import KvStats
 from pd_cluster.scheduling.batch import NewBlocks
 from pd_cluster.scheduling.block_table import BlockTable, GroupBlocks, Growth
 from pd_cluster.scheduling.cache_news import CacheNews
@@ -28,6 +26,7 @@ from pd_connectors.protocol.layout import BlockRun
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from pd_cluster.protocol.messages import KvStats
     from pd_cluster.scheduling.block_pool import BlockPool
     from pd_connectors.base import CachedBlock
     from pd_connectors.protocol.layout import KVGroup
@@ -53,6 +52,7 @@ class BlockManager:
         self._memory = SlabMemory(groups, ratios, slabs)
         self.pools: tuple[BlockPool, ...] = self._memory.pools
         self.has_room, self.has_room_without = self._memory.has_room, self._memory.has_room_without
+        self.num_units = self._memory.units_of
         self._mortal = tuple(pool for pool in self.pools if not pool.is_tree)  # their blocks die
         self._hits = Hits(self.pools, self.block_size)
         self.news = CacheNews()
@@ -79,14 +79,7 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Units without a reference."""
-        memory, num_units = self._memory, self._memory.num_unowned_units
-        for pool in self.pools:
-            num_units += (pool.num_free + pool.cache.num_evictable) * memory.weights[pool.index]
-        return num_units
-
-    def num_units(self, num_blocks: Sequence[int]) -> int:
-        """Units of so many blocks by group."""
-        return sum(map(mul, num_blocks, self._memory.weights))
+        return self._memory.num_available
 
     @property
     def num_free_tokens(self) -> int:
@@ -112,20 +105,8 @@ class BlockManager:
         return cache_tokens(self._groups, self._slabs)
 
     def stats(self) -> KvStats:
-        by_group = zip(self.pools, *self._quarantines.values(), strict=True)
-        groups = tuple(pool.stats(sum(map(len, quarantined))) for pool, *quarantined in by_group)
-        pairs = tuple(zip(groups, self._memory.weights, strict=True))
-        free = self._memory.num_unowned_units + sum(one.free * weight for one, weight in pairs)
-        cached = sum(one.cached * weight for one, weight in pairs)
-        return KvStats(
-            num_blocks=self.num_blocks,
-            free=free,
-            cached=cached,
-            in_use=self.num_blocks - free - cached,
-            leased=sum(one.leased * weight for one, weight in pairs),
-            quarantined=sum(one.quarantined * weight for one, weight in pairs),
-            groups=groups,
-        )
+        taken = self._quarantines.values()
+        return self._memory.stats([sum(len(ids[pool.index]) for ids in taken) for pool in self.pools])
 
     # tables
 

@@ -14,6 +14,7 @@ to call on a request that has finished, which exactly one Update with `finished`
     Queues      where every sequence and parked request is; the slots        queues.py
     Turns       which sequence is next: groups share slots and memory        turns.py
     KvMemory    which of them get blocks, and which give blocks up           kv_memory.py
+    LoadMemory  which loads of parked requests get blocks                    load_memory.py
     Planner     one step over the queues                                     planner.py, yielding.py
     Lifecycle   how sequences part and end                                   lifecycle.py
     StepEffects what a step's result changes                                 step_effects.py
@@ -34,6 +35,7 @@ from pd_cluster.scheduling.drafts import Drafting
 from pd_cluster.scheduling.hash_ahead import HashAhead
 from pd_cluster.scheduling.kv_memory import KvMemory
 from pd_cluster.scheduling.lifecycle import Lifecycle, Update
+from pd_cluster.scheduling.load_memory import LoadMemory
 from pd_cluster.scheduling.planner import Planner
 from pd_cluster.scheduling.queues import Queues
 from pd_cluster.scheduling.sequence import KvArrival, Request, SequenceStatus
@@ -90,6 +92,7 @@ class Scheduler:
         self._turns = Turns()
         self._queues = Queues(config.max_num_seqs, self._turns)
         self._memory = KvMemory(blocks, self._queues, retract, clock)
+        self._load_memory = LoadMemory(blocks, self._queues, self._memory)
         yielding = Yielding(self._turns, self._queues, self._memory, rests=rests)
         drafting = None if drafter is None else Drafting(drafter, blocks, self._queues)
         self._planner = Planner(config, blocks, self._queues, self._memory, yielding, clock, step_budget, drafting)
@@ -176,7 +179,7 @@ class Scheduler:
         self._begin(request)
         request.table = self._blocks.open_table()
         self._queues.park(request)
-        self._memory.pin(request)
+        self._load_memory.pin(request)
         self._hashes.expect(request.sequences[0], request.num_loaded_tokens)
 
     def _begin(self, request: Request) -> None:
@@ -200,11 +203,11 @@ class Scheduler:
 
         If memory runs short before `reserve`, the pin is dropped, and `reserve` pins the blocks that are still cached.
         """
-        return self._memory.pin(request) * self._blocks.block_size
+        return self._load_memory.pin(request) * self._blocks.block_size
 
     def missing(self, request: Request) -> tuple[list[bytes], tuple[int, ...]]:
-        """See `KvMemory.missing`."""
-        return self._memory.missing(request)
+        """See `LoadMemory.missing`."""
+        return self._load_memory.missing(request)
 
     def reserve(self, request: Request, prefix: int | None = None) -> LoadSpec | None:
         """Reserve blocks for the load `request.load_id`: for the part of a parked prompt that is not cached.
@@ -215,7 +218,7 @@ class Scheduler:
         """
         if request not in self._queues.parked or request.kv is not KvArrival.ABSENT:
             return None
-        if (load := self._memory.reserve(request, prefix)) is not None:
+        if (load := self._load_memory.reserve(request, prefix)) is not None:
             if prefix is None:
                 request.marks.reserved_s = self._clock()
             self._loads.append(load)
@@ -229,14 +232,14 @@ class Scheduler:
         """
         self._queues.stop_reserving(request)
         if request.kv is KvArrival.WRITING:
-            self._memory.keep_prefix(request, num_tokens)
+            self._load_memory.keep_prefix(request, num_tokens)
 
     def drop_load(self, request: Request) -> None:
         """Quarantine the blocks of a failed load until `drain(load_id)`. The request stays parked."""
         self._queues.stop_reserving(request)
         if request.kv is KvArrival.WRITING:
             self._loads = [load for load in self._loads if load.load_id != request.load_id]
-            self._memory.quarantine(request)
+            self._load_memory.quarantine(request)
 
     def drain(self, load_id: str) -> None:
         """Free the blocks of a dropped load, in which nothing can land any more. Unknown ids are ignored."""
@@ -271,7 +274,7 @@ class Scheduler:
         """
         if request.kv is not KvArrival.WRITING:
             return
-        self._memory.keep_prompt(request)
+        self._load_memory.keep_prompt(request)
         request.marks.loaded_s = self._clock()
         if request.is_parted or request.redraws:
             self._unpark_loaded(request)
@@ -302,7 +305,7 @@ class Scheduler:
         """Release the blocks that the request itself holds. Blocks that a load writes are quarantined. Idempotent."""
         self.drop_load(request)
         self._queues.unpark(request)
-        self._memory.close(request)
+        self._load_memory.close(request)
 
     # steps
 

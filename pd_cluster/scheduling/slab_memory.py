@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from itertools import count, islice
 from math import lcm
-from operator import itemgetter
+from operator import itemgetter, mul
 from typing import TYPE_CHECKING
 
+from pd_cluster.protocol.messages import KvStats
 from pd_cluster.scheduling.block_pool import BlockPool
 
 if TYPE_CHECKING:
@@ -34,13 +35,12 @@ class SlabMemory:
     """The pools of all groups. A group that is alone has all of the memory, and no slabs.
 
     `num_units`: a slab has as many as the least common multiple of the blocks that groups have in one.
-    `weights`: the units of a block, by group.
     """
 
     def __init__(self, groups: Sequence[KVGroup], ratios: Sequence[int], slabs: KvSlabs) -> None:
         self._units = lcm(*slabs.per_slab)
         self.num_units = slabs.num_slabs * self._units
-        self.weights = tuple(self._units // count for count in slabs.per_slab)
+        self._weights = tuple(self._units // count for count in slabs.per_slab)  # units of a block, by group
         self._num_slabs = slabs.num_slabs if len(groups) > 1 else 0
         self.unowned = list(range(self._num_slabs - 1, -1, -1))
         self.idle: dict[int, tuple[int, SlabPool]] = {}  # slab -> when its last reference went, owner; in this order
@@ -59,8 +59,31 @@ class SlabMemory:
         return len(self.unowned) + len(self.idle)
 
     @property
-    def num_unowned_units(self) -> int:
-        return len(self.unowned) * self._units
+    def num_available(self) -> int:
+        """Units without a reference."""
+        num_units = len(self.unowned) * self._units
+        for pool in self.pools:
+            num_units += (pool.num_free + pool.cache.num_evictable) * self._weights[pool.index]
+        return num_units
+
+    def units_of(self, num_blocks: Sequence[int]) -> int:
+        """Units of so many blocks by group."""
+        return sum(map(mul, num_blocks, self._weights))
+
+    def stats(self, num_quarantined: Sequence[int]) -> KvStats:
+        """`num_quarantined`: blocks, by group."""
+        groups = tuple(pool.stats(count) for pool, count in zip(self.pools, num_quarantined, strict=True))
+        free = len(self.unowned) * self._units + self.units_of([one.free for one in groups])
+        cached = self.units_of([one.cached for one in groups])
+        return KvStats(
+            num_blocks=self.num_units,
+            free=free,
+            cached=cached,
+            in_use=self.num_units - free - cached,
+            leased=self.units_of([one.leased for one in groups]),
+            quarantined=self.units_of([one.quarantined for one in groups]),
+            groups=groups,
+        )
 
     def has_room(self, needs: Sequence[int]) -> bool:
         """Whether each group can take so many blocks at once."""

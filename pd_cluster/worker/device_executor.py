@@ -21,10 +21,10 @@ failed, the state can only be closed.
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import torch
@@ -38,21 +38,20 @@ from pd_cluster.worker.device_plan import DevicePlan, make_place
 from pd_cluster.worker.kv_cache import DTYPES, KVCache, blocks_in, describe_slabs, make_slabs
 from pd_cluster.worker.memory_measurement import measure_free_bytes, run_largest_step
 from pd_cluster.worker.model_loading import load_model
-from pd_cluster.worker.model_runner import ModelRunner
-from pd_cluster.worker.state import LeftState, Weights, without_locals
+from pd_cluster.worker.state import DeviceState, Weights, without_locals
 from pd_cluster.worker.step_measurement import StepTimer, measure_sizes
 from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_all_kinds
 from pd_kernels.values import StepSize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
-    from contextlib import AbstractContextManager
 
     from pd_cluster.config import CacheConfig, NodeConfig
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.worker.executor import ModelDescription
     from pd_cluster.worker.input_batch import Staged
+    from pd_cluster.worker.model_runner import ModelRunner
     from pd_cluster.worker.pending_step import PendingStep
     from pd_cluster.worker.rank_sampler import RankPlace
     from pd_cluster.worker.ranks import Ranks
@@ -61,69 +60,6 @@ if TYPE_CHECKING:
     from pd_connectors.rank_port import RankPort
 
 logger = logging.getLogger(__name__)
-
-NextState = TypeVar("NextState", bound="DeviceState")
-
-
-class DeviceState:
-    """A state of the executor on one device.
-
-    A transition leaves it only when the next state is complete, and owns the same and more.
-    """
-
-    def __init__(self, plan: DevicePlan, weights: Weights) -> None:
-        """`weights`: empty before they are loaded."""
-        self._plan, self._weights = plan, weights
-        self.layout, self.config = plan.layout, plan.config
-        self._ranks = None if plan.place is None else plan.place.ranks
-
-    def close(self) -> None:
-        """Wait for the devices and release what the executor has acquired. Idempotent.
-
-        The cache's memory lives until the last reference to it, a transport's for instance, is gone.
-        """
-        self.release() if self._ranks is None else self._ranks.close(self.release)
-
-    def release(self, waits: bool = True) -> None:
-        """The part of `close` for this device. `waits`: for it."""
-        with self._plan.owned, self._weights.owned:
-            if waits:
-                self._synchronize()
-
-    def left_for(self, state: NextState) -> NextState:
-        """Leave this state. -> `state`, which owns from now on what this one did."""
-        vars(self).clear()
-        self.__class__ = LeftState  # type: ignore[assignment]
-        return state
-
-    def use_device(self) -> None:
-        """Make the device the calling thread's own: else a call of CUDA takes memory of the first one."""
-        if self._plan.device.type == "cuda":
-            torch.cuda.set_device(self._plan.device)
-
-    def _on_all(self, phase: str, *arguments: Any) -> AbstractContextManager[list[Any]]:
-        """The block's work is this device's part of a phase. -> the results of other ranks, behind the block.
-
-        Only rank 0 takes others along.
-        """
-        return nullcontext([]) if self._ranks is None else self._ranks.phase(phase, *arguments)
-
-    def _back_to(self, phase: str, state: NextState, released: ExitStack | None = None) -> NextState:
-        """Leave this state for one that owns less, and give the memory to the device."""
-        with self._on_all(phase):
-            self._synchronize()
-            if released is not None:
-                released.close()
-        self.left_for(state)
-        torch.cuda.empty_cache()  # nothing on a CPU
-        return state
-
-    def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
-        return ModelRunner(self._plan, self._weights.model, cache, max_len)
-
-    def _synchronize(self) -> None:
-        if self._plan.device.type == "cuda":
-            torch.cuda.synchronize(self._plan.device)
 
 
 class DeviceDescribed(DeviceState):
@@ -273,7 +209,7 @@ class DeviceExecutor(DeviceState):
 
     def __init__(self, plan: DevicePlan, weights: Weights, runner: ModelRunner, model: ModelDescription) -> None:
         super().__init__(plan, weights)
-        self.model, self._model, self._grammars = model, weights.model, plan.grammars  # `measure` completes `model`
+        self.model, self._grammars = model, plan.grammars  # `measure` completes `model`
         self._runner, self._cache = runner, runner.cache
         cache = runner.cache
         self.slabs, self.num_host_blocks, self.block_size = cache.slabs, cache.num_host_blocks, plan.layout.block_size

@@ -46,11 +46,11 @@ class InputBatch:
         host_buffer: HostBuffer,
         vocab_size: int,
         device: torch.device,
-        last_group: int | None = 0,
+        last_group: int = 0,
         *,
         mixes_dtypes: bool = False,
     ) -> None:
-        """`block_sizes`: by KV group. `last_group`: that of the last layer; None: it has none.
+        """`block_sizes`: by KV group. `last_group`: that of the last layer.
 
         `mixes_dtypes`: memory of one group may be NaN for another one.
         """
@@ -382,6 +382,5 @@ class InputBatch:
         rows, ends = samples.rows, samples.positions
         if samples.drafts:
             rows, ends = np.repeat(rows, samples.lens), up_to(ends + samples.lens, samples.lens)
-        groups = () if self._last_group is None else (self._last_group,)
-        packed = self._pack(rows, np.ones_like(rows), ends, np.arange(len(rows) + 1), groups)
-        return TailInputs(self._move(places), packed[0] if packed else None)
+        packed = self._pack(rows, np.ones_like(rows), ends, np.arange(len(rows) + 1), (self._last_group,))
+        return TailInputs(self._move(places), packed[0])

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.errors import StartupError
-from pd_cluster.models.mixer import KeysValues
 from pd_cluster.worker.plain_memory import plain_memory
 from pd_connectors.base import CacheDescription
 from pd_connectors.protocol.slabs import KvSlabs
 from pd_kernels.fp8_cache import FP8, indexable
+from pd_kernels.values import KeysValues
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -24,7 +24,7 @@ from pd_cluster.worker.sampler import Sampled, WholeSampler
 from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from pd_cluster.errors import PdError
     from pd_cluster.models.model import Model
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from pd_cluster.worker.draw_places import CapturedDraw
     from pd_cluster.worker.input_batch import Staged
     from pd_cluster.worker.kv_cache import KVCache
-    from pd_cluster.worker.pending_step import Runs
     from pd_cluster.worker.prompt_outputs import LaunchedRead, ReadPlan
     from pd_cluster.worker.sampler import TokenSampler
-    from pd_cluster.worker.step_inputs import Part, ReplayInputs, Samples, StepInputs
-    from pd_kernels.values import Ints, StepSize
+    from pd_cluster.worker.step_inputs import Part, ReplayInputs, StepInputs
+    from pd_kernels.values import StepSize
 
 
 class Deferred(NamedTuple):
@@ -54,10 +53,10 @@ class ModelRunner:
 
     def __init__(self, plan: DevicePlan, model: Model, cache: KVCache, max_len: int) -> None:
         """There are no rows and graphs yet. `max_len`: tokens of a sequence, prompt and output."""
-        limits, vocab_size = plan.config.scheduler, model.spec.vocab_size
+        limits, spec, vocab_size = plan.config.scheduler, model.spec, model.spec.vocab_size
         kernels, device, place = plan.kernels, plan.device, plan.place
         self._model, self.cache, self.kernels, self._attentions = model, cache, kernels, plan.attentions
-        self._caches, self._last_group = cache.layer_caches, last_group(model, cache)
+        self._caches, self._last_group = cache.layer_caches, spec.group_windows.index(spec.windows[-1])
         block_sizes = [group.block_size for group in cache.layout.groups]
         num_rows = limits.max_num_seqs
         layout = DrawLayout(num_rows, vocab_size)
@@ -150,7 +149,7 @@ class ModelRunner:
             self.draw_late()
 
     def _begun(self, batch: Batch) -> PendingStep:
-        return PendingStep(batch.step, self._note_result, self._finish_late)
+        return PendingStep(batch.step, self.rows.note_result, self._finish_late)
 
     def forget_sequences(self) -> None:
         """Remove all sequences and the step that waits to be drawn, for instance after a launch that failed."""
@@ -162,9 +161,7 @@ class ModelRunner:
         """Compute the logits [R, vocab_size] of the samples. The inputs must be on the device."""
         tail = None
         if inputs.tail is not None:
-            packed, group = inputs.tail.sequences, self._last_group
-            plan = None if packed is None or group is None else self._attentions[group].plan(packed)
-            tail = Tail(inputs.tail.rows, plan)
+            tail = Tail(inputs.tail.rows, self._attentions[self._last_group].plan(inputs.tail.sequences))
         logits = self._model.forward(self._forward_inputs(inputs, tail), self._caches)
         return logits if inputs.samples.owners is None else logits[inputs.samples.owners]
 
@@ -271,17 +268,6 @@ class ModelRunner:
             pending.retired.record()
         pending.is_launched = True
         return pending
-
-    def _note_result(self, parts: Sequence[tuple[Samples, Ints, Runs]]) -> None:
-        """Note that a step's tokens have been read."""
-        for part in parts:
-            self.rows.note_result(*part)
-
-
-def last_group(model: Model, cache: KVCache) -> int | None:
-    """The KV group of the model's last layer; None: the layer has none."""
-    last = model.spec.num_layers - 1
-    return next((index for index, group in enumerate(cache.layout.groups) if last in group.layers), None)
 
 
 def _note_failures(pending: PendingStep, part: Part, failures: dict[int, PdError]) -> None:

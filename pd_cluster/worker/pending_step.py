@@ -14,7 +14,7 @@ from pd_cluster.worker.verification import run_length
 from pd_connectors.protocol.messages import SampledToken
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import torch
 
@@ -58,9 +58,8 @@ class PendingStep:
     """The Pending of a step on one device."""
 
     step: int
-    # Receives samples with their first tokens (int64 [len(samples)]), and the runs of those with drafts by sequence, in
-    # one call for the whole step
-    note_result: Callable[[Sequence[tuple[Samples, Ints, Runs]]], None]
+    # Receives samples with their first tokens (int64 [len(samples)]), and the runs of those with drafts by sequence
+    note_result: Callable[[Samples, Ints, Runs], None]
     finish_late: Callable[[], object]  # draws its late rows, if they wait still
     parts: list[DrawnPart] = field(default_factory=list)
     is_launched: bool = False  # False: its late rows wait for `Executor.draw_late`
@@ -107,7 +106,6 @@ class PendingStep:
         self.wait()
         runs: Runs = {}
         firsts: Runs = {}
-        noted = []
         for part in self.parts:
             first_ids, tokens = part.read()
             rest = iter(tokens)
@@ -115,9 +113,7 @@ class PendingStep:
                 (runs if count == 1 else firsts)[seq_id] = tuple(islice(rest, count))
             verified = _verified(part.samples, firsts) if part.samples.drafts else {}
             runs |= verified
-            noted.append((part.samples, first_ids, verified))
-        if noted:
-            self.note_result(noted)
+            self.note_result(part.samples, first_ids, verified)
         prompts = {} if self.prompts is None else self.prompts.read()
         return StepResult(self.step, runs, firsts, self.failures, self.absent, prompts)
 

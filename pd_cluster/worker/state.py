@@ -1,18 +1,26 @@
-"""What states of the executor share, and what is left of one behind a transition that succeeded, or failed."""
+"""What the states of an executor share, and what is left of one behind a transition that succeeded, or failed."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from traceback import clear_frames
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
 
 from pd_cluster.errors import PdError
+from pd_cluster.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from pd_cluster.models.model import Model
+    from pd_cluster.worker.device_plan import DevicePlan
+    from pd_cluster.worker.kv_cache import KVCache
+
+NextState = TypeVar("NextState", bound="DeviceState")
 
 
 @dataclass(slots=True)
@@ -36,6 +44,67 @@ class LeftState:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise StateLeft(f"{name}: the executor has left this state")
+
+
+class DeviceState:
+    """A state of the executor on one device.
+
+    A transition leaves it only when the next state is complete, and owns the same and more.
+    """
+
+    def __init__(self, plan: DevicePlan, weights: Weights) -> None:
+        """`weights`: empty before they are loaded."""
+        self._plan, self._weights = plan, weights
+        self.layout, self.config = plan.layout, plan.config
+        self._ranks = None if plan.place is None else plan.place.ranks
+
+    def close(self) -> None:
+        """Wait for the devices and release what the executor has acquired. Idempotent.
+
+        The cache's memory lives until the last reference to it, a transport's for instance, is gone.
+        """
+        self.release() if self._ranks is None else self._ranks.close(self.release)
+
+    def release(self, waits: bool = True) -> None:
+        """The part of `close` for this device. `waits`: for it."""
+        with self._plan.owned, self._weights.owned:
+            if waits:
+                self._synchronize()
+
+    def left_for(self, state: NextState) -> NextState:
+        """Leave this state. -> `state`, which owns from now on what this one did."""
+        vars(self).clear()
+        self.__class__ = LeftState  # type: ignore[assignment]
+        return state
+
+    def use_device(self) -> None:
+        """Make the device the calling thread's own: else a call of CUDA takes memory of the first one."""
+        if self._plan.device.type == "cuda":
+            torch.cuda.set_device(self._plan.device)
+
+    def _on_all(self, phase: str, *arguments: Any) -> AbstractContextManager[list[Any]]:
+        """The block's work is this device's part of a phase. -> the results of other ranks, behind the block.
+
+        Only rank 0 takes others along.
+        """
+        return nullcontext([]) if self._ranks is None else self._ranks.phase(phase, *arguments)
+
+    def _back_to(self, phase: str, state: NextState, released: ExitStack | None = None) -> NextState:
+        """Leave this state for one that owns less, and give the memory to the device."""
+        with self._on_all(phase):
+            self._synchronize()
+            if released is not None:
+                released.close()
+        self.left_for(state)
+        torch.cuda.empty_cache()  # nothing on a CPU
+        return state
+
+    def _make_runner(self, cache: KVCache, max_len: int) -> ModelRunner:
+        return ModelRunner(self._plan, self._weights.model, cache, max_len)
+
+    def _synchronize(self) -> None:
+        if self._plan.device.type == "cuda":
+            torch.cuda.synchronize(self._plan.device)
 
 
 @contextmanager

@@ -22,8 +22,7 @@ class TailInputs:
     """The N sequences that sample in a step, when not all tokens of the step sample."""
 
     rows: torch.Tensor  # int64 [L] into T: the tokens that get logits: each sequence's last one, with its drafts
-    # Each of these tokens as the only query of a sequence, for the last layer's KV group; None: it has none
-    sequences: PackedSequences | None
+    sequences: PackedSequences  # each of these tokens as the only query of a sequence, for the last layer's KV group
 
 
 @dataclass(frozen=True, slots=True)

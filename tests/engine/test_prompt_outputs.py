@@ -312,13 +312,13 @@ def test_slices_bound_the_logits(
 ) -> None:
     """Six sequences may sample twelve rows in the largest step that is measured at start: no slice has more."""
     rows: list[int] = []
-    logits = executor._model.logits
+    logits = executor._weights.model.logits
 
     def note_rows(hidden: torch.Tensor) -> torch.Tensor:
         rows.append(len(hidden))
         return logits(hidden)
 
-    monkeypatch.setattr(executor._model, "logits", note_rows)
+    monkeypatch.setattr(executor._weights.model, "logits", note_rows)
     assert prompt_outputs.MOST_ROWS == 256
     prompt = prompt_of(90, 8)
     bench.add("r", prompt, PromptOutputs(logprobs=1), work=Work.READ)

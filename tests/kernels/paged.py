@@ -9,7 +9,7 @@ import torch
 
 from pd_kernels.attention import AttentionShape
 from pd_kernels.fp8_cache import FP8
-from pd_kernels.values import PackedSequences
+from pd_kernels.values import KeysValues, PackedSequences
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,20 @@ class Paged:
     key_cache: torch.Tensor
     value_cache: torch.Tensor
     packed: PackedSequences
+
+    @property
+    def cache(self) -> KeysValues:
+        return KeysValues(self.key_cache, self.value_cache)
+
+    @property
+    def wide_cache(self) -> KeysValues:
+        """In float64."""
+        return KeysValues(self.key_cache.double(), self.value_cache.double())
+
+
+def layer_of(cache: torch.Tensor, layer: int) -> KeysValues:
+    """The views of one layer of a cache [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]."""
+    return KeysValues(cache[:, :, layer, 0], cache[:, :, layer, 1])
 
 
 def make_paged(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pd_kernels import reference
 from pd_kernels.fp8_cache import FP8
 from pd_kernels.torch_attention import MERGE_BYTES, TorchAttention, TorchAttentionPlan, bucket_rows
+from pd_kernels.values import KeysValues
 from tests.kernels.paged import Paged, Shape, attention_shape, make_paged
 
 SHAPES = {
@@ -25,7 +26,7 @@ SHAPES = {
     "only-decodes": Shape(8, 2, 64, 16, (1,) * 9, (1, 2, 15, 16, 17, 31, 33, 250, 600), 9),
     "only-prefill": Shape(4, 2, 64, 64, (300, 70), (300, 400), 0),
 }
-Change = Callable[[Paged], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+Change = Callable[[Paged], tuple[torch.Tensor, KeysValues]]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
@@ -62,8 +63,7 @@ def test_reference_equals_attention_by_hand(name: str, window: int) -> None:
     packed = paged.packed
     found = reference.prefill_attention(
         paged.query,
-        paged.key_cache,
-        paged.value_cache,
+        paged.cache,
         packed.block_tables,
         packed.query_starts,
         packed.seq_lens,
@@ -89,8 +89,7 @@ def test_torch_attention_equals_the_reference(name: str, window: int, dtype: tor
     packed, scale = paged.packed, paged.query.shape[2] ** -0.5
     expected = reference.prefill_attention(
         paged.query.double(),
-        paged.key_cache.double(),
-        paged.value_cache.double(),
+        paged.wide_cache,
         packed.block_tables,
         packed.query_starts,
         packed.seq_lens,
@@ -98,11 +97,11 @@ def test_torch_attention_equals_the_reference(name: str, window: int, dtype: tor
         window,
     )
     plan = plan_of(paged, window)
-    found = plan.run(paged.query, paged.key_cache, paged.value_cache, scale)
+    found = plan.run(paged.query, paged.cache, scale)
     assert found.dtype == dtype
     assert (found.double() - expected).abs().max() < TOLERANCE[dtype]
     place = torch.full_like(found, torch.nan)
-    assert plan.run(paged.query, paged.key_cache, paged.value_cache, scale, place) is place
+    assert plan.run(paged.query, paged.cache, scale, place) is place
     assert torch.equal(place, found)
 
 
@@ -114,8 +113,8 @@ def test_torch_attention_widens_an_fp8_cache(name: str, window: int, dtype: torc
     paged = make_paged(SHAPES[name], dtype, cache_dtype=FP8)
     wide = replace(paged, key_cache=widened(paged.key_cache, dtype), value_cache=widened(paged.value_cache, dtype))
     scale = paged.query.shape[2] ** -0.5
-    found = plan_of(paged, window).run(paged.query, paged.key_cache, paged.value_cache, scale)
-    expected = plan_of(wide, window).run(wide.query, wide.key_cache, wide.value_cache, scale)
+    found = plan_of(paged, window).run(paged.query, paged.cache, scale)
+    expected = plan_of(wide, window).run(wide.query, wide.cache, scale)
     assert (found - expected).abs().max() < 1e-5
 
 
@@ -129,9 +128,7 @@ def widened(view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def test_decode_attention_is_prefill_of_one_token() -> None:
     paged = make_paged(SHAPES["only-decodes"])
     packed, scale = paged.packed, paged.query.shape[2] ** -0.5
-    found = reference.decode_attention(
-        paged.query, paged.key_cache, paged.value_cache, packed.block_tables, packed.seq_lens, scale
-    )
+    found = reference.decode_attention(paged.query, paged.cache, packed.block_tables, packed.seq_lens, scale)
     assert torch.allclose(found, by_hand(paged, 0), atol=1e-12)
 
 
@@ -139,11 +136,11 @@ def test_other_sequences_blocks_do_not_matter() -> None:
     """Padding of a bucket reads the row's own blocks: NaN elsewhere in the cache stays elsewhere."""
     paged = make_paged(SHAPES["only-decodes"], torch.float32)
     scale = paged.query.shape[2] ** -0.5
-    before = plan_of(paged).run(paged.query, paged.key_cache, paged.value_cache, scale)
+    before = plan_of(paged).run(paged.query, paged.cache, scale)
     others = paged.packed.block_tables[8].long()  # and the tables' padding, its last entry
     paged.key_cache[others] = torch.nan
     paged.value_cache[others] = torch.nan
-    after = plan_of(paged).run(paged.query, paged.key_cache, paged.value_cache, scale)
+    after = plan_of(paged).run(paged.query, paged.cache, scale)
     assert torch.equal(before[:8], after[:8])
     assert after[8].isnan().all()
 
@@ -151,12 +148,15 @@ def test_other_sequences_blocks_do_not_matter() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: (p.query.float(), p.key_cache, p.value_cache), "query is torch.float32"),
-        (lambda p: (p.query[:-1], p.key_cache, p.value_cache), "query must be"),
-        (lambda p: (p.query[:, :3], p.key_cache, p.value_cache), "not a multiple"),
-        (lambda p: (p.query, p.key_cache.contiguous(), p.value_cache), "differ in dtype or stride"),
-        (lambda p: (p.query, p.key_cache.contiguous(), p.value_cache.contiguous()), "not one of 3 layers"),
-        (lambda p: (p.query, p.key_cache[:, :, ::2], p.value_cache[:, :, ::2]), "not a layer of a block-first cache"),
+        (lambda p: (p.query.float(), p.cache), "query is torch.float32"),
+        (lambda p: (p.query[:-1], p.cache), "query must be"),
+        (lambda p: (p.query[:, :3], p.cache), "not a multiple"),
+        (lambda p: (p.query, KeysValues(p.key_cache.contiguous(), p.value_cache)), "differ in dtype or stride"),
+        (lambda p: (p.query, KeysValues(p.key_cache.contiguous(), p.value_cache.contiguous())), "not one of 3 layers"),
+        (
+            lambda p: (p.query, KeysValues(p.key_cache[:, :, ::2], p.value_cache[:, :, ::2])),
+            "not a layer of a block-first cache",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(change: Change, message: str) -> None:

@@ -11,8 +11,8 @@ import torch
 from pd_kernels import reference, torch_ops
 from pd_kernels.fp8_cache import FP8
 from pd_kernels.selection import BACKENDS, select_kernels
-from pd_kernels.values import HeadNorms
-from tests.kernels.paged import Shape, make_paged
+from pd_kernels.values import HeadNorms, NewTokens
+from tests.kernels.paged import Shape, layer_of, make_paged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +86,7 @@ def test_norm_rope_write_rotates_a_part_and_norms_heads_alone_or_together(
     cos, sin, slots = angles.cos().to(dtype), angles.sin().to(dtype), torch.tensor([3, 0, 40, 7, 31])
     for function in (reference.norm_rope_write, torch_ops.norm_rope_write):
         cache = torch.zeros(3, 2, 1, 2, 16, 20, dtype=dtype)
-        query = function(heads, norms, cos, sin, cache[:, :, 0, 0], cache[:, :, 0, 1], slots)
+        query = function(heads, NewTokens(norms, cos, sin, slots), layer_of(cache, 0))
         blocks, offsets = slots // 16, slots % 16
         key, value = (cache[blocks, :, 0, part, offsets] for part in (0, 1))
         assert torch.equal(value, heads[:, 8:])
@@ -117,7 +117,7 @@ def test_write_cache_writes_its_slots_and_nothing_else(block_size: int) -> None:
     paged, twin = make_paged(shape), make_paged(shape)
     slots = torch.tensor([0, 3 * block_size - 1, block_size + 5, 6 * block_size])
     key, value = (random(4, 3, 80, dtype=torch.float64, seed=seed) for seed in (7, 8))
-    torch_ops.write_cache(key, value, paged.key_cache, paged.value_cache, slots)
+    torch_ops.write_cache(key, value, paged.cache, slots)
     for cache, original, update in (
         (paged.key_cache, twin.key_cache, key),
         (paged.value_cache, twin.value_cache, value),
@@ -127,7 +127,7 @@ def test_write_cache_writes_its_slots_and_nothing_else(block_size: int) -> None:
                 written = (slots == block * block_size + offset).nonzero()
                 expected = update[written[0, 0]] if len(written) else original[block, :, offset]
                 assert torch.equal(cache[block, :, offset], expected)
-    reference.write_cache(key, value, twin.key_cache, twin.value_cache, slots)
+    reference.write_cache(key, value, twin.cache, slots)
     assert torch.equal(paged.key_cache, twin.key_cache)
     assert torch.equal(paged.value_cache, twin.value_cache)
 
@@ -146,7 +146,7 @@ def test_write_cache_refuses_bad_arguments(
     paged = make_paged(Shape(4, 3, 80, 16, (1,), (16,), 1))
     update = torch.zeros(key_shape, dtype=dtype)
     with pytest.raises(ValueError, match=message):
-        torch_ops.write_cache(update, update, paged.key_cache, paged.value_cache, slots)
+        torch_ops.write_cache(update, update, paged.cache, slots)
 
 
 @pytest.mark.parametrize("function", [reference.write_cache, torch_ops.write_cache])
@@ -156,7 +156,7 @@ def test_an_fp8_cache_takes_the_nearest_number_it_has(function: Callable[..., No
     stored = [0.0, 1.0, 1.0, 1.25, -3.25, 448.0, 448.0, 448.0, -448.0, 0.0, 2**-9, torch.nan]
     cache = torch.zeros(3, 2, 2, 2, 16, 12).to(FP8)
     update = torch.tensor(given).expand(1, 2, 12)
-    function(update, -update, cache[:, :, 1, 0], cache[:, :, 1, 1], torch.tensor([21]))
+    function(update, -update, layer_of(cache, 1), torch.tensor([21]))
     written = torch.tensor(stored).expand(2, 12)
     assert torch.equal(cache[1, :, 1, 0, 5].float().nan_to_num(7.0), written.nan_to_num(7.0))
     assert torch.equal(cache[1, :, 1, 1, 5].float().nan_to_num(7.0), (-written).nan_to_num(7.0))

@@ -121,8 +121,7 @@ def hopper_attention(paged: Paged) -> TritonAttention:
 def expected(paged: Paged, scale: float) -> torch.Tensor:
     packed = paged.packed
     tables, starts, lens = packed.block_tables, packed.query_starts, packed.seq_lens
-    caches = paged.key_cache.double(), paged.value_cache.double()
-    return reference.prefill_attention(paged.query.double(), *caches, tables, starts, lens, scale, 0)
+    return reference.prefill_attention(paged.query.double(), paged.wide_cache, tables, starts, lens, scale, 0)
 
 
 def spoil(paged: Paged) -> None:
@@ -153,7 +152,7 @@ def test_sums_equal_the_oracle_whatever_lies_behind_sequences(
     spoil(paged)
     plan = hopper_attention(paged).plan(paged.packed)
     place = torch.full_like(want, torch.nan, dtype=dtype)
-    plan.run(paged.query, paged.key_cache, paged.value_cache, scale, place)
+    plan.run(paged.query, paged.cache, scale, place)
     assert (place.double() - want).abs().max() < TOLERANCE[dtype]
 
 
@@ -169,7 +168,7 @@ def test_replays_are_the_same_bit_by_bit(cache_dtype: torch.dtype | None) -> Non
 
     def run() -> None:
         for place in found:
-            plan.run(paged.query, paged.key_cache, paged.value_cache, 0.088, place)
+            plan.run(paged.query, paged.cache, 0.088, place)
 
     run()
     graph = torch.cuda.CUDAGraph()

@@ -60,7 +60,7 @@ def in_slabs(paged: Paged, window: int, *, tail: bool = True) -> tuple[Paged, to
 def wanted(paged: Paged, window: int) -> torch.Tensor:
     packed = paged.packed
     return reference.prefill_attention(
-        paged.query.double(), paged.key_cache.double(), paged.value_cache.double(), packed.block_tables,
+        paged.query.double(), paged.wide_cache, packed.block_tables,
         packed.query_starts, packed.seq_lens, paged.query.shape[2] ** -0.5, window,
     )  # fmt: skip
 
@@ -83,7 +83,7 @@ def test_torch_reads_live_blocks_only(shape: Shape, window: int, cache_dtype: to
     paged = on_device(make_paged(shape, torch.float32, cache_dtype=cache_dtype))
     moved, _ = in_slabs(paged, window, tail=False)
     plan = TorchAttention(attention_shape(paged, window)).plan(moved.packed)
-    found = plan.run(moved.query, moved.key_cache, moved.value_cache, moved.query.shape[2] ** -0.5)
+    found = plan.run(moved.query, moved.cache, moved.query.shape[2] ** -0.5)
     assert differs(found, wanted(paged, window)) < TOLERANCE[torch.float32]
 
 
@@ -99,7 +99,7 @@ def test_triton_reads_live_blocks_only(
     moved, _ = in_slabs(paged, window)
     tilings = (WIDE_DECODE, WIDE_PREFILL) if is_wide else (SMALL_DECODE, SMALL_PREFILL)
     plan = attention_of(moved, window, *tilings).plan(moved.packed)
-    found = plan.run(moved.query, moved.key_cache, moved.value_cache, moved.query.shape[2] ** -0.5)
+    found = plan.run(moved.query, moved.cache, moved.query.shape[2] ** -0.5)
     assert differs(found, wanted(paged, window)) < TOLERANCE[torch.float32]
 
 
@@ -112,7 +112,7 @@ def test_descriptors_have_the_stride_of_blocks(window: int, parts: int) -> None:
     moved, _ = in_slabs(paged, window)
     tiling = replace(SMALL_PREFILL, keys=32, descriptors=True, parts=parts)
     plan = attention_of(moved, window, SMALL_DECODE, tiling).plan(moved.packed)
-    found = plan.run(moved.query, moved.key_cache, moved.value_cache, moved.query.shape[2] ** -0.5)
+    found = plan.run(moved.query, moved.cache, moved.query.shape[2] ** -0.5)
     assert differs(found, wanted(paged, window)) < TOLERANCE[torch.float16]
 
 
@@ -145,7 +145,7 @@ def test_writes_and_copies_keep_to_their_blocks() -> None:
     assert memory is not None
     before, slots = memory.clone(), torch.tensor([0, 17, 35], device=DEVICE)
     key, value = torch.ones(2, 3, 2, 64, device=DEVICE).unbind()
-    write_cache(key, 2 * value, moved.key_cache, moved.value_cache, slots)
+    write_cache(key, 2 * value, moved.cache, slots)
     for slot in slots.tolist():
         before[slot // 16, :2, 1, 0, slot % 16], before[slot // 16, :2, 1, 1, slot % 16] = 1, 2
     assert torch.equal(memory.nan_to_num(7.0), before.nan_to_num(7.0))
@@ -172,7 +172,7 @@ def test_real_shapes_on_a_gpu(
         pytest.skip(f"{name} {reason}")
     moved, _ = in_slabs(paged, window, tail=name != "torch")
     plan = backend.attention(shape, DEVICE).plan(moved.packed)
-    found = plan.run(moved.query, moved.key_cache, moved.value_cache, moved.query.shape[2] ** -0.5)
+    found = plan.run(moved.query, moved.cache, moved.query.shape[2] ** -0.5)
     assert differs(found, wanted(paged, window)) < TOLERANCE[torch.bfloat16]
 
 

@@ -81,8 +81,7 @@ def expected(paged: Paged, window: int) -> torch.Tensor:
     packed = paged.packed
     return reference.prefill_attention(
         paged.query.double(),
-        paged.key_cache.double(),
-        paged.value_cache.double(),
+        paged.wide_cache,
         packed.block_tables,
         packed.query_starts,
         packed.seq_lens,
@@ -107,7 +106,7 @@ def attention_of(
 def check(paged: Paged, window: int, decode: DecodeTiling | None, prefill: PrefillTiling | None) -> None:
     plan = attention_of(paged, window, decode, prefill).plan(paged.packed)
     place = torch.full_like(paged.query, torch.nan)
-    found = plan.run(paged.query, paged.key_cache, paged.value_cache, paged.query.shape[2] ** -0.5, place)
+    found = plan.run(paged.query, paged.cache, paged.query.shape[2] ** -0.5, place)
     assert found is place
     difference = (found.double() - expected(paged, window)).abs().max()
     assert difference < TOLERANCE[paged.query.dtype]
@@ -172,7 +171,7 @@ def test_a_plan_serves_all_layers(parts: int) -> None:
     paged = on_device(make_paged(SHAPES["only-prefill"], torch.float16))
     plan = attention_of(paged, prefill=replace(SMALL_PREFILL, parts=parts)).plan(paged.packed)
     for layer in (paged, replace(paged, key_cache=paged.value_cache, value_cache=paged.key_cache)):
-        found = plan.run(layer.query, layer.key_cache, layer.value_cache, paged.query.shape[2] ** -0.5)
+        found = plan.run(layer.query, layer.cache, paged.query.shape[2] ** -0.5)
         assert (found.double() - expected(layer, 0)).abs().max() < TOLERANCE[torch.float16]
 
 
@@ -195,7 +194,7 @@ def test_content_of_unused_memory_does_not_matter() -> None:
     for cache in (paged.key_cache, paged.value_cache):
         cache.masked_fill_(~owned[:, None, :, None].to(DEVICE), torch.nan)
     plan = attention_of(paged, 0, SMALL_DECODE, SMALL_PREFILL).plan(paged.packed)
-    found = plan.run(paged.query, paged.key_cache, paged.value_cache, paged.query.shape[2] ** -0.5)
+    found = plan.run(paged.query, paged.cache, paged.query.shape[2] ** -0.5)
     assert (found.double() - before).abs().max() < TOLERANCE[torch.float32]
 
 
@@ -233,7 +232,7 @@ def test_an_empty_sequence_gives_zeros() -> None:
     before = expected(paged, 0)
     packed.seq_lens[torch.tensor([2, 6])] = 0
     plan = attention_of(paged, 0, SMALL_DECODE).plan(packed)
-    found = plan.run(paged.query, paged.key_cache, paged.value_cache, scale)
+    found = plan.run(paged.query, paged.cache, scale)
     assert (found[[2, 6]] == 0).all()
     others = [0, 1, 3, 4, 5]
     assert (found[others].double() - before[others]).abs().max() < TOLERANCE[torch.float32]
@@ -244,9 +243,9 @@ def test_a_query_of_scattered_heads_is_refused() -> None:
     plan = attention_of(paged).plan(paged.packed)
     scattered = paged.query.transpose(0, 1).contiguous().transpose(0, 1)
     with pytest.raises(ValueError, match="must be contiguous"):
-        plan.run(scattered, paged.key_cache, paged.value_cache, 1.0)
+        plan.run(scattered, paged.cache, 1.0)
     with pytest.raises(ValueError, match="out must be contiguous"):
-        plan.run(paged.query, paged.key_cache, paged.value_cache, 1.0, torch.empty_like(paged.query)[:-1])
+        plan.run(paged.query, paged.cache, 1.0, torch.empty_like(paged.query)[:-1])
 
 
 @pytest.mark.gpu
@@ -274,7 +273,7 @@ def test_a_captured_decode_follows_new_lengths() -> None:
     packed, scale, attention = paged.packed, paged.query.shape[2] ** -0.5, attention_of(paged)
 
     def run() -> torch.Tensor:
-        return attention.plan(packed).run(paged.query, paged.key_cache, paged.value_cache, scale)
+        return attention.plan(packed).run(paged.query, paged.cache, scale)
 
     run()
     graph = torch.cuda.CUDAGraph()

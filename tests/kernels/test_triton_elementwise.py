@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import reference, triton_activation, triton_block_copy, triton_norm, triton_rotary
 from pd_kernels.fp8_cache import FP8
-from pd_kernels.values import HeadNorms
+from pd_kernels.values import HeadNorms, NewTokens
+from tests.kernels.paged import layer_of
 
 # Triton's interpreter on numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -68,7 +69,7 @@ def test_norms_with_a_wider_weight_are_rounded_once() -> None:
     heads, slots = torch.stack((x, x, x), dim=1), torch.arange(40, device=DEVICE)
     cos, sin = (torch.full((40, 48), value, dtype=dtype, device=DEVICE) for value in (1.0, 0.0))
     norms = HeadNorms(weight, weight, eps)
-    query = triton_rotary.norm_rope_write(heads, norms, cos, sin, cache[:, :, 0, 0], cache[:, :, 0, 1], slots)
+    query = triton_rotary.norm_rope_write(heads, NewTokens(norms, cos, sin, slots), layer_of(cache, 0))
     for found in (
         triton_norm.rms_norm(x, weight, eps),
         triton_norm.add_rms_norm(x.clone(), torch.zeros_like(x), weight, eps)[0],
@@ -119,13 +120,13 @@ def test_norm_rope_write(
     twin = cache.double()
     slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(5))[:num_tokens].to(DEVICE)
     expected = reference.norm_rope_write(
-        heads.double(), wide_norms, cos.double(), sin.double(), twin[:, :, 1, 0], twin[:, :, 1, 1], slots
+        heads.double(), NewTokens(wide_norms, cos.double(), sin.double(), slots), layer_of(twin, 1)
     )
     skipped = int(slots[3])
     block, offset = skipped // block_size, skipped % block_size
     twin[block, :, 1, :, offset] = cache[block, :, 1, :, offset].double()
     slots[3] = -1
-    found = triton_rotary.norm_rope_write(heads, norms, cos, sin, cache[:, :, 1, 0], cache[:, :, 1, 1], slots)
+    found = triton_rotary.norm_rope_write(heads, NewTokens(norms, cos, sin, slots), layer_of(cache, 1))
     assert close(found, expected, dtype)
     assert close(cache, twin, dtype)
     assert torch.equal(cache[:, :, ::2].double(), twin[:, :, ::2])  # other layers
@@ -148,7 +149,7 @@ def test_an_fp8_cache_takes_the_same_bytes_as_torch_gives_it(dtype: torch.dtype)
     slots = torch.tensor([40, 3, 17, 0, 63, 20], device=DEVICE)
     caches = [torch.zeros(4, 2, 3, 2, 16, 64, device=DEVICE).to(FP8) for _ in range(2)]
     for function, cache in zip((triton_rotary.norm_rope_write, reference.norm_rope_write), caches, strict=True):
-        query = function(heads, None, cos, sin, cache[:, :, 1, 0], cache[:, :, 1, 1], slots)
+        query = function(heads, NewTokens(None, cos, sin, slots), layer_of(cache, 1))
         assert torch.equal(query, heads[:, :4])
     found, expected = (cache.float().nan_to_num(1000.0) for cache in caches)
     assert torch.equal(found, expected)
@@ -156,10 +157,11 @@ def test_an_fp8_cache_takes_the_same_bytes_as_torch_gives_it(dtype: torch.dtype)
 
 def test_norm_rope_write_refuses_other_shapes() -> None:
     cache = random(2, 2, 1, 2, 16, 64, dtype=torch.float32)
-    views, slots = (cache[:, :, 0, 0], cache[:, :, 0, 1]), torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    angles, wide = random(3, 32, dtype=torch.float32), random(3, 33, dtype=torch.float32)
+    views, slots = layer_of(cache, 0), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    angles = (random(3, half, dtype=torch.float32) for half in (32, 33))
+    turned, wide = (NewTokens(None, each, each, slots) for each in angles)
     with pytest.raises(ValueError, match=r"contiguous \[3, at most 32\], not \(3, 33\)"):
-        triton_rotary.norm_rope_write(random(3, 8, 64, dtype=torch.float32), None, wide, wide, *views, slots)
+        triton_rotary.norm_rope_write(random(3, 8, 64, dtype=torch.float32), wide, views)
     for heads, message in (
         (random(3, 8, 32, dtype=torch.float32), "heads must be"),
         (random(3, 4, 64, dtype=torch.float32), "heads must be"),
@@ -167,7 +169,7 @@ def test_norm_rope_write_refuses_other_shapes() -> None:
         (random(2, 8, 64, dtype=torch.float32), "2 tokens"),
     ):
         with pytest.raises(ValueError, match=message):
-            triton_rotary.norm_rope_write(heads, None, angles, angles, *views, slots)
+            triton_rotary.norm_rope_write(heads, turned, views)
 
 
 @pytest.mark.parametrize("pairs_on_device", [False, True])

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from pd_kernels import reference
 from pd_kernels.triton_matmul import FewRowsLinear, MatmulTiling, matmul_tiling
+from tests.worker.test_few_rows import PlainFewRows
 
 # Triton's interpreter on numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -71,7 +72,7 @@ def test_sum_and_norm_between_two_products(
     second = random(64, outputs, dtype=dtype, seed=2)
     residual, norm = random(rows, outputs, dtype=dtype, seed=3), random(outputs, dtype=dtype, seed=4)
     wide = residual.double()
-    expected = reference.add_linear(wide, norm.double(), 1e-5, x.double(), first.double(), None)
+    expected = PlainFewRows(first.double(), None, False).add_to(wide, x.double(), norm.double(), 1e-5)
     normed = few_rows(first, tiling).add_to(residual, x, norm, 1e-5)
     assert error(residual, wide) < TOLERANCE[dtype]
     assert error(normed.x, expected.x) < TOLERANCE[dtype]
@@ -91,7 +92,7 @@ def test_products_of_real_models(rows: int, outputs: int, inputs: int) -> None:
     residual, norm = random(rows, inputs, dtype=dtype, seed=4), random(inputs, dtype=dtype, seed=5)
     wide = residual.double()
     hidden = reference.linear(x.double(), up.double(), None, True)
-    reference.add_linear(wide, norm.double(), 1e-5, hidden, down.double(), None)
+    PlainFewRows(down.double(), None, False).add_to(wide, hidden, norm.double(), 1e-5)
     expected = reference.linear(reference.rms_norm(wide, norm.double(), 1e-5), head.double(), None, False)
     first, second, third = (FewRowsLinear.of(weight, None, weight is up) for weight in (up, down, head))
     assert first is not None

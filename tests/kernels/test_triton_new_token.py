@@ -13,7 +13,7 @@ from pd_kernels import reference
 from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_rotary import norm_rope_write
 from pd_kernels.values import HeadNorms, NewTokens, StepOnDevice, StepSize
-from tests.kernels.paged import Paged, Shape, make_paged
+from tests.kernels.paged import Paged, Shape, layer_of, make_paged
 from tests.kernels.test_triton_attention import (
     DEVICE,
     SMALL_DECODE,
@@ -61,23 +61,23 @@ class Problem:
         attention = replace(attention, decode=replace(attention.decode, **{"rotates_from": 1} | tiling))
         plan = attention.plan(self.paged.packed)
         paged, scale = self.paged, self.heads.shape[2] ** -0.5
-        return plan.run_rotating(self.heads, self.new, paged.key_cache, paged.value_cache, scale)
+        return plan.run_rotating(self.heads, self.new, paged.cache, scale)
 
     def expected(self, window: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Of two launches: the result, and the whole cache after them."""
         cache, new, packed = self.cache.clone(), self.new, self.paged.packed
-        views = cache[:, :, 1, 0], cache[:, :, 1, 1]
         norms = new.norms and HeadNorms(new.norms.query.double(), new.norms.key.double(), new.norms.eps)
         real = packed.seq_lens > 0
         wide = cache.double()
         query = reference.norm_rope_write(
-            self.heads[real].double(), norms, new.cos[real].double(), new.sin[real].double(), wide[:, :, 1, 0],
-            wide[:, :, 1, 1], new.slot_mapping[real],
-        )  # fmt: skip
+            self.heads[real].double(),
+            NewTokens(norms, new.cos[real].double(), new.sin[real].double(), new.slot_mapping[real]),
+            layer_of(wide, 1),
+        )
         cache.copy_(wide.clamp(-448, 448) if cache.dtype is FP8 else wide)
         found = torch.zeros_like(self.heads[:, : query.shape[1]], dtype=torch.float64)
         found[real] = reference.decode_attention(
-            query, views[0].double(), views[1].double(), packed.block_tables[real], packed.seq_lens[real],
+            query, layer_of(cache.double(), 1), packed.block_tables[real], packed.seq_lens[real],
             query.shape[2] ** -0.5, window,
         )  # fmt: skip
         return found, cache
@@ -159,10 +159,10 @@ def test_rounding_is_that_of_two_launches() -> None:
     """Of keys in float16, with weights of norms in float32. Sums of squares in another order move a few of them."""
     problem = make(SHAPES["wide-64"], torch.float16)
     weight = torch.linspace(0.5, 2.0, 64, device=DEVICE)
-    new = replace(problem.new, norms=HeadNorms(weight, weight, 1e-6))
+    new = problem.new._replace(norms=HeadNorms(weight, weight, 1e-6))
     twin = problem.cache.clone()
-    views = twin[:, :, 1, 0], twin[:, :, 1, 1]
-    norm_rope_write(problem.heads, new.norms, new.cos, new.sin, *views, new.slot_mapping)
+    views = layer_of(twin, 1)
+    norm_rope_write(problem.heads, new, views)
     replace(problem, new=new).run()
     blocks, offsets = new.slot_mapping // 16, new.slot_mapping % 16
     found, expected = (keys[blocks, 0, offsets] for keys in (problem.paged.key_cache, views[0]))
@@ -187,9 +187,7 @@ def test_layers_count_arrivals_on() -> None:
     plan.decode.split_arrived.fill_(2**31 - 4)
     result, _ = problem.expected()
     for layer in range(3):
-        found = plan.run_rotating(
-            problem.heads, problem.new, problem.paged.key_cache, problem.paged.value_cache, 80**-0.5
-        )
+        found = plan.run_rotating(problem.heads, problem.new, problem.paged.cache, 80**-0.5)
         assert found is not None
         assert (found.double() - result).abs().max() < TOLERANCE[torch.float32], layer
     assert set(plan.decode.split_arrived.flatten().tolist()) == {-(2**31) + 8}
@@ -215,7 +213,7 @@ def test_the_rule_leaves_steps_to_two_launches() -> None:
     before = problem.cache.clone()
     assert problem.run(rotates_from=5) is None
     together = HeadNorms(torch.ones(6, 80, device=DEVICE), torch.ones(2, 80, device=DEVICE), 1e-6)
-    assert replace(problem, new=replace(problem.new, norms=together)).run() is None
+    assert replace(problem, new=problem.new._replace(norms=together)).run() is None
     assert torch.equal(problem.cache.nan_to_num(7.0), before.nan_to_num(7.0))
     assert problem.run(rotates_from=4) is not None
     assert problem.run(rotates_from=5, few_pairs=8, splits=2) is not None
@@ -226,7 +224,7 @@ def test_steps_with_prompts_are_left_to_two_launches() -> None:
     paged = on_device(make_paged(shape, torch.float32))
     plan = attention_of(paged, 0, SMALL_DECODE).plan(paged.packed)
     problem = make(SHAPES["gqa-80"])
-    assert plan.run_rotating(problem.heads, problem.new, paged.key_cache, paged.value_cache, 1.0) is None
+    assert plan.run_rotating(problem.heads, problem.new, paged.cache, 1.0) is None
 
 
 def test_captured_steps_of_decodes_take_new_tokens_too() -> None:
@@ -239,7 +237,7 @@ def test_captured_steps_of_decodes_take_new_tokens_too() -> None:
     no_tiles = torch.empty(2, 0, dtype=torch.int32, device=DEVICE)
     lens, starts, tables = packed.seq_lens, packed.query_starts, packed.block_tables
     plan = replayable.plan(StepOnDevice(lens, lens, starts, tables, no_tiles))
-    found = plan.run_rotating(problem.heads, problem.new, paged.key_cache, paged.value_cache, 80**-0.5)
+    found = plan.run_rotating(problem.heads, problem.new, paged.cache, 80**-0.5)
     assert found is not None
     torch.testing.assert_close(found.double(), problem.expected()[0], atol=2e-5, rtol=2e-5)
 
@@ -249,8 +247,8 @@ def test_other_shapes_are_refused() -> None:
     for wrong, message in (
         (replace(problem, heads=problem.heads[:, :4]), "heads must be"),
         (replace(problem, heads=problem.heads.half()), "into torch.float32"),
-        (replace(problem, new=replace(problem.new, cos=problem.new.cos[:, ::2])), "cos and sin"),
-        (replace(problem, new=replace(problem.new, slot_mapping=problem.new.slot_mapping[:2])), "at 2 slots"),
+        (replace(problem, new=problem.new._replace(cos=problem.new.cos[:, ::2])), "cos and sin"),
+        (replace(problem, new=problem.new._replace(slot_mapping=problem.new.slot_mapping[:2])), "at 2 slots"),
         (first_tokens(problem, 3), "3 tokens in a step of 4"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -266,7 +264,7 @@ def first_tokens(problem: Problem, count: int) -> Problem:
 
 def test_heads_that_do_not_rotate_are_left_to_two_launches() -> None:
     problem = make(SHAPES["gqa-80"])
-    still = replace(problem.new, cos=problem.new.cos[:, :0].contiguous(), sin=problem.new.sin[:, :0].contiguous())
+    still = problem.new._replace(cos=problem.new.cos[:, :0].contiguous(), sin=problem.new.sin[:, :0].contiguous())
     assert replace(problem, new=still).run() is None
 
 

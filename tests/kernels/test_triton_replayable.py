@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pd_kernels.launch_sizes import num_processors
 from pd_kernels.values import StepOnDevice, StepSize
-from tests.kernels.paged import Paged, make_paged
+from tests.kernels.paged import Paged, layer_of, make_paged
 from tests.kernels.test_triton_attention import DEVICE, REAL, SHAPES, TOLERANCE, attention_of, expected, on_device
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def check(paged: Paged, size: StepSize, window: int = 0) -> None:
     query = torch.full((size.num_tokens, *paged.query.shape[1:]), torch.nan, dtype=paged.query.dtype, device=DEVICE)
     query[:count] = paged.query
     place = torch.full_like(query, torch.nan)
-    found = plan.run(query, paged.key_cache, paged.value_cache, query.shape[2] ** -0.5, place)
+    found = plan.run(query, paged.cache, query.shape[2] ** -0.5, place)
     assert found is place
     assert (found[:count].double() - expected(paged, window)).abs().max() < TOLERANCE[query.dtype]
     behind = found[count:]
@@ -144,11 +144,11 @@ def test_a_captured_step_follows_new_lengths() -> None:
     place = replace(steps[0], block_tables=torch.zeros(size.num_seqs + 1, width, dtype=torch.int32, device=DEVICE))
     num_blocks = max(len(first.key_cache), len(second.key_cache))
     cache = torch.zeros(num_blocks, 8, 3, 2, 64, 128, dtype=torch.bfloat16, device=DEVICE)
-    keys, values = cache[:, :, 1, 0], cache[:, :, 1, 1]
+    keys, values = views = layer_of(cache, 1)
     query = torch.zeros(size.num_tokens, 32, 128, dtype=torch.bfloat16, device=DEVICE)
 
     def run() -> torch.Tensor:
-        return attention.plan(place).run(query, keys, values, 128**-0.5)
+        return attention.plan(place).run(query, views, 128**-0.5)
 
     run()
     graph = torch.cuda.CUDAGraph()

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
-from pd_cluster.models.mixer import KeysValues
 from pd_kernels.attention import AttentionShape
 from pd_kernels.torch_attention import TorchAttention
-from pd_kernels.values import PackedSequences
+from pd_kernels.values import KeysValues, PackedSequences
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,12 @@ import torch.nn.functional as F
 
 from benchmarks.shapes import CONFIGS
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
-from pd_cluster.models.mixer import KeysValues
 from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.weights import fill_at_random
 from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH, Kernels
 from pd_kernels.torch_attention import TorchAttention
-from pd_kernels.values import PackedSequences
+from pd_kernels.values import KeysValues, NewTokens, PackedSequences
 from tests.worker.test_few_rows import FEW_ROWS, PlainFewRows
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pd_kernels.attention import AttentionPlan
     from pd_kernels.gemm_selection import Product
-    from pd_kernels.values import HalfNormed, NewTokens
+    from pd_kernels.values import HalfNormed
 
 BLOCK = 16
 RECORDED = (
@@ -39,7 +39,7 @@ QWEN3 = {
 }  # fmt: skip
 GEMMA3 = {
     **CONFIGS["tiny"], "architectures": ["Gemma3ForCausalLM"], "sliding_window": 5, "sliding_window_pattern": 2,
-    "query_pre_attn_scalar": 25,
+    "query_pre_attn_scalar": 25, "rope_theta": 1e6,
 }  # fmt: skip
 FLOAT8 = {**CONFIGS["tiny"], "quantization_config": {"quant_method": "fp8"}}
 SHAPES = {
@@ -73,7 +73,8 @@ class Recorder:
         def called(*args: Any, **kwargs: Any) -> Any:
             if self._is_nested:
                 return function(*args, **kwargs)
-            before = ", ".join(self._text(value) for value in (*args, *kwargs.values()))
+            values = [(value if isinstance(value, KeysValues | NewTokens) else [value]) for value in args]
+            before = ", ".join(self._text(value) for value in (*chain(*values), *kwargs.values()))
             self._is_nested = True
             try:
                 result = function(*args, **kwargs)
@@ -142,23 +143,16 @@ class RecordedPlan:
     recorder: Recorder
 
     def run(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        scale: float,
-        out: torch.Tensor | None = None,
+        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        result: torch.Tensor = self.recorder.note(self.name, self.plan.run)(query, key_cache, value_cache, scale)
+        result: torch.Tensor = self.recorder.note(self.name, self.plan.run)(query, cache, scale)
         return result
 
     @property
     def may_rotate(self) -> bool:
         return False
 
-    def run_rotating(
-        self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
-    ) -> None:
+    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> None:
         """Always None."""
 
 

@@ -11,7 +11,6 @@ import pytest
 import pd_cluster
 from pd_cluster.errors import StartupError
 from pd_cluster.models.end_tokens import read_end_tokens
-from pd_cluster.models.hf_config import read_eos_token_ids
 
 DEMO_MODEL = Path(pd_cluster.__file__).parent / "demo_model"
 CHATML = [(0, "<|endoftext|>"), (1, "<|im_start|>"), (2, "<|im_end|>")]
@@ -71,7 +70,7 @@ def test_ids_of_all_files(tmp_path: Path, config: dict[str, Any], files: dict[st
     ends = read_end_tokens(write(tmp_path, files), config)
     assert ends.ids == ids
     assert not ends.left_out
-    assert read_eos_token_ids(tmp_path, config) == ids
+    assert read_end_tokens(tmp_path, config).ids == ids
 
 
 @pytest.mark.parametrize(

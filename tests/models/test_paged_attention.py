@@ -9,12 +9,11 @@ import numpy as np
 import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
-from pd_cluster.models.mixer import KeysValues
 from pd_cluster.models.paged_attention import PagedAttention
 from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH
 from pd_kernels.torch_attention import TorchAttention
-from pd_kernels.values import NewTokens, PackedSequences
+from pd_kernels.values import KeysValues, NewTokens, PackedSequences
 
 if TYPE_CHECKING:
     from pd_kernels.attention import AttentionPlan
@@ -30,25 +29,18 @@ class RotatingPlan:
     rotated: list[torch.Tensor] = field(default_factory=list)  # the products that came
 
     def run(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        scale: float,
-        out: torch.Tensor | None = None,
+        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self.plan.run(query, key_cache, value_cache, scale, out)
+        return self.plan.run(query, cache, scale, out)
 
     @property
     def may_rotate(self) -> bool:
         return True
 
-    def run_rotating(
-        self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> torch.Tensor:
         self.rotated.append(heads)
-        query = TORCH.norm_rope_write(heads, new.norms, new.cos, new.sin, key_cache, value_cache, new.slot_mapping)
-        return self.run(query, key_cache, value_cache, scale)
+        query = TORCH.norm_rope_write(heads, new, cache)
+        return self.run(query, cache, scale)
 
 
 def attended(plan: AttentionPlan, tail: Tail | None, cache: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.errors import StartupError
-from pd_cluster.models.hf_config import read_eos_token_ids
+from pd_cluster.models.end_tokens import read_end_tokens
 from pd_cluster.models.registry import ARCHITECTURES, resolve_spec
 from pd_cluster.models.spec import ModelSpec, RopeSpec
 from pd_cluster.models.tensor_names import match_slots
@@ -45,9 +45,9 @@ def test_the_config_of_gemma_3_4b_is_read_as_that_of_its_text_model(tmp_path: Pa
         RopeSpec(1e4),
         (1024,) * 5 + (0,),
     )
-    assert read_eos_token_ids(tmp_path, HUB) == {1, 106}
+    assert read_end_tokens(tmp_path, HUB).ids == {1, 106}
     nested = {**HUB, "eos_token_id": None, "text_config": {"eos_token_id": 7}}
-    assert read_eos_token_ids(tmp_path, nested) == {7}
+    assert read_end_tokens(tmp_path, nested).ids == {7}
 
 
 def test_settings_of_the_wrapper_hold_for_its_text_model() -> None:

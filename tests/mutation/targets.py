@@ -58,6 +58,7 @@ TARGETS = (
     Target("pd_cluster/scheduling/block_manager.py", ("tests/scheduling/test_block_manager.py", *_SCHEDULER)),
     Target("pd_cluster/scheduling/prefix_cache.py", ("tests/scheduling/test_block_manager.py", *_SCHEDULER)),
     Target("pd_cluster/scheduling/kv_memory.py", (*_SCHEDULER, "tests/scheduling/test_turns.py")),
+    Target("pd_cluster/scheduling/load_memory.py", (*_SCHEDULER, "tests/scheduling/test_turns.py")),
     Target("pd_cluster/scheduling/lifecycle.py", _SCHEDULER),
     Target("pd_cluster/scheduling/planner.py", (*_SCHEDULER, "tests/scheduling/test_step_limit.py")),
     Target("pd_cluster/scheduling/queues.py", (*_SCHEDULER, "tests/scheduling/test_turns.py")),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.draw_places import CapturedDraw, DrawVariant
     from pd_cluster.worker.step_inputs import ReplayInputs
     from pd_kernels.attention import AttentionPlan, GroupAttention
-    from pd_kernels.values import NewTokens, PackedSequences, StepOnDevice, StepSize
+    from pd_kernels.values import KeysValues, NewTokens, PackedSequences, StepOnDevice, StepSize
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,13 @@ class DecodesPlan:
     window: int
 
     def run(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        scale: float,
-        out: torch.Tensor | None = None,
+        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         out = torch.zeros_like(query) if out is None else out.zero_()
         real = self.step.decode_lens > 0
         tables = self.step.block_tables[real].clamp(min=0)
         out[real] = reference.decode_attention(
-            query[real], key_cache, value_cache, tables, self.step.decode_lens[real], scale, self.window
+            query[real], cache, tables, self.step.decode_lens[real], scale, self.window
         )
         return out
 
@@ -98,9 +93,7 @@ class DecodesPlan:
     def may_rotate(self) -> bool:
         return False
 
-    def run_rotating(
-        self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
-    ) -> None:
+    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> None:
         """Always None."""
 
 
@@ -112,12 +105,7 @@ class StepPlan:
     window: int
 
     def run(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        scale: float,
-        out: torch.Tensor | None = None,
+        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert out is None
         step = self.step
@@ -127,7 +115,7 @@ class StepPlan:
         assert torch.equal(step.query_starts[: len(decodes) + 1], torch.arange(len(decodes) + 1, dtype=torch.int32))
         found = torch.full_like(query, torch.nan)  # must never be read
         found[:num_tokens] = reference.prefill_attention(
-            query[:num_tokens], key_cache, value_cache, step.block_tables, step.query_starts, step.seq_lens, scale,
+            query[:num_tokens], cache, step.block_tables, step.query_starts, step.seq_lens, scale,
             self.window,
         )  # fmt: skip
         return found
@@ -136,9 +124,7 @@ class StepPlan:
     def may_rotate(self) -> bool:
         return False
 
-    def run_rotating(
-        self, heads: torch.Tensor, new: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
-    ) -> None:
+    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> None:
         """Always None."""
 
 

@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.shapes import CONFIGS
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
-from pd_cluster.models.mixer import KeysValues
 from pd_cluster.models.registry import build_model, resolve_spec
 from pd_cluster.models.spec import ExpertsSpec
 from pd_cluster.models.weights import fill_at_random
@@ -22,7 +21,7 @@ from pd_kernels.attention import AttentionShape
 from pd_kernels.attention_backends import choose_attention
 from pd_kernels.backends import TORCH, Kernels, no_few_rows
 from pd_kernels.selection import select_kernels
-from pd_kernels.values import HalfNormed, PackedSequences
+from pd_kernels.values import HalfNormed, KeysValues, PackedSequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +49,8 @@ class PlainFewRows:
         return reference.linear(x, self.weight, self.bias, self.gated)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float) -> HalfNormed:
-        return reference.add_linear(residual, norm, eps, x, self.weight, self.bias)
+        residual += reference.linear(x, self.weight, self.bias, False)
+        return HalfNormed(residual * norm, residual.pow(2).sum(-1)[None], eps)
 
 
 MIXTURE = ExpertsSpec(num_experts=8, num_chosen=2, size=48, normalized=True)

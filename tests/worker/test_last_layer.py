@@ -62,7 +62,7 @@ def run(executor: DeviceExecutor, budget: int) -> None:
 
 def last_layer_rows(executor: DeviceExecutor) -> list[int]:
     """Fills up with the number of rows of each product after the last layer's attention."""
-    model, counts = executor._model, list[int]()
+    model, counts = executor._weights.model, list[int]()
     assert isinstance(model, Llama)
     layer = model._layers[-1]
     assert isinstance(layer.feed_forward, Dense)

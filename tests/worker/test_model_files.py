@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import model_directory, read_json
+from pd_cluster.models.end_tokens import read_end_tokens
 from pd_cluster.models.fingerprint import fingerprint
-from pd_cluster.models.hf_config import read_eos_token_ids
 from pd_cluster.models.registry import ARCHITECTURES, resolve_spec
 from pd_cluster.models.rope import rope_frequencies
 from pd_cluster.models.spec import ExpertsSpec, ModelSpec, RopeSpec
@@ -253,8 +253,8 @@ def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, changes: dict[
 
 def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert read_eos_token_ids(tmp_path, {"eos_token_id": 2}) == {2, 5, 6}
-    assert read_eos_token_ids(tmp_path / "none", {"eos_token_id": None}) == frozenset()
+    assert read_end_tokens(tmp_path, {"eos_token_id": 2}).ids == {2, 5, 6}
+    assert read_end_tokens(tmp_path / "none", {"eos_token_id": None}).ids == frozenset()
 
 
 @pytest.mark.parametrize("model", ["no/such/place", "./nowhere", "/nowhere", "plainname"])

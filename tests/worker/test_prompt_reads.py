@@ -31,13 +31,13 @@ def test_long_prompts_leave_memory_where_it_was(demo_directory: Path, monkeypatc
     """1,100 tokens in steps of 512: no product of the head has more rows than the largest step samples from."""
     executor = make_executor(demo_directory, num_blocks=80)
     rows: list[int] = []
-    logits = executor._model.logits
+    logits = executor._weights.model.logits
 
     def note_rows(hidden: torch.Tensor) -> torch.Tensor:
         rows.append(len(hidden))
         return logits(hidden)
 
-    monkeypatch.setattr(executor._model, "logits", note_rows)
+    monkeypatch.setattr(executor._weights.model, "logits", note_rows)
     (prompt,) = random_prompts([1100], 3000)
     entries, _ = read_prompt(executor, prompt, chunk=511)
     executor.close()

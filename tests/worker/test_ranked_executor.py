@@ -314,7 +314,7 @@ def test_a_late_draw_that_fails_behind_a_result_ends_the_ranks_at_once(
     """At depth 1 the result draws late rows. The other ranks have been told to, and wait in the draw's collectives."""
 
     def launch(batch: Batch, *_: object) -> PendingStep:
-        return PendingStep(batch.step, lambda _: None, lambda: None)
+        return PendingStep(batch.step, lambda *_: None, lambda: None)
 
     def draw_late() -> float:
         raise RuntimeError("a stage failed")
