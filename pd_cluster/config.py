@@ -119,7 +119,7 @@ class SchedulerConfig:
     """
 
     max_num_seqs: int = setting(
-        0, "Sequences that run at once. 0: as many as a GPU's memory has room for, at most 256; 64 on CPU."
+        0, "Sequences that run at once. 0: as many as a GPU's memory has room for, at most 256; 8 on CPU."
     )
     max_num_batched_tokens: int = setting(
         0,

@@ -149,7 +149,6 @@ class EngineCore:
             self._blocks,
             step_budget=self._step_budget,
             order=Shortest(self._step_model, self._blocks) if config.scheduler.queue == "shortest" else Fifo(),
-            rests=model.device == "cpu",
             max_model_len=model.max_model_len,
             eos_token_ids=model.eos_token_ids,
             retract=self._connector.retract,

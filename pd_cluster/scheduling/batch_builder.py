@@ -14,7 +14,6 @@ from pd_connectors.base import LoadSpec, PublishSpec
 if TYPE_CHECKING:
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.block_table import BlockTable
-    from pd_cluster.scheduling.portion import Portions
     from pd_cluster.scheduling.sequence import Sequence
 
 # Tokens of a step with a prompt of a better priority that worse ones may fill up: a GPU computes so many while it reads
@@ -33,7 +32,6 @@ class BatchBuilder:
     # Rows of logits left for the first tokens of requests with n > 1. In all, a step has as many extra rows as
     # there are slots
     rows: int = 0
-    portions: Portions | None = None  # None: no group is limited
     starts: list[SequenceStart] = field(default_factory=list)
     chunks: list[SequenceChunk] = field(default_factory=list)
     swap_out: list[tuple[int, int, int]] = field(default_factory=list)
@@ -70,30 +68,6 @@ class BatchBuilder:
         """Whether this step has logits rows for all tokens that the sequence would sample. A lead samples n."""
         return seq.num_samples == 1 or seq.num_samples <= self.rows
 
-    def has_portion(self, seq: Sequence) -> bool:
-        """Whether its group's portion of this step admits a chunk of the sequence."""
-        if self.portions is None:
-            return True
-        if seq.num_remaining_tokens == 1:
-            return self.portions.has_row(seq)
-        return self.portions.prompt_tokens(seq) != 0
-
-    def _take(self, seq: Sequence) -> int:
-        """Tokens of the sequence's next chunk, taken from the prompts' share and from its group's portion."""
-        num_remaining = seq.num_remaining_tokens
-        if num_remaining == 1:
-            if self.portions is not None:
-                self.portions.take_row(seq)
-            return 1
-        num_wanted = num_remaining - (seq in self.unready)
-        if self.portions is None:
-            return self.prompts.take(seq.num_scheduled_tokens, num_wanted)
-        most = self.portions.prompt_tokens(seq)
-        num_wanted = num_wanted if most is None else min(num_wanted, most)
-        num_tokens = self.prompts.take(seq.num_scheduled_tokens, num_wanted)
-        self.portions.take_prompt_tokens(seq, num_tokens)
-        return num_tokens
-
     def limit_to_fill(self, seq: Sequence) -> None:
         """Leave prompts little if the step has one of a better priority than the sequence's, which is next."""
         if seq.rank[0] > self.best_priority:
@@ -106,8 +80,9 @@ class BatchBuilder:
         """
         table, start, num_remaining = seq.table, seq.num_scheduled_tokens, seq.num_remaining_tokens
         assert table is not None
-        num_tokens = self._take(seq)
+        num_tokens = 1
         if num_remaining > 1:
+            num_tokens = self.prompts.take(start, num_remaining - (seq in self.unready))
             self.num_tokens += num_tokens
             self.best_priority = min(self.best_priority, seq.rank[0])
         end = start + num_tokens

@@ -71,9 +71,6 @@ class Drafting:
         builder.rows -= count
         builder.prompts.cost_left -= count
         seq.num_uncertain = count
-        if builder.portions is not None:
-            for _ in drafts:
-                builder.portions.take_row(seq)
         new_blocks = chunk.new_blocks
         if start + count > table.capacity:
             growth = self._blocks.grow(table, start, start + count)
@@ -92,7 +89,6 @@ def _start_of(seq: Sequence, builder: BatchBuilder) -> int | None:
 
 
 def _may_draft(seq: Sequence, chunk: SequenceChunk, builder: BatchBuilder) -> bool:
-    has_row = builder.portions is None or builder.portions.has_row(seq)
     is_decode = chunk.num_tokens == 1 and chunk.num_samples == 1 and not chunk.reads
     is_free = not (seq.is_beam or seq in builder.unready)
-    return has_row and is_decode and is_free and seq.request.work not in (Work.PREFILL, Work.READ)
+    return is_decode and is_free and seq.request.work not in (Work.PREFILL, Work.READ)

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING
 from pd_cluster.scheduling.batch import SequenceChunk
 from pd_cluster.scheduling.batch_builder import BatchBuilder
 from pd_cluster.scheduling.passed_prompts import PassedPrompts
-from pd_cluster.scheduling.portion import in_rotation
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
 from pd_cluster.scheduling.sequence import KvArrival, SequenceStatus
 from pd_cluster.scheduling.step_budget import is_stream
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.drafts import Drafting
-    from pd_cluster.scheduling.group import Group
     from pd_cluster.scheduling.kv_memory import KvMemory
     from pd_cluster.scheduling.queues import Queues
     from pd_cluster.scheduling.sequence import Sequence
@@ -92,10 +90,8 @@ class Planner:
             unready=self._queues.unready,
         )
         self._next_step += 1
-        builder.portions = self._yielding.portions()
         self._yielding.even_out(builder)
-        resting = self._yielding.resting()
-        prefills = self._plan_decodes(builder, resting)
+        prefills = self._plan_decodes(builder)
         if prefills or self._queues.waiting:
             builder.prompts = self._prefill_budget(builder)
         has_turn = self._plan_turn(builder, prefills)
@@ -103,10 +99,7 @@ class Planner:
         if not builder.preempted and not builder.held and self._queues.has_waiting:
             self._admit(builder)
             self._yield_beam(builder)
-        if resting is None or has_turn:  # a step that leaves a group out says nothing of its prompts
-            self._passed.note(prefills, builder.best_priority, is_turn=has_turn)
-        if resting is not None and not builder.chunks:  # no other group has work: the group need not rest
-            self._plan_decodes(builder, None)
+        self._passed.note(prefills, builder.best_priority, is_turn=has_turn)
         if self._drafting is not None:
             self._drafting.add(builder)
         batch = builder.batch(self._queues.take_departures(), self._queues.take_beam_steps(), loads)
@@ -133,16 +126,14 @@ class Planner:
 
     # running sequences
 
-    def _plan_decodes(self, builder: BatchBuilder, resting: Group[Sequence] | None) -> list[Sequence]:
-        """Plan every decode but those of `resting`. Returns the running sequences with more than one token left."""
-        step, chunks, prefills, portions = builder.step, builder.chunks, [], builder.portions
+    def _plan_decodes(self, builder: BatchBuilder) -> list[Sequence]:
+        """Plan every decode. Returns the running sequences with more than one token left."""
+        step, chunks, prefills = builder.step, builder.chunks, []
         running = tuple(self._queues.running)
-        if resting is not None:
-            running = tuple(seq for seq in running if seq.request.group is not resting)
         if builder.unready:
             now_s = self._clock()
             running = tuple(seq for seq in running if not builder.unready.holds(seq, now_s))
-        for seq in running if portions is None else in_rotation(running):
+        for seq in running:
             if builder.held and seq.seq_id in builder.held:
                 continue
             num_known = len(seq.token_ids) + seq.num_pending
@@ -153,15 +144,11 @@ class Planner:
                 continue  # a running step samples its last token, or it was just preempted
             elif seq.num_pending and (seq.num_uncertain or seq.num_samples > 1):
                 continue  # a running step samples its first ones, or several; or the host chooses its token
-            elif portions is not None and not portions.has_row(seq):
-                continue
             elif start < seq.table.capacity and seq.in_worker and start >= seq.num_prompt_tokens:  # type: ignore[union-attr]
                 seq.num_scheduled_tokens = num_known
                 seq.num_pending += 1
                 seq.num_in_flight += 1
                 seq.planned_step = step
-                if portions is not None:
-                    portions.take_row(seq)
                 chunks.append(SequenceChunk(seq.seq_id, start, 1, (), 1))
                 builder.budget -= 1
             elif builder.has_rows(seq) and self._make_writable(seq, builder):
@@ -181,7 +168,7 @@ class Planner:
     def _may_run(self, seq: Sequence, builder: BatchBuilder) -> bool:
         """Whether this step may have a chunk of a running prompt."""
         may_run = seq.status is RUNNING and seq.seq_id not in builder.held and seq.planned_step != builder.step
-        return may_run and builder.has_rows(seq) and builder.has_portion(seq)
+        return may_run and builder.has_rows(seq)
 
     def _plan_chunks(self, builder: BatchBuilder, prefills: list[Sequence]) -> None:
         """Plan chunks of the running prompts, best rank first, after what waits with a better priority."""
@@ -289,7 +276,7 @@ class Planner:
                 return
             if builder.unready and builder.unready.holds(seq, self._clock()):
                 continue
-            may_run = builder.has_rows(seq) and builder.has_portion(seq)  # a lead that redraws samples n tokens
+            may_run = builder.has_rows(seq)  # a lead that redraws samples n tokens
             if seq.table is not None:
                 if may_run:
                     self._enter_loaded(seq, builder)

@@ -65,8 +65,8 @@ class Scheduler:
 
     `retract`: called with a lease before a preemption frees its blocks; takes their announcements back and
     returns the lease's new generation, or None if the lease has ended. `step_budget`: prompts' share of steps with
-    decodes. `order`: of prompts that wait. `rests`: see `Yielding` and `Portions`. `clock`: seconds. `drafter`: guesses
-    what decodes draw next; None: each draws one token a step.
+    decodes. `order`: of prompts that wait. `clock`: seconds. `drafter`: guesses what decodes draw next; None: each
+    draws one token a step.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class Scheduler:
         retract: Callable[[str], int | None],
         step_budget: StepBudget,
         order: QueueOrder,
-        rests: bool = False,
         clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
     ) -> None:
@@ -93,7 +92,7 @@ class Scheduler:
         self._queues = Queues(config.max_num_seqs, self._turns)
         self._memory = KvMemory(blocks, self._queues, retract, clock)
         self._load_memory = LoadMemory(blocks, self._queues, self._memory)
-        yielding = Yielding(self._turns, self._queues, self._memory, rests=rests)
+        yielding = Yielding(self._turns, self._queues, self._memory)
         drafting = None if drafter is None else Drafting(drafter, blocks, self._queues)
         self._planner = Planner(config, blocks, self._queues, self._memory, yielding, clock, step_budget, drafting)
         self._life = Lifecycle(self._queues, blocks, clock)

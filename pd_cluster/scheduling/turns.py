@@ -123,11 +123,6 @@ class Turns:
         """Whether some group holds so many slots that one without any may take one from it. O(1)."""
         return self._num_rich > 0
 
-    @property
-    def has_shared(self) -> bool:
-        """Whether some group has several sequences."""
-        return bool(self._shared)
-
     def richest(self) -> Group[Sequence] | None:
         """The group with the most slots. O(groups of several sequences)."""
         return max(self._shared, key=lambda group: group.num_slots, default=None)

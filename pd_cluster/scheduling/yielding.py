@@ -1,14 +1,11 @@
-"""Groups that hold many slots yield slots, blocks and some steps to groups that wait with fewer (`turns`)."""
+"""Groups that hold many slots yield slots and blocks to groups that wait with fewer (`turns`)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_cluster.scheduling.portion import Portions
-
 if TYPE_CHECKING:
     from pd_cluster.scheduling.batch_builder import BatchBuilder
-    from pd_cluster.scheduling.group import Group
     from pd_cluster.scheduling.kv_memory import KvMemory
     from pd_cluster.scheduling.queues import Queues
     from pd_cluster.scheduling.sequence import Sequence
@@ -21,38 +18,18 @@ class Yielding:
     """Chooses the sequences that yield, and preempts those that no running step touches.
 
     Invariant: a sequence is taken only from a group that owes the claimant's group a slot, so each exchange makes the
-    two more equal. `rests`: a step with many rows takes much longer than one with few, as on a CPU.
+    two more equal.
     """
 
-    def __init__(self, turns: Turns, queues: Queues, memory: KvMemory, *, rests: bool) -> None:
+    def __init__(self, turns: Turns, queues: Queues, memory: KvMemory) -> None:
         self._turns = turns
         self._queues = queues
         self._memory = memory
-        self._rests = rests
-        self._has_rested = False  # in the last step
 
     @property
     def _is_due(self) -> bool:
         """Whether a sequence waits and some group may have to yield to it. O(1)."""
         return self._turns.has_rich and self._queues.has_waiting
-
-    def portions(self) -> Portions | None:
-        """Limits of the next step for each shared group. None: there are none."""
-        return Portions() if self._rests and self._turns.has_shared else None
-
-    def resting(self) -> Group[Sequence] | None:
-        """The group that the next step leaves out, so that it does not delay a group that waits with fewer slots.
-
-        A step of 64 sequences takes 40 ms on a CPU core, a step with one short prompt 5 ms. At most every other step
-        leaves a group out, so the group's sequences progress whatever else arrives.
-        """
-        group = None
-        if self._rests and not self._has_rested and self._is_due:
-            first, richest = next(self._queues.in_turn(), None), self._turns.richest()
-            if first is not None and richest is not None and richest.owes(first.request.group):
-                group = richest
-        self._has_rested = group is not None
-        return group
 
     def even_out(self, builder: BatchBuilder) -> None:
         """When all slots, or all blocks, are taken, groups with many yield one to each group that waits with fewer."""

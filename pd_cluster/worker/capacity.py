@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 # 256 decodes of 1k tokens take 16 ms a step (8B, one H200), and no larger step of decodes is captured
 MOST_SEQS = 256
-CPU_SEQS = 64
+# A step's time grows with its rows on a CPU, and a request that arrives waits for the step that runs
+CPU_SEQS = 8
 # Also where memory is short: most sequences are shorter than TOKENS_PER_SEQ, and a request may ask for n answers
 LEAST_SEQS = 16
 # The prompt and half of the answer in conversations (the Azure trace). Longer sequences may be preempted

@@ -22,7 +22,7 @@ def test_an_engine_tells_what_it_has_decided() -> None:
     config = replace(CONFIG, cache=cache, scheduler=SchedulerConfig(), handoff=HandoffConfig(connector="none"))
     with ExitStack() as cleanup:
         _, ready = _build(config, "", FakeMailbox(), cleanup)
-    assert (ready.block_size, ready.num_blocks, ready.max_model_len, ready.max_num_seqs) == (16, 20, 20 * 16, 64)
+    assert (ready.block_size, ready.num_blocks, ready.max_model_len, ready.max_num_seqs) == (16, 20, 20 * 16, 8)
 
 
 def test_an_engine_tells_blocks_that_a_sequence_can_have_in_all_groups(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_the_status_is_that_of_the_worst(
 
     status, out = checked(f"--model={DEMO_MODEL}")
     assert (status, "fail" in out) == (0, False)
-    assert "max_num_seqs 64" in out, "what a node would serve at once"
+    assert "max_num_seqs 8" in out, "what a node would serve at once"
     status, out = checked(f"--model={tmp_path}")
     assert (status, "fail" in out) == (1, True)
 

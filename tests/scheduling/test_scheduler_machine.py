@@ -56,7 +56,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.sampled_from([1, 2]),
         limit=st.sampled_from([0, 0, 1, 20]),
         keys_per_token=st.sampled_from([0, 1, 15]),
-        rests=st.booleans(),
         longest_run=st.sampled_from([1, 1, 4]),
         drafts=st.booleans(),
         lateness=st.sampled_from([0.0, 0.0, 0.2, 0.7]),
@@ -67,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def boot(
         self, num_blocks: int, num_host_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, depth: int,
-        limit: int, keys_per_token: int, rests: bool = False, longest_run: int = 1, lateness: float = 0.0,
+        limit: int, keys_per_token: int, longest_run: int = 1, lateness: float = 0.0,
         tpot_s: float = 0.0, shortest_first: bool = False, unreadiness: float = 0.0, kv: str = "full",
         drafts: bool = False,
     ) -> None:  # fmt: skip
@@ -85,7 +84,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafts=drafts,
             most_tokens=limit,
             keys_per_token=keys_per_token,
-            rests=rests,
             tpot_s=tpot_s,
             shortest_first=shortest_first,
             are_late=self.late_rows(lateness),
@@ -286,7 +284,6 @@ def random_walk(seed: int, num_steps: int, kv: str = "full") -> int:
         depth=rng.randint(1, 2),
         limit=rng.choice([0, 0, 1, 6, 20]),
         keys_per_token=rng.choice([0, 1, 15]),
-        rests=rng.random() < 0.5,
         longest_run=rng.choice([1, 4]),
         lateness=rng.choice([0.0, 0.3]),
         tpot_s=rng.choice([0.0, 0.01, 3.0]),

@@ -55,23 +55,20 @@ ABUSES: dict[str, dict[str, int]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("abuse", "num_blocks", "rests", "depth"),
+    ("abuse", "num_blocks", "depth"),
     [
-        *((abuse, *world) for abuse in ABUSES for world in ((400, True, 2), (40, False, 1))),
-        ("many prompts with many samples", 400, False, 2),
-        pytest.param("many prompts with many samples", 400, False, 1, marks=pytest.mark.slow),
+        *((abuse, *world) for abuse in ABUSES for world in ((400, 2), (40, 1))),
+        pytest.param("many prompts with many samples", 400, 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_client_beside_an_abusive_one_has_its_first_tokens(
-    abuse: str, num_blocks: int, depth: int, *, rests: bool
-) -> None:
+def test_a_client_beside_an_abusive_one_has_its_first_tokens(abuse: str, num_blocks: int, depth: int) -> None:
     """In virtual time: every victim, whether slots are short (400 blocks) or memory is (40)."""
     sizes = ABUSES[abuse]
 
     def world() -> World:
         return World(
             num_blocks=num_blocks, max_num_seqs=8, max_num_batched_tokens=64, max_waiting=1000, depth=depth,
-            rests=rests, forgets=True,
+            forgets=True,
         )  # fmt: skip
 
     quiet = world()
@@ -121,9 +118,9 @@ def test_prefill_legs_of_one_request_take_turns_with_others() -> None:
 
 def test_a_group_that_waits_is_not_starved_by_those_that_come_later() -> None:
     """A stream of newcomers takes every slot but one from a hog, and that one goes on until all of it is done."""
-    world = World(num_blocks=400, max_num_batched_tokens=64, max_waiting=1000, rests=True, forgets=True)
+    world = World(num_blocks=400, max_num_batched_tokens=64, max_waiting=1000, forgets=True)
     hogs = [world.submit(message(f"hog-{i}", prompt(30, i), max_tokens=5, group="hog")) for i in range(12)]
-    for index in range(400):  # one in each step: what rests must go on nevertheless
+    for index in range(400):  # one in each step
         world.submit(message(f"newcomer-{index}", prompt(5, index), max_tokens=4))
         world.start_step()
         if all(hog.finished for hog in hogs):
@@ -159,22 +156,46 @@ def test_several_samples_wait_for_no_slots_at_once() -> None:
     world.check_empty()
 
 
+def test_a_step_has_every_sample_of_one_request() -> None:
+    world = World(num_blocks=800, max_num_seqs=64, max_num_batched_tokens=512, forgets=True)
+    world.submit(message("wide", prompt(10), n=40, max_tokens=5))
+    world.start_step()
+    assert len(world.start_step().chunks) == 40
+    world.run_until_idle()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_is_short_every_sequence_of_a_group_gets_to_its_end(seed: int) -> None:
+    """Random groups, short of slots, memory, or both. `World` compares every answer."""
+    rng = random.Random(seed)
+    world = World(
+        num_blocks=rng.choice((24, 40, 300)), num_host_blocks=rng.choice((0, 8)), max_num_seqs=rng.randint(4, 12),
+        depth=rng.randint(1, 2), max_waiting=1000, forgets=True,
+    )  # fmt: skip
+    for index in range(40):
+        group, n = f"g{rng.randrange(4)}", rng.choice((1, 1, 2, 4))
+        world.submit(message(f"r{index}", prompt(rng.randint(1, 40), index), max_tokens=20, n=n, group=group))
+        for _ in range(rng.randint(0, 3)):
+            world.start_step()
+    world.run_until_idle(limit=20_000)
+    world.check_empty()
+
+
 # against models
 
 
-def batches_of(seed: int, *, plain: bool, rests: bool, monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+def batches_of(seed: int, *, plain: bool, monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     """Of random requests of one prompt and n = 1. `plain`: without turns, in the order of rank."""
     with monkeypatch.context() as patch:
         if plain:
             patch.setattr(Turns, "in_turn", lambda _, ranked: iter(ranked))
             patch.setattr(Turns, "has_rich", False)
-            patch.setattr(Turns, "has_shared", False)
             patch.setattr(Group, "owes", lambda *_: False)
         rng = random.Random(seed)
         world = World(
             num_blocks=rng.randint(12, 40), num_host_blocks=rng.choice((0, 8)), depth=rng.randint(1, 2),
-            max_num_batched_tokens=rng.choice((16, 64)), max_num_seqs=rng.randint(1, 6), rests=rests,
-            forgets=True,
+            max_num_batched_tokens=rng.choice((16, 64)), max_num_seqs=rng.randint(1, 6), forgets=True,
         )  # fmt: skip
         batches: list[Batch] = []
         for index in range(40):
@@ -199,13 +220,10 @@ def batches_of(seed: int, *, plain: bool, rests: bool, monkeypatch: pytest.Monke
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rests", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_ordinary_traffic_is_scheduled_as_by_a_plain_queue(
-    seed: int, monkeypatch: pytest.MonkeyPatch, *, rests: bool
-) -> None:
+def test_ordinary_traffic_is_scheduled_as_by_a_plain_queue(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests of one prompt and n = 1: the very same batches."""
-    found, expected = (batches_of(seed, plain=plain, rests=rests, monkeypatch=monkeypatch) for plain in (False, True))
+    found, expected = (batches_of(seed, plain=plain, monkeypatch=monkeypatch) for plain in (False, True))
     assert found == expected
 
 

@@ -82,7 +82,6 @@ class World:
     tpot_s: float = 0.0  # a target, in place of the limit; a step takes a second
     model: StepModel = field(default_factory=StepModel)
     shortest_first: bool = False
-    rests: bool = False
     prefix_caching: bool = True
     depth: int = 1
     longest_run: int = 1
@@ -115,7 +114,6 @@ class World:
             retract=self._retract,
             step_budget=self._step_budget(),
             order=Shortest(self.model, self.blocks) if self.shortest_first else Fifo(),
-            rests=self.rests,
             clock=lambda: self.now_s,
             drafter=SeedDrafter() if self.drafts and not self.kv.has_state else None,
         )

@@ -80,7 +80,7 @@ async def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, int]:
 
 
 async def test_one_request_does_not_take_the_memory(launcher: Launcher) -> None:
-    p, d = launcher.node("prefill", real=True), launcher.node("decode", real=True)
+    p, d = (launcher.node(role, "--max-num-seqs=64", real=True) for role in ("prefill", "decode"))
     router = launcher.router(prefill=[p], decode=[d], real=True)
     status, size = await post(router.url, COMPLETIONS, BOTH | {"prompt": prompts(1, 4095, 9)})
     assert (status, size > 8e6) == (200, True)

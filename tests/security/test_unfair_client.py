@@ -33,8 +33,8 @@ HEAD_START_S = 2.0  # of the abuse, so that it holds all that it can get
 
 EVERY_TOKEN = {str(token): 1.0 for token in range(VOCAB_SIZE)}
 ABUSES: dict[str, dict[str, Any]] = {
-    "256 prompts with n = 64": {"prompt": ["Once upon a time"] * 256, "n": 64, "max_tokens": 200},
-    "n = 64": {"prompt": "Once upon a time", "n": 64, "max_tokens": 400},
+    "256 prompts with n = 8": {"prompt": ["Once upon a time"] * 256, "n": 8, "max_tokens": 200},
+    "n = 8": {"prompt": "Once upon a time", "n": 8, "max_tokens": 400},
     "bias of the vocabulary": {"prompt": ["Once"] * 64, "n": 4, "logit_bias": EVERY_TOKEN, "max_tokens": 200},
     "bans of the vocabulary": {
         "prompt": ["Once"] * 64, "n": 4, "min_tokens": 150, "stop_token_ids": list(range(16, VOCAB_SIZE)),

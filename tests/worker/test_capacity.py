@@ -40,7 +40,7 @@ def decided(shape: str, gpu_bytes: float, config: NodeConfig) -> tuple[int, int,
         ("0.6b", SMALL, 0.25, (16, 2048, 0.225)),
         ("0.6b", 8e9, 0.5, (16, 2048, 0.45)),  # room for 5 of 1,024 tokens: short ones are served together
         ("0.6b", 8e9, 0.4, (1, 2048, 0.36)),  # hardly any room: it starts all the same
-        ("8b", 0, 1, (64, 2048, 0)),  # a CPU
+        ("8b", 0, 1, (8, 2048, 0)),  # a CPU
     ],
 )
 def test_devices(shape: str, gpu_bytes: float, gpu_share: float, expected: tuple[int, int, float]) -> None:
@@ -54,7 +54,7 @@ def test_devices(shape: str, gpu_bytes: float, gpu_share: float, expected: tuple
     [
         (SchedulerConfig(max_num_seqs=7), (7, 2048)),
         (SchedulerConfig(max_num_seqs=4000), (4000, 4000)),  # every decode needs a token of the budget
-        (SchedulerConfig(max_num_batched_tokens=48), (48, 48)),
+        (SchedulerConfig(max_num_batched_tokens=4), (4, 4)),
         (SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=8192), (9, 8192)),
     ],
 )
@@ -112,7 +112,7 @@ def test_the_line_gives_reasons() -> None:
         "max_num_seqs 512 (given; room for 278 sequences of 1,024 tokens), max_num_batched_tokens 4096 (given), "
         "gpu_memory_utilization 0.4 (given; 60.0 of 150.1 GB)"
     )
-    assert decided("8b", 0, NodeConfig())[3] == "max_num_seqs 64, max_num_batched_tokens 2048 (CPU)"
+    assert decided("8b", 0, NodeConfig())[3] == "max_num_seqs 8, max_num_batched_tokens 2048 (CPU)"
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:

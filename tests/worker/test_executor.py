@@ -42,7 +42,7 @@ def test_the_cache_is_block_first_and_as_large_as_asked(models: ModelStore) -> N
     assert executor.num_host_blocks == 0.001e9 // layout.block_bytes
     assert not tensor.any(), "the warm-up must leave nothing behind"
     assert lines[:3] == [
-        "max_num_seqs 64, max_num_batched_tokens 2048 (CPU)",
+        "max_num_seqs 8, max_num_batched_tokens 2048 (CPU)",
         "attention of 3 layers: torch (hopper: needs a Hopper GPU; triton: needs a GPU)",
         "weights 1/1",
     ]
