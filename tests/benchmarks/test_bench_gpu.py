@@ -107,6 +107,7 @@ def test_random_weights_choose_experts_evenly(tmp_path: Path) -> None:
             model=str(tmp_path), load_format="dummy", device="cpu", dtype="float32", num_threads=1, max_model_len=1024
         ),
         cache=CacheConfig(num_blocks=160),
+        scheduler=SchedulerConfig(max_num_seqs=16),
         handoff=HandoffConfig(connector="none"),
     )
     routing = RoutingCounter()
