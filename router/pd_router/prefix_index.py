@@ -112,6 +112,7 @@ class PrefixIndex(Generic[N]):
     def forget(self, node: N) -> None:
         """Find nothing of a node any more. `sweep` then frees its memory: 260,000 blocks would take half a second."""
         self._last_turns.pop(node, None)
+        self.last_turns = frozenset(self._last_turns.values())
         if (mine := self._of_node.pop(node, None)) is None:
             return
         self._bits ^= mine.bit
