@@ -44,15 +44,12 @@ class _Place(msgspec.Struct, eq=False, gc=False):
     nodes: int = 0  # bits
 
 
-class _NodeBlocks:
+class _NodeBlocks(msgspec.Struct, eq=False):
     """The blocks of one node."""
 
-    __slots__ = ("bit", "blocks", "more")
-
-    def __init__(self, bit: int) -> None:
-        self.bit = bit
-        self.blocks: dict[int, _Place] = {}
-        self.more: dict[int, int] = {}  # id of a place -> number of this node's blocks there beyond the first
+    bit: int
+    blocks: dict[int, _Place] = {}
+    more: dict[int, int] = {}  # id of a place -> number of this node's blocks there beyond the first
 
 
 class PrefixIndex(Generic[N]):
