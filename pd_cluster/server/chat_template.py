@@ -30,8 +30,8 @@ PROBE_S = 1.0
 TOOL_USE = "tool_use"  # the name of the template that transformers takes for requests with tools
 _QUERY, _DOCUMENT = (re.compile(f"""['"]{role}['"]""") for role in ("query", "document"))
 _NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-_FORMAT = re.compile(r"""(['"])([^'"{}]*%[^'"{}]*)\1""")  # what may be one of a date
-_TWO_TIMES = datetime(2024, 1, 2, 3, 4, 5, 6), datetime(2024, 1, 2, 16, 17, 18, 19)  # of one day
+# Of a format, which need not stand in the call: any text of the template may be one
+_TIME_OF_DAY = re.compile(r"(?<!\{)%[-_^#\d]*[EO]?[HIMSTRXPcfklprs]")
 _SWITCHES = ("enable_thinking", "thinking")  # arguments that change what templates take, as far as any is known to
 PROBE_TOOL = {
     "type": "function",
@@ -58,7 +58,7 @@ class ChatTemplate:
         # Whether a template may write the day's date, so that a prompt has other tokens on another day; and the time of
         # day, so that no two prompts begin alike
         self.writes_date = any("strftime_now" in text for text in self.texts)
-        self.writes_time = self.writes_date and any(map(_has_time_format, self.texts))
+        self.writes_time = self.writes_date and any(map(_TIME_OF_DAY.search, self.texts))
         self._has_switches = any(name in text for name in _SWITCHES for text in self.texts)
 
     @property
@@ -191,11 +191,6 @@ class ChatTemplate:
 
         options = self._tokenizer.special_tokens_map | options
         return str(render_jinja_template([list(messages)], tools=tools, chat_template=template, **options)[0][0])
-
-
-def _has_time_format(template: str) -> bool:
-    """A format need not stand in the call: any string of the template may be one."""
-    return any(len({at.strftime(form) for at in _TWO_TIMES}) > 1 for _, form in _FORMAT.findall(template))
 
 
 def _template_at(template: str, at_s: float) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from pd_cluster.errors import InvalidRequest
-from pd_connectors.protocol.text_chain import TEXT_PARTS
+from pd_connectors.protocol.text_chain import REASONING_MEMBERS, TEXT_PARTS
 from pd_http.left_out import LeftOut
 from pd_http.member_bounds import check_texts
 from pd_http.readable import check_text_only, says_anything, text_of, text_of_block, texts_of
@@ -38,7 +38,6 @@ _THOUGHTS = ("thinking", "reasoning", "text", "content", "summary")
 # Members of a text that are read, or say nothing
 _OF_TEXT = frozenset(("type", "text", "refusal", "annotations", "cache_control", "logprobs"))
 _AS_TEXT = ("reasoning_content", "thinking", "reasoning")  # transformers gives templates the one that they read
-_AS_BLOCKS = frozenset((*_AS_TEXT, "thinking_blocks", "reasoning_details"))
 _USUAL = {"role", "content"}
 _MEMBERS = frozenset(("role", "content", "name"))  # all that most messages have
 _PLAIN = {"tool": _MEMBERS | {"tool_call_id"}, "function": frozenset[str]()}
@@ -172,14 +171,14 @@ class _Reader:
             calls += [call for call in said.calls if call.get("id") not in ids]
         if calls:
             message["tool_calls"] = calls
-        if said.reasoning or not _AS_BLOCKS.isdisjoint(message):
+        if said.reasoning or not REASONING_MEMBERS.isdisjoint(message):
             self._take_reasoning(message, said.reasoning)
 
     def _take_reasoning(self, message: Message, texts: list[str]) -> None:
         """All of it under one name. Many servers write it under several: each text counts once."""
         forms = [[message[key]] for key in _AS_TEXT if isinstance(message.get(key), str)]
         first = forms[0][0] if forms else ""
-        for key in sorted(_AS_BLOCKS):
+        for key in sorted(REASONING_MEMBERS):
             if isinstance(message.get(key), list | dict):
                 blocks = message.pop(key)
                 forms.append(self._thoughts(blocks if isinstance(blocks, list) else [blocks]))

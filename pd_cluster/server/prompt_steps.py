@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from datetime import date
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -38,6 +38,8 @@ MARGIN_TOKENS = 8
 MAX_MISSED = 64
 Steps = tuple[tuple[int, int], ...]  # see `AddRequest.steps`
 NO_STEPS: Steps = ()
+# A content: its first character in the rendered text, its first byte in the canonical text, and what is written
+_Span = tuple[int, int, str]
 
 
 class PromptSteps:
@@ -61,8 +63,7 @@ class PromptSteps:
         if canonical is None or len(contents) != len(canonical.starts):
             return
         if not canonical.is_ids and encoded.has_ends:
-            places = _Places(iter(_spans(encoded.text, contents, canonical.starts)))
-            self._name(self._ends(encoded, places), canonical)
+            self._name(self._ends(encoded, _spans(encoded.text, contents, canonical.starts)), canonical)
 
     def name_ids(self, num_tokens: int) -> None:
         """A prompt of so many ids."""
@@ -85,52 +86,21 @@ class PromptSteps:
             named[step] = num_tokens
         self.steps = tuple((num_tokens, hashes[step]) for step, num_tokens in named.items())
 
-    def _ends(self, encoded: Encoded, places: _Places) -> Iterator[tuple[int, int]]:
+    def _ends(self, encoded: Encoded, spans: Iterator[_Span]) -> Iterator[tuple[int, int]]:
+        begin, byte, text, at = -1, 0, "", 0
         for num_tokens in range(self._block_size, len(encoded.ids) - MARGIN_TOKENS + 1, self._block_size):
-            place = places.canonical(encoded.end_of(num_tokens - 1 + MARGIN_TOKENS))
-            if place is None:
-                return
-            yield num_tokens, place
+            end = encoded.end_of(num_tokens - 1 + MARGIN_TOKENS)
+            while end > begin + len(text):
+                if (span := next(spans, None)) is None:
+                    return
+                (begin, byte, text), at = span, 0
+            before, at = at, max(at, end - begin)
+            byte += len(text[before:at].encode())
+            yield num_tokens, byte
 
 
-class _Span(NamedTuple):
-    """A content in the rendered text."""
-
-    begin: int  # characters
-    end: int
-    start: int  # bytes, of the first character in the canonical text
-    text: str
-
-
-class _Places:
-    """Places in a rendered prompt, in ascending order, as places in the canonical text."""
-
-    def __init__(self, spans: Iterator[_Span]) -> None:
-        self._spans = spans
-        self._step()
-
-    def _step(self) -> None:
-        self._span = span = next(self._spans, None)
-        self._char, self._byte = (0, 0) if span is None else (span.begin, span.start)
-        self._is_ascii = span is not None and span.text.isascii()
-
-    def canonical(self, char: int) -> int | None:
-        """Bytes of canonical text that the first `char` characters stand for. None: no content is there or after."""
-        while (span := self._span) is not None and char > span.end:
-            self._step()
-        if span is None:
-            return None
-        if self._is_ascii:
-            return max(span.start, span.start + char - span.begin)
-        if char > self._char:
-            self._byte += len(span.text[self._char - span.begin : char - span.begin].encode())
-            self._char = char
-        return self._byte
-
-
-def _spans(text: str, contents: Sequence[str], starts: Sequence[int]) -> list[_Span]:
+def _spans(text: str, contents: Sequence[str], starts: Sequence[int]) -> Iterator[_Span]:
     """The contents that are not blank and that the template writes as they are."""
-    spans: list[_Span] = []
     end = num_missed = 0
     for content, start in zip(contents, starts, strict=True):
         shown = content.strip()  # many templates trim it
@@ -139,8 +109,7 @@ def _spans(text: str, contents: Sequence[str], starts: Sequence[int]) -> list[_S
                 num_missed += 1
                 continue
             end = begin + len(shown)
-            spans.append(_Span(begin, end, start + len(content[: content.index(shown)].encode()), shown))
-    return spans
+            yield begin, start + len(content[: content.index(shown)].encode()), shown
 
 
 def names_for(state: NodeState, body: GenerationBody, raw: bytes) -> PromptSteps | None:

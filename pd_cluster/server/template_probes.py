@@ -156,15 +156,19 @@ class _Probes:
                 tools=self._changes(["user"]),
                 system=in_order.find("Zq0m") > in_order.find("Zq1m"),
                 answers=self._changes(["user", "call", "tool"]),
+                reasoning=self._changes(["user", "call", "tool"], reasoning_content="a"),
             ),
         )
 
-    def _changes(self, roles: Sequence[str]) -> bool:
-        """Whether a prompt up to the last of these messages changes when an answer and the next question follow."""
+    def _changes(self, roles: Sequence[str], **members: str) -> bool:
+        """Whether a prompt up to the last of these messages changes when an answer and the next question follow.
+
+        `members`: of messages with calls.
+        """
         talks = [_conversation([*roles, *more]) for more in ((), _USER_TURN)]
         for message in itertools.chain(*talks):
             if "tool_calls" in message:
-                message["reasoning_content"] = "a"
+                message.update(members)
         asked, followed = map(self._written, talks)
         begin, mark, _ = (asked or "").partition(f"Zq{len(roles) - 1}m")
         return bool(mark) and followed is not None and not followed.startswith(begin + mark)

@@ -44,15 +44,12 @@ class _Place(msgspec.Struct, eq=False, gc=False):
     nodes: int = 0  # bits
 
 
-class _NodeBlocks:
+class _NodeBlocks(msgspec.Struct, eq=False):
     """The blocks of one node."""
 
-    __slots__ = ("bit", "blocks", "more")
-
-    def __init__(self, bit: int) -> None:
-        self.bit = bit
-        self.blocks: dict[int, _Place] = {}
-        self.more: dict[int, int] = {}  # id of a place -> number of this node's blocks there beyond the first
+    bit: int
+    blocks: dict[int, _Place] = {}
+    more: dict[int, int] = {}  # id of a place -> number of this node's blocks there beyond the first
 
 
 class PrefixIndex(Generic[N]):
@@ -112,6 +109,7 @@ class PrefixIndex(Generic[N]):
     def forget(self, node: N) -> None:
         """Find nothing of a node any more. `sweep` then frees its memory: 260,000 blocks would take half a second."""
         self._last_turns.pop(node, None)
+        self.last_turns = frozenset(self._last_turns.values())
         if (mine := self._of_node.pop(node, None)) is None:
             return
         self._bits ^= mine.bit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -16,12 +16,14 @@ from pd_connectors.protocol.text_chain import (
     STEP_BYTES,
     CanonicalText,
     LastTurn,
-    canonical_text,
     chain_key,
     is_short,
     read_canonical,
     step_hashes,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 KEY = chain_key(b"k" * 32)
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"b": 1, "a": 2}}}
@@ -39,9 +41,13 @@ MESSAGES = st.lists(MESSAGE, min_size=1, max_size=5)
 
 def text_of(**body: Any) -> bytes:
     raw = json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")
-    text = canonical_text(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]))
-    assert text is not None
-    return text
+    return text_in(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]))
+
+
+def text_in(fields: Mapping[str, msgspec.Raw | bytes]) -> bytes:
+    read = read_canonical(fields)
+    assert read is not None
+    return read.text
 
 
 def fields_of(**body: Any) -> dict[str, bytes]:
@@ -74,7 +80,7 @@ def test_white_space_escapes_and_the_order_of_keys_change_nothing(messages: list
     body = shuffled({"messages": [shuffled(one) for one in messages], "tools": [TOOL], "temperature": 1, "stop": None})
     raw = json.dumps(body, indent=random.choice([None, 3]), ensure_ascii=True).encode()
     fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    assert canonical_text(fields) == text_of(messages=messages, tools=[TOOL])
+    assert text_in(fields) == text_of(messages=messages, tools=[TOOL])
 
 
 def test_the_client_s_text_lies_where_the_parts_say() -> None:
@@ -115,7 +121,7 @@ def test_tools_that_are_not_shown_count_as_absent() -> None:
     for none in ("none", {"type": "none"}):
         assert text_of(messages=messages, tools=[TOOL], tool_choice=none) == text_of(messages=messages)
     escaped = fields_of(messages=messages, tools=[TOOL]) | {"tool_choice": rb'"non\u0065"'}
-    assert canonical_text(escaped) == text_of(messages=messages)
+    assert text_in(escaped) == text_of(messages=messages)
     assert text_of(messages=messages, tools=[]) == text_of(messages=messages, tools=None)
 
 
@@ -147,6 +153,7 @@ NEXT = [{"role": "assistant", "content": "a" * 20}, {"role": "user", "content": 
         (LastTurn(tools=True), 1),
         (LastTurn(system=True), 1),
         (LastTurn(tools=True, answers=True), 1),
+        (LastTurn(reasoning=True), 4),
     ],
 )
 def test_a_turn_has_another_text_when_the_next_question_has_come(last_turn: LastTurn, shared: int) -> None:
@@ -183,6 +190,30 @@ def test_where_the_last_turn_begins() -> None:
         assert begin(last_turn) == begin(last_turn, "assistant") == 0
 
 
+@pytest.mark.parametrize(
+    ("answer", "reasons"),
+    [
+        *(({name: "Hm."}, True) for name in ("reasoning_content", "reasoning", "thinking")),
+        ({"content": "<think>\nHm.\n</think>\n\nYes."}, True),
+        ({"content": [{"type": "text", "text": "Hm.</think>Yes."}]}, True),
+        ({"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Yes."}]}, True),
+        ({"content": None, "thinking_blocks": [{"type": "thinking", "thinking": "Hm."}]}, True),
+        ({"content": "", "reasoning_details": [{"type": "reasoning.text", "text": "Hm."}]}, True),
+        ({"content": "Yes."}, False),
+        ({"content": [{"type": "text", "text": "Yes."}]}, False),
+        ({"content": None, "reasoning_content": "", "reasoning": None, "reasoning_details": []}, False),
+    ],
+)
+def test_an_answer_is_written_otherwise_where_it_reasons(answer: dict[str, Any], *, reasons: bool) -> None:
+    """Else the next question finds what was named before: most clients send no reasoning back."""
+    call, result = {"role": "assistant", "content": ""}, {"role": "tool", "content": "a</think>"}
+    messages = [{"role": "user"}, {**call, "thinking": "Hm."}, {"role": "user"}, call, result, call | answer, result]
+    last_turn = LastTurn(reasoning=True)
+    assert last_turn.begin(messages, has_tools=True) == (5 if reasons else len(messages))
+    assert LastTurn(answers=True, reasoning=True).begin(messages, has_tools=True) == 3
+    assert last_turn.begin(messages[:-1], has_tools=True) == 5, "some templates write a last answer with an empty one"
+
+
 def test_prompts_as_text_and_as_ids() -> None:
     assert text_of(prompt="abc").startswith(text_of(prompt="ab"))
     assert text_of(prompt=["ab"]) == text_of(prompt="ab")
@@ -207,7 +238,7 @@ def test_prompts_as_text_and_as_ids() -> None:
     ],
 )
 def test_bodies_without_a_chain(body: dict[str, Any]) -> None:
-    assert canonical_text(fields_of(**body)) is None
+    assert read_canonical(fields_of(**body)) is None
 
 
 def test_router_and_node_agree_on_what_is_too_long_for_a_chain() -> None:
@@ -215,14 +246,14 @@ def test_router_and_node_agree_on_what_is_too_long_for_a_chain() -> None:
     text = "a" * (MAX_CHAIN_BYTES - 1000)
     for body in ({"prompt": text}, {"messages": [{"role": "user", "content": text}], "logit_bias": "b" * 5000}):
         assert is_short(fields_of(**body))
-        assert canonical_text(fields_of(**body)) is not None
+        assert read_canonical(fields_of(**body)) is not None
     for body in ({"input": text + 1000 * "a"}, {"system": text, "messages": "a" * 1000}, {"instructions": text * 2}):
         assert not is_short(fields_of(**body))
 
 
 def test_bytes_that_are_not_json_have_no_chain() -> None:
     for raw in (b"[", b'["\xff"]', b"[" * 100_000, b'[{"content": "\\ud800"}]'):
-        assert canonical_text({"messages": raw}) is None
+        assert read_canonical({"messages": raw}) is None
 
 
 def test_hashes_depend_on_key_salt_and_all_text_before() -> None:

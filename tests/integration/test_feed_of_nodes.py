@@ -12,7 +12,8 @@ import orjson
 import pytest
 
 from pd_connectors.protocol.keys import derive_key
-from pd_connectors.protocol.text_chain import canonical_text, chain_key, step_hashes
+from pd_connectors.protocol.text_chain import chain_key
+from pd_router.body import RequestBody
 from pd_router.node_view import FeedState
 from tests.cluster import TEST_KEY, Launcher
 from tests.deadlines import HANG_S
@@ -91,10 +92,9 @@ def a_body(seed: int, **fields: Any) -> dict[str, Any]:
 
 def hits(router: Router, body: dict[str, Any], salt: str = "") -> list[int]:
     """Tokens that P and D have of the prompt, as the router knows it from its text."""
-    text = canonical_text({name: orjson.dumps(value) for name, value in body.items()})
-    assert text is not None
+    chain = RequestBody(orjson.dumps(body | {"cache_salt": salt})).text_chain(chain_key(KEY))
     nodes = nodes_of(router)
-    found = router.services.table.prefixes.hits(step_hashes(chain_key(KEY), salt, text))
+    found = router.services.table.prefixes.hits(chain)
     return [found.get(node, 0) for node in nodes]
 
 

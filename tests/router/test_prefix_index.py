@@ -221,6 +221,7 @@ def test_a_prompt_is_looked_up_as_each_kind_of_chat_template_names_it() -> None:
     assert chains[first] != chains[second]
     assert prompt_facts(body, table, b"key").cached == dict.fromkeys(kinds, 160)
     index.forget(first)
+    assert index.last_turns == {LastTurn(answers=True)}
     apply(NodeFeed(index, second), FeedSnapshot(1, 2, NodeLoad(), stored, last_turn=LastTurn(answers=True)))
     assert index.last_turns == {LastTurn(answers=True)}
     assert prompt_facts(body, table, b"key").cached == {second: 160}

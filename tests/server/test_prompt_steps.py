@@ -18,7 +18,6 @@ from pd_connectors.protocol import text_chain
 from pd_connectors.protocol.text_chain import (
     AS_ALWAYS,
     LastTurn,
-    canonical_text,
     chain_key,
     read_canonical,
     step_hashes,
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 KEY, SIZE = chain_key(b"k"), 16
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
-# Three templates of the shapes that matter. ChatML: the reasoning of turns before the last question is dropped, the
+# Templates of the shapes that matter. ChatML: the reasoning of turns before the last question is dropped, the
 # last turn gets an empty one, results of tools stand in a user turn
 CHATML = """
 {%- if tools %}{{ '<|im_start|>system\\n' }}
@@ -95,7 +94,9 @@ BRACKETS = """
 {%- elif message.tool_calls %}{{ '[CALLS] ' + message.tool_calls | tojson + '</s>' }}
 {%- elif message.role == 'tool' %}{{ '[RESULT] ' + message.content | tojson + '[/RESULT]' }}
 {%- else %}{{ ' ' + message.content + '</s>' }}{% endif %}{% endfor %}"""
-TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "brackets": BRACKETS}
+# As Qwen3.5 and 3.6: in the last turn each answer without reasoning gets an empty one
+REASONING = CHATML.replace(" and (loop.last or ns.reasoning)", "")
+TEMPLATES = {"chatml": CHATML, "reasoning": REASONING, "headers": HEADERS, "brackets": BRACKETS}
 PIECES = ["the ", "Paris", " is\n\n", "  ", "x" * 9, "é漢", "\n", "'ll go", '{"a": 1}', "1234", "\t\t ", "<b>", ". "]
 
 
@@ -280,8 +281,9 @@ def test_a_name_waits_for_the_text_that_a_tokenizer_may_join(short_steps: Callab
         encoded = node.encode(prompt)
         names = PromptSteps(json.dumps({"prompt": prompt}).encode(), KEY, "", SIZE)
         names.name_text(encoded, [prompt])
-        text = canonical_text({"prompt": json.dumps(prompt).encode()})
-        assert text is not None
+        read = read_canonical({"prompt": json.dumps(prompt).encode()})
+        assert read is not None
+        text = read.text
         ends = {step: index + 1 for index, step in enumerate(step_hashes(KEY, "", text))}
         for num_tokens, step in names.steps:
             known = text[: ends[step]].removeprefix(text[: -len(prompt.encode())]).decode(errors="ignore")
@@ -295,35 +297,49 @@ def test_ids_are_named_to_the_token() -> None:
     prompt = list(range(500))
     names = PromptSteps(json.dumps({"prompt": prompt}).encode(), KEY, "", SIZE)
     names.name_ids(len(prompt))
-    text = canonical_text({"prompt": json.dumps(prompt).encode()})
-    assert text is not None
+    read = read_canonical({"prompt": json.dumps(prompt).encode()})
+    assert read is not None
     # a step of 512 bytes is 128 ids, and the head of the text has 7 bytes
-    assert names.steps == tuple(zip((112, 240, 368), step_hashes(KEY, "", text), strict=True))
+    assert names.steps == tuple(zip((112, 240, 368), step_hashes(KEY, "", read.text), strict=True))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", TEMPLATES)
-def test_each_turn_finds_what_those_before_have_cached(shape: str, short_steps: Callable[[int], None]) -> None:
-    """What the names promise of each request of a conversation with a loop of calls, beside the tokens it shares."""
+@pytest.mark.parametrize("reasons", [False, True])
+def test_each_turn_finds_what_those_before_have_cached(
+    shape: str, short_steps: Callable[[int], None], *, reasons: bool
+) -> None:
+    """What the names promise of each request of a conversation with a loop of calls, beside the tokens it shares.
+
+    A block keeps its first name: the engine does not rename what is cached (`CacheNews`).
+    """
     short_steps(16)
     node, rng = Node(TEMPLATES[shape]), random.Random(f"{shape} turns")
-    messages: list[dict[str, Any]] = [{"role": "system", "content": words(rng)}]
+
+    def said() -> str:
+        return words(rng) + str(rng.random())  # found in no other text
+
+    messages: list[dict[str, Any]] = [{"role": "system", "content": said()}]
     told: dict[int, int] = {}
+    named: set[tuple[int, ...]] = set()
     served: list[list[int]] = []
     for turn_number in range(4):
-        messages.append({"role": "user", "content": words(rng)})
+        messages.append({"role": "user", "content": said()})
         for call_number in range(3):
             body = {"messages": list(messages), "tools": [TOOL]}
             ids, names = node.serve(body)
             promised = next((told[one] for one in reversed(steps_of(body, node.chat.last_turn)) if one in told), 0)
             cached = max((num_shared(ids, before) for before in served), default=0)
             assert cached - 4 * SIZE <= promised <= cached, (turn_number, call_number)
-            told |= {step: num_tokens for num_tokens, step in names}
+            new = {tuple(ids[:num_tokens]): step for num_tokens, step in names if tuple(ids[:num_tokens]) not in named}
+            told |= {step: len(block) for block, step in new.items()}
+            named |= new.keys()
             served.append(ids)
             call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"at": "a"}}}
-            messages.append({"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": words(rng)})
-            messages.append({"role": "tool", "content": words(rng), "tool_call_id": "abcdefghi"})
-        messages.append({"role": "assistant", "content": words(rng)})
+            thought = {"reasoning_content": said()} if reasons else {}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call], **thought})
+            messages.append({"role": "tool", "content": said(), "tool_call_id": "abcdefghi"})
+        messages.append({"role": "assistant", "content": said()})
 
 
 def num_shared(ids: list[int], others: list[int]) -> int:
@@ -334,9 +350,10 @@ def num_shared(ids: list[int], others: list[int]) -> int:
 def test_what_templates_write_in_the_last_turn_alone() -> None:
     found = {shape: Node(template).chat.last_turn for shape, template in TEMPLATES.items()}
     assert found == {
-        "chatml": LastTurn(answers=True),
+        "chatml": LastTurn(reasoning=True),
+        "reasoning": LastTurn(answers=True, reasoning=True),
         "headers": AS_ALWAYS,
-        "brackets": LastTurn(tools=True, system=True, answers=True),
+        "brackets": LastTurn(tools=True, system=True, answers=True, reasoning=True),
     }
     early = small_templates.TEMPLATES["system before the first question"]
     late = "{{ tools | tojson if tools and m.role == 'user' and loop.last }}"
@@ -368,7 +385,7 @@ def test_contents_are_looked_for_in_vain_a_bounded_number_of_times() -> None:
 
     text = Text("seen " * 10)
     contents = ["seen", *("unseen" for _ in range(1000)), "seen"]
-    spans = _spans(text, contents, range(len(contents)))
+    spans = list(_spans(text, contents, range(len(contents))))
     assert (len(spans), text.num_reads) == (1, MAX_MISSED + 1)
 
 
@@ -391,7 +408,10 @@ def test_results_that_are_quoted_are_named_to_their_end() -> None:
         ("{{ strftime_now('%d %b %Y') }}", False),
         ('{%set a = "b"%}{%if a%}{{strftime_now("%Y-%m-%d")}}{%endif%}', False),
         ("{%-set day = '%-d %B' %}{{ strftime_now(day) }}", False),
+        ("{%set s='100%'%}{%-set c=7%2%}{%if s%}{{ strftime_now('%F') }}{%endif%}", False),
         ("{{ strftime_now('%H:%M') }}", True),
+        ("""{{ strftime_now("%H o'clock") }}""", True),
+        ("{%set form = '{} %-Ih'%}{{ strftime_now(form) }}", True),
         ('{%set form = "%-I %p"%}{{ strftime_now(form) }}', True),
         ("{{ strftime_now('%c') }}", True),
     ],

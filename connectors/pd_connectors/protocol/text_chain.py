@@ -10,8 +10,8 @@ The canonical text of a conversation, so that a longer one begins with the text 
     prompt   HEAD END KIND END, then its text in UTF-8, or its token ids of 4 bytes
 
 Some chat templates write the last turn, which is the last question and what follows it, otherwise than they do when the
-next question has come (`LastTurn`). For those one END more stands where that begins: a text with the turn as the last
-has no step in common with one in which another turn follows, from there on.
+next question has come (`LastTurn`). For those one END more stands before the first message that is written otherwise: a
+text with the turn as the last has no step in common with one in which another turn follows, from there on.
 
 HEAD: the fields of `HEAD_FIELDS` as JSON. KEYS: a message without its content, as JSON: role, calls, reasoning. They
 come before the content because a template may write them there. Fields and the keys of messages are sorted. Values
@@ -51,6 +51,9 @@ HEAD_FIELDS = (
 )
 # Parts of a message's content that are text, and the member that holds it
 TEXT_PARTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
+# Members of a message that hold reasoning: clients and servers have several names for it
+REASONING_MEMBERS = frozenset(("reasoning_content", "thinking", "reasoning", "thinking_blocks", "reasoning_details"))
+END_OF_REASONING = "</think>"  # in a content: Qwen3's template and its like take what stands before it for reasoning
 END = b"\xff"  # in no UTF-8 text, so that no part can be mistaken for another
 TOKEN_BYTES = 4
 # Of the fields of a prompt with a chain. The router makes chains on its event loop: 3 ms for 1 MB of text, and up to
@@ -64,18 +67,20 @@ class LastTurn(msgspec.Struct, frozen=True, array_like=True):
 
     tools: bool = False  # the tools, before the question
     system: bool = False  # the system message, before the question
-    answers: bool = False  # something behind the question: the reasoning of calls
+    answers: bool = False  # something in each answer with calls: an empty reasoning, where there is none
+    reasoning: bool = False  # the reasoning of answers with calls
 
     def begin(self, messages: Sequence[dict[str, Any]], *, has_tools: bool) -> int:
         """The number of the first message that is written otherwise, or before which something stands that is."""
-        moves = (self.tools and has_tools) or (self.system and begins_with_system(messages))
-        if not (moves or self.answers):
-            return len(messages)
         roles = [message.get("role") for message in messages]
         end = len(roles) - roles[::-1].index("user") if "user" in roles else 0
-        if not moves:
+        if (self.tools and has_tools) or (self.system and begins_with_system(messages)):
+            return next((i + 1 for i in reversed(range(end)) if roles[i] != "user"), 0)  # users in a row may be joined
+        if self.answers:
             return end
-        return next((i + 1 for i in reversed(range(end)) if roles[i] != "user"), 0)  # users in a row may be joined
+        answers = (i for i in range(end, len(roles)) if roles[i] == "assistant" and self.reasoning)
+        last = len(roles) - 1  # gets an empty one from some templates
+        return next((i for i in answers if i == last or _may_reason(messages[i])), len(roles))
 
 
 AS_ALWAYS = LastTurn()
@@ -98,14 +103,11 @@ def chain_key(cluster_key: bytes) -> bytes:
     return mac(cluster_key, b"pd text chain")
 
 
-def canonical_text(fields: Mapping[str, msgspec.Raw | bytes]) -> bytes | None:
-    """The canonical text of a body, of which `fields` are the fields as raw JSON. None: see `read_canonical`."""
-    read = read_canonical(fields)
-    return None if read is None else read.text
-
-
 def read_canonical(fields: Mapping[str, msgspec.Raw | bytes], last_turn: LastTurn = AS_ALWAYS) -> CanonicalText | None:
-    """None for a body without a chain: several prompts, one that is cut, a long one, or what cannot be read."""
+    """Of a body, of which `fields` are the fields as raw JSON.
+
+    None for one without a chain: several prompts, one that is cut, a long one, or what cannot be read.
+    """
     if not (_is_null(fields.get("truncate_prompt_tokens")) and is_short(fields)):
         return None
     try:
@@ -160,6 +162,11 @@ def _part_text(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
     return text if isinstance(text, str) else None
+
+
+def _may_reason(message: Mapping[str, Any]) -> bool:
+    text = flat_content(message.get("content") or "")
+    return text is None or END_OF_REASONING in text or any(map(message.get, REASONING_MEMBERS))
 
 
 def _head(fields: Mapping[str, msgspec.Raw | bytes]) -> dict[str, Any]:
