@@ -233,7 +233,7 @@ def calls(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_a_row_whose_drafts_are_slow_rests(
+def test_a_row_with_slow_drafts_rests(
     rows: Rows, ids: dict[str, int], calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts of other rows wait behind them: the call that was slow is the last one for CALM tokens."""
@@ -254,7 +254,7 @@ def test_a_row_whose_drafts_are_slow_rests(
     assert allowed_behind(rows, 0, ids["1"], ids["1"]) == [{ids["1"], ids["2"], EOS}] * 3
 
 
-def test_rows_whose_drafts_may_be_slow_have_calls_of_their_own(
+def test_rows_with_drafts_that_may_be_slow_have_calls_of_their_own(
     rows: Rows, ids: dict[str, int], calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New ones, and those of a call for several that was slow. None of these rests for that."""
@@ -325,7 +325,7 @@ def test_masks_behind_places_that_were_passed_are_not_awaited(
 def test_a_system_without_threads_ends_no_row(
     demo_directory: Path, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Drafts have no masks then, whoever began them first. It is tried and said once."""
+    """Drafts have no masks then. It is tried and said once."""
     grammars = Grammars(demo_directory, VOCAB_SIZE, frozenset({EOS}))
     cpu = torch.device("cpu")
     rows = Rows(GrammarMasks(StageContext(2, VOCAB_SIZE, frozenset({EOS}), cpu, moved, grammars)), grammars)

@@ -1,7 +1,7 @@
 """Masks behind the drafts of rows. Where one is missing a run of tokens ends; no row waits for them to go on.
 
 Copies of a state of llguidance share a lexer, and `consume_token` waits for it with the interpreter's lock held: the
-step loop stood still for 5 to 45 ms while a mask behind a draft was computed from a copy of the row's state. So drafts
+step loop stood still for 5 to 23 ms while a mask behind a draft was computed from a copy of the row's state. So drafts
 have states and lexers of their own, which one thread uses. Drafts that exhaust a lexer end no row. Then the drafts of
 its rows rest for CALM tokens, and begin again with another lexer.
 """
@@ -12,16 +12,16 @@ import logging
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pd_cluster.worker.mask_threads import CALM, SLOW_GROUP_S, SLOW_S, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from concurrent.futures import Future
 
     from pd_cluster.worker.draw_places import Mask
-    from pd_cluster.worker.grammars import GrammarState
-    from pd_cluster.worker.logits_stages.grammar_masks import Constraint
+    from pd_cluster.worker.grammars import Grammars, GrammarState
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +36,26 @@ class DraftRoot:
     rests_until: int = 0  # length of the output from which on drafts are tried
 
 
+class DraftedRow(Protocol):
+    """A row that may have drafts."""
+
+    grammars: Grammars
+    grammar: str
+    output: list[int]
+    num_taken: int  # tokens of the output before the row's own mask
+    masks: dict[tuple[int, ...], Mask]  # of the next token, and of those behind drafts; another one for each place
+    drafts: tuple[int, ...]  # behind the output
+    root: DraftRoot
+    tried: Future[None] | None  # the end of the masks behind drafts; None: none are computed at this place
+    pace: Pace
+    error: str  # why the row cannot go on
+
+
 @dataclass(slots=True, eq=False)
 class DraftBranch:
     """The drafts behind one place of a row's output."""
 
-    one: Constraint
+    one: DraftedRow
     masks: dict[tuple[int, ...], Mask]
     drafts: tuple[int, ...]
     place: int  # length of the output
@@ -55,23 +70,26 @@ class DraftBranch:
         return bool(mask[word] >> bit & 1)
 
     def begin_again(self) -> None:
-        """Rest, and then follow the output from its beginning with another lexer."""
+        """Drop these drafts, rest, and then follow the output from its beginning with another lexer."""
+        self.drafts = ()
         self.one.grammars.forget_drafts(self.one.grammar)
         self.one.root = DraftRoot(rests_until=self.place + CALM)
 
 
-def try_drafts(constraints: Iterable[Constraint]) -> None:
+def try_drafts(rows: Iterable[DraftedRow]) -> None:
     """Begin to compute the masks behind the drafts of some rows, which have their own masks.
 
     Not of slow rows: no draft is worth the time.
     """
-    branches = [
-        DraftBranch(one, one.masks, one.drafts, one.num_taken)
-        for one in constraints
-        if one.drafts and not (one.error or one.pace is Pace.SLOW or one.num_taken < one.root.rests_until)
-    ]
-    groups = [[branch] for branch in branches if branch.one.root.is_lone]
-    for group in (*groups, [branch for branch in branches if not branch.one.root.is_lone]):
+    groups, together = list[list[DraftBranch]](), list[DraftBranch]()
+    for one in rows:
+        if one.drafts and not (one.error or one.pace is Pace.SLOW or one.num_taken < one.root.rests_until):
+            branch = DraftBranch(one, one.masks, one.drafts, one.num_taken)
+            if one.root.is_lone:
+                groups.append([branch])
+            else:
+                together.append(branch)
+    for group in (*groups, together):
         if group:
             tried = group[0].one.grammars.mask_threads.follow(partial(_compute_behind, group))
             for branch in group:

@@ -62,7 +62,7 @@ class Constraint:
     num_taken: int = 0  # tokens of the output that the state has taken
     drafts: tuple[int, ...] = ()  # behind the output, of the launched step. The step loop writes them at any time
     root: DraftRoot = field(default_factory=DraftRoot)
-    tried: Future[None] | None = None  # the end of the masks behind drafts; None: none are computed at this place
+    tried: Future[None] | None = None  # see `DraftedRow`
     is_ready: bool = False
     pace: Pace = Pace.SUSPECT
     cost_s: float = 0.0
