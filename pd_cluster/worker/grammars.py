@@ -8,7 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from pd_cluster.errors import InvalidRequest
+from pd_cluster.worker.draw_places import mask_words
 from pd_cluster.worker.grammar_vocabulary import GrammarTokens, GrammarVocabulary, Holes, has_tokenizer, model_chooses
 from pd_cluster.worker.mask_threads import MaskThreads
 
@@ -17,8 +20,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    import numpy as np
     import numpy.typing as npt
+
+    from pd_cluster.worker.draw_places import Mask
 
 MAX_KEPT = 64  # compiled grammars; a copy takes 22 us, compiling 1.6 ms at the median
 NUM_THREADS = 2  # a slow compilation does not delay a quick one
@@ -36,6 +40,7 @@ LIMITS = {
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
+FIRST_WORDS = 32  # of a mask: most masks allow one of these tokens, which takes a tenth of the time of all words to see
 NO_WAY_ON = "it allows no further token, and the output must not end here"
 NO_PACKAGE = "grammars need the package llguidance on every node: pip install 'pd-cluster[structured]'"
 
@@ -135,10 +140,14 @@ class Grammars:
     def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._vocab_size = vocab_size
         self.eos_token_ids = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
+        others = np.ones(vocab_size, bool)
+        others[self.eos_token_ids] = False
+        self._others = mask_words(others)  # the tokens that end no output
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._restarts = ThreadPoolExecutor(1, thread_name_prefix="grammar-restart")  # delay no new grammar
         self.mask_threads = MaskThreads()
         self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
+        self._of_drafts = OrderedDict[str, Any]()  # matchers; the thread of drafts alone uses it
         self._lock = Lock()  # of `_compiled`: the step loop prepares, and threads of masks restart
         self._refusal = ""
         if importlib.util.find_spec("llguidance") is None:
@@ -195,6 +204,41 @@ class Grammars:
         if error := compiled.exception():
             raise InvalidRequest(f"the grammar cannot be compiled: {error}")
         return GrammarState(compiled.result().deep_copy())
+
+    def draft_state(self, grammar: str) -> GrammarState:
+        """A state at the beginning of a grammar, of a matcher that drafts alone use. Compiles it for the first one.
+
+        Called on the thread of drafts alone, as `forget_drafts`. Raises any exception.
+        """
+        matcher = self._of_drafts[grammar] = self._of_drafts.pop(grammar, None) or self._compile(grammar)
+        if len(self._of_drafts) > MAX_KEPT:
+            self._of_drafts.popitem(last=False)
+        return GrammarState(matcher.deep_copy())
+
+    def forget_drafts(self, grammar: str) -> None:
+        """Have the grammar compiled for the next draft state, because one has an error."""
+        self._of_drafts.pop(grammar, None)
+
+    def masks_behind(self, states: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[Mask | str]:
+        """Advance each state by its tokens. -> of each the mask of its next token, or why it cannot go on.
+
+        Raises any exception.
+        """
+        filled = np.empty((len(states), len(self._others)), np.int32)
+        self.advance(states)
+        self.fill(dict(enumerate(state for state, _ in states)), filled)
+        allow_more = np.any(filled[:, :FIRST_WORDS] & self._others[:FIRST_WORDS], axis=1).tolist()
+        return [
+            self._error_at(state, allows_more=allows_more or bool((mask & self._others).any())) or mask
+            for (state, _), mask, allows_more in zip(states, filled, allow_more, strict=True)
+        ]
+
+    def _error_at(self, state: GrammarState, *, allows_more: bool) -> str:
+        """Why the sequence cannot go on; "" if it can. `allows_more`: the mask allows a token that ends no output."""
+        if error := state.error:
+            return error
+        goes_on = allows_more or state.is_accepting or state.ends_by(self.eos_token_ids)
+        return "" if goes_on else NO_WAY_ON  # only the end is allowed, where the output must not end
 
     def advance(self, states: Sequence[tuple[GrammarState, Sequence[int]]]) -> None:
         """Advance each state by its tokens. Most have one: these are taken by llguidance's threads in one call.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
+
+logger = logging.getLogger(__name__)
 
 # One thread of Python computes all quick rows in one call of llguidance, which has threads of its own. Each thread of
 # Python more takes the interpreter's lock from the step loop more often: with 64 rows on an H200 a step took 8.9 to
@@ -54,6 +57,7 @@ class MaskThreads:
         threads = {Pace.QUICK: 1, Pace.SUSPECT: NUM_SUSPECTS, Pace.SLOW: 1}
         self._pools = {pace: ThreadPoolExecutor(count, f"{pace.name.lower()}-mask") for pace, count in threads.items()}
         self._following = ThreadPoolExecutor(1, "draft-mask")
+        self._can_follow = True
         self._ended = Condition()  # masks are ready
         self._wake: Callable[[], None] | None = None
         # Rows with masks of 0.1 s come after one with a mask of 5 ms: 60 of them would keep it for 6 s
@@ -87,12 +91,19 @@ class MaskThreads:
                 heappush(self._slow, (task.cost_s, next(self._numbers), task, compute))
             self._pools[Pace.SLOW].submit(self._run_fastest)
 
-    def follow(self, compute: Callable[[], None]) -> Future[None]:
+    def follow(self, compute: Callable[[], None]) -> Future[None] | None:
         """Compute masks behind drafts, on a thread of their own: no row needs them to go on. `compute` must not raise.
 
-        May be called from any thread.
+        None: the system has refused that thread, and is not asked again. May be called from any thread.
         """
-        future = self._following.submit(compute)
+        if not self._can_follow:
+            return None
+        try:
+            future = self._following.submit(compute)
+        except RuntimeError as error:
+            self._can_follow = False
+            logger.warning("drafts have no masks from now on, because their thread cannot start: %s", error)
+            return None
         future.add_done_callback(lambda _: self._end(()))
         return future
 

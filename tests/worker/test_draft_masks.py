@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from threading import Event
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,16 +12,21 @@ import torch
 
 from pd_cluster.worker import mask_threads
 from pd_cluster.worker.grammars import Grammars
-from pd_cluster.worker.logits_stages import grammar_masks
-from pd_cluster.worker.mask_threads import Pace
+from pd_cluster.worker.logits_stages import draft_masks, grammar_masks
+from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
+from pd_cluster.worker.logits_stages.stage import StageContext
+from pd_cluster.worker.mask_threads import CALM, Pace
 from pd_cluster.worker.verification import NO_TOKEN
-from tests.worker.test_grammars import EOS, VOCAB_SIZE, Rows, grammars, ids, patience, rows, settle
-from tests.worker.test_shared_lexers import HOSTILE, exhaust
+from tests.worker.test_grammars import EOS, VOCAB_SIZE, Rows, grammars, ids, moved, patience, rows, settle
+from tests.worker.test_shared_lexers import HOSTILE, exhaust, restarts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-__all__ = ["grammars", "ids", "patience", "rows"]
+    from pd_cluster.worker.grammars import GrammarState
+
+__all__ = ["grammars", "ids", "patience", "restarts", "rows"]
 
 # Behind "1b" a mask is more than the lexer may do
 THREE_WAYS = f'start: "3"* ("1" X | "2" /[34]+/)\n{HOSTILE}'
@@ -124,9 +129,9 @@ def test_rows_do_not_wait_for_masks_behind_drafts(
     assert rows.stage.absent(np.array([0, 1])) == set()
     assert allowed_behind(rows, 0, ids["1"], ids["7"]) == [digits, set(), set()]
     assert rows.allowed(1) == [digits]
+    late = rows.stage._constraint(0).tried
     rows.stage.note(np.array([0]), torch.tensor([ids["2"]]))
     settle(rows, 0)
-    late = rows.stage._constraint(0).tried
     assert late is not None
     assert not late.done()
     held.set()
@@ -164,21 +169,25 @@ def test_a_step_waits_for_masks_behind_drafts_as_for_others(
 def test_a_row_goes_on_from_its_own_place_beside_drafts(
     rows: Rows, ids: dict[str, int], held: Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While copies of its state are still to be made, the state takes nothing."""
+    """And the masks behind drafts are those of the place where they were told."""
     rows.start(0, FORCED)
     settle(rows, 0)
     monkeypatch.setattr(grammar_masks, "MASK_WAIT_S", 0.0)
-    state, masks = rows.stage._constraint(0).state, rows.stage._constraint(0).masks
+    masks = rows.stage._constraint(0).masks
     expect(rows, 0, ids["1"], ids["7"])
+    late = rows.stage._constraint(0).tried
     for digit in "827":
         assert ids[digit] in rows.allowed(0)[0]
         rows.note(0, ids[digit])
         settle(rows, 0)
-    assert rows.stage._constraint(0).state is not state
     held.set()
-    tried(rows, 0)
+    assert late is not None
+    late.result(60.0)
     assert rows.allowed(0) == [{ids["1"], ids["2"], EOS}]
     assert list(masks) == list(rows.stage._constraint(0).masks) == [()], "none is computed that the row has passed"
+    expect(rows, 0, ids["1"], ids["7"])
+    tried(rows, 0)
+    assert allowed_behind(rows, 0, ids["1"], ids["7"])[1:] == [{ids["7"]}, {ids["1"], ids["2"], EOS}]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])
@@ -190,8 +199,10 @@ def test_masks_behind_drafts_make_no_row_slow(
         rows.start(row, "start: /[12]+/")
         settle(rows, row)
         expect(rows, row, ids["1"], ids["1"], is_known=False)
-    monkeypatch.setattr(mask_threads, "SLOW_S", 1.5)
-    monkeypatch.setattr(mask_threads, "SLOW_GROUP_S", 1.5)
+        rows.stage._constraint(row).root.is_lone = False  # quick ones have been computed before
+    for of in (mask_threads, draft_masks):
+        monkeypatch.setattr(of, "SLOW_S", 1.5)
+        monkeypatch.setattr(of, "SLOW_GROUP_S", 1.5)
     calls, advance = [], Grammars.advance
 
     def counted(grammars: Grammars, states: Any) -> None:
@@ -206,12 +217,148 @@ def test_masks_behind_drafts_make_no_row_slow(
     assert {rows.stage._constraint(row).pace for row in range(num_rows)} == {Pace.QUICK}
     held.set()
     tried(rows, 0)
-    assert calls == [num_rows] * 3
+    assert calls == [num_rows] * 4, "the rows' own masks, the place of the drafts, and the masks behind each of two"
+
+
+@pytest.fixture
+def calls(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of rows of each call for masks that was made since it was cleared."""
+    masks_behind, found = rows.grammars.masks_behind, list[int]()
+
+    def noted(states: list[tuple[GrammarState, tuple[int, ...]]]) -> Any:
+        found.append(len(states))
+        return masks_behind(states)
+
+    monkeypatch.setattr(rows.grammars, "masks_behind", noted)
+    return found
+
+
+def test_a_row_with_slow_drafts_rests(
+    rows: Rows, ids: dict[str, int], calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts of other rows wait behind them: the call that was slow is the last one for CALM tokens."""
+    rows.start(0, "start: /[12]+/")
+    settle(rows, 0)
+    calls.clear()
+    monkeypatch.setattr(draft_masks, "SLOW_S", -1.0)
+    expect(rows, 0, ids["1"], ids["1"], ids["1"])
+    tried(rows, 0)
+    assert calls == [1], "of three drafts"
+    monkeypatch.setattr(draft_masks, "SLOW_S", 60.0)
+    for num_noted in range(1, 1 + CALM):
+        rows.note(0, ids["2"])
+        settle(rows, 0)
+        expect(rows, 0, ids["1"], ids["1"])
+        assert (rows.stage._constraint(0).tried is not None) == (num_noted == CALM)
+    tried(rows, 0)
+    assert allowed_behind(rows, 0, ids["1"], ids["1"]) == [{ids["1"], ids["2"], EOS}] * 3
+
+
+def test_rows_with_drafts_that_may_be_slow_have_calls_of_their_own(
+    rows: Rows, ids: dict[str, int], calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New ones, and those of a call for several that was slow. None of these rests for that."""
+    monkeypatch.setattr(draft_masks, "SLOW_S", 60.0)
+    for row in (0, 1):
+        rows.start(row, "start: /[12]+/")
+        settle(rows, row)
+    for group_s, numbers in ((60.0, [1, 1]), (-1.0, [2]), (60.0, [1, 1]), (60.0, [2])):
+        monkeypatch.setattr(draft_masks, "SLOW_GROUP_S", group_s)
+        calls.clear()
+        rows.stage.expect(np.array([0, 1]), [(ids["1"],), (ids["2"],)], np.array([True, True]))
+        for row in (0, 1):
+            tried(rows, row)
+        assert calls == numbers
+        for row in (0, 1):
+            rows.allowed(row)
+            rows.note(row, ids["1"])
+        settle(rows, 0, 1)
+
+
+def test_an_exception_behind_drafts_leaves_no_wrong_place(
+    rows: Rows, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state has not taken the output, or has taken a part: it begins again."""
+    rows.start(0, 'start: "8" /[12]+/ | /[12]+/ "9"')
+    rows.note(0, ids["8"])
+    settle(rows, 0)
+
+    def broken(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Grammars, "advance", broken)
+        expect(rows, 0, ids["1"])
+        tried(rows, 0)
+    for _ in range(CALM):
+        rows.note(0, ids["1"])
+        settle(rows, 0)
+    expect(rows, 0, ids["2"])
+    tried(rows, 0)
+    assert allowed_behind(rows, 0, ids["2"])[1] == {ids["1"], ids["2"], EOS}
+
+
+def test_masks_behind_places_that_were_passed_are_not_awaited(
+    rows: Rows, ids: dict[str, int], held: Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By steps without a draft of the row, however late the masks are."""
+    rows.start(0, "start: /[12]+/")
+    settle(rows, 0)
+    expect(rows, 0, ids["1"])
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(rows.grammars.mask_threads, "wait", lambda *_: pytest.fail("a step waits for nothing"))
+            expect(rows, 0)
+            assert rows.stage.absent(np.array([0])) == set()
+            rows.stage.note(np.array([0]), torch.tensor([ids["1"]]))
+        settle(rows, 0)
+    expect(rows, 0, ids["1"])
+    assert rows.stage._constraint(0).is_trying
+    rows.stage._constraint(0).pace = Pace.SLOW  # no masks are computed behind the next drafts
+    rows.stage.note(np.array([0]), torch.tensor([ids["1"]]))
+    expect(rows, 0, ids["2"], is_known=False)
+    settle(rows, 0)
+    assert not rows.stage._constraint(0).is_trying
+
+
+def test_a_system_without_threads_ends_no_row(
+    demo_directory: Path, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Drafts have no masks then. It is tried and said once."""
+    grammars = Grammars(demo_directory, VOCAB_SIZE, frozenset({EOS}))
+    cpu = torch.device("cpu")
+    rows = Rows(GrammarMasks(StageContext(2, VOCAB_SIZE, frozenset({EOS}), cpu, moved, grammars)), grammars)
+    for row in (0, 1):
+        rows.start(row, "start: /[12]+/")
+        settle(rows, row)
+        rows.note(row, ids["1"])
+        settle(rows, row)
+    refused = list[Thread]()
+
+    def start(thread: Thread) -> None:
+        refused.append(thread)
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", start)
+        expect(rows, 0, ids["1"])
+        for row in (0, 1):
+            expect(rows, row, ids["2"], is_known=False)
+            rows.note(row, ids["1"])
+            settle(rows, row)
+            assert allowed_behind(rows, row, ids["2"])[1] == set()
+    assert len(refused) == 1
+    [said] = [record.message for record in caplog.records if "drafts" in record.message]
+    assert said.endswith("can't start new thread")
+    assert rows.allowed(0, 1) == [{ids["1"], ids["2"], EOS}] * 2
+    grammars.close()
 
 
 @pytest.mark.parametrize("num_failed", [0, 1])
-def test_drafts_that_exhaust_the_lexer_end_no_row(rows: Rows, ids: dict[str, int], num_failed: int) -> None:
-    """Neither of their row nor of others, and not when another row has exhausted it before."""
+def test_drafts_that_exhaust_the_lexer_end_no_row(
+    rows: Rows, ids: dict[str, int], restarts: list[str], num_failed: int
+) -> None:
+    """Nor do they begin one again: they have a lexer of their own. Not when a row has exhausted its own before, too."""
     for row in range(2):
         rows.start(row, THREE_WAYS)
         settle(rows, row)
@@ -220,17 +367,36 @@ def test_drafts_that_exhaust_the_lexer_end_no_row(rows: Rows, ids: dict[str, int
     for row in range(2):
         rows.note(row, ids["3"])
         settle(rows, row)
-    for _ in range(3):
-        expect(rows, 0, ids["1"], ids["b"])
-        if rows.stage._constraint(0).tried is not None:
-            tried(rows, 0)
+    for row in range(2):
+        expect(rows, row, ids["1"], ids["b"])
+        tried(rows, row)
+        assert allowed_behind(rows, row, ids["1"], ids["b"])[2] == set()
+    assert len(restarts) == 3 * num_failed
+    for _ in range(1 + 2 * CALM):  # they rest for slow ones, and again when the place of the row has the error
         for row in range(2):
-            assert rows.allowed(row) == [{ids["1"], ids["2"], ids["3"]}]
             rows.note(row, ids["3"])
             settle(rows, row)
+            assert rows.allowed(row) == [{ids["1"], ids["2"], ids["3"]}]
+            expect(rows, row, ids["2"])
+            if rows.stage._constraint(row).tried is not None:
+                tried(rows, row)
     for row in range(2):
+        assert allowed_behind(rows, row, ids["2"])[1] == {ids["3"], ids["4"]}, "another lexer"
         rows.note(row, ids["2"])
         settle(rows, row)
         assert rows.allowed(row) == [{ids["3"], ids["4"]}]
     assert rows.stage.take_failures() == {}
+    assert len(restarts) == 3 * num_failed
     exhaust(rows, 0, ids, THREE_WAYS)  # by its own output: said as without drafts
+
+
+def test_a_row_that_began_again_has_drafts(rows: Rows, ids: dict[str, int]) -> None:
+    rows.start(0, THREE_WAYS)
+    settle(rows, 0)
+    exhaust(rows, 1, ids, THREE_WAYS)
+    rows.note(0, ids["2"])
+    settle(rows, 0)
+    assert rows.stage._constraint(0).is_own
+    expect(rows, 0, ids["3"])
+    tried(rows, 0)
+    assert allowed_behind(rows, 0, ids["3"])[1] == {ids["3"], ids["4"], EOS}

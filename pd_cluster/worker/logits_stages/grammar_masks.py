@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.worker.draw_places import mask_words
-from pd_cluster.worker.grammars import NO_WAY_ON
+from pd_cluster.worker.logits_stages.draft_masks import DraftRoot, try_drafts
 from pd_cluster.worker.logits_stages.stage import CapturedStage, LateStage
 from pd_cluster.worker.mask_threads import Pace
 from pd_cluster.worker.verification import NO_TOKEN
@@ -20,7 +18,7 @@ from pd_kernels.sampling_limits import allowed
 from pd_kernels.values import TokenMasks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
     from concurrent.futures import Future
 
     import numpy.typing as npt
@@ -33,9 +31,6 @@ if TYPE_CHECKING:
     from pd_cluster.worker.logits_stages.stage import StageContext
     from pd_kernels.values import Ints
 
-
-logger = logging.getLogger(__name__)
-
 # A step waits for a mask until so long after the token before it was read. Rows without one sit out the draw. The draw
 # is asked for just before the forward pass ends: after one of 4 ms a step does not wait
 MASK_WAIT_S = 0.002
@@ -45,7 +40,6 @@ LEAST_WAIT_S = 0.0005
 # Draws that a row sits out before steps leave it out. Most masks are late by less than a step, and are there when the
 # row's last token has been computed again; without it the row would wait for two steps
 MOST_MISSED = 2
-FIRST_WORDS = 32  # of a mask: most masks allow one of these tokens, which takes a tenth of the time of all words to see
 
 
 @dataclass(slots=True, eq=False)
@@ -57,18 +51,18 @@ class Constraint:
 
     grammars: Grammars
     grammar: str
-    eos: Mask  # the EOS tokens
     output: list[int]
     first_end: int  # length of the sequence before which it must not end while the grammar lets it go on
     ends: Mask | None  # the tokens that end it; None: it may end anywhere
     # Of the next token once it is ready, and of those behind drafts as they come
     masks: dict[tuple[int, ...], Mask] = field(default_factory=dict)
     compiled: Future[Any] = field(init=False)  # see `Grammars.prepare`
-    is_own: bool = False  # no other row and no draft has copies of `compiled`
+    is_own: bool = False  # no other row has copies of `compiled`
     state: GrammarState | None = None  # None: no mask was computed yet
     num_taken: int = 0  # tokens of the output that the state has taken
     drafts: tuple[int, ...] = ()  # behind the output, of the launched step. The step loop writes them at any time
-    tried: Future[None] | None = None  # the end of the masks behind drafts; until then copies are made of the state
+    root: DraftRoot = field(default_factory=DraftRoot)
+    tried: Future[None] | None = None  # see `DraftedRow`
     is_ready: bool = False
     pace: Pace = Pace.SUSPECT
     cost_s: float = 0.0
@@ -81,8 +75,8 @@ class Constraint:
 
     @property
     def is_trying(self) -> bool:
-        """Whether masks behind drafts are being computed."""
-        return self.tried is not None and not self.tried.done()
+        """Whether masks behind drafts of the launched step are being computed."""
+        return bool(self.drafts) and self.tried is not None and not self.tried.done()
 
     @property
     def is_awaited(self) -> bool:
@@ -101,24 +95,16 @@ class Constraint:
 
     def take_pending(self) -> tuple[GrammarState, list[int]]:
         """The state, and the tokens that it takes next. Raises any exception."""
-        state = self.state or self.grammars.state(self.compiled)
-        self.state = state = state.copy() if self.is_trying else state
+        self.state = self.state or self.grammars.state(self.compiled)
         pending = self.output[self.num_taken :]
         self.num_taken = len(self.output)
-        return state, pending
-
-    def error_at(self, state: GrammarState, *, allows_more: bool) -> str:
-        """Why the row cannot go on; "" if it can. `allows_more`: the mask allows a token that ends no output."""
-        if error := state.error:
-            return error
-        goes_on = allows_more or state.is_accepting or state.ends_by(self.grammars.eos_token_ids)
-        return "" if goes_on else NO_WAY_ON  # only the end is allowed, where the output must not end
+        return self.state, pending
 
     def ends_with(self, error: str) -> bool:
         """Note why the row cannot go on. -> whether the error is its own.
 
-        It may be that of another row or of drafts while they share a lexer. Then the row begins again with a matcher of
-        its own, once.
+        It may be that of another row while they share a lexer. Then the row begins again with a matcher of its own,
+        once.
         """
         if not self.is_own:
             self.is_own = True
@@ -136,7 +122,7 @@ def compute_masks(constraints: Sequence[Constraint]) -> list[Constraint]:
 
     The others begin again: see `Constraint.ends_with`.
     """
-    errors = dict[Constraint, str]()
+    errors, masks = dict[Constraint, str](), dict[Constraint, "Mask"]()
     taken: dict[Constraint, tuple[GrammarState, list[int]]] = {}
     for one in constraints:
         try:
@@ -144,84 +130,16 @@ def compute_masks(constraints: Sequence[Constraint]) -> list[Constraint]:
         except BaseException as error:
             errors[one] = _said(error)
     try:  # llguidance may raise anything, panics too, and a row must not wait for its deadline
-        masks, failed = _advance(taken)
+        found = constraints[0].grammars.masks_behind(list(taken.values())) if taken else []
     except BaseException as error:
-        masks, failed = {}, dict.fromkeys(taken, _said(error))
-    for one, mask in masks.items():
-        one.masks = {(): mask}
+        found = [_said(error)] * len(taken)
+    for one, mask in zip(taken, found, strict=True):
+        if isinstance(mask, str):
+            errors[one] = mask
+        else:
+            masks[one], one.masks = mask, {(): mask}
     try_drafts(masks)
-    errors |= failed
     return [one for one in constraints if one in masks or one.ends_with(errors[one])]
-
-
-def _advance(
-    taken: Mapping[Constraint, tuple[GrammarState, Sequence[int]]],
-) -> tuple[dict[Constraint, Mask], dict[Constraint, str]]:
-    """Advance states of some rows by their tokens. -> the masks behind them; errors of the rows that have none.
-
-    Raises any exception.
-    """
-    masks, errors = dict[Constraint, "Mask"](), dict[Constraint, str]()
-    if taken:
-        grammars, others = next((one.grammars, ~one.eos) for one in taken)
-        filled = np.empty((len(taken), len(others)), np.int32)
-        grammars.advance(list(taken.values()))
-        grammars.fill(dict(enumerate(state for state, _ in taken.values())), filled)
-        allow_more = np.any(filled[:, :FIRST_WORDS] & others[:FIRST_WORDS], axis=1).tolist()
-        for (one, (state, _)), mask, allows_more in zip(taken.items(), filled, allow_more, strict=True):
-            if error := one.error_at(state, allows_more=allows_more or bool((mask & others).any())):
-                errors[one] = error
-            else:
-                masks[one] = mask
-    return masks, errors
-
-
-def try_drafts(constraints: Iterable[Constraint]) -> None:
-    """Begin to compute the masks behind the drafts of some rows, which have their own masks.
-
-    Not of slow rows: no draft is worth the time. Not from a lexer of one row: its errors are those of the row's output.
-    """
-    branches = [
-        Branch(one, one.state, one.masks, one.drafts)
-        for one in constraints
-        if one.drafts and one.state and not (one.is_own or one.error or one.pace is Pace.SLOW)
-    ]
-    if branches:
-        tried = branches[0].one.grammars.mask_threads.follow(partial(_compute_behind, branches))
-        for branch in branches:
-            branch.one.tried = tried
-
-
-@dataclass(slots=True, eq=False)
-class Branch:
-    """The drafts behind one place of a row's output."""
-
-    one: Constraint
-    state: GrammarState
-    masks: dict[tuple[int, ...], Mask]
-    drafts: tuple[int, ...]
-
-    def goes_to(self, count: int) -> bool:
-        """Whether the mask before the last of `count` drafts allows it. A state that takes another one has an error."""
-        mask = self.masks.get(self.drafts[: count - 1])
-        if mask is None or len(self.drafts) < count or self.one.masks is not self.masks:
-            return False  # behind an error, at the end, or the row has gone on
-        word, bit = divmod(self.drafts[count - 1], 32)
-        return bool(mask[word] >> bit & 1)
-
-
-def _compute_behind(branches: Sequence[Branch]) -> None:
-    """Compute the masks behind drafts, as far as the masks before them allow the drafts."""
-    try:
-        for branch in branches:
-            branch.state = branch.state.copy()
-        for count in range(1, 1 + max(len(branch.drafts) for branch in branches)):
-            going = {branch.one: branch for branch in branches if branch.goes_to(count)}
-            masks, _ = _advance({one: (its.state, its.drafts[count - 1 : count]) for one, its in going.items()})
-            for one, mask in masks.items():
-                going[one].masks[going[one].drafts[:count]] = mask
-    except BaseException as error:  # llguidance may raise anything; the runs are shorter then
-        logger.warning("no masks behind drafts: %s", _said(error))
 
 
 def _said(error: BaseException) -> str:
@@ -252,8 +170,7 @@ class GrammarMasks(CapturedStage, LateStage):
         self._vocab_size = context.vocab_size
         self._eos_token_ids = frozenset(one for one in context.eos_token_ids if one < context.vocab_size)
         self._move = context.move
-        self._eos = self._mask_of(self._eos_token_ids)
-        self._all = np.full_like(self._eos, -1)
+        self._all = np.full_like(self._mask_of(()), -1)
         self._rows: list[Constraint | None] = [None] * context.num_rows
         self._failures: dict[int, PdError] = {}
 
@@ -265,7 +182,6 @@ class GrammarMasks(CapturedStage, LateStage):
             constraint = Constraint(
                 self._grammars,
                 params.grammar,
-                self._eos,
                 list(start.token_ids[num_prompt:]),
                 num_prompt + params.min_tokens,
                 self._mask_of(params.stop_ids(self._eos_token_ids)) if params.min_tokens else None,
@@ -278,15 +194,13 @@ class GrammarMasks(CapturedStage, LateStage):
         begun = []
         for row, own, is_known in zip(rows.tolist(), drafts, are_known.tolist(), strict=True):
             one = self._constraint(row)
-            if own == one.drafts[: len(own)]:
-                continue  # a draw that was sat out has had them computed
-            one.drafts = own
-            if is_known and one.is_ready:  # or else the thread that computes the mask finds them
+            are_begun, one.drafts = own == one.drafts[: len(own)], own  # of a draw that was sat out
+            if is_known and one.is_ready and not are_begun:  # or else the thread that computes the mask finds them
                 begun.append(one)
         try_drafts(begun)
 
     def absent(self, rows: Ints) -> set[int]:
-        waiting = {row: one for row in rows.tolist() if not (one := self._constraint(row)).is_ready or one.tried}
+        waiting = {row: one for row in rows.tolist() if not (one := self._constraint(row)).is_ready or one.is_trying}
         awaited = [one for one in waiting.values() if one.is_awaited]
         if awaited:
             assert self._grammars is not None
@@ -348,6 +262,7 @@ class GrammarMasks(CapturedStage, LateStage):
                     continue  # the rest of a run
                 assert constraint.is_ready, "a row without its mask is not drawn"
                 constraint.is_ready, constraint.begun_s, constraint.num_missed = False, now_s, 0
+                constraint.tried = None
                 noted.append(constraint)
         if noted:
             assert self._grammars is not None

@@ -1,0 +1,145 @@
+"""Masks behind the drafts of rows. Where one is missing a run of tokens ends; no row waits for them to go on.
+
+Copies of a state of llguidance share a lexer, and `consume_token` waits for it with the interpreter's lock held: the
+step loop stood still for 5 to 38 ms while a mask behind a draft was computed from a copy of the row's state. So drafts
+have states and lexers of their own, which one thread uses. Drafts that exhaust a lexer end no row. Then the drafts of
+its rows rest for CALM tokens, and begin again with another lexer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from pd_cluster.worker.mask_threads import CALM, SLOW_GROUP_S, SLOW_S, Pace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from concurrent.futures import Future
+
+    from pd_cluster.worker.draw_places import Mask
+    from pd_cluster.worker.grammars import Grammars, GrammarState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class DraftRoot:
+    """The place in a row's grammar from which its drafts go on. The thread of drafts writes it."""
+
+    state: GrammarState | None = None  # None: it is at the beginning
+    num_taken: int = 0  # tokens of the output that the state has taken
+    is_lone: bool = True  # its masks may be slow: they are not computed in one call with those of other rows
+    rests_until: int = 0  # length of the output from which on drafts are tried
+
+
+class DraftedRow(Protocol):
+    """A row that may have drafts."""
+
+    grammars: Grammars
+    grammar: str
+    output: list[int]
+    num_taken: int  # tokens of the output before the row's own mask
+    masks: dict[tuple[int, ...], Mask]  # of the next token, and of those behind drafts; another one for each place
+    drafts: tuple[int, ...]  # behind the output
+    root: DraftRoot
+    tried: Future[None] | None  # the end of the masks behind drafts; None: none are computed at this place
+    pace: Pace
+    error: str  # why the row cannot go on
+
+
+@dataclass(slots=True, eq=False)
+class DraftBranch:
+    """The drafts behind one place of a row's output."""
+
+    one: DraftedRow
+    masks: dict[tuple[int, ...], Mask]
+    drafts: tuple[int, ...]
+    place: int  # length of the output
+    state: GrammarState = field(init=False)
+
+    def goes_to(self, count: int) -> bool:
+        """Whether the mask before the last of `count` drafts allows it. A state that takes another one has an error."""
+        mask = self.masks.get(self.drafts[: count - 1])
+        if mask is None or len(self.drafts) < count or self.one.masks is not self.masks:
+            return False  # behind an error, at the end, or the row has gone on
+        word, bit = divmod(self.drafts[count - 1], 32)
+        return bool(mask[word] >> bit & 1)
+
+    def begin_again(self) -> None:
+        """Drop these drafts, rest, and then follow the output from its beginning with another lexer."""
+        self.drafts = ()
+        self.one.grammars.forget_drafts(self.one.grammar)
+        self.one.root = DraftRoot(rests_until=self.place + CALM)
+
+
+def try_drafts(rows: Iterable[DraftedRow]) -> None:
+    """Begin to compute the masks behind the drafts of some rows, which have their own masks.
+
+    Not of slow rows: no draft is worth the time.
+    """
+    groups, together = list[list[DraftBranch]](), list[DraftBranch]()
+    for one in rows:
+        if one.drafts and not (one.error or one.pace is Pace.SLOW or one.num_taken < one.root.rests_until):
+            branch = DraftBranch(one, one.masks, one.drafts, one.num_taken)
+            if one.root.is_lone:
+                groups.append([branch])
+            else:
+                together.append(branch)
+    for group in (*groups, together):
+        if group:
+            tried = group[0].one.grammars.mask_threads.follow(partial(_compute_behind, group))
+            for branch in group:
+                branch.one.tried = tried
+
+
+def _branch_off(branches: Sequence[DraftBranch]) -> None:
+    """Let the roots take the outputs up to the places of the branches, and give each branch a copy.
+
+    Raises any exception.
+    """
+    taken = list[tuple["GrammarState", "Sequence[int]"]]()
+    for branch in branches:
+        one, root = branch.one, branch.one.root
+        root.state = branch.state = root.state or one.grammars.draft_state(one.grammar)
+        taken.append((root.state, one.output[root.num_taken : branch.place]))
+        root.num_taken = branch.place
+    branches[0].one.grammars.advance(taken)
+    for branch in branches:
+        if branch.state.error:  # the lexer's: the row has a mask behind the same output
+            branch.begin_again()
+        else:
+            branch.state = branch.state.copy()
+
+
+def _compute_behind(branches: Sequence[DraftBranch]) -> None:
+    """Compute the masks behind drafts, as far as the masks before them allow the drafts, up to a slow call.
+
+    The rows of a slow call are alone in the next ones. One that is slow alone rests for CALM tokens: the drafts of all
+    rows wait for this thread.
+    """
+    limit_s, clock = (SLOW_S, time.thread_time) if len(branches) == 1 else (SLOW_GROUP_S, time.perf_counter)
+    try:
+        _branch_off(branches)
+        for count in range(1, 1 + max(len(branch.drafts) for branch in branches)):
+            going, started_s = [branch for branch in branches if branch.goes_to(count)], clock()
+            if not going:
+                break
+            states = [(branch.state, branch.drafts[count - 1 : count]) for branch in going]
+            for branch, mask in zip(going, going[0].one.grammars.masks_behind(states), strict=True):
+                if not isinstance(mask, str):
+                    branch.masks[branch.drafts[:count]] = mask
+            is_slow = clock() - started_s > limit_s
+            for branch in going:
+                branch.one.root.is_lone = is_slow
+            if is_slow:
+                if len(branches) == 1:
+                    branches[0].one.root.rests_until = branches[0].place + CALM
+                break
+    except BaseException as error:  # llguidance may raise anything; the runs are shorter then
+        logger.warning("no masks behind drafts: %r", error)
+        for branch in branches:  # its root may have taken some of the tokens
+            branch.begin_again()
