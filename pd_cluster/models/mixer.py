@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
+    from pd_cluster.models.rope import RopeTable
 
 
 LayerCache: TypeAlias = KeysValues  # the cache of one layer; other mixers keep latent vectors, or states
@@ -23,15 +24,10 @@ class Mixer(Protocol):
         """The layer's KV group: index into the fields of ForwardInputs that are by group."""
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        inputs: ForwardInputs,
-        cache: LayerCache,
-        tail: Tail | None,
+        self, x: torch.Tensor, angles: RopeTable, inputs: ForwardInputs, cache: LayerCache, tail: Tail | None
     ) -> torch.Tensor:
         """Write what later tokens read of T tokens into the cache, and mix.
 
-        `x`: [T, n], the layer's first product. `angles`: cos and sin, [T, rotary_dim / 2] each. -> the input of the
-        layer's second product, [T, m]; with `tail`, of its R rows only.
+        `x`: [T, n], the layer's first product. `angles`: of the T tokens. -> the input of the layer's second product,
+        [T, m]; with `tail`, of its R rows only.
         """

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
     from pd_cluster.models.mixer import LayerCache
+    from pd_cluster.models.rope import RopeTable
     from pd_kernels.backends import Kernels
     from pd_kernels.values import HeadNorms
 
@@ -27,20 +28,18 @@ class PagedAttention:
     norms: HeadNorms | None
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        inputs: ForwardInputs,
-        cache: LayerCache,
-        tail: Tail | None,
+        self, x: torch.Tensor, angles: RopeTable, inputs: ForwardInputs, cache: LayerCache, tail: Tail | None
     ) -> torch.Tensor:
         """Write the keys and values of T tokens into the cache, and attend.
 
         `x`: [T, (H + 2 G) * head_dim], queries, then keys, then values, as the product leaves them.
-        `angles`: cos and sin, [T, rotary_dim / 2] each. -> [T, H * head_dim]; with `tail`, of its R rows only.
+        `angles`: of the T tokens. -> [T, H * head_dim]; with `tail`, of its R rows only.
         """
         heads = x.view(x.shape[0], -1, self.head_dim)
-        plan, new = inputs.plans[self.group], NewTokens(self.norms, *angles, inputs.slot_mappings[self.group])
+        plan, new = (
+            inputs.plans[self.group],
+            NewTokens(self.norms, angles.cos, angles.sin, inputs.slot_mappings[self.group]),
+        )
         if tail is None and plan.may_rotate:
             attended = plan.run_rotating(heads, new, cache, self.scale)
             if attended is not None:

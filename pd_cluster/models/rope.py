@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RopeTable:
-    """cos and sin of every position's angles, each [max_len, rotary_dim / 2]."""
+    """cos and sin of positions' angles, each [positions, rotary_dim / 2]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Angles of `positions` (int64 [T]): two tensors [T, rotary_dim / 2]."""
-        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+    def at(self, positions: torch.Tensor) -> RopeTable:
+        """The rows of `positions` (int64 [T])."""
+        return RopeTable(self.cos.index_select(0, positions), self.sin.index_select(0, positions))
 
 
 def make_rope_table(

@@ -116,13 +116,7 @@ class Charge:
 
 
 def charge_for(
-    route: Route,
-    node: Node,
-    clock: Callable[[], float],
-    *,
-    reads: bool,
-    generates: bool,
-    shows_reading: bool = True,
+    route: Route, node: Node, clock: Callable[[], float], *, reads: bool, generates: bool, shows_reading: bool = True
 ) -> Charge:
     """The charge of one leg. `reads`, `generates`: what the node does for the request.
 

@@ -136,7 +136,7 @@ class NodeRequest(ABC):
         return lambda: self._s.table.healthy(roles, self._body.model)
 
     def _untried(self, nodes: Iterable[Node], roles: Iterable[Role], choose: Choose, limit: int) -> UntriedNodes:
-        return UntriedNodes(nodes, self._healthy(*roles), choose, limit, self._s.table.clock)
+        return UntriedNodes(tuple(nodes), self._healthy(*roles), choose, limit, self._s.table.clock)
 
     async def _first_answer(
         self,

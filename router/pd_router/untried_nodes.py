@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from pd_router.node_table import Node
 
 Choose = Callable[[Iterable[Node], float], Node | None]
 
 
+@dataclass(slots=True, eq=False)
 class UntriedNodes:
-    """Returns each node once: the planned ones, then others of the role that have become healthy since (`found`).
+    """Returns each node once: the planned ones, then others of the role that have become healthy since (`_found`).
 
-    `limit`: number of tries; 0: no limit, so a request may try every healthy node.
+    `_limit`: number of tries; 0: no limit, so a request may try every healthy node.
     """
 
-    def __init__(
-        self,
-        planned: Iterable[Node],
-        found: Callable[[], Iterable[Node]],
-        choose: Choose,
-        limit: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self._left = list(planned)
-        self._found = found
-        self._choose = choose
-        self._limit = limit
-        self._clock = clock
-        self._tried: list[Node] = []
+    _left: Sequence[Node]  # the planned ones that are not tried yet
+    _found: Callable[[], Iterable[Node]]
+    _choose: Choose
+    _limit: int
+    _clock: Callable[[], float]
+    _tried: list[Node] = field(default_factory=list)
 
     @property
     def has_next(self) -> bool:

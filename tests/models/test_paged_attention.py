@@ -10,6 +10,7 @@ import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.models.paged_attention import PagedAttention
+from pd_cluster.models.rope import RopeTable
 from pd_kernels.attention import AttentionShape
 from pd_kernels.backends import TORCH
 from pd_kernels.torch_attention import TorchAttention
@@ -50,9 +51,8 @@ def attended(plan: AttentionPlan, tail: Tail | None, cache: torch.Tensor) -> tor
     ids = torch.arange(3)
     inputs = ForwardInputs(ids, ids, [ids * BLOCK + torch.from_numpy(LENGTHS) - 1], [plan], tail)
     attention = PagedAttention(TORCH, SIZE, 0, SIZE**-0.5, None)
-    return attention(
-        heads, (angles.cos(), angles.sin()), inputs, KeysValues(cache[:, :, 0, 0], cache[:, :, 0, 1]), tail
-    )
+    rotation, views = RopeTable(angles.cos(), angles.sin()), KeysValues(cache[:, :, 0, 0], cache[:, :, 0, 1])
+    return attention(heads, rotation, inputs, views, tail)
 
 
 def test_a_plan_that_rotates_gets_the_product() -> None:
