@@ -31,7 +31,7 @@ from benchmarks.structured import read_schemas
 from pd_cluster.bench.report import report_console
 from pd_cluster.errors import PdError, StartupError
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.server.grammar_process import write
+from pd_cluster.server.grammar.grammar_process import write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -28,7 +28,7 @@ from pd_cluster.engine.news_mirror import NewsMirror
 from pd_cluster.protocol.messages import EngineReady, FinishReason, SequenceTokens, TokensOut
 from pd_cluster.server.app import create_app
 from pd_cluster.server.state import NodeState
-from pd_cluster.server.tokenizer import Tokenizer
+from pd_cluster.server.text.tokenizer import Tokenizer
 from pd_connectors.protocol.messages import SampledToken
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from pd_connectors.protocol.feed import FeedDelta, FeedMessage, FeedSnapshot, NodeLoad, StoredBlock
 from pd_connectors.protocol.stream_codec import StreamParser, encode_message
 from pd_connectors.protocol.text_chain import STEP_BYTES
-from pd_router.candidates import to_generate
 from pd_router.config import RouterConfig
-from pd_router.cost_policy import CostPolicy
-from pd_router.node_feed import NodeFeed
-from pd_router.node_table import NodeTable
-from pd_router.prompt_facts import PromptFacts
+from pd_router.nodes.node_feed import NodeFeed
+from pd_router.nodes.node_table import NodeTable
+from pd_router.policy.candidates import to_generate
+from pd_router.policy.cost_policy import CostPolicy
+from pd_router.policy.prompt_facts import PromptFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -32,7 +32,7 @@ from benchmarks.flags import add_cluster_flags
 from benchmarks.records import RESULTS, append_record
 from pd_cluster.bench.load import Target, fetch, find_model, open_session
 from pd_cluster.errors import StartupError
-from pd_cluster.server.grammar_process import write
+from pd_cluster.server.grammar.grammar_process import write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -20,7 +20,7 @@ TOOL_FORMATS = (
     "deepseek_v31",
     "gpt_oss",
     "llama3_json",
-)  # `server/tool_format.py` describes them
+)  # `server/tools/tool_format.py` describes them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,8 @@ def be_patient() -> None:
 
 def wait_for_peers() -> None:
     """In a node's API process, before it starts."""
-    from pd_cluster.server import app, prefill_client
+    from pd_cluster.server import app
+    from pd_cluster.server.requests import prefill_client
 
     mock.patch.object(prefill_client, "PEER_SILENCE_S", PATIENCE_S).start()
     mock.patch.object(app, "CONNECT_DEADLINE_S", PATIENCE_S).start()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pd_router.candidates import to_generate
-from pd_router.charge import Charge
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.cost_policy import CostPolicy
-from pd_router.node_table import Node, NodeTable
-from pd_router.prefix_index import PrefixIndex
-from pd_router.prompt_facts import PromptFacts
-from pd_router.speed import ReadingSpeed
+from pd_router.nodes.node_table import Node, NodeTable
+from pd_router.nodes.prefix_index import PrefixIndex
+from pd_router.nodes.speed import ReadingSpeed
+from pd_router.policy.candidates import to_generate
+from pd_router.policy.charge import Charge
+from pd_router.policy.cost_policy import CostPolicy
+from pd_router.policy.prompt_facts import PromptFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

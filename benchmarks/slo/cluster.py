@@ -15,11 +15,11 @@ from pd_cluster.protocol.messages import AddRequest, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.sequence import Request
 from pd_connectors.protocol.messages import SampledToken
-from pd_router.candidates import to_generate
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.cost_policy import TRIED, CostPolicy
-from pd_router.node_table import NodeTable
-from pd_router.prompt_facts import PromptFacts
+from pd_router.nodes.node_table import NodeTable
+from pd_router.policy.candidates import to_generate
+from pd_router.policy.cost_policy import TRIED, CostPolicy
+from pd_router.policy.prompt_facts import PromptFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pd_cluster.errors  # noqa: F401 - their subclasses are listed
 import pd_router.errors  # noqa: F401
 from docs.generate.document import code, table
-from pd_cluster.server.fields import ELSEWHERE, HARMLESS, REFUSED
-from pd_cluster.server.grammar_checks import MAX_GRAMMAR_BYTES
-from pd_cluster.server.json_schema import MAX_LEVELS
-from pd_cluster.server.request_checks import MAX_BAD_WORD_CHARS
-from pd_cluster.server.schema import (
+from pd_cluster.server.bodies.fields import ELSEWHERE, HARMLESS, REFUSED
+from pd_cluster.server.bodies.schema import (
     MAX_LOGITS_ARGS_BYTES,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     ChatBody,
     CompletionBody,
 )
-from pd_cluster.server.tool_use import MAX_DEPTH
+from pd_cluster.server.bodies.tool_use import MAX_DEPTH
+from pd_cluster.server.grammar.grammar_checks import MAX_GRAMMAR_BYTES
+from pd_cluster.server.grammar.json_schema import MAX_LEVELS
+from pd_cluster.server.requests.request_checks import MAX_BAD_WORD_CHARS
 from pd_http.dialect import MANY_TOOLS, OPENAI
 from pd_http.dialects import MESSAGES, RESPONSES
 from pd_http.endpoints import ENDPOINTS, Kind

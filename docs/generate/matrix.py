@@ -15,10 +15,10 @@ from pd_cluster.config import ModelConfig, NodeConfig, ServerConfig
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
 from pd_cluster.models.quantization import METHODS
 from pd_cluster.models.registry import ARCHITECTURES
-from pd_cluster.server.fields import REFUSED
-from pd_cluster.server.grammar_source import SYNONYMS
-from pd_cluster.server.schema import ChatBody, CompletionBody
-from pd_cluster.server.tool_format import FORMATS
+from pd_cluster.server.bodies.fields import REFUSED
+from pd_cluster.server.bodies.schema import ChatBody, CompletionBody
+from pd_cluster.server.grammar.grammar_source import SYNONYMS
+from pd_cluster.server.tools.tool_format import FORMATS
 from pd_connectors.registry import CONNECTORS, PACKAGES
 from pd_http.endpoints import ENDPOINTS
 from pd_router.config import RouterConfig

@@ -8,10 +8,10 @@ import yaml
 
 from docs.generate.document import ROOT, code, table
 from pd_cluster.protocol.messages import EngineStats, KvStats
-from pd_cluster.server.metrics import NodeMetrics
+from pd_cluster.server.node.metrics import NodeMetrics
 from pd_router.config import RouterConfig
-from pd_router.metrics import RouterMetrics
-from pd_router.node_table import NodeTable
+from pd_router.nodes.node_table import NodeTable
+from pd_router.records.metrics import RouterMetrics
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -21,7 +21,7 @@ from pd_cluster.models.model_files import check_texts, content_problems
 from pd_cluster.models.model_task import read_task
 from pd_cluster.models.registry import choose_implementation
 from pd_cluster.models.shard import Shard
-from pd_cluster.server.sampling import SamplingDefaults
+from pd_cluster.server.params.sampling import SamplingDefaults
 from pd_connectors.pool_url import DEFAULT_URLS, read_pool_url
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.keys import load_cluster_key

@@ -15,18 +15,18 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
 from pd_cluster import __version__
-from pd_cluster.server.answer_task import AnswerTask
-from pd_cluster.server.caller import Caller
-from pd_cluster.server.embeddings import embeddings, pooling
-from pd_cluster.server.endpoints import chat_completions, completions, messages, responses
-from pd_cluster.server.feed_hub import ChargeMark
-from pd_cluster.server.feed_route import feed
-from pd_cluster.server.meta_routes import meta_handlers
-from pd_cluster.server.order_routes import order_handlers
-from pd_cluster.server.request_id import MAX_REQUEST_ID_CHARS, is_request_id
-from pd_cluster.server.rerank import rerank, score
-from pd_cluster.server.status_routes import status_handlers
-from pd_cluster.server.takeover_policy import GROUP_HEADER
+from pd_cluster.server.node.caller import Caller
+from pd_cluster.server.node.feed_hub import ChargeMark
+from pd_cluster.server.node.request_id import MAX_REQUEST_ID_CHARS, is_request_id
+from pd_cluster.server.requests.answer_task import AnswerTask
+from pd_cluster.server.requests.takeover_policy import GROUP_HEADER
+from pd_cluster.server.routes.embeddings import embeddings, pooling
+from pd_cluster.server.routes.endpoints import chat_completions, completions, messages, responses
+from pd_cluster.server.routes.feed_route import feed
+from pd_cluster.server.routes.meta_routes import meta_handlers
+from pd_cluster.server.routes.order_routes import order_handlers
+from pd_cluster.server.routes.rerank import rerank, score
+from pd_cluster.server.routes.status_routes import status_handlers
 from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_connectors.protocol.ticket import OFFER_HEADER
 from pd_http.body import ClientGone
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from pd_cluster.server.answer_task import CountedReply
+    from pd_cluster.server.requests.answer_task import CountedReply
     from pd_cluster.server.state import NodeState
 
 Work: TypeAlias = "Callable[[NodeState, Caller, CountedReply, bytes], Awaitable[None]]"

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 from pd_cluster.errors import EngineUnavailable, InvalidRequest, ModelNotFound, StartupError
 from pd_cluster.models.model_task import SCORE, ModelTask, read_task
 from pd_cluster.scheduling.turns import crowd_limit
-from pd_cluster.server.feed_hub import FeedHub
-from pd_cluster.server.grammar_checks import GrammarChecks
-from pd_cluster.server.metrics import NodeMetrics
-from pd_cluster.server.node_role import NodeRole
-from pd_cluster.server.output_parser import load_parser
-from pd_cluster.server.read_window import ReadWindow
-from pd_cluster.server.sampling import SamplingDefaults
-from pd_cluster.server.stream_version import settings_digest, stream_version
-from pd_cluster.server.template_parser import template_parser
-from pd_cluster.server.tokenizer import Tokenizer
-from pd_cluster.server.tool_format import find_format
+from pd_cluster.server.grammar.grammar_checks import GrammarChecks
+from pd_cluster.server.node.feed_hub import FeedHub
+from pd_cluster.server.node.metrics import NodeMetrics
+from pd_cluster.server.node.node_role import NodeRole
+from pd_cluster.server.node.read_window import ReadWindow
+from pd_cluster.server.node.stream_version import settings_digest, stream_version
+from pd_cluster.server.params.sampling import SamplingDefaults
+from pd_cluster.server.text.tokenizer import Tokenizer
+from pd_cluster.server.tools.output_parser import load_parser
+from pd_cluster.server.tools.template_parser import template_parser
+from pd_cluster.server.tools.tool_format import find_format
 from pd_connectors.protocol.keys import load_cluster_key
 from pd_http.body import longest_body
 from pd_http.body_turns import BodyTurns
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from pd_cluster.config import NodeConfig
     from pd_cluster.engine.client import EngineClient
     from pd_cluster.protocol.messages import EngineReady
-    from pd_cluster.server.output_parser import ParserFactory
-    from pd_cluster.server.tool_format import ToolFormat
+    from pd_cluster.server.tools.output_parser import ParserFactory
+    from pd_cluster.server.tools.tool_format import ToolFormat
 
 logger = logging.getLogger("pd_cluster.server")
 MAX_BODY_BYTES = 64 << 20

@@ -15,33 +15,33 @@ from pd_http.cross_origin import cross_origin
 from pd_http.endpoints import ENDPOINTS, Kind
 from pd_http.exception_handlers import exception_handlers
 from pd_http.held_bytes import HeldBytes
-from pd_router import headers as rules
 from pd_router.admission.key_admission import KeyAdmission
 from pd_router.admission.key_file import KeyFile
-from pd_router.background import Background
-from pd_router.cluster_orders import ClusterOrders
-from pd_router.control import Control, Relay
-from pd_router.cost_policy import CostPolicy
-from pd_router.dashboard import Dashboard
-from pd_router.discovery import Discovery
-from pd_router.feed_follower import FeedFollower
-from pd_router.health import HealthPoller
-from pd_router.metrics import RouterMetrics
-from pd_router.node_orders import Admin
-from pd_router.node_table import NodeTable
-from pd_router.node_tasks import NodeTasks
-from pd_router.openapi import router_document
-from pd_router.otlp import make_exporter
-from pd_router.proxy import Proxy
-from pd_router.recent_requests import RecentRequests
-from pd_router.request_sinks import RequestSinks
-from pd_router.role_orders import RoleOrders
-from pd_router.services import Services
-from pd_router.slo import Slo
+from pd_router.calls import headers as rules
+from pd_router.edge.cluster_orders import ClusterOrders
+from pd_router.edge.control import Control, Relay
+from pd_router.edge.dashboard import Dashboard
+from pd_router.edge.node_orders import Admin
+from pd_router.edge.openapi import router_document
+from pd_router.edge.proxy import Proxy
+from pd_router.edge.role_orders import RoleOrders
+from pd_router.edge.worker_views import WorkerViews
+from pd_router.edge.workers import OnlyWorker
+from pd_router.nodes.discovery import Discovery
+from pd_router.nodes.node_table import NodeTable
+from pd_router.nodes.upstream import Upstream
+from pd_router.policy.cost_policy import CostPolicy
+from pd_router.records.metrics import RouterMetrics
+from pd_router.records.otlp import make_exporter
+from pd_router.records.recent_requests import RecentRequests
+from pd_router.records.request_sinks import RequestSinks
+from pd_router.records.slo import Slo
+from pd_router.requests.background import Background
+from pd_router.requests.services import Services
 from pd_router.sources.posted import PostedNodes
-from pd_router.upstream import Upstream
-from pd_router.worker_views import WorkerViews
-from pd_router.workers import OnlyWorker
+from pd_router.watch.feed_follower import FeedFollower
+from pd_router.watch.health import HealthPoller
+from pd_router.watch.node_tasks import NodeTasks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pd_router.config import RouterConfig
-    from pd_router.node_change import RestartState
+    from pd_router.nodes.node_change import RestartState
+    from pd_router.process.worker_channel import WorkerChannel
     from pd_router.sources.base import NodeSource
-    from pd_router.worker_channel import WorkerChannel
 
     Door: TypeAlias = Callable[[Services], contextlib.AbstractAsyncContextManager[object]]
 

@@ -18,20 +18,20 @@ from pd_http.settings import add_flags, given_values
 from pd_http.sockets import bound, inherited
 from pd_router.admission.key_file import KeyFile
 from pd_router.app import create_app
-from pd_router.client_connection import token_path
 from pd_router.config import RouterConfig
-from pd_router.otlp import check_exporter
+from pd_router.edge.client_connection import token_path
+from pd_router.process.succession import OldRouter, Succession
+from pd_router.process.worker_channel import WorkerChannel
+from pd_router.process.worker_supervisor import WorkerSupervisor
+from pd_router.records.otlp import check_exporter
 from pd_router.server import RouterServer
 from pd_router.sources.make import make_sources
-from pd_router.succession import OldRouter, Succession
-from pd_router.worker_channel import WorkerChannel
-from pd_router.worker_supervisor import WorkerSupervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pd_router.app import Door
-    from pd_router.node_change import RestartState
+    from pd_router.nodes.node_change import RestartState
     from pd_router.sources.base import NodeSource
 
 BACKLOG = 2048  # connections that wait to be accepted

@@ -10,7 +10,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from pd_http.leaving import LeavingServer
-from pd_router.succession import SuccessionFailed
+from pd_router.process.succession import SuccessionFailed
 
 if TYPE_CHECKING:
     import socket
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import uvicorn
 
     from pd_router.config import RouterConfig
+    from pd_router.process.succession import Succession
     from pd_router.sources.posted import PostedNodes
-    from pd_router.succession import Succession
 
 log = logging.getLogger("pd_router")
 SUCCEEDED_S = 1.0  # at least so long an idle connection stays open after a successor serves, whatever --linger-s says

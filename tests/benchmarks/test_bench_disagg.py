@@ -15,7 +15,7 @@ from benchmarks.shapes import CONFIGS
 from pd_cluster.bench.statistics import RequestRecord, summarize
 from pd_cluster.models.directory import read_json
 from pd_cluster.models.registry import resolve_spec
-from pd_cluster.server.tokenizer import Tokenizer
+from pd_cluster.server.text.tokenizer import Tokenizer
 from tests.launch.test_bench_serve import serving
 
 if TYPE_CHECKING:

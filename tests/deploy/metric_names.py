@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from pd_cluster.protocol.messages import EngineStats, KvStats
-from pd_cluster.server.metrics import NodeMetrics
+from pd_cluster.server.node.metrics import NodeMetrics
 from pd_router.config import RouterConfig
-from pd_router.metrics import RouterMetrics
-from pd_router.node_table import NodeTable
+from pd_router.nodes.node_table import NodeTable
+from pd_router.records.metrics import RouterMetrics
 from tests.deploy.chart import CHART, ROOT
 
 if TYPE_CHECKING:

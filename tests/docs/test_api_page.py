@@ -8,8 +8,8 @@ import pytest
 
 from docs.generate.api import READ, errors
 from docs.generate.metrics import ENGINE, node_registry
-from pd_cluster.server.fields import IGNORED_HEADER
-from pd_cluster.server.schema import ChatBody, CompletionBody
+from pd_cluster.server.bodies.fields import IGNORED_HEADER
+from pd_cluster.server.bodies.schema import ChatBody, CompletionBody
 from tests.deploy import metric_names
 from tests.docs.pages import ROOT
 from tests.server.conftest import patient_grammar_checks

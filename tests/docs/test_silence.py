@@ -9,8 +9,8 @@ import pytest
 from pd_cluster.engine.liveness import RANKED_STALL_S, STALL_S
 from pd_cluster.engine.step_timing import FROZEN_S, RANK_FACTOR, RANK_S, STEP_FACTOR
 from pd_cluster.protocol import messages
-from pd_cluster.server.keepalive import BEAT_S
-from pd_cluster.server.prefill_client import PEER_SILENCE_S
+from pd_cluster.server.requests.keepalive import BEAT_S
+from pd_cluster.server.requests.prefill_client import PEER_SILENCE_S
 from pd_cluster.worker import rank_frames
 from pd_cluster.worker.rank_link import SILENCE_S
 from pd_connectors import p2p

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from pd_cluster.server.app import WORKS
-from pd_cluster.server.openapi import ANSWERS, BODIES
+from pd_cluster.server.routes.openapi import ANSWERS, BODIES
 from pd_connectors.protocol.ticket import NodeOrder
 from pd_http.endpoints import ENDPOINTS, NODE_ACTIONS, Kind, paths_of
 from pd_router.app import create_app

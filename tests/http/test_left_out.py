@@ -16,7 +16,7 @@ from pd_http.errors import InvalidRequest
 from pd_http.left_out import KINDS, MAX_NAMES, LeftOut
 from pd_http.readable import text_of, text_of_block, texts_of
 from pd_http.responses_tools import text_of_input
-from pd_router.body import RequestBody
+from pd_router.calls.body import RequestBody
 
 HI = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -100,7 +100,8 @@ def patience_of(path: Path) -> Path:
 
 def hear_patiently() -> None:
     """In a node's API process, before it starts."""
-    from pd_cluster.server import app, prefill_client
+    from pd_cluster.server import app
+    from pd_cluster.server.requests import prefill_client
     from pd_connectors.protocol import clock
 
     patience, patiently = patience_of(Path(os.environ[VARIABLE])), clock.patiently

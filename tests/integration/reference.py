@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pd_cluster.server.tokenizer import Tokenizer
+from pd_cluster.server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -13,8 +13,8 @@ import pytest
 
 from pd_connectors.protocol.keys import derive_key
 from pd_connectors.protocol.text_chain import chain_key
-from pd_router.body import RequestBody
-from pd_router.node_view import FeedState
+from pd_router.calls.body import RequestBody
+from pd_router.nodes.node_view import FeedState
 from tests.cluster import TEST_KEY, Launcher
 from tests.deadlines import HANG_S
 from tests.integration.calls import COMPLETIONS
@@ -24,7 +24,7 @@ from tests.router.router_process import Router, serving
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-    from pd_router.node_table import Node
+    from pd_router.nodes.node_table import Node
     from tests.integration.system import System
     from tests.router.router_process import HasUrl
 

@@ -12,8 +12,8 @@ import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types.responses import response_create_params
 
-from pd_cluster.server.fields import ELSEWHERE, HARMLESS, REFUSED
-from pd_cluster.server.schema import ChatBody
+from pd_cluster.server.bodies.fields import ELSEWHERE, HARMLESS, REFUSED
+from pd_cluster.server.bodies.schema import ChatBody
 from pd_http.dialects import MESSAGES, RESPONSES
 from pd_http.messages_dialect import MessagesFields
 from pd_http.responses_dialect import ResponsesFields

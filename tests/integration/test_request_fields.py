@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from docs.generate.api import READ
-from pd_cluster.server.fields import HARMLESS, IGNORED_HEADER, REFUSED
-from pd_cluster.server.schema import ChatBody, CompletionBody
+from pd_cluster.server.bodies.fields import HARMLESS, IGNORED_HEADER, REFUSED
+from pd_cluster.server.bodies.schema import ChatBody, CompletionBody
 from tests.docs.test_api_page import NEEDS, NOT_BY_DEFAULT
 from tests.integration.system import Path, System
 

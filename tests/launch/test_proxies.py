@@ -42,7 +42,7 @@ CLIENTS: dict[str, set[str]] = {
 }
 CLIENTS |= {f"{name}.{verb}": set() for name in ("httpx", "requests") for verb in ("get", "post", "request", "stream")}
 ASKS_PROXIES = {
-    "router/pd_router/otlp.py": "a collector may be outside; one of this network is asked without",
+    "router/pd_router/records/otlp.py": "a collector may be outside; one of this network is asked without",
 }  # huggingface_hub makes its own client: the hub is outside
 VARIABLES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 

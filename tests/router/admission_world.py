@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from pd_connectors.protocol.feed import NodeLoad
 from pd_router.admission.api_keys import ApiKey, KeyRing
 from pd_router.admission.key_admission import AdmittedRequest, KeyAdmission
-from pd_router.body import RequestBody
-from pd_router.charge import Charge
+from pd_router.calls.body import RequestBody
 from pd_router.config import RouterConfig
 from pd_router.errors import RateLimited
-from pd_router.metrics import RouterMetrics
-from pd_router.node_table import NodeTable, Role
-from pd_router.prompt_facts import PromptFacts
+from pd_router.nodes.node_table import NodeTable, Role
+from pd_router.policy.charge import Charge
+from pd_router.policy.prompt_facts import PromptFacts
+from pd_router.records.metrics import RouterMetrics
 from tests.router.choosing import choose
 
 if TYPE_CHECKING:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_router.candidates import to_generate
-from pd_router.cost_policy import CostPolicy, CostRoute
+from pd_router.policy.candidates import to_generate
+from pd_router.policy.cost_policy import CostPolicy, CostRoute
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from pd_router.config import HandoffOrder, RouterConfig
-    from pd_router.node_table import Node, NodeTable
-    from pd_router.prompt_facts import PromptFacts
+    from pd_router.nodes.node_table import Node, NodeTable
+    from pd_router.policy.prompt_facts import PromptFacts
 
 
 def choose(

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
-from pd_router.health import HealthPoller
+from pd_router.watch.health import HealthPoller
 from tests.router.fake_nodes import SILENT
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from pd_router.node_table import Node
+    from pd_router.nodes.node_table import Node
 
 T = TypeVar("T")
 LOOK_S = 0.002
@@ -47,4 +47,4 @@ def sure_checks(monkeypatch: pytest.MonkeyPatch) -> None:
             task.cancel()
 
     monkeypatch.setattr(HealthPoller, "poll", poll_one)
-    monkeypatch.setattr("pd_router.health.patiently", heard)
+    monkeypatch.setattr("pd_router.watch.health.patiently", heard)

@@ -8,10 +8,10 @@ from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
-from pd_router.charge import Charge
 from pd_router.config import RouterConfig
-from pd_router.node_connection import AnswerHead
-from pd_router.node_table import FLAGS, Node, NodeSpec, NodeTable, Role
+from pd_router.nodes.node_connection import AnswerHead
+from pd_router.nodes.node_table import FLAGS, Node, NodeSpec, NodeTable, Role
+from pd_router.policy.charge import Charge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from pd_router.charge import Charge
+from pd_router.policy.charge import Charge
 from tests.deadlines import HANG_S
 from tests.http.answer import CHAT, HI
 from tests.router import fake_nodes as fakes

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from pd_router.admission.api_keys import ApiKey, KeyRing
 from pd_router.admission.key_admission import AdmittedRequest, KeyAdmission
-from pd_router.body import RequestBody
+from pd_router.calls.body import RequestBody
 from pd_router.config import RouterConfig
 from pd_router.errors import RateLimited
-from pd_router.metrics import RouterMetrics
-from pd_router.node_table import NodeTable
-from pd_router.prompt_facts import PromptFacts
+from pd_router.nodes.node_table import NodeTable
+from pd_router.policy.prompt_facts import PromptFacts
+from pd_router.records.metrics import RouterMetrics
 from tests.router.admission_world import VirtualLoop
 from tests.router.choosing import choose
 

@@ -15,17 +15,17 @@ from pd_connectors.protocol.ticket import NodeOrder, sign
 from pd_http.sockets import bound
 from pd_router.app import create_app
 from pd_router.cli import FILES_PER_REQUEST
-from pd_router.client_connection import token_path
 from pd_router.config import RouterConfig
-from pd_router.health import HealthPoller
+from pd_router.edge.client_connection import token_path
 from pd_router.sources.make import make_sources
+from pd_router.watch.health import HealthPoller
 from tests.deadlines import HANG_S
 from tests.in_loop_server import in_loop
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from pd_router.services import Services
+    from pd_router.requests.services import Services
     from pd_router.sources.base import NodeSource
 
 KEY = b"k" * 32

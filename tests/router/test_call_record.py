@@ -10,11 +10,11 @@ import orjson
 import pytest
 
 from pd_http.node_report import NodeReport, decode_report, encode_report
-from pd_router.call_record import CallRecord
-from pd_router.model_metrics import ModelTotals
-from pd_router.slo import Slo
-from pd_router.spans import spans_of
-from pd_router.trace_context import TraceContext, begin_trace
+from pd_router.calls.trace_context import TraceContext, begin_trace
+from pd_router.records.call_record import CallRecord
+from pd_router.records.model_metrics import ModelTotals
+from pd_router.records.slo import Slo
+from pd_router.records.spans import spans_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,16 +12,16 @@ from msgspec.structs import replace
 
 from pd_connectors.protocol.feed import NodeLoad
 from pd_http.errors import ModelNotFound
-from pd_router.charge import Charge
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.cost import LOCAL_TOKENS, SPEEDS, Costs
 from pd_router.errors import NoNode
-from pd_router.node_table import FULL_KV, Node, NodeTable, Role
-from pd_router.prompt_facts import PromptFacts
+from pd_router.nodes.node_table import FULL_KV, Node, NodeTable, Role
+from pd_router.policy.charge import Charge
+from pd_router.policy.cost import LOCAL_TOKENS, SPEEDS, Costs
+from pd_router.policy.prompt_facts import PromptFacts
 from tests.router.choosing import choose
 
 if TYPE_CHECKING:
-    from pd_router.cost_policy import CostRoute
+    from pd_router.policy.cost_policy import CostRoute
 
 NOW_S = 100.0
 TOKEN_S, KEY_S = 20e-6, 1e-9

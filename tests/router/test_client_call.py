@@ -10,7 +10,7 @@ import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from pd_http.body import ClientGone
-from pd_router.client_call import UNREAD_BYTES, ClientCall
+from pd_router.calls.client_call import UNREAD_BYTES, ClientCall
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import serving, until

@@ -12,12 +12,12 @@ import orjson
 import pytest
 
 from pd_http.files import raise_file_limit
-from pd_router.client_call import ClientCall
-from pd_router.legs import DecodeLeg, PrefillLeg
-from pd_router.node_connection import NodeExchange
-from pd_router.reply import CallReply
-from pd_router.routed_request import RoutedRequest
-from pd_router.splice import StreamSplice
+from pd_router.calls.client_call import ClientCall
+from pd_router.calls.reply import CallReply
+from pd_router.nodes.node_connection import NodeExchange
+from pd_router.requests.legs import DecodeLeg, PrefillLeg
+from pd_router.requests.routed_request import RoutedRequest
+from pd_router.requests.splice import StreamSplice
 from tests.http.answer import CHAT, HI
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, running

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from jsonschema import Draft202012Validator
 
-from pd_cluster.server.openapi import openapi_document
+from pd_cluster.server.routes.openapi import openapi_document
 from pd_connectors.protocol.ticket import ALL_NODES, NodeOrder, verify
 from pd_http.endpoints import NODE_ACTIONS
 from tests.router import fake_nodes as fakes

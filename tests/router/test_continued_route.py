@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd_http.frames import ChoiceProgress, Frame, StreamHead
-from pd_router.continued_route import ContinuedRoute, choose_resume_node
-from pd_router.cost_policy import CostPolicy, CostRoute
-from pd_router.ledger import NodeWork
-from pd_router.prompt_facts import PromptFacts
-from pd_router.stream_record import StreamRecord
+from pd_router.nodes.ledger import NodeWork
+from pd_router.policy.cost_policy import CostPolicy, CostRoute
+from pd_router.policy.prompt_facts import PromptFacts
+from pd_router.requests.continued_route import ContinuedRoute, choose_resume_node
+from pd_router.requests.stream_record import StreamRecord
 from tests.router.test_choice import TOKEN_S, config, table, tell
 
 if TYPE_CHECKING:
-    from pd_router.node_table import Node, NodeTable
+    from pd_router.nodes.node_table import Node, NodeTable
 
 NUM_PROMPT, NUM_KNOWN = 1000, 200
 PROMPT = PromptFacts(4 * NUM_PROMPT)

@@ -14,7 +14,7 @@ from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_connectors.protocol.stream_codec import encode_message
 from pd_connectors.protocol.ticket import Offer, verify
 from pd_http.frames import ChoiceProgress, Frame
-from pd_router.continued_stream import OUTLIVED_TOKENS
+from pd_router.requests.continued_stream import OUTLIVED_TOKENS
 from tests.deadlines import HANG_S
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, Seen, running

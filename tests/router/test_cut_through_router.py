@@ -16,7 +16,7 @@ import uvicorn
 
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_http.sockets import bound
-from pd_router import continued_stream
+from pd_router.requests import continued_stream
 from tests.cut_streams import Case, Said, same_bytes, same_choices, same_content
 from tests.engine.test_core_pipeline import make_connector
 from tests.in_loop_server import in_loop

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from pd_router.dashboard import INTERVAL_S, MAX_WATCHERS, SharedSnapshot, is_local
+from pd_router.edge.dashboard import INTERVAL_S, MAX_WATCHERS, SharedSnapshot, is_local
 from pd_router.errors import TooManyWatchers
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running

@@ -14,16 +14,16 @@ from pd_connectors.protocol.feed import FEED_TYPE, FeedDelta, FeedMessage, FeedS
 from pd_connectors.protocol.stream_codec import encode_message
 from pd_connectors.protocol.ticket import NodeOrder, verify
 from pd_http.node_answers import FailureKind
-from pd_router import feed_follower, health
-from pd_router.liveness import Down
-from pd_router.node_view import FeedState
+from pd_router.nodes.liveness import Down
+from pd_router.nodes.node_view import FeedState
+from pd_router.watch import feed_follower, health
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import KEY, Router, serving, until
 
 if TYPE_CHECKING:
-    from pd_router.node_table import Node
-    from pd_router.node_view import NodeView
+    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.node_view import NodeView
 
 pytestmark = pytest.mark.anyio
 

@@ -27,7 +27,7 @@ from tests.router.gateway_messages import (
 from tests.router.test_picks import load, services
 
 if TYPE_CHECKING:
-    from pd_router.services import Services
+    from pd_router.requests.services import Services
 
 
 class Gateway:

@@ -10,9 +10,9 @@ import pytest
 
 from pd_connectors.protocol import clock
 from pd_router.config import RouterConfig
-from pd_router.health import HealthPoller
-from pd_router.node_table import NodeTable
-from pd_router.upstream import Answer
+from pd_router.nodes.node_table import NodeTable
+from pd_router.nodes.upstream import Answer
+from pd_router.watch.health import HealthPoller
 from tests.router.admission_world import VirtualLoop, later
 
 if TYPE_CHECKING:

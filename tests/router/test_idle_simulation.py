@@ -18,8 +18,8 @@ from benchmarks.slo.cluster import Served, Setting, SimulatedCluster
 from benchmarks.slo.device import Device
 from benchmarks.slo.node import SimulatedNode
 from pd_cluster.bench.workload import Arrival
-from pd_router.node_table import Node, NodeTable
-from pd_router.trial import MOST, SAVED
+from pd_router.nodes.node_table import Node, NodeTable
+from pd_router.nodes.trial import MOST, SAVED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,8 @@ import pytest
 
 from pd_connectors.protocol.feed import FeedSnapshot, NodeLoad
 from pd_router.admission.node_room import NodeRoom
-from pd_router.charge import Charge
 from pd_router.config import HandoffOrder
+from pd_router.policy.charge import Charge
 from tests.http.answer import CHAT, COMPLETIONS, HI, PROMPT, post
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
@@ -20,7 +20,7 @@ from tests.router.test_choice import NOW_S, chosen, table, tell
 from tests.router.test_feed_follower import FakeFeed
 
 if TYPE_CHECKING:
-    from pd_router.node_table import Node, NodeTable
+    from pd_router.nodes.node_table import Node, NodeTable
 
 TPOT_S = 0.010
 

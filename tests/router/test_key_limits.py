@@ -12,8 +12,8 @@ from pd_router.admission.api_keys import ApiKey, KeyRing
 from pd_router.admission.key_admission import KeyAdmission
 from pd_router.admission.key_limits import LONGEST_S, MAY_WAIT, MINUTE_S, MOST_DEBT_MINUTES, KeyLimits, whole_seconds
 from pd_router.config import RouterConfig
-from pd_router.metrics import RouterMetrics
-from pd_router.node_table import NodeTable
+from pd_router.nodes.node_table import NodeTable
+from pd_router.records.metrics import RouterMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd_connectors.protocol.feed import FeedDelta, FeedSnapshot, NodeLoad
-from pd_router.node_table import Node, Role
-from pd_router.resume_nodes import MAX_FAILURES, ResumeNodes
-from pd_router.stream_record import StreamRecord
+from pd_router.nodes.node_table import Node, Role
+from pd_router.requests.resume_nodes import MAX_FAILURES, ResumeNodes
+from pd_router.requests.stream_record import StreamRecord
 from tests.deadlines import HANG_S
 from tests.http.answer import COMPLETIONS, PROMPT, post
 from tests.router import fake_nodes as fakes

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from pd_connectors.protocol.feed import FeedDelta, FeedMessage, FeedSnapshot, NodeLoad
-from pd_router.charge import Charge
 from pd_router.config import RouterConfig
-from pd_router.node_feed import NodeFeed
-from pd_router.node_table import Node, NodeTable, Role
-from pd_router.prefix_index import PrefixIndex
+from pd_router.nodes.node_feed import NodeFeed
+from pd_router.nodes.node_table import Node, NodeTable, Role
+from pd_router.nodes.prefix_index import PrefixIndex
+from pd_router.policy.charge import Charge
 
 SIZES = (1, 10)  # prompt tokens of the two requests: the digits of a sum say which are counted, and how often
 

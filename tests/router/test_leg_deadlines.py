@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from pd_router.node_connection import NodeExchange
+from pd_router.nodes.node_connection import NodeExchange
 from tests.deadlines import HANG_S
 from tests.http.answer import CHAT, HI, post
 from tests.router import fake_nodes as fakes
@@ -18,7 +18,7 @@ from tests.router.router_process import serving
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-    from pd_router.node_connection import NodeConnection
+    from pd_router.nodes.node_connection import NodeConnection
 
 pytestmark = pytest.mark.anyio
 IDLE_S, TICKET_S, FIRST_BYTE_S, RESPONSE_S = 1_000.0, 10_000.0, 20_000.0, 30_000.0

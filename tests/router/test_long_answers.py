@@ -14,7 +14,7 @@ from aiohttp import web
 from pd_http.held_bytes import HeldBytes
 from pd_http.node_report import REPORT_HEADER, NodeReport, encode_report
 from pd_http.reply import PIECE_BYTES
-from pd_router.node_connection import NodeExchange
+from pd_router.nodes.node_connection import NodeExchange
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, Seen, running
 from tests.router.router_process import serving, until

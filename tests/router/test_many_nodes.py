@@ -10,19 +10,19 @@ import pytest
 
 from pd_connectors.protocol.feed import NodeLoad
 from pd_http.body import longest_body
-from pd_router.charge import Charge
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.cost import FEW_NODES, Costs
-from pd_router.cost_policy import CostRoute
-from pd_router.node_table import FLAGS, NodeSpec, NodeTable, Role
-from pd_router.node_view import TextRatio
-from pd_router.prompt_facts import PromptFacts
+from pd_router.nodes.node_table import FLAGS, NodeSpec, NodeTable, Role
+from pd_router.nodes.node_view import TextRatio
+from pd_router.policy.charge import Charge
+from pd_router.policy.cost import FEW_NODES, Costs
+from pd_router.policy.cost_policy import CostRoute
+from pd_router.policy.prompt_facts import PromptFacts
 from tests.router.choosing import choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd_router.node_table import Node
+    from pd_router.nodes.node_table import Node
 
 NOW_S = 100.0
 NUM_TABLES = 120

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 import uvloop
 
-from pd_router.connection_pool import ConnectionPool, NoConnection
-from pd_router.node_connection import (
+from pd_router.nodes.connection_pool import ConnectionPool, NoConnection
+from pd_router.nodes.node_connection import (
     MAX_HEAD_BYTES,
     UNREAD_BYTES,
     AnswerBroken,
@@ -173,7 +173,7 @@ async def test_answers_that_are_cut_off_or_are_none(script: list[bytes | str | N
 
 
 async def test_an_endless_whole_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pd_router.node_connection.MAX_WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr("pd_router.nodes.node_connection.MAX_WHOLE_BYTES", 1 << 20)
     async with scripted([CHUNKED, *[b"10000\r\n" + b"a" * 65536 + b"\r\n"] * 40]) as (node, pool):
         exchange = await post(pool, node)
         with pytest.raises(AnswerUnreadable, match="longer than"):

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
-    from pd_router.node_table import Node
-    from pd_router.upstream import Answer
+    from pd_router.nodes.node_table import Node
+    from pd_router.nodes.upstream import Answer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long, pytest.mark.usefixtures("sure_checks")]
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pd_connectors.protocol.ticket import Offer, verify
 from pd_router.config import HandoffOrder
-from pd_router.health import HealthPoller
-from pd_router.node_table import Node, NodeTable, Role
+from pd_router.nodes.node_table import Node, NodeTable, Role
+from pd_router.watch.health import HealthPoller
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import KEY, Router, serving

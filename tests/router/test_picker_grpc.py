@@ -33,7 +33,7 @@ from tests.router.router_process import KEY, until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from pd_router.services import Services
+    from pd_router.requests.services import Services
 
 pytestmark = pytest.mark.anyio
 

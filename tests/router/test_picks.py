@@ -12,19 +12,19 @@ from pd_connectors.protocol.feed import NodeLoad
 from pd_connectors.protocol.ticket import OFFER_HEADER, Offer, verify
 from pd_http.errors import InvalidRequest, ModelNotFound, StartupError
 from pd_http.held_bytes import HeldBytes
-from pd_router.background import Background
-from pd_router.body import RequestBody
-from pd_router.cost_policy import CostPolicy
+from pd_router.calls.body import RequestBody
 from pd_router.endpoint_picker.config import PickerConfig
 from pd_router.endpoint_picker.picks import EndpointPicker, Pick, address_of, subset_of
 from pd_router.errors import NoNode
-from pd_router.metrics import RouterMetrics
-from pd_router.node_table import Node, NodeTable, Role
-from pd_router.recent_requests import RecentRequests
-from pd_router.request_sinks import RequestSinks
-from pd_router.services import Services
-from pd_router.trial import MOST
-from pd_router.upstream import Upstream
+from pd_router.nodes.node_table import Node, NodeTable, Role
+from pd_router.nodes.trial import MOST
+from pd_router.nodes.upstream import Upstream
+from pd_router.policy.cost_policy import CostPolicy
+from pd_router.records.metrics import RouterMetrics
+from pd_router.records.recent_requests import RecentRequests
+from pd_router.records.request_sinks import RequestSinks
+from pd_router.requests.background import Background
+from pd_router.requests.services import Services
 
 KEY = b"k" * 32
 PATH = "/v1/completions"

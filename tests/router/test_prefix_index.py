@@ -15,15 +15,15 @@ import pytest
 from pd_cluster.scheduling.prefix_cache import PrefixCache
 from pd_connectors.protocol.feed import FeedDelta, FeedMessage, FeedSnapshot, NodeLoad, StoredBlock
 from pd_connectors.protocol.text_chain import AS_ALWAYS, LastTurn
-from pd_router import prefix_index
-from pd_router.body import RequestBody
-from pd_router.node_feed import FeedLost, NodeFeed
-from pd_router.node_table import Node, Role
-from pd_router.prefix_index import PrefixIndex
-from pd_router.prompt_facts import prompt_facts
+from pd_router.calls.body import RequestBody
+from pd_router.nodes import prefix_index
+from pd_router.nodes.node_feed import FeedLost, NodeFeed
+from pd_router.nodes.node_table import Node, Role
+from pd_router.nodes.prefix_index import PrefixIndex
+from pd_router.policy.prompt_facts import prompt_facts
 
 if TYPE_CHECKING:
-    from pd_router.node_table import NodeTable
+    from pd_router.nodes.node_table import NodeTable
 
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 12  # of a node: fewer than the prompts have, so that it evicts

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from pd_http.endpoints import Kind, paths_of
-from pd_router.body import RequestBody
-from pd_router.client_connection import PROXY_PATHS
+from pd_router.calls.body import RequestBody
+from pd_router.edge.client_connection import PROXY_PATHS
 from tests.http.answer import COMPLETIONS, PROMPT, post
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, running

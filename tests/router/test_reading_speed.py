@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pd_router.charge import Charge
-from pd_router.node_table import Node, Role
-from pd_router.speed import DOUBT_S, FORGET_S, ODD, ReadingSpeed
+from pd_router.nodes.node_table import Node, Role
+from pd_router.nodes.speed import DOUBT_S, FORGET_S, ODD, ReadingSpeed
+from pd_router.policy.charge import Charge
 
 
 def reader(*samples: tuple[float, float], num_bytes: int = 1000) -> ReadingSpeed:

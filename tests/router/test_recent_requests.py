@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from pd_http.node_report import NodeReport
-from pd_router.call_record import CallRecord
-from pd_router.recent_requests import (
+from pd_router.records.call_record import CallRecord
+from pd_router.records.recent_requests import (
     LAST_S,
     MOST_REQUESTS,
     NAME_CHARS,

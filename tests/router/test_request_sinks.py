@@ -9,14 +9,14 @@ import orjson
 import pytest
 
 from pd_http.errors import StartupError
-from pd_router import otlp, outbox
-from pd_router.call_record import CallRecord
+from pd_router.calls.trace_context import TraceContext
 from pd_router.config import RouterConfig
-from pd_router.metrics import RouterMetrics
-from pd_router.node_table import NodeTable
-from pd_router.outbox import Outbox
-from pd_router.request_sinks import RequestSinks, write_lines
-from pd_router.trace_context import TraceContext
+from pd_router.nodes.node_table import NodeTable
+from pd_router.records import otlp, outbox
+from pd_router.records.call_record import CallRecord
+from pd_router.records.metrics import RouterMetrics
+from pd_router.records.outbox import Outbox
+from pd_router.records.request_sinks import RequestSinks, write_lines
 from tests.deadlines import HANG_S
 from tests.otlp_receiver import collecting
 

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd_router.candidates import Candidates, Pairing, to_generate, to_read
-from pd_router.charge import charge_for
 from pd_router.config import HandoffOrder
-from pd_router.prompt_facts import PromptFacts
-from pd_router.route import Route
+from pd_router.policy.candidates import Candidates, Pairing, to_generate, to_read
+from pd_router.policy.charge import charge_for
+from pd_router.policy.prompt_facts import PromptFacts
+from pd_router.policy.route import Route
 from tests.router.test_choice import NOW_S, config, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd_router.node_table import Node, NodeTable
+    from pd_router.nodes.node_table import Node, NodeTable
 
 PROMPT = PromptFacts(4000)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd_router.connection_pool import NoConnection
+from pd_router.nodes.connection_pool import NoConnection
 from tests.http.answer import CHAT, HI, post
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from pd_cluster.server.app import create_app
 from pd_http.node_report import NodeReport, encode_report
-from pd_router.health import MAX_MODELS, HealthPoller
+from pd_router.watch.health import MAX_MODELS, HealthPoller
 from tests.bad_bodies import BAD_BODIES, OVERSIZED, check_error, nested
 from tests.http.answer import CHAT, HI
 from tests.router import fake_nodes as fakes
@@ -23,7 +23,7 @@ from tests.server import live_server
 from tests.server.fake_engine import FakeEngine, says
 
 if TYPE_CHECKING:
-    from pd_router.body import RequestBody
+    from pd_router.calls.body import RequestBody
 
 pytestmark = pytest.mark.anyio
 
@@ -85,7 +85,7 @@ async def test_the_router_refuses_by_itself_what_it_cannot_take_apart(path: str,
 
 
 async def test_a_field_that_is_no_text_is_the_nodes_to_judge() -> None:
-    from pd_router.body import RequestBody
+    from pd_router.calls.body import RequestBody
 
     body = RequestBody(b'{"model":"\xff","n":1' + b"0" * 400 + b',"stream":' + nested(500) + b"}")
     assert (body.model, body.num_samples, body.wants_stream) == (None, 128, False)
@@ -99,7 +99,7 @@ async def test_a_field_that_is_no_text_is_the_nodes_to_judge() -> None:
 async def test_several_prompts_are_seen_behind_any_number_of_blanks(
     blanks: bytes, prompt: bytes, several: bool
 ) -> None:
-    from pd_router.body import RequestBody
+    from pd_router.calls.body import RequestBody
 
     spread = prompt.replace(b"[", b"[" + blanks) if prompt.startswith(b"[") else prompt
     assert RequestBody(b'{"prompt":' + blanks + spread + b"}").has_several_prompts is several
@@ -114,7 +114,7 @@ async def test_a_bug_is_a_500_in_openais_shape_and_logged_once(
 
     d = FakeNode("decode", fakes.decode)
     async with running(d), serving(None, [d]) as router:
-        monkeypatch.setattr("pd_router.body.RequestBody.model", property(broken))
+        monkeypatch.setattr("pd_router.calls.body.RequestBody.model", property(broken))
         with caplog.at_level(logging.ERROR):
             async with router.session.post(router.url + path, json=HI) as answer:
                 assert answer.status == 500

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from pd_http.errors import InvalidRequest
 from pd_http.sse import Event, SseParser
-from pd_router import headers
-from pd_router.body import RequestBody
-from pd_router.charge import Charge
+from pd_router.calls import headers
+from pd_router.calls.body import RequestBody
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.node_table import Node, NodeTable, Role
+from pd_router.nodes.node_table import Node, NodeTable, Role
+from pd_router.policy.charge import Charge
 
 NAMES = st.sampled_from(["ticket", "done", "error", "message"])
 JSON = st.recursive(

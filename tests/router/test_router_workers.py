@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pd_connectors.protocol.keys import derive_key
-from pd_router.worker_messages import WORKER_ENV
+from pd_router.process.worker_messages import WORKER_ENV
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.router_process import signed

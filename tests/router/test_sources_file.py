@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_router.config import RouterConfig
-from pd_router.discovery import Discovery
-from pd_router.node_table import Node, NodeSpec, NodeTable, Role
+from pd_router.nodes.discovery import Discovery
+from pd_router.nodes.node_table import Node, NodeSpec, NodeTable, Role
 from pd_router.sources.base import NamedNode, Roster
 from pd_router.sources.file import NodesFile, parse_nodes
 from tests.router import fake_nodes as fakes

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from pd_connectors.protocol.stream_codec import encode_message
 from pd_http.frames import ChoiceProgress, Frame, StreamFailed
-from pd_router import stream_record
-from pd_router.framed_answer import FramedAnswer
-from pd_router.stream_record import StreamRecord
+from pd_router.requests import stream_record
+from pd_router.requests.framed_answer import FramedAnswer
+from pd_router.requests.stream_record import StreamRecord
 from tests.router.framed_streams import END, HEAD, make_stream
 
 

@@ -13,7 +13,7 @@ from pd_connectors.protocol.stream_codec import encode_message
 from pd_http.dialects import dialect_of
 from pd_http.frames import FRAMES_TYPE, ChoiceProgress, Frame, StreamEnd
 from pd_http.node_report import REPORT_HEADER, NodeReport, encode_report
-from pd_router.body import RequestBody
+from pd_router.calls.body import RequestBody
 from tests.router.fake_nodes import FakeNode, running
 from tests.router.framed_streams import HEAD, VERSION
 from tests.router.router_process import serving

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_connectors.protocol.feed import NodeLoad
-from pd_router.charge import Charge
 from pd_router.config import HandoffOrder, RouterConfig
-from pd_router.node_table import Node, NodeTable
-from pd_router.prompt_facts import PromptFacts
-from pd_router.trial import FEWEST, MOST, SAVED, SHORT_S, IdleTrial
+from pd_router.nodes.node_table import Node, NodeTable
+from pd_router.nodes.trial import FEWEST, MOST, SAVED, SHORT_S, IdleTrial
+from pd_router.policy.charge import Charge
+from pd_router.policy.prompt_facts import PromptFacts
 from tests.router.choosing import choose
 
 if TYPE_CHECKING:
-    from pd_router.cost_policy import CostRoute
+    from pd_router.policy.cost_policy import CostRoute
 
 TOKEN_S = 100e-6
 NUM_TOKENS = 1000

@@ -12,14 +12,14 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families as read
 
-from pd_router import worker_messages as messages
 from pd_router.app import create_app
 from pd_router.config import RouterConfig
+from pd_router.edge.worker_views import WorkerViews, labelled
 from pd_router.errors import Stopping, WorkerLate
-from pd_router.health import HealthPoller
-from pd_router.node_change import NodeChange, RestartState
-from pd_router.worker_channel import WorkerChannel
-from pd_router.worker_views import WorkerViews, labelled
+from pd_router.nodes.node_change import NodeChange, RestartState
+from pd_router.process import worker_messages as messages
+from pd_router.process.worker_channel import WorkerChannel
+from pd_router.watch.health import HealthPoller
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, running
 from tests.router.router_process import KEY, until
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from starlette.applications import Starlette
 
-    from pd_router.node_table import NodeTable
+    from pd_router.nodes.node_table import NodeTable
 
 pytestmark = pytest.mark.anyio
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pd_router import worker_messages as messages
-from pd_router.node_change import NodeChange, RestartState
-from pd_router.worker_hub import ANSWER_S, COMMIT_S, SILENCE_S, START_S, WorkerHub
-from pd_router.worker_supervisor import LOOK_S, WorkerSupervisor
+from pd_router.nodes.node_change import NodeChange, RestartState
+from pd_router.process import worker_messages as messages
+from pd_router.process.worker_hub import ANSWER_S, COMMIT_S, SILENCE_S, START_S, WorkerHub
+from pd_router.process.worker_supervisor import LOOK_S, WorkerSupervisor
 
 NUM_WORKERS = 3
 

@@ -28,7 +28,7 @@ import aiohttp
 
 from pd_http.dialects import dialect_of
 from pd_http.errors import InvalidRequest
-from pd_router.body import RequestBody
+from pd_router.calls.body import RequestBody
 from tests.cluster import Launched, Launcher
 from tests.security.smallest_members import Place, places
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import inspect
 
-from pd_cluster.server.openapi import BODIES
+from pd_cluster.server.routes.openapi import BODIES
 from pd_http.endpoints import ENDPOINTS
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pd_cluster.server.app import create_app
 from pd_http.body_turns import BodyTurns
 from pd_http.dialects import dialect_of
 from pd_http.errors import InvalidRequest
-from pd_router.body import RequestBody
+from pd_router.calls.body import RequestBody
 from tests.security.smallest_members import TEXTS, Place, places
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import make_state

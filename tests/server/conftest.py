@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pd_cluster.models.token_texts import token_bytes
-from pd_cluster.server import grammar_checks, tokenizer
-from pd_cluster.server.openapi import openapi_document
+from pd_cluster.server.grammar import grammar_checks
+from pd_cluster.server.routes.openapi import openapi_document
+from pd_cluster.server.text import tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +28,7 @@ def what_all_nodes_share() -> Iterator[None]:
     Otherwise most of the time of making a node goes into them.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pd_cluster.server.meta_routes.openapi_document", cache(openapi_document))
+        patch.setattr("pd_cluster.server.routes.meta_routes.openapi_document", cache(openapi_document))
         patch.setattr(tokenizer, "token_bytes", cache(token_bytes))
         yield
 

@@ -18,9 +18,9 @@ import pd_cluster
 from pd_cluster.config import HandoffConfig, ModelConfig, NodeConfig, NodeHttpLimits, ServerConfig
 from pd_cluster.launch.http_server import FILES_PER_REQUEST
 from pd_cluster.server.app import create_app
-from pd_cluster.server.metrics import NodeMetrics
+from pd_cluster.server.node.metrics import NodeMetrics
 from pd_cluster.server.state import NodeState
-from pd_cluster.server.tokenizer import Tokenizer
+from pd_cluster.server.text.tokenizer import Tokenizer
 from pd_http.protocol import BoundedProtocol
 from tests.in_loop_server import in_loop
 from tests.server import shared_routes

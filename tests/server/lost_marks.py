@@ -7,8 +7,8 @@ import json
 import random
 from typing import Any
 
-from pd_cluster.server.chat_template import ChatTemplate
-from pd_cluster.server.normal_messages import normal_messages
+from pd_cluster.server.text.chat_template import ChatTemplate
+from pd_cluster.server.text.normal_messages import normal_messages
 
 KINDS = ("system", "developer", "user", "assistant", "call", "calls", "tool")
 OPTIONS = {"add_generation_prompt": True}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from pd_cluster.server import prefill_client
+from pd_cluster.server.requests import prefill_client
 from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cluster.errors import Overloaded, TooManyChecks
-from pd_cluster.server import check_turns, grammar_checks
-from pd_cluster.server.check_turns import MAX_OF_CLIENT, MAX_WAITING, Check, CheckTurns
-from pd_cluster.server.grammar_checks import GrammarChecks
-from pd_cluster.server.grammar_source import GrammarSource
+from pd_cluster.server.grammar import check_turns, grammar_checks
+from pd_cluster.server.grammar.check_turns import MAX_OF_CLIENT, MAX_WAITING, Check, CheckTurns
+from pd_cluster.server.grammar.grammar_checks import GrammarChecks
+from pd_cluster.server.grammar.grammar_source import GrammarSource
 from tests.deadlines import HANG_S
 from tests.server.live_server import MODEL_DIR
 

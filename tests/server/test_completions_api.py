@@ -12,7 +12,7 @@ import pytest
 
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.protocol.messages import FinishReason
-from pd_cluster.server.schema import MAX_LOGITS_ARGS_BYTES
+from pd_cluster.server.bodies.schema import MAX_LOGITS_ARGS_BYTES
 from pd_connectors.protocol.ticket import Offer, sign
 from tests.http.answer import COMPLETIONS, post
 from tests.server.fake_engine import FAR, FakeEngine, Line, decodes, says

@@ -16,9 +16,9 @@ import pytest
 
 from pd_cluster.protocol.messages import PromptRead, Timeline
 from pd_cluster.server.app import create_app
-from pd_cluster.server.sampling import SamplingDefaults
+from pd_cluster.server.params.sampling import SamplingDefaults
 from pd_cluster.server.state import NodeState
-from pd_cluster.server.tool_format import FORMATS
+from pd_cluster.server.tools.tool_format import FORMATS
 from pd_http.frames import AnyFrame, Continuation, KnownChoice
 from tests.cut_streams import (
     CHAT,
@@ -234,7 +234,7 @@ async def test_the_replay_of_one_request_is_bounded(monkeypatch: pytest.MonkeyPa
     """A body of 16 MiB has room for 8 million tokens, a minute of the node's event loop."""
     async with Pair(["e" * 5] * 2, end=False) as pair:
         begun = continuation_of((await pair.first(CHAT, BODY))[:3])
-        monkeypatch.setattr("pd_cluster.server.continuation.MAX_KNOWN_TOKENS", 3)
+        monkeypatch.setattr("pd_cluster.server.requests.continuation.MAX_KNOWN_TOKENS", 3)
         with pytest.raises(Refused, match="more than 3 tokens") as caught:
             await pair.second(CHAT, continuing(BODY, begun))
         assert caught.value.code == "cannot_continue"

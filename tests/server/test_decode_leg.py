@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from pd_cluster.config import HandoffConfig
 from pd_cluster.protocol.messages import Abort, NeedsPrefill, PrefillLocally, TicketOpened, UseTicket, Work
 from pd_cluster.protocol.sampling_params import BeamParams, SamplingParams
-from pd_cluster.server.grammar_checks import GrammarChecks
+from pd_cluster.server.grammar.grammar_checks import GrammarChecks
 from pd_connectors.protocol.ticket import Offer, sign
 from tests.connectors import version_one
 from tests.server.fake_engine import FAR, WAIT_S, FakeEngine, Line, decodes, says
@@ -27,7 +27,7 @@ from tests.server.sse import post_events
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from pd_cluster.server.check_turns import Check
+    from pd_cluster.server.grammar.check_turns import Check
 
 pytestmark = pytest.mark.anyio
 

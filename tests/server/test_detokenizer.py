@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.server.detokenizer import Detokenizer, StopMatcher
+from pd_cluster.server.text.detokenizer import Detokenizer, StopMatcher
 from tests.server.live_server import demo_tokenizer
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from pd_cluster.errors import EngineUnavailable, Overloaded
 from pd_cluster.protocol.messages import EngineNews, ReportNews
-from pd_cluster.server import feed_hub
-from pd_cluster.server.feed_hub import FeedReader
+from pd_cluster.server.node import feed_hub
+from pd_cluster.server.node.feed_hub import FeedReader
 from pd_connectors.protocol.feed import (
     CHARGE_HEADER,
     FEED_TYPE,

@@ -12,7 +12,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.launch.model_path import DEMO_MODEL
 from pd_cluster.launch.preflight import model_problems
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.server.sampling import SamplingDefaults
+from pd_cluster.server.params.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
     from pathlib import Path

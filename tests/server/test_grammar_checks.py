@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks.hostile_grammars import HOSTILE
 from pd_cluster.errors import InvalidRequest, Overloaded
-from pd_cluster.server import grammar_checks
-from pd_cluster.server.grammar_checks import MAX_GRAMMAR_BYTES, GrammarChecks
-from pd_cluster.server.grammar_source import GrammarSource
-from pd_cluster.server.sampling import SAMPLING_PARAM
+from pd_cluster.server.grammar import grammar_checks
+from pd_cluster.server.grammar.grammar_checks import MAX_GRAMMAR_BYTES, GrammarChecks
+from pd_cluster.server.grammar.grammar_source import GrammarSource
+from pd_cluster.server.params.sampling import SAMPLING_PARAM
 from tests.deadlines import HANG_S
 from tests.server.live_server import MODEL_DIR
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pd_cluster.server.grammar_checks import GrammarChecks
-from pd_cluster.server.grammar_source import GrammarSource
+from pd_cluster.server.grammar.grammar_checks import GrammarChecks
+from pd_cluster.server.grammar.grammar_source import GrammarSource
 from tests.deadlines import HANG_S
 from tests.server.live_server import MODEL_DIR
 

@@ -9,8 +9,9 @@ import aiohttp
 import pytest
 
 from pd_cluster.protocol.messages import FinishReason, RequestFailed
-from pd_cluster.server import answer_extras, completions, logprobs, prompt_scores
-from pd_cluster.server.prompt_scores import PromptAsk, PromptScores
+from pd_cluster.server.requests import answer_extras, logprobs, prompt_scores
+from pd_cluster.server.requests.prompt_scores import PromptAsk, PromptScores
+from pd_cluster.server.shapes import completions
 from pd_http import reply
 from pd_http.held_bytes import HeldBytes
 from pd_http.json_pieces import JsonList

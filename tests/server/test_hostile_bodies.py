@@ -12,8 +12,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pd_cluster.errors import InvalidRequest
-from pd_cluster.server.schema import MAX_PROMPTS
-from pd_cluster.server.tokenizer import Tokenizer
+from pd_cluster.server.bodies.schema import MAX_PROMPTS
+from pd_cluster.server.text.tokenizer import Tokenizer
 from tests.bad_bodies import BAD_BODIES, OVERSIZED, check_error
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import demo_tokenizer, running

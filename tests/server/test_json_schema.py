@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import pydantic
 import pytest
 
-from pd_cluster.server.grammar_process import write
-from pd_cluster.server.json_schema import BINDING, FORMATS, guided, pruned
+from pd_cluster.server.grammar.grammar_process import write
+from pd_cluster.server.grammar.json_schema import BINDING, FORMATS, guided, pruned
 
 llguidance = pytest.importorskip("llguidance")
 VOCABULARY = llguidance.LLTokenizer("byte")

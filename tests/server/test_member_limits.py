@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pd_cluster.server.fields import ignored_header
-from pd_cluster.server.grammar_checks import MAX_GRAMMAR_BYTES
-from pd_cluster.server.grammar_source import parser_options
-from pd_cluster.server.normal_messages import normal_messages
-from pd_cluster.server.schema import ChatBody, CompletionBody, decode_body
-from pd_cluster.server.tool_use import leave_out_tools, tool_use
-from pd_cluster.server.translated_body import translated
+from pd_cluster.server.bodies.fields import ignored_header
+from pd_cluster.server.bodies.schema import ChatBody, CompletionBody, decode_body
+from pd_cluster.server.bodies.tool_use import leave_out_tools, tool_use
+from pd_cluster.server.grammar.grammar_checks import MAX_GRAMMAR_BYTES
+from pd_cluster.server.grammar.grammar_source import parser_options
+from pd_cluster.server.routes.translated_body import translated
+from pd_cluster.server.text.normal_messages import normal_messages
 from pd_connectors.protocol.text_chain import MAX_CHAIN_BYTES, chain_key
 from pd_http.dialect import MANY_TOOLS, OPENAI
 from pd_http.dialects import MESSAGES, RESPONSES, dialect_of
 from pd_http.errors import InvalidRequest
 from pd_http.left_out import LeftOut
 from pd_http.member_bounds import CHAT_BOUNDS, MAX_FIELDS, TRANSLATED_BOUNDS, check_members
-from pd_router.body import RequestBody
+from pd_router.calls.body import RequestBody
 from tests.server.fake_engine import FakeEngine
 from tests.server.live_server import running
 

@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from pd_cluster.errors import StartupError
-from pd_cluster.server.chat_template import ChatTemplate
-from pd_cluster.server.message_adapter import adapt
-from pd_cluster.server.normal_messages import normal_messages
-from pd_cluster.server.template_traits import TemplateTraits
+from pd_cluster.server.text.chat_template import ChatTemplate
+from pd_cluster.server.text.message_adapter import adapt
+from pd_cluster.server.text.normal_messages import normal_messages
+from pd_cluster.server.text.template_traits import TemplateTraits
 from tests.server.live_server import MODEL_DIR
 from tests.server.lost_marks import OPTIONS, TOOL, lost_marks
 from tests.server.small_templates import BODY, TEMPLATES, each, refuse, when

@@ -11,17 +11,17 @@ import pytest
 
 from pd_cluster.protocol.messages import FinishReason, SequenceTokens
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.server.choice import Choice
-from pd_cluster.server.generation_request import GenerationRequest
-from pd_cluster.server.grammar_process import write
-from pd_cluster.server.grammar_source import parser_options
-from pd_cluster.server.output_parser import Reasoning, ToolCall
-from pd_cluster.server.sampling import TextOptions
-from pd_cluster.server.schema import ChatBody
-from pd_cluster.server.template_parser import template_parser
-from pd_cluster.server.tokenizer import Tokenizer
-from pd_cluster.server.tool_format import FORMATS
-from pd_cluster.server.tool_use import Function, ToolUse
+from pd_cluster.server.bodies.schema import ChatBody
+from pd_cluster.server.bodies.tool_use import Function, ToolUse
+from pd_cluster.server.grammar.grammar_process import write
+from pd_cluster.server.grammar.grammar_source import parser_options
+from pd_cluster.server.params.sampling import TextOptions
+from pd_cluster.server.requests.choice import Choice
+from pd_cluster.server.requests.generation_request import GenerationRequest
+from pd_cluster.server.text.tokenizer import Tokenizer
+from pd_cluster.server.tools.output_parser import Reasoning, ToolCall
+from pd_cluster.server.tools.template_parser import template_parser
+from pd_cluster.server.tools.tool_format import FORMATS
 from pd_cluster.worker.grammar_vocabulary import GrammarTokens
 from pd_cluster.worker.grammars import GrammarState, compile_grammar
 from pd_connectors.protocol.messages import SampledToken
@@ -29,7 +29,7 @@ from pd_connectors.protocol.messages import SampledToken
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pd_cluster.server.tool_format import ToolFormat
+    from pd_cluster.server.tools.tool_format import ToolFormat
 
 llguidance = pytest.importorskip("llguidance")
 

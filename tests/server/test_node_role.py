@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import FinishReason, SetRole, TicketOpened, ToEngine, Work
-from pd_cluster.server.node_role import ROLES, NodeRole
+from pd_cluster.server.node.node_role import ROLES, NodeRole
 from pd_connectors.protocol.feed import FeedDelta
 from pd_connectors.protocol.messages import PROTOCOL_VERSION
 from pd_connectors.protocol.ticket import NodeOrder, sign

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.server.fields import IGNORED_HEADER
-from pd_cluster.server.normal_messages import normal_messages
+from pd_cluster.server.bodies.fields import IGNORED_HEADER
+from pd_cluster.server.text.normal_messages import normal_messages
 from pd_connectors.protocol import text_chain
 from pd_connectors.protocol.text_chain import flat_content
 from pd_http.left_out import LeftOut

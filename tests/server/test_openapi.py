@@ -10,10 +10,10 @@ from jsonschema import Draft202012Validator
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.app import create_app
-from pd_cluster.server.completions import prompts_of
-from pd_cluster.server.openapi import openapi_document
-from pd_cluster.server.output_parser import load_parser
-from pd_cluster.server.schema import ChatBody, CompletionBody, decode_body
+from pd_cluster.server.bodies.schema import ChatBody, CompletionBody, decode_body
+from pd_cluster.server.routes.openapi import openapi_document
+from pd_cluster.server.shapes.completions import prompts_of
+from pd_cluster.server.tools.output_parser import load_parser
 from pd_connectors.protocol.ticket import sign
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import KEY, make_state, running

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from pd_cluster.protocol.messages import RequestFailed
-from pd_cluster.server.fields import ELSEWHERE, HARMLESS, IGNORED_HEADER, REFUSED
+from pd_cluster.server.bodies.fields import ELSEWHERE, HARMLESS, IGNORED_HEADER, REFUSED
 from pd_connectors.protocol.text_chain import chain_key
 from pd_http.dialect import MANY_TOOLS
 from pd_http.dialects import COUNT_TOKENS, MESSAGES, RESPONSES, dialect_of
 from pd_http.left_out import KINDS
 from pd_http.messages_dialect import MessagesFields
 from pd_http.responses_dialect import ResponsesFields
-from pd_router.body import RequestBody
+from pd_router.calls.body import RequestBody
 from tests.cut_streams import post
 from tests.server.cut_nodes import GROUPED, LOOK, PATCH, Pair, message, response
 from tests.server.fake_engine import FakeEngine, Line, says
@@ -340,7 +340,7 @@ async def test_ignored_fields_have_the_names_of_their_api(monkeypatch: pytest.Mo
     def unread(*_: object) -> set[str]:
         return {"enable_thinking", "reasoning_effort"}
 
-    monkeypatch.setattr("pd_cluster.server.request_checks.disabled_fields", unread)
+    monkeypatch.setattr("pd_cluster.server.requests.request_checks.disabled_fields", unread)
     async with running(FakeEngine(says([5]))) as node:
         assert (await ask(node, MESSAGES, thinking={"type": "enabled"}))[2] == "output_config,thinking"
         assert (await ask(node, RESPONSES, reasoning={"effort": "low"}))[2] == "enable_thinking,reasoning"

@@ -14,14 +14,14 @@ from pd_cluster.config import ModelConfig, NodeConfig, ServerConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.protocol.messages import FinishReason, SequenceTokens
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.server.answer_extras import AnswerExtras
-from pd_cluster.server.chat import ChatShape
-from pd_cluster.server.choice import Choice, ChoiceOutput
-from pd_cluster.server.completions import CompletionShape
-from pd_cluster.server.generation_request import GenerationRequest
-from pd_cluster.server.output_parser import ParserContext, Part, Reasoning, ToolCall, load_parser
-from pd_cluster.server.sampling import TextOptions
+from pd_cluster.server.params.sampling import TextOptions
+from pd_cluster.server.requests.answer_extras import AnswerExtras
+from pd_cluster.server.requests.choice import Choice, ChoiceOutput
+from pd_cluster.server.requests.generation_request import GenerationRequest
+from pd_cluster.server.shapes.chat import ChatShape
+from pd_cluster.server.shapes.completions import CompletionShape
 from pd_cluster.server.state import NodeState
+from pd_cluster.server.tools.output_parser import ParserContext, Part, Reasoning, ToolCall, load_parser
 from pd_connectors.protocol.messages import SampledToken
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import MODEL_DIR, running
@@ -31,7 +31,7 @@ from tests.server.test_detokenizer import Bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd_cluster.server.response_shape import ResponseShape
+    from pd_cluster.server.requests.response_shape import ResponseShape
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 PARSER = f"{__name__}:BracketParser"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from pd_cluster.server.prefill_client import _lives
+from pd_cluster.server.requests.prefill_client import _lives
 from tests.few_files import no_files
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import running

@@ -10,7 +10,7 @@ import pytest
 
 from pd_cluster.protocol.messages import FinishReason, RequestFailed, TicketOpened, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.server.sampling import SAMPLING_PARAM
+from pd_cluster.server.params.sampling import SAMPLING_PARAM
 from pd_connectors.protocol.hashing import prompt_digest
 from pd_connectors.protocol.ticket import Ticket, verify
 from tests.server.fake_engine import FakeEngine, Line, says

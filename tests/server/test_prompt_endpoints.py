@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from pd_cluster.models.model_task import ModelTask
 from pd_cluster.protocol.messages import Abort, PromptRead, RequestFailed, Timeline, Work
 from pd_cluster.protocol.prompt_outputs import PromptOutputs
-from pd_cluster.server.chat_template import ChatTemplate
-from pd_cluster.server.prompt_bodies import MAX_INPUTS
-from pd_cluster.server.read_window import WINDOW_TOKENS, ReadWindow
+from pd_cluster.server.node.read_window import WINDOW_TOKENS, ReadWindow
+from pd_cluster.server.requests.prompt_bodies import MAX_INPUTS
+from pd_cluster.server.text.chat_template import ChatTemplate
 from pd_http.endpoints import Kind, paths_of
 from tests.deadlines import HANG_S
 from tests.server.fake_engine import FakeEngine, Line, says

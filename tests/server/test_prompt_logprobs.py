@@ -25,7 +25,7 @@ from tests.server.live_server import make_state
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-    from pd_cluster.server.tokenizer import Tokenizer
+    from pd_cluster.server.text.tokenizer import Tokenizer
     from pd_connectors.base import Connector
 
 pytestmark = [pytest.mark.anyio, pytest.mark.long]

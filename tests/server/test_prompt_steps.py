@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoTokenizer
 
-from pd_cluster.server.chat_template import ChatTemplate
-from pd_cluster.server.normal_messages import normal_messages
-from pd_cluster.server.prompt_steps import MAX_MISSED, PromptSteps, _spans, given_steps
-from pd_cluster.server.tokenizer import Encoded
+from pd_cluster.server.requests.prompt_steps import MAX_MISSED, PromptSteps, _spans, given_steps
+from pd_cluster.server.text.chat_template import ChatTemplate
+from pd_cluster.server.text.normal_messages import normal_messages
+from pd_cluster.server.text.tokenizer import Encoded
 from pd_connectors.protocol import text_chain
 from pd_connectors.protocol.text_chain import (
     AS_ALWAYS,

@@ -35,7 +35,7 @@ def test_a_file_that_is_entered_again_is_another_stay() -> None:
 def test_the_parts_are_the_whole_way() -> None:
     parts = path_of_chat(streamed=True)
     assert tuple(parts) == PARTS
-    assert parts["the body"][0].file == "endpoints.py"
-    assert parts["the answer"][-1].file == "node_role.py"
+    assert parts["the body"][0].file == "routes/endpoints.py"
+    assert parts["the answer"][-1].file == "node/node_role.py"
     with pytest.raises(ValueError, match="nowhere was not called"):
         path_of_chat(streamed=True, start="nowhere")

@@ -10,11 +10,11 @@ import pytest
 
 from pd_cluster.errors import InvalidRequest, StartupError
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.server.sampling import (
+from pd_cluster.server.bodies.schema import CompletionBody
+from pd_cluster.server.params.sampling import (
     SamplingDefaults,
     sampling_params,
 )
-from pd_cluster.server.schema import CompletionBody
 
 if TYPE_CHECKING:
     from pathlib import Path

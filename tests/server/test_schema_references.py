@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.server import json_schema
-from pd_cluster.server.json_schema import pruned
+from pd_cluster.server.grammar import json_schema
+from pd_cluster.server.grammar.json_schema import pruned
 from tests.server.test_json_schema import TEXT, allows, grammar_of
 
 if TYPE_CHECKING:

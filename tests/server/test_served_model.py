@@ -12,8 +12,8 @@ from pd_cluster.config import ModelConfig, NodeHttpLimits
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.flags import config_from
 from pd_cluster.server.app import create_app
-from pd_cluster.server.sampling import SamplingDefaults
-from pd_cluster.server.tokenizer import Tokenizer
+from pd_cluster.server.params.sampling import SamplingDefaults
+from pd_cluster.server.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import MODEL_DIR, make_state, running, serving
 

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pd_cluster.errors import InvalidRequest, StartupError
-from pd_cluster.server.tokenizer import LONG_CHARS, Tokenizer
+from pd_cluster.server.text.tokenizer import LONG_CHARS, Tokenizer
 from tests.deadlines import HANG_S
 from tests.server.live_server import MODEL_DIR
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from pd_cluster.protocol.messages import NeedsPrefill, RequestFailed, TicketOpened, UseTicket
-from pd_cluster.server import keepalive
+from pd_cluster.server.requests import keepalive
 from tests.deadlines import until
 from tests.server.fake_engine import WAIT_S, FakeEngine, Line, Script, says
 from tests.server.live_server import running

@@ -14,10 +14,10 @@ from benchmarks.hostile_grammars import HOSTILE
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.protocol.messages import Work
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.server.grammar_checks import MAX_GRAMMAR_BYTES, MAX_WRITTEN_CHARS, GrammarChecks
-from pd_cluster.server.grammar_process import CPU_LIMIT_S
-from pd_cluster.server.grammar_source import GrammarSource
-from pd_cluster.server.sampling import SAMPLING_PARAM, decode_sampling, encode_sampling
+from pd_cluster.server.grammar.grammar_checks import MAX_GRAMMAR_BYTES, MAX_WRITTEN_CHARS, GrammarChecks
+from pd_cluster.server.grammar.grammar_process import CPU_LIMIT_S
+from pd_cluster.server.grammar.grammar_source import GrammarSource
+from pd_cluster.server.params.sampling import SAMPLING_PARAM, decode_sampling, encode_sampling
 from pd_cluster.worker.grammars import NO_PACKAGE, NO_WAY_ON
 from tests.models.small_tokenizers import TOKENIZERS
 from tests.server.fake_engine import FakeEngine, says

@@ -15,17 +15,17 @@ from pd_cluster.config import TOOL_FORMATS, ModelConfig, NodeConfig, ServerConfi
 from pd_cluster.errors import StartupError
 from pd_cluster.protocol.messages import FinishReason, SequenceTokens
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.server.answer_extras import AnswerExtras
-from pd_cluster.server.chat import ChatShape
-from pd_cluster.server.choice import Choice, ChoiceOutput
-from pd_cluster.server.detokenizer import MARK
-from pd_cluster.server.generation_request import GenerationRequest
-from pd_cluster.server.output_parser import ParserContext, ParserOptions, Part, Reasoning, ToolCall
-from pd_cluster.server.response_template import ResponseTemplate
-from pd_cluster.server.sampling import TextOptions
+from pd_cluster.server.params.sampling import TextOptions
+from pd_cluster.server.requests.answer_extras import AnswerExtras
+from pd_cluster.server.requests.choice import Choice, ChoiceOutput
+from pd_cluster.server.requests.generation_request import GenerationRequest
+from pd_cluster.server.shapes.chat import ChatShape
 from pd_cluster.server.state import NodeState
-from pd_cluster.server.template_parser import TemplateParser
-from pd_cluster.server.tool_format import FORMATS, ToolFormat, find_format
+from pd_cluster.server.text.detokenizer import MARK
+from pd_cluster.server.tools.output_parser import ParserContext, ParserOptions, Part, Reasoning, ToolCall
+from pd_cluster.server.tools.response_template import ResponseTemplate
+from pd_cluster.server.tools.template_parser import TemplateParser
+from pd_cluster.server.tools.tool_format import FORMATS, ToolFormat, find_format
 from pd_connectors.protocol.messages import SampledToken
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import MODEL_DIR, running

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cluster.protocol.messages import FinishReason
-from pd_cluster.server.detokenizer import Detokenizer
-from pd_cluster.server.text_offsets import TextOffsets, echo_offsets
+from pd_cluster.server.text.detokenizer import Detokenizer
+from pd_cluster.server.text.text_offsets import TextOffsets, echo_offsets
 from tests.server.fake_engine import FakeEngine, Line
 from tests.server.live_server import Node, demo_tokenizer, running
 from tests.server.sse import post_events

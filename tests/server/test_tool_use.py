@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import InvalidRequest
-from pd_cluster.server.grammar_source import chat_grammar_source, check_format
-from pd_cluster.server.normal_messages import normal_messages
-from pd_cluster.server.reasoning_options import reasoning_options, unread_reasoning_fields
-from pd_cluster.server.schema import ChatBody, JsonSchemaFormat, ResponseFormat
-from pd_cluster.server.tokenizer import Tokenizer
-from pd_cluster.server.tool_format import FORMATS
-from pd_cluster.server.tool_use import ToolUse, inlined, leave_out_tools, tool_use
+from pd_cluster.server.bodies.reasoning_options import reasoning_options, unread_reasoning_fields
+from pd_cluster.server.bodies.schema import ChatBody, JsonSchemaFormat, ResponseFormat
+from pd_cluster.server.bodies.tool_use import ToolUse, inlined, leave_out_tools, tool_use
+from pd_cluster.server.grammar.grammar_source import chat_grammar_source, check_format
+from pd_cluster.server.text.normal_messages import normal_messages
+from pd_cluster.server.text.tokenizer import Tokenizer
+from pd_cluster.server.tools.tool_format import FORMATS
 from pd_http.dialect import OPENAI
 from tests.server.live_server import MODEL_DIR
 

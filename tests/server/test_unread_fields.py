@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pd_cluster.errors import InvalidRequest
-from pd_cluster.server.fields import (
+from pd_cluster.server.bodies.fields import (
     HARMLESS,
     IGNORED_HEADER,
     MAX_NAME_CHARS,
@@ -17,7 +17,7 @@ from pd_cluster.server.fields import (
     ignored_header,
     refuse,
 )
-from pd_cluster.server.schema import ChatBody, CompletionBody
+from pd_cluster.server.bodies.schema import ChatBody, CompletionBody
 from tests.server.fake_engine import FakeEngine, says
 from tests.server.live_server import Node, running
 

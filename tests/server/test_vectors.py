@@ -11,7 +11,7 @@ import openai
 import pytest
 import torch
 
-from pd_cluster.server.rerank import INSTRUCTION, QUESTION
+from pd_cluster.server.routes.rerank import INSTRUCTION, QUESTION
 from tests.router.router_process import serving
 from tests.server.tiny_readers import HIDDEN_SIZE, TinyReader, reader_config, reader_node, save_reader
 

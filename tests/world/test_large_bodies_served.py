@@ -14,7 +14,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from pd_cluster.server.grammar_checks import MAX_GRAMMAR_BYTES
+from pd_cluster.server.grammar.grammar_checks import MAX_GRAMMAR_BYTES
 from tests.cluster import Launcher
 from tests.integration.system import Path as Route
 from tests.server.test_member_limits import CHAT, HI, ONE_MORE, SERVED

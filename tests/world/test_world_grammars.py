@@ -12,8 +12,8 @@ import jsonschema
 import numpy as np
 import pytest
 
-from pd_cluster.server.grammar_process import write
-from pd_cluster.server.tokenizer import Tokenizer
+from pd_cluster.server.grammar.grammar_process import write
+from pd_cluster.server.text.tokenizer import Tokenizer
 from pd_cluster.worker.grammars import Grammars
 from tests.world.published_models import PUBLISHED, PublishedModel
 

@@ -17,8 +17,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from pd_cluster.errors import InvalidRequest
-from pd_cluster.server.chat_template import ChatTemplate
-from pd_cluster.server.normal_messages import normal_messages
+from pd_cluster.server.text.chat_template import ChatTemplate
+from pd_cluster.server.text.normal_messages import normal_messages
 from tests.shallow_model import DEMO_MODEL
 from tests.world.packages import BY_NAME, world_folder
 from tests.world.published_models import PUBLISHED, need

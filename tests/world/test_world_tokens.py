@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd_cluster.server.detokenizer import Detokenizer
-from pd_cluster.server.tokenizer import Tokenizer
+from pd_cluster.server.text.detokenizer import Detokenizer
+from pd_cluster.server.text.tokenizer import Tokenizer
 from tests.world.published_models import PUBLISHED, PublishedModel
 from tests.world.world_texts import world_texts
 

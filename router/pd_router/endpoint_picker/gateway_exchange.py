@@ -19,9 +19,9 @@ from pd_http.dialects import COUNT_TOKENS, dialect_of
 from pd_http.errors import BodyTooLarge, InvalidRequest, PdError
 from pd_http.names import MAX_NAME_CHARS
 from pd_http.refusal import Refusal
-from pd_router.body import RequestBody
-from pd_router.call_record import CallRecord
-from pd_router.client_connection import PROXY_PATHS
+from pd_router.calls.body import RequestBody
+from pd_router.calls.headers import DECODE_BY, PREFILL_BY, REQUEST_ID, ROUTE, request_id
+from pd_router.edge.client_connection import PROXY_PATHS
 from pd_router.endpoint_picker.messages import (
     FULL_DUPLEX_STREAMED,
     OVERWRITE_IF_EXISTS_OR_ADD,
@@ -29,13 +29,13 @@ from pd_router.endpoint_picker.messages import (
 )
 from pd_router.endpoint_picker.picks import Pick, subset_of
 from pd_router.errors import NotRouted, TooManyUnfinished
-from pd_router.headers import DECODE_BY, PREFILL_BY, REQUEST_ID, ROUTE, request_id
+from pd_router.records.call_record import CallRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from pd_router.endpoint_picker.picks import EndpointPicker
-    from pd_router.services import Services
+    from pd_router.requests.services import Services
 
 log = logging.getLogger("pd_router")
 DESTINATION = "x-gateway-destination-endpoint"  # header, and key of the dynamic metadata `envoy.lb`

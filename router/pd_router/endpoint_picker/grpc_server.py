@@ -18,12 +18,12 @@ from pd_router.endpoint_picker.config import PickerConfig
 from pd_router.endpoint_picker.gateway_exchange import GatewayExchange, UnfinishedBodies
 from pd_router.endpoint_picker.messages import ProcessingRequest, ProcessingResponse
 from pd_router.endpoint_picker.picks import EndpointPicker
-from pd_router.node_table import DECODERS
+from pd_router.nodes.node_table import DECODERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from pd_router.services import Services
+    from pd_router.requests.services import Services
 
 log = logging.getLogger("pd_router")
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"

@@ -17,21 +17,21 @@ from pd_connectors.protocol.text_chain import chain_key
 from pd_connectors.protocol.ticket import OFFER_HEADER
 from pd_http.errors import InvalidRequest
 from pd_http.names import CLIENT_HEADER, client_name, is_name
-from pd_router.candidates import to_generate
-from pd_router.charge import charge_for
+from pd_router.calls.headers import ROUTE, asked_order
 from pd_router.config import HandoffOrder
 from pd_router.errors import NoNode
-from pd_router.headers import ROUTE, asked_order
-from pd_router.prompt_facts import PromptFacts, prompt_facts
+from pd_router.policy.candidates import to_generate
+from pd_router.policy.charge import charge_for
+from pd_router.policy.prompt_facts import PromptFacts, prompt_facts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from pd_router.body import RequestBody
-    from pd_router.charge import Charge
-    from pd_router.node_table import Node
-    from pd_router.route import Route
-    from pd_router.services import Services
+    from pd_router.calls.body import RequestBody
+    from pd_router.nodes.node_table import Node
+    from pd_router.policy.charge import Charge
+    from pd_router.policy.route import Route
+    from pd_router.requests.services import Services
 
 _NO_PROMPT = PromptFacts(0)
 

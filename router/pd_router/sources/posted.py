@@ -9,13 +9,13 @@ from pd_connectors.protocol.errors import HandoffError, ProtocolMismatch
 from pd_connectors.protocol.ticket import NodeOrder, verify
 from pd_http.errors import InvalidRequest, NotAuthorized, OrderVersion
 from pd_router.errors import HandingOver, NodeConflict, NodeUnknown
-from pd_router.node_change import RestartState
+from pd_router.nodes.node_change import RestartState
 from pd_router.sources.base import make_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_router.node_table import Node, NodeSpec, NodeTable
+    from pd_router.nodes.node_table import Node, NodeSpec, NodeTable
     from pd_router.sources.base import NamedNode
 
 log = logging.getLogger("pd_router")

@@ -1,0 +1,1 @@
+"""Bodies of requests, and the fields in them."""

@@ -1,0 +1,1 @@
+"""Grammars of answers: written, checked, and what they come from."""

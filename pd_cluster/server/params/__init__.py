@@ -1,0 +1,1 @@
+"""Sampling parameters, from the fields of a body."""

@@ -1,0 +1,1 @@
+"""A generating request: what is asked, its way through the engine, and its handoff."""

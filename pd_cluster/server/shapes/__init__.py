@@ -1,0 +1,1 @@
+"""How each API writes an answer."""

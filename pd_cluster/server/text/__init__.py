@@ -1,0 +1,1 @@
+"""Messages, templates and tokens."""

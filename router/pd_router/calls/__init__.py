@@ -1,0 +1,1 @@
+"""A client's call: body, headers, reply."""

@@ -1,0 +1,1 @@
+"""The nodes, what they report, and the connections to them."""

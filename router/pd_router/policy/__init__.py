@@ -1,0 +1,1 @@
+"""Which nodes a request may go to, and which it goes to."""

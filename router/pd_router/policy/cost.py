@@ -1,0 +1,259 @@
+"""What one prompt costs at each node: one sum in seconds for every choice of the router.
+
+It is the time until the first token: what the node has to do before this prompt, then what the node lacks of it, then
+the handover. To this comes what the streams beside it cost each other. Pure: reads nodes, changes none.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from pd_router.nodes.node_table import Node, Role
+from pd_router.nodes.node_view import TextRatio
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pd_router.policy.prompt_facts import PromptFacts
+
+HANDOVER_S = 0.004  # from P's first token to the client's (two H200s, 8B: 3.6 to 4.1 ms)
+LOOK_S = 0.002  # D-first: a decode node looks into its own cache before it asks a prefill node
+TRANSFER_S = 1e-6  # for each token that is handed over: 128 KiB at 128 GB/s (8B) ...
+CHUNK_TOKENS = 2048  # ... of the last step of a prefill node: the rest is read while it computes
+LOCAL_TOKENS = 64  # a decode node asks no prefill node for fewer tokens (the nodes' --min-remote-tokens)
+# The least saving for which a prompt leaves the prefill nodes: a step or two of each node, which no estimate includes.
+DOUBT_S = 0.02
+# What a second in which a prompt is computed beside a stream costs, for each stream; and the share by which the paces
+# of two equal nodes may be measured differently, so that no idle P is left for that, and idle nodes take turns. With 30
+# streams a prompt costs a quarter of its own time more, the margin that was best in simulation (benchmarks/LOG.md).
+STREAM_SHARE = 1 / 200
+ERROR_FACTOR = 1.1
+FEW_NODES = 16  # so few are summed up sooner than compared
+# Of one more decode: 50 us (1,200 tokens, 8B, H200) in each step of an answer of 256 tokens. Where streams would miss
+# their target of time per token, each of them loses it, not the new one alone.
+SEQUENCE_S = 0.0128
+ENDING_S = 2.5  # of a sequence, in place of which another can run: 256 steps of 10 ms
+TOKEN_S = 25e-6  # where no speed is known: then only ratios count
+# Of a node without samples, as a share of the best prefill node's.
+SPEEDS = {Role.PREFILL: 1.0, Role.MIXED: 1.0, Role.DECODE: 0.5}
+_COUNTED = TextRatio()  # of tokens that were counted
+_COUNTED.value = 1.0
+
+
+class _BestPace(NamedTuple):
+    """The least seconds for a prompt token at any node of a side, and those more for each token before it."""
+
+    token_s: float
+    key_s: float
+    even_s: float  # up to this a pace counts as the best
+
+
+class Costs:
+    """Seconds of one prompt at the nodes, at one time. `prefills`, `decodes`: the nodes that may serve it.
+
+    A pace counts as the best of its side if it differs from that by less than the error of the measurement: otherwise
+    the same one of two equal nodes would get all prompts that find both idle.
+    """
+
+    __slots__ = (
+        "_best_decoding", "_best_reading", "_cached", "_decodes", "_now_s", "_num_sequences", "_num_units",
+        "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
+    )  # fmt: skip
+
+    def __init__(
+        self, prompt: PromptFacts, prefills: Sequence[Node], now_s: float, decodes: Sequence[Node] = ()
+    ) -> None:
+        self._prompt = prompt
+        # of which `_ratio` tokens are one, or, where it is None, the node's own ratio: bytes, or tokens themselves
+        self._num_units = prompt.num_tokens or prompt.num_bytes
+        self._ratio = _COUNTED if prompt.num_tokens else None
+        self._num_sequences = prompt.num_sequences
+        self._cached = prompt.cached
+        self._prefills, self._decodes = prefills, decodes
+        self._now_s = now_s
+        self._usual_s: float | None = None
+        self._reported_s: float | None = None
+        self._best_reading = self._best_pace(prefills)
+        self._best_decoding = self._best_pace(decodes)
+
+    def reading_s(self, node: Node) -> float:
+        """Until the node has computed what it was given before, and this prompt."""
+        return self.reading((node,))[0]
+
+    def reading(self, nodes: Iterable[Node]) -> list[float]:
+        """`reading_s` of each node."""
+        return [queue_s + own_s for _, _, _, queue_s, own_s in self._sums(nodes, self._best_reading)]
+
+    def reading_beside(self, nodes: Sequence[Node]) -> list[float]:
+        """`reading`, and what that time costs the streams of each node. For a prompt that nothing follows."""
+        reading_s = self.reading(nodes)
+        return [s * (1 + STREAM_SHARE * node.view.num_sequences) for s, node in zip(reading_s, nodes, strict=True)]
+
+    def queue_s(self, node: Node) -> float | None:
+        """Until the node has computed what it was given. None: the speed of no prefill node is known."""
+        if not self.knows_speed:
+            return None
+        (token_s, key_s), load = self._pace(node), node.view.ledger.total
+        return load.queued_tokens * token_s + load.queued_keys * key_s
+
+    def handing_over_s(self, node: Node) -> float:
+        """From P's first token on, if this decode node goes on. It has the first token before it has room."""
+        return self.decoding((node,))[0][0]
+
+    def direct_s(self, node: Node) -> float:
+        """The node reads the prompt itself, and holds its streams up for so long."""
+        return self.decoding((node,))[0][1]
+
+    def decoding(self, nodes: Iterable[Node]) -> list[tuple[float, float, bool]]:
+        """`handing_over_s` and `direct_s` of each node, and whether the answer's sequences would run at once."""
+        costs_s, num_sequences = [], self._num_sequences
+        for node, cached, tokens, queue_s, own_s in self._sums(nodes, self._best_decoding):
+            load = node.view.ledger.total
+            streams = load.num_sequences
+            answer_s = SEQUENCE_S * streams
+            if load.stream_room < num_sequences:
+                answer_s += SEQUENCE_S * (streams + num_sequences)
+            if node.view.load is None:
+                has_room = node.has_room(num_sequences)
+            else:
+                has_slots = streams + num_sequences <= load.num_slots
+                has_room = has_slots and load.free_tokens >= cached + tokens
+            if not has_room:
+                answer_s += self._room_s(node)
+            moved_s = TRANSFER_S * (tokens if tokens < CHUNK_TOKENS else CHUNK_TOKENS)
+            handing_over_s = HANDOVER_S + moved_s + STREAM_SHARE * queue_s + answer_s
+            direct_s = queue_s + own_s * (ERROR_FACTOR + STREAM_SHARE * streams) + answer_s
+            costs_s.append((handing_over_s, direct_s, has_room))
+        return costs_s
+
+    def _sums(self, nodes: Iterable[Node], best: _BestPace) -> Iterator[tuple[Node, int, float, float, float]]:
+        """Each node with the prompt's tokens that it has cached, those to compute, the seconds before these, and for
+        these. One loop: for 100 nodes, calls would cost half as much as the sums.
+        """
+        (best_s, best_key_s, even_s), cached_of = best, self._cached.get
+        num_units, own_ratio, last = self._num_units, self._ratio, None
+        for node in nodes:
+            view = node.view
+            load = view.ledger.total
+            token_s, key_s = load.token_s, load.key_s
+            if not token_s:
+                token_s, key_s = self._guessed_pace(node)
+            if token_s <= even_s:
+                token_s, key_s = best_s, best_key_s
+            cached = cached_of(node, 0)
+            ratio = own_ratio or view.ratio
+            if cached or token_s is not best_s or ratio is not last:  # else the same as at the node before
+                tokens = num_units * ratio.value - cached
+                if tokens < 1.0:  # the prompt's last token is always computed
+                    tokens = 1.0
+                own_s = tokens * (token_s + (cached + tokens / 2) * key_s)
+                last = None if cached or token_s is not best_s else ratio
+            yield node, cached, tokens, load.queued_tokens * token_s + load.queued_keys * key_s, own_s
+
+    def is_slower(self, node: Node) -> bool:
+        """Whether the prefill node's pace is longer than the best one's by more than the error."""
+        return node.view.ledger.total.token_s > self._best_reading.even_s
+
+    def is_late(self, node: Node) -> bool:
+        """Whether the node's streams would miss their target of time per token with this answer's sequences."""
+        return node.view.ledger.total.stream_room < self._num_sequences
+
+    def has_time(self, node: Node) -> bool:
+        """Whether the node tells a target of time per token, and its streams meet it with this answer's sequences."""
+        return self._num_sequences <= node.view.ledger.total.stream_room < inf
+
+    def may_be_late(self, node: Node, fewest: int) -> bool:
+        """Whether a late node may take the answer: its streams stay within the targets of `NodeLoad.late_room`, and it
+        has at most `fewest` sequences then."""
+        view, num_sequences = node.view, self._num_sequences
+        return view.late_room >= num_sequences and view.num_sequences + num_sequences <= fewest
+
+    def takers(self, nodes: Sequence[Node]) -> Sequence[Node]:
+        """Those of `nodes`, in their order, that can have the least `handing_over_s`.
+
+        The streams of each other one cost more than one node does in all. Of 500 nodes with up to 40 streams, 20 are
+        left, in a fifth of the time of the sums.
+        """
+        if len(nodes) < FEW_NODES:
+            return nodes
+        streams_s = [SEQUENCE_S * node.view.ledger.total.num_sequences for node in nodes]
+        least_s = self.handing_over_s(nodes[streams_s.index(min(streams_s))])
+        return [node for node, cost_s in zip(nodes, streams_s, strict=True) if cost_s <= least_s]
+
+    def least_direct_s(self, nodes: Sequence[Node]) -> float:
+        """No `direct_s` of these nodes is less: what an idle one costs that has cached most of the prompt."""
+        ratio = self._ratio or min({node.view.ratio for node in nodes}, key=attrgetter("value"))
+        most_cached = max(self._cached.values(), default=0)
+        return max(self._num_units * ratio.value - most_cached, 1.0) * self._best_decoding.token_s
+
+    def asking_s(self, node: Node, prefill_s: float) -> float:
+        """D-first: the node computes a short rest by itself, and asks a prefill node, which takes `prefill_s`, else."""
+        if self._prompt.num_missing(node) < LOCAL_TOKENS:
+            return LOOK_S + self.direct_s(node)
+        return LOOK_S + prefill_s + self.handing_over_s(node)
+
+    def _room_s(self, node: Node) -> float:
+        """Until these sequences can run: at least an answer's time, since no router knows how long answers are."""
+        load = node.view.load
+        waiting = self._num_sequences if load is None else load.num_waiting + self._num_sequences
+        return ENDING_S * max(1.0, waiting / max(1, node.view.num_sequences if load is None else load.num_running))
+
+    @property
+    def knows_speed(self) -> bool:
+        """Whether the speed of a prefill node was measured or learned, or can be guessed from what others tell:
+        otherwise no wait there can be estimated."""
+        is_known = any(_known_s(node, self._now_s) is not None for node in self._prefills)
+        return is_known or self._least_reported_s() > 0
+
+    def _best_pace(self, nodes: Sequence[Node]) -> _BestPace:
+        """Zeros without nodes."""
+        best = (inf, 0.0)
+        for node in nodes:
+            token_s = node.view.ledger.total.token_s
+            if not token_s or token_s <= best[0]:
+                best = min(best, self._pace(node))
+        token_s, key_s = best if nodes else (0.0, 0.0)
+        return _BestPace(token_s, key_s, token_s * ERROR_FACTOR)
+
+    def _pace(self, node: Node) -> tuple[float, float]:
+        """Seconds for a prompt token, and for each token before it."""
+        reported = node.view.ledger.reported
+        return (reported.token_s, reported.key_s) if reported.token_s else self._guessed_pace(node)
+
+    def _guessed_pace(self, node: Node) -> tuple[float, float]:
+        """Of a node that tells none: what others tell if it has a feed, else as learned, or by the best prefill node.
+
+        With a feed it tells its own after few prompts. What was learned from its legs is no measure beside what others
+        tell of their steps: 422 us a token of a busy machine stood for minutes beside the 250 that an equal D reported.
+        """
+        if not self._prefills:  # equals take turns, however their few samples differ
+            return TOKEN_S / SPEEDS[node.role], 0.0
+        if node.view.load is not None and (reported_s := self._least_reported_s()):
+            return reported_s / SPEEDS[node.role], 0.0
+        per_byte = node.view.ratio.value
+        guess = SPEEDS[node.role] / (self._usual() * per_byte)
+        return 1.0 / ((node.speed.at(self._now_s, guess=guess) or guess) * per_byte), 0.0
+
+    def _least_reported_s(self) -> float:
+        """The least seconds for a token that a prefill node tells, or, if none does, a decode node; 0: none tells."""
+        if self._reported_s is None:
+            sides = [[node.view.ledger.reported.token_s for node in side] for side in (self._prefills, self._decodes)]
+            self._reported_s = min(filter(None, sides[0]), default=0.0) or min(filter(None, sides[1]), default=0.0)
+        return self._reported_s
+
+    def _usual(self) -> float:
+        """Seconds for a token at the best prefill node."""
+        if self._usual_s is None:
+            known = (_known_s(node, self._now_s) for node in self._prefills)
+            self._usual_s = min((token_s for token_s in known if token_s is not None), default=TOKEN_S)
+        return self._usual_s
+
+
+def _known_s(node: Node, now_s: float) -> float | None:
+    """Seconds for a token, measured or learned. None: neither."""
+    if token_s := node.view.ledger.reported.token_s:
+        return token_s
+    speed = node.speed.at(now_s)
+    return None if speed is None else 1.0 / (speed * node.view.ratio.value)

@@ -1,0 +1,58 @@
+"""What the router knows of a prompt, from its body and the nodes' feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pd_router.nodes.ledger import NodeWork
+from pd_router.nodes.node_table import Node
+
+if TYPE_CHECKING:
+    from pd_router.calls.body import RequestBody
+    from pd_router.nodes.node_table import NodeTable
+
+
+class PromptFacts(msgspec.Struct, frozen=True):
+    """What the router knows of a request before a node has read it."""
+
+    num_bytes: int
+    num_sequences: int = 1
+    is_several: bool = False  # prompts in one request
+    shows_logprobs: bool = False  # of the prompt: the node that generates computes every position
+    cached: Mapping[Node, int] = {}  # tokens of its prefix; nodes without any are absent
+    num_tokens: int = 0  # of a prompt of token ids, which the router counts; 0: estimated from the bytes
+
+    def tokens_at(self, node: Node) -> float:
+        """Tokens of the prompt, estimated unless they were counted."""
+        return self.num_tokens or self.num_bytes * node.view.ratio.value
+
+    def num_cached(self, node: Node) -> int:
+        """Tokens of the prompt that the node has cached, by its feed."""
+        return self.cached.get(node, 0)
+
+    def num_missing(self, node: Node) -> int:
+        """Tokens of the prompt that the node has to compute, estimated."""
+        return max(int(self.tokens_at(node)) - self.num_cached(node), 1)
+
+    def work(self, node: Node) -> NodeWork:
+        """What the node has to do to read the prompt."""
+        return NodeWork(self.num_missing(node), self.num_cached(node))
+
+
+def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts:
+    """`key`: of the cluster's text chains.
+
+    Which nodes have the prompt's prefix is looked up only if one has named blocks: 400 kB cost 1.1 ms, for each kind of
+    chat template that nodes have. A prompt without a chain goes by load.
+    """
+    shows_logprobs = body.wants_prompt_logprobs
+    has_use = len(table.prefixes) and not shows_logprobs
+    cached: dict[Node, int] = {}
+    for last_turn in table.prefixes.last_turns if has_use else ():
+        for node, num_tokens in table.prefixes.hits(body.text_chain(key, last_turn)).items():
+            cached[node] = max(num_tokens, cached.get(node, 0))
+    several, num_tokens = body.has_several_prompts, body.num_token_ids
+    return PromptFacts(body.num_bytes, body.num_samples, several, shows_logprobs, cached, num_tokens)

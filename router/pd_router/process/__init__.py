@@ -1,0 +1,1 @@
+"""The processes of one router: workers, their supervisor, a successor."""

@@ -1,0 +1,1 @@
+"""What is kept of a request: metrics, spans, log lines."""

@@ -1,0 +1,1 @@
+"""Tasks that follow the nodes: health and feed."""
