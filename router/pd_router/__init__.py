@@ -1,1 +1,4 @@
-"""The router: the one OpenAI-compatible address in front of prefill and decode nodes. Needs no torch."""
+"""The router: the one OpenAI-compatible address in front of prefill and decode nodes. Needs no torch.
+
+Folders, each of which imports from those after it only: process, edge, requests, watch, records, policy, nodes, calls.
+"""

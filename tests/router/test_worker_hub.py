@@ -6,6 +6,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,6 +14,9 @@ from pd_router.nodes.node_change import NodeChange, RestartState
 from pd_router.process import worker_messages as messages
 from pd_router.process.worker_hub import ANSWER_S, COMMIT_S, SILENCE_S, START_S, WorkerHub
 from pd_router.process.worker_supervisor import LOOK_S, WorkerSupervisor
+
+if TYPE_CHECKING:
+    from pd_router.admission.key_limits import KeyUsage
 
 NUM_WORKERS = 3
 
@@ -291,7 +295,7 @@ def test_what_keys_have_used_reaches_the_others_and_so_does_a_worker_that_ends()
     told: list[list[messages.ToWorker]] = [[], [], []]
     for number in range(3):
         hub.join(number, told[number].append)
-    usage: messages.KeyUsage = {"one": (1, 5.0, 2)}
+    usage: KeyUsage = {"one": (1, 5.0, 2)}
     hub.take(0, messages.Used(usage))
     hub.leave(1)  # it has told nothing
     hub.leave(0)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from pd_http.reply import HeaderList
     from pd_router.admission.api_keys import ApiKey, KeyRing
+    from pd_router.admission.key_limits import KeyUsage
     from pd_router.calls.body import RequestBody
     from pd_router.config import RouterConfig
     from pd_router.nodes.node_table import NodeTable
     from pd_router.policy.route import Route
-    from pd_router.process.worker_messages import KeyUsage
     from pd_router.records.metrics import RouterMetrics
 
 LOOK_AGAIN_S = 0.02  # while requests wait: nodes may have become free without an answer of this router

@@ -14,6 +14,8 @@ import msgspec
 if TYPE_CHECKING:
     from pd_router.admission.api_keys import ApiKey
 
+# By the key's name: requests and tokens since the last report to other workers, and requests under way
+KeyUsage = dict[str, tuple[int, float, int]]
 MINUTE_S = 60.0
 LONGEST_S = 60  # of a Retry-After: OpenAI's SDK does not heed a longer one, and comes back at once
 # The most that a budget may be below zero. Answers may be longer than expected, and reports of nodes may be wrong.

@@ -18,6 +18,7 @@ from pd_router.process import worker_messages as messages
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
+    from pd_router.admission.key_limits import KeyUsage
     from pd_router.nodes.node_change import NodeChange, RestartState
     from pd_router.sources.base import NamedNode
 
@@ -33,7 +34,7 @@ class WorkerChannel:
         self.adopt: Callable[[RestartState], None]
         self.topics: dict[str, Callable[[], Any]] = {}  # what other workers may ask for
         self.on_lost: Callable[[], None]
-        self.receive_usage: Callable[[int, messages.KeyUsage | None], None] = lambda worker, usage: None
+        self.receive_usage: Callable[[int, KeyUsage | None], None] = lambda worker, usage: None
         self._socket = channel
         self._ids = itertools.count(time.monotonic_ns())  # a late answer to the process before this one is none
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -98,7 +99,7 @@ class WorkerChannel:
         answers: dict[int, Any] = (await self._answer_to(number, messages.Ask(number, topic))).answers
         return answers
 
-    def share(self, usage: messages.KeyUsage) -> None:
+    def share(self, usage: KeyUsage) -> None:
         """Tell the other workers what API keys have used here."""
         self._tell(messages.Used(usage))
 

@@ -25,11 +25,10 @@ from typing import Any
 
 import msgspec
 
+from pd_router.admission.key_limits import KeyUsage
 from pd_router.nodes.node_change import NodeChange, RestartState
 from pd_router.sources.base import NamedNode
 
-# By the key's name: requests and tokens since the last message, and requests under way
-KeyUsage = dict[str, tuple[int, float, int]]
 # In a worker's environment: NUMBER:FD:COUNT, its end of the socket pair, and how many before it were found frozen
 WORKER_ENV = "PD_ROUTER_WORKER"
 ALIVE_S = 1.0
