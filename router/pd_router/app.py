@@ -27,7 +27,6 @@ from pd_router.edge.proxy import Proxy
 from pd_router.edge.role_orders import RoleOrders
 from pd_router.edge.worker_views import WorkerViews
 from pd_router.edge.workers import OnlyWorker
-from pd_router.nodes.discovery import Discovery
 from pd_router.nodes.node_table import NodeTable
 from pd_router.nodes.upstream import Upstream
 from pd_router.policy.cost_policy import CostPolicy
@@ -38,6 +37,7 @@ from pd_router.records.request_sinks import RequestSinks
 from pd_router.records.slo import Slo
 from pd_router.requests.background import Background
 from pd_router.requests.services import Services
+from pd_router.sources.discovery import Discovery
 from pd_router.sources.posted import PostedNodes
 from pd_router.watch.feed_follower import FeedFollower
 from pd_router.watch.health import HealthPoller
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pd_router.config import RouterConfig
-    from pd_router.nodes.node_change import RestartState
     from pd_router.process.worker_channel import WorkerChannel
     from pd_router.sources.base import NodeSource
+    from pd_router.sources.node_change import RestartState
 
     Door: TypeAlias = Callable[[Services], contextlib.AbstractAsyncContextManager[object]]
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pd_router.app import Door
-    from pd_router.nodes.node_change import RestartState
     from pd_router.sources.base import NodeSource
+    from pd_router.sources.node_change import RestartState
 
 BACKLOG = 2048  # connections that wait to be accepted
 FILES_PER_REQUEST = 3  # the client's connection, and one to a node for each leg

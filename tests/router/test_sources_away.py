@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd_router.config import RouterConfig
-from pd_router.nodes.discovery import Discovery
 from pd_router.nodes.node_table import NodeSpec, NodeTable, Role
+from pd_router.sources.discovery import Discovery
 from pd_router.sources.kubernetes import RETRY_S, KubernetesPods
 from pd_router.sources.membership import GONE_S
 from tests.router import fake_nodes as fakes
@@ -41,7 +41,7 @@ NUM_TRIES = 40  # of a source that is away: at 2 s each more than a minute
 def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pd_router")
     monkeypatch.setattr("pd_router.sources.kubernetes.LIST_S", 0.05)
-    monkeypatch.setattr("pd_router.nodes.discovery.LOOK_S", 0.05)
+    monkeypatch.setattr("pd_router.sources.discovery.LOOK_S", 0.05)
 
 
 @pytest.fixture

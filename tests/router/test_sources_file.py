@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_router.config import RouterConfig
-from pd_router.nodes.discovery import Discovery
 from pd_router.nodes.node_table import Node, NodeSpec, NodeTable, Role
 from pd_router.sources.base import NamedNode, Roster
+from pd_router.sources.discovery import Discovery
 from pd_router.sources.file import NodesFile, parse_nodes
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running

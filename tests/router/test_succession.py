@@ -17,8 +17,8 @@ import pytest
 
 from pd_connectors.protocol.keys import derive_key
 from pd_http.sockets import bound
-from pd_router.nodes.node_change import RestartState
 from pd_router.process.succession import OLD_ROUTER_ENV, OldRouter
+from pd_router.sources.node_change import RestartState
 from tests.deadlines import HANG_S
 from tests.http.answer import PROMPT
 from tests.router import fake_nodes as fakes

@@ -16,9 +16,9 @@ from pd_router.app import create_app
 from pd_router.config import RouterConfig
 from pd_router.edge.worker_views import WorkerViews, labelled
 from pd_router.errors import Stopping, WorkerLate
-from pd_router.nodes.node_change import NodeChange, RestartState
 from pd_router.process import worker_messages as messages
 from pd_router.process.worker_channel import WorkerChannel
+from pd_router.sources.node_change import NodeChange, RestartState
 from pd_router.watch.health import HealthPoller
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, running

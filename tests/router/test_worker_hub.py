@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pd_router.nodes.node_change import NodeChange, RestartState
 from pd_router.process import worker_messages as messages
 from pd_router.process.worker_hub import ANSWER_S, COMMIT_S, SILENCE_S, START_S, WorkerHub
 from pd_router.process.worker_supervisor import LOOK_S, WorkerSupervisor
+from pd_router.sources.node_change import NodeChange, RestartState
 
 if TYPE_CHECKING:
     from pd_router.admission.key_limits import KeyUsage

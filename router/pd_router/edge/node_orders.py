@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pd_connectors.protocol.ticket import ORDER_HEADER
 from pd_http.errors import InvalidRequest
 from pd_http.reply import json_response
-from pd_router.nodes.node_change import NodeChange
+from pd_router.sources.node_change import NodeChange
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from pd_router.nodes.node_change import NodeChange
+    from pd_router.sources.node_change import NodeChange
     from pd_router.sources.posted import PostedNodes
 
 

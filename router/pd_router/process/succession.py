@@ -18,7 +18,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pd_http.sockets import url_of
-from pd_router.nodes.node_change import RestartState
+from pd_router.sources.node_change import RestartState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
     from pd_router.admission.key_limits import KeyUsage
-    from pd_router.nodes.node_change import NodeChange, RestartState
     from pd_router.sources.base import NamedNode
+    from pd_router.sources.node_change import NodeChange, RestartState
 
 log = logging.getLogger("pd_router")
 

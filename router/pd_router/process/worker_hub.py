@@ -10,7 +10,7 @@ from pd_router.process import worker_messages as messages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_router.nodes.node_change import RestartState
+    from pd_router.sources.node_change import RestartState
 
     Send = Callable[[messages.ToWorker], None]
 COMMIT_S = 5.0  # for a worker to apply a change; it is then taken to be frozen, and is replaced

@@ -26,8 +26,8 @@ from typing import Any
 import msgspec
 
 from pd_router.admission.key_limits import KeyUsage
-from pd_router.nodes.node_change import NodeChange, RestartState
 from pd_router.sources.base import NamedNode
+from pd_router.sources.node_change import NodeChange, RestartState
 
 # In a worker's environment: NUMBER:FD:COUNT, its end of the socket pair, and how many before it were found frozen
 WORKER_ENV = "PD_ROUTER_WORKER"

@@ -19,9 +19,9 @@ from pd_router.records.slo import NO_SLO, Slo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from pd_router.nodes.discovery import FollowedSource
     from pd_router.nodes.node_table import NodeTable
     from pd_router.records.call_record import CallRecord
+    from pd_router.sources.discovery import FollowedSource
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 

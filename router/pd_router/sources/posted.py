@@ -9,8 +9,8 @@ from pd_connectors.protocol.errors import HandoffError, ProtocolMismatch
 from pd_connectors.protocol.ticket import NodeOrder, verify
 from pd_http.errors import InvalidRequest, NotAuthorized, OrderVersion
 from pd_router.errors import HandingOver, NodeConflict, NodeUnknown
-from pd_router.nodes.node_change import RestartState
 from pd_router.sources.base import make_spec
+from pd_router.sources.node_change import RestartState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
