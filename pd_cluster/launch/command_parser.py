@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-REMOVED = {"--max-tokens-beside-decodes": "--slo-itl-ms bounds what prompts add to the gaps of streams, in ms"}
+REMOVED = {"--max-tokens-beside-decodes": "a node's --slo-itl-ms bounds what prompts add to the gaps of streams, in ms"}
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -25,8 +25,9 @@ class CommandParser(argparse.ArgumentParser):
         """
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            if told := REMOVED.get(unknown[0].partition("=")[0]):
-                self.error(f"{unknown[0]} was removed: {told}")
+            for flag in unknown:
+                if told := REMOVED.get(flag.partition("=")[0]):
+                    self.error(f"{flag} was removed: {told}")
             alike = difflib.get_close_matches(
                 unknown[0].partition("=")[0], self._option_string_actions, n=1, cutoff=0.75
             )

@@ -31,7 +31,7 @@ from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_connectors.protocol.ticket import OFFER_HEADER
 from pd_http.body import ClientGone
 from pd_http.cross_origin import cross_origin
-from pd_http.endpoints import ENDPOINTS, Kind
+from pd_http.endpoints import ENDPOINTS, Kind, methods_of
 from pd_http.exception_handlers import exception_handlers
 from pd_http.frames import FRAMES_HEADER, FRAMES_VERSION
 from pd_http.names import CLIENT_HEADER, MAX_NAME_CHARS
@@ -80,7 +80,7 @@ def create_app(state: NodeState) -> FastAPI:
     handlers |= {name: partial(_answer, name, work) for name, work in WORKS.items()}
     for one in ENDPOINTS:
         if one.kind is not Kind.ROUTER:
-            app.add_route(one.path, partial(handlers[one.name], state), methods=[one.method])
+            app.add_route(one.path, partial(handlers[one.name], state), methods=methods_of(one))
     return app
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.draw_places import Mask
 
 MAX_KEPT = 64  # compiled grammars; a copy takes 22 us, compiling 1.6 ms at the median
+MAX_DRAFTED = 16  # of them with another matcher for drafts: a hostile one may have 100 MB, and is soon made again
 NUM_THREADS = 2  # a slow compilation does not delay a quick one
 # Of llguidance for masks. 64 rows on a host of 32 cores take 0.63, 0.43, 0.35, 0.35 and 0.31 ms with 1, 2, 4, 8 and 16;
 # its own choice is four of five cores, which other threads of the engine then wait for
@@ -140,9 +142,6 @@ class Grammars:
     def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._vocab_size = vocab_size
         self.eos_token_ids = sorted(token_id for token_id in eos_token_ids if token_id < vocab_size)
-        others = np.ones(vocab_size, bool)
-        others[self.eos_token_ids] = False
-        self._others = mask_words(others)  # the tokens that end no output
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._restarts = ThreadPoolExecutor(1, thread_name_prefix="grammar-restart")  # delay no new grammar
         self.mask_threads = MaskThreads()
@@ -205,13 +204,20 @@ class Grammars:
             raise InvalidRequest(f"the grammar cannot be compiled: {error}")
         return GrammarState(compiled.result().deep_copy())
 
+    @cached_property
+    def _others(self) -> Mask:
+        """The tokens that end no output."""
+        others = np.ones(self._vocab_size, bool)
+        others[self.eos_token_ids] = False
+        return mask_words(others)
+
     def draft_state(self, grammar: str) -> GrammarState:
         """A state at the beginning of a grammar, of a matcher that drafts alone use. Compiles it for the first one.
 
         Called on the thread of drafts alone, as `forget_drafts`. Raises any exception.
         """
         matcher = self._of_drafts[grammar] = self._of_drafts.pop(grammar, None) or self._compile(grammar)
-        if len(self._of_drafts) > MAX_KEPT:
+        if len(self._of_drafts) > MAX_DRAFTED:
             self._of_drafts.popitem(last=False)
         return GrammarState(matcher.deep_copy())
 

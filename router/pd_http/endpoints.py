@@ -92,6 +92,11 @@ NODE_ACTIONS = {one.path: one.name for one in ENDPOINTS if one.kind is Kind.ORDE
 """Path at a node, and at a router that orders it of all its nodes -> action."""
 
 
+def methods_of(endpoint: Endpoint) -> list[str]:
+    """Of the endpoints of its name at its path, which are one route: a refusal of other methods names them all."""
+    return [one.method for one in ENDPOINTS if (one.path, one.name) == (endpoint.path, endpoint.name)]
+
+
 def paths_of(*kinds: Kind) -> tuple[str, ...]:
     """The paths of these kinds."""
     return tuple(one.path for one in ENDPOINTS if one.kind in kinds)

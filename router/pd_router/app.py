@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from pd_http.cross_origin import cross_origin
-from pd_http.endpoints import ENDPOINTS, Kind
+from pd_http.endpoints import ENDPOINTS, Kind, methods_of
 from pd_http.exception_handlers import exception_handlers
 from pd_http.held_bytes import HeldBytes
 from pd_router.admission.key_admission import KeyAdmission
@@ -180,7 +180,7 @@ def _routes(
     served = [one for one in ENDPOINTS if one.kind in by_kind or one.name in by_name]
     is_open = services.config.admin_endpoints == "open"
     by_name["openapi"] = Relay(services, partial(router_document, served, is_open))
-    return [Route(one.path, by_name.get(one.name) or by_kind[one.kind], methods=[one.method]) for one in served]
+    return [Route(one.path, by_name.get(one.name) or by_kind[one.kind], methods=methods_of(one)) for one in served]
 
 
 async def _compute(request: Request) -> NoReturn:

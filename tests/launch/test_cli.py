@@ -36,8 +36,15 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "says"),
     [
         (["decode", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
-        (["decode", "--max-tokens-beside-decodes=64"], "=64 was removed: --slo-itl-ms bounds what prompts add"),
-        (["mixed", "--max-tokens-beside-decodes", "0"], "--max-tokens-beside-decodes was removed: --slo-itl-ms"),
+        (
+            ["decode", "--max-tokens-beside-decodes=64"],
+            "=64 was removed: a node's --slo-itl-ms bounds what prompts add",
+        ),
+        (["mixed", "--bogus", "--max-tokens-beside-decodes=5"], "=5 was removed"),
+        (
+            ["mixed", "--max-tokens-beside-decodes", "0"],
+            "--max-tokens-beside-decodes was removed: a node's --slo-itl-ms",
+        ),
         (["decode", "--port", "many"], "argument --port: invalid int value: 'many'"),
         (["decode", "--role", "prefill"], "unrecognized arguments: --role prefill"),
         (["mixed", "--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),

@@ -49,6 +49,16 @@ def test_a_pair_has_one_version_and_the_cheapest_pair_is_taken() -> None:
         assert chosen(nodes, prefill_on_decode="never").prefills == (p_b,), "P without a D of its version is no choice"
 
 
+@pytest.mark.parametrize("turn", range(3))
+def test_a_node_without_a_version_decides_nothing_about_it(turn: int) -> None:
+    """It pairs with all: so of two pairings with equal sums, the one with the better node of its own is taken."""
+    nodes = fleet("-AB", "AB")
+    p, p_a, p_b, *_ = nodes.nodes
+    with keep_busy(p_a, 10.0), keep_busy(p_b, 0.1):
+        choice = chosen(nodes, turn=turn)
+        assert (choice.kv_version, choice.prefills) == ("B", (p, p_b))
+
+
 def test_where_no_version_has_both_a_decode_node_serves_alone() -> None:
     for prefills, decodes in (("A", "B"), ("AA", "BC")):
         nodes = fleet(prefills, decodes)

@@ -42,6 +42,9 @@ async def test_facts_without_paths() -> None:
             status, answers[path] = await call(node.session, "GET", f"{node.url}/{path}")
             assert status == 200, path
         assert (await call(node.session, "POST", f"{node.url}/ping"))[0] == 200
+        async with node.session.delete(f"{node.url}/ping") as response:
+            assert response.status == 405
+            assert {one.strip() for one in response.headers["allow"].split(",")} == {"GET", "HEAD", "POST"}
         async with node.session.head(f"{node.url}/health") as response:
             assert (response.status, await response.read()) == (200, b""), "as a router answers it"
         assert node.state.config.model.model not in str(answers)

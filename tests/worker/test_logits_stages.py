@@ -95,6 +95,14 @@ class Gated(LateStage):
         raise AssertionError
 
 
+class LateByItself(BanToken):
+    """Says at its construction what its class does not say, and lacks what late stages have."""
+
+    def __init__(self, context: StageContext) -> None:
+        super().__init__(context)
+        self.is_late = True
+
+
 class HalfLate(BanToken):
     is_late = True
 
@@ -319,6 +327,7 @@ def test_on_a_gpu_late_rows_are_drawn_from_what_a_graph_computed(models: ModelSt
         (f"{__name__}:Broken", "no licence"),
         ("builtins:id", "is not a LogitsStage: it lacks is_late, check, start, prepare, apply, note"),
         (f"{__name__}:HalfLate", "is not a LateStage: it lacks absent, is_unready, take_failures"),
+        (f"{__name__}:LateByItself", "is not a LateStage: it lacks absent, is_unready, take_failures"),
     ],
 )
 def test_a_path_that_names_no_stage_ends_the_start(models: ModelStore, path: str, words: str) -> None:

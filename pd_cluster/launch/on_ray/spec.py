@@ -11,6 +11,7 @@ import yaml
 
 from pd_cluster.config import NodeConfig
 from pd_cluster.errors import StartupError
+from pd_cluster.launch.command_parser import REMOVED
 from pd_cluster.launch.flags import config_from, given_flags
 from pd_cluster.launch.model_path import resolve_model
 from pd_cluster.launch.preflight import model_problems, refuse, setting_problems
@@ -180,7 +181,9 @@ def _node_values(flags: Mapping[str, FlagValue], role: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for flag, value in flags.items():
         if flag not in known:
-            raise StartupError(f"flags of {role}: {flag!r} is unknown or cannot be set here")
+            gone = REMOVED.get(f"--{flag}")
+            why = f"was removed: {gone}" if gone else "is unknown or cannot be set here"
+            raise StartupError(f"flags of {role}: {flag!r} {why}")
         name, kind, choices = known[flag]
         values[name] = _typed(value, kind, choices, f"flags of {role}: {flag}")
     return values

@@ -232,7 +232,7 @@ class PrefillSearch:
             )
 
     def _leave_frozen(self, cause: str) -> None:
-        """GenerationAsk no third node when two stood still. No final error: behind a cut network they look the same."""
+        """Ask no third node when two stood still. No final error: behind a cut network they look the same."""
         self._num_frozen += cause == LoadFailure.PEER_FROZEN
         if self._num_frozen >= self._state.config.handoff.max_node_deaths:
             self._urls.clear()

@@ -35,14 +35,19 @@ def find_stage(path: str) -> type[LogitsStage]:
         kind: type[LogitsStage] = getattr(importlib.import_module(module), name)
     except Exception as error:  # the module is foreign and may raise anything
         raise StartupError(f"--logits-stage {path}: {error}") from error
-    wanted = "LateStage" if getattr(kind, "is_late", False) else "LogitsStage"
-    if missing := [part for part in _PARTS_OF[wanted] if not hasattr(kind, part)]:
-        raise StartupError(f"--logits-stage {path} is not a {wanted}: it lacks {', '.join(missing)}")
+    _check_parts(path, kind)
     try:
         inspect.signature(kind.check).bind(None)
     except (TypeError, ValueError) as error:
         raise StartupError(f"--logits-stage {path}: check must be a static method ({error})") from error
     return kind
+
+
+def _check_parts(path: str, stage: object) -> None:
+    """Raise StartupError when a class, or a stage that may set `is_late` itself, lacks parts of its kind."""
+    wanted = "LateStage" if getattr(stage, "is_late", False) else "LogitsStage"
+    if missing := [part for part in _PARTS_OF[wanted] if not hasattr(stage, part)]:
+        raise StartupError(f"--logits-stage {path} is not a {wanted}: it lacks {', '.join(missing)}")
 
 
 def make_stages(context: StageContext, import_paths: Sequence[str] = ()) -> tuple[LogitsStage, ...]:
@@ -57,4 +62,5 @@ def make_stages(context: StageContext, import_paths: Sequence[str] = ()) -> tupl
             stages.append(kind(context))
         except Exception as error:  # as above
             raise StartupError(f"--logits-stage {path}: {error}") from error
+        _check_parts(path, stages[-1])
     return (*stages, GrammarMasks(context))

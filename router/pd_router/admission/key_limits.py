@@ -78,7 +78,7 @@ class KeyLimits:
         self._requests = Bucket(key.requests_per_minute, now_s)
         self._tokens = Bucket(key.tokens_per_minute, now_s)
         self._used_requests, self._used_tokens = 0, 0.0  # in this process
-        self._record_of_stream = (0, 0.0, 0)
+        self._reported = (0, 0.0, 0)
 
     def configure(self, key: ApiKey) -> None:
         """Take another version of the key's line. What was used stays used."""
@@ -125,12 +125,12 @@ class KeyLimits:
     @property
     def is_reported(self) -> bool:
         """Whether other processes know how many requests are at the nodes."""
-        return self._record_of_stream[2] == self.inside
+        return self._reported[2] == self.inside
 
     def news(self) -> tuple[int, float, int] | None:
         """Requests and tokens used here since the last call, and requests at the nodes. None: as before."""
-        before, self._record_of_stream = self._record_of_stream, (self._used_requests, self._used_tokens, self.inside)
-        if before == self._record_of_stream:
+        before, self._reported = self._reported, (self._used_requests, self._used_tokens, self.inside)
+        if before == self._reported:
             return None
         return self._used_requests - before[0], self._used_tokens - before[1], self.inside
 

@@ -201,11 +201,12 @@ def _alone(prompt: PromptFacts, candidates: Candidates, now_s: float) -> CostRou
 
 
 def _cheapest(pairings: Sequence[Pairing], costs: Costs) -> Pairing:
-    """Of two equal ones the one with the better prefill node."""
+    """Of two equal ones the one with the better prefill node of its own version: others are in each pairing."""
 
     def cost_s(pairing: Pairing) -> tuple[float, float]:
-        reading_s = min(costs.reading(pairing.prefills))
-        return reading_s + min(costs.decoding(pairing.decodes))[0], reading_s
+        pairs = zip(pairing.prefills, reading_s := costs.reading(pairing.prefills), strict=True)
+        own_s = (one_s for node, one_s in pairs if node.kv_version == pairing.kv_version)
+        return min(reading_s) + min(costs.decoding(pairing.decodes))[0], min(own_s, default=math.inf)
 
     return pairings[0] if len(pairings) == 1 else min(pairings, key=cost_s)
 

@@ -154,10 +154,11 @@ def _failure_in(node: Node, event: Event) -> LegFailed:
 
 def _refusal_in(event: Event) -> Refused | None:
     """A 4xx that came as an event, because the node had begun its answer before it knew."""
-    status = object_in(event.data).get("status")
+    body = object_in(event.data)
+    status = body.pop("status", None)  # between nodes only
     if not isinstance(status, int) or not 400 <= status < 500 or status == 429:
         return None
-    return Refused(Answer(status, (), event.data))
+    return Refused(Answer(status, (), msgspec.json.encode(body)))
 
 
 class DecodeLeg:
