@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.ticket import Ticket
     from pd_connectors.rank_port import RankPort
 
-
 API_VERSION = 3  # of this interface; raised when connectors written for the version before no longer work
 
 

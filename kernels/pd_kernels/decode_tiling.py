@@ -11,7 +11,6 @@ import torch
 if TYPE_CHECKING:
     from pd_kernels.attention import AttentionShape
 
-
 ROTATES_FROM = 129
 
 

@@ -82,10 +82,7 @@ def spread(
 
 
 def sum_pairs(
-    results: torch.Tensor,
-    scores: torch.Tensor,
-    rows_of_pairs: torch.Tensor | None = None,
-    own: OwnPairs | None = None,
+    results: torch.Tensor, scores: torch.Tensor, rows_of_pairs: torch.Tensor | None = None, own: OwnPairs | None = None
 ) -> torch.Tensor:
     """The sum of each token's results, weighted with `scores` [T, k], in the order of its choices.
 

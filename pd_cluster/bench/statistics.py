@@ -148,9 +148,7 @@ def meets(record: RequestRecord, objectives_ms: dict[str, float]) -> bool:
 
 
 def summarize(
-    records: list[RequestRecord],
-    objectives_ms: dict[str, float],
-    slos_ms: Sequence[tuple[float, float]] = (),
+    records: list[RequestRecord], objectives_ms: dict[str, float], slos_ms: Sequence[tuple[float, float]] = ()
 ) -> Summary:
     """All figures of a report. `records` must not be empty. `slos_ms`: pairs of a TTFT and a TPOT."""
     good = [record for record in records if record.ok]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
 REMOVED = {"--max-tokens-beside-decodes": "a node's --slo-itl-ms bounds what prompts add to the gaps of streams, in ms"}
 
 

@@ -91,12 +91,7 @@ class Linear:
         return self(x)
 
     def add_norm(
-        self,
-        residual: torch.Tensor,
-        x: Rows,
-        norm: torch.Tensor,
-        eps: float,
-        before: torch.Tensor | None = None,
+        self, residual: torch.Tensor, x: Rows, norm: torch.Tensor, eps: float, before: torch.Tensor | None = None
     ) -> Normed:
         """Add the product with `x` [T, in] to `residual` [T, out], in place. -> the sum's RMSNorm with weight `norm`.
 

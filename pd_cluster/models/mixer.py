@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from pd_cluster.models.forward_inputs import ForwardInputs, Tail
     from pd_cluster.models.rope import RopeTable
 
-
 LayerCache: TypeAlias = KeysValues  # the cache of one layer; other mixers keep latent vectors, or states
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.queues import Queues
     from pd_cluster.scheduling.sequence import Sequence
 
-
 MOST_DRAFTS = 5  # of a sequence in a step
 
 

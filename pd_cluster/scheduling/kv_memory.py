@@ -40,11 +40,7 @@ class KvMemory:
     """
 
     def __init__(
-        self,
-        blocks: BlockManager,
-        queues: Queues,
-        retract: Callable[[str], int | None],
-        clock: Callable[[], float],
+        self, blocks: BlockManager, queues: Queues, retract: Callable[[str], int | None], clock: Callable[[], float]
     ) -> None:
         self.counters = dict.fromkeys((*PREEMPTIONS, *HITS), 0.0)
         self._blocks = blocks

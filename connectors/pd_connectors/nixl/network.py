@@ -85,11 +85,7 @@ class KvNetwork:
 
 
 def choose_network(
-    host: str,
-    host_addresses: tuple[str, ...],
-    machine: Machine,
-    ports: PortRange | None,
-    environ: Mapping[str, str],
+    host: str, host_addresses: tuple[str, ...], machine: Machine, ports: PortRange | None, environ: Mapping[str, str]
 ) -> KvNetwork:
     """The network of a node that is advertised as `host`, which means `host_addresses`.
 

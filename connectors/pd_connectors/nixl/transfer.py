@@ -219,13 +219,7 @@ class NixlTransport(Transport):
             self._tell(ConnectFailed(key, str(error)))
 
     def _read(
-        self,
-        agent: NixlAgent,
-        key: PeerKey,
-        read_id: ReadId,
-        remote: GroupIds,
-        local: GroupIds,
-        asked_s: float,
+        self, agent: NixlAgent, key: PeerKey, read_id: ReadId, remote: GroupIds, local: GroupIds, asked_s: float
     ) -> None:
         peer = self._peers.get(key)
         if peer is None:

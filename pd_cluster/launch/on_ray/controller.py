@@ -140,12 +140,7 @@ class Controller:
     """The controller of one cluster. `scale`, `close` and `status` may be called while `run` runs."""
 
     def __init__(
-        self,
-        spec: ClusterSpec,
-        key: Secret,
-        boot: str,
-        world: World,
-        clock: Callable[[], float] = time.monotonic,
+        self, spec: ClusterSpec, key: Secret, boot: str, world: World, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._spec, self._key, self._world, self._clock = spec, key, world, clock
         self._ledger = Ledger(boot, spec.counts)

@@ -26,7 +26,6 @@ from pd_http.sse import EVENT_STREAM
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-
 T = TypeVar("T")
 logger = logging.getLogger("pd_cluster.server")
 
@@ -65,12 +64,7 @@ class PrefillClient:
 
     @classmethod
     async def open(
-        cls,
-        session: aiohttp.ClientSession,
-        url: str,
-        body: dict[str, Any],
-        headers: dict[str, str],
-        deadline_s: float,
+        cls, session: aiohttp.ClientSession, url: str, body: dict[str, Any], headers: dict[str, str], deadline_s: float
     ) -> PrefillClient:
         """Returns with P's ticket, which P sends before it computes anything. Raises PeerError."""
         try:

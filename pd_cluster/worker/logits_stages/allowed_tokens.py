@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pd_cluster.worker.logits_stages.stage import StageContext
     from pd_kernels.values import Ints
 
-
 LEAST_LOGIT = -1e30  # of an allowed token that another stage has banned; divided by the least temperature it is finite
 
 

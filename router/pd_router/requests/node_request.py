@@ -53,13 +53,7 @@ class NodeRequest(ABC):
     """Runs one planned request: `run` sends the client its answer, or raises a PdError before its first byte."""
 
     def __init__(
-        self,
-        services: Services,
-        body: RequestBody,
-        headers: Headers,
-        plan: Route,
-        reply: CallReply,
-        record: CallRecord,
+        self, services: Services, body: RequestBody, headers: Headers, plan: Route, reply: CallReply, record: CallRecord
     ) -> None:
         self.plan = plan
         self.phase = "prefill"  # prefill | decode | stream: for counting clients that leave

@@ -54,12 +54,7 @@ class FeedFollower:
     """Follows feeds, one task a node."""
 
     def __init__(
-        self,
-        table: NodeTable,
-        upstream: Upstream,
-        metrics: RouterMetrics,
-        key: bytes,
-        wall_clock: Callable[[], float],
+        self, table: NodeTable, upstream: Upstream, metrics: RouterMetrics, key: bytes, wall_clock: Callable[[], float]
     ) -> None:
         self._table = table
         self._upstream = upstream
