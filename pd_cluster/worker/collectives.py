@@ -53,6 +53,8 @@ class GroupReduce:
             "nccl" if self._is_nccl else "gloo", store=store, rank=shard.rank, world_size=shard.size,
             timeout=timedelta(seconds=COLLECTIVE_S), device_id=device if self._is_nccl else None,
         )  # fmt: skip
+        if not self._is_nccl:
+            dist.barrier()  # gloo returns when this rank is connected: one that left then held another for COLLECTIVE_S
 
     def add(self, partial: torch.Tensor) -> torch.Tensor:
         if self._is_nccl:
