@@ -12,7 +12,6 @@ import pytest
 from pd_cluster.protocol.messages import AddRequest, FinishReason
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.grammars import Grammars, GrammarState
-from pd_cluster.worker.logits_stages import grammar_masks
 from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
 from tests.drafters import KINDS, ScriptedDrafter
 from tests.engine.drafting_node import Answered, Node, Wanted, expect_handoff, expect_same, num_drafts, roomy, small
@@ -27,6 +26,7 @@ from tests.engine.test_constrained_steps import (
     sit_out,
 )
 from tests.engine.test_core_pipeline import CONFIG
+from tests.patient_masks import be_patient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,8 +58,7 @@ WANTED = Wanted(PROMPTS, [SamplingParams(max_tokens=36 + i, seed=5 + i, **more) 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No row sits out by chance, however loaded the machine is."""
-    monkeypatch.setattr(grammar_masks, "MASK_WAIT_S", 60.0)
+    be_patient(monkeypatch)
 
 
 @pytest.fixture(scope="module")

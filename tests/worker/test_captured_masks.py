@@ -15,7 +15,6 @@ from pd_cluster.worker.cuda_graphs.draw_graphs import DrawGraphs
 from pd_cluster.worker.draw_places import DrawLayout, first_token, mask_words
 from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.host_buffer import HostBuffer
-from pd_cluster.worker.logits_stages import grammar_masks
 from pd_cluster.worker.logits_stages.order import make_stages
 from pd_cluster.worker.logits_stages.penalties import Penalties
 from pd_cluster.worker.logits_stages.stage import StageContext
@@ -23,6 +22,7 @@ from pd_cluster.worker.sampler import sample
 from pd_cluster.worker.sampling_state import SamplingState
 from pd_kernels.backends import TORCH
 from pd_kernels.values import StepSize
+from tests.patient_masks import be_patient
 from tests.worker.repeated_graphs import Repeater, near_sizes
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def test_a_grammar_and_a_list_of_tokens(
     more: dict[str, Any], grammars: Grammars, demo_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The grammar's tokens within the list; the first one of the grammar where the list has none of them."""
-    monkeypatch.setattr(grammar_masks, "MASK_WAIT_S", 60.0)
+    be_patient(monkeypatch)
     vocab = json.loads((demo_directory / "tokenizer.json").read_text())["model"]["vocab"]
     three, five, nine = (vocab[digit] for digit in "359")
     lists = [(nine,), (three, five, nine), (five, *range(100, 900)), (EOS,)]

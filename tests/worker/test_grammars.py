@@ -27,6 +27,7 @@ from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
 from pd_cluster.worker.logits_stages.stage import StageContext
 from pd_cluster.worker.mask_threads import MaskThreads, Pace
 from pd_cluster.worker.pending_step import PendingStep
+from tests.patient_masks import be_patient
 from tests.worker.driver import make_executor
 from tests.worker.repeated_graphs import with_graphs
 from tests.worker.tables import table
@@ -48,8 +49,9 @@ DIGITS = 'start: "1" /[23]{2,4}/ "4"'  # each digit is one token of the demo mod
 DEAD_END = "start: X\nX: /12+/ & /1+3/"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def grammars(demo_directory: Path) -> Iterator[Grammars]:
+    """Of one test: a mask or a compilation that ends late would wake the waiter of the next one."""
     grammars = Grammars(demo_directory, VOCAB_SIZE, frozenset({EOS}))
     yield grammars
     grammars.close()
@@ -102,8 +104,7 @@ class Rows:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No row sits out, however loaded the machine is."""
-    monkeypatch.setattr(grammar_masks, "MASK_WAIT_S", 60.0)
+    be_patient(monkeypatch)
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, Seque
 from pd_cluster.worker import step_measurement
 from pd_cluster.worker.capacity import SAMPLES_PER_SEQ
 from pd_cluster.worker.device_executor import DeviceCached, DeviceDescribed, DeviceExecutor, run_phases
-from pd_cluster.worker.logits_stages import grammar_masks
 from pd_cluster.worker.memory_measurement import run_largest_step
 from pd_cluster.worker.pending_step import PendingStep
 from pd_cluster.worker.rank_frames import RankLost
@@ -31,6 +30,7 @@ from tests.drafters import KINDS
 from tests.engine.drafting_node import Node, expect_same, num_drafts
 from tests.engine.test_core_pipeline import make_connector
 from tests.engine.test_drafted_grammars import WANTED as GRAMMARS
+from tests.patient_masks import be_patient
 from tests.shallow_model import shallow_model
 from tests.worker.driver import random_prompts
 from tests.worker.reads import read_prompt
@@ -381,7 +381,7 @@ def test_ranks_verify_drafts_under_grammars_alike(
     drafting: Node, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 alone has masks. It decides which places of a run are drawn, and the others go on behind the same runs."""
-    monkeypatch.setattr(grammar_masks, "MASK_WAIT_S", 60.0)
+    be_patient(monkeypatch)
     single = GRAMMARS.answered(drafting)
     bench = drafting.bench(kind, mode)
     GRAMMARS.send(bench)
