@@ -36,6 +36,8 @@ def _trace(tree: Path, out: Path) -> None:
         path = paths.get(code.co_filename)
         if path is None:
             path = code.co_filename.removeprefix(prefix) if code.co_filename.startswith(prefix) else ""
+            if path.startswith("."):  # a virtual environment in the tree
+                path = ""
             paths[code.co_filename] = path
         if path and code.co_name != "<module>":
             os.write(file, f"{time.monotonic_ns()} {path} {code.co_qualname}\n".encode())
