@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pd_cluster.engine.client import RequestStream, is_terminal
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.news_mirror import NewsMirror
-from pd_cluster.protocol.messages import AddRequest, EngineReady, EngineStats
+from pd_cluster.protocol.messages import AddRequest, EngineNews, EngineReady, EngineStats
 from tests.engine.test_core_pipeline import FakeMailbox
 
 if TYPE_CHECKING:
@@ -92,6 +92,9 @@ class InLoopEngine:
         for message in outbox:
             if isinstance(message, EngineStats):
                 self.stats = message
+                continue
+            if isinstance(message, EngineNews):
+                self.news.take(message)
                 continue
             name = getattr(message, "request_id", "")
             if is_terminal(message):  # type: ignore[arg-type]

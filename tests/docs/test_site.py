@@ -30,7 +30,7 @@ WITH_COMMITS = ("docs/benchmarks.md", "docs/decisions/")
 OTHERS_FLAGS = {
     "--address", "--all-containers", "--build", "--build-arg", "--create-namespace", "--dry-run", "--force-conflicts",
     "--generate", "--harness", "--head", "--logs", "--namespace", "--reset-then-reuse-values", "--reuse-values",
-    "--set", "--target", "--timeout",
+    "--set", "--stop", "--target", "--timeout",
 }  # fmt: skip
 SUFFIXES = r"py|md|sh|toml|ya?ml|jsonl?|txt"
 
