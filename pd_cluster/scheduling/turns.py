@@ -49,7 +49,7 @@ class Turns:
     def __init__(self) -> None:
         self.num_queued = 0  # requests of which nothing has run yet
         self._groups: dict[str, Group[Sequence]] = {}
-        self._shared: set[Group[Sequence]] = set()
+        self._shared: dict[Group[Sequence], None] = {}  # in the order in which they came
         self._num_rich = 0  # groups from which another may take a slot
         self._last_arrival = -1
         self._serial = 0
@@ -76,7 +76,7 @@ class Turns:
         self._last_arrival = request.since
         if group.num_requests > 1 or request.num_live > 1:
             group.is_shared = True
-            self._shared.add(group)
+            self._shared[group] = None
         return group
 
     def leave(self, request: Request) -> None:
@@ -86,7 +86,7 @@ class Turns:
         group.num_requests -= 1
         if not group.num_requests:
             del self._groups[group.name]
-            self._shared.discard(group)
+            self._shared.pop(group, None)
 
     def begin(self, request: Request) -> None:
         """Note that the request is not queued any more. Idempotent."""
@@ -124,7 +124,7 @@ class Turns:
         return self._num_rich > 0
 
     def richest(self) -> Group[Sequence] | None:
-        """The group with the most slots. O(groups of several sequences)."""
+        """The group with the most slots, of equal ones the oldest. O(groups of several sequences)."""
         return max(self._shared, key=lambda group: group.num_slots, default=None)
 
     # order

@@ -182,6 +182,29 @@ def test_whatever_is_short_every_sequence_of_a_group_gets_to_its_end(seed: int) 
     world.check_empty()
 
 
+def slots_of_equals() -> list[list[int]]:
+    """Eight groups have two slots each. Others come and take one of them at a time. The slots of each, by step."""
+    world = World(num_blocks=400, max_num_seqs=16, max_num_batched_tokens=64, forgets=True)
+    for index in range(8):
+        world.submit(message(f"rich-{index}", prompt(10, index), n=2, max_tokens=60))
+        world.start_step()
+    rich = [client.request.group for client in world.clients.values()]
+    slots = []
+    for index in range(4):
+        world.submit(message(f"poor-{index}", prompt(10, 100 + index), max_tokens=4))
+        for _ in range(4):
+            world.start_step()
+            slots.append([group.num_slots for group in rich])
+    return slots
+
+
+def test_of_equal_groups_the_oldest_yields() -> None:
+    """Runs agree, though their groups have other addresses, by which a set would order them."""
+    runs = [slots_of_equals() for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2]
+    assert [1, *[2] * 7] in runs[0]
+
+
 # against models
 
 
