@@ -223,10 +223,12 @@ def test_the_date_of_another_day_in_a_named_template(at_s: float, tokenizer: Any
 @pytest.mark.parametrize("start", ["", "\n", "  {% if true %}a{% endif %}", "{{ '' }} \n\n"])
 def test_the_date_of_another_day_where_the_form_is_in_a_variable(date: str, start: str, tokenizer: Any) -> None:
     """Whatever the template begins with, and also from a macro."""
-    written = "%s{%% set day = '%%-d%%%% %%b %%%%d' ~ ' %%Y' %%}{%% macro now() %%}<{{ %s }}>{%% endmacro %%}{{ now() }}"
+    template = (
+        "%s{%% set day = '%%-d%%%% %%b %%%%d' ~ ' %%Y' %%}{%% macro now() %%}<{{ %s }}>{%% endmacro %%}{{ now() }}"
+    )
     texts = []
     at = datetime(1999, 2, 3, 4, 5)
-    for text, at_s in ((written % (start, date), at.timestamp()), (f"{start}<3% Feb %d 1999>", None)):
+    for text, at_s in ((template % (start, date), at.timestamp()), (f"{start}<3% Feb %d 1999>", None)):
         tokenizer.chat_template = text
         texts.append(ChatTemplate(tokenizer).render([said("user", "u")], None, {}, at_s))
     assert texts[0] == texts[1]
