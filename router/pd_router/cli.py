@@ -30,7 +30,7 @@ from pd_router.sources.make import make_sources
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd_router.app import Door
+    from pd_router.lifespan import Door
     from pd_router.sources.base import NodeSource
     from pd_router.sources.node_change import RestartState
 
