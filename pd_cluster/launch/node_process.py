@@ -30,11 +30,12 @@ from pd_cluster.launch.http_server import HttpServer
 from pd_cluster.launch.kv_network import check_network
 from pd_cluster.launch.lifeline import hold_lifeline
 from pd_cluster.launch.model_path import resolve_model, served_name
-from pd_cluster.launch.preflight import model_problems, refuse
+from pd_cluster.launch.preflight import model_problems
 from pd_cluster.launch.socket_dir import socket_directory
 from pd_cluster.launch.sockets import listen, port_of
 from pd_cluster.protocol.messages import HEARTBEAT_S
 from pd_http.names import MAX_NAME_CHARS, is_name
+from pd_http.settings import refuse
 from pd_http.sockets import inherited
 
 if TYPE_CHECKING:
