@@ -340,7 +340,7 @@ class Sequence:
         step that is planned already assumes one (`num_pending`) and starts at a wrong position, so there must be none.
         """
         assert run
-        assert not self.num_in_flight or len(run) == 1, "a step was planned behind one that sampled several tokens"
+        assert not self.num_in_flight or len(run) == 1, "a step was planned after one that sampled several tokens"
         num_added = 0
         while num_added < len(run) and self.finish_reason is None:
             self.append(run[num_added].token_id)

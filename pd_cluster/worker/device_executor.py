@@ -69,7 +69,7 @@ class DeviceDescribed(DeviceState):
     def of(cls, config: NodeConfig, progress: Callable[[str], None], place: RankPlace | None = None) -> Self:
         """`progress` gets lines about the weights, kernels and graphs. `place`: None for the only rank.
 
-        Raises StartupError, and then leaves nothing behind.
+        Raises StartupError, and then keeps nothing.
         """
         return cls(DevicePlan.make(config, progress, place), Weights())
 

@@ -312,11 +312,11 @@ class InputBatch:
         if (num_rows := sum(counts)) > len(counts):
             lens = np.array([1 + len(one) for one in drafts]) if drafts else np.ones_like(rows)
             begins, are_plain = np.cumsum(counts) - counts, lens == 1
-            behind = np.arange(num_rows) - np.repeat(begins, counts)  # tokens after that of the sequence's first row
-            behind[np.repeat(are_plain, counts)] = 0  # its rows are copies
-            draw_rows, draw_positions = np.repeat(rows, counts), np.repeat(positions, counts) + behind
+            offsets = np.arange(num_rows) - np.repeat(begins, counts)  # tokens after that of the sequence's first row
+            offsets[np.repeat(are_plain, counts)] = 0  # its rows are copies
+            draw_rows, draw_positions = np.repeat(rows, counts), np.repeat(positions, counts) + offsets
             if num_rows > lens.sum():
-                owners = self._move(np.repeat(np.cumsum(lens) - lens, counts) + behind)
+                owners = self._move(np.repeat(np.cumsum(lens) - lens, counts) + offsets)
             plain_rows, firsts = rows[are_plain], self._move(begins[are_plain])
         return Samples(
             seq_ids=tuple(seq_ids),

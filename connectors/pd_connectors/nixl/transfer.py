@@ -159,7 +159,7 @@ class NixlTransport(Transport):
         self._calls.put(None)
         self._thread.join(deadline_s)
         if self._thread.is_alive():
-            logger.error("a NIXL call hangs; its thread is left behind after %g s", deadline_s)
+            logger.error("a NIXL call hangs; its thread is left after %g s", deadline_s)
 
     # the thread
 

@@ -98,7 +98,7 @@ class PromptScores:
         """
         end = start + len(entries)
         if start != self._num_told or [entry.token_id for entry in entries] != list(self._prompt[start:end]):
-            raise ValueError(f"entries {start} to {end} are not those of the prompt behind {self._num_told}")
+            raise ValueError(f"entries {start} to {end} are not those of the prompt after {self._num_told}")
         self._num_told = end
         for first in range(0, len(entries), SHAPED_TOKENS):
             self._keep(entries[first : first + SHAPED_TOKENS])

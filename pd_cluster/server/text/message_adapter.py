@@ -263,7 +263,7 @@ class _Sequence:
             case Joint.AFTER_ASSISTANT:
                 self._turns += [_Turn(_filler("assistant"), "assistant"), _Turn(message, kind)]
             case Joint.REFUSED:
-                place = "at the beginning" if before == START else f"behind one of kind {before}"
+                place = "at the beginning" if before == START else f"after one of kind {before}"
                 raise InvalidRequest(f"the chat template drops a message of kind {kind} {place}", "messages")
             case _:
                 self._turns.append(_Turn(message, kind))
