@@ -94,7 +94,7 @@ class LoadMemory:
         claim, refused = request.claim, self._memory.refused
         if any(other.claim < claim for other in self._queues.reserving):
             return False
-        return refused is None or claim < refused.request.group.claim(refused.rank)
+        return refused is None or claim < refused.request.group.claim(refused.precedence)
 
     def keep_prefix(self, request: Request, num_tokens: int) -> None:
         """Cache the first `num_tokens` of a loaded prefix, and free the rest of its blocks."""
