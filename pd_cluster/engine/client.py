@@ -256,7 +256,7 @@ class ZmqEngineClient:
                 self._deliver(message)
             if not all(isinstance(message, SignOfLife) for message in messages):
                 if self._liveness is not None:
-                    self._liveness.heard(self._clock())
+                    self._liveness.received(self._clock())
                     self._thaw()
             elif not await self._from_engine.poll(0):
                 self._judge()

@@ -177,7 +177,7 @@ class NodeProcess:
         except TimeoutError as error:
             raise StartupError(f"the engine was not ready after {deadline_s:g} s: raise --start-deadline-s") from error
         gc.collect()
-        gc.freeze()  # 100,000s of objects of libraries: a collection that visits them delays all streams
+        gc.freeze()  # 100,000s of objects of libraries: a collection that reads them delays all streams
         role, node_id = self._config.server.role, self._config.server.node_id
         sys.stdout.write(
             f"ready: {role} node {node_id} on {server.url} (engine {ready.engine_id}, epoch {ready.epoch:x}, "

@@ -190,7 +190,7 @@ class InputBatch:
 
     @torch.inference_mode()
     def _note_runs(self, runs: Mapping[int, Sequence[SampledToken]], samples: Samples) -> None:
-        """Note runs, by their place in `samples`. Stages hear of one token after the other."""
+        """Note runs, by their place in `samples`. Stages get one token after the other."""
         noted = {}
         for at, run in runs.items():
             row, start, token_ids = samples.rows[at], samples.positions[at], [token.token_id for token in run]

@@ -156,8 +156,8 @@ def limit_of_prompts(limits: SchedulerConfig, timer: StepTimer, progress: Callab
         if size > chosen and size / seconds[size] < LEAST_GAIN * chosen / seconds[chosen]:
             break
         chosen = size
-    told = ", ".join(f"{size:,}: {one_s * 1e3:.1f} ms" for size, one_s in seconds.items())
-    progress(f"max_num_batched_tokens {chosen} (tokens of a step of prompts: {told})")
+    measured = ", ".join(f"{size:,}: {one_s * 1e3:.1f} ms" for size, one_s in seconds.items())
+    progress(f"max_num_batched_tokens {chosen} (tokens of a step of prompts: {measured})")
     return replace(limits, max_num_batched_tokens=chosen)
 
 
