@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from pd_router.config import RouterConfig
-    from pd_router.lifespan import Door
+    from pd_router.lifespan import RequestPort
     from pd_router.process.worker_channel import WorkerChannel
     from pd_router.sources.base import NodeSource
     from pd_router.sources.node_change import RestartState
@@ -61,13 +61,13 @@ def create_app(
     wall_clock: Callable[[], float] = time.time,
     restart_state: RestartState | None = None,
     worker: WorkerChannel | None = None,
-    doors: Sequence[Door] = (),
+    ports: Sequence[RequestPort] = (),
 ) -> Starlette:
     """The router as an ASGI app, without the calls that compute: `token_path(app.state.proxy)` serves those.
 
     `key`: the cluster's key; it signs offers. `sources`: of nodes, in addition to flags and posted orders.
     `restart_state`: the orders that the router before this one had. `worker`: of a router with several.
-    `doors`: other ports by which requests come; open from the first health checks on until the app ends.
+    `ports`: other ports by which requests come; open from the first health checks on until the app ends.
     `clock`: monotonic seconds. `wall_clock`: Unix seconds.
     """
     keys = KeyFile(config.api_keys) if config.api_keys else None
@@ -79,7 +79,7 @@ def create_app(
     metrics.export_sources(discovery.followed)
     posted = PostedNodes(table, key, wall_clock)
     posted.known = discovery.known
-    lifespan = Lifespan(services, discovery, posted, poller, feeds, keys, worker, restart_state, doors)
+    lifespan = Lifespan(services, discovery, posted, poller, feeds, keys, worker, restart_state, ports)
     workers = worker or OnlyWorker(posted)
     views = WorkerViews(table, metrics, workers)
     dashboard = Dashboard(services, views, workers)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pd_router.watch.feed_follower import FeedFollower
     from pd_router.watch.health import HealthPoller
 
-    Door: TypeAlias = Callable[[Services], contextlib.AbstractAsyncContextManager[object]]
+    RequestPort: TypeAlias = Callable[[Services], contextlib.AbstractAsyncContextManager[object]]
     Start: TypeAlias = Callable[[Coroutine[None, None, None]], None]
 
 # For releasing tickets and finishing prefills when the router stops; leases that are left expire by themselves.
@@ -32,7 +32,7 @@ BACKGROUND_DEADLINE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Lifespan:
-    """`run` is the app's lifespan. `worker`, `restart_state`, `doors`: as in `create_app`."""
+    """`run` is the app's lifespan. `worker`, `restart_state`, `ports`: as in `create_app`."""
 
     services: Services
     discovery: Discovery
@@ -42,7 +42,7 @@ class Lifespan:
     keys: KeyFile | None
     worker: WorkerChannel | None
     restart_state: RestartState | None
-    doors: Sequence[Door]
+    ports: Sequence[RequestPort]
 
     def adopt(self, state: RestartState) -> None:
         """Take over the nodes and orders that another router process had."""
@@ -57,8 +57,8 @@ class Lifespan:
             try:
                 await self._start(lambda work: running.append(asyncio.create_task(work)))
                 async with contextlib.AsyncExitStack() as stack:
-                    for door in self.doors:
-                        await stack.enter_async_context(door(self.services))
+                    for port in self.ports:
+                        await stack.enter_async_context(port(self.services))
                     yield
             finally:
                 for task in running:
