@@ -99,31 +99,19 @@ def create_app(
 
 
 def _services(
-    config: RouterConfig,
-    key: bytes,
-    keys: KeyFile | None,
-    clock: Callable[[], float],
-    wall_clock: Callable[[], float],
+    config: RouterConfig, key: bytes, keys: KeyFile | None, clock: Callable[[], float], wall_clock: Callable[[], float]
 ) -> Services:
     """`keys`: of clients; None: every client may use the router."""
     table = NodeTable(config, clock)
     metrics = RouterMetrics(table, Slo(config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3))
     held = HeldBytes(config.max_held_bytes)
     metrics.http.export_held(held)
+    export = make_exporter(config.otlp_url) if config.otlp_url else None
+    admission = None if keys is None else KeyAdmission(config, table, metrics, keys.ring)
     return Services(
-        config=config,
-        table=table,
-        policy=CostPolicy(config),
-        upstream=Upstream(config),
-        metrics=metrics,
-        background=Background(),
-        sinks=RequestSinks(config, metrics, make_exporter(config.otlp_url) if config.otlp_url else None),
-        recent=RecentRequests(clock),
-        key=key,
-        wall_clock=wall_clock,
-        held=held,
-        admission=None if keys is None else KeyAdmission(config, table, metrics, keys.ring),
-    )
+        config, table, CostPolicy(config), Upstream(config), metrics, Background(),
+        RequestSinks(config, metrics, export), RecentRequests(clock), key, wall_clock, held, admission,
+    )  # fmt: skip
 
 
 def _routes(

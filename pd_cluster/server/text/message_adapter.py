@@ -207,10 +207,10 @@ class _Turn:
 
     __slots__ = ("is_system", "kind", "message", "reasoning", "texts")
 
-    def __init__(self, message: Message, kind: str, *, is_system: bool = False) -> None:
+    def __init__(self, message: Message, kind: str) -> None:
         self.message = message
         self.kind = kind
-        self.is_system = is_system  # the last text was the system's
+        self.is_system = False  # the last text was the system's
         self.texts = [message.get("content") or ""]
         self.reasoning = _reasoning(message)
 
