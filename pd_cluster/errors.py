@@ -6,6 +6,8 @@ PdError
 ├── EngineUnavailable                        503
 │   └── EngineLost, EngineFrozen
 ├── PrefillUnavailable                       502
+├── RankLost (`worker/rank_frames.py`), StateLeft (`worker/state.py`)                            of an engine
+├── OrderRefused (`launch/node_commands.py`), UnitDied (`launch/on_ray/cluster.py`)              of a command
 └── StartupError
     └── UnservedModel
 """

@@ -69,6 +69,29 @@ def test_public_class_names_are_unique() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+TREES = {"pd_connectors": "protocol/errors.py"}  # of errors; else a package's `errors.py`
+
+
+@pytest.mark.parametrize("package", [Path(name).name for name in PACKAGES if not name.endswith(("kernels", "marks"))])
+def test_each_error_stands_in_the_tree_of_its_package(package: str) -> None:
+    folder = next(ROOT / name for name in PACKAGES if Path(name).name == package)
+    bases = {"PdError", "HandoffError"}
+    texts = [path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
+    while (
+        more := {
+            name
+            for text in texts
+            for name, base in re.findall(r"^class (\w+)\((\w+)", text, re.MULTILINE)
+            if base in bases
+        }
+        - bases
+    ):
+        bases |= more
+    own = set(re.findall(r"^class (\w+)", "\n".join(path.read_text() for path in folder.rglob("*.py")), re.MULTILINE))
+    tree = (folder / TREES.get(package, "errors.py")).read_text().split('"""')[1]
+    assert {name for name in own & bases if not re.search(rf"\b{name}\b", tree)} == set()
+
+
 def test_names_of_test_files_are_unique() -> None:
     """Else pytest can collect only one of them, and `make test-slow` none."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))

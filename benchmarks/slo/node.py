@@ -102,7 +102,7 @@ class SimulatedNode:
         load = replace(
             scheduler.load, step_s=self._decode_s, token_s=token_s, key_s=key_s, step_tokens=scheduler.step_tokens
         )
-        return self.room.told(load, scheduler.num_streams)
+        return self.room.filled_in(load, scheduler.num_streams)
 
     def _busy_s(self) -> float:
         """As Pipeline.busy_s: predicted, not known."""

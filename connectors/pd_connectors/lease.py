@@ -20,7 +20,7 @@ The fence: every change happens under one lock *before* the engine may reuse a b
 same lock. So `ok` means that at this moment the blocks still held the lease's KV, hence also at every earlier moment of
 the same generation, in particular while D was reading.
 
-A lease expires in `expire` only. So a control thread that runs late first hears the renewals that arrived in time, and
+A lease expires in `expire` only. So a control thread that runs late first reads the renewals that arrived in time, and
 until then the lease's blocks are not given back.
 """
 
@@ -107,7 +107,7 @@ class LeaseTable:
         return ref
 
     def announce(self, publish: PublishSpec) -> None:
-        """Make `publish` readable and its first tokens known: one change, so a reader hears of both in one message.
+        """Make `publish` readable and its first tokens known: one change, so a reader learns both from one message.
 
         Void when the lease has ended. The blocks are void, but not the tokens, when the lease was retracted after the
         step was planned.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pd_connectors.transport import ReadId
 
-MIN_BYTES = 16 << 20  # of a measurement: fewer take no longer than posting them and hearing of their end
+MIN_BYTES = 16 << 20  # of a measurement: fewer take no longer than posting them and learning of their end
 LONG_BYTES = 1 << 30  # reads that always overlap are measured after so many
 SLOW_BYTES_PER_S = 5e9  # NVLink and RDMA adapters give 20e9 and more, UCX over TCP at most 3e9
 CAUSES = "on one host: separate PID namespaces, or a GPU that the other side does not see; between hosts: TCP, not RDMA"

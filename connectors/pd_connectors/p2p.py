@@ -286,7 +286,7 @@ class PeerToPeerConnector(Connector):
     def turn(self) -> float:
         """Do all that can be done now. Returns how many seconds to sleep at most before the next turn.
 
-        Everything that has arrived is heard before anything expires.
+        Everything that has arrived is read before anything expires.
         """
         self._clock.resume()
         reader = self._reader
@@ -294,7 +294,7 @@ class PeerToPeerConnector(Connector):
             self._commands.popleft()(reader, self._clock())
         for completion in self._transport.poll():
             reader.on_completion(completion, self._clock())
-        has_more = self._hear()
+        has_more = self._receive()
         reader.tick(self._clock())
         next_expiry = self.leases.expire()
         self._owner.push()
@@ -305,7 +305,7 @@ class PeerToPeerConnector(Connector):
         self._clock.sleep(sleep_s)
         return sleep_s
 
-    def _hear(self) -> bool:
+    def _receive(self) -> bool:
         """Handle the messages that have arrived. True: some are left, so that the timers get their turn."""
         for _ in range(MAX_ROUNDS):
             incoming = self._channel.receive()

@@ -83,7 +83,7 @@ class _Marks:
     """When each of these last happened, for LoadSteps. Times are of the control thread's clock."""
 
     announce_s: float = 0.0
-    heard_at: float | None = None  # an announcement that the whole prompt is readable arrived
+    announced_at: float | None = None  # an announcement that the whole prompt is readable arrived
     asked_at: float = 0.0  # a read was handed to the transport
     post_s: float = 0.0
     read_at: float = 0.0  # a read ended
@@ -91,12 +91,12 @@ class _Marks:
 
     def steps(self) -> LoadSteps:
         """The steps of the load. `wake_s` is 0: that step has not ended."""
-        if self.heard_at is None or not self.read_at:
+        if self.announced_at is None or not self.read_at:
             return LoadSteps()  # nothing was read
-        asked_at = max(self.asked_at, self.heard_at)
+        asked_at = max(self.asked_at, self.announced_at)
         link_s = max(0.0, self.read_at - asked_at - self.post_s)
         confirm_s = self.confirmed_at - self.read_at
-        return LoadSteps(self.announce_s, asked_at - self.heard_at, self.post_s, link_s, confirm_s)
+        return LoadSteps(self.announce_s, asked_at - self.announced_at, self.post_s, link_s, confirm_s)
 
 
 class Pull:
@@ -125,7 +125,7 @@ class Pull:
         self._renew_every_s = limits.renew_every_s
         self._renew_at = now
         self._answer_due: float | None = None  # None: every Renew is answered
-        self._is_lost = False  # the connection broke, and nothing was heard since
+        self._is_lost = False  # the connection broke, and nothing was received since
         self._nonce = 0
         self._confirm_at = 0.0
         self._confirm_deadline = 0.0
@@ -176,7 +176,7 @@ class Pull:
 
     def lease_state(self, state: LeaseState, now: float, age_s: float = 0.0) -> None:
         """Take a snapshot that arrived. age_s: seconds since the last announcement in it."""
-        self._heard()
+        self._received()
         if not self.is_live:
             return
         if state.ended is not None:
@@ -193,9 +193,9 @@ class Pull:
             return
         self._state = state
         if state.num_tokens_readable < self.ticket.num_tokens:
-            self._marks.heard_at = None
-        elif self._marks.heard_at is None:
-            self._marks.heard_at, self._marks.announce_s = now, age_s
+            self._marks.announced_at = None
+        elif self._marks.announced_at is None:
+            self._marks.announced_at, self._marks.announce_s = now, age_s
         if state.ttl_s > 0:
             self._renew_every_s = min(self._limits.renew_every_s, state.ttl_s / RENEWALS_PER_TTL)
             self._renew_at = min(self._renew_at, now + self._renew_every_s)
@@ -243,7 +243,7 @@ class Pull:
 
     def confirm_reply(self, reply: ConfirmReply, now: float) -> None:
         """Take P's answer to a Confirm."""
-        self._heard()
+        self._received()
         if self.phase is not LoadPhase.CONFIRMING or reply.nonce != self._nonce:
             return
         if reply.ok:
@@ -298,7 +298,7 @@ class Pull:
 
     # steps
 
-    def _heard(self) -> None:
+    def _received(self) -> None:
         """Note that P has answered."""
         self._answer_due = None
         self._is_lost = False

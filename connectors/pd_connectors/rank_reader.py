@@ -88,7 +88,7 @@ class RankReader:
         try:
             while (message := self._inbox.get()) is not _END and self.take(message):
                 pass
-        except Exception as error:  # our own bug: rank 0 must hear of it, or no load would ever drain
+        except Exception as error:  # our own bug: rank 0 must learn of it, or no load would ever drain
             logger.exception("the rank's reader failed")
             self._send(Died(repr(error)))
         finally:

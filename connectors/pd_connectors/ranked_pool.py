@@ -46,7 +46,7 @@ class _Store(msgspec.Struct, frozen=True, tag=True):
     blocks: tuple[CachedBlock, ...]
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _Report(msgspec.Struct, frozen=True):
     """A PrefixFound or PrefixLoaded of a further rank."""
 
     load_id: str
@@ -57,7 +57,7 @@ class _Told(msgspec.Struct, frozen=True):
 _Order = _Find | _Load | _Cancel | _Store
 _encode = msgspec.msgpack.Encoder().encode
 _decode_order = msgspec.msgpack.Decoder(_Order).decode
-_decode_told = msgspec.msgpack.Decoder(_Told).decode
+_decode_report = msgspec.msgpack.Decoder(_Report).decode
 
 
 def _carry_out(order: _Order, pool: StorePool) -> None:
@@ -86,7 +86,7 @@ class RankedPool(Pool):
         self._pool = pool
         self._ports = ports
         self._searches: dict[str, _Search] = {}
-        self._told: deque[tuple[int, _Told]] = deque()
+        self._reports: deque[tuple[int, _Report]] = deque()
         self._wake: Callable[[], None] = _no_waker
         for rank, port in enumerate(ports, start=1):
             port.set_handler(partial(self._receive, rank))
@@ -122,9 +122,9 @@ class RankedPool(Pool):
         events: list[Event] = []
         for event in self._pool.take_events():
             assert isinstance(event, PrefixFound | PrefixLoaded)
-            events += self._on_told(0, _told(event))
-        while self._told:
-            events += self._on_told(*self._told.popleft())
+            events += self._on_report(0, _report(event))
+        while self._reports:
+            events += self._on_report(*self._reports.popleft())
         return events
 
     def set_waker(self, wake: Callable[[], None]) -> None:
@@ -146,23 +146,23 @@ class RankedPool(Pool):
         _carry_out(order, self._pool)
 
     def _receive(self, rank: int, message: bytes) -> None:
-        self._told.append((rank, _decode_told(message)))
+        self._reports.append((rank, _decode_report(message)))
         self._wake()
 
-    def _on_told(self, rank: int, told: _Told) -> list[Event]:
-        search = self._searches.get(told.load_id)
+    def _on_report(self, rank: int, report: _Report) -> list[Event]:
+        search = self._searches.get(report.load_id)
         if search is None:
             return []
-        (search.ended if told.is_end else search.found)[rank] = told.num_tokens
+        (search.ended if report.is_end else search.found)[rank] = report.num_tokens
         num_ranks = len(self._ports) + 1
         if len(search.ended) == num_ranks:
-            del self._searches[told.load_id]
-            return [PrefixLoaded(told.load_id, min(search.ended.values()))]
-        if not told.is_end and len(search.found) == num_ranks and not search.ended:
-            return [PrefixFound(told.load_id, min(search.found.values()))]
-        if told.is_end and len(search.found) < num_ranks and not search.is_cancelled:
+            del self._searches[report.load_id]
+            return [PrefixLoaded(report.load_id, min(search.ended.values()))]
+        if not report.is_end and len(search.found) == num_ranks and not search.ended:
+            return [PrefixFound(report.load_id, min(search.found.values()))]
+        if report.is_end and len(search.found) < num_ranks and not search.is_cancelled:
             search.is_cancelled = True  # one rank has nothing, so nothing is found
-            self._give(_Cancel(told.load_id))
+            self._give(_Cancel(report.load_id))
         return []
 
 
@@ -190,11 +190,11 @@ class RankPool:
         with self._reporting:
             for event in self._pool.take_events():
                 assert isinstance(event, PrefixFound | PrefixLoaded)
-                self._port.send(_encode(_told(event)))
+                self._port.send(_encode(_report(event)))
 
 
-def _told(event: PrefixFound | PrefixLoaded) -> _Told:
-    return _Told(event.load_id, event.num_tokens, isinstance(event, PrefixLoaded))
+def _report(event: PrefixFound | PrefixLoaded) -> _Report:
+    return _Report(event.load_id, event.num_tokens, isinstance(event, PrefixLoaded))
 
 
 def _no_waker() -> None:

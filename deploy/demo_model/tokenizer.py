@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 3072
 CONTEXT = 4096
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# A space belongs to the lower-case word, digit or sign behind it, but stands alone before a capital: so a name is the
+# A space belongs to the lower-case word, digit or sign after it, but stands alone before a capital: so a name is the
 # same token at the start of a line, after a space and in the assistant's answer.
 SPLIT = r"'(?:[sdmt]|ll|ve|re)\b| ?\p{Ll}+|\p{Lu}+\p{Ll}*| ?\p{N}| ?[^\s\p{L}\p{N}]+|[^\S ]| (?=\p{Lu})|\s+(?!\S)|\s"
 CHAT_TEMPLATE = (

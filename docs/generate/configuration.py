@@ -33,7 +33,7 @@ _NODE_SECTIONS = {
 def parsers(
     parser: argparse.ArgumentParser | None = None, name: str = ""
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Each command that runs something, by its words behind `pd-cluster`."""
+    """Each command that runs something, by its words after `pd-cluster`."""
     parser = parser or build_parser()
     nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not nested:

@@ -27,7 +27,7 @@ class Meaning(NamedTuple):
     label: str = ""
 
 
-# A node exports them under these names behind `pd_`. The engine and the connectors write them in several places.
+# A node exports them under these names after `pd_`. The engine and the connectors write them in several places.
 ENGINE: dict[str, Meaning] = {
     "engine_steps_total": Meaning("Steps of the engine."),
     "engine_step_tokens_total": Meaning("Tokens that the steps computed."),

@@ -5,7 +5,7 @@ The rows of an expert are one after the other, from a multiple of ROWS on (`trit
 accelerator copies them. One warp copies rows and weights of the next tiles into a ring of shared memory. Two groups of
 four warps multiply them: each group multiplies half of a tile's rows by all of its 256 outputs.
 
-The matrix unit adds products of float8 with fewer than 14 bits behind the point. So a group multiplies 128 inputs by
+The matrix unit adds products of float8 with fewer than 14 bits after the point. So a group multiplies 128 inputs by
 128 outputs, adds the scaled result to its sums in float32, and goes on with the other 128 outputs. Meanwhile the matrix
 unit works for the other group. The sums of 256 outputs and the product of 128 are all that the registers hold.
 

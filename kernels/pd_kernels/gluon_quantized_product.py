@@ -8,7 +8,7 @@ device, which are read while rows are normed, activated and quantized: the produ
 kernels between them take 68 us for one row, and 79 by `triton_quantized_product` (one H200; reading takes 51).
 
 The weights are the left operand: the few rows are the matrix unit's narrow side. The unit adds products of float8 with
-fewer than 14 bits behind the point, so its sums over 128 inputs are scaled and added in float32.
+fewer than 14 bits after the point, so its sums over 128 inputs are scaled and added in float32.
 """
 
 from __future__ import annotations

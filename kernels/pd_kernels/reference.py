@@ -47,7 +47,7 @@ def add_rms_norm(
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate pairs (i, i + R/2) of `x` [T, heads, D] by each token's angles (arXiv 2104.09864, half-split form).
 
-    `cos`, `sin`: [T, R/2], already gathered by position. The dimensions behind the first R stay as they are.
+    `cos`, `sin`: [T, R/2], already gathered by position. The dimensions after the first R stay as they are.
     """
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

@@ -114,7 +114,7 @@ def take_new_token(
     """
     HALF: tl.constexpr = ROTARY // 2
     ALIGNED: tl.constexpr = 8 if HALF % 8 == 0 else 1
-    # All in one layout, the queries': else each of these would pass through shared memory, some behind the wait
+    # All in one layout, the queries': else each of these would pass through shared memory, some after the wait
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     at = row * 0 + column
     inside, turns, is_low = at < SIZE, at < ROTARY, at < HALF

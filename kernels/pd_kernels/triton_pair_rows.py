@@ -34,7 +34,7 @@ def _spread_kernel(
     for choice in tl.static_range(NUM_CHOSEN):
         pair = token * NUM_CHOSEN + choice
         row = tl.load(rows_of_pairs + pair).to(tl.int64)
-        if PART:  # behind the last row nothing is stored
+        if PART:  # after the last row nothing is stored
             row = tl.where(own_expert(tl.load(chosen + pair), first_own, num_own, PART) < 0, num_rows, row)
         store_quantized(
             value, values, scales, row, group, line, num_rows, size, row_stride, group_stride, WIDTH, GROUPS

@@ -33,7 +33,7 @@ class SortedPairs:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPairs:
-    """As SortedPairs. The rows of tile t are t * rows to (t + 1) * rows - 1; rows of no pair are behind an expert's."""
+    """As SortedPairs. The rows of tile t are t * rows to (t + 1) * rows - 1; rows of no pair are after an expert's."""
 
     rows: torch.Tensor  # int32 [pairs]: of each pair
     experts: torch.Tensor  # int32 [tiles]; -1 for an unused tile

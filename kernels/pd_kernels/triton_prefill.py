@@ -2,7 +2,7 @@
 """Variable-length causal attention of prefill chunks over the paged cache, one launch for all chunks of a step.
 
 A program has the query rows of some tokens and one KV head, with all query heads of the group: so K and V are read once
-for the group, and a chunk of few tokens still fills the matrix unit. It visits the keys with an online softmax
+for the group, and a chunk of few tokens still fills the matrix unit. It reads the keys with an online softmax
 (arXiv 2205.14135): under a window first the tiles that only some rows see, then those that all rows see, without a
 mask, then the diagonal. Unmasked tiles come through the tensor memory accelerator if a cache block holds whole tiles.
 Programs with the most keys start first. When there are too few programs for the GPU, as in a short chunk after a long

@@ -23,9 +23,7 @@ def _rounded(scaled):
     The conversion then is exact. Triton's interpreter does not round conversions to float8 correctly.
     """
     power = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    magic = (
-        tl.maximum(power, 0.015625) * 1572864.0
-    )  # 2^-6: the least normal number; 1.5 * 2^20: leaves 3 bits behind it
+    magic = tl.maximum(power, 0.015625) * 1572864.0  # 2^-6: the least normal number; 1.5 * 2^20: leaves 3 bits after it
     return tl.minimum(tl.maximum(scaled + magic - magic, -_MOST), _MOST)
 
 

@@ -4,7 +4,7 @@
 Up to 64 rows `gluon_quantized_product` is fastest where it runs, for many rows cuBLASLt. The kernel in this file
 multiplies numbers of rows between these, and all on other GPUs.
 
-The matrix unit of Hopper adds products of float8 with fewer than 14 bits behind the point, so the kernel adds its sums
+The matrix unit of Hopper adds products of float8 with fewer than 14 bits after the point, so the kernel adds its sums
 over 128 inputs in float32: the result's relative error is 2e-4, and 3e-3 where the unit adds all inputs (4,096 to
 14,336 inputs, one H200). cuBLASLt is asked for the same.
 """
@@ -181,7 +181,7 @@ def _by_library(rows: QuantizedRows, weight: QuantizedWeight, dtype: torch.dtype
 
 
 def padded(rows: QuantizedRows, multiple: int) -> QuantizedRows:
-    """`rows` with rows of zeros behind them, so that their number is a multiple of `multiple`."""
+    """`rows` with rows of zeros after them, so that their number is a multiple of `multiple`."""
     extra = -len(rows.values) % multiple
     values = F.pad(rows.values.view(torch.uint8), (0, 0, 0, extra)).view(rows.values.dtype)
     return QuantizedRows(values, F.pad(rows.scales.t(), (0, extra)).t(), rows.group)

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-"""Sums over the ranks of a host, one launch each: alone, or with the residual's addition and the RMSNorm behind it.
+"""Sums over the ranks of a host, one launch each: alone, or with the residual's addition and the RMSNorm after it.
 
 A block writes its part of the partial sum to every peer's buffer, then a flag, then waits for the flags of the peers'
 blocks of the same index, and adds the parts in the order of ranks. So all ranks have the same bits.

@@ -84,7 +84,7 @@ def _norm_rope_write_kernel(
     sine = tl.load(sin + token * (ROTARY // 2) + column, mask=turns, other=0.0).to(tl.float32)[None, :]
     if ROTARY == SIZE:
         low, high = column, column + SIZE // 2
-    else:  # dimensions behind the rotated ones are pairs, too: with angle 0, so that they stay as they are
+    else:  # dimensions after the rotated ones are pairs, too: with angle 0, so that they stay as they are
         low = tl.max_contiguous(tl.multiple_of(tl.where(turns, column, column + ROTARY // 2), ALIGNED), ALIGNED)
         high = column + tl.where(turns, ROTARY // 2, SIZE // 2)
         high = tl.max_contiguous(tl.multiple_of(high, ALIGNED), ALIGNED)

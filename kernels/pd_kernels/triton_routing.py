@@ -54,7 +54,7 @@ def _products_kernel(
     x, router, products, num_tokens, x_stride, num_inputs, num_experts,
     PIECES: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, PIECE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`products` [programs that share the inputs, T, E]; PIECES: of a program. Pieces behind the inputs are 0."""
+    """`products` [programs that share the inputs, T, E]; PIECES: of a program. Pieces after the inputs are 0."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     column = tl.program_id(2) * PIECES * PIECE + tl.arange(0, PIECE)

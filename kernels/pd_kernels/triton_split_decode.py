@@ -56,7 +56,7 @@ def _merge_slice(
     tl.store(target + output, merged.to(target.dtype.element_ty), mask=output < NUM_OUTPUTS)
 
 
-# `arrived` lies behind other counters: a multiple of 16 bytes in steps of some numbers of sequences only
+# `arrived` lies after other counters: a multiple of 16 bytes in steps of some numbers of sequences only
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["arrived"])
 def _split_kernel(
     heads, query_norm, key_norm, cos, sin, slot_mapping, key_cache, value_cache, block_tables, seq_lens, arrived, out,

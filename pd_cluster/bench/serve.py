@@ -98,7 +98,7 @@ async def measure(
     if others:
         await run_load(target, others)
     gc.collect()
-    gc.freeze()  # millions of objects in prompts: a garbage collection that visits them would delay requests
+    gc.freeze()  # millions of objects in prompts: a garbage collection that reads them would delay requests
     try:
         with _Bar(len(requests)) as bar:
             return target, await run_load(target, requests, bar.advance)

@@ -60,22 +60,22 @@ class RequestRecord:
     @property
     def leg_s(self) -> float | None:
         """Seconds from admission by the prefilling node to its first token; None if the server does not report it."""
-        told = self.timings_ms
-        if "prefill_leg" in told:
-            return told["prefill_leg"] / 1e3
-        return (told.get("queue", 0.0) + told["prefill"]) / 1e3 if "prefill" in told else None
+        times = self.timings_ms
+        if "prefill_leg" in times:
+            return times["prefill_leg"] / 1e3
+        return (times.get("queue", 0.0) + times["prefill"]) / 1e3 if "prefill" in times else None
 
     @property
     def handover_s(self) -> float | None:
         """Seconds from the announcement of the prompt's end until D can schedule; None without such a report."""
-        told = self.timings_ms
-        return sum(told.get(step, 0.0) for step in HANDOVER_STEPS) / 1e3 if "link" in told else None
+        times = self.timings_ms
+        return sum(times.get(step, 0.0) for step in HANDOVER_STEPS) / 1e3 if "link" in times else None
 
     @property
     def join_s(self) -> float | None:
         """Seconds from when D can schedule to the end of its first decode step: the wait and the step."""
-        told = self.timings_ms
-        return (told["admit"] + told["first_decode"]) / 1e3 if "admit" in told and "first_decode" in told else None
+        times = self.timings_ms
+        return (times["admit"] + times["first_decode"]) / 1e3 if "admit" in times and "first_decode" in times else None
 
     @property
     def e2e_s(self) -> float:

@@ -69,9 +69,9 @@ class Admission:
         if message.work in (Work.PREFILL, Work.TAKE_OVER):
             raise InvalidRequest("one node computes a prompt that is asked about, and answers", "outputs")
         if message.known:
-            raise InvalidRequest("an answer that goes on behind known tokens has read its prompt before", "outputs")
+            raise InvalidRequest("an answer that goes on after known tokens has read its prompt before", "outputs")
         if outputs.of_last_token and not is_read:
-            raise InvalidRequest("what stands behind the last token is answered by a read only", "outputs")
+            raise InvalidRequest("what stands after the last token is answered by a read only", "outputs")
 
     def _check_ids(self, name: str, subject: str, token_ids: Sequence[int]) -> None:
         if not _are_below(self._vocab_size, token_ids):
@@ -114,11 +114,11 @@ class Admission:
         if message.work not in (Work.GENERATE, Work.TAKE_OVER):
             raise InvalidRequest(f"known tokens are not for {message.work} requests", "known")
         if message.work is Work.TAKE_OVER and (n != 1 or not any(known)):
-            raise InvalidRequest("KV behind a prompt is taken over for one sequence with known tokens", "known")
+            raise InvalidRequest("KV after a prompt is taken over for one sequence with known tokens", "known")
         if len(known) != n:
             raise InvalidRequest(f"known has tokens of {len(known)} sequences; n is {n}", "known")
         if message.sampling.beams is not None:
-            raise InvalidRequest("a beam search does not go on behind known tokens", "known")
+            raise InvalidRequest("a beam search does not go on after known tokens", "known")
         longest = max(map(len, known))
         if longest >= num_output:
             raise InvalidRequest(

@@ -215,7 +215,7 @@ class ZmqEngineClient:
             raise AssertionError(f"request id {request.request_id} is in use")
         awaits_ticket = request.work is Work.PREFILL
         stream = RequestStream(request.request_id, self.send, self._forget, awaits_ticket=awaits_ticket)
-        self.send(request)  # first, so that a message that cannot be encoded leaves no stream behind
+        self.send(request)  # first, so that a message that cannot be encoded leaves no stream
         self._streams[request.request_id] = stream
         self.news.note_sent(request)
         return stream
@@ -256,7 +256,7 @@ class ZmqEngineClient:
                 self._deliver(message)
             if not all(isinstance(message, SignOfLife) for message in messages):
                 if self._liveness is not None:
-                    self._liveness.heard(self._clock())
+                    self._liveness.received(self._clock())
                     self._thaw()
             elif not await self._from_engine.poll(0):
                 self._judge()

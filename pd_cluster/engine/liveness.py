@@ -44,11 +44,11 @@ class EngineLiveness:
         self._signed_at = now
         self._stall_s = stall_s
         self._allowed_s = frozen_s
-        self._heard_at = now
+        self._received_s = now
 
-    def heard(self, now: float) -> None:
+    def received(self, now: float) -> None:
         """Note that the engine has sent a message."""
-        self._heard_at = now
+        self._received_s = now
 
     def runs(self, now: float) -> None:
         """Note a sign of life."""
@@ -59,7 +59,7 @@ class EngineLiveness:
         self._allowed_s = max(self._frozen_s, allowed_s)
 
     def state(self, now: float) -> EngineState:
-        silent_s = now - self._heard_at
+        silent_s = now - self._received_s
         if silent_s < self._allowed_s:
             return EngineState.ALIVE
         is_mute = now - self._signed_at >= self._frozen_s
@@ -68,4 +68,4 @@ class EngineLiveness:
 
     def reason(self, now: float) -> str:
         """A sentence for logs and errors: for how long the engine has been silent, and how long is allowed."""
-        return f"the engine has said nothing for {now - self._heard_at:.1f} s; {self._allowed_s:g} s are allowed"
+        return f"the engine has said nothing for {now - self._received_s:.1f} s; {self._allowed_s:g} s are allowed"

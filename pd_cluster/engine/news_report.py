@@ -50,17 +50,17 @@ class NewsReport:
         self._mailbox = mailbox
         self._clock = clock
         self.num_taken = 0  # AddRequests
-        self._told: tuple[int, NodeLoad, int] | None = None
+        self._sent: tuple[int, NodeLoad, int] | None = None
         self._step_tokens = 0
         self._looked_at_s = 0.0
-        self._told_at_s = 0.0
+        self._sent_at_s = 0.0
         self._is_due = False
         self._serial = 0
 
     def switch(self, message: ReportNews) -> None:
         self._serial = message.serial
         self._news.switch(is_on=message.is_wanted)
-        self._told, self._is_due = None, False
+        self._sent, self._is_due = None, False
 
     def until(self, wait_s: float) -> float:
         """The seconds to wait at most, of `wait_s`."""
@@ -73,13 +73,13 @@ class NewsReport:
         now_s = self._clock()
         if now_s - self._looked_at_s >= SHARE_S:
             self._looked_at_s, self._step_tokens = now_s, self._scheduler.step_tokens
-        told = self.num_taken, self._scheduler.load, self._step_tokens.bit_length()  # twice the share is news
-        is_new = told != self._told or bool(self._news)
-        self._is_due = is_new and now_s - self._told_at_s < NEWS_S
+        reported = self.num_taken, self._scheduler.load, self._step_tokens.bit_length()  # twice the share is news
+        is_new = reported != self._sent or bool(self._news)
+        self._is_due = is_new and now_s - self._sent_at_s < NEWS_S
         if is_new and not self._is_due:
-            self._told, self._told_at_s = told, now_s
+            self._sent, self._sent_at_s = reported, now_s
             evicted, stored = self._news.take()
-            self._mailbox.send(EngineNews(self.num_taken, self._timed(told[1]), evicted, stored, self._serial))
+            self._mailbox.send(EngineNews(self.num_taken, self._timed(reported[1]), evicted, stored, self._serial))
 
     def _timed(self, load: NodeLoad) -> NodeLoad:
         """The load with the times of steps, as far as they are measured. A time that changes is no news.
@@ -90,4 +90,4 @@ class NewsReport:
         token_s, key_s = (model.token_s, model.key_s) if model.knows_prompts else (0.0, 0.0)
         step_s, share = self._pipeline.decode_s, self._step_tokens
         load = msgspec.structs.replace(load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share)
-        return self._room.told(load, self._scheduler.num_streams)
+        return self._room.filled_in(load, self._scheduler.num_streams)

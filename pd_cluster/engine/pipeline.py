@@ -6,7 +6,7 @@
 After a step with drafts no other is launched before it has retired: its sequences could not be in the next one,
 because it is uncertain where they go on. They would be in every other step only.
 
-When the connector hears of what a step touches:
+When the connector learns what a step touches:
 
     loads of step n       `recv_before` once every step before n has retired; n itself writes none of their blocks
     publishes of step n   those of no tokens, that a prompt has begun, at once; the others are sent by the caller of

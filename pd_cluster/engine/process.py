@@ -69,7 +69,7 @@ def rare_garbage_collection() -> Iterator[None]:
 
     The step loop makes no reference cycles, so there is next to nothing to collect. But a step makes more objects than
     CPython's threshold, each collection moves those that are alive to the next generation, and a collection of the
-    oldest one visits every cached block and every prompt while all streams stand still.
+    oldest one reads every cached block and every prompt while all streams stand still.
     """
     young, *older = gc.get_threshold()
     gc.collect()

@@ -17,7 +17,7 @@ from pd_cluster.launch.environment import check_texts, open_streams, prepare
 from pd_cluster.launch.flags import add_config_flags, config_from
 from pd_cluster.launch.up_flags import POOL_CONNECTORS, add_up_flags
 from pd_connectors.protocol.errors import HandoffError
-from pd_http.settings import port_number
+from pd_http.settings import port_number, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,7 +112,7 @@ def _node(namespace: argparse.Namespace) -> int:
     from pd_cluster.launch import preflight
     from pd_cluster.launch.node_process import run_node
 
-    preflight.refuse(
+    refuse(
         (
             *preflight.setting_problems(config),
             *preflight.machine_problems(config, preflight.MachineFacts()),

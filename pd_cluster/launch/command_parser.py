@@ -13,7 +13,10 @@ REMOVED = {"--max-tokens-beside-decodes": "a node's --slo-itl-ms bounds what pro
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Tells a mistake in two lines: argparse would print the command's whole usage first, which hides the reason."""
+    """Tells mistakes in a line each: argparse would print the command's whole usage first, which hides the reasons.
+
+    A value that argparse cannot read is told alone.
+    """
 
     def parse_known_args(  # type: ignore[override]  # argparse's has one signature for each type of namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -24,15 +27,25 @@ class CommandParser(argparse.ArgumentParser):
         """
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            for flag in unknown:
-                if told := REMOVED.get(flag.partition("=")[0]):
-                    self.error(f"{flag} was removed: {told}")
-            alike = difflib.get_close_matches(
-                unknown[0].partition("=")[0], self._option_string_actions, n=1, cutoff=0.75
-            )
-            hint = f" (did you mean {alike[0]}?)" if alike else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            self.error("\n".join(map(self._problem, _by_flag(unknown))))
         return known, unknown
+
+    def _problem(self, words: Sequence[str]) -> str:
+        flag = words[0].partition("=")[0]
+        if told := REMOVED.get(flag):
+            return f"{words[0]} was removed: {told}"
+        alike = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.75)
+        return f"unrecognized arguments: {' '.join(words)}" + "".join(f" (did you mean {one}?)" for one in alike)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` explains what it takes\n")
+
+
+def _by_flag(words: Sequence[str]) -> list[list[str]]:
+    """Each flag with the words after it, which may be its values."""
+    found: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not found:
+            found.append([])
+        found[-1].append(word)
+    return found

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from pd_cluster.config import NodeConfig
-from pd_http.settings import add_flags, flag_of, given_values
+from pd_cluster.errors import StartupError
+from pd_http.settings import add_flags, flag_of, given_values, number_problems, refuse
 
 if TYPE_CHECKING:
     import argparse
@@ -23,12 +25,19 @@ def add_config_flags(parser: argparse.ArgumentParser, skip: Collection[str] = ()
 def config_from(namespace: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> NodeConfig:
     """The configuration that the parsed flags name.
 
-    Raises StartupError if a value of the environment is of the wrong type or values contradict each other.
+    Raises StartupError if a value of the environment is of the wrong type or values contradict each other. It then
+    tells all numbers that are out of bounds, too; else `setting_problems` does.
     """
-    given = vars(namespace)
-    return NodeConfig(
-        **{section: kind(**given_values(given, kind, environ)) for section, kind in NodeConfig.sections().items()}
-    )
+    given, problems = vars(namespace), list[str]()
+    made: dict[str, Any] = {}
+    for section, kind in NodeConfig.sections().items():
+        try:
+            made[section] = kind(**given_values(given, kind, environ))
+        except StartupError as error:
+            problems.append(str(error))
+    if problems:
+        refuse(chain(*map(number_problems, made.values()), problems))
+    return NodeConfig(**made)
 
 
 def given_flags(namespace: argparse.Namespace, skip: Collection[str] = (), kinds: Collection[type] = ()) -> list[str]:

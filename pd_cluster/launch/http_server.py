@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.state import NodeState
 
 FILES_PER_REQUEST = 2  # the client's connection, and one to a prefill node
-# Routers hear within 10 ms by the feed that a node drains, or at their next poll of /health. Those without a word keep
+# Routers learn it in 10 ms by the feed that a node drains, or at their next poll of /health. Those without a word keep
 # an idle connection; a request that comes on it later is refused, and asked of another node.
 LINGER_S = 1.0
 

@@ -63,23 +63,23 @@ class RouterOrders:
         """Send an order of NODE_ACTIONS to all nodes. Returns what each of them answered, by its id."""
         path = next(path for path, one in NODE_ACTIONS.items() if one == action)
         _, _, headers = order_request(self._key, action, ALL_NODES, "", self._wall_clock())
-        told: Row = self._call("POST", path, headers, "nodes")["nodes"]
-        return told
+        reported: Row = self._call("POST", path, headers, "nodes")["nodes"]
+        return reported
 
     def _call(self, method: str, path: str, headers: dict[str, str], wanted: str) -> Row:
         """`wanted`: a field that a router's answer has, and that tells it from another server's."""
         try:
             answer = self._client.request(method, path, headers=headers)
-            told: Row = answer.json()
+            reported: Row = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise OrderRefused(f"no answer from a router on {self._client.base_url}: {error}") from error
         if answer.is_error:
-            detail = told.get("error") if isinstance(told, dict) else None
+            detail = reported.get("error") if isinstance(reported, dict) else None
             why = detail.get("message") if isinstance(detail, dict) else None
             raise OrderRefused(f"{answer.status_code}: {why or answer.reason_phrase}")
-        if not isinstance(told, dict) or wanted not in told:
+        if not isinstance(reported, dict) or wanted not in reported:
             raise OrderRefused(f"{self._client.base_url} is not a pd-cluster router")
-        return told
+        return reported
 
 
 def order_request(
@@ -151,8 +151,8 @@ def _show(rows: Sequence[Row]) -> None:
         outstanding = row["outstanding"]
         load = row.get("load", {})  # absent: a router of before feeds
         own = (str(outstanding["sequences"]), str(outstanding["prefill_bytes"]))
-        told = (_word(load.get(column)) for column in _LOAD_COLUMNS)
-        lines.append((*(_word(row[column]) for column in _COLUMNS), *own, *told))
+        reported = (_word(load.get(column)) for column in _LOAD_COLUMNS)
+        lines.append((*(_word(row[column]) for column in _COLUMNS), *own, *reported))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         sys.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n")

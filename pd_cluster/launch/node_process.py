@@ -30,11 +30,12 @@ from pd_cluster.launch.http_server import HttpServer
 from pd_cluster.launch.kv_network import check_network
 from pd_cluster.launch.lifeline import hold_lifeline
 from pd_cluster.launch.model_path import resolve_model, served_name
-from pd_cluster.launch.preflight import model_problems, refuse
+from pd_cluster.launch.preflight import model_problems
 from pd_cluster.launch.socket_dir import socket_directory
 from pd_cluster.launch.sockets import listen, port_of
 from pd_cluster.protocol.messages import HEARTBEAT_S
 from pd_http.names import MAX_NAME_CHARS, is_name
+from pd_http.settings import refuse
 from pd_http.sockets import inherited
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class NodeProcess:
         except TimeoutError as error:
             raise StartupError(f"the engine was not ready after {deadline_s:g} s: raise --start-deadline-s") from error
         gc.collect()
-        gc.freeze()  # 100,000s of objects of libraries: a collection that visits them delays all streams
+        gc.freeze()  # 100,000s of objects of libraries: a collection that reads them delays all streams
         role, node_id = self._config.server.role, self._config.server.node_id
         sys.stdout.write(
             f"ready: {role} node {node_id} on {server.url} (engine {ready.engine_id}, epoch {ready.epoch:x}, "

@@ -29,7 +29,7 @@ from pd_connectors.registry import check_connector
 from pd_http.settings import number_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from pd_cluster.config import ModelConfig, NodeConfig
     from pd_cluster.models.spec import ModelSpec
@@ -77,12 +77,6 @@ class MachineFacts:
         command = [sys.executable, "-P", "-c", _COUNT_DEVICES]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_DEADLINE_S)
         return int(done.stdout) if done.returncode == 0 else 0
-
-
-def refuse(problems: Iterable[str]) -> None:
-    """Raise StartupError with all problems in one line, if there are any."""
-    if found := "; ".join(problems):
-        raise StartupError(found)
 
 
 def setting_problems(config: NodeConfig) -> Iterator[str]:

@@ -33,6 +33,7 @@ from pd_cluster.launch.sockets import listen, port_of, reserve
 from pd_cluster.launch.supervise import Supervisor, describe_death
 from pd_cluster.launch.up_flags import OTHER_ROUTER_SETTINGS, POOL_CONNECTORS, POOL_READY, ROUTER_SETTINGS
 from pd_connectors.protocol.keys import KEY_ENV
+from pd_http.settings import refuse
 from pd_router.admission.key_file import KeyFile
 from pd_router.config import RouterConfig
 
@@ -64,14 +65,14 @@ def run_up(namespace: argparse.Namespace) -> int:
         *role_problems(roles, config, lambda settings: preflight.machine_problems(settings, machine)),
     ]
     problems += preflight.tls_problems(config)  # of the router: nodes get no certificate
-    preflight.refuse([*problems, *(preflight.key_problems(key_file) if key_file else ())])
+    refuse([*problems, *(preflight.key_problems(key_file) if key_file else ())])
     if api_keys := getattr(namespace, "api_keys", ""):
         KeyFile(api_keys)  # its errors are told before anything starts
     with contextlib.ExitStack() as sockets:
         # opened before anything slow starts, so that a taken port is reported at once and early clients wait
         listener = sockets.enter_context(contextlib.closing(listen(namespace.host, namespace.port)))
         model = resolve_model(config.model.model)  # once here, so that not every node downloads it
-        preflight.refuse(role_problems(roles, config, lambda settings: preflight.model_problems(settings, model)))
+        refuse(role_problems(roles, config, lambda settings: preflight.model_problems(settings, model)))
         gpus = [] if config.model.device == "cpu" else visible_gpus(os.environ)
         names = config.model.served_model_name or (served_name(config.model.model, model),)
         flags += [f"--model={model}", *(f"--served-model-name={name}" for name in names)]

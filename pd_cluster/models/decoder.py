@@ -49,7 +49,7 @@ FamilyLayer = TypeVar("FamilyLayer", bound=Layer)
 
 
 class Decoder(ABC, Generic[FamilyLayer]):
-    """A Model. A family makes one layer in `_make_layer`, and computes what is behind attention in `_finish_layer`."""
+    """A Model. A family makes one layer in `_make_layer`, and computes what is after attention in `_finish_layer`."""
 
     offset_norms: ClassVar = False  # see Parameters
 

@@ -90,7 +90,7 @@ def _check(parsed: Any, architectures: object) -> None:
 def _describe(module: Any, config: Mapping[str, Any]) -> ModelSpec:
     """The spec of modules without memory. Raises UnservedModel when no cache of ours can hold their keys."""
     if any(hasattr(part, "create_position_ids_from_input_ids") for part in module.modules()):  # RoBERTa's relatives
-        raise UnservedModel("positions that begin behind pad_token_id are not served")
+        raise UnservedModel("positions that begin after pad_token_id are not served")
     calls, vocab_size = _probe(module)
     parsed, shapes = module.config, {shape for _, shape in calls.values()}
     if others := sorted(set(range(parsed.num_hidden_layers)) ^ set(calls)):

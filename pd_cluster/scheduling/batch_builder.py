@@ -70,7 +70,7 @@ class BatchBuilder:
 
     def limit_to_fill(self, seq: Sequence) -> None:
         """Leave prompts little if the step has one of a better priority than the sequence's, which is next."""
-        if seq.rank[0] > self.best_priority:
+        if seq.priority > self.best_priority:
             self.prompts.tokens_left = min(self.prompts.tokens_left, max(0, FILL - self.num_tokens))
 
     def add_chunk(self, seq: Sequence, blocks: BlockManager) -> None:
@@ -84,7 +84,7 @@ class BatchBuilder:
         if num_remaining > 1:
             num_tokens = self.prompts.take(start, num_remaining - (seq in self.unready))
             self.num_tokens += num_tokens
-            self.best_priority = min(self.best_priority, seq.rank[0])
+            self.best_priority = min(self.best_priority, seq.priority)
         end = start + num_tokens
         new_blocks: tuple[NewBlocks, ...] = ()
         if end > table.capacity:

@@ -94,12 +94,12 @@ class BeamSearch:
         is_last = self._num_tokens >= self._max_tokens
         for score, index, one in ranked[:width]:
             if is_last or one.token_id in stop_ids:
-                self._finish(Beam(self._beams[index], self._told(one, rows[index]), score))
+                self._finish(Beam(self._beams[index], self._sampled(one, rows[index]), score))
         going = [candidate for candidate in ranked if candidate[2].token_id not in stop_ids][:width]
         if is_last or not going or not self._may_improve(going[0][0]):
             self._beams = []
             return []
-        self._beams = [Beam(self._beams[index], self._told(one, rows[index]), score) for score, index, one in going]
+        self._beams = [Beam(self._beams[index], self._sampled(one, rows[index]), score) for score, index, one in going]
         return [Step(index, one.token_id) for _, index, one in going]
 
     def _finish(self, beam: Beam) -> None:
@@ -122,7 +122,7 @@ class BeamSearch:
         best_possible: float = best_score / num_tokens**params.length_penalty
         return best_possible > self.finished[-1].score
 
-    def _told(self, one: TopLogprob, row: SampledToken) -> SampledToken:
+    def _sampled(self, one: TopLogprob, row: SampledToken) -> SampledToken:
         """The token as the client gets it."""
         if self._num_logprobs is None:
             return SampledToken(one.token_id)

@@ -79,7 +79,7 @@ class KvMemory:
         return self._blocks.has_room_without(needs, filter(None, tables))
 
     def drop_pin(self, keep: Request | None = None) -> bool:
-        """Make the pinned prefix of the worst-ranked parked request evictable. False: there is none but `keep`'s.
+        """Make the pinned prefix of the last parked request evictable. False: there is none but `keep`'s.
 
         `reserve` pins again the blocks that are still cached.
         """
@@ -96,7 +96,7 @@ class KvMemory:
     def preempt(self, seq: Sequence) -> Copies:
         """Take all blocks of a sequence that no running step touches, and make it wait. Returns the copies to run.
 
-        The reader of the sequence's lease, if there is a lease, hears of the preemption first. The blocks of a sequence
+        The reader of the sequence's lease, if there is one, learns of the preemption first. The blocks of a sequence
         without a lease are swapped to host memory if host memory has room: the copies do that. Any other sequence is
         computed again.
         """
@@ -167,7 +167,7 @@ class KvMemory:
         return copies
 
     def _take_blocks(self, seq: Sequence) -> Copies | None:
-        claim = seq.request.group.claim(seq.rank)
+        claim = seq.request.group.claim(seq.precedence)
         if any(request.claim < claim for request in self._queues.reserving):
             return None
         blocks, size, is_swapped = self._blocks, self._blocks.block_size, seq.status is SequenceStatus.SWAPPED

@@ -72,7 +72,7 @@ class LoadMemory:
         return LoadSpec(request.load_id, blocks.uncached_runs(table), num_tokens)
 
     def _take_load_blocks(self, request: Request, num_tokens: int, *, is_prefix: bool) -> bool:
-        """Give a load its blocks: in each group those behind its own longest cached run. False: there is no room."""
+        """Give a load its blocks: in each group those after its own longest cached run. False: there is no room."""
         blocks, lead, table = self._blocks, request.sequences[0], request.table
         size = blocks.block_size
         assert table is not None
@@ -94,7 +94,7 @@ class LoadMemory:
         claim, refused = request.claim, self._memory.refused
         if any(other.claim < claim for other in self._queues.reserving):
             return False
-        return refused is None or claim < refused.request.group.claim(refused.rank)
+        return refused is None or claim < refused.request.group.claim(refused.precedence)
 
     def keep_prefix(self, request: Request, num_tokens: int) -> None:
         """Cache the first `num_tokens` of a loaded prefix, and free the rest of its blocks."""

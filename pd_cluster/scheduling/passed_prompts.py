@@ -34,15 +34,15 @@ class PassedPrompts:
         """
         if self._num_passes < MOST_PASSES:
             return None
-        priorities = [seq.rank[0] for seq in prefills]
+        priorities = [seq.priority for seq in prefills]
         best = min(priorities if best_waiting is None else [*priorities, best_waiting], default=0)
-        passed = (seq for seq in prefills if seq.rank[0] > best)
-        return min(passed, key=lambda seq: (seq.request.since, seq.rank), default=None)
+        passed = (seq for seq in prefills if seq.priority > best)
+        return min(passed, key=lambda seq: (seq.request.since, seq.precedence), default=None)
 
     def note(self, prefills: List[Sequence], best_planned: float, *, is_turn: bool) -> None:
         """A step was planned. `best_planned`: the best priority of its prompts. `is_turn`: a passed one was first."""
         if is_turn:
             self._num_passes = 0
         elif best_planned < math.inf:  # else the step had no prompt, so it was none's turn
-            is_passed = any(seq.rank[0] > best_planned for seq in prefills)
+            is_passed = any(seq.priority > best_planned for seq in prefills)
             self._num_passes = self._num_passes + 1 if is_passed else 0

@@ -1,6 +1,6 @@
 """Plans the next step. There is no prefill phase and no decode phase: every sequence has tokens left to compute.
 
-    1  running sequences with one token left (decodes), best rank first; short of memory, the worst rank is preempted
+    1  running sequences with one token left (decodes), by precedence; short of memory, the last one is preempted
     2  running sequences with more (prefill chunks), while the prompts' share of the token budget lasts
     3  unless something was preempted: sequences that wait, in turn (`turns`), while slots, memory and budget last
     4  drafts for decodes (`drafts`), of what is left
@@ -159,7 +159,7 @@ class Planner:
         """Plan a chunk of the running prompt that has been passed too often, if there is one. Returns whether it is."""
         first = self._queues.waiting.first
         able = [seq for seq in prefills if self._may_run(seq, builder)]
-        seq = self._passed.of_turn(able, None if first is None else first.rank[0])
+        seq = self._passed.of_turn(able, None if first is None else first.priority)
         if seq is None or not builder.prompts.admits(seq.num_scheduled_tokens):
             return False
         builder.add_chunk(seq, self._blocks)
@@ -171,11 +171,11 @@ class Planner:
         return may_run and builder.has_rows(seq)
 
     def _plan_chunks(self, builder: BatchBuilder, prefills: list[Sequence]) -> None:
-        """Plan chunks of the running prompts, best rank first, after what waits with a better priority."""
+        """Plan chunks of the running prompts, in order of precedence, after what waits with a better priority."""
         passed = None
         for seq in prefills:
-            priority, first = seq.rank[0], self._queues.waiting.first
-            if passed != priority and first is not None and first.rank[0] < priority:
+            priority, first = seq.priority, self._queues.waiting.first
+            if passed != priority and first is not None and first.priority < priority:
                 passed = priority
                 if not builder.preempted and not builder.held:
                     self._admit(builder, before=priority)
@@ -238,10 +238,10 @@ class Planner:
             self._preempt(seq, builder)
 
     def _victim(self, builder: BatchBuilder) -> Sequence | None:
-        """The worst-ranked holder of blocks that this step has not planned, or one of a group that owes it a slot."""
+        """The last holder of blocks that this step has not planned, or one of a group that owes it a slot."""
         worst = self._queues.loaded.last
         for seq in reversed(self._queues.running):
-            if worst is not None and worst.rank > seq.rank:
+            if worst is not None and worst.precedence > seq.precedence:
                 break
             if seq.planned_step != builder.step:
                 worst = seq
@@ -249,14 +249,14 @@ class Planner:
         return worst if worst is None else self._yielding.debtor(worst, builder) or worst
 
     def _may_take(self, seq: Sequence, victim: Sequence) -> bool:
-        """Whether a running sequence may have the blocks of another: by rank, unless one's group owes the other's.
+        """Whether a running sequence may have another's blocks: by precedence, unless one's group owes the other's.
 
         A debt does not count where the debtor's sequence has the better priority. `Yielding.debtor` does not take that
         sequence either; if the debt counted here, both would wait for each other for ever.
         """
         own, other = seq.request.group, victim.request.group
-        is_owed = own.owes(other) and seq.rank[0] >= victim.rank[0]
-        return other.owes(own) or (victim.rank >= seq.rank and not is_owed)
+        is_owed = own.owes(other) and seq.priority >= victim.priority
+        return other.owes(own) or (victim.precedence >= seq.precedence and not is_owed)
 
     def _preempt(self, victim: Sequence, builder: BatchBuilder) -> None:
         builder.swap_out += self._memory.preempt(victim)
@@ -272,7 +272,7 @@ class Planner:
         """
         is_short = False
         for seq in self._queues.in_turn():
-            if not builder.budget or builder.preempted or self._queues.num_free_slots <= 0 or seq.rank[0] >= before:
+            if not builder.budget or builder.preempted or self._queues.num_free_slots <= 0 or seq.priority >= before:
                 return
             if builder.unready and builder.unready.holds(seq, self._clock()):
                 continue
@@ -303,12 +303,12 @@ class Planner:
     def _enter_loaded(self, seq: Sequence, builder: BatchBuilder) -> None:
         """Let a sequence with its KV enter; it needs room for one token.
 
-        If nothing runs, loaded sequences of worse rank are preempted for it. It yields itself, with KV that has just
-        been transferred, only if no memory is lent.
+        If nothing runs, loaded sequences of lower precedence are preempted for it. It yields itself, with KV that has
+        just been transferred, only if no memory is lent.
         """
         queues = self._queues
         if self._memory.is_shared and not self._memory.can_write(seq):
-            worse = [] if queues.running else [other for other in queues.loaded if other.rank > seq.rank]
+            worse = [] if queues.running else [other for other in queues.loaded if other.precedence > seq.precedence]
             if not self._memory.can_gain(self._memory.needs(seq), worse):
                 if not queues.running and not self._is_memory_lent:
                     self._yield_alone(seq, worse, builder)

@@ -1,7 +1,7 @@
 """What prompts may take of one step.
 
 A step that decodes keeps streams waiting, so where those are limited its prompts have a *cost* besides their number: a
-token counts as one, and once more for every `keys_per_token` keys that it sees. Behind 6,000 tokens of its own prompt a
+token counts as one, and once more for every `keys_per_token` keys that it sees. After 6,000 tokens of its own prompt a
 token of 8B holds decodes up for twice as long as at the beginning, and half as many fit.
 """
 

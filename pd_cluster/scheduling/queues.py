@@ -13,7 +13,7 @@ from heapq import merge
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.batch import BeamStep
-from pd_cluster.scheduling.ranked_queue import RankedQueue
+from pd_cluster.scheduling.ordered_queue import OrderedQueue
 from pd_cluster.scheduling.sequence import Request, Sequence, SequenceStatus
 from pd_cluster.scheduling.unready import Unready
 from pd_connectors.protocol.feed import NodeLoad
@@ -42,11 +42,11 @@ class Queues:
         self._turns = turns
         self._departures: list[int] = []
         self._beam_steps: list[BeamStep] = []
-        self.waiting: RankedQueue[Sequence] = RankedQueue()
-        self.loaded: RankedQueue[Sequence] = RankedQueue()
-        self.running: RankedQueue[Sequence] = RankedQueue()
-        self.parked: RankedQueue[Request] = RankedQueue()
-        self.reserving: RankedQueue[Request] = RankedQueue()
+        self.waiting: OrderedQueue[Sequence] = OrderedQueue()
+        self.loaded: OrderedQueue[Sequence] = OrderedQueue()
+        self.running: OrderedQueue[Sequence] = OrderedQueue()
+        self.parked: OrderedQueue[Request] = OrderedQueue()
+        self.reserving: OrderedQueue[Request] = OrderedQueue()
         self.sequences: dict[int, Sequence] = {}  # by id, until finished and untouched by any running step
         self.prefills: dict[str, Request] = {}  # PREFILL requests that have not finished, by lease id
         self.unready = Unready()
@@ -90,7 +90,7 @@ class Queues:
 
     def in_turn(self) -> Iterator[Sequence]:
         """The sequences that wait for a slot, in the order of their turns."""
-        return self._turns.in_turn(merge(tuple(self.loaded), tuple(self.waiting), key=lambda seq: seq.rank))
+        return self._turns.in_turn(merge(tuple(self.loaded), tuple(self.waiting), key=lambda seq: seq.precedence))
 
     def take_departures(self) -> tuple[int, ...]:
         """Ids of the sequences that left the worker since the last call."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pd_cluster.protocol.messages import AddRequest
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.block_table import BlockTable
-    from pd_cluster.scheduling.group import Group
+    from pd_cluster.scheduling.request_group import RequestGroup
     from pd_connectors.protocol.layout import BlockRun
     from pd_connectors.protocol.messages import SampledToken
 
@@ -88,7 +88,7 @@ class Request:
     kv: KvArrival = KvArrival.ABSENT
     num_cached_before: int = 0  # tokens that were cached here when a pool was searched
     marks: Marks = field(default_factory=Marks)
-    group: Group[Sequence] = field(init=False, repr=False)  # shares slots and turns with its other requests
+    group: RequestGroup[Sequence] = field(init=False, repr=False)  # shares slots and turns with its other requests
     is_queued: bool = True  # nothing of it has run yet
     num_named: int = 0  # of `message.steps`: see `CacheNews`
     beams: Beams | None = None  # its sequences are the beams of a search
@@ -119,14 +119,14 @@ class Request:
         return self.message.salt
 
     @property
-    def rank(self) -> tuple[int, ...]:
+    def precedence(self) -> tuple[int, ...]:
         """Smaller goes first and is preempted last."""
         return (self.message.priority, self.turn, self.arrival)
 
     @property
     def claim(self) -> tuple[int, ...]:
         """Order of requests that wait for memory: smaller goes first. Each turn of its group changes it."""
-        return self.group.claim(self.rank)
+        return self.group.claim(self.precedence)
 
     @property
     def finished(self) -> bool:
@@ -190,7 +190,7 @@ class Request:
                 seq_id=next(seq_ids),
                 index=index,
                 request=self,
-                rank=(*self.rank, index),
+                precedence=(*self.precedence, index),
                 seed=self.seed_of(index),
                 num_prompt_tokens=num_prompt,
                 stop_ids=stop_ids,
@@ -222,7 +222,7 @@ class Request:
         """Set the request's place in its priority. No queue may have it yet."""
         self.since, self.turn = since, turn
         for seq in self.sequences:
-            seq.rank = (*self.rank, seq.index)
+            seq.precedence = (*self.precedence, seq.index)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -232,7 +232,7 @@ class Sequence:
     seq_id: int
     index: int  # among the request's n
     request: Request = field(repr=False)
-    rank: tuple[int, ...]  # smaller goes first and is preempted last; unique
+    precedence: tuple[int, ...]  # smaller goes first and is preempted last; unique
     seed: int
     num_prompt_tokens: int
     stop_ids: frozenset[int] = field(repr=False)  # EOS (unless ignored) and the request's stop tokens
@@ -270,6 +270,11 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the EOS or stop token that ended it
     block_hashes: list[bytes] = field(default_factory=list, repr=False)
+
+    @property
+    def priority(self) -> int:
+        """Of its request; smaller is better."""
+        return self.precedence[0]
 
     @property
     def num_output_tokens(self) -> int:
@@ -340,7 +345,7 @@ class Sequence:
         step that is planned already assumes one (`num_pending`) and starts at a wrong position, so there must be none.
         """
         assert run
-        assert not self.num_in_flight or len(run) == 1, "a step was planned behind one that sampled several tokens"
+        assert not self.num_in_flight or len(run) == 1, "a step was planned after one that sampled several tokens"
         num_added = 0
         while num_added < len(run) and self.finish_reason is None:
             self.append(run[num_added].token_id)

@@ -234,10 +234,10 @@ class StepBudget:
         if self.targets.ttft_s == inf:
             return False
         # A stream that goes on after a node's failure has a priority better by one
-        best = 1 + min((seq.rank[0] for seq in queues.running if is_stream(seq)), default=0)
+        best = 1 + min((seq.priority for seq in queues.running if is_stream(seq)), default=0)
         since_s = begin_s - PATIENCE * self.targets.ttft_s
         return self._bound_s < since_s and any(
-            _waits_since_s(seq) < since_s and seq.rank[0] <= best
+            _waits_since_s(seq) < since_s and seq.priority <= best
             for seq in _next_prompts(queues)
             if seq.num_remaining_tokens > 1
         )

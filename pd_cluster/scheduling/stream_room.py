@@ -63,7 +63,7 @@ class StreamRoom:
         """Expected of one decode: as in the last step with decodes, which says less and less of the next stream."""
         return USUAL_CONTEXT + (self._context - USUAL_CONTEXT) * exp((self._decoded_s - self._clock()) / FADE_S)
 
-    def told(self, load: NodeLoad, num_streams: int) -> NodeLoad:
+    def filled_in(self, load: NodeLoad, num_streams: int) -> NodeLoad:
         """`load` with the target, and the rooms beside so many streams. Without a target: as it is."""
         if not self.is_known:
             return load

@@ -27,12 +27,12 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from pd_cluster.scheduling.group import LEAST_EXCESS, Group
+from pd_cluster.scheduling.request_group import LEAST_EXCESS, RequestGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from pd_cluster.scheduling.group import Claim
+    from pd_cluster.scheduling.request_group import Claim
     from pd_cluster.scheduling.sequence import Request, Sequence
 
 CROWD_SHARE = 2  # 1 / CROWD_SHARE of the queue is for groups that have nothing in it yet
@@ -48,8 +48,8 @@ class Turns:
 
     def __init__(self) -> None:
         self.num_queued = 0  # requests of which nothing has run yet
-        self._groups: dict[str, Group[Sequence]] = {}
-        self._shared: set[Group[Sequence]] = set()
+        self._groups: dict[str, RequestGroup[Sequence]] = {}
+        self._shared: dict[RequestGroup[Sequence], None] = {}  # in the order in which they came
         self._num_rich = 0  # groups from which another may take a slot
         self._last_arrival = -1
         self._serial = 0
@@ -65,18 +65,18 @@ class Turns:
         group = self._groups.get(name)
         return self.num_queued < (limit if group is None or not group.num_queued else crowd_limit(limit))
 
-    def join(self, request: Request, name: str) -> Group[Sequence]:
+    def join(self, request: Request, name: str) -> RequestGroup[Sequence]:
         """Add a request that has arrived, as queued. Returns its group."""
         group = self._groups.get(name)
         if group is None:
-            group = self._groups[name] = Group(name)
+            group = self._groups[name] = RequestGroup(name)
         group.num_requests += 1
         group.num_queued += 1
         self.num_queued += 1
         self._last_arrival = request.since
         if group.num_requests > 1 or request.num_live > 1:
             group.is_shared = True
-            self._shared.add(group)
+            self._shared[group] = None
         return group
 
     def leave(self, request: Request) -> None:
@@ -86,7 +86,7 @@ class Turns:
         group.num_requests -= 1
         if not group.num_requests:
             del self._groups[group.name]
-            self._shared.discard(group)
+            self._shared.pop(group, None)
 
     def begin(self, request: Request) -> None:
         """Note that the request is not queued any more. Idempotent."""
@@ -123,32 +123,32 @@ class Turns:
         """Whether some group holds so many slots that one without any may take one from it. O(1)."""
         return self._num_rich > 0
 
-    def richest(self) -> Group[Sequence] | None:
-        """The group with the most slots. O(groups of several sequences)."""
+    def richest(self) -> RequestGroup[Sequence] | None:
+        """The group with the most slots, of equal ones the oldest. O(groups of several sequences)."""
         return max(self._shared, key=lambda group: group.num_slots, default=None)
 
     # order
 
-    def in_turn(self, ranked: Iterable[Sequence]) -> Iterator[Sequence]:
-        """The sequences of `ranked`, which come in order of rank and are all that wait, in order of their claims.
+    def in_turn(self, ordered: Iterable[Sequence]) -> Iterator[Sequence]:
+        """The sequences of `ordered`, which come by precedence and are all that wait, in order of their claims.
 
         A slot that is given meanwhile counts. Lazy: O(1) for the first of groups of one sequence, O(log groups) for
         those of others.
         """
         if not self._shared:
-            yield from ranked
+            yield from ordered
             return
         heads = [
-            (group.claim(first.rank), first.rank, first, queue)
+            (group.claim(first.precedence), first.precedence, first, queue)
             for group in self._shared
             if (first := next(queue := iter(tuple(group.waiting)), None)) is not None
         ]
         heapify(heads)
-        for seq in ranked:
+        for seq in ordered:
             group = seq.request.group
             if group.is_shared:
                 continue  # in `heads`
-            while heads and heads[0][0] < group.claim(seq.rank):
+            while heads and heads[0][0] < group.claim(seq.precedence):
                 yield from self._next_of(heads)
             yield seq
         while heads:
@@ -161,4 +161,5 @@ class Turns:
         yield seq
         following = next(queue, None)
         if following is not None:
-            heappush(heads, (following.request.group.claim(following.rank), following.rank, following, queue))
+            claim = following.request.group.claim(following.precedence)
+            heappush(heads, (claim, following.precedence, following, queue))

@@ -84,6 +84,6 @@ class Yielding:
         for other in reversed(self._queues.running):
             request = other.request
             is_free = other.planned_step != builder.step and other.seq_id not in builder.held
-            if request.group is group and is_free and request.lease_id is None and request.rank[0] >= seq.rank[0]:
+            if request.group is group and is_free and request.lease_id is None and other.priority >= seq.priority:
                 return other
         return None

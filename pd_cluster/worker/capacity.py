@@ -74,10 +74,10 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
     unless the cache is fp8. Raises StartupError when the weights alone do not fit.
     """
     limits, cache = config.scheduler, config.cache
-    told_seqs, told_budget = limits.max_num_seqs, limits.max_num_batched_tokens
+    given_seqs, given_budget = limits.max_num_seqs, limits.max_num_batched_tokens
     if not gpu_bytes:
-        seqs = told_seqs or min(CPU_SEQS, told_budget or CPU_SEQS)
-        budget = told_budget or max(STEP_TOKENS, seqs)
+        seqs = given_seqs or min(CPU_SEQS, given_budget or CPU_SEQS)
+        budget = given_budget or max(STEP_TOKENS, seqs)
         line = f"max_num_seqs {seqs}, max_num_batched_tokens {budget} (CPU)"
         return Capacity(seqs, budget, cache.gpu_memory_utilization, line)
     utilization = cache.gpu_memory_utilization or _utilization(cache.gpu_share, gpu_bytes)
@@ -92,16 +92,16 @@ def decide_capacity(config: NodeConfig, spec: ModelSpec, dtype_bytes: int, gpu_b
         weights = f"the weights of {spec.architecture} take {memory.weight_bytes / 1e9:.1f} GB"
         raise StartupError(f"{weights}; of the GPU's memory this node may fill {filled}")
     length = min(TOKENS_PER_SEQ, config.model.max_model_len or spec.max_len)
-    seqs = told_seqs or memory.most_seqs(length)
-    is_measured = not told_budget and spec.experts is not None and config.server.role == "prefill"
+    seqs = given_seqs or memory.most_seqs(length)
+    is_measured = not given_budget and spec.experts is not None and config.server.role == "prefill"
     is_measured &= cache.gpu_share == 1
-    budget = told_budget or max(MOST_STEP_TOKENS if is_measured else STEP_TOKENS, seqs)
+    budget = given_budget or max(MOST_STEP_TOKENS if is_measured else STEP_TOKENS, seqs)
     reason = "at most; steps will be measured" if is_measured else "larger steps are no faster"
     room = f"room for {memory.cached_seqs(seqs, length):,} sequences of {length:,} tokens"
     longest = min(config.model.max_model_len or spec.max_len, max(length, memory.cache_tokens(seqs)))
     reasons = (
-        f"max_num_seqs {seqs} ({'given; ' if told_seqs else ''}{room})",
-        f"max_num_batched_tokens {budget} ({'given' if told_budget else reason})",
+        f"max_num_seqs {seqs} ({'given; ' if given_seqs else ''}{room})",
+        f"max_num_batched_tokens {budget} ({'given' if given_budget else reason})",
         f"gpu_memory_utilization {utilization:.3g} ({'given; ' if cache.gpu_memory_utilization else ''}{filled})",
         *([f"KV of a sequence: {memory.held_line(length)}, {memory.held_line(longest)}"] if any(spec.windows) else ()),
     )

@@ -69,7 +69,7 @@ class DeviceDescribed(DeviceState):
     def of(cls, config: NodeConfig, progress: Callable[[str], None], place: RankPlace | None = None) -> Self:
         """`progress` gets lines about the weights, kernels and graphs. `place`: None for the only rank.
 
-        Raises StartupError, and then leaves nothing behind.
+        Raises StartupError, and then keeps nothing.
         """
         return cls(DevicePlan.make(config, progress, place), Weights())
 
@@ -279,7 +279,7 @@ class DeviceExecutor(DeviceState):
     def follow(self, batch: Batch, graph: StepSize | None, staged: Staged) -> PendingStep:
         """On a rank > 0: launch a step as rank 0 does. `staged`: the starting sequences that rank 0 draws itself."""
         assert self._plan.place is not None
-        self._plan.place.told.changed, self._plan.place.told.late = staged
+        self._plan.place.reported.changed, self._plan.place.reported.late = staged
         return self._runner.launch(batch, graph)
 
     def draw_late(self) -> float:
@@ -299,7 +299,7 @@ class DeviceExecutor(DeviceState):
     def follow_late(self, absent: Collection[int]) -> None:
         """On a rank > 0: draw the late rows of the newest step. The steps before it must have been read."""
         assert self._plan.place is not None
-        self._plan.place.told.absent = absent
+        self._plan.place.reported.absent = absent
         self._runner.draw_late()
 
     def watch_logits(self, watcher: Callable[[torch.Tensor], None] | None) -> None:

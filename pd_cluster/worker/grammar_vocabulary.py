@@ -96,8 +96,8 @@ class GrammarTokens(NamedTuple):
 
         if not (eos := self.known(eos_token_ids)):
             raise ValueError(f"none of the EOS ids {list(eos_token_ids)} is a token")
-        if (told := self._as_tiktoken(eos)) is not None:
-            return GrammarVocabulary(told, encodes=True)
+        if (known := self._as_tiktoken(eos)) is not None:
+            return GrammarVocabulary(known, encodes=True)
         padding = [b""] * (self.vocab_size - len(self.texts))
         table = _Table(self.texts + padding, sorted(self.marks), eos[0])
         return GrammarVocabulary(llguidance.LLTokenizer(table, eos_token=eos), encodes=False)
@@ -190,7 +190,7 @@ def has_tokenizer(model_dir: Path) -> bool:
 
 def model_chooses(grammar: str) -> str:
     """The grammar with the option that llguidance encodes nothing, for `LLMatcher`."""
-    told: Any = json.loads(grammar) if grammar.lstrip().startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
-    if not (isinstance(told, dict) and isinstance(told.get("grammars"), list)):
+    parsed: Any = json.loads(grammar) if grammar.lstrip().startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
+    if not (isinstance(parsed, dict) and isinstance(parsed.get("grammars"), list)):
         return grammar  # llguidance says what is wrong
-    return json.dumps(told | {"grammars": [*told["grammars"], _MODEL_CHOOSES]}, ensure_ascii=False)
+    return json.dumps(parsed | {"grammars": [*parsed["grammars"], _MODEL_CHOOSES]}, ensure_ascii=False)

@@ -190,7 +190,7 @@ class InputBatch:
 
     @torch.inference_mode()
     def _note_runs(self, runs: Mapping[int, Sequence[SampledToken]], samples: Samples) -> None:
-        """Note runs, by their place in `samples`. Stages hear of one token after the other."""
+        """Note runs, by their place in `samples`. Stages get one token after the other."""
         noted = {}
         for at, run in runs.items():
             row, start, token_ids = samples.rows[at], samples.positions[at], [token.token_id for token in run]
@@ -312,11 +312,11 @@ class InputBatch:
         if (num_rows := sum(counts)) > len(counts):
             lens = np.array([1 + len(one) for one in drafts]) if drafts else np.ones_like(rows)
             begins, are_plain = np.cumsum(counts) - counts, lens == 1
-            behind = np.arange(num_rows) - np.repeat(begins, counts)  # tokens after that of the sequence's first row
-            behind[np.repeat(are_plain, counts)] = 0  # its rows are copies
-            draw_rows, draw_positions = np.repeat(rows, counts), np.repeat(positions, counts) + behind
+            offsets = np.arange(num_rows) - np.repeat(begins, counts)  # tokens after that of the sequence's first row
+            offsets[np.repeat(are_plain, counts)] = 0  # its rows are copies
+            draw_rows, draw_positions = np.repeat(rows, counts), np.repeat(positions, counts) + offsets
             if num_rows > lens.sum():
-                owners = self._move(np.repeat(np.cumsum(lens) - lens, counts) + behind)
+                owners = self._move(np.repeat(np.cumsum(lens) - lens, counts) + offsets)
             plain_rows, firsts = rows[are_plain], self._move(begins[are_plain])
         return Samples(
             seq_ids=tuple(seq_ids),

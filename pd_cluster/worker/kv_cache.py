@@ -88,11 +88,11 @@ class KVCache:
 
     def run_copies(self, copies: BlockCopies, kernels: Kernels) -> None:
         """Run the copies of a batch: swap out, then swap in, then copy on write."""
-        for told, sources, targets in (
+        for moved, sources, targets in (
             (copies.swap_out, self.tensors, self.hosts),
             (copies.swap_in, self.hosts, self.tensors),
         ):
-            for group, pairs in _by_group(told):
+            for group, pairs in _by_group(moved):
                 kernels.copy_blocks(sources[group], targets[group], torch.tensor(pairs, dtype=torch.int64))
         for part in independent(copies.copy_on_write, self.slabs.per_slab):
             for group, pairs in _by_group(part):

@@ -34,7 +34,7 @@ _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3 numbers; Triton 
 def describe_model(config: ModelConfig, device: torch.device, progress: Callable[[str], None]) -> ModelDescription:
     """Describe the model from its files and the settings. Raises StartupError.
 
-    Of the weights it reads only the samples that the fingerprint needs. `progress` hears when no family of ours
+    Of the weights it reads only the samples that the fingerprint needs. `progress` is called when no family of ours
     computes the model, and why.
     """
     directory = model_directory(config.model)

@@ -77,7 +77,7 @@ class ModelRunner:
         if place is None or sampler.leads:
             stages = make_stages(context, plan.config.model.logits_stages)
         else:
-            stages = place.told.stages(num_rows)
+            stages = place.reported.stages(num_rows)
         sampling = SamplingState(num_rows, vocab_size, stages, host_buffer)
         self.rows = rows = InputBatch(
             num_rows, max_len, block_sizes, sampling, host_buffer, vocab_size, device, self._last_group,

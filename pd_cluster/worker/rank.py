@@ -62,11 +62,11 @@ SWITCH_INTERVAL_S = 0.0001  # an acknowledgement must not wait 5 ms for a launch
 
 
 class RankSockets:
-    """A rank's ends of the sockets to rank 0. `answer` belongs to one thread at a time, `tell` to any thread."""
+    """A rank's ends of the sockets to rank 0. `answer` belongs to one thread at a time, `report` to any thread."""
 
     def __init__(self, rank: int, address: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._news_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # ends before the other, see `tell_last`
+        self._news_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # ends before the other, see `report_last`
         self._frames = self._context.socket(zmq.PULL)
         self._frames.set_hwm(0)
         self._frames.bind(f"{address}.{rank}")
@@ -86,14 +86,14 @@ class RankSockets:
         with self._lock:
             self._answers.send(self._encoder.encode(message), zmq.NOBLOCK)
 
-    def tell(self, message: RankNews) -> None:
+    def report(self, message: RankNews) -> None:
         with self._lock:
             if not self._news.closed:
                 self._news.send(self._encoder.encode(message), zmq.NOBLOCK)
 
-    def tell_last(self, message: RankNews) -> None:
+    def report_last(self, message: RankNews) -> None:
         """Wait until rank 0 has the message, at most a second. There is no news after it."""
-        self.tell(message)
+        self.report(message)
         with self._lock:
             self._news.close(linger=1000)
             self._news_context.term()
@@ -111,7 +111,7 @@ class RankProcess:
         self._reader: Closes | None = None  # of the connector
         self._place: RankPlace | None = None  # of a described model
         self._num_launched = self._num_retired = 0
-        self._port = LinkPort(start.rank, sockets.tell)
+        self._port = LinkPort(start.rank, sockets.report)
         for run in (self._beat, self._retire):
             threading.Thread(target=run, daemon=True).start()
 
@@ -141,12 +141,12 @@ class RankProcess:
         expected = isinstance(error, PdError | HandoffError)
         text = str(error) if expected else f"{type(error).__name__}: {error}"
         kind = type(error) if isinstance(error, PdError) else RankLost
-        self._sockets.tell_last(RankFailed(self._start.rank, kind.__name__, text))
+        self._sockets.report_last(RankFailed(self._start.rank, kind.__name__, text))
 
     # phases: the names after "_phase_", and MOVES; the results are plain values
 
     def _phase_describe(self) -> None:
-        # Imported here, because they import torch: rank 0 hears of this process before
+        # Imported here, because they import torch: rank 0 learns of this process before
         from pd_cluster.worker.collectives import connect_store
         from pd_cluster.worker.device_executor import DeviceDescribed
         from pd_cluster.worker.device_plan import make_place
@@ -194,7 +194,7 @@ class RankProcess:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-            self._port = LinkPort(self._start.rank, self._sockets.tell)
+            self._port = LinkPort(self._start.rank, self._sockets.report)
 
     def _read_steps(self, keep: int) -> None:
         while len(self._pending) > keep:  # rank 0 has read them, so they have ended
@@ -233,7 +233,7 @@ class RankProcess:
     def _beat(self) -> None:
         waits = threading.Event()
         while True:
-            self._sockets.tell(Heartbeat(self._start.rank, self._phase, self._num_launched, self._num_retired))
+            self._sockets.report(Heartbeat(self._start.rank, self._phase, self._num_launched, self._num_retired))
             waits.wait(HEARTBEAT_S)
 
 

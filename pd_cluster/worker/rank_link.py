@@ -81,7 +81,7 @@ class RankLink:
         self.lost: PdError | None = None
         # The watching thread's
         self._clock = PatientClock(time.monotonic, patience_s=LOOK_S)
-        self._heard_s: dict[int, float] = {}
+        self._received_s: dict[int, float] = {}
         self._beats: dict[int, Heartbeat] = {}
         self._steps: deque[tuple[int, float, float]] = deque()  # under way: number, launched, deadline in s
         self._num_launched = 0
@@ -101,7 +101,7 @@ class RankLink:
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(f"{self._address}.{rank}")  # keeps what is sent before the rank has bound it
             self._processes[rank] = spawn(rank)
-            self._heard_s[rank] = self._clock()
+            self._received_s[rank] = self._clock()
         self._watcher.start()
 
     def serve(self) -> None:
@@ -248,7 +248,7 @@ class RankLink:
     def _take_news(self) -> None:
         while self._news.poll(0):
             message: RankNews = _NEWS.decode(self._news.recv())
-            self._heard_s[message.rank] = self._clock()
+            self._received_s[message.rank] = self._clock()
             match message:
                 case Heartbeat():
                     self._beats[message.rank] = message
@@ -259,10 +259,10 @@ class RankLink:
 
     def _judge(self, now_s: float) -> str:
         """Why a rank is lost; "" if none is."""
-        for rank, heard_s in self._heard_s.items():
-            if now_s - heard_s > self._silence_s:
+        for rank, at_s in self._received_s.items():
+            if now_s - at_s > self._silence_s:
                 last = self._beats.get(rank)
-                return f"rank {rank} has been silent for {now_s - heard_s:.1f} s, in {last.phase if last else 'start'}"
+                return f"rank {rank} has been silent for {now_s - at_s:.1f} s, in {last.phase if last else 'start'}"
         retired = min((self._beats[rank].retired if rank in self._beats else 0 for rank in self._ranks), default=0)
         while self._steps and self._steps[0][0] < retired:
             self._steps.popleft()

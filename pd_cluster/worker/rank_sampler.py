@@ -2,9 +2,9 @@
 
     plain rows      greedy, or temperature alone: each rank finds the best token of its part, and 8 bytes a row decide
     other rows      the logits are gathered, rank 0 draws with all its stages, and sends the ids to the others
-    late rows       the same, when rank 0 has their masks; the other ranks hear of it by a DrawLate
+    late rows       the same, when rank 0 has their masks; the other ranks learn it by a DrawLate
 
-All ranks know which rows are plain: a stage that is active in a row on rank 0 is told with the row's start (ToldRows).
+All ranks know which rows are plain: a stage that is active in a row on rank 0 is named at its start (ReportedRows).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class ToldRows:
-    """On a rank > 0: what rank 0 has told of the sequences that it draws itself."""
+class ReportedRows:
+    """On a rank > 0: what rank 0 has reported of the sequences that it draws itself."""
 
     changed: Collection[int] = ()  # sequences that start now with a stage that changes their logits
     late: Collection[int] = ()  # sequences that start now with a late stage
@@ -39,21 +39,21 @@ class ToldRows:
 
     def stages(self, num_rows: int) -> tuple[LogitsStage, ...]:
         """In place of the stages of rank 0: they are active in the same rows, and change nothing."""
-        return _ToldStage(self, [0] * num_rows), _ToldStage(self, [0] * num_rows, is_late=True)
+        return _ReportedStage(self, [0] * num_rows), _ReportedStage(self, [0] * num_rows, is_late=True)
 
 
 @dataclass
-class _ToldStage(LateStage):
-    _told: ToldRows
+class _ReportedStage(LateStage):
+    _reported: ReportedRows
     _seq_ids: list[int]  # by row
     is_late: bool = False
 
     def start(self, row: int, start: SequenceStart) -> bool:
         self._seq_ids[row] = start.seq_id
-        return start.seq_id in (self._told.late if self.is_late else self._told.changed)
+        return start.seq_id in (self._reported.late if self.is_late else self._reported.changed)
 
     def absent(self, rows: Ints) -> set[int]:
-        return {row for row in rows.tolist() if self._seq_ids[row] in self._told.absent}
+        return {row for row in rows.tolist() if self._seq_ids[row] in self._reported.absent}
 
     def prepare(self, rows: Ints, lengths: Ints) -> None:
         return None
@@ -69,7 +69,7 @@ class RankPlace:
     shard: Shard
     reduce: GroupReduce
     ranks: Ranks | None = None  # on rank 0
-    told: ToldRows = field(default_factory=ToldRows)  # on the others
+    reported: ReportedRows = field(default_factory=ReportedRows)  # on the others
 
 
 class RankSampler:

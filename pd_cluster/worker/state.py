@@ -1,4 +1,4 @@
-"""What the states of an executor share, and what is left of one behind a transition that succeeded, or failed."""
+"""What the states of an executor share, and what is left of one after a transition that succeeded, or failed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class DeviceState:
             torch.cuda.set_device(self._plan.device)
 
     def _on_all(self, phase: str, *arguments: Any) -> AbstractContextManager[list[Any]]:
-        """The block's work is this device's part of a phase. -> the results of other ranks, behind the block.
+        """The block's work is this device's part of a phase. -> the results of other ranks, after the block.
 
         Only rank 0 takes others along.
         """

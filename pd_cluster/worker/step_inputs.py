@@ -113,5 +113,5 @@ class Part:
 
 def up_to(ends: Ints, counts: Ints) -> Ints:
     """The `counts` numbers before each of `ends` (at least one), in order."""
-    behind = np.cumsum(counts)
-    return np.arange(behind[-1]) + np.repeat(ends - behind, counts)
+    sums = np.cumsum(counts)
+    return np.arange(sums[-1]) + np.repeat(ends - sums, counts)

@@ -26,7 +26,7 @@ MOST_DECODES = (4, 12, 64, 128)  # of steps that a StepModel is fitted to, besid
 SIZES_OF_MODEL = (128, 256, 512, 1024)  # tokens of its steps with USUAL_DECODES decodes
 SIZES_OF_PROMPTS = (STEP_TOKENS, 2 * STEP_TOKENS, MOST_STEP_TOKENS)
 STEPS = 6  # of a measurement; the first two do not count: the device waits for their inputs
-BEHIND = 4096  # tokens before a chunk, where the time of keys is measured
+NUM_BEFORE = 4096  # tokens before a chunk, where the time of keys is measured
 # Larger steps hold up the first token of short prompts, and the announcement of long ones, for this gain at least.
 # Qwen3-30B-A3B read 66, 74 and 81 thousand tokens/s in steps of 2,048, 4,096 and 8,192; with a faster kernel for
 # experts 75 and 77 in the first two
@@ -49,10 +49,10 @@ class StepTimer:
     vocab_size: int
     samples: list[tuple[StepWork, float]] = field(default_factory=list)
 
-    def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0, context: int = USUAL_CONTEXT) -> float:
-        """The median of steps: decodes behind `context` tokens, and chunks of `prompts` tokens behind `behind`."""
+    def seconds(self, num_decodes: int, prompts: Sequence[int], before: int = 0, context: int = USUAL_CONTEXT) -> float:
+        """The median of steps: decodes after `context` tokens, and chunks of `prompts` tokens after `before`."""
         context = min(context, self.max_len - STEPS)
-        batches, ends = self._batches(num_decodes, prompts, behind, context), list[float]()
+        batches, ends = self._batches(num_decodes, prompts, before, context), list[float]()
         pending = self.launch(next(batches))
         for batch in batches:
             launched = self.launch(batch)
@@ -61,18 +61,18 @@ class StepTimer:
             pending = launched
         pending.result()
         seconds = statistics.median([end - start for start, end in pairwise(ends[1:])])
-        num_keys = sum(keys_of(size, behind) for size in prompts)
+        num_keys = sum(keys_of(size, before) for size in prompts)
         self.samples.append((StepWork(num_decodes, num_decodes * context, sum(prompts), num_keys), seconds))
         return seconds
 
-    def _batches(self, num_decodes: int, prompts: Sequence[int], behind: int, context: int) -> Iterator[Batch]:
+    def _batches(self, num_decodes: int, prompts: Sequence[int], before: int, context: int) -> Iterator[Batch]:
         """The steps, and then the departure of their sequences. A chunk draws no token, as its prompt goes on."""
-        starts = self._starts([context] * num_decodes + [behind + size + 1 for size in prompts] * STEPS)
+        starts = self._starts([context] * num_decodes + [before + size + 1 for size in prompts] * STEPS)
         gone: Sequence[int] = ()
         for step in range(STEPS):
             ids = range(num_decodes + step * len(prompts), num_decodes + (step + 1) * len(prompts))
             chunks = [SequenceChunk(index, context - 1 + step, 1, num_samples=1) for index in range(num_decodes)]
-            chunks += [SequenceChunk(index, behind, size) for index, size in zip(ids, prompts, strict=True)]
+            chunks += [SequenceChunk(index, before, size) for index, size in zip(ids, prompts, strict=True)]
             new = islice(starts, len(ids) + num_decodes * (step == 0))
             yield Batch(step, tuple(new), tuple(chunks), tuple(gone))
             gone = ids
@@ -130,19 +130,19 @@ def measure_for_model(limits: SchedulerConfig, timer: StepTimer) -> None:
         timer.seconds(num_decodes, [])
     if not decodes:
         return
-    timer.seconds(decodes, [], context=BEHIND)
+    timer.seconds(decodes, [], context=NUM_BEFORE)
     most = min(limits.max_num_batched_tokens, decodes + timer.max_len - 1)
     sizes = [size for size in SIZES_OF_MODEL if decodes + 1 < size <= most]
     for size in sizes:
         timer.seconds(decodes, [size - decodes])
-    if sizes and BEHIND + sizes[0] <= timer.max_len:
-        timer.seconds(decodes, [sizes[0] - decodes], BEHIND)
+    if sizes and NUM_BEFORE + sizes[0] <= timer.max_len:
+        timer.seconds(decodes, [sizes[0] - decodes], NUM_BEFORE)
 
 
 def limit_of_prompts(limits: SchedulerConfig, timer: StepTimer, progress: Callable[[str], None]) -> SchedulerConfig:
     """`limits` with a `max_num_batched_tokens` from STEP_TOKENS to the present one, as measured.
 
-    It is that behind which the next size does not read prompts LEAST_GAIN times as fast.
+    It is the one after which the next size does not read prompts LEAST_GAIN times as fast.
 
     Where sequences are too few or too short for steps of STEP_TOKENS it is the smallest.
     """
@@ -156,8 +156,8 @@ def limit_of_prompts(limits: SchedulerConfig, timer: StepTimer, progress: Callab
         if size > chosen and size / seconds[size] < LEAST_GAIN * chosen / seconds[chosen]:
             break
         chosen = size
-    told = ", ".join(f"{size:,}: {one_s * 1e3:.1f} ms" for size, one_s in seconds.items())
-    progress(f"max_num_batched_tokens {chosen} (tokens of a step of prompts: {told})")
+    measured = ", ".join(f"{size:,}: {one_s * 1e3:.1f} ms" for size, one_s in seconds.items())
+    progress(f"max_num_batched_tokens {chosen} (tokens of a step of prompts: {measured})")
     return replace(limits, max_num_batched_tokens=chosen)
 
 

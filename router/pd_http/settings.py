@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from pd_http.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 MAX_PORT = 65535
 LARGEST = (1 << 63) - 1  # of integers in messages between processes
@@ -81,9 +81,14 @@ def number_problems(settings: Any) -> Iterator[str]:
 
 
 def check_numbers(settings: Any) -> None:
-    """Raises StartupError for the first of `number_problems`."""
-    for problem in number_problems(settings):
-        raise StartupError(problem)
+    """Raises StartupError with all of `number_problems`."""
+    refuse(number_problems(settings))
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise StartupError with all problems, a line each, if there are any."""
+    if found := "\n".join(problems):
+        raise StartupError(found)
 
 
 def port_number(text: str) -> int:

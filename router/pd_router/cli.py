@@ -30,7 +30,7 @@ from pd_router.sources.make import make_sources
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pd_router.app import Door
+    from pd_router.lifespan import RequestPort
     from pd_router.sources.base import NodeSource
     from pd_router.sources.node_change import RestartState
 
@@ -57,12 +57,12 @@ def run(
     is_supervised: bool = False,
     name: str = "router",
     kind: type[RouterConfig] = RouterConfig,
-    doors: Sequence[Door] = (),
+    ports: Sequence[RequestPort] = (),
 ) -> int:
     """Serve until SIGINT or SIGTERM. Exit code: 0, 1 if the server did not start, 2 (and a message) for wrong settings.
 
     SIGHUP: a successor takes over the socket, then this router drains. `is_supervised`: it only drains, because the
-    supervisor starts the next router. `name`: of the command. `doors`: see `create_app`. Call it from the main thread.
+    supervisor starts the next router. `name`: of the command. `ports`: see `create_app`. Call it from the main thread.
     """
     try:
         worker = WorkerChannel.inherited()
@@ -94,7 +94,7 @@ def run(
             )
             return asyncio.run(supervisor.run())
         on_serving = worker.serving if worker is not None else partial(old_router.serving, listener, config.scheme)
-        server = make_server(config, key, sources, old_router.restart_state, worker, on_serving, doors)
+        server = make_server(config, key, sources, old_router.restart_state, worker, on_serving, ports)
         if worker is None and not is_supervised:
             server.succession = Succession(listener, server.posted.restart_state)
         gc.collect()
@@ -111,9 +111,9 @@ def make_server(
     restart_state: RestartState,
     worker: WorkerChannel | None,
     on_serving: Callable[[], None],
-    doors: Sequence[Door] = (),
+    ports: Sequence[RequestPort] = (),
 ) -> RouterServer:
-    app = create_app(config, key, sources, restart_state=restart_state, worker=worker, doors=doors)
+    app = create_app(config, key, sources, restart_state=restart_state, worker=worker, ports=ports)
     services = app.state.services
     settings = server_config(
         app,
@@ -126,7 +126,7 @@ def make_server(
         backlog=BACKLOG,
     )
     server = RouterServer(app.state.posted, services.leaving, on_serving, settings, config)
-    server.has_successor = not doors
+    server.has_successor = not ports
     if worker is not None:
         worker.on_lost = partial(setattr, server, "should_exit", True)
     return server

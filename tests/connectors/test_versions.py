@@ -25,7 +25,7 @@ from pd_connectors.protocol.messages import (
     open_sealed,
     seal,
 )
-from pd_connectors.protocol.ticket import MAX_LIFETIME_S, PAPER_VERSION, NodeOrder, Offer, Ticket, sign, verify
+from pd_connectors.protocol.ticket import MAX_LIFETIME_S, STATEMENT_VERSION, NodeOrder, Offer, Ticket, sign, verify
 from pd_connectors.zmq_channel import ZmqChannel
 from tests.connectors import version_one, version_two
 from tests.connectors.layouts import full_layout
@@ -42,8 +42,8 @@ OURS = full_layout(16, 2, 2, 16)
     ("old", "kind", "ours"),
     [
         (version_one.TICKET, Ticket, PROTOCOL_VERSION),
-        (version_one.Offer(("http://p:1",), 9e9), Offer, PAPER_VERSION),
-        (version_one.NodeOrder("add", "http://p:1", 9e9, "prefill"), NodeOrder, PAPER_VERSION),
+        (version_one.Offer(("http://p:1",), 9e9), Offer, STATEMENT_VERSION),
+        (version_one.NodeOrder("add", "http://p:1", 9e9, "prefill"), NodeOrder, STATEMENT_VERSION),
     ],
     ids=["ticket", "offer", "order"],
 )

@@ -77,7 +77,7 @@ def test_states() -> None:
     engine = EngineLiveness(0.0)
     assert engine.state(FROZEN_S - 0.01) is EngineState.ALIVE
     assert engine.state(FROZEN_S) is EngineState.FROZEN
-    engine.heard(10.0)
+    engine.received(10.0)
     assert engine.state(10.0 + FROZEN_S - 0.01) is EngineState.ALIVE
     assert engine.state(10.0 + FROZEN_S + STALL_S) is EngineState.DEAD
 
@@ -96,7 +96,7 @@ def test_an_engine_of_several_ranks_is_dead_soon_if_its_process_does_not_run() -
     lives.runs(60.0)
     assert lives.state(60.0 + FROZEN_S - 0.1) is EngineState.FROZEN
     assert lives.state(FROZEN_S + STALL_S) is EngineState.DEAD
-    lives.heard(60.0 + FROZEN_S - 0.1)
+    lives.received(60.0 + FROZEN_S - 0.1)
     assert lives.state(60.0 + FROZEN_S) is EngineState.ALIVE
 
 
@@ -112,9 +112,9 @@ def test_an_announced_step_may_take_what_it_was_allowed() -> None:
     """What is said while it runs does not take that back; the next announcement does."""
     engine = EngineLiveness(0.0)
     engine.allow(20.0)
-    engine.heard(1.0)
+    engine.received(1.0)
     assert engine.state(20.9) is EngineState.ALIVE
     assert engine.state(21.0) is EngineState.FROZEN
     engine.allow(0.0)
-    engine.heard(21.0)
+    engine.received(21.0)
     assert engine.state(21.0 + FROZEN_S) is EngineState.FROZEN

@@ -40,7 +40,6 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
             ["decode", "--max-tokens-beside-decodes=64"],
             "=64 was removed: a node's --slo-itl-ms bounds what prompts add",
         ),
-        (["mixed", "--bogus", "--max-tokens-beside-decodes=5"], "=5 was removed"),
         (
             ["mixed", "--max-tokens-beside-decodes", "0"],
             "--max-tokens-beside-decodes was removed: a node's --slo-itl-ms",
@@ -90,6 +89,44 @@ def test_what_cannot_work_is_one_line(arguments: list[str], says: str, capsys: p
     assert says in error
     assert error.startswith("pd-cluster: error: ")
     assert error.count("\n") == 1
+
+
+WRONG = ["--tp=0", "--kv-cache-gb=-1", "--max-waiting=-2"]  # of three sections
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["mixed", *WRONG], ["--tp must", "--kv-cache-gb must", "--max-waiting must"]),
+        (["mixed", *WRONG, "--max-headers=0", "--port=-1"], [
+            "--tp must", "--kv-cache-gb must", "--max-waiting must", "--max-headers must", "--port must"
+        ]),
+        (["up", "--swap-gb=-1", "--block-size=17"], ["--swap-gb must", "--block-size 17 is not"]),
+        (
+            ["router", "--start-empty", "--workers=0", "--max-headers=0", "--max-held-mb=0"],
+            ["--workers must", "--max-headers must", "--max-held-mb must"],
+        ),
+    ],
+)  # fmt: skip
+def test_all_wrong_values_are_told(arguments: list[str], told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    for start in told:
+        assert sum(start in line for line in lines) == 1, start
+    assert len(lines) == len(told)
+
+
+def test_all_wrong_flags_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["mixed", "--bogus", "3", "4", "--max-tokens-beside-decodes=5", "--tp", "1", "--max-model-length=9"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "pd-cluster mixed: error: unrecognized arguments: --bogus 3 4",
+        "--max-tokens-beside-decodes=5 was removed: a node's --slo-itl-ms bounds what prompts add to the gaps of "
+        "streams, in ms",
+        "unrecognized arguments: --max-model-length=9 (did you mean --max-model-len?)",
+        "`pd-cluster mixed --help` explains what it takes",
+    ]
 
 
 @pytest.mark.parametrize("command", ["mixed", "up", "router"])

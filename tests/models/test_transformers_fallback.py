@@ -255,7 +255,7 @@ def test_a_padding_token_is_no_reason_to_refuse() -> None:
         ("LlamaForCausalLM", {"num_key_value_heads": 3}, "num_key_value_heads = 3: 4 heads cannot share them"),
         ("Qwen2MoeForCausalLM", {**MASKED, "model_type": "qwen2_moe"}, "sliding_window = 24: the .* of layer 0 is not"),
         ("PhimoeForCausalLM", {**MASKED, "model_type": "phimoe"}, "sliding_window = 24: the .* of layer 0 is not told"),
-        ("RobertaForCausalLM", {"model_type": "roberta", "is_decoder": True}, "positions that begin behind pad_token"),
+        ("RobertaForCausalLM", {"model_type": "roberta", "is_decoder": True}, "positions that begin after pad_token"),
         ("LlamaForCausalLM", {"num_attention_heads": "four"}, "built from it: .*num_attention_heads. expected int"),
     ],
 )  # fmt: skip

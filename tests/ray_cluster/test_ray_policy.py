@@ -73,11 +73,11 @@ def weighed(units: list[UnitView], here: str = "head") -> list[UnitView]:
 
 def test_when_most_are_silent_at_once_none_is_removed_and_none_is_killed() -> None:
     units = [*silent(*WHOLE[:3]), WHOLE[3]]
-    hearing = policy.weigh(units, "head", DOUBT_S)
-    assert (hearing.num_heard, hearing.num_known) == (1, 4)
-    assert hearing.spared == ("decode-2", "decode-3", "prefill-1")
-    assert decide(GOAL, list(hearing.units), [TABLE]) == policy.Decision()
-    assert unit_orders(hearing.units, TABLE) == []
+    weighed = policy.weigh(units, "head", DOUBT_S)
+    assert (weighed.num_answering, weighed.num_known) == (1, 4)
+    assert weighed.spared == ("decode-2", "decode-3", "prefill-1")
+    assert decide(GOAL, list(weighed.units), [TABLE]) == policy.Decision()
+    assert unit_orders(weighed.units, TABLE) == []
     assert not policy.is_whole(GOAL, units, [TABLE])  # what is told is what was heard
     assert decide(GOAL, units, [TABLE]).discard == ["prefill-1", "decode-2", "decode-3"]  # without the doubt
 
@@ -95,17 +95,17 @@ def test_silence_of_half_is_believed() -> None:
 def test_a_silent_unit_with_a_healthy_node_is_spared() -> None:
     """Until it must have ended by itself, because it was not asked."""
     units = [*silent(*WHOLE[:2]), *WHOLE[2:]]
-    hearing = policy.weigh(units, "head", DOUBT_S, {"http://decode-2:80", "http://elsewhere:80"})
-    assert (hearing.is_doubted, hearing.spared) == (False, ("decode-2",))
-    assert decide(GOAL, list(hearing.units), [TABLE]).discard == ["prefill-1"]
-    assert unit_orders(hearing.units, TABLE) == [UnitOrder("remove", "prefill-1:80")]
+    weighed = policy.weigh(units, "head", DOUBT_S, {"http://decode-2:80", "http://elsewhere:80"})
+    assert (weighed.is_doubted, weighed.spared) == (False, ("decode-2",))
+    assert decide(GOAL, list(weighed.units), [TABLE]).discard == ["prefill-1"]
+    assert unit_orders(weighed.units, TABLE) == [UnitOrder("remove", "prefill-1:80")]
     late = silent(*WHOLE[:2], silent_s=DOUBT_S)
     assert not policy.weigh([*late, *WHOLE[2:]], "head", DOUBT_S, {"http://decode-2:80"}).spared
 
 
 def test_a_short_silence_is_none() -> None:
     units = silent(*WHOLE, silent_s=policy.SILENT_S - 0.1)
-    assert policy.weigh(units, "head", DOUBT_S) == policy.Hearing(tuple(units), 4, 4)
+    assert policy.weigh(units, "head", DOUBT_S) == policy.WeighedUnits(tuple(units), 4, 4)
     units = silent(*WHOLE, silent_s=policy.SILENT_S)
     assert unit_orders(weighed(units), TABLE) == []
 
@@ -137,7 +137,7 @@ def test_units_that_run_nowhere_are_no_witnesses() -> None:
         *silent(unit("decode-7", UnitPhase.WAITING)),
     ]
     units = [WHOLE[0], *silent(WHOLE[1]), *silent(*idle)]
-    assert policy.weigh(units, "head", DOUBT_S) == policy.Hearing(tuple(units), 1, 2)
+    assert policy.weigh(units, "head", DOUBT_S) == policy.WeighedUnits(tuple(units), 1, 2)
     long = silent(unit("decode-8", UnitPhase.WAITING), silent_s=policy.REPLACE_WAITING_S)
     assert decide(GOAL, weighed([*silent(*WHOLE), *long]), []).discard == ["decode-8"]  # it waits for a place
 

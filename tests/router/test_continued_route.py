@@ -55,10 +55,10 @@ def test_prefill_nodes_read_what_is_known() -> None:
     tell(p0, queued_tokens=500)
     route = resumed(nodes, [d1])
     assert (route.node, route.prefills) == (d1, (p1, p0))
-    assert route.plan.prompt.work(p1) == NodeWork(NUM_PROMPT + NUM_KNOWN), "counted, not estimated"
-    num_bytes = route.plan.prompt.num_bytes
+    assert route.chosen.prompt.work(p1) == NodeWork(NUM_PROMPT + NUM_KNOWN), "counted, not estimated"
+    num_bytes = route.chosen.prompt.num_bytes
     assert num_bytes == 4 * (NUM_PROMPT + NUM_KNOWN), "a node that reads known tokens is no slower for that"
-    assert resumed(nodes, [d1], num_known=0).plan.prompt.num_bytes == 4 * NUM_PROMPT
+    assert resumed(nodes, [d1], num_known=0).chosen.prompt.num_bytes == 4 * NUM_PROMPT
     p1.reachable = False
     assert resumed(nodes, [d0, d1]).prefills == (p0,)
 
@@ -83,8 +83,8 @@ def test_a_decode_node_that_is_sooner_reads_it_alone() -> None:
     tell(d0, num_running=32)
     route = resumed(nodes, [d0, d1])
     assert (route.node, route.prefills) == (d1, ())
-    assert isinstance(route.plan, CostRoute)
-    assert route.plan.costs.reading_s(p0) > 200_000 * TOKEN_S
+    assert isinstance(route.chosen, CostRoute)
+    assert route.chosen.costs.reading_s(p0) > 200_000 * TOKEN_S
     assert resumed(nodes, [d0]).node is d0, "only these write the stream"
 
 

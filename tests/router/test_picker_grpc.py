@@ -68,15 +68,15 @@ async def serving(prefill: list[FakeNode], decode: list[FakeNode], **settings: A
         prefill=tuple(node.url for node in prefill), decode=tuple(node.url for node in decode), grpc_port=0,
         health_interval_s=3600.0, prefill_on_decode="never", **({"drain_s": 0.1} | settings),
     )  # fmt: skip
-    doors: list[PickerServer] = []
+    ports: list[PickerServer] = []
 
-    def door(services: Services) -> PickerServer:
-        doors.append(PickerServer(services))
-        return doors[0]
+    def port(services: Services) -> PickerServer:
+        ports.append(PickerServer(services))
+        return ports[0]
 
-    app = create_app(config, KEY, doors=(door,))
+    app = create_app(config, KEY, ports=(port,))
     async with in_loop(uvicorn.Config(app, log_config=None, access_log=False), bound("127.0.0.1", 0)):
-        [server] = doors
+        [server] = ports
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             yield Picker(app.state.services, server, channel)
 
@@ -221,7 +221,7 @@ async def test_a_port_that_is_taken_ends_the_start() -> None:
         with bound("127.0.0.1", 0) as taken:
             taken.listen()
             config = PickerConfig(decode=(decode.url,), grpc_port=taken.getsockname()[1])
-            app = create_app(config, KEY, doors=(PickerServer,))
+            app = create_app(config, KEY, ports=(PickerServer,))
             with pytest.raises(Exception, match="cannot serve gRPC on"):
                 async with app.router.lifespan_context(app):
                     pass

@@ -73,7 +73,7 @@ def decodes(made: Services) -> list[Node]:
 def test_a_handoff_names_decode_nodes_and_carries_the_signed_offer() -> None:
     made = services(num_decode=4)
     picked = pick(made)
-    assert picked.plan.text == "d-first; reason=default"
+    assert picked.route.text == "d-first; reason=default"
     assert len(picked.destination.split(",")) == 3
     assert {address_of(node) for node in picked.nodes} <= {f"10.0.2.{n}:8100" for n in range(4)}
     offer = verify(KEY, picked.headers[OFFER_HEADER], Offer, NOW_S)
@@ -145,7 +145,7 @@ def test_an_idle_prefill_node_with_a_long_pace_is_offered_now_and_then() -> None
     texts = []
     for _ in range(2 * MOST):
         found = pick(made)
-        texts.append((found.plan.text, found.prefill_node))
+        texts.append((found.route.text, found.prefill_node))
         found.close()
     assert set(texts) == {("direct; reason=prefill-busy", None), ("d-first; reason=prefill-idle", prefills(made)[0])}
     assert 1 <= sum(node is not None for _, node in texts) <= 10
@@ -154,7 +154,7 @@ def test_an_idle_prefill_node_with_a_long_pace_is_offered_now_and_then() -> None
 def test_without_prefill_nodes_the_decode_node_reads_the_prompt() -> None:
     made = services(num_prefill=0)
     picked = pick(made)
-    assert picked.plan.text == "direct; reason=no-prefill-node"
+    assert picked.route.text == "direct; reason=no-prefill-node"
     assert OFFER_HEADER not in picked.headers
     assert load(picked.nodes[0])[0] > 4000
 
@@ -165,7 +165,7 @@ def test_nodes_of_other_weights_get_no_offer() -> None:
         node.kv_version = version
     assert [node.kv_version for node in pick(made).nodes] == ["a"]
     alone = pick(made, frozenset({"10.0.2.0:8100"}))
-    assert (alone.plan.text, alone.destination) == ("direct; reason=no-pair", "10.0.2.0:8100")
+    assert (alone.route.text, alone.destination) == ("direct; reason=no-pair", "10.0.2.0:8100")
     assert OFFER_HEADER not in alone.headers
 
 
@@ -183,7 +183,7 @@ def test_the_gateway_may_name_the_nodes_to_choose_among() -> None:
 def test_a_call_without_a_prompt_goes_to_any_decode_node_and_charges_none() -> None:
     made = services()
     picked = EndpointPicker(made, fallbacks=1).any_node(None)
-    assert picked.plan.text == "direct; reason=no-prompt"
+    assert picked.route.text == "direct; reason=no-prompt"
     assert len(picked.nodes) == 2
     assert [load(node) for node in made.table.nodes] == [(0, 0)] * 4
 

@@ -167,7 +167,7 @@ def test_no_step_may_be_planned_behind_one_that_samples_several_tokens() -> None
     request = world.submit(message("a", prompt(20), max_tokens=40))
     first, _ = world.scheduler.schedule(), world.scheduler.schedule()
     run = (SampledToken(1), SampledToken(2))
-    with pytest.raises(AssertionError, match="planned behind one that sampled several tokens"):
+    with pytest.raises(AssertionError, match="planned after one that sampled several tokens"):
         world.scheduler.update(first, StepResult(first.step, {request.sequences[0].seq_id: run}))
 
 

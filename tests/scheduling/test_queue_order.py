@@ -75,9 +75,9 @@ def test_a_prompt_is_passed_only_by_shorter_ones_and_only_for_as_long_as_it_take
     for index, (at_s, length) in enumerate(sorted(arrivals)):
         one.now_s = at_s
         requests.append((at_s, one.submit(message(f"r{index}", prompt(length, index), max_tokens=1))))
-    ranks = {request.request_id: request.rank for _, request in requests}
+    precedences = {request.request_id: request.precedence for _, request in requests}
     names = begun(one)
-    assert names == sorted(names, key=ranks.__getitem__)
+    assert names == sorted(names, key=precedences.__getitem__)
     for index, (at_s, request) in enumerate(requests):
         seconds = MODEL.prefill_s(len(request.prompt_token_ids))
         for later_s, later in requests[index + 1 :]:

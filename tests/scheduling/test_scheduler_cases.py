@@ -219,7 +219,7 @@ def test_a_full_queue_refuses() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_host_blocks", [0, 16])
-def test_the_worst_ranked_is_preempted_and_comes_back(num_host_blocks: int, depth: int) -> None:
+def test_the_last_in_precedence_is_preempted_and_comes_back(num_host_blocks: int, depth: int) -> None:
     """At depth 2 it is always touched by a running step when it is wanted: it is left out of one step first."""
     world = World(num_blocks=6, num_host_blocks=num_host_blocks, depth=depth)
     requests = [world.submit(message(name, prompt(30, index), max_tokens=40)) for index, name in enumerate("ab")]

@@ -29,14 +29,14 @@ def stream(ahead_s: float, num_tokens: int = 20) -> Any:
     since_s = NOW_S + ahead_s - AIM * TARGETS.tpot_s * (num_tokens - 2)
     return SimpleNamespace(
         request=SimpleNamespace(marks=SimpleNamespace(stream_s=since_s, arrived_s=0.0)), num_remaining_tokens=1,
-        rank=(0,), num_output_tokens=num_tokens - 1, num_pending=1, num_given_tokens=0, token_ids=range(CONTEXT),
+        priority=0, num_output_tokens=num_tokens - 1, num_pending=1, num_given_tokens=0, token_ids=range(CONTEXT),
         status=SequenceStatus.RUNNING,
     )  # fmt: skip
 
 
 def waiting(num_tokens: int, age_s: float, priority: int = 0, scheduled_s: float | None = None) -> Any:
     marks = SimpleNamespace(stream_s=None, arrived_s=NOW_S - age_s, scheduled_s=scheduled_s)
-    return SimpleNamespace(request=SimpleNamespace(marks=marks), num_remaining_tokens=num_tokens, rank=(priority,))
+    return SimpleNamespace(request=SimpleNamespace(marks=marks), num_remaining_tokens=num_tokens, priority=priority)
 
 
 def share(

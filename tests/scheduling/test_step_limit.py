@@ -141,7 +141,7 @@ def test_a_sequence_that_will_decode_soon_counts_as_a_decode() -> None:
 @pytest.mark.parametrize("limit", [0, LIMIT])
 def test_a_handed_over_sequence_decodes_in_the_next_step_beside_any_number_of_prompts(limit: int) -> None:
     world = busy_world(2, limit, max_num_batched_tokens=160)
-    for index in range(5):  # of better rank, some running and some waiting
+    for index in range(5):  # of higher precedence, some running and some waiting
         world.submit(message(f"long{index}", prompt(LONG, index), max_tokens=2))
     parked = world.submit(message("from afar", prompt(20), work=Work.TAKE_OVER, max_tokens=3))
     load = world.reserve(parked)
@@ -169,8 +169,8 @@ def test_a_prompt_of_one_token_needs_no_share_of_the_step() -> None:
     world.check_empty()
 
 
-def test_a_local_prompt_and_a_load_share_scarce_memory_in_the_order_of_their_ranks() -> None:
-    """The local prompt holds what the load needs; a second one of worse rank than the load does not pass it."""
+def test_a_local_prompt_and_a_load_share_scarce_memory_by_precedence() -> None:
+    """The local prompt holds what the load needs; a second one of lower precedence than the load does not pass it."""
     world = busy_world(1, num_blocks=16)
     size = BLOCK_SIZE
     world.submit(message("local", prompt(7 * size, 3), max_tokens=2))
@@ -193,7 +193,7 @@ def test_a_local_prompt_and_a_load_share_scarce_memory_in_the_order_of_their_ran
 
 
 def test_loads_do_not_starve_a_local_prompt_that_waits_for_memory_and_then_for_tokens() -> None:
-    """While it is short of memory, no sequence of worse rank gets any, also in steps that have no token for it."""
+    """While it is short of memory, none of lower precedence gets any, also in steps that have no token for it."""
     world = busy_world(1, limit=66, num_blocks=16)
     size = BLOCK_SIZE
     world.submit(message("local", prompt(6 * size, 3), max_tokens=40))

@@ -110,11 +110,11 @@ def test_late_streams_have_more_room_where_slots_and_memory_are_left() -> None:
     """The same sums with a longer target."""
     made, clock = room(prompts_first=True)
     read(made, clock, 0.4)
-    load = made.told(NodeLoad(free_blocks=9, num_blocks=10), 5)
+    load = made.filled_in(NodeLoad(free_blocks=9, num_blocks=10), 5)
     longer, its_clock = room(LATE * TPOT_S, prompts_first=True)
     read(longer, its_clock, 0.4)
     assert (load.tpot_s, load.stream_room, load.late_room) == (TPOT_S, made.beside(5), longer.beside(5))
     assert 0 < load.stream_room < load.late_room
-    assert made.told(NodeLoad(free_blocks=4, num_blocks=10), 5).late_room == 0
+    assert made.filled_in(NodeLoad(free_blocks=4, num_blocks=10), 5).late_room == 0
     nothing = NodeLoad(free_blocks=9, num_blocks=10)
-    assert room(inf)[0].told(nothing, 5) == nothing
+    assert room(inf)[0].filled_in(nothing, 5) == nothing

@@ -9,7 +9,7 @@ import pytest
 
 from pd_cluster.errors import Overloaded
 from pd_cluster.protocol.messages import Work
-from pd_cluster.scheduling.group import LEAST_EXCESS, Group
+from pd_cluster.scheduling.request_group import LEAST_EXCESS, RequestGroup
 from pd_cluster.scheduling.turns import Turns
 from tests.scheduling.simulation import message, prompt
 from tests.scheduling.world import World
@@ -182,16 +182,39 @@ def test_whatever_is_short_every_sequence_of_a_group_gets_to_its_end(seed: int) 
     world.check_empty()
 
 
+def slots_of_equals() -> list[list[int]]:
+    """Eight groups have two slots each. Others come and take one of them at a time. The slots of each, by step."""
+    world = World(num_blocks=400, max_num_seqs=16, max_num_batched_tokens=64, forgets=True)
+    for index in range(8):
+        world.submit(message(f"rich-{index}", prompt(10, index), n=2, max_tokens=60))
+        world.start_step()
+    rich = [client.request.group for client in world.clients.values()]
+    slots = []
+    for index in range(4):
+        world.submit(message(f"poor-{index}", prompt(10, 100 + index), max_tokens=4))
+        for _ in range(4):
+            world.start_step()
+            slots.append([group.num_slots for group in rich])
+    return slots
+
+
+def test_of_equal_groups_the_oldest_yields() -> None:
+    """Runs agree, though their groups have other addresses, by which a set would order them."""
+    runs = [slots_of_equals() for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2]
+    assert [1, *[2] * 7] in runs[0]
+
+
 # against models
 
 
 def batches_of(seed: int, *, plain: bool, monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
-    """Of random requests of one prompt and n = 1. `plain`: without turns, in the order of rank."""
+    """Of random requests of one prompt and n = 1. `plain`: without turns, in the order of precedence."""
     with monkeypatch.context() as patch:
         if plain:
-            patch.setattr(Turns, "in_turn", lambda _, ranked: iter(ranked))
+            patch.setattr(Turns, "in_turn", lambda _, ordered: iter(ordered))
             patch.setattr(Turns, "has_rich", False)
-            patch.setattr(Group, "owes", lambda *_: False)
+            patch.setattr(RequestGroup, "owes", lambda *_: False)
         rng = random.Random(seed)
         world = World(
             num_blocks=rng.randint(12, 40), num_host_blocks=rng.choice((0, 8)), depth=rng.randint(1, 2),
@@ -230,14 +253,14 @@ def test_ordinary_traffic_is_scheduled_as_by_a_plain_queue(seed: int, monkeypatc
 class Checked(Turns):
     """Compares each order with the plain definition of claims."""
 
-    def in_turn(self, ranked: Iterable[Sequence]) -> Iterator[Sequence]:
-        waiting = list(ranked)
+    def in_turn(self, ordered: Iterable[Sequence]) -> Iterator[Sequence]:
+        waiting = list(ordered)
         ordered = super().in_turn(waiting)
         left = dict.fromkeys(waiting)
         while left:
-            best = min(left, key=lambda seq: (seq.request.group.claim(seq.rank), seq.rank))
+            best = min(left, key=lambda seq: (seq.request.group.claim(seq.precedence), seq.precedence))
             seq = next(ordered)
-            assert seq.request.group.claim(seq.rank) <= best.request.group.claim(best.rank)
+            assert seq.request.group.claim(seq.precedence) <= best.request.group.claim(best.precedence)
             del left[seq]
             yield seq
         assert next(ordered, None) is None

@@ -21,7 +21,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch, is_silent: Callable[[str], bool])
 
     `is_silent`: by the node's URL. Returns the URLs of all waits, which grow: each is bounded by itself.
     """
-    heard = prefill_client._heard
+    heard = prefill_client._received
     waits: list[str] = []
 
     async def noted(url: object, work: Coroutine[None, None, T]) -> T:
@@ -29,5 +29,5 @@ def impatient(monkeypatch: pytest.MonkeyPatch, is_silent: Callable[[str], bool])
         monkeypatch.setattr(prefill_client, "PEER_SILENCE_S", SOON_S if is_silent(str(url)) else HANG_S)
         return await heard(url, work)
 
-    monkeypatch.setattr(prefill_client, "_heard", noted)
+    monkeypatch.setattr(prefill_client, "_received", noted)
     return waits

@@ -241,7 +241,7 @@ async def test_the_replay_of_one_request_is_bounded(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.long
-async def test_a_stream_goes_on_behind_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_goes_on_after_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second node renders a template that writes the date as on the day of `created`."""
     tokenizer = tool_state(FakeEngine(says_nothing), "node").tokenizer._tokenizer
     template = tokenizer.chat_template

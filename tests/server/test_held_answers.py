@@ -168,7 +168,7 @@ async def test_scores_are_kept_as_json_in_both_forms() -> None:
     entries = entries_of(LONG, 20)
     for first in range(0, len(entries), 100):
         await scores.take(1 + first, entries[first : first + 100])
-    with pytest.raises(ValueError, match="not those of the prompt behind"):
+    with pytest.raises(ValueError, match="not those of the prompt after"):
         await scores.take(1, entries[:1])  # a second time
     told, _ = scores.echo("")
     kept = b"".join(scores.fields["prompt_logprobs"].pieces())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -216,6 +217,21 @@ def test_the_date_of_another_day_in_a_named_template(at_s: float, tokenizer: Any
     template = ChatTemplate(tokenizer)
     assert template.writes_date
     assert template.render([said("user", "u")], [TOOL], {}, at_s) == f"{1970 + int(at_s > 0)} u"
+
+
+@pytest.mark.parametrize("date", ["strftime_now(day)", "strftime_now(format=day)"])
+@pytest.mark.parametrize("start", ["", "\n", "  {% if true %}a{% endif %}", "{{ '' }} \n\n"])
+def test_the_date_of_another_day_where_the_form_is_in_a_variable(date: str, start: str, tokenizer: Any) -> None:
+    """Whatever the template begins with, and also from a macro."""
+    template = (
+        "%s{%% set day = '%%-d%%%% %%b %%%%d' ~ ' %%Y' %%}{%% macro now() %%}<{{ %s }}>{%% endmacro %%}{{ now() }}"
+    )
+    texts = []
+    at = datetime(1999, 2, 3, 4, 5)
+    for text, at_s in ((template % (start, date), at.timestamp()), (f"{start}<3% Feb %d 1999>", None)):
+        tokenizer.chat_template = text
+        texts.append(ChatTemplate(tokenizer).render([said("user", "u")], None, {}, at_s))
+    assert texts[0] == texts[1]
 
 
 def test_a_template_that_lists_no_tools_is_found(tokenizer: Any) -> None:

@@ -274,7 +274,7 @@ def test_a_rank_may_be_silent_for_long_while_the_engine_sleeps(tmp_path: Path) -
     link = RankLink(2, f"ipc://{tmp_path}/r", lambda _: None)
     for change, silence_s in ((link.serve, RANK_SILENCE_S), (link.rest, START_SILENCE_S), (link.serve, RANK_SILENCE_S)):
         change()
-        link._heard_s = {1: 100.0}
+        link._received_s = {1: 100.0}
         assert not link._judge(100.0 + silence_s)
         assert "rank 1 has been silent" in link._judge(100.1 + silence_s)
 

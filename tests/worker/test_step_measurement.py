@@ -37,9 +37,9 @@ class TableTimer(StepTimer):
 
     bend: int = 1
 
-    def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0, context: int = 0) -> float:
+    def seconds(self, num_decodes: int, prompts: Sequence[int], before: int = 0, context: int = 0) -> float:
         tokens = num_decodes + sum(prompts)
-        return max(1.0, tokens / self.bend) + KEY_S * behind * sum(prompts)
+        return max(1.0, tokens / self.bend) + KEY_S * before * sum(prompts)
 
 
 def bent(bend: int, max_len: int) -> TableTimer:
@@ -104,7 +104,7 @@ def test_the_steps_that_a_model_is_fitted_to(
 
     @dataclass(frozen=True, slots=True)
     class Noting(TableTimer):
-        def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0, context: int = 0) -> float:
+        def seconds(self, num_decodes: int, prompts: Sequence[int], before: int = 0, context: int = 0) -> float:
             steps.append((num_decodes, sum(prompts)))
             return 1.0
 
@@ -170,7 +170,7 @@ def test_prompts_are_read_in_the_smallest_steps_that_are_nearly_as_fast(
 
     @dataclass(frozen=True, slots=True)
     class Recorded(TableTimer):
-        def seconds(self, num_decodes: int, prompts: Sequence[int], behind: int = 0, context: int = 0) -> float:
+        def seconds(self, num_decodes: int, prompts: Sequence[int], before: int = 0, context: int = 0) -> float:
             return seconds[sum(prompts)]
 
     lines: list[str] = []

@@ -96,8 +96,8 @@ class _Peer:
 class NixlTransport(Transport):
     """The transport of one rank.
 
-    agent_name: unique for ever, so that a restarted peer is never taken for its predecessor. network: where UCX may
-    listen.
+    agent_name: unique for ever, so that a restarted peer is never taken for the process before it. network: where UCX
+    may listen.
     """
 
     def __init__(self, agent_name: str, network: KvNetwork, rank: int = 0) -> None:
@@ -159,7 +159,7 @@ class NixlTransport(Transport):
         self._calls.put(None)
         self._thread.join(deadline_s)
         if self._thread.is_alive():
-            logger.error("a NIXL call hangs; its thread is left behind after %g s", deadline_s)
+            logger.error("a NIXL call hangs; its thread is left after %g s", deadline_s)
 
     # the thread
 
@@ -175,7 +175,7 @@ class NixlTransport(Transport):
             self._started.set()
         try:
             self._serve(agent)
-        except Exception as error:  # our own bug: the control thread must hear of it, or no load would ever drain
+        except Exception as error:  # our own bug: the control thread must learn of it, or no load would ever drain
             self._death = error
             self._wake()
         else:

@@ -43,7 +43,7 @@ class PatientClock:
 
 async def patiently(work: Coroutine[None, None, T], limit_s: float) -> T:
     """The result of `work`. Raises TimeoutError after `limit_s`, in which time that this process was held up is not
-    counted: what has arrived meanwhile is heard first."""
+    counted: what has arrived meanwhile is read first."""
     clock = PatientClock(time.monotonic, patience_s=LOOK_S)
     ends_at = clock() + limit_s
     task = asyncio.ensure_future(work)

@@ -51,7 +51,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     epoch: int
     fingerprint: str
     layout: BlockLayout
-    nonce: bytes  # drawn for each greeting, so that a delayed answer of a dead predecessor is told apart
+    nonce: bytes  # drawn for each greeting, so that a delayed answer of an earlier process is recognized
 
 
 class HelloReply(msgspec.Struct, frozen=True, tag=True):

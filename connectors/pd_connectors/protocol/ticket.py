@@ -1,4 +1,4 @@
-"""Signed papers that travel through routers as opaque strings inside `kv_transfer_params`.
+"""Signed statements that travel through routers as opaque strings inside `kv_transfer_params`.
 
 A *ticket* is what P hands out at admission and D must have before it reads. An *offer* is the router's list of prefill
 nodes that D may ask. A *node order* tells a router about one of its nodes. All are signed with the cluster's key, so
@@ -17,9 +17,9 @@ from pd_connectors.protocol.errors import BadSignature, ProtocolMismatch, Ticket
 from pd_connectors.protocol.layout import BlockLayout
 from pd_connectors.protocol.messages import MAC_BYTES, PROTOCOL_VERSION, LeaseRef, mac
 
-PAPER_VERSION = 2  # of offers and orders; tickets and control messages have PROTOCOL_VERSION
+STATEMENT_VERSION = 2  # of offers and orders; tickets and control messages have PROTOCOL_VERSION
 TICKET_LIFETIME_S = 600.0  # far above any clock skew between nodes
-MAX_LIFETIME_S = 86_400.0  # that a paper may still have. Signers give 600 s at most; the rest is for clocks that differ
+MAX_LIFETIME_S = 86_400.0  # of a statement, from now. Signers give 600 s at most; the rest is for clocks that differ
 
 
 class Ticket(msgspec.Struct, frozen=True, tag=True):
@@ -55,7 +55,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
     prefill_urls: tuple[str, ...]
     expires_at_s: float
-    version: int = PAPER_VERSION
+    version: int = STATEMENT_VERSION
 
 
 class NodeOrder(msgspec.Struct, frozen=True, tag=True):
@@ -68,33 +68,33 @@ class NodeOrder(msgspec.Struct, frozen=True, tag=True):
     node: str  # the base URL for "add", else the node's id or its host:port; ALL_NODES for those three
     expires_at_s: float  # wall clock; until then a process that overhears the order can repeat it, so keep it short
     role: str = ""  # for "add" and "role": prefill, decode or mixed
-    version: int = PAPER_VERSION
+    version: int = STATEMENT_VERSION
     is_forced: bool = False  # for "role": even if no node is left that decodes
     reader: str = ""  # for "feed": "ROUTER.PLACE", of the router's process; "": of a router that names it outside
     serial: int = 0  # for "feed": higher in each order of that process
 
 
-Paper = TypeVar("Paper", Ticket, Offer, NodeOrder)
+Statement = TypeVar("Statement", Ticket, Offer, NodeOrder)
 
 
 class _Versioned(msgspec.Struct):
-    """The fields that every version of every paper has."""
+    """The fields that every version of every statement has."""
 
     type: str
     version: int
 
 
-def sign(key: bytes, paper: Ticket | Offer | NodeOrder) -> str:
-    """The paper as a URL-safe string, signature first."""
-    payload = msgspec.msgpack.encode(paper)
+def sign(key: bytes, statement: Ticket | Offer | NodeOrder) -> str:
+    """The statement as a URL-safe string, signature first."""
+    payload = msgspec.msgpack.encode(statement)
     return urlsafe_b64encode(mac(key, payload) + payload).decode()
 
 
-def verify(key: bytes, token: str, kind: type[Paper], now_s: float) -> Paper:
-    """The paper inside `token`. `now_s`: wall clock.
+def verify(key: bytes, token: str, kind: type[Statement], now_s: float) -> Statement:
+    """The statement inside `token`. `now_s`: wall clock.
 
-    Raises BadSignature, ProtocolMismatch for a paper of another protocol version, TicketExpired, or TicketError when
-    the token is not such a paper.
+    Raises BadSignature, ProtocolMismatch for a statement of another protocol version, TicketExpired, or TicketError
+    when the token is not such a statement.
     """
     what = kind.__name__.removeprefix("Node").lower()  # ticket, offer, order
     try:
@@ -110,18 +110,18 @@ def verify(key: bytes, token: str, kind: type[Paper], now_s: float) -> Paper:
     try:
         told, ours = (
             msgspec.msgpack.decode(payload, type=_Versioned),
-            PROTOCOL_VERSION if kind is Ticket else PAPER_VERSION,
+            PROTOCOL_VERSION if kind is Ticket else STATEMENT_VERSION,
         )
-        if told.type == kind.__name__ and told.version != ours:  # versions of different papers say nothing
+        if told.type == kind.__name__ and told.version != ours:  # versions of other kinds say nothing
             raise ProtocolMismatch(
                 f"the {what} speaks protocol {told.version}, this node {ours}: "
                 "run the same release on all nodes and routers"
             )
-        paper = msgspec.msgpack.decode(payload, type=kind)
+        statement = msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the second one for a text that is not UTF-8
         raise TicketError(f"the {what} cannot be read: {error}") from error
-    if not paper.expires_at_s <= now_s + MAX_LIFETIME_S:  # a NaN is not less than anything
+    if not statement.expires_at_s <= now_s + MAX_LIFETIME_S:  # a NaN is not less than anything
         raise TicketError(f"the {what} expires in more than {MAX_LIFETIME_S:g} s, or never")
-    if paper.expires_at_s < now_s:
-        raise TicketExpired(f"the {what} expired {now_s - paper.expires_at_s:.1f} s ago")
-    return paper
+    if statement.expires_at_s < now_s:
+        raise TicketExpired(f"the {what} expired {now_s - statement.expires_at_s:.1f} s ago")
+    return statement

@@ -168,7 +168,7 @@ def _wait_whole(
     """Wait until the cluster is whole. None after failures, `timeout_s` or `stop`. `past`: problems not to show."""
     end_s = time.monotonic() + timeout_s
     shown: dict[str, str] = {}
-    told = set(past)
+    printed = set(past)
     while True:
         status: ClusterStatus = _ask(controller.status)
         for unit in status.units:
@@ -180,8 +180,8 @@ def _wait_whole(
                 shown[unit.name] = line
                 _say(line)
         for problem in status.problems:
-            if problem not in told:
-                told.add(problem)
+            if problem not in printed:
+                printed.add(problem)
                 _say(problem)
         if status.whole:
             return status
@@ -211,8 +211,8 @@ def table(status: ClusterStatus) -> list[str]:
 
 
 def _phase(unit: UnitStatus) -> str:
-    is_told = unit.phase in (UnitPhase.WAITING, UnitPhase.LOST) or unit.silent_s < SILENT_S
-    return unit.phase if is_told else f"{unit.phase}, silent for {unit.silent_s:.0f} s"
+    is_reported = unit.phase in (UnitPhase.WAITING, UnitPhase.LOST) or unit.silent_s < SILENT_S
+    return unit.phase if is_reported else f"{unit.phase}, silent for {unit.silent_s:.0f} s"
 
 
 def _greet(status: ClusterStatus, spec: ClusterSpec) -> None:

@@ -113,8 +113,8 @@ class _Record:
         bundle = ", ".join(f"{amount:g} {name}" for name, amount in spec.role(self.role).bundle.items())
         report = self.report or UnitReport(UnitPhase.WAITING, 0.0, self.ray_node, "", detail=f"for {bundle}")
         is_silent = self.report is not None and self.silent_s >= policy.SILENT_S and not is_spared
-        told = asdict(report) | ({"phase": UnitPhase.LOST} if self.died or is_silent else {})
-        return UnitStatus(name=self.name, role=self.role, silent_s=self.silent_s, **told)
+        reported = asdict(report) | ({"phase": UnitPhase.LOST} if self.died or is_silent else {})
+        return UnitStatus(name=self.name, role=self.role, silent_s=self.silent_s, **reported)
 
 
 @dataclass(slots=True)
@@ -233,8 +233,8 @@ class Controller:
         over = set(decision.discard)
         left = [view for view in views if view.name not in over]
         orders = {url: policy.unit_orders(left, table) for url, table in tables.items()}
-        told = [routers.send(url, some) for url, some in orders.items() if some]
-        for problems in await asyncio.gather(*told):
+        sent = [routers.send(url, some) for url, some in orders.items() if some]
+        for problems in await asyncio.gather(*sent):
             for problem in problems:
                 self._note(problem)
         for name in decision.discard:
@@ -258,7 +258,7 @@ class Controller:
         for unit in units:
             unit.silent_s += passed_s
             if unit.asking is not None and unit.asking.done():
-                self._hear(unit, unit.asking)
+                self._receive(unit, unit.asking)
                 unit.asking = None
         return [unit.view() for unit in units]
 
@@ -286,20 +286,20 @@ class Controller:
     def _weigh(self, views: list[UnitView], healthy: set[str]) -> list[UnitView]:
         """`views` without silence that `policy.weigh` ignores. Notes when such a doubt begins and ends."""
         doubt_s = 0.0 if self._ledger.closing else self._spec.orphan_s + DOUBT_MARGIN_S  # all units end in any case
-        hearing = policy.weigh(views, self._world.here, doubt_s, healthy)
-        share = f"{hearing.num_heard} of {hearing.num_known} units answer this controller"
-        before, self._spared = self._spared, hearing.spared
-        self._doubt = f"only {share}" if hearing.spared else ""
-        if hearing.spared and not before:
+        weighed = policy.weigh(views, self._world.here, doubt_s, healthy)
+        share = f"{weighed.num_answering} of {weighed.num_known} units answer this controller"
+        before, self._spared = self._spared, weighed.spared
+        self._doubt = f"only {share}" if weighed.spared else ""
+        if weighed.spared and not before:
             self._note(f"only {share}: silent units are kept, unless Ray reports them as dead")
-        freed = () if hearing.is_doubted else set(before).difference(hearing.spared)
-        if freed and not hearing.spared:
+        freed = () if weighed.is_doubted else set(before).difference(weighed.spared)
+        if freed and not weighed.spared:
             self._note(f"{share}: silence counts again")
         for name in freed:
             self._units[name].silent_s = 0.0  # its answer may be on the way
-        return [replace(view, silent_s=0.0) if view.name in freed else view for view in hearing.units]
+        return [replace(view, silent_s=0.0) if view.name in freed else view for view in weighed.units]
 
-    def _hear(self, unit: _Record, asking: asyncio.Task[UnitReport]) -> None:
+    def _receive(self, unit: _Record, asking: asyncio.Task[UnitReport]) -> None:
         try:
             unit.report, unit.silent_s = asking.result(), 0.0
         except TimeoutError:

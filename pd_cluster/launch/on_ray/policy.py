@@ -118,24 +118,24 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Hearing:
-    """`units` for `decide` and `unit_orders`. `num_heard` of `num_known` witnesses answered lately.
+class WeighedUnits:
+    """`units` for `decide` and `unit_orders`. `num_answering` of `num_known` witnesses answered lately.
 
     `spared`: units that would lose their requests or be replaced, if their silence were not ignored.
     """
 
     units: tuple[UnitView, ...]
-    num_heard: int
+    num_answering: int
     num_known: int
     spared: tuple[str, ...] = ()
 
     @property
     def is_doubted(self) -> bool:
         """Whether the controller has probably lost its own connection."""
-        return 2 * self.num_heard < self.num_known
+        return 2 * self.num_answering < self.num_known
 
 
-def weigh(units: Sequence[UnitView], here: str, doubt_s: float, healthy: Collection[str] = ()) -> Hearing:
+def weigh(units: Sequence[UnitView], here: str, doubt_s: float, healthy: Collection[str] = ()) -> WeighedUnits:
     """Ignore silence shorter than `doubt_s` of `healthy` nodes, and of all unless half of the witnesses answer.
 
     Witnesses are the units that may run on other Ray nodes than the controller's, `here`: units beside the controller
@@ -147,7 +147,7 @@ def weigh(units: Sequence[UnitView], here: str, doubt_s: float, healthy: Collect
     """
     running = [unit for unit in units if unit.may_run]
     witnesses = [unit for unit in running if unit.ray_node != here] or running
-    hearing = Hearing(tuple(units), sum(unit.silent_s < SILENT_S for unit in witnesses), len(witnesses))
+    hearing = WeighedUnits(tuple(units), sum(unit.silent_s < SILENT_S for unit in witnesses), len(witnesses))
     spared = {
         unit.name for unit in running
         if SILENT_S <= unit.silent_s < doubt_s and (hearing.is_doubted or unit.url in healthy)
@@ -161,12 +161,12 @@ def decide(
 ) -> Decision:
     """The next actions. `tables`: the nodes of each router that answers. `held_back`: roles that must not grow yet."""
     decision = Decision()
-    all_told = len(tables) >= sum(unit.role == ROUTER and unit.phase is UnitPhase.READY for unit in units)
+    all_reported = len(tables) >= sum(unit.role == ROUTER and unit.phase is UnitPhase.READY for unit in units)
     for unit in units:
         if _is_over(unit, goal):
             decision.discard.append(unit.name)
         elif unit.phase is UnitPhase.LEAVING and (
-            unit.phase_s >= goal.grace_s or (all_told and is_drained(unit.url, tables))
+            unit.phase_s >= goal.grace_s or (all_reported and is_drained(unit.url, tables))
         ):
             decision.stop[unit.name] = max(MIN_STOP_S, goal.grace_s - unit.phase_s)
     over = set(decision.discard)
@@ -225,8 +225,8 @@ def _rank(unit: UnitView) -> int:
 
 def is_drained(url: str, tables: Sequence[Sequence[RoutedNode]]) -> bool:
     """Whether no router will send requests to `url`, and none has unfinished work there."""
-    told = (node for table in tables for node in table if node.url == url)
-    return all(node.state != "active" and node.outstanding == 0 for node in told)
+    reported = (node for table in tables for node in table if node.url == url)
+    return all(node.state != "active" and node.outstanding == 0 for node in reported)
 
 
 def routed(units: Iterable[UnitView]) -> list[UnitView]:

@@ -14,9 +14,9 @@ from pd_cluster.errors import StartupError
 from pd_cluster.launch.command_parser import REMOVED
 from pd_cluster.launch.flags import config_from, given_flags
 from pd_cluster.launch.model_path import resolve_model
-from pd_cluster.launch.preflight import model_problems, refuse, setting_problems
+from pd_cluster.launch.preflight import model_problems, setting_problems
 from pd_cluster.launch.up_flags import PER_NODE
-from pd_http.settings import flag_of
+from pd_http.settings import flag_of, refuse
 from pd_router.config import RouterConfig
 
 if TYPE_CHECKING:

@@ -118,7 +118,7 @@ class Unit:
     ) -> None:
         self._plan, self._key, self._place, self._abandon, self._clock = plan, key, place, abandon, clock
         self._phase = UnitPhase.STARTING
-        self._since_s = self._heard_s = clock()
+        self._since_s = self._received_s = clock()
         self._url = self._epoch = self._detail = ""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._child: Child | None = None
@@ -131,7 +131,7 @@ class Unit:
         self._life = asyncio.get_running_loop().create_task(self._live(), name=f"life of {self._plan.name}")
 
     def report(self) -> UnitReport:
-        self._heard_s = self._clock()
+        self._received_s = self._clock()
         return UnitReport(
             self._phase, self._clock() - self._since_s, self._place.ray_node, self._place.host,
             self._url, self._epoch, 0 if self._child is None else self._child.pid, self._detail,
@@ -231,7 +231,7 @@ class Unit:
                 answered_s = self._clock()
 
     async def _orphaned(self) -> None:
-        while self._clock() - self._heard_s < self._plan.orphan_s:  # noqa: ASYNC110  # the passing of time sets no event
+        while self._clock() - self._received_s < self._plan.orphan_s:  # noqa: ASYNC110  # the passing of time sets no event
             await asyncio.sleep(min(ORPHAN_PERIOD_S, self._plan.orphan_s / 4))
 
     def _enter(self, phase: UnitPhase) -> None:

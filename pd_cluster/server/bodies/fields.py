@@ -229,5 +229,5 @@ def ignored_header(names: Collection[str], before: Mapping[str, str] | None = No
     named = [re.sub(r"[^A-Za-z0-9_.\-\[\]]", "?", name[:MAX_NAME_CHARS]) or "?" for name in first]
     if len(names) > MAX_NAMED:
         named.append(f"+{len(names) - MAX_NAMED}")
-    told = [before[IGNORED_HEADER]] if before and IGNORED_HEADER in before else []
-    return {IGNORED_HEADER: ",".join([*told, *named])} if named else {}
+    earlier = [before[IGNORED_HEADER]] if before and IGNORED_HEADER in before else []
+    return {IGNORED_HEADER: ",".join([*earlier, *named])} if named else {}

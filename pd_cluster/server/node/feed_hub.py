@@ -165,10 +165,10 @@ class FeedHub:
         assert ready is not None
         charges = tuple(self._live.get(reader.router, ()))
         stored = tuple(news.stored.values())[-MAX_NAMED:]
-        told = FeedSnapshot(
+        snapshot = FeedSnapshot(
             ready.epoch, self._number, news.load, stored, charges, self._role.name, self._role.changes, self.last_turn
         )  # fmt: skip
-        reader.write(encode_message(told))
+        reader.write(encode_message(snapshot))
         self._readers.add(reader)
         self._stop_linger()  # another router's `open` may have ended while this one waited
         if self._beat is None:  # no message has been sent yet that the next heartbeat follows

@@ -1,6 +1,6 @@
 """The role of this node. It is a policy, so an order can change it while requests run.
 
-The node serves every kind of request in every role: one that a router sent before it heard of the change is answered.
+The node serves every kind of request in every role: one that a router sent before it learned of the change is answered.
 What changes is what routers send here, and how far prompts may hold up streams (`Targets.on`).
 """
 
@@ -31,10 +31,10 @@ class NodeRole:
         self.on_change: Callable[[], None] = lambda: None
         self._send = send
         self._num_running = 0  # requests that arrived under this role
-        self._is_due = False  # the engine hears of the role when `num_draining` is 0
+        self._is_due = False  # the engine gets the role when `num_draining` is 0
 
     def change(self, name: str) -> None:
-        """Routers hear of the new role at once, so that no more work of the old one comes. Idempotent.
+        """Routers learn the new role at once, so that no more work of the old one comes. Idempotent.
 
         A limit for the sake of streams is set at once, and lifted only when the streams of the old role have ended.
         Raises InvalidRequest for a word that is no role.

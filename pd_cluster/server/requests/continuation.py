@@ -6,8 +6,8 @@ tokens, of which the client has the bytes. The engine gets the known tokens of t
 (`AddRequest.known`), and generates those only, and the prompts that have not begun.
 
 The field is not signed: routers drop `kv_transfer_params` of clients. On the node network it allows what any request
-does, an answer to a chosen prompt and seed, and one more rank of priority. Every list of it is held to the limits of an
-answer.
+does, an answer to a chosen prompt and seed, and one more level of priority. Every list of it is held to the limits of
+an answer.
 """
 
 from __future__ import annotations

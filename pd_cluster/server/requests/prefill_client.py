@@ -69,7 +69,7 @@ class PrefillClient:
         """Returns with P's ticket, which P sends before it computes anything. Raises PeerError."""
         try:
             async with asyncio.timeout(deadline_s), contextlib.AsyncExitStack() as on_failure:
-                response = await _heard(url, _post(session, url, body, headers))
+                response = await _received(url, _post(session, url, body, headers))
                 on_failure.callback(response.close)
                 events = PrefillEvents()
                 ticket = await _first_ticket(response, events)
@@ -115,7 +115,7 @@ async def _post(
     )
 
 
-async def _heard(url: object, work: Coroutine[None, None, T]) -> T:
+async def _received(url: object, work: Coroutine[None, None, T]) -> T:
     """The result of `work`, which waits for P. Raises PeerError if P sends nothing for PEER_SILENCE_S."""
     try:
         return await patiently(work, PEER_SILENCE_S)
@@ -137,10 +137,10 @@ async def _first_ticket(response: aiohttp.ClientResponse, events: PrefillEvents)
     """Raises PeerError."""
     url = response.url
     if response.status != 200 or response.content_type != EVENT_STREAM:
-        body = await _heard(url, response.content.read(MAX_REFUSAL_BYTES))
+        body = await _received(url, response.content.read(MAX_REFUSAL_BYTES))
         raise _refusal(url, str(response.status), body)
     try:
-        event = await events.ticket(lambda: _heard(url, response.content.readany()))
+        event = await events.ticket(lambda: _received(url, response.content.readany()))
     except ValueError as error:
         raise PeerError(FailureKind.BAD_ANSWER, f"{url}: {error}") from error
     if event is None:

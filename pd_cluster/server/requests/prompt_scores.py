@@ -85,7 +85,7 @@ class PromptScores:
         self._ask = ask
         self._vocabulary = vocabulary
         self._prompt = prompt
-        self._num_told = 1  # the first token has no entry
+        self._num_reported = 1  # the first token has no entry
         self._field = [b"null"]  # items of JSON lists, also below
         first = [SampledToken(token_id) for token_id in prompt[:1]]
         shaped = completion_logprobs(vocabulary, first, names_are_ids=ask.names_are_ids)
@@ -97,9 +97,9 @@ class PromptScores:
         In turns of 4 ms: those of 20,000 tokens take 0.3 s, and may come at once.
         """
         end = start + len(entries)
-        if start != self._num_told or [entry.token_id for entry in entries] != list(self._prompt[start:end]):
-            raise ValueError(f"entries {start} to {end} are not those of the prompt behind {self._num_told}")
-        self._num_told = end
+        if start != self._num_reported or [entry.token_id for entry in entries] != list(self._prompt[start:end]):
+            raise ValueError(f"entries {start} to {end} are not those of the prompt after {self._num_reported}")
+        self._num_reported = end
         for first in range(0, len(entries), SHAPED_TOKENS):
             self._keep(entries[first : first + SHAPED_TOKENS])
             await asyncio.sleep(0)
@@ -129,7 +129,7 @@ class PromptScores:
         """
         if self._ask.echo is None:
             return {}, 0
-        offsets = echo_offsets(self._vocabulary, self._prompt[: self._num_told], text)
+        offsets = echo_offsets(self._vocabulary, self._prompt[: self._num_reported], text)
         return self._echo | {"text_offset": [json_items(offsets)]}, len(text)
 
     def _entry(self, entry: PromptToken, num_top: int) -> dict[str, dict[str, Any]]:

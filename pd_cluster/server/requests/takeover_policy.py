@@ -33,7 +33,7 @@ from pd_cluster.server.requests.prefill_client import PeerError, PrefillClient
 from pd_connectors.protocol.errors import BadSignature, LoadFailure, ProtocolMismatch, TicketError, TicketExpired
 from pd_connectors.protocol.feed import CHARGE_HEADER
 from pd_connectors.protocol.hashing import prompt_digest
-from pd_connectors.protocol.ticket import Offer, Paper, Ticket, verify
+from pd_connectors.protocol.ticket import Offer, Statement, Ticket, verify
 from pd_http.node_answers import ASK_TICKET, FailureKind
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def trusted_ticket(state: NodeState, token: str, prompt: list[int], salt: str) -
     return ticket
 
 
-def _verified(state: NodeState, token: str, kind: type[Paper]) -> Paper:
+def _verified(state: NodeState, token: str, kind: type[Statement]) -> Statement:
     try:
         return verify(state.key, token, kind, time.time())
     except BadSignature as error:

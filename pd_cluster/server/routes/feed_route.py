@@ -33,11 +33,11 @@ async def feed(state: NodeState, request: Request) -> Response:
     return _FeedAnswer(state.feed, FeedReader(name, wait_s, order.reader or str(order.expires_at_s), order.serial))
 
 
-def _wait_s(told: str) -> float:
+def _wait_s(text: str) -> float:
     """Raises InvalidRequest."""
-    if not (told.isascii() and told.isdecimal() and len(told) < 5):
+    if not (text.isascii() and text.isdecimal() and len(text) < 5):
         raise InvalidRequest(f"{WAIT_HEADER}: a whole number of milliseconds is needed", WAIT_HEADER)
-    return min(int(told), MAX_WAIT_MS) / 1e3
+    return min(int(text), MAX_WAIT_MS) / 1e3
 
 
 class _FeedAnswer(Response):

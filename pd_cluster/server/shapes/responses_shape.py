@@ -117,9 +117,9 @@ class ResponsesShape(ResponseShape):
             return [self._event("response.output_item.added", output_index=index, item=item | {"input": ""})]
         place: dict[str, Any] = {"output_index": index, "item_id": item["id"]}
         name, text = "response.custom_tool_call_input", item["input"]
-        told = [self._event(f"{name}.delta", text, delta=text, **place)] if text else []
+        last = [self._event(f"{name}.delta", text, delta=text, **place)] if text else []
         done = self._event(f"{name}.done", input=text, **place)
-        return [*told, done, self._event("response.output_item.done", output_index=index, item=item)]
+        return [*last, done, self._event("response.output_item.done", output_index=index, item=item)]
 
     def _form(self, block: AnswerBlock) -> CallForm | None:
         """How the client has the function of a call, if not as a function of this name."""

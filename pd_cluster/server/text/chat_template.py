@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 PROBE_S = 1.0
 TOOL_USE = "tool_use"  # the name of the template that transformers takes for requests with tools
 _QUERY, _DOCUMENT = (re.compile(f"""['"]{role}['"]""") for role in ("query", "document"))
-_NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_DIRECTIVE = re.compile(r"%[-_^#\d]*[EO]?[A-Za-z]")  # of strftime
+# Before a template that is to write the date of another time: transformers lets it ask for the present only, and what
+# it asks for may be in a variable. The line's end is a block's, which Jinja drops
+_STRFTIME_AT = """\
+{%- macro strftime_now(format) -%}
+{%- for part in format.split("%%") -%}
+{%- set written = namespace(text=part) -%}
+{%- for name, value in pd_dates.items() -%}{%- set written.text = written.text.replace(name, value) -%}{%- endfor -%}
+{{- "%" if not loop.first }}{{ written.text -}}
+{%- endfor -%}
+{%- endmacro %}
+"""
 # Of a format, which need not stand in the call: any text of the template may be one
 _TIME_OF_DAY = re.compile(r"(?<!\{)%[-_^#\d]*[EO]?[HIMSTRXPcfklprs]")
 _SWITCHES = ("enable_thinking", "thinking")  # arguments that change what templates take, as far as any is known to
@@ -178,8 +189,9 @@ class ChatTemplate:
         at_s: float | None = None,
     ) -> str:
         template = self._chosen(tools)
-        if at_s is not None:
-            template = _template_at(template, at_s)
+        if at_s is not None and "strftime_now" in template:
+            options = options | {"pd_dates": _dates(at_s, template)}
+            template = _STRFTIME_AT + template
         if all(message.get("content", "") is not None for message in messages):
             return str(
                 self._tokenizer.apply_chat_template(
@@ -193,10 +205,10 @@ class ChatTemplate:
         return str(render_jinja_template([list(messages)], tools=tools, chat_template=template, **options)[0][0])
 
 
-def _template_at(template: str, at_s: float) -> str:
-    """The template with the dates of another time as literals: transformers lets it ask for the present only."""
+def _dates(at_s: float, text: str) -> dict[str, str]:
+    """What each directive in `text` writes at that time. Those of a request's own form stay as they are."""
     at = datetime.fromtimestamp(at_s)
-    return _NOW.sub(lambda call: json.dumps(at.strftime(call[2])), template)
+    return {name: at.strftime(name) for name in _DIRECTIVE.findall(text)}
 
 
 def template_in(path: Path, tokenizer: Any) -> str:

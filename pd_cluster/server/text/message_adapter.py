@@ -207,10 +207,10 @@ class _Turn:
 
     __slots__ = ("is_system", "kind", "message", "reasoning", "texts")
 
-    def __init__(self, message: Message, kind: str, *, is_system: bool = False) -> None:
+    def __init__(self, message: Message, kind: str) -> None:
         self.message = message
         self.kind = kind
-        self.is_system = is_system  # the last text was the system's
+        self.is_system = False  # the last text was the system's
         self.texts = [message.get("content") or ""]
         self.reasoning = _reasoning(message)
 
@@ -263,7 +263,7 @@ class _Sequence:
             case Joint.AFTER_ASSISTANT:
                 self._turns += [_Turn(_filler("assistant"), "assistant"), _Turn(message, kind)]
             case Joint.REFUSED:
-                place = "at the beginning" if before == START else f"behind one of kind {before}"
+                place = "at the beginning" if before == START else f"after one of kind {before}"
                 raise InvalidRequest(f"the chat template drops a message of kind {kind} {place}", "messages")
             case _:
                 self._turns.append(_Turn(message, kind))

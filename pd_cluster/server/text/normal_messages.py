@@ -182,12 +182,12 @@ class _Reader:
             if isinstance(message.get(key), list | dict):
                 blocks = message.pop(key)
                 forms.append(self._thoughts(blocks if isinstance(blocks, list) else [blocks]))
-        told = ""
+        joined = ""
         for form in (*forms, texts):
-            if "".join(form) not in told and (text := "\n".join(form)) not in told:
-                told = f"{told}\n{text}" if told else text
-        if told != first:
-            message["reasoning_content"] = told
+            if "".join(form) not in joined and (text := "\n".join(form)) not in joined:
+                joined = f"{joined}\n{text}" if joined else text
+        if joined != first:
+            message["reasoning_content"] = joined
 
 
 def _first(given: Message, names: Sequence[str]) -> Any:

@@ -74,5 +74,5 @@ class TemplateTraits:
         """What differs from the defaults."""
         given = [(one.name, getattr(self, one.name), one.default) for one in fields(self) if one.name != "joints"]
         said = [f"{name}: {getattr(value, 'value', value)}" for name, value, default in given if value != default]
-        said += [f"{after} behind {before}: {joint.value}" for (before, after), joint in self.joints.items()]
+        said += [f"{after} after {before}: {joint.value}" for (before, after), joint in self.joints.items()]
         return ", ".join(said) or "takes all messages as they are"

@@ -247,8 +247,8 @@ class Tokenizer:
         num_chars = max(LONG_CHARS, 2 * max_tokens)
         while 2 * num_chars <= len(text):
             if len(self._encode(text[:num_chars], False)) > max_tokens + CUT_TOKENS:
-                told = f"the first {num_chars} of the prompt's {len(text)} characters are more than {max_tokens} tokens"
-                raise InvalidRequest(f"{told}, this model's maximum context length", param, "context_length_exceeded")
+                cut = f"the first {num_chars} of the prompt's {len(text)} characters are more than {max_tokens} tokens"
+                raise InvalidRequest(f"{cut}, this model's maximum context length", param, "context_length_exceeded")
             num_chars *= 2
 
     def _encode(self, text: str, add_special_tokens: bool, note: Note | None = None) -> list[int]:

@@ -39,7 +39,7 @@ class WordInputs:
     lists: tuple[WordList, ...]
     # After drafts: int64 [E, K], the tokens that a row assumes after its tail, and int64 [E, _TAIL], which places of
     # both are the last ones
-    behind: tuple[torch.Tensor, torch.Tensor] | None = None
+    drafted: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class BadWords(LogitsStage):
@@ -83,8 +83,8 @@ class BadWords(LogitsStage):
         beginnings = torch.cat([one.beginnings for one in inputs.lists])
         ends = torch.cat([one.ends for one in inputs.lists])
         tails = self._tails[inputs.rows]
-        if inputs.behind is not None:
-            drafts, last = inputs.behind
+        if inputs.drafted is not None:
+            drafts, last = inputs.drafted
             tails = torch.cat((tails, drafts), 1).gather(1, last)
         completes = ((tails == beginnings) | (beginnings == _ANY)).all(1)
         amounts = torch.zeros(len(ends), device=logits.device).masked_fill_(completes, -torch.inf)

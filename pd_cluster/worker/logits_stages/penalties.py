@@ -31,7 +31,7 @@ class PenaltyInputs:
 
     settings: torch.Tensor  # float32 [R, 3]: repetition, presence, frequency
     rows: torch.Tensor  # int64 [R], of the tables
-    behind: DraftedRows | None = None  # None: of the tables as they are
+    drafted: DraftedRows | None = None  # None: of the tables as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class PenaltyTables:
         self.seen.view(-1).index_fill_(0, places, True)
         self.counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
 
-    def behind(self, drafted: DraftedRows) -> PenaltyTables:
+    def with_drafts(self, drafted: DraftedRows) -> PenaltyTables:
         """Copies of rows, with drafts noted. These tables stay as they are."""
         copies = PenaltyTables(self.seen[drafted.rows], self.counts[drafted.rows])
         copies.note(drafted.places, drafted.tokens)
@@ -125,8 +125,8 @@ class Penalties(CapturedStage):
 
     def apply(self, logits: torch.Tensor, inputs: PenaltyInputs) -> None:
         tables = self.tables()
-        if inputs.behind is not None:
-            tables = tables.behind(inputs.behind)
+        if inputs.drafted is not None:
+            tables = tables.with_drafts(inputs.drafted)
         self._penalize(logits, tables.seen, tables.counts, inputs.settings, inputs.rows)
 
     def fold(self, rows: Ints, lengths: Ints, changes: DrawChanges) -> bool:

@@ -100,7 +100,7 @@ class LogitsStage(Protocol):
         """Note that each of `rows` (distinct, at least one is active) continues with its token (int64 [len(rows)]).
 
         The call comes at the step's launch, with `token_ids` on the device. For a late stage the call comes when the
-        step's result is read, with `token_ids` in host memory. Of a run a late stage hears in one call: its row occurs
+        step's result is read, with `token_ids` in host memory. A late stage gets a run in one call: its row occurs
         once for each token, in neighbouring places.
         """
         return

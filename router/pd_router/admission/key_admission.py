@@ -179,14 +179,14 @@ class KeyAdmission:
 
     # --- requests
 
-    async def enter(self, limits: KeyLimits, body: RequestBody, plan: Route) -> AdmittedRequest:
-        """Return when the request may go to the nodes. `plan`: what would happen now.
+    async def enter(self, limits: KeyLimits, body: RequestBody, route: Route) -> AdmittedRequest:
+        """Return when the request may go to the nodes. `route`: what would happen now.
 
         Raises RateLimited.
         """
         key = limits.key
-        sequences = 0 if plan.order is HandoffOrder.PROMPT else body.num_samples
-        num_tokens = plan.prompt.tokens_at(plan.decodes[0])
+        sequences = 0 if route.order is HandoffOrder.PROMPT else body.num_samples
+        num_tokens = route.prompt.tokens_at(route.decodes[0])
         cost = num_tokens + (sequences and sequences * min(limits.mean_output, body.most_output))
         if (refusal := limits.admit(cost, self.clock())) is not None:
             raise self._refusal(limits, *refusal)
@@ -195,7 +195,7 @@ class KeyAdmission:
             admitted, key.name, key.weight, body.get("priority", int) or 0, cost, sequences, body.num_bytes
         )
         try:
-            self._check_late(turn, plan)
+            self._check_late(turn, route)
             if self.queue.has_ready or not limits.has_place or not self._fits(turn):
                 await self._wait(turn)
             else:
@@ -206,13 +206,13 @@ class KeyAdmission:
             raise
         return admitted
 
-    def _check_late(self, turn: Turn[AdmittedRequest], plan: Route) -> None:
+    def _check_late(self, turn: Turn[AdmittedRequest], route: Route) -> None:
         """Raises RateLimited if its turn or its first token come too late, until what is before it is through."""
         limits = turn.item.limits
         if not (self._latest_s or len(self.queue)) and limits.has_place:
             return
         turn_s, own = self._wait_s(turn), "" if limits.has_place else "concurrency"
-        nodes_s = plan.first_token_s(self.clock()) if self._latest_s else None
+        nodes_s = route.first_token_s(self.clock()) if self._latest_s else None
         if nodes_s is not None and nodes_s + turn_s > self._latest_s:
             raise self._refusal(limits, own or "late", whole_seconds(nodes_s + turn_s))
         if turn_s > EXPECTED * self._max_queue_s:

@@ -1,4 +1,4 @@
-"""The endpoint of the calls that compute: reads, plans and runs a request, and counts exactly one outcome."""
+"""The endpoint of the calls that compute: reads, routes and runs a request, and counts exactly one outcome."""
 
 from __future__ import annotations
 
@@ -73,17 +73,17 @@ class Proxy:
             record.model, record.stream = s.table.known_name(body.model), body.wants_stream
             if user is not None and s.admission is not None:
                 s.admission.shape(user, body)
-            plan = self._choose(call.path, body, asked)
+            route = self._choose(call.path, body, asked)
             if user is not None and s.admission is not None:
-                admitted = await s.admission.enter(user, body, plan)
+                admitted = await s.admission.enter(user, body, route)
                 if admitted.queued_s:
                     record.until(s.table.clock(), "admission")
-                    plan = self._choose(call.path, body, asked)
+                    route = self._choose(call.path, body, asked)
             headers = rules.forwarded(call.headers, request_id)
             headers[CLIENT_HEADER] = client_name(call.key_name, call.host)
             if self._traces:
                 headers[TRACEPARENT] = record.trace.header
-            exchange = RoutedRequest(s, body, headers, plan, reply, record)
+            exchange = RoutedRequest(s, body, headers, route, reply, record)
             await exchange.run()
         except ClientGone:
             outcome = "client_gone"
@@ -120,7 +120,7 @@ class Proxy:
         if outcome == "client_gone":
             s.metrics.client_gone.labels(exchange.phase if exchange is not None else "request").inc()
         if exchange is not None:
-            record.order, record.reason = exchange.plan.order.value, exchange.plan.reason
+            record.order, record.reason = exchange.route.order.value, exchange.route.reason
         if record.report is not None:
             record.model = record.model or s.table.known_name(record.report.model)
         record.end(s.table.clock(), outcome, status)

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     except (StartupError, OSError) as error:
         sys.stderr.write(f"pd-cluster epp: {error}\n")
         return 2
-    return run_router(args, is_supervised=True, name="epp", kind=PickerConfig, doors=(PickerServer,))
+    return run_router(args, is_supervised=True, name="epp", kind=PickerConfig, ports=(PickerServer,))
 
 
 def _check(config: RouterConfig) -> None:

@@ -140,7 +140,7 @@ class GatewayExchange:
         s.metrics.num_in_flight -= 1
         if pick is not None:
             pick.close()
-            record.order, record.reason = pick.plan.order.value, pick.plan.reason
+            record.order, record.reason = pick.route.order.value, pick.route.reason
         record.end(s.table.clock(), self._outcome, record.status)
         s.sinks.take(record)
         s.recent.add(record)
@@ -244,8 +244,8 @@ class GatewayExchange:
         record.answered(self._s.table.clock(), served_by[:MAX_NAME_CHARS])
         if record.stream and self._answer_outcome == "ok":
             record.first_piece(record.until_s)
-            self._s.metrics.first_token_took(record.model, pick.plan.order.value, record.first_s - record.arrived_s)
-        _set(answer.response_headers.response.header_mutation.set_headers, {ROUTE: pick.plan.text})
+            self._s.metrics.first_token_took(record.model, pick.route.order.value, record.first_s - record.arrived_s)
+        _set(answer.response_headers.response.header_mutation.set_headers, {ROUTE: pick.route.text})
         if message.response_headers.end_of_stream:
             self._ended()
         elif not self._sees_end:

@@ -40,7 +40,7 @@ _NO_PROMPT = PromptFacts(0)
 class Pick:
     """The choice for one request. `close` it when the request has ended; `answered` when its answer has begun."""
 
-    plan: Route
+    route: Route
     nodes: tuple[Node, ...]  # the one to send it to, then those for retries; never empty
     headers: Mapping[str, str]  # for the node
     decode_charge: Charge | None = None
@@ -90,8 +90,8 @@ class EndpointPicker:
 
     def any_node(self, subset: Collection[str] | None) -> Pick:
         """For a call without a prompt. `subset`: the addresses to choose among; None: all. Raises NoNode."""
-        plan, nodes = self._nodes(self._choose(None, _NO_PROMPT, None).direct("no-prompt"), subset)
-        return Pick(plan, nodes, {})
+        route, nodes = self._nodes(self._choose(None, _NO_PROMPT, None).direct("no-prompt"), subset)
+        return Pick(route, nodes, {})
 
     def pick(self, path: str, body: RequestBody, headers: Mapping[str, str], subset: Collection[str] | None) -> Pick:
         """`headers`: of the client. Raises InvalidRequest, ModelNotFound, NoNode."""
@@ -99,46 +99,46 @@ class EndpointPicker:
         if asked is HandoffOrder.P_FIRST:
             raise InvalidRequest("p-first is an order of the router: a gateway sends a request to one node", ROUTE)
         s = self._s
-        plan = self._choose(body.model, prompt_facts(body, s.table, self._chain_key), asked)
+        route = self._choose(body.model, prompt_facts(body, s.table, self._chain_key), asked)
         if body.reads_only(path):
-            plan = plan.direct("prompts-only")
-        plan, nodes = self._nodes(plan, subset)
-        offered = plan.offered(s.table.clock(), s.config.offer_size) if plan.order is HandoffOrder.D_FIRST else []
+            route = route.direct("prompts-only")
+        route, nodes = self._nodes(route, subset)
+        offered = route.offered(s.table.clock(), s.config.offer_size) if route.order is HandoffOrder.D_FIRST else []
         clock, shows_reading = s.table.clock, body.shows_reading
         decode_charge = charge_for(
-            plan, nodes[0], clock, reads=not offered, generates=True, shows_reading=shows_reading
+            route, nodes[0], clock, reads=not offered, generates=True, shows_reading=shows_reading
         )
         reported = {CHARGE_HEADER: decode_charge.name}
         # Gateways write the client's address after what it sent. Without that the last one is what it sent
         if is_name(address := headers.get("x-forwarded-for", "").rpartition(",")[2].strip()):
             reported[CLIENT_HEADER] = client_name("", address)
         if not offered:
-            return Pick(plan, nodes, reported, decode_charge, shows_reading=shows_reading)
-        prefill_charge = charge_for(plan, offered[0], clock, reads=True, generates=False, shows_reading=shows_reading)
+            return Pick(route, nodes, reported, decode_charge, shows_reading=shows_reading)
+        prefill_charge = charge_for(route, offered[0], clock, reads=True, generates=False, shows_reading=shows_reading)
         reported |= {OFFER_HEADER: s.signed_offer(offered), PREFILL_CHARGE_HEADER: prefill_charge.name}
-        return Pick(plan, nodes, reported, decode_charge, prefill_charge, offered[0], shows_reading)
+        return Pick(route, nodes, reported, decode_charge, prefill_charge, offered[0], shows_reading)
 
     def _choose(self, model: str | None, prompt: PromptFacts, asked: HandoffOrder | None) -> Route:
         s = self._s
         candidates = to_generate(s.table, model, prompt, self._settings, next(self._turns), asked=asked)
         return s.policy.choose(prompt, candidates, s.table.clock())
 
-    def _nodes(self, plan: Route, subset: Collection[str] | None) -> tuple[Route, tuple[Node, ...]]:
-        """The plan that the nodes of `subset` can serve, and the best of them in their order. Raises NoNode."""
+    def _nodes(self, route: Route, subset: Collection[str] | None) -> tuple[Route, tuple[Node, ...]]:
+        """The route that the nodes of `subset` can serve, and the best of them in their order. Raises NoNode."""
         now_s = self._s.table.clock()
-        nodes = [node for node in plan.decodes if _is_in(address_of(node), subset)]
-        for way in filter(None, (plan, plan.otherwise, plan.direct("no-pair"))):
+        nodes = [node for node in route.decodes if _is_in(address_of(node), subset)]
+        for way in filter(None, (route, route.otherwise, route.direct("no-pair"))):
             if (first := way.best(nodes, now_s)) is not None:
                 break
         else:
             raise NoNode("no healthy node with an IP address among the gateway's endpoints can decode; try again later")
-        plan, ranked = way if way.otherwise is None else way.direct(way.reason), [first]
+        route, ranked = way if way.otherwise is None else way.direct(way.reason), [first]
         while len(ranked) < self._most_nodes:
-            node = plan.best([node for node in nodes if node not in ranked], now_s)
+            node = route.best([node for node in nodes if node not in ranked], now_s)
             if node is None:
                 break
             ranked.append(node)
-        return plan, tuple(ranked)
+        return route, tuple(ranked)
 
 
 def address_of(node: Node) -> str | None:

@@ -31,7 +31,7 @@ class ContinuedRoute:
 
     node: Node
     prefills: tuple[Node, ...]
-    plan: Route
+    chosen: Route
 
 
 def choose_resume_node(
@@ -55,11 +55,11 @@ def choose_resume_node(
         candidates = to_generate(table, model, facts, settings, turn=0, resume_nodes=frozenset(resume_nodes))
     except (NoNode, ModelNotFound):  # a stream waits for a node to come back
         return None
-    plan = policy.choose(facts, candidates, now_s)
+    chosen = policy.choose(facts, candidates, now_s)
     is_single = prompt.num_sequences == 1 and not prompt.is_several  # else nodes ask no other one for KV
-    if is_single and not plan.is_alone:
-        node, prefills = plan.best(plan.decodes, now_s), plan.offered(now_s, settings.offer_size)
+    if is_single and not chosen.is_alone:
+        node, prefills = chosen.best(chosen.decodes, now_s), chosen.offered(now_s, settings.offer_size)
         if node is not None and prefills:
-            return ContinuedRoute(node, tuple(prefills), plan)
-    alone = plan.direct(plan.reason).best(plan.decodes, now_s)
-    return None if alone is None else ContinuedRoute(alone, (), plan)
+            return ContinuedRoute(node, tuple(prefills), chosen)
+    alone = chosen.direct(chosen.reason).best(chosen.decodes, now_s)
+    return None if alone is None else ContinuedRoute(alone, (), chosen)

@@ -145,13 +145,13 @@ class ContinuedStream:
             if route.prefills:
                 params |= {"do_remote_prefill": True, "offer": s.signed_offer(route.prefills)}
                 first = route.prefills[0]
-                charge = charge_for(route.plan, first, s.table.clock, reads=True, generates=False)
+                charge = charge_for(route.chosen, first, s.table.clock, reads=True, generates=False)
                 reading = until_begun.enter_context(charge)
                 self._headers[PREFILL_CHARGE_HEADER] = reading.name
             else:
                 self._headers.pop(PREFILL_CHARGE_HEADER, None)
             body = self._body.with_transfer(params)  # before the charge, which only the leg releases
-            charge = charge_for(route.plan, node, s.table.clock, reads=reading is None, generates=True)
+            charge = charge_for(route.chosen, node, s.table.clock, reads=reading is None, generates=True)
             self._headers[CHARGE_HEADER] = charge.name
             leg = DecodeLeg(s.upstream, node, charge, self.record)
             self._deaths.meet(node)

@@ -50,12 +50,13 @@ _NOT_SUSPECTED = frozenset(
 
 
 class NodeRequest(ABC):
-    """Runs one planned request: `run` sends the client its answer, or raises a PdError before its first byte."""
+    """Runs one routed request: `run` sends the client its answer, or raises a PdError before its first byte."""
 
     def __init__(
-        self, services: Services, body: RequestBody, headers: Headers, plan: Route, reply: CallReply, record: CallRecord
-    ) -> None:
-        self.plan = plan
+        self, services: Services, body: RequestBody, headers: Headers, route: Route, reply: CallReply,
+        record: CallRecord,
+    ) -> None:  # fmt: skip
+        self.route = route
         self.phase = "prefill"  # prefill | decode | stream: for counting clients that leave
         self.outcome = "ok"  # ok | refused | failed | broken
         self._s = services
@@ -146,13 +147,13 @@ class NodeRequest(ABC):
         `kind`: the name of the legs. `record`: of a stream that other nodes may continue. `has_other_way`: whether
         the request can be served even if no node is left. Raises Refused, NodesDied.
         """
-        s, is_prompt = self._s, self.plan.order is HandoffOrder.PROMPT
+        s, is_prompt = self._s, self.route.order is HandoffOrder.PROMPT
         last: LegFailed | None = None
         wait_s = s.config.first_byte_timeout_s if self._body.wants_stream else s.config.response_timeout_s
         ends_at = s.table.clock() + wait_s
         while (node := nodes.take()) is not None:
             charge = charge_for(
-                self.plan, node, s.table.clock, reads=self.plan.is_alone, generates=not is_prompt,
+                self.route, node, s.table.clock, reads=self.route.is_alone, generates=not is_prompt,
                 shows_reading=is_prompt or self._body.shows_reading,
             )  # fmt: skip
             self._headers[CHARGE_HEADER] = charge.name
@@ -250,7 +251,7 @@ class NodeRequest(ABC):
         await self._reply.whole(status, [JSON_TYPE, *retry], answer.body)
 
     def _name_route(self) -> None:
-        self._reply.headers[ROUTE] = self.plan.text
+        self._reply.headers[ROUTE] = self.route.text
 
 
 def may_be_tried_again(failure: LegFailed) -> bool:

@@ -44,13 +44,13 @@ class RoutedRequest(NodeRequest):
         )
         self._record_of_stream = self._stream.record
         try:
-            if self.plan.order is HandoffOrder.PROMPT:
+            if self.route.order is HandoffOrder.PROMPT:
                 await self._prompt()
             elif await self._spill():
                 return
-            elif self.plan.order is HandoffOrder.P_FIRST:
+            elif self.route.order is HandoffOrder.P_FIRST:
                 await self._p_first()
-            elif self.plan.order is HandoffOrder.D_FIRST:
+            elif self.route.order is HandoffOrder.D_FIRST:
                 await self._d_first()
             else:
                 await self._direct()
@@ -68,24 +68,24 @@ class RoutedRequest(NodeRequest):
     async def _prompt(self) -> None:
         """No lease, no ticket, and decode nodes last."""
         config = self._s.config
-        may_all = self.plan.reason == NO_PREFILL_NODE or config.on_prefill_failure == "local"
+        may_all = self.route.reason == NO_PREFILL_NODE or config.on_prefill_failure == "local"
         roles = tuple(Role) if may_all else READERS
-        nodes = self._untried(self.plan.decodes, roles, self.plan.best, config.max_prefill_tries)
+        nodes = self._untried(self.route.decodes, roles, self.route.best, config.max_prefill_tries)
         leg, last = await self._first_answer("prompt", nodes, self._body.plain())
         if leg is None:
             await self._give_up(last, "every node that can read prompts went down; try again later")
             return
-        if leg.node.role is Role.DECODE and self.plan.reason != NO_PREFILL_NODE:
-            self.plan = self.plan.because("prefill-failed")
+        if leg.node.role is Role.DECODE and self.route.reason != NO_PREFILL_NODE:
+            self.route = self.route.because("prefill-failed")
         await self._answer(leg, prefill_by=None)
 
     async def _spill(self) -> bool:
         """Let a decode node prefill although there is a P, as planned. False: it was not planned, or none succeeded."""
-        if (handoff := self.plan.otherwise) is None:
+        if (handoff := self.route.otherwise) is None:
             return False
-        decode, _ = await self._try_decodes(self._body.plain(), self.plan.best, has_other_way=lambda: True)
+        decode, _ = await self._try_decodes(self._body.plain(), self.route.best, has_other_way=lambda: True)
         if decode is None:
-            self.plan, self.phase = handoff, "prefill"
+            self.route, self.phase = handoff, "prefill"
             return False
         await self._answer(decode, prefill_by=None)
         return True
@@ -106,7 +106,7 @@ class RoutedRequest(NodeRequest):
             if decode is None:
                 return
             is_taken = True
-            is_alone = self.plan.order is HandoffOrder.DIRECT
+            is_alone = self.route.order is HandoffOrder.DIRECT
             if is_alone or decode.prefilled_by == decode.node.node_id:  # D refused the ticket, or its load failed
                 leg.close()
                 self._release(handoff)
@@ -118,14 +118,14 @@ class RoutedRequest(NodeRequest):
                 self._release(handoff)
 
     async def _d_first(self) -> None:
-        offered = self.plan.offered(self._s.table.clock(), 1)
+        offered = self.route.offered(self._s.table.clock(), 1)
         if not offered:  # all went down during `_spill`
             await self._fall_back()
             return
         body = self._body.with_transfer({"do_remote_prefill": True, "offer": self._offer()})
         # D asks the first node of the offer, if it asks for a prefill at all
         with charge_for(
-            self.plan, offered[0], self._s.table.clock, reads=True, generates=False,
+            self.route, offered[0], self._s.table.clock, reads=True, generates=False,
             shows_reading=self._body.shows_reading,
         ) as charge:  # fmt: skip
             self._headers[PREFILL_CHARGE_HEADER] = charge.name
@@ -148,7 +148,7 @@ class RoutedRequest(NodeRequest):
         await self._direct()
 
     def _set_direct(self, reason: str) -> None:
-        self.plan = self.plan.direct(reason)
+        self.route = self.route.direct(reason)
 
     # --- legs
 
@@ -158,11 +158,11 @@ class RoutedRequest(NodeRequest):
         body = self._body.for_prefill()
         headers = self._headers.copy()
         headers[TICKET] = "stream"
-        plan, limit = self.plan, s.config.max_prefill_tries
-        nodes = self._untried(plan.prefills, (Role.PREFILL,), plan.best_prefill, limit)
+        route, limit = self.route, s.config.max_prefill_tries
+        nodes = self._untried(route.prefills, (Role.PREFILL,), route.best_prefill, limit)
         has_local = s.config.on_prefill_failure == "local"
         while (node := nodes.take()) is not None:
-            charge = charge_for(plan, node, s.table.clock, reads=True, generates=False)
+            charge = charge_for(route, node, s.table.clock, reads=True, generates=False)
             headers[CHARGE_HEADER] = charge.name
             self._record.until(s.table.clock(), "plan")
             leg = PrefillLeg(s.upstream, node, charge)
@@ -187,10 +187,10 @@ class RoutedRequest(NodeRequest):
 
         Raises Refused, NodeFailed, NoNode, NodesDied.
         """
-        leg, last = await self._try_decodes(body, self.plan.best, has_other_way=self._has_alone)
+        leg, last = await self._try_decodes(body, self.route.best, has_other_way=self._has_alone)
         if leg is None and (last is None or may_be_tried_again(last)) and self._has_alone():
             self._set_direct("no-pair")
-            leg, failure = await self._try_decodes(self._body.plain(), self.plan.best_alone)
+            leg, failure = await self._try_decodes(self._body.plain(), self.route.best_alone)
             last = failure or last
         if leg is not None:
             return leg
@@ -202,16 +202,16 @@ class RoutedRequest(NodeRequest):
     ) -> tuple[DecodeLeg | None, LegFailed | None]:
         """See `_first_answer`."""
         self.phase = "decode"
-        nodes = self._untried(self.plan.decodes, DECODERS, choose, self._s.config.max_decode_tries)
+        nodes = self._untried(self.route.decodes, DECODERS, choose, self._s.config.max_decode_tries)
         record = self._stream.record if self._body.wants_stream else None
         return await self._first_answer("decode", nodes, body, record=record, has_other_way=has_other_way)
 
     def _has_alone(self) -> bool:
         """Whether a decode node that does not pair with the prefill nodes can serve the request, if no other does."""
-        if self.plan.order is HandoffOrder.DIRECT or self._s.config.on_prefill_failure == "fail":
+        if self.route.order is HandoffOrder.DIRECT or self._s.config.on_prefill_failure == "fail":
             return False
         decodes = self._healthy(*DECODERS)()
-        return self.plan.best_alone(decodes, self._s.table.clock()) is not None
+        return self.route.best_alone(decodes, self._s.table.clock()) is not None
 
     def _drain_failed(self, failure: LegFailed) -> None:
         """Count a failure of P after its ticket. D learns of it from the lease."""
@@ -222,7 +222,7 @@ class RoutedRequest(NodeRequest):
     async def _answer(self, leg: DecodeLeg, prefill_by: Node | None) -> bool:
         """Pass D's answer on to the client. False if D broke off; the client then got an error event."""
         s, nodes, on_piece = self._s, {PREFILL_BY: prefill_by or leg.node}, None
-        if self.plan.order is not HandoffOrder.PROMPT:
+        if self.route.order is not HandoffOrder.PROMPT:
             nodes[DECODE_BY], on_piece = leg.node, self._note_piece()
         self.phase, self._whole, self._writer = "stream", leg.whole, leg.node
         self._record.prefill_by = leg.prefilled_by or (prefill_by or leg.node).node_id
@@ -240,7 +240,7 @@ class RoutedRequest(NodeRequest):
 
     def _note_piece(self) -> Callable[[bytes], None]:
         record, clock, metrics = self._record, self._s.table.clock, self._s.metrics
-        totals, order = metrics.models.of(record.model), self.plan.order.value
+        totals, order = metrics.models.of(record.model), self.route.order.value
 
         def note(data: bytes) -> None:
             if not record.first_s:
@@ -256,7 +256,7 @@ class RoutedRequest(NodeRequest):
     def _offer(self, without: Node | None = None) -> str | None:
         """The signed list of prefill nodes that D may ask; None: there are none."""
         s = self._s
-        nodes = self.plan.offered(s.table.clock(), s.config.offer_size, without)
+        nodes = self.route.offered(s.table.clock(), s.config.offer_size, without)
         if not nodes:
             return None
         for node in nodes:

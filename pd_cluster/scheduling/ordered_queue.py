@@ -1,4 +1,4 @@
-"""A queue ordered by rank. Ranks are unique and never change while queued."""
+"""A queue ordered by precedence. Precedences are unique and never change while queued."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Ranked(Protocol):
-    """Anything with a rank: smaller goes first."""
+class Ordered(Protocol):
+    """Anything with a precedence: smaller goes first."""
 
     @property
-    def rank(self) -> tuple[int, ...]: ...
+    def precedence(self) -> tuple[int, ...]: ...
 
 
-Item = TypeVar("Item", bound=Ranked)
+Item = TypeVar("Item", bound=Ordered)
 
 
-def _rank(item: Ranked) -> tuple[int, ...]:
-    return item.rank
+def _precedence(item: Ordered) -> tuple[int, ...]:
+    return item.precedence
 
 
-class RankedQueue(Generic[Item]):
+class OrderedQueue(Generic[Item]):
     """A sorted list: O(log n) to find, a memmove to insert or remove (queues hold a thousand at most)."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class RankedQueue(Generic[Item]):
         return reversed(self._items)
 
     def __contains__(self, item: Item) -> bool:
-        index = bisect_left(self._items, item.rank, key=_rank)
+        index = bisect_left(self._items, item.precedence, key=_precedence)
         return index < len(self._items) and self._items[index] is item
 
     @property
@@ -51,11 +51,11 @@ class RankedQueue(Generic[Item]):
         return self._items[-1] if self._items else None
 
     def add(self, item: Item) -> None:
-        insort(self._items, item, key=_rank)
+        insort(self._items, item, key=_precedence)
 
     def discard(self, item: Item) -> bool:
         """Remove the item. Returns whether it was in the queue."""
-        index = bisect_left(self._items, item.rank, key=_rank)
+        index = bisect_left(self._items, item.precedence, key=_precedence)
         if index < len(self._items) and self._items[index] is item:
             del self._items[index]
             return True
