@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PLUGIN = "forked-worker"
+# Imported when a test first loads a model: 2.4 s of CPU, once before the fork and not once in each worker
+SHARED = ("transformers.modeling_utils",)
+MANY_TESTS = 1000  # some of so many load one, on all workers
 LATE = ("helm_python",)  # packages that start threads when they are imported
 NO_THREADS_ENV = "TOKENIZERS_PARALLELISM"  # read when text is tokenized, which a test file does when it is imported
 
@@ -139,6 +142,8 @@ class ForkedWorker:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> object:
         self._patch.undo()
+        if len(session.items) >= MANY_TESTS:
+            import_what_is_shared()
         gc.collect()
         gc.freeze()  # a search for garbage in a worker would copy all of it
         if left := [*threads_but_this(), *(open_files() - self._open_files)]:
@@ -217,6 +222,13 @@ class LateModule(ModuleType):
         if sys.modules[self.__name__] is self:
             del sys.modules[self.__name__]
         return getattr(import_module(self.__name__), name)
+
+
+def import_what_is_shared() -> None:
+    """A test that needs a package which is not there says so itself."""
+    for name in SHARED:
+        with suppress(ImportError):
+            import_module(name)
 
 
 def threads_but_this() -> list[str]:
