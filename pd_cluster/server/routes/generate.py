@@ -44,7 +44,7 @@ async def prepare(state: NodeState, caller: Caller, ask: GenerationAsk) -> list[
     """The requests of the prompts, in order. Raises PdError."""
     body, requests = ask.body, list[GenerationRequest]()
     check_amounts(state, body, len(ask.prompts))
-    predicted = await _predicted(state, ask)
+    predicted = None if ask.prediction is None else await _predicted(state, ask, ask.prediction)
     bad_words = await state.tokenizer.encode_words(body.bad_words) if body.bad_words else ()
     form, grammar = await ask.form(), ""
     if form is not None:
@@ -82,11 +82,9 @@ async def prepare(state: NodeState, caller: Caller, ask: GenerationAsk) -> list[
     return requests
 
 
-async def _predicted(state: NodeState, ask: GenerationAsk) -> PredictedTokens | None:
-    """None: there is no prediction, or the answer is written by another node. Raises InvalidRequest."""
-    text, most = ask.prediction, state.ready.max_model_len
-    if text is None:
-        return None
+async def _predicted(state: NodeState, ask: GenerationAsk, text: str) -> PredictedTokens | None:
+    """None: the answer is written by another node. Raises InvalidRequest."""
+    most = state.ready.max_model_len
     if ask.kv_source is not None:
         state.tokenizer.check_length(text, most, "prediction")
         return None
