@@ -122,6 +122,9 @@ READ: dict[str, Read] = {
     "add_generation_prompt": Read(True, "vLLM's field. Default: true."),
     "continue_final_message": Read(False, "vLLM's field."),
     "chat_template_kwargs": Read({"enable_thinking": False}, "Arguments of the model's chat template."),
+    "prediction": Read(
+        {"type": "content", "content": "hi"}, "Text that the answer may repeat: see [predictions](#predictions)."
+    ),
 }
 
 
@@ -205,6 +208,7 @@ def _bounds() -> str:
         ("values", f"{chat.others.values:,}", "members of objects and lists at any level, of all fields together"),
         ("", f"{chat.others.values:,}", "the same, in arguments of tool calls that are text"),
         ("messages", "the context", "a message has a token at least"),
+        ("`prediction`", "the context", "tokens"),
         ("levels of a schema", f"{MAX_LEVELS}", f"{MAX_DEPTH} in tools"),
         ("`tools`", f"{OPENAI.tool_limits.tools}", f"{MANY_TOOLS:,} in Messages and Responses"),
         ("`stop`", f"{MAX_STOP_STRINGS}", f"strings of {MAX_STOP_CHARS:,} characters"),

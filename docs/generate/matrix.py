@@ -79,6 +79,7 @@ AREAS = (
             Feature("logprobs", ("logprobs", "top_logprobs", "return_tokens_as_token_ids")),
             Feature("`echo`, with `logprobs` too; logprobs of prompts", ("echo", "prompt_logprobs")),
             Feature("token ids in answers", ("return_token_ids",)),
+            Feature("`prediction`", ("prediction",)),
             Feature("cache salt", ("cache_salt",)),
             Feature(
                 "models, tokenize, detokenize, facts of the tokenizer",

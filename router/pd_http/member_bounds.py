@@ -67,7 +67,9 @@ TRANSLATED_BOUNDS: Final = BodyBounds(
 
 
 # Fields with members in numbers. A decoder passes over others at 1 ns a byte
-_LISTED = ("messages", "system", "tools", "tool_choice", "documents", "response_format", "chat_template_kwargs")
+_LISTED = (
+    "messages", "system", "tools", "tool_choice", "documents", "response_format", "chat_template_kwargs", "prediction",
+)  # fmt: skip
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _SOME_FIELDS = msgspec.json.Decoder(
     msgspec.defstruct("_SomeFields", [(name, Raw | UnsetType, UNSET) for name in (*_LISTED, *TOKEN_FIELDS)])

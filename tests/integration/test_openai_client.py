@@ -10,9 +10,11 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import openai
 import pytest
 
+from pd_cluster.server.requests.predicted_tokens import FollowedPrediction, PredictedTokens
 from tests.integration.system import Path, System
 from tests.integration.test_sampling_parity import same_numbers
 
@@ -225,6 +227,35 @@ def test_usage_ends_a_stream_that_asks_for_it(path: Path, clients: Clients) -> N
     assert {name: usage[name] for name in whole} == whole
 
 
+def test_what_of_a_prediction_came_is_the_same_on_every_way(clients: Clients) -> None:
+    """Whole and streamed, exactly what the rule says of the tokens of both."""
+    shown: Arguments = {
+        "temperature": 0,
+        "max_tokens": 40,
+        "extra_body": {"return_token_ids": True, "ignore_eos": True},
+    }
+    answer = clients.mixed_answer("chat", "with ids", chat(shown))["choices"][0]
+    text = answer["message"]["content"]
+    predicted = f"{text[:30]}zebra{text[30:60]} and a zebra"
+    asked = {"prompt": predicted, "add_special_tokens": False}
+    url = clients.system.urls["decode"]
+    ids = httpx.post(f"{url}/tokenize", json=asked, timeout=TIMEOUT_S, trust_env=False).json()["tokens"]
+    rule = FollowedPrediction(PredictedTokens(ids))
+    rule.push(answer["token_ids"])
+    assert rule.num_accepted > 5 < rule.num_rejected
+    for path in Path:
+        for stream in (False, True):
+            told = shown | {"extra_body": shown["extra_body"] | {"cache_salt": f"prediction {path} {stream}"}}
+            more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+            prediction = {"type": "content", "content": [{"type": "text", "text": predicted}]}
+            given = ask(clients[path], "chat", chat(told | more | {"prediction": prediction}))
+            usage = (list(given)[-1] if stream else given).usage
+            details = usage.completion_tokens_details
+            assert usage.completion_tokens == len(answer["token_ids"])
+            numbers = (details.accepted_prediction_tokens, details.rejected_prediction_tokens)
+            assert numbers == (rule.num_accepted, rule.num_rejected), (path, stream)
+
+
 @pytest.mark.parametrize("path", ROUTES)
 def test_headers_tell_the_way(path: Path, clients: Clients) -> None:
     salt = {"extra_body": {"cache_salt": f"headers {path}"}}  # or D has it cached
@@ -246,6 +277,10 @@ def test_mistakes_are_the_clients_own_exceptions(path: Path, clients: Clients) -
             with pytest.raises(openai.BadRequestError) as bad:
                 ask(client, "completions", completion({**wrong, "stream": stream}))
             assert (bad.value.param, bad.value.type) == (param, "invalid_request_error")
+    for prediction in ("text", {"type": "content", "content": "x" * 400_000}):
+        with pytest.raises(openai.BadRequestError) as bad:
+            ask(client, "chat", chat({"prediction": prediction}))
+        assert bad.value.param == "prediction"
 
 
 def test_models_are_listed(clients: Clients) -> None:

@@ -76,6 +76,7 @@ GROUPED = [
 PATCH = '<tool_call>\n{"name": "patch", "arguments": {"input": "é\\n🙂 end"}}\n</tool_call>'
 LOOK = '<tool_call>\n{"name": "mcp__s__look", "arguments": {"at": "x"}}\n</tool_call>'
 LONG, SHORT = "Où est 🙂? Hello there, über.", "Naïve."
+PREDICTED = "Où est 🙂! Hello there, über. Naïve."
 SCRIPTED = [
     chat("usage in every chunk", LONG, SHORT, stream_options=USAGE | {"continuous_usage_stats": True}),
     chat("half a character at the end", "🙂🙂", "é", end=False),
@@ -87,6 +88,7 @@ SCRIPTED = [
     chat("text like a call", "<tool_call>none</tool_call> so", tools=[TOOL]),
     chat("reasoning", "<think>why so</think>because", "<think>é</think>\n\n🙂", tools=[TOOL]),
     chat("reasoning that is dropped", "<think>why so</think>because", include_reasoning=False),
+    chat("a prediction", LONG, f"{SHORT} {LONG}", prediction={"type": "content", "content": PREDICTED}),
     completion("text", LONG, SHORT, echo=True, return_token_ids=True),
     completion("logprobs of completions", LONG, SHORT, logprobs=2, stop=["über!"]),
     completion("logprobs of the prompt", LONG, SHORT, prompt_logprobs=1, echo=True, logprobs=1),

@@ -38,6 +38,7 @@ OBJECT = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+PREDICTION = {"type": "content", "content": "Once upon a time there was a little dog. The dog was happy and said"}
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": OBJECT}}
 
 
@@ -57,6 +58,7 @@ DEMO = [
     plain("whole bytes", COMPLETIONS, allowed_token_ids=[172, 253, 247, 222, 100], n=2),
     plain("several prompts", COMPLETIONS, prompt=["Once upon", "The fox", "A"], n=2, echo=True, logprobs=1),
     plain("a JSON object", COMPLETIONS, response_format=FORM, max_tokens=40),
+    plain("a prediction", CHAT, n=2, prediction=PREDICTION),
 ]
 CASES = [
     *(("demo_model", one.drawn(**draw)) for one in DEMO for draw in (GREEDY, SEEDED)),

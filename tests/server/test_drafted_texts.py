@@ -14,7 +14,7 @@ from tests.cut_streams import CHAT, COMPLETIONS, Case, asking, data_of, same_con
 from tests.drafters import KINDS, ScriptedDrafter
 from tests.engine.test_core_pipeline import make_connector
 from tests.in_loop_engine import InLoopEngine
-from tests.server.test_continued_generation import config_of, node_of, plain
+from tests.server.test_continued_generation import PREDICTION, config_of, node_of, plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +28,7 @@ ASKED = [
     plain("stop strings", CHAT, stop=STOPS, min_tokens=5, max_tokens=30).drawn(temperature=0),
     plain("stop strings that are kept", COMPLETIONS, stop=STOPS, include_stop_str_in_output=True, logprobs=2, n=2,
           max_tokens=30).drawn(temperature=0.9, seed=4),
+    plain("a prediction", CHAT, n=2, max_tokens=30, prediction=PREDICTION).drawn(temperature=0.9, seed=4),
     plain("echo", COMPLETIONS, prompt=["Once upon", "A"], echo=True, logprobs=1).drawn(temperature=0.9, seed=-5),
     plain("an end", COMPLETIONS, max_tokens=40).drawn(temperature=1.4, seed=9),
 ]  # fmt: skip

@@ -183,7 +183,7 @@ async def test_of_a_text_with_too_many_tokens_a_beginning_is_read(monkeypatch: p
     monkeypatch.setattr(tokenizer, "_encode", counted)
     chat = [{"role": "user", "content": "☃" * 200_000}]
     try:
-        with pytest.raises(InvalidRequest, match=r"first 100000 of the prompt's 200000 characters") as refused:
+        with pytest.raises(InvalidRequest, match=r"prompt: the first 100000 of 200000 characters") as refused:
             await tokenizer.encode("☃" * 200_000, max_tokens=50_000, refuses=True)
         assert refused.value.code == "context_length_exceeded"
         with pytest.raises(InvalidRequest, match="first 100000"):

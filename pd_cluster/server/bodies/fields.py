@@ -115,7 +115,6 @@ HARMLESS: dict[str, str] = {
     "session_id": _LABEL,
     "store": "answers are not stored",
     "service_tier": "there is one tier",
-    "prediction": "it may only make an answer faster",
     "ngram_corpus_id": "it may only make an answer faster",
     "prompt_cache_key": "prefixes are found by their tokens",
     "prompt_cache_options": "prefixes are found by their tokens",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pd_cluster.protocol.messages import FinishReason, SequenceTokens
+from pd_cluster.server.requests.predicted_tokens import FollowedPrediction
 from pd_cluster.server.text.detokenizer import Detokenizer
 from pd_cluster.server.tools.output_parser import ParserContext, num_chars
 from pd_connectors.protocol.messages import SampledToken
@@ -51,6 +52,7 @@ class Choice:
         self.finished = False
         self._include_stop = text.include_stop
         self._stop_token_ids = request.sampling.stop_token_ids
+        self.followed = None if request.predicted is None else FollowedPrediction(request.predicted)
         self._parser = text.parser and text.parser(
             ParserContext(vocabulary, request.prompt, text.parser_options, _call_ids(request, index))
         )
@@ -90,6 +92,8 @@ class Choice:
                 parts += self._parser.push(text, (token.token_id,))
             if detokenizer.stop is not None:
                 break
+        if self.followed is not None:
+            self.followed.push([token.token_id for token in new.tokens[:used]])
         reason = new.finish_reason
         # the model's own end token is not reported
         stop = new.stop_token_id if new.stop_token_id in self._stop_token_ids else None

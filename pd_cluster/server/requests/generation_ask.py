@@ -44,6 +44,7 @@ class GenerationAsk:
     known: Sequence[KnownAnswer] = ()  # by prompt, of a stream that another node has begun
     names: PromptSteps | None = None  # of the blocks of a single prompt; None: no router asks for them
     scores: PromptAsk | None = None  # what the answers show of the prompts' log-probabilities
+    prediction: str | None = None
 
     @property
     def params(self) -> KvTransferParams:

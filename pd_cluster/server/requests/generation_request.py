@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.server.node.feed_hub import ChargeMark
     from pd_cluster.server.params.sampling import TextOptions
+    from pd_cluster.server.requests.predicted_tokens import PredictedTokens
     from pd_cluster.server.requests.prompt_scores import PromptAsk
     from pd_connectors.protocol.ticket import Ticket
     from pd_http.frames import KnownChoice
@@ -81,6 +82,7 @@ class GenerationRequest:
     prefill_charge: str = ""  # the router's name of its charge on the P that D asks
     passed_on: tuple[tuple[str, str], ...] = ()  # headers, for the P that D asks
     ask: PromptAsk | None = None  # what the answer shows of the prompt's log-probabilities
+    predicted: PredictedTokens | None = None
 
     @property
     def seed(self) -> int:
@@ -131,6 +133,7 @@ class GenerationRequest:
             drawn_seed=self.drawn_seed,
             steps=self.steps,
             outputs=self._outputs,
+            prediction=() if self.predicted is None else self.predicted.token_ids,
         )
 
     @property

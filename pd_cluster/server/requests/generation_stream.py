@@ -54,6 +54,7 @@ class GenerationStream:
         self.scores = None if request.ask is None else PromptScores(request.ask, state.tokenizer, request.prompt)
         self._search = PrefillSearch(state, request)
         self._choices = [Choice(i, request, state.tokenizer) for i in range(request.num_choices)]
+        self.followed = [one.followed for one in self._choices if one.followed is not None]
         self._live = request.live  # by index of the engine
         known = () if request.known is None else request.known.choices
         self._num_known_tokens = sum(len(choice.token_ids) for choice in known)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from typing import TYPE_CHECKING
 
 from pd_cluster.server.params.beam_fields import check_beam_choice
-from pd_cluster.server.params.sampling import check_room_for_output
+from pd_cluster.server.params.sampling import check_num_tokens, check_room_for_output
 from pd_cluster.server.requests.continuation import check_prompts
 from pd_cluster.server.requests.generation_request import GenerationRequest
+from pd_cluster.server.requests.predicted_tokens import PredictedTokens
 from pd_cluster.server.requests.prompt_steps import NO_STEPS, given_steps
 from pd_cluster.server.requests.request_checks import check_amounts, name_ignored
 from pd_cluster.server.requests.takeover_policy import choose_kv_source
@@ -33,6 +35,8 @@ async def generate(state: NodeState, caller: Caller, reply: CountedReply, ask: G
         ask.scores.check_length(sum(len(one.prompt) * one.num_choices for one in requests))
         num_bytes = ask.scores.num_bytes([len(one.prompt) for one in requests], ask.body.stream)
         await reply.share.plan(num_bytes, ask.scores.param)
+    if (predicted := requests[0].predicted) is not None:
+        reply.share.grow(len(predicted.token_ids) * (52 + requests[0].num_choices))  # ids and places; marks
     await answer(state, caller, reply, ask, requests)
 
 
@@ -40,6 +44,7 @@ async def prepare(state: NodeState, caller: Caller, ask: GenerationAsk) -> list[
     """The requests of the prompts, in order. Raises PdError."""
     body, requests = ask.body, list[GenerationRequest]()
     check_amounts(state, body, len(ask.prompts))
+    predicted = None if ask.prediction is None else await _predicted(state, ask, ask.prediction)
     bad_words = await state.tokenizer.encode_words(body.bad_words) if body.bad_words else ()
     form, grammar = await ask.form(), ""
     if form is not None:
@@ -71,6 +76,18 @@ async def prepare(state: NodeState, caller: Caller, ask: GenerationAsk) -> list[
             passed_on=caller.passed_on,
             steps=steps,
             ask=ask.scores,
+            predicted=predicted,
         )
         requests.append(one)
     return requests
+
+
+async def _predicted(state: NodeState, ask: GenerationAsk, text: str) -> PredictedTokens | None:
+    """None: the answer is written by another node. Raises InvalidRequest."""
+    most = state.ready.max_model_len
+    if ask.kv_source is not None:
+        state.tokenizer.check_length(text, most, "prediction")
+        return None
+    token_ids = await state.tokenizer.encode_answer(text, max_tokens=most, param="prediction")
+    check_num_tokens(len(token_ids), most, "prediction")
+    return await asyncio.to_thread(PredictedTokens, token_ids)

@@ -32,7 +32,9 @@ class PromptTokensDetails(msgspec.Struct):
 class CompletionTokensDetails(msgspec.Struct):
     """`reasoning_tokens`: from the first token of the reasoning to the marker that ends it."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int | UnsetType = UNSET
+    accepted_prediction_tokens: int | UnsetType = UNSET  # of the request's `prediction`
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct, kw_only=True):

@@ -94,6 +94,7 @@ def chat_ask(
         echo_ids=True,
         names=names,
         scores=PromptAsk.of(body.prompt_logprobs, None, names_are_ids=False),
+        prediction=None if body.prediction is None else body.prediction.text,
     )
 
 

@@ -106,6 +106,6 @@ def _usage(usage: dict[str, Any] | None) -> dict[str, Any]:
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
     }
-    if details := usage.get("completion_tokens_details"):
-        counts["output_tokens_details"] = {"thinking_tokens": details["reasoning_tokens"]}
+    if (thinking := usage.get("completion_tokens_details", {}).get("reasoning_tokens")) is not None:
+        counts["output_tokens_details"] = {"thinking_tokens": thinking}
     return counts

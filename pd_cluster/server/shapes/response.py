@@ -44,10 +44,14 @@ def usage_of(streams: Sequence[GenerationStream]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    details: dict[str, int] = {}
     reasoning = [one.num_reasoning_tokens for one in streams]
     if None not in reasoning:
-        usage["completion_tokens_details"] = {"reasoning_tokens": sum(filter(None, reasoning))}
-    return usage
+        details["reasoning_tokens"] = sum(filter(None, reasoning))
+    if followed := [choice for one in streams for choice in one.followed]:
+        details["accepted_prediction_tokens"] = sum(one.num_accepted for one in followed)
+        details["rejected_prediction_tokens"] = sum(one.num_rejected for one in followed)
+    return usage | {"completion_tokens_details": details} if details else usage
 
 
 def _last_usage(streams: Sequence[GenerationStream], options: StreamOptions) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
@@ -26,6 +27,7 @@ Result = TypeVar("Result")
 
 LONG_CHARS = 1 << 16  # Qwen 3's takes 35 ms for so many, and 7 to 15 s for 8 MB, for which all other texts waited
 CUT_TOKENS = 1024  # more than the end of a text changes when the text goes on
+MAX_CUTS = 64  # of a text behind the first character of a special token: each piece is a call of the library
 
 
 class Encoded(NamedTuple):
@@ -56,6 +58,7 @@ class Tokenizer:
         """`vocab_size` 0: as many rows as tokens."""
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
+        self._marks = self._special.union(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._bytes = token_bytes(tokenizer)
         self.num_tokens = len(self._bytes)
         self.vocab_size = vocab_size or self.num_tokens
@@ -143,9 +146,14 @@ class Tokenizer:
         Raises InvalidRequest, before any work, for a text that is too long to have at most `max_tokens` tokens; it
         names the field `param`. With `refuses` also, after little work, if the text's beginning has too many.
         """
-        self._check_length(text, max_tokens, param)
+        self.check_length(text, max_tokens, param)
         work = partial(self._ids, text, max_tokens, add_special_tokens, note, param, refuses, last)
         return await self._run(work, len(text))
+
+    async def encode_answer(self, text: str, *, max_tokens: int, param: str) -> list[int]:
+        """Token ids of `text` as an answer has them: what reads like a special token is text. See `encode`."""
+        self.check_length(text, max_tokens, param)
+        return await self._run(partial(self._answer_ids, text, max_tokens, param), len(text))
 
     async def encode_chat(
         self,
@@ -176,7 +184,7 @@ class Tokenizer:
                 raise InvalidRequest(
                     f"the chat template cannot render these messages: {error}", "messages", "chat_template"
                 ) from error
-            self._check_length(text, max_tokens, "messages")
+            self.check_length(text, max_tokens, "messages")
             encode = partial(self._ids, text, max_tokens, add_special_tokens, note, "messages", refuses, last)
             return encode() if len(text) <= LONG_CHARS else encode
 
@@ -227,13 +235,13 @@ class Tokenizer:
     def _shown(self, token_ids: Sequence[int], skip_special: bool) -> Sequence[int]:
         return [one for one in token_ids if not self.is_special(one)] if skip_special else token_ids
 
-    def _check_length(self, text: str, max_tokens: int, param: str) -> None:
+    def check_length(self, text: str, max_tokens: int, param: str) -> None:
         """Raises InvalidRequest for a text that is too long: encoding megabytes blocks other requests for seconds."""
         limit = max_tokens * self._max_bytes_per_token
         # a character has 1 to 4 bytes, so most texts need not be encoded to be measured
         if len(text) > limit or (4 * len(text) > limit and len(text.encode(errors="surrogatepass")) > limit):
             raise InvalidRequest(
-                f"the prompt has {len(text)} characters, which are more than {max_tokens} tokens, "
+                f"{param}: the text has {len(text)} characters, which are more than {max_tokens} tokens, "
                 "this model's maximum context length",
                 param,
                 "context_length_exceeded",
@@ -247,7 +255,7 @@ class Tokenizer:
         num_chars = max(LONG_CHARS, 2 * max_tokens)
         while 2 * num_chars <= len(text):
             if len(self._encode(text[:num_chars], False)) > max_tokens + CUT_TOKENS:
-                cut = f"the first {num_chars} of the prompt's {len(text)} characters are more than {max_tokens} tokens"
+                cut = f"{param}: the first {num_chars} of {len(text)} characters are more than {max_tokens} tokens"
                 raise InvalidRequest(f"{cut}, this model's maximum context length", param, "context_length_exceeded")
             num_chars *= 2
 
@@ -273,6 +281,16 @@ class Tokenizer:
             self._check_beginning(text, max_tokens, param)
         ids = self._checked(self._encode(text, special, note), param)
         return ids if last is None else ids[-last:]
+
+    def _answer_ids(self, text: str, max_tokens: int, param: str) -> list[int]:
+        self._check_beginning(text, max_tokens, param)
+        ids = self._encode(text, False)
+        if found := self._marks.intersection(ids):  # the library's own switch is one for all threads
+            marks = map(self._tokenizer.convert_ids_to_tokens, found)
+            cuts = "|".join(f"(?<={re.escape(mark[0])})(?={re.escape(mark[1:])})" for mark in marks)
+            pieces = re.split(cuts, text, maxsplit=MAX_CUTS)
+            ids = [one for piece in pieces for one in self._encode(piece, False) if one not in self._marks]
+        return self._checked(ids, param)
 
     async def _run(self, work: Callable[[], Result], num_chars: int = 0) -> Result:
         thread = self._thread if num_chars <= LONG_CHARS else self._long_thread

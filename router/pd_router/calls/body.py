@@ -89,6 +89,11 @@ class RequestBody:
             self._fields[name] = msgspec.Raw(msgspec.json.encode(value))
 
     @property
+    def prompt_bytes(self) -> int:
+        """Of the body without a text that may be as long as the prompt, and is none of it."""
+        return self.num_bytes - len(self._fields.get("prediction", b""))
+
+    @property
     def model(self) -> str | None:
         """The model that the client names; None for "" too, as on nodes: any model."""
         return self.get("model", str) or None

@@ -55,4 +55,4 @@ def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts
         for node, num_tokens in table.prefixes.hits(body.text_chain(key, last_turn)).items():
             cached[node] = max(num_tokens, cached.get(node, 0))
     several, num_tokens = body.has_several_prompts, body.num_token_ids
-    return PromptFacts(body.num_bytes, body.num_samples, several, shows_logprobs, cached, num_tokens)
+    return PromptFacts(body.prompt_bytes, body.num_samples, several, shows_logprobs, cached, num_tokens)
