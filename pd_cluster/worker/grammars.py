@@ -225,7 +225,7 @@ class Grammars:
         """Have the grammar compiled for the next draft state, because one has an error."""
         self._of_drafts.pop(grammar, None)
 
-    def masks_behind(self, states: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[Mask | str]:
+    def masks_after(self, states: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[Mask | str]:
         """Advance each state by its tokens. -> of each the mask of its next token, or why it cannot go on.
 
         Raises any exception.

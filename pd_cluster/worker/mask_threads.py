@@ -92,7 +92,7 @@ class MaskThreads:
             self._pools[Pace.SLOW].submit(self._run_fastest)
 
     def follow(self, compute: Callable[[], None]) -> Future[None] | None:
-        """Compute masks behind drafts, on a thread of their own: no row needs them to go on. `compute` must not raise.
+        """Compute masks after drafts, on a thread of their own: no row needs them to go on. `compute` must not raise.
 
         None: the system has refused that thread, and is not asked again. May be called from any thread.
         """

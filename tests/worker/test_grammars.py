@@ -324,7 +324,7 @@ def test_a_row_without_its_mask_sits_out_and_holds_no_other(
     assert rows.allowed(0, 1) == [{ids["7"]}, {EOS, ids["1"], ids["2"]}]
 
 
-def test_a_step_waits_once_for_a_mask_and_never_behind_a_slow_one(
+def test_a_step_waits_once_for_a_mask_and_never_after_a_slow_one(
     rows: Rows, ids: dict[str, int], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows.start(0, 'start: "7" /[12]/ "8"')
@@ -343,7 +343,7 @@ def test_a_step_waits_once_for_a_mask_and_never_behind_a_slow_one(
     settle(rows, 0)
     gate.is_open.clear()
     rows.note(0, ids["1"])
-    monkeypatch.setattr(rows.grammars.mask_threads, "wait", lambda *_: pytest.fail("a step waits behind a slow mask"))
+    monkeypatch.setattr(rows.grammars.mask_threads, "wait", lambda *_: pytest.fail("a step waits after a slow mask"))
     assert rows.stage.absent(np.array([0, 1])) == {0}
 
 

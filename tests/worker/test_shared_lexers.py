@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["grammars", "ids", "patience", "rows"]
 
-# A mask within the first word behind "1" is more than the lexer may do. Behind "2" it has little to do
+# A mask within the first word after "1" is more than the lexer may do. After "2" it has little to do
 HOSTILE = "X: /(?s:.{1,5000})/ & /(\\S+\\s+){0,99}\\S+/"
 TWO_WAYS = f'start: "1" X | "2" /[34]+/\n{HOSTILE}'
 
@@ -70,7 +70,7 @@ def exhaust(rows: Rows, row: int, ids: dict[str, int], grammar: str = TWO_WAYS) 
 def test_a_lexer_that_a_row_has_exhausted_ends_no_other_row(
     rows: Rows, ids: dict[str, int], restarts: list[str]
 ) -> None:
-    """At each place in its answer: before the first token, and behind some."""
+    """At each place in its answer: before the first token, and after some."""
     more = {ids["3"], ids["4"]}
     for row, output in enumerate(["", "2", "23", "2343"]):
         rows.start(row, TWO_WAYS)
@@ -135,7 +135,7 @@ def test_a_lexer_of_one_row_ends_with_it(demo_directory: Path, ids: dict[str, in
     one = rows.stage._constraint(0)
     assert (one.is_own, one.error) == (True, "")
     lexer = weakref.ref(one.compiled)
-    grammars.close()  # no thread is behind a mask any more
+    grammars.close()  # no thread computes a mask any more
     gc.disable()
     try:
         del one
