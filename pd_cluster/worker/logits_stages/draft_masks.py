@@ -1,9 +1,8 @@
 """Masks after the drafts of rows. Where one is missing a run of tokens ends; no row waits for them to go on.
 
-Copies of a state of llguidance share a lexer, and `consume_token` waits for it with the interpreter's lock held: the
-step loop stood still for 5 to 38 ms while a mask after a draft was computed from a copy of the row's state. So drafts
-have states and lexers of their own, which one thread uses. Drafts that exhaust a lexer end no row. Then the drafts of
-its rows rest for CALM tokens, and begin again with another lexer.
+Copies of a state of llguidance share a lexer, which one thread uses at a time: a row's own token would wait for a mask
+after its drafts, up to 38 ms. So drafts have states and lexers of their own, which one thread uses. Drafts that
+exhaust a lexer end no row. Then the drafts of its rows rest for CALM tokens, and begin again with another lexer.
 """
 
 from __future__ import annotations
