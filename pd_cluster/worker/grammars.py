@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,6 @@ from pd_cluster.worker.mask_threads import MaskThreads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from concurrent.futures import Future
     from pathlib import Path
 
     import numpy.typing as npt
@@ -289,7 +288,11 @@ class Grammars:
         tools.holes.close(masks)
 
     def _begin(self, grammar: str, threads: ThreadPoolExecutor) -> Future[Any]:
-        compiled = threads.submit(self._compile, grammar)
+        try:
+            compiled = threads.submit(self._compile, grammar)
+        except RuntimeError as error:  # the system refuses a thread, or this is being closed: the row ends alone
+            compiled = Future()
+            compiled.set_exception(error)
         compiled.add_done_callback(lambda _: self.mask_threads.ring())
         return compiled
 

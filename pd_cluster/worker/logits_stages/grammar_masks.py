@@ -108,11 +108,8 @@ class Constraint:
         """
         if not self.is_own:
             self.is_own = True
-            try:
-                self.begin(self.grammars.restart(self.grammar, self.compiled))
-                return False
-            except RuntimeError:  # `Grammars` is being closed
-                pass
+            self.begin(self.grammars.restart(self.grammar, self.compiled))
+            return False
         self.error = f"the grammar cannot be followed: {error}"
         return True
 
