@@ -57,6 +57,7 @@ class MaskThreads:
         threads = {Pace.QUICK: 1, Pace.SUSPECT: NUM_SUSPECTS, Pace.SLOW: 1}
         self._pools = {pace: ThreadPoolExecutor(count, f"{pace.name.lower()}-mask") for pace, count in threads.items()}
         self._following = ThreadPoolExecutor(1, "draft-mask")
+        self._followed = list[Any]()  # calls for masks after drafts, in the order in which they end
         self._refused = set[ThreadPoolExecutor]()  # the system has refused a thread of these
         self._ended = Condition()  # masks are ready
         self._wake: Callable[[], None] | None = None
@@ -106,10 +107,17 @@ class MaskThreads:
 
         None: the system has refused that thread, and is not asked again. May be called from any thread.
         """
-        if self._following in self._refused or (future := self._submit(self._following, compute)) is None:
-            return None
-        future.add_done_callback(lambda _: self._end(()))
+        with self._ended:
+            if self._following in self._refused or (future := self._submit(self._following, compute)) is None:
+                return None
+            self._followed.append(future)
+        future.add_done_callback(self._end_followed)
         return future
+
+    @property
+    def followed(self) -> Future[None] | None:
+        """What the thread of drafts computes now, or next. It may take long: a step waits for its own masks only."""
+        return next((one for one in tuple(self._followed) if not one.done()), None)
 
     def wait(self, are_done: Callable[[], bool], deadline_s: float) -> None:
         """Wait until the tasks are done that `are_done` asks about, at most `deadline_s`."""
@@ -155,6 +163,10 @@ class MaskThreads:
         stays_slow = task.pace is Pace.SLOW and task.num_calm < CALM
         task.pace = Pace.SLOW if stays_slow or not task.num_calm else Pace.QUICK
         self._end((task,))
+
+    def _end_followed(self, future: Future[None]) -> None:
+        self._followed.remove(future)
+        self._end(())
 
     def _end(self, tasks: Sequence[Task]) -> None:
         for task in tasks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -141,8 +142,23 @@ def test_rows_do_not_wait_for_masks_after_drafts(
     assert allowed_after(rows, 0, ids["7"], ids["1"]) == [{ids["7"]}, {EOS} | digits, {ids["7"]}]
 
 
+@pytest.fixture
+def gates(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Event]]:
+    """The first masks after drafts are computed until the event of their grammar is set."""
+    gates, draft_state = defaultdict[str, Event](Event), rows.grammars.draft_state
+
+    def gated(grammar: str) -> GrammarState:
+        check(gates[grammar])
+        return draft_state(grammar)
+
+    monkeypatch.setattr(rows.grammars, "draft_state", gated)
+    yield gates
+    for gate in gates.values():
+        gate.set()
+
+
 def test_a_step_waits_for_masks_after_drafts_as_for_others(
-    rows: Rows, ids: dict[str, int], held: Event, monkeypatch: pytest.MonkeyPatch
+    rows: Rows, ids: dict[str, int], gates: dict[str, Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But no longer than MASK_WAIT_S after the token: they have no least time."""
     rows.start(0, FORCED)
@@ -161,9 +177,62 @@ def test_a_step_waits_for_masks_after_drafts_as_for_others(
         assert rows.stage.absent(np.array([0])) == set()
     assert waits[0] > 0
     assert waits[1] <= 0
-    held.set()
+    gates[FORCED].set()
     assert rows.stage.absent(np.array([0])) == set()
     assert len(allowed_after(rows, 0, ids["8"], ids["1"])[2]) == 1, "waited for"
+
+
+def test_a_step_waits_for_the_drafts_of_all_of_its_rows(
+    rows: Rows, ids: dict[str, int], gates: dict[str, Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread computes them, one call after the other."""
+    grammars = FORCED, "start: /[12]+/"
+    for row, grammar in enumerate(grammars):
+        rows.start(row, grammar)
+    settle(rows, 0, 1)
+    rows.stage.expect(np.array([0, 1]), [(ids["1"],), (ids["1"],)], np.array([True, True]))
+
+    def wait(are_done: Callable[[], bool], _: float) -> None:
+        for row, grammar in enumerate(grammars):
+            assert not are_done()
+            gates[grammar].set()
+            tried(rows, row)
+        assert are_done()
+
+    monkeypatch.setattr(rows.grammars.mask_threads, "wait", wait)
+    assert rows.stage.absent(np.array([0, 1])) == set()
+    assert allowed_after(rows, 1, ids["1"]) == [{ids["1"], ids["2"]}, {ids["1"], ids["2"], EOS}]
+
+
+def test_a_step_waits_for_no_drafts_while_those_of_an_earlier_one_are_computed(
+    rows: Rows, ids: dict[str, int], gates: dict[str, Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take long: of another grammar, which is hostile or is compiled."""
+    grammars = FORCED, "start: /[12]+/"
+    for row, grammar in enumerate(grammars):
+        rows.start(row, grammar)
+    settle(rows, 0, 1)
+    expect(rows, 0, ids["1"])
+    rows.stage.note(np.array([0]), torch.tensor([ids["8"]]))
+    settle(rows, 0)
+    rows.stage.expect(np.array([0, 1]), [(ids["1"],), (ids["1"],)], np.array([True, True]))
+
+    def wait(are_done: Callable[[], bool], _: float) -> None:
+        assert are_done()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rows.grammars.mask_threads, "wait", wait)
+        assert rows.stage.absent(np.array([0, 1])) == set()
+        for row in (0, 1):
+            assert rows.stage._constraint(row).is_trying
+    late = rows.stage._constraint(0).tried
+    assert late is not None
+    assert allowed_after(rows, 0, ids["1"]) == [{ids["1"], ids["2"]}, set()]
+    for grammar in grammars:
+        gates[grammar].set()
+    late.result(60.0)
+    assert rows.stage.absent(np.array([0, 1])) == set()
+    assert allowed_after(rows, 1, ids["1"])[1] == {ids["1"], ids["2"], EOS}, "it is computed then, and waited for"
 
 
 def test_a_row_goes_on_from_its_own_place_beside_drafts(

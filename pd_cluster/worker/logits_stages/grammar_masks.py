@@ -201,15 +201,17 @@ class GrammarMasks(CapturedStage, LateStage):
         awaited = [one for one in waiting.values() if one.is_awaited]
         if awaited:
             assert self._grammars is not None
+            threads = self._grammars.mask_threads
             wait_s = max(one.begun_s for one in awaited) + MASK_WAIT_S - time.monotonic()
             least_s = 0.0 if all(one.is_ready for one in awaited) else LEAST_WAIT_S
 
             def is_none_left() -> bool:
                 while awaited and awaited[-1].is_ready and not awaited[-1].is_trying:
                     awaited.pop()
-                return not awaited
+                are_ready = all(one.is_ready for one in reversed(awaited))
+                return are_ready and threads.followed not in [one.tried for one in awaited if one.is_trying]
 
-            self._grammars.mask_threads.wait(is_none_left, max(wait_s, least_s))
+            threads.wait(is_none_left, max(wait_s, least_s))
         late = {row for row, one in waiting.items() if not (one.is_ready or one.has_failed)}
         for row in late:
             waiting[row].num_missed += 1
