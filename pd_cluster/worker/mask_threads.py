@@ -57,7 +57,8 @@ class MaskThreads:
         threads = {Pace.QUICK: 1, Pace.SUSPECT: NUM_SUSPECTS, Pace.SLOW: 1}
         self._pools = {pace: ThreadPoolExecutor(count, f"{pace.name.lower()}-mask") for pace, count in threads.items()}
         self._following = ThreadPoolExecutor(1, "draft-mask")
-        self._can_follow = True
+        self._followed = list[Any]()  # calls for masks after drafts, in the order in which they end
+        self._refused = set[ThreadPoolExecutor]()  # the system has refused a thread of these
         self._ended = Condition()  # masks are ready
         self._wake: Callable[[], None] | None = None
         # Rows with masks of 0.1 s come after one with a mask of 5 ms: 60 of them would keep it for 6 s
@@ -73,7 +74,7 @@ class MaskThreads:
         """Begin to compute the masks. May be called from any thread.
 
         `compute` is called with some of the tasks, on another thread. It returns those with a mask. The others are
-        begun again, perhaps by now. It must not raise.
+        begun again, perhaps by now. It must not raise. Where the system refuses a thread, tasks wait until it does not.
         """
         paces = [task.pace for task in tasks]  # before a thread has one: it changes the pace, and is done with the task
         quick, suspects, slow = (
@@ -83,29 +84,40 @@ class MaskThreads:
         others = [task for task in suspects if not task.is_lone]
         groups += [others[at : at + SUSPECTS] for at in range(0, len(others), SUSPECTS)]
         if quick:
-            self._pools[Pace.QUICK].submit(self._run, quick, compute)
+            self._submit(self._pools[Pace.QUICK], self._run, quick, compute)
         for group in groups:
-            self._pools[Pace.SUSPECT].submit(self._run, group, compute)
+            self._submit(self._pools[Pace.SUSPECT], self._run, group, compute)
         for task in slow:
             with self._ended:
                 heappush(self._slow, (task.cost_s, next(self._numbers), task, compute))
-            self._pools[Pace.SLOW].submit(self._run_fastest)
+            self._submit(self._pools[Pace.SLOW], self._run_fastest)
+
+    def _submit(self, pool: ThreadPoolExecutor, *call: Any) -> Future[None] | None:
+        """Submit a call. None: the system refuses a thread. The pool keeps the call, and asks again at the next one."""
+        try:
+            return pool.submit(*call)
+        except RuntimeError as error:
+            if pool not in self._refused:
+                logger.warning("a thread cannot start: rows may wait for masks, or drafts have none: %s", error)
+            self._refused.add(pool)
+            return None
 
     def follow(self, compute: Callable[[], None]) -> Future[None] | None:
-        """Compute masks behind drafts, on a thread of their own: no row needs them to go on. `compute` must not raise.
+        """Compute masks after drafts, on a thread of their own: no row needs them to go on. `compute` must not raise.
 
         None: the system has refused that thread, and is not asked again. May be called from any thread.
         """
-        if not self._can_follow:
-            return None
-        try:
-            future = self._following.submit(compute)
-        except RuntimeError as error:
-            self._can_follow = False
-            logger.warning("drafts have no masks from now on, because their thread cannot start: %s", error)
-            return None
-        future.add_done_callback(lambda _: self._end(()))
+        with self._ended:
+            if self._following in self._refused or (future := self._submit(self._following, compute)) is None:
+                return None
+            self._followed.append(future)
+        future.add_done_callback(self._end_followed)
         return future
+
+    @property
+    def followed(self) -> Future[None] | None:
+        """What the thread of drafts computes now, or next. It may take long: a step waits for its own masks only."""
+        return next((one for one in tuple(self._followed) if not one.done()), None)
 
     def wait(self, are_done: Callable[[], bool], deadline_s: float) -> None:
         """Wait until the tasks are done that `are_done` asks about, at most `deadline_s`."""
@@ -151,6 +163,10 @@ class MaskThreads:
         stays_slow = task.pace is Pace.SLOW and task.num_calm < CALM
         task.pace = Pace.SLOW if stays_slow or not task.num_calm else Pace.QUICK
         self._end((task,))
+
+    def _end_followed(self, future: Future[None]) -> None:
+        self._followed.remove(future)
+        self._end(())
 
     def _end(self, tasks: Sequence[Task]) -> None:
         for task in tasks:

@@ -1,8 +1,9 @@
-"""Masks behind drafts hold, slow down and end no row: also not the one that has the drafts."""
+"""Masks after drafts hold, slow down and end no row: also not the one that has the drafts."""
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["grammars", "ids", "patience", "restarts", "rows"]
 
-# Behind "1b" a mask is more than the lexer may do
+# After "1b" a mask is more than the lexer may do
 THREE_WAYS = f'start: "3"* ("1" X | "2" /[34]+/)\n{HOSTILE}'
 FORCED = 'start: "8"? (/[12]/ "7")+'
 
@@ -38,13 +39,13 @@ def expect(rows: Rows, row: int, *drafts: int, is_known: bool = True) -> None:
 
 
 def tried(rows: Rows, row: int) -> None:
-    """Wait until all masks behind the drafts of a row were tried."""
+    """Wait until all masks after the drafts of a row were tried."""
     future = rows.stage._constraint(row).tried
     assert future is not None
     future.result(60.0)
 
 
-def allowed_behind(rows: Rows, row: int, *drafts: int) -> list[set[int]]:
+def allowed_after(rows: Rows, row: int, *drafts: int) -> list[set[int]]:
     """The tokens that a row may draw at each place of a run; none where nothing is drawn."""
     before = np.full((len(drafts) + 1, len(drafts)), NO_TOKEN)
     for place in range(len(drafts)):
@@ -59,7 +60,7 @@ def allowed_behind(rows: Rows, row: int, *drafts: int) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_masks_behind_drafts_that_are_allowed(rows: Rows, ids: dict[str, int], is_known: bool) -> None:
+def test_masks_after_drafts_that_are_allowed(rows: Rows, ids: dict[str, int], is_known: bool) -> None:
     """Found by the thread that computes the row's mask, or told when it is ready."""
     rows.start(0, "start: /[12]/ /[34]/ /[56]/")
     settle(rows, 0)
@@ -73,12 +74,12 @@ def test_masks_behind_drafts_that_are_allowed(rows: Rows, ids: dict[str, int], i
         assert rows.stage._constraint(0).is_ready
         tried(rows, 0)
         assert rows.stage._constraint(0).masks[()] is mask, "kept"
-        first, *behind = allowed_behind(rows, 0, ids["4"], ids["6"])
-        assert behind == [{ids["5"], ids["6"]}, {EOS}]
+        first, *after = allowed_after(rows, 0, ids["4"], ids["6"])
+        assert after == [{ids["5"], ids["6"]}, {EOS}]
     else:
         tried(rows, 0)
-        first, *behind = allowed_behind(rows, 0, ids["3"], ids["7"], ids["5"])
-        assert behind == [{ids["5"], ids["6"]}, set(), set()]
+        first, *after = allowed_after(rows, 0, ids["3"], ids["7"], ids["5"])
+        assert after == [{ids["5"], ids["6"]}, set(), set()]
     assert first == {ids["3"], ids["4"]}
 
 
@@ -90,13 +91,13 @@ def test_rows_of_one_call_have_drafts_of_any_number(rows: Rows, ids: dict[str, i
     rows.stage.expect(np.array([0, 1]), [short, long], np.array([True, True]))
     tried(rows, 1)
     digits = {ids["1"], ids["2"]}
-    assert allowed_behind(rows, 0, *short) == [digits | {ids["8"]}, digits]
-    assert allowed_behind(rows, 1, *long) == [digits | {ids["8"]}, {ids["7"]}, digits | {EOS}, {ids["7"]}]
+    assert allowed_after(rows, 0, *short) == [digits | {ids["8"]}, digits]
+    assert allowed_after(rows, 1, *long) == [digits | {ids["8"]}, {ids["7"]}, digits | {EOS}, {ids["7"]}]
 
 
 @pytest.fixture
 def held(rows: Rows) -> Iterator[Event]:
-    """No mask behind drafts is computed before it is set."""
+    """No mask after drafts is computed before it is set."""
     is_open = Event()
     rows.grammars.mask_threads.follow(lambda: check(is_open))
     yield is_open
@@ -114,7 +115,7 @@ def begin_all(rows: Rows, *of: int, token_id: int) -> None:
     rows.stage.note(np.array(of), torch.tensor([token_id] * len(of)))
 
 
-def test_rows_do_not_wait_for_masks_behind_drafts(
+def test_rows_do_not_wait_for_masks_after_drafts(
     rows: Rows, ids: dict[str, int], held: Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither those without drafts in the same call, nor those with. What is late ends the run, and no later one."""
@@ -127,7 +128,7 @@ def test_rows_do_not_wait_for_masks_behind_drafts(
     digits = {ids["1"], ids["2"]}
     monkeypatch.setattr(grammar_masks, "MASK_WAIT_S", 0.0)
     assert rows.stage.absent(np.array([0, 1])) == set()
-    assert allowed_behind(rows, 0, ids["1"], ids["7"]) == [digits, set(), set()]
+    assert allowed_after(rows, 0, ids["1"], ids["7"]) == [digits, set(), set()]
     assert rows.allowed(1) == [digits]
     late = rows.stage._constraint(0).tried
     rows.stage.note(np.array([0]), torch.tensor([ids["2"]]))
@@ -138,13 +139,28 @@ def test_rows_do_not_wait_for_masks_behind_drafts(
     late.result(60.0)
     expect(rows, 0, ids["7"], ids["1"])
     tried(rows, 0)
-    assert allowed_behind(rows, 0, ids["7"], ids["1"]) == [{ids["7"]}, {EOS} | digits, {ids["7"]}]
+    assert allowed_after(rows, 0, ids["7"], ids["1"]) == [{ids["7"]}, {EOS} | digits, {ids["7"]}]
 
 
-def test_a_step_waits_for_masks_behind_drafts_as_for_others(
-    rows: Rows, ids: dict[str, int], held: Event, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def gates(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Event]]:
+    """The first masks after drafts are computed until the event of their grammar is set."""
+    gates, draft_state = defaultdict[str, Event](Event), rows.grammars.draft_state
+
+    def gated(grammar: str) -> GrammarState:
+        check(gates[grammar])
+        return draft_state(grammar)
+
+    monkeypatch.setattr(rows.grammars, "draft_state", gated)
+    yield gates
+    for gate in gates.values():
+        gate.set()
+
+
+def test_a_step_waits_for_masks_after_drafts_as_for_others(
+    rows: Rows, ids: dict[str, int], gates: dict[str, Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But no longer than MASK_WAIT_S behind the token: they have no least time."""
+    """But no longer than MASK_WAIT_S after the token: they have no least time."""
     rows.start(0, FORCED)
     settle(rows, 0)
     expect(rows, 0, ids["8"], ids["1"])
@@ -161,15 +177,68 @@ def test_a_step_waits_for_masks_behind_drafts_as_for_others(
         assert rows.stage.absent(np.array([0])) == set()
     assert waits[0] > 0
     assert waits[1] <= 0
-    held.set()
+    gates[FORCED].set()
     assert rows.stage.absent(np.array([0])) == set()
-    assert len(allowed_behind(rows, 0, ids["8"], ids["1"])[2]) == 1, "waited for"
+    assert len(allowed_after(rows, 0, ids["8"], ids["1"])[2]) == 1, "waited for"
+
+
+def test_a_step_waits_for_the_drafts_of_all_of_its_rows(
+    rows: Rows, ids: dict[str, int], gates: dict[str, Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread computes them, one call after the other."""
+    grammars = FORCED, "start: /[12]+/"
+    for row, grammar in enumerate(grammars):
+        rows.start(row, grammar)
+    settle(rows, 0, 1)
+    rows.stage.expect(np.array([0, 1]), [(ids["1"],), (ids["1"],)], np.array([True, True]))
+
+    def wait(are_done: Callable[[], bool], _: float) -> None:
+        for row, grammar in enumerate(grammars):
+            assert not are_done()
+            gates[grammar].set()
+            tried(rows, row)
+        assert are_done()
+
+    monkeypatch.setattr(rows.grammars.mask_threads, "wait", wait)
+    assert rows.stage.absent(np.array([0, 1])) == set()
+    assert allowed_after(rows, 1, ids["1"]) == [{ids["1"], ids["2"]}, {ids["1"], ids["2"], EOS}]
+
+
+def test_a_step_waits_for_no_drafts_while_those_of_an_earlier_one_are_computed(
+    rows: Rows, ids: dict[str, int], gates: dict[str, Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take long: of another grammar, which is hostile or is compiled."""
+    grammars = FORCED, "start: /[12]+/"
+    for row, grammar in enumerate(grammars):
+        rows.start(row, grammar)
+    settle(rows, 0, 1)
+    expect(rows, 0, ids["1"])
+    rows.stage.note(np.array([0]), torch.tensor([ids["8"]]))
+    settle(rows, 0)
+    rows.stage.expect(np.array([0, 1]), [(ids["1"],), (ids["1"],)], np.array([True, True]))
+
+    def wait(are_done: Callable[[], bool], _: float) -> None:
+        assert are_done()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rows.grammars.mask_threads, "wait", wait)
+        assert rows.stage.absent(np.array([0, 1])) == set()
+        for row in (0, 1):
+            assert rows.stage._constraint(row).is_trying
+    late = rows.stage._constraint(0).tried
+    assert late is not None
+    assert allowed_after(rows, 0, ids["1"]) == [{ids["1"], ids["2"]}, set()]
+    for grammar in grammars:
+        gates[grammar].set()
+    late.result(60.0)
+    assert rows.stage.absent(np.array([0, 1])) == set()
+    assert allowed_after(rows, 1, ids["1"])[1] == {ids["1"], ids["2"], EOS}, "it is computed then, and waited for"
 
 
 def test_a_row_goes_on_from_its_own_place_beside_drafts(
     rows: Rows, ids: dict[str, int], held: Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the masks behind drafts are those of the place where they were told."""
+    """And the masks after drafts are those of the place where they were told."""
     rows.start(0, FORCED)
     settle(rows, 0)
     monkeypatch.setattr(grammar_masks, "MASK_WAIT_S", 0.0)
@@ -187,11 +256,11 @@ def test_a_row_goes_on_from_its_own_place_beside_drafts(
     assert list(masks) == list(rows.stage._constraint(0).masks) == [()], "none is computed that the row has passed"
     expect(rows, 0, ids["1"], ids["7"])
     tried(rows, 0)
-    assert allowed_behind(rows, 0, ids["1"], ids["7"])[1:] == [{ids["7"]}, {ids["1"], ids["2"], EOS}]
+    assert allowed_after(rows, 0, ids["1"], ids["7"])[1:] == [{ids["7"]}, {ids["1"], ids["2"], EOS}]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])
-def test_masks_behind_drafts_make_no_row_slow(
+def test_masks_after_drafts_make_no_row_slow(
     rows: Rows, ids: dict[str, int], held: Event, monkeypatch: pytest.MonkeyPatch, num_rows: int
 ) -> None:
     """Measured alone, by CPU time, or with others."""
@@ -217,26 +286,26 @@ def test_masks_behind_drafts_make_no_row_slow(
     assert {rows.stage._constraint(row).pace for row in range(num_rows)} == {Pace.QUICK}
     held.set()
     tried(rows, 0)
-    assert calls == [num_rows] * 4, "the rows' own masks, the place of the drafts, and the masks behind each of two"
+    assert calls == [num_rows] * 4, "the rows' own masks, the place of the drafts, and the masks after each of two"
 
 
 @pytest.fixture
 def calls(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of rows of each call for masks that was made since it was cleared."""
-    masks_behind, found = rows.grammars.masks_behind, list[int]()
+    masks_after, found = rows.grammars.masks_after, list[int]()
 
     def noted(states: list[tuple[GrammarState, tuple[int, ...]]]) -> Any:
         found.append(len(states))
-        return masks_behind(states)
+        return masks_after(states)
 
-    monkeypatch.setattr(rows.grammars, "masks_behind", noted)
+    monkeypatch.setattr(rows.grammars, "masks_after", noted)
     return found
 
 
 def test_a_row_with_slow_drafts_rests(
     rows: Rows, ids: dict[str, int], calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts of other rows wait behind them: the call that was slow is the last one for CALM tokens."""
+    """Drafts of other rows wait after them: the call that was slow is the last one for CALM tokens."""
     rows.start(0, "start: /[12]+/")
     settle(rows, 0)
     calls.clear()
@@ -251,7 +320,7 @@ def test_a_row_with_slow_drafts_rests(
         expect(rows, 0, ids["1"], ids["1"])
         assert (rows.stage._constraint(0).tried is not None) == (num_noted == CALM)
     tried(rows, 0)
-    assert allowed_behind(rows, 0, ids["1"], ids["1"]) == [{ids["1"], ids["2"], EOS}] * 3
+    assert allowed_after(rows, 0, ids["1"], ids["1"]) == [{ids["1"], ids["2"], EOS}] * 3
 
 
 def test_rows_with_drafts_that_may_be_slow_have_calls_of_their_own(
@@ -275,7 +344,7 @@ def test_rows_with_drafts_that_may_be_slow_have_calls_of_their_own(
         settle(rows, 0, 1)
 
 
-def test_an_exception_behind_drafts_leaves_no_wrong_place(
+def test_an_exception_after_drafts_leaves_no_wrong_place(
     rows: Rows, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state has not taken the output, or has taken a part: it begins again."""
@@ -295,10 +364,10 @@ def test_an_exception_behind_drafts_leaves_no_wrong_place(
         settle(rows, 0)
     expect(rows, 0, ids["2"])
     tried(rows, 0)
-    assert allowed_behind(rows, 0, ids["2"])[1] == {ids["1"], ids["2"], EOS}
+    assert allowed_after(rows, 0, ids["2"])[1] == {ids["1"], ids["2"], EOS}
 
 
-def test_masks_behind_places_that_were_passed_are_not_awaited(
+def test_masks_after_places_that_were_passed_are_not_awaited(
     rows: Rows, ids: dict[str, int], held: Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By steps without a draft of the row, however late the masks are."""
@@ -314,7 +383,7 @@ def test_masks_behind_places_that_were_passed_are_not_awaited(
         settle(rows, 0)
     expect(rows, 0, ids["1"])
     assert rows.stage._constraint(0).is_trying
-    rows.stage._constraint(0).pace = Pace.SLOW  # no masks are computed behind the next drafts
+    rows.stage._constraint(0).pace = Pace.SLOW  # no masks are computed after the next drafts
     rows.stage.note(np.array([0]), torch.tensor([ids["1"]]))
     expect(rows, 0, ids["2"], is_known=False)
     settle(rows, 0)
@@ -346,7 +415,7 @@ def test_a_system_without_threads_ends_no_row(
             expect(rows, row, ids["2"], is_known=False)
             rows.note(row, ids["1"])
             settle(rows, row)
-            assert allowed_behind(rows, row, ids["2"])[1] == set()
+            assert allowed_after(rows, row, ids["2"])[1] == set()
     assert len(refused) == 1
     [said] = [record.message for record in caplog.records if "drafts" in record.message]
     assert said.endswith("can't start new thread")
@@ -370,7 +439,7 @@ def test_drafts_that_exhaust_the_lexer_end_no_row(
     for row in range(2):
         expect(rows, row, ids["1"], ids["b"])
         tried(rows, row)
-        assert allowed_behind(rows, row, ids["1"], ids["b"])[2] == set()
+        assert allowed_after(rows, row, ids["1"], ids["b"])[2] == set()
     assert len(restarts) == 3 * num_failed
     for _ in range(1 + 2 * CALM):  # they rest for slow ones, and again when the place of the row has the error
         for row in range(2):
@@ -381,7 +450,7 @@ def test_drafts_that_exhaust_the_lexer_end_no_row(
             if rows.stage._constraint(row).tried is not None:
                 tried(rows, row)
     for row in range(2):
-        assert allowed_behind(rows, row, ids["2"])[1] == {ids["3"], ids["4"]}, "another lexer"
+        assert allowed_after(rows, row, ids["2"])[1] == {ids["3"], ids["4"]}, "another lexer"
         rows.note(row, ids["2"])
         settle(rows, row)
         assert rows.allowed(row) == [{ids["3"], ids["4"]}]
@@ -399,4 +468,4 @@ def test_a_row_that_began_again_has_drafts(rows: Rows, ids: dict[str, int]) -> N
     assert rows.stage._constraint(0).is_own
     expect(rows, 0, ids["3"])
     tried(rows, 0)
-    assert allowed_behind(rows, 0, ids["3"])[1] == {ids["3"], ids["4"], EOS}
+    assert allowed_after(rows, 0, ids["3"])[1] == {ids["3"], ids["4"], EOS}

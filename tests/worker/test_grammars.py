@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Event
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -324,7 +325,7 @@ def test_a_row_without_its_mask_sits_out_and_holds_no_other(
     assert rows.allowed(0, 1) == [{ids["7"]}, {EOS, ids["1"], ids["2"]}]
 
 
-def test_a_step_waits_once_for_a_mask_and_never_behind_a_slow_one(
+def test_a_step_waits_once_for_a_mask_and_never_after_a_slow_one(
     rows: Rows, ids: dict[str, int], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows.start(0, 'start: "7" /[12]/ "8"')
@@ -343,7 +344,7 @@ def test_a_step_waits_once_for_a_mask_and_never_behind_a_slow_one(
     settle(rows, 0)
     gate.is_open.clear()
     rows.note(0, ids["1"])
-    monkeypatch.setattr(rows.grammars.mask_threads, "wait", lambda *_: pytest.fail("a step waits behind a slow mask"))
+    monkeypatch.setattr(rows.grammars.mask_threads, "wait", lambda *_: pytest.fail("a step waits after a slow mask"))
     assert rows.stage.absent(np.array([0, 1])) == {0}
 
 
@@ -478,6 +479,51 @@ def test_a_slow_call_is_narrowed_down_to_the_slow_rows(monkeypatch: pytest.Monke
     run_all(threads, tasks)
     assert {task.pace for task in tasks} == {Pace.QUICK}
     threads.close()
+
+
+def refuse(_: Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("pace", Pace)
+def test_rows_wait_while_the_system_refuses_threads(
+    pace: Pace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step loop, which begins their masks, goes on. Said once."""
+    threads, now = MaskThreads(), Event()
+    now.set()
+    tasks = [Task(now, pace) for _ in range(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", refuse)
+        for task in tasks[:2]:
+            threads.begin([task], wait_for_all)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.endswith("can't start new thread")
+    assert not any(task.is_ready for task in tasks)
+    threads.begin(tasks[2:], wait_for_all)
+    threads.wait(lambda: all(task.is_ready for task in tasks), 60.0)
+    assert all(task.is_ready for task in tasks)
+    threads.close()
+
+
+def test_a_grammar_that_gets_no_thread_fails_its_request(
+    rows: Rows, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone. The next one with the same grammar is compiled again."""
+    rows.start(0, DIGITS)
+    settle(rows, 0)
+    rows.grammars._threads.shutdown()
+    monkeypatch.setattr(rows.grammars, "_threads", ThreadPoolExecutor(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", refuse)
+        rows.start(1, "start: /[12]+/")
+        settle(rows, 1)
+    assert rows.allowed(0, 1) == [{ids["1"]}, set(range(VOCAB_SIZE))]
+    [(row, said)] = rows.stage.take_failures().items()
+    assert row == 1
+    assert str(said).endswith("cannot be compiled: can't start new thread")
+    rows.start(1, "start: /[12]+/")
+    assert rows.allowed(0, 1) == [{ids["1"]}, {ids["1"], ids["2"]}]
 
 
 def test_a_grammar_of_a_waiting_row_is_not_dropped(

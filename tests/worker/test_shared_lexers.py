@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import Future
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
-from pd_cluster.worker.grammars import Grammars
+from pd_cluster.worker.grammars import Grammars, GrammarState
 from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
 from pd_cluster.worker.logits_stages.stage import StageContext
 from pd_cluster.worker.mask_threads import Pace
@@ -29,14 +31,13 @@ from tests.worker.test_grammars import (
 )
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
     from pathlib import Path
 
-    from pd_cluster.worker.grammars import GrammarState
+    import numpy.typing as npt
 
 __all__ = ["grammars", "ids", "patience", "rows"]
 
-# A mask within the first word behind "1" is more than the lexer may do. Behind "2" it has little to do
+# A mask within the first word after "1" is more than the lexer may do. After "2" it has little to do
 HOSTILE = "X: /(?s:.{1,5000})/ & /(\\S+\\s+){0,99}\\S+/"
 TWO_WAYS = f'start: "1" X | "2" /[34]+/\n{HOSTILE}'
 
@@ -70,7 +71,7 @@ def exhaust(rows: Rows, row: int, ids: dict[str, int], grammar: str = TWO_WAYS) 
 def test_a_lexer_that_a_row_has_exhausted_ends_no_other_row(
     rows: Rows, ids: dict[str, int], restarts: list[str]
 ) -> None:
-    """At each place in its answer: before the first token, and behind some."""
+    """At each place in its answer: before the first token, and after some."""
     more = {ids["3"], ids["4"]}
     for row, output in enumerate(["", "2", "23", "2343"]):
         rows.start(row, TWO_WAYS)
@@ -135,7 +136,7 @@ def test_a_lexer_of_one_row_ends_with_it(demo_directory: Path, ids: dict[str, in
     one = rows.stage._constraint(0)
     assert (one.is_own, one.error) == (True, "")
     lexer = weakref.ref(one.compiled)
-    grammars.close()  # no thread is behind a mask any more
+    grammars.close()  # no thread computes a mask any more
     gc.disable()
     try:
         del one
@@ -143,6 +144,78 @@ def test_a_lexer_of_one_row_ends_with_it(demo_directory: Path, ids: dict[str, in
         assert lexer() is None
     finally:
         gc.enable()
+
+
+class Watched:
+    """A matcher of llguidance that notes the tokens which it takes with the interpreter's lock."""
+
+    def __init__(self, matcher: Any, taken: list[int]) -> None:
+        self.matcher, self.taken = matcher, taken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.matcher, name)
+
+    def deep_copy(self) -> Watched:
+        return Watched(self.matcher.deep_copy(), self.taken)
+
+    def consume_token(self, token_id: int) -> bool:
+        self.taken.append(token_id)
+        return bool(self.matcher.consume_token(token_id))
+
+
+class Executor:
+    """llguidance's. It notes of how many matchers each call takes a token."""
+
+    def __init__(self, executor: Any) -> None:
+        self.executor, self.calls = executor, list[int]()
+
+    def consume_token_par(self, pairs: list[tuple[Any, int]]) -> list[bool]:
+        self.calls.append(len(pairs))
+        found: list[bool] = self.executor.consume_token_par([(getattr(one, "matcher", one), at) for one, at in pairs])
+        return found
+
+
+def test_no_row_waits_for_the_lexer_with_the_interpreters_lock(
+    rows: Rows, ids: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`consume_token` and a call for one matcher do. The step loop would wait for the mask of a sibling."""
+    for row in range(3):
+        rows.start(row, 'start: "7" "8" | "1" "2" <|im_end|>')
+    settle(rows, 0, 1, 2)
+    taken, computing, may_end, fill = list[int](), Event(), Event(), GrammarState.fill
+    states = [rows.stage._constraint(row).state for row in range(3)]
+    for state in states:
+        assert state is not None
+        state.matcher = Watched(state.matcher, taken)
+
+    def slow(state: GrammarState, mask: npt.NDArray[np.int32]) -> None:
+        fill(state, mask)
+        if state is states[0]:
+            computing.set()
+            assert may_end.wait(60.0)
+
+    monkeypatch.setattr(GrammarState, "fill", slow)
+    tools = rows.grammars._tools.result()
+    executor = Executor(tools.mask_executor)
+    noted = Future[Any]()
+    noted.set_result(tools._replace(mask_executor=executor))
+    monkeypatch.setattr(rows.grammars, "_tools", noted)
+    try:
+        rows.note(0, ids["7"])
+        assert computing.wait(60.0)
+        assert (taken, executor.calls) == ([ids["7"]], []), "no mask was computed with the lexer"
+        taken.clear()
+        rows.stage._constraint(1).pace = Pace.SUSPECT  # another thread
+        rows.stage.note(np.array([1, 1]), torch.tensor([ids["1"], ids["2"]]))
+        settle(rows, 1)
+        assert rows.allowed(1) == [{EOS}]
+        assert (taken, executor.calls) == ([], [2] * 3), "two tokens, and the end that the grammar names"
+    finally:
+        may_end.set()
+    settle(rows, 0)
+    rows.note(2, ids["1"])
+    settle(rows, 2)
+    assert taken == [ids["1"]]
 
 
 class Never:

@@ -1,9 +1,8 @@
-"""Masks behind the drafts of rows. Where one is missing a run of tokens ends; no row waits for them to go on.
+"""Masks after the drafts of rows. Where one is missing a run of tokens ends; no row waits for them to go on.
 
-Copies of a state of llguidance share a lexer, and `consume_token` waits for it with the interpreter's lock held: the
-step loop stood still for 5 to 38 ms while a mask behind a draft was computed from a copy of the row's state. So drafts
-have states and lexers of their own, which one thread uses. Drafts that exhaust a lexer end no row. Then the drafts of
-its rows rest for CALM tokens, and begin again with another lexer.
+Copies of a state of llguidance share a lexer, which one thread uses at a time: a row's own token would wait for a mask
+after its drafts, up to 38 ms. So drafts have states and lexers of their own, which one thread uses. Drafts that
+exhaust a lexer end no row. Then the drafts of its rows rest for CALM tokens, and begin again with another lexer.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ class DraftedRow(Protocol):
     grammar: str
     output: list[int]
     num_taken: int  # tokens of the output before the row's own mask
-    masks: dict[tuple[int, ...], Mask]  # of the next token, and of those behind drafts; another one for each place
-    drafts: tuple[int, ...]  # behind the output
+    masks: dict[tuple[int, ...], Mask]  # of the next token, and of those after drafts; another one for each place
+    drafts: tuple[int, ...]  # after the output
     root: DraftRoot
-    tried: Future[None] | None  # the end of the masks behind drafts; None: none are computed at this place
+    tried: Future[None] | None  # the end of the masks after drafts; None: none are computed at this place
     pace: Pace
     error: str  # why the row cannot go on
 
 
 @dataclass(slots=True, eq=False)
 class DraftBranch:
-    """The drafts behind one place of a row's output."""
+    """The drafts after one place of a row's output."""
 
     one: DraftedRow
     masks: dict[tuple[int, ...], Mask]
@@ -65,7 +64,7 @@ class DraftBranch:
         """Whether the mask before the last of `count` drafts allows it. A state that takes another one has an error."""
         mask = self.masks.get(self.drafts[: count - 1])
         if mask is None or len(self.drafts) < count or self.one.masks is not self.masks:
-            return False  # behind an error, at the end, or the row has gone on
+            return False  # after an error, at the end, or the row has gone on
         word, bit = divmod(self.drafts[count - 1], 32)
         return bool(mask[word] >> bit & 1)
 
@@ -77,7 +76,7 @@ class DraftBranch:
 
 
 def try_drafts(rows: Iterable[DraftedRow]) -> None:
-    """Begin to compute the masks behind the drafts of some rows, which have their own masks.
+    """Begin to compute the masks after the drafts of some rows, which have their own masks.
 
     Not of slow rows: no draft is worth the time.
     """
@@ -91,7 +90,7 @@ def try_drafts(rows: Iterable[DraftedRow]) -> None:
                 together.append(branch)
     for group in (*groups, together):
         if group:
-            tried = group[0].one.grammars.mask_threads.follow(partial(_compute_behind, group))
+            tried = group[0].one.grammars.mask_threads.follow(partial(_compute_after, group))
             for branch in group:
                 branch.one.tried = tried
 
@@ -109,14 +108,14 @@ def _branch_off(branches: Sequence[DraftBranch]) -> None:
         root.num_taken = branch.place
     branches[0].one.grammars.advance(taken)
     for branch in branches:
-        if branch.state.error:  # the lexer's: the row has a mask behind the same output
+        if branch.state.error:  # the lexer's: the row has a mask after the same output
             branch.begin_again()
         else:
             branch.state = branch.state.copy()
 
 
-def _compute_behind(branches: Sequence[DraftBranch]) -> None:
-    """Compute the masks behind drafts, as far as the masks before them allow the drafts, up to a slow call.
+def _compute_after(branches: Sequence[DraftBranch]) -> None:
+    """Compute the masks after drafts, as far as the masks before them allow the drafts, up to a slow call.
 
     The rows of a slow call are alone in the next ones. One that is slow alone rests for CALM tokens: the drafts of all
     rows wait for this thread.
@@ -129,7 +128,7 @@ def _compute_behind(branches: Sequence[DraftBranch]) -> None:
             if not going:
                 break
             states = [(branch.state, branch.drafts[count - 1 : count]) for branch in going]
-            for branch, mask in zip(going, going[0].one.grammars.masks_behind(states), strict=True):
+            for branch, mask in zip(going, going[0].one.grammars.masks_after(states), strict=True):
                 if not isinstance(mask, str):
                     branch.masks[branch.drafts[:count]] = mask
             is_slow = clock() - started_s > limit_s
@@ -140,6 +139,6 @@ def _compute_behind(branches: Sequence[DraftBranch]) -> None:
                     branches[0].one.root.rests_until = branches[0].place + CALM
                 break
     except BaseException as error:  # llguidance may raise anything; the runs are shorter then
-        logger.warning("no masks behind drafts: %r", error)
+        logger.warning("no masks after drafts: %r", error)
         for branch in branches:  # its root may have taken some of the tokens
             branch.begin_again()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # is asked for just before the forward pass ends: after one of 4 ms a step does not wait
 MASK_WAIT_S = 0.002
 # And at least so long, because a row that sits out waits a whole step. The plan is due half of its own time early.
-# Masks behind drafts have no such time: without them a run is shorter, and slow ones would hold each step
+# Masks after drafts have no such time: without them a run is shorter, and slow ones would hold each step
 LEAST_WAIT_S = 0.0005
 # Draws that a row sits out before steps leave it out. Most masks are late by less than a step, and are there when the
 # row's last token has been computed again; without it the row would wait for two steps
@@ -54,13 +54,13 @@ class Constraint:
     output: list[int]
     first_end: int  # length of the sequence before which it must not end while the grammar lets it go on
     ends: Mask | None  # the tokens that end it; None: it may end anywhere
-    # Of the next token once it is ready, and of those behind drafts as they come
+    # Of the next token once it is ready, and of those after drafts as they come
     masks: dict[tuple[int, ...], Mask] = field(default_factory=dict)
     compiled: Future[Any] = field(init=False)  # see `Grammars.prepare`
     is_own: bool = False  # no other row has copies of `compiled`
     state: GrammarState | None = None  # None: no mask was computed yet
     num_taken: int = 0  # tokens of the output that the state has taken
-    drafts: tuple[int, ...] = ()  # behind the output, of the launched step. The step loop writes them at any time
+    drafts: tuple[int, ...] = ()  # after the output, of the launched step. The step loop writes them at any time
     root: DraftRoot = field(default_factory=DraftRoot)
     tried: Future[None] | None = None  # see `DraftedRow`
     is_ready: bool = False
@@ -75,7 +75,7 @@ class Constraint:
 
     @property
     def is_trying(self) -> bool:
-        """Whether masks behind drafts of the launched step are being computed."""
+        """Whether masks after drafts of the launched step are being computed."""
         return bool(self.drafts) and self.tried is not None and not self.tried.done()
 
     @property
@@ -108,11 +108,8 @@ class Constraint:
         """
         if not self.is_own:
             self.is_own = True
-            try:
-                self.begin(self.grammars.restart(self.grammar, self.compiled))
-                return False
-            except RuntimeError:  # `Grammars` is being closed
-                pass
+            self.begin(self.grammars.restart(self.grammar, self.compiled))
+            return False
         self.error = f"the grammar cannot be followed: {error}"
         return True
 
@@ -130,7 +127,7 @@ def compute_masks(constraints: Sequence[Constraint]) -> list[Constraint]:
         except BaseException as error:
             errors[one] = _said(error)
     try:  # llguidance may raise anything, panics too, and a row must not wait for its deadline
-        found = constraints[0].grammars.masks_behind(list(taken.values())) if taken else []
+        found = constraints[0].grammars.masks_after(list(taken.values())) if taken else []
     except BaseException as error:
         found = [_said(error)] * len(taken)
     for one, mask in zip(taken, found, strict=True):
@@ -204,15 +201,17 @@ class GrammarMasks(CapturedStage, LateStage):
         awaited = [one for one in waiting.values() if one.is_awaited]
         if awaited:
             assert self._grammars is not None
+            threads = self._grammars.mask_threads
             wait_s = max(one.begun_s for one in awaited) + MASK_WAIT_S - time.monotonic()
             least_s = 0.0 if all(one.is_ready for one in awaited) else LEAST_WAIT_S
 
             def is_none_left() -> bool:
                 while awaited and awaited[-1].is_ready and not awaited[-1].is_trying:
                     awaited.pop()
-                return not awaited
+                are_ready = all(one.is_ready for one in reversed(awaited))
+                return are_ready and threads.followed not in [one.tried for one in awaited if one.is_trying]
 
-            self._grammars.mask_threads.wait(is_none_left, max(wait_s, least_s))
+            threads.wait(is_none_left, max(wait_s, least_s))
         late = {row for row, one in waiting.items() if not (one.is_ready or one.has_failed)}
         for row in late:
             waiting[row].num_missed += 1
@@ -232,8 +231,8 @@ class GrammarMasks(CapturedStage, LateStage):
         for at, (row, length, drafts) in enumerate(zip(rows.tolist(), lengths.tolist(), before.tolist(), strict=True)):
             if self._rows[row] is None:
                 continue
-            behind = tuple(drafts[: drafts.index(NO_TOKEN)] if NO_TOKEN in drafts else drafts)
-            if (mask := self._mask(row, length, behind)) is None:
+            after = tuple(drafts[: drafts.index(NO_TOKEN)] if NO_TOKEN in drafts else drafts)
+            if (mask := self._mask(row, length, after)) is None:
                 void.append(at)
             else:
                 mask_of_row[at] = len(masks)
@@ -272,7 +271,7 @@ class GrammarMasks(CapturedStage, LateStage):
         failures, self._failures = self._failures, {}
         return failures
 
-    def _mask(self, row: int, length: int, behind: tuple[int, ...] = ()) -> Mask | None:
+    def _mask(self, row: int, length: int, after: tuple[int, ...] = ()) -> Mask | None:
         """The mask of a row after drafts, without the end before its `min_tokens`. None: a draft is refused, or late.
 
         A row that cannot go on fails, and is free.
@@ -283,8 +282,8 @@ class GrammarMasks(CapturedStage, LateStage):
             constraint.has_failed = True
             self._failures[row] = InvalidRequest(constraint.error, code="grammar_failed")
         if constraint.has_failed:
-            return None if behind else self._all
-        if (mask := constraint.masks.get(behind)) is None:
+            return None if after else self._all
+        if (mask := constraint.masks.get(after)) is None:
             return None
         if constraint.ends is not None and length < constraint.first_end and (rest := mask & ~constraint.ends).any():
             return rest
