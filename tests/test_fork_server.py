@@ -240,7 +240,7 @@ def say_what_the_engine_is() -> None:
 
 def test_a_nodes_engine_is_its_child_and_calls_the_hook(launcher: Launcher) -> None:
     hook = f"{__name__}:{say_what_the_engine_is.__name__}"
-    node = launcher.node("mixed", environment={ENGINE_HOOK_ENV: hook})
+    node = launcher.node("mixed", "--kv-cache-gb=0.05", environment={ENGINE_HOOK_ENV: hook})
     told: dict[str, Any] = json.loads(node.wait_line('"parent"'))
     assert (told["parent"], told["threads"], [*told["files"]]) == (node.pid, 1, ["0", "1", "2"])
     [engine] = psutil.Process(node.pid).children()
