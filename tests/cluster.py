@@ -152,7 +152,8 @@ def base_environment() -> dict[str, str]:
     return {**os.environ, **given}
 
 
-# The only one of this process, with which it ends. It takes 400 MB, and begins with the first command
+# The only one of this process, with which it ends, or of all workers of a run. It takes 400 MB, and begins with the
+# first command
 FORK_SERVER = ForkServer(base_environment, ROOT)
 atexit.register(FORK_SERVER.close)
 

@@ -23,6 +23,9 @@ one `up` with all that it starts (test_hub_model.py; of others, nursery.py forks
 measure memory. So does a start with a variable that may matter to an import, see FREE, and with PD_TEST_REAL=1 every
 one.
 
+The workers of a run share one server (`SharedForks`): its imports take 4 s of CPU and 400 MB. It ends with the process
+that runs pytest, and the children of a worker with that worker.
+
 PD_TEST_ENGINE_HOOK=module:function is called in a node's engine before it starts, PD_TEST_NODE_HOOK in the node itself.
 """
 
@@ -39,11 +42,11 @@ import sys
 import threading
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, TextIO
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
 CLI_MODULE = "pd_cluster.launch.cli"
 COMMANDS = ("up", "prefill", "decode", "mixed", "router", "nodes", "epp")
@@ -63,6 +66,76 @@ class ForkServerDied(AssertionError):
     """The message holds the server's output."""
 
 
+SHARED_ENV = "PD_TEST_FORKS"  # the path of the server's socket, in workers that share one
+
+
+class SharedForks:
+    """The server of all workers of a run. It imports when the first one connects, and ends at `close`."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], cwd: Path, modules: str = "all") -> None:
+        """`folder`: for its files. `variables` in the environment of a process lead it there."""
+        path = folder / "forks"
+        beside(path, "environment").write_text(json.dumps(environment))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door, beside(path, "output").open("wb") as output:
+            door.bind(str(path))
+            door.listen()
+            self._process = start_server(door, modules, environment, cwd, stdin=subprocess.PIPE, stdout=output)
+        self.variables = {SHARED_ENV: str(path)}
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(DEATH_S)
+
+
+class OwnServer:
+    """A server of this process alone, as its client sees it."""
+
+    def __init__(self, modules: str, environment: dict[str, str], cwd: Path) -> None:
+        self.orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # no message is ever cut
+        with theirs:
+            self._process = start_server(
+                theirs, modules, environment, cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+            )
+
+    def end(self) -> str:
+        """What it wrote."""
+        self.orders.close()
+        output, _ = self._process.communicate(timeout=DEATH_S)
+        return f"ended with status {self._process.returncode}; it wrote:\n{output.decode()}"
+
+
+class SharedServer:
+    """That of all workers, as one of its clients sees it. Raises OSError when it is not there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.orders = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self.orders.connect(str(path))
+        except OSError:
+            self.orders.close()
+            raise
+
+    def end(self) -> str:
+        self.orders.close()
+        return f"of all workers is left; it wrote:\n{beside(self._path, 'output').read_text(errors='replace')}"
+
+
+def beside(path: Path, what: str) -> Path:
+    return path.with_suffix(f".{what}")
+
+
+def start_server(
+    orders: socket.socket, modules: str, environment: dict[str, str], cwd: Path, *, stdin: int, stdout: IO[bytes] | int
+) -> subprocess.Popen[bytes]:
+    own = [str(orders.fileno()), modules, "." * SHOWN_BYTES]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "tests.forked_command", *own], stdin=stdin, stdout=stdout,
+        stderr=subprocess.STDOUT, env=environment, cwd=cwd, process_group=0, pass_fds=(orders.fileno(),),
+    )  # fmt: skip
+
+
 class ForkServer:
     """The side of the tests. The process starts with the first command and ends at `close`, or with this process.
 
@@ -72,13 +145,16 @@ class ForkServer:
     def __init__(self, environment: Callable[[], dict[str, str]], cwd: Path, modules: str = "all") -> None:
         """`environment`: of all commands but for the variables of FREE; asked for when the first one starts.
 
-        `modules`: what is imported, "none" for a server that starts at once.
+        `modules`: what is imported, "none" for a server that starts at once. With "all" the workers' server is used
+        where there is one.
         """
         self._make_environment = environment
         self._modules = modules
         self._cwd = cwd
         self._lock = threading.Lock()
-        self._running: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._running: OwnServer | SharedServer | None = None
+        shared = os.environ.get(SHARED_ENV) if modules == "all" else None
+        self._shared = Path(shared) if shared else None
         self._last_words = "the fork server of this process has ended"  # of the last one that ended
 
     def differs(self, environment: Mapping[str, str]) -> set[str]:
@@ -89,6 +165,9 @@ class ForkServer:
 
     @functools.cached_property
     def environment(self) -> dict[str, str]:
+        if self._shared is not None:
+            found: dict[str, str] = json.loads(beside(self._shared, "environment").read_text())
+            return found
         return self._make_environment()
 
     def start(
@@ -103,49 +182,41 @@ class ForkServer:
         output, written = os.pipe()
         with ours, open(os.devnull, "rb") as stdin:
             with theirs, open(written, "wb") as stdout:
-                process = self.order(order, [one.fileno() for one in (stdin, stdout, stdout, theirs)])
+                server = self.order(order, [one.fileno() for one in (stdin, stdout, stdout, theirs)])
             told, fds, _, _ = socket.recv_fds(ours, MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             if not told:
                 os.close(output)
-                raise ForkServerDied(self._bury(process))
-            return Forked(int(told), fds[0], ours.detach(), open(output), lambda: self._bury(process))
+                raise ForkServerDied(self._bury(server))
+            return Forked(int(told), fds[0], ours.detach(), open(output), lambda: self._bury(server))
 
-    def order(self, order: bytes, fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    def order(self, order: bytes, fds: Sequence[int]) -> OwnServer | SharedServer:
         """Send an order and its descriptors: streams from number 0 on, then the socket for answers. The server."""
         with self._lock:  # no other thread buries the server meanwhile
             if self._running is None:
                 self._running = self._begin()
-            process, orders = self._running
-            with suppress(BrokenPipeError):
-                socket.send_fds(orders, [order], fds)
-        return process
+            server = self._running
+            with suppress(ConnectionError):
+                socket.send_fds(server.orders, [order], fds)
+        return server
 
     def close(self) -> None:
         """Idempotent. Commands that run are told to end (SIGTERM)."""
         if self._running is not None:
-            self._bury(self._running[0])
+            self._bury(self._running)
 
-    def _begin(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # no message is ever cut
-        with theirs:
-            own = [str(theirs.fileno()), self._modules, "." * SHOWN_BYTES]
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tests.forked_command", *own],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env=self.environment, cwd=self._cwd, process_group=0, pass_fds=(theirs.fileno(),),
-            )  # fmt: skip
-        return process, ours
+    def _begin(self) -> OwnServer | SharedServer:
+        if self._shared is not None:
+            with suppress(OSError):  # it has died
+                return SharedServer(self._shared)
+        return OwnServer(self._modules, self.environment, self._cwd)
 
-    def _bury(self, process: subprocess.Popen[bytes]) -> str:
+    def _bury(self, server: OwnServer | SharedServer) -> str:
         """End this server, if it has not ended, and return what it wrote."""
         with self._lock:
-            if self._running is None or self._running[0] is not process:
-                return self._last_words
-            orders, self._running = self._running[1], None
-        orders.close()
-        output, _ = process.communicate(timeout=DEATH_S)
-        self._last_words = f"the fork server ended with status {process.returncode}; it wrote:\n{output.decode()}"
-        return self._last_words
+            if self._running is server:
+                self._running = None
+                self._last_words = f"the fork server {server.end()}"
+            return self._last_words
 
 
 class Forked:

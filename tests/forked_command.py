@@ -1,7 +1,8 @@
 """The process that `fork_server` talks to, and what its children do until they run a command.
 
 `python -P -m tests.forked_command FD all|none FILLER`: FD is the socket on which starts are ordered, then comes what is
-imported before, and FILLER is room for the command lines that children show.
+imported before, and FILLER is room for the command lines that children show. If FD is a socket that listens, any number
+of clients may connect to it, and the end of standard input ends the server.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import io
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import sys
@@ -26,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from tests.forking_server import MAX_ORDER_BYTES, ForkingServer
 from tests.nursery import Nursery
 
 if TYPE_CHECKING:
@@ -35,9 +36,6 @@ CLI_MODULE = "pd_cluster.launch.cli"
 ENGINE_MODULE = "pd_cluster.engine.process"
 NODES = ("prefill", "decode", "mixed")
 ENGINE_HOOK_ENV, NODE_HOOK_ENV = "PD_TEST_ENGINE_HOOK", "PD_TEST_NODE_HOOK"
-MAX_ORDER_BYTES = 1 << 20
-MAX_FDS = 5  # three streams, perhaps a lifeline, and the socket for answers
-PR_SET_PDEATHSIG = 1
 FORK_SAFE_THREAD = "jemalloc_bg_thd"  # of pyarrow, if transformers finds it; jemalloc takes its locks around a fork
 # What the commands of nodes and routers import by the time that they are ready
 MODULES = (
@@ -64,68 +62,6 @@ MODULES = (
     "pd_connectors.nixl.connector",
     "pd_router.cli",
 )
-
-
-class ForkingServer:
-    """Forks a child for each order, and tells of its start and its end on the order's own socket."""
-
-    def __init__(self, orders: socket.socket) -> None:
-        self._orders = orders
-        self._children: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
-        self._poll = select.poll()
-        self._poll.register(orders, select.POLLIN)
-
-    def serve(self) -> Command | None:
-        """Until the client closes its socket, or is gone. In a child: returns what the child is to run."""
-        while True:
-            for fd, _ in self._poll.poll():
-                if fd != self._orders.fileno():
-                    self._tell_end(fd)
-                    continue
-                # a whole one, by SOCK_SEQPACKET
-                order, fds, _, _ = socket.recv_fds(self._orders, MAX_ORDER_BYTES, MAX_FDS)
-                if not order:
-                    return None
-                if (command := self._fork(order, fds)) is not None:
-                    return command
-
-    def _fork(self, order: bytes, fds: list[int]) -> Command | None:
-        *streams, answers = fds
-        server = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            end_with(server)
-            os.setpgid(0, 0)
-            os.close(answers)
-            self._close()
-            module, arguments, environment, cwd = json.loads(order)
-            return Command(module, arguments, environment, cwd, streams)
-        with suppress(OSError):  # the child has done it and has ended, or both do it: a signal to the group finds it
-            os.setpgid(pid, pid)
-        for fd in streams:
-            os.close(fd)
-        pidfd, channel = os.pidfd_open(pid), socket.socket(fileno=answers)
-        try:
-            socket.send_fds(channel, [str(pid).encode()], [pidfd])
-        except OSError:  # the client is gone, or its test has ended by a timeout: nothing else would end the child
-            os.kill(pid, signal.SIGKILL)
-        self._children[pidfd] = pid, channel
-        self._poll.register(pidfd, select.POLLIN)
-        return None
-
-    def _tell_end(self, pidfd: int) -> None:
-        pid, channel = self._children.pop(pidfd)
-        self._poll.unregister(pidfd)
-        os.close(pidfd)
-        _, status = os.waitpid(pid, 0)
-        with channel, suppress(OSError):
-            channel.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-
-    def _close(self) -> None:
-        self._orders.close()
-        for pidfd, (_, channel) in self._children.items():
-            os.close(pidfd)
-            channel.close()
 
 
 class Command:
@@ -305,13 +241,6 @@ def end_process(status: int) -> None:
     os._exit(status)
 
 
-def end_with(parent: int) -> None:
-    """Let the kernel end this process when its parent dies: nodes of a run that was killed would run for ever."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
 def show_command(command: list[str]) -> None:
     """Let the kernel, and so `ps`, show this command line. Its words are separated by spaces, as by setproctitle(3)."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -351,13 +280,12 @@ def import_all() -> None:
 def main() -> None:
     orders = socket.socket(fileno=int(sys.argv[1]))
     show_command([sys.executable, "-P", "-m", "tests.forked_command"])
-    if (modules := sys.argv[2]) == "all":
-        import_all()
+    modules = sys.argv[2]
     assert modules in ("all", "none"), modules
-    command = ForkingServer(orders).serve()
-    if command is None:
+    order = ForkingServer(orders, import_all if modules == "all" else lambda: None).serve()
+    if order is None:
         os._exit(0)
-    command.run()
+    Command(*order).run()
 
 
 if __name__ == "__main__":

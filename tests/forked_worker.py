@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import _pytest.config
 import pytest
 
-from tests.forked_command import FORK_SAFE_THREAD, end_process, end_with
+from tests.forked_command import FORK_SAFE_THREAD, end_process
+from tests.forking_server import end_with
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,6 +19,7 @@ a test file: they tell it as ever. `-p no:tests.forked_workers` lets all be proc
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import socket
 import subprocess
@@ -28,6 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.fork_server import SharedForks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +50,13 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
         return
     folder = tempfile.TemporaryDirectory(prefix="workers-")
     config.add_cleanup(folder.cleanup)
-    path = f"{folder.name}/door"
+    path, variables = f"{folder.name}/door", dict[str, str]()
+    if config.rootpath == ROOT:
+        from tests.cluster import base_environment  # not for runs of other tests
+
+        forks = SharedForks(Path(folder.name), base_environment(), ROOT)
+        config.add_cleanup(forks.close)
+        variables = forks.variables
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(path)
         door.listen(len(ours))
@@ -56,6 +65,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
         process = subprocess.Popen(
             [sys.executable, "-c", code, str(door.fileno()), json.dumps([arguments, _sys_path])],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(door.fileno(),),
+            env={**os.environ, **variables},
         )  # fmt: skip
     config.add_cleanup(lambda: _end(process))
     for spec in ours:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.cluster import FORK_SERVER, ROOT, Launched, Launcher, base_environment
 from tests.deadlines import HANG_S, wait_until
-from tests.fork_server import ForkServer, ForkServerDied
+from tests.fork_server import ForkServer, ForkServerDied, SharedForks
 from tests.forked_command import ENGINE_HOOK_ENV
 
 if TYPE_CHECKING:
@@ -126,6 +126,39 @@ def test_a_launcher_ends_all_that_it_started_when_the_server_died() -> None:
     assert launcher._launched == []
 
 
+def test_workers_share_a_server_and_each_takes_its_own_children_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = base_environment()
+    shared = SharedForks(tmp_path, environment, ROOT, "none")
+    for name, value in shared.variables.items():
+        monkeypatch.setenv(name, value)
+    one, other = (ForkServer(dict, ROOT) for _ in range(2))
+    assert one.environment == environment
+    leaves, stays, outlives = (
+        server.start(["sleep"], base_environment(), ROOT, SHOWN) for server in (one, other, other)
+    )
+    assert psutil.Process(leaves.pid).ppid() == psutil.Process(stays.pid).ppid()
+    one.close()
+    assert leaves.wait(HANG_S) == -signal.SIGTERM
+    assert stays.poll() is None
+    stays.kill()
+    assert stays.wait() == -signal.SIGKILL
+    assert run(other, "draw", "3")[0] == 3
+    child = psutil.Process(outlives.pid)
+    shared.close()
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    with pytest.raises(ForkServerDied, match="of all workers is left"):
+        other.start(["sleep"], base_environment(), ROOT, SHOWN)
+    for each in (leaves, stays, outlives):
+        each.stdout.close()
+
+
+def test_the_server_of_all_commands_has_the_environment_of_commands() -> None:
+    """Else each command of this run is executed, which takes ten times as long."""
+    assert FORK_SERVER.differs(base_environment()) == set()
+
+
 def test_a_child_ends_when_its_client_gave_up_before_it_began(server: ForkServer) -> None:
     """By a test's timeout, for example."""
     last = server.start(["sleep"], base_environment(), ROOT, SHOWN)
@@ -207,7 +240,7 @@ def say_what_the_engine_is() -> None:
 
 def test_a_nodes_engine_is_its_child_and_calls_the_hook(launcher: Launcher) -> None:
     hook = f"{__name__}:{say_what_the_engine_is.__name__}"
-    node = launcher.node("mixed", environment={ENGINE_HOOK_ENV: hook})
+    node = launcher.node("mixed", "--kv-cache-gb=0.05", environment={ENGINE_HOOK_ENV: hook})
     told: dict[str, Any] = json.loads(node.wait_line('"parent"'))
     assert (told["parent"], told["threads"], [*told["files"]]) == (node.pid, 1, ["0", "1", "2"])
     [engine] = psutil.Process(node.pid).children()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.gate import Gate
 from tests.integration.reference import LENGTHS, DemoModel, Reference, make_prompts
 from tests.integration.system import System, running_system
 
@@ -86,19 +85,6 @@ def some_references(
 ) -> list[Reference]:
     """Of all of them."""
     return [*short_references, *demo_model.generate([prompt for prompt in some_prompts if len(prompt) > SHORT])]
-
-
-@pytest.fixture(scope="module")
-def short_of_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
-    """D's cache cannot hold the sequences that run there; P's holds everything. No logits stage. D has a gate.
-
-    The two files that use it run on two workers: it ends with each.
-    """
-    decode = ["--num-blocks=40"]
-    gate = Gate(tmp_path_factory.mktemp("gate"), "decode")
-    flags = ("--load-deadline-s=400", "--max-num-seqs=10")
-    with running_system(*flags, role_flags={"decode": decode}, gate=gate) as system:
-        yield system
 
 
 @pytest.fixture(scope="package")

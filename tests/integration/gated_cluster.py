@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tests.integration.calls import Call, Outcome
 from tests.integration.fault_cluster import DECODE_FLAGS, Member, RouterMember, make_prompt, start, until, wait_clean
 from tests.integration.gate import Gate
+from tests.shallow_model import shallow_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ P0_BLOCKS = 71  # one long prompt and 100 tokens, so that the next one overwrite
 D0_BLOCKS = 162  # a long prompt does not fit beside one of 1,600 tokens
 ROLES = {"p": "prefill", "d": "decode", "s": "decode"}
 PATIENT_FLAGS = (f"--load-deadline-s={LONG_S:g}", f"--drain-s={LONG_S:g}")
+ROOM = "--kv-cache-gb=0.03"  # 7,300 tokens of the shallow model
 READER_FLAGS = (*DECODE_FLAGS, "--max-model-len=2560")  # d0 holds so much: streams go on at nodes of equal limits only
 FLAGS = {
     "p0": ("--max-num-seqs=8", f"--max-num-batched-tokens={STEP}", f"--num-blocks={P0_BLOCKS}"),
@@ -49,7 +51,8 @@ NETWORK = {"UCX_TLS": "tcp"}
 class GatedCluster:
     """Nodes by name, see FLAGS; started together, ended by `launcher`. `router` knows only p0 and d0.
 
-    Each has a gate. No lease of p1 ends by its ttl. strict reports every failed load.
+    They have the shallow model: an answer is compared with that of a node alone. Each has a gate. No lease of p1 ends
+    by its ttl. strict reports every failed load.
     """
 
     def __init__(
@@ -64,9 +67,10 @@ class GatedCluster:
         """`directory`: an empty one, for the gates. `flags`: of all nodes. `patient`: the nodes are, see `Gate`."""
         self.launcher = launcher
         self._gates = {name: Gate(directory, name, patient=patient) for name in names}
+        flags = (f"--model={shallow_model()}", ROOM, *flags)
         self.nodes = {
             name: Member(
-                launcher, name, ROLES[name[0]], *FLAGS[name], *flags, *gate.flags, *(p0_flags if name == "p0" else ()),
+                launcher, name, ROLES[name[0]], *flags, *FLAGS[name], *gate.flags, *(p0_flags if name == "p0" else ()),
                 environment={**NETWORK, **gate.environment},
             )
             for name, gate in self._gates.items()

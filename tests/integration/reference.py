@@ -50,9 +50,10 @@ class Reference:
 class DemoModel:
     """The demo model under transformers, float32 on CPU, and the names that the API gives its tokens."""
 
-    def __init__(self) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL, local_files_only=True)
-        self._model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, local_files_only=True)
+    def __init__(self, directory: str | FilePath = DEMO_MODEL) -> None:
+        """`directory`: of another model with its tokens."""
+        self.tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
         self.eos_token_id: int = self._model.config.eos_token_id
         assert self._model.config.vocab_size == VOCAB_SIZE
         vocabulary = Tokenizer(self.tokenizer)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from tests.integration.gate import Gate
 
 BLOCK_SIZE = 16
-BLOCK_BYTES = 4 * 6 * 2 * BLOCK_SIZE * 64 * 4  # KV heads, layers, K and V, tokens, head size, float32
+LAYER_BYTES = 4 * 2 * BLOCK_SIZE * 64 * 4  # of a block: KV heads, K and V, tokens, head size, float32
+BLOCK_BYTES = 6 * LAYER_BYTES  # of the whole demo model
 ANSWER_DEADLINE_S = 240.0
 SETTLE_DEADLINE_S = 60.0  # more than the life of a lease that is no longer renewed
 POLL_S = 0.05  # a look takes a node 9 ms of CPU

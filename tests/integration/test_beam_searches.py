@@ -10,9 +10,11 @@ import torch
 
 from tests.integration.calls import Call
 from tests.integration.foreign import num_redraws
-from tests.integration.system import POLL_S, Path, System
+from tests.integration.system import POLL_S, Path, System, running_system
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.integration.reference import DemoModel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -25,10 +27,12 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 SEARCH = {"use_beam_search": True, "n": 4, "max_tokens": 16, "logprobs": 0}
 
 
-@pytest.fixture
-def system(short_of_memory: System) -> System:
-    """D has ten slots and few blocks: two searches and a stream at a time."""
-    return short_of_memory
+@pytest.fixture(scope="module")
+def system() -> Iterator[System]:
+    """D has ten slots and few blocks: two searches and a stream at a time. No logits stage."""
+    flags = ("--load-deadline-s=400", "--max-num-seqs=10")
+    with running_system(*flags, role_flags={"decode": ["--num-blocks=40"]}) as system:
+        yield system
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import pytest
 from tests.cluster import Launcher
 from tests.integration.fault_cluster import Part, RouterMember, fetch, parse_metrics, until
 from tests.integration.gated_cluster import GatedCluster
+from tests.shallow_model import DEMO_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.slow, pyte
 logger = logging.getLogger(__name__)
 
 LENGTH = 300  # prompt tokens: 19 steps of p0
+WHOLE_MODEL = (f"--model={DEMO_MODEL}", "--kv-cache-gb=0.15")  # the paces below are of its steps
 SLOW = ("--max-num-batched-tokens=16", "--num-blocks=134")
 REFUSED_AFTER_TICKET = [
     f'pd_router_leg_failures_total{{kind="refused",leg="prefill_after_ticket",node="{node}"}}' for node in ("p0", "p1")
@@ -51,8 +53,9 @@ def anyio_backend() -> str:
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatedCluster]:
     with Launcher() as launcher:
         cluster = GatedCluster(
-            launcher, tmp_path_factory.mktemp("gates"), "p0", "p1", "d0", "d1", flags=(), p0_flags=SLOW, patient=False
-        )
+            launcher, tmp_path_factory.mktemp("gates"), "p0", "p1", "d0", "d1", flags=WHOLE_MODEL, p0_flags=SLOW,
+            patient=False,
+        )  # fmt: skip
         yield cluster
         cluster.stop()
 

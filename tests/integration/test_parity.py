@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.deadlines import wait_until
+from tests.integration.conftest import SHORT
 from tests.integration.gate import Gate
 from tests.integration.reference import LENGTHS, NUM_NEW_TOKENS, TIE, DemoModel, Reference
 from tests.integration.system import BLOCK_BYTES, BLOCK_SIZE, Answer, Path, System, running_system
+from tests.shallow_model import shallow_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -196,22 +198,34 @@ def chunking_system() -> Iterator[System]:
 
 
 @pytest.fixture(scope="module")
+def shallow_demo_model() -> DemoModel:
+    """Its steps take half the time: for many small ones, and for those that preemption repeats."""
+    return DemoModel(shallow_model())
+
+
+@pytest.fixture(scope="module")
+def shallow_references(shallow_demo_model: DemoModel, some_prompts: list[list[int]]) -> list[Reference]:
+    """What it makes of prompts that fit a small cache."""
+    return shallow_demo_model.generate([prompt for prompt in some_prompts if len(prompt) <= SHORT])
+
+
+@pytest.fixture(scope="module")
 def small_chunking_system() -> Iterator[System]:
-    """The same, and P's memory is soon full. It has room for more sequences than for their blocks."""
-    roles = {"prefill": [f"--max-num-seqs={CHUNK_TOKENS}", *SHORT_OF_MEMORY], "decode": ["--kv-cache-gb=0.1"]}
-    with running_system(*CHUNKING, role_flags=roles) as system:
+    """The shallow model, and P's memory is soon full. It has room for more sequences than for their blocks."""
+    roles = {"prefill": [f"--max-num-seqs={CHUNK_TOKENS}", *SHORT_OF_MEMORY], "decode": ["--kv-cache-gb=0.04"]}
+    with running_system(*CHUNKING, f"--model={shallow_model()}", role_flags=roles) as system:
         yield system
 
 
 @pytest.mark.parametrize("path", Path)
 def test_chunking(
-    path: Path, small_chunking_system: System, short_references: list[Reference], demo_model: DemoModel
+    path: Path, small_chunking_system: System, shallow_references: list[Reference], shallow_demo_model: DemoModel
 ) -> None:
     """P computes each prompt as the blocks of earlier ones are released."""
     before = small_chunking_system.settled_metrics("prefill")
-    check_chunking(path, small_chunking_system, short_references, demo_model)
+    check_chunking(path, small_chunking_system, shallow_references, shallow_demo_model)
     if path is not Path.MIXED:
-        check_short_of_memory(small_chunking_system, short_references, before)
+        check_short_of_memory(small_chunking_system, shallow_references, before)
 
 
 @pytest.mark.slow
@@ -247,11 +261,20 @@ def swapping_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System
         yield system
 
 
+@pytest.fixture(scope="module")
+def short_of_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """D's cache cannot hold the sequences that run there; P's holds everything. The shallow model."""
+    flags = (f"--model={shallow_model()}", "--load-deadline-s=400", "--max-num-seqs=10")
+    gate = Gate(tmp_path_factory.mktemp("gate"), "decode")
+    with running_system(*flags, role_flags={"decode": ["--num-blocks=40"]}, gate=gate) as system:
+        yield system
+
+
 @pytest.mark.parametrize("path", Path)
 def test_preemption(
-    path: Path, short_of_memory: System, short_references: list[Reference], demo_model: DemoModel
+    path: Path, short_of_memory: System, shallow_references: list[Reference], shallow_demo_model: DemoModel
 ) -> None:
-    check_preemption(path, short_of_memory, "recompute", short_references, demo_model)
+    check_preemption(path, short_of_memory, "recompute", shallow_references, shallow_demo_model)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Nodes of two ranks (`--tp 2`) beside a node of one: equal answers, and ranks that are killed or stand still.
 
+They have the shallow model: the answers of one are compared with those of the other.
+
 A node ends by a rank's death or stop, its requests are answered by the other node, and no process of it is
 left. Times are logged: `pytest -o log_cli=true --log-cli-level=INFO`.
 """
@@ -20,8 +22,9 @@ from tests.deadlines import wait_until
 from tests.integration.calls import Call
 from tests.integration.fault_cluster import fetch, make_prompt, parse_metrics, until
 from tests.integration.gate import Gate
-from tests.integration.system import ask_url
+from tests.integration.system import LAYER_BYTES, ask_url
 from tests.integration.test_unequal import check_pair
+from tests.shallow_model import NUM_LAYERS, shallow_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +38,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.anyio, pyte
 logger = logging.getLogger(__name__)
 
 COMMON = (
-    "--async-scheduling=on", "--max-num-seqs=8", "--kv-cache-gb=0.1",
+    "--async-scheduling=on", "--max-num-seqs=8", "--kv-cache-gb=0.03",
     "--max-num-batched-tokens=64",  # prompts are computed in chunks
     "--max-model-len=700",  # streams go on at nodes of equal limits only
 )  # fmt: skip
@@ -62,6 +65,11 @@ PAUSE_S = 4.2  # an engine that is silent is frozen after 2.25 s; a process that
 STATUS = 1  # of a node that has lost its engine
 
 
+def common() -> tuple[str, ...]:
+    """Flags of all nodes."""
+    return f"--model={shallow_model()}", *COMMON
+
+
 @pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
@@ -83,9 +91,9 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
 def nodes(launcher: Launcher, gate: Gate) -> list[Launched]:
     """Of one rank, and of two. They start at once."""
     found = [
-        launcher.node("mixed", "--node-id=plain", *COMMON, wait=False),
+        launcher.node("mixed", "--node-id=plain", *common(), wait=False),
         launcher.node(
-            "mixed", "--node-id=ranked", *COMMON, *RANKED, *gate.flags, environment=gate.environment, wait=False
+            "mixed", "--node-id=ranked", *common(), *RANKED, *gate.flags, environment=gate.environment, wait=False
         ),
     ]
     for node in found:
@@ -134,13 +142,14 @@ def test_a_node_prefills_for_one_of_another_degree(
     launcher: Launcher, nodes: list[Launched], prefill: str, decode: str
 ) -> None:
     """Pairs with four ranks are in `test_unequal.py`."""
-    check_pair(launcher, nodes[0], dict(zip(("plain", "ranked"), nodes, strict=True)), prefill, decode)
+    found = dict(zip(("plain", "ranked"), nodes, strict=True))
+    check_pair(launcher, nodes[0], found, prefill, decode, NUM_LAYERS * LAYER_BYTES)
 
 
 @pytest.mark.slow
 async def test_a_step_that_stands_still_for_a_while_ends_no_node(launcher: Launcher) -> None:
     """It counts as frozen meanwhile, and answers. Its process gives signs of life; the step has 5 s on each rank."""
-    node = launcher.node("mixed", "--node-id=pauses", "--logits-stage=tests.pause_step:PauseStep", *COMMON, *RANKED)
+    node = launcher.node("mixed", "--node-id=pauses", "--logits-stage=tests.pause_step:PauseStep", *common(), *RANKED)
     body = {"prompt": make_prompt(100), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     expected = [await Call(node.url, body).outcome() for _ in range(2)][1]  # kinds of steps are no warm-up any more
     paused = await Call(node.url, body | {"logits_args": {"pause_s": PAUSE_S}}).outcome()
@@ -222,7 +231,8 @@ async def test_a_rank_that_fails(
     launcher: Launcher, plain: Launched, gate: Gate, expected: list[Outcome], rank: int, signum: signal.Signals
 ) -> None:
     ranked = launcher.node(
-        "mixed", f"--node-id=ranked-{rank}-{signum.name}", *COMMON, *RANKED, *gate.flags, environment=gate.environment
-    )
+        "mixed", f"--node-id=ranked-{rank}-{signum.name}", *common(), *RANKED, *gate.flags,
+        environment=gate.environment,
+    )  # fmt: skip
     seconds = await check_fault(launcher, plain, ranked, gate, expected, rank, signum)
     assert seconds < MARGIN_S[signum]

@@ -16,6 +16,7 @@ from tests.deadlines import HANG_S
 from tests.integration.calls import Call, Outcome
 from tests.integration.fault_cluster import Member, fetch, make_prompt, start, until, wait_clean
 from tests.router.router_process import Router, serving
+from tests.shallow_model import shallow_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,8 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="module")
 def members() -> Iterator[list[Member]]:
     with Launcher() as launcher:
-        found = [Member(launcher, f"n{i}", "decode" if i else "prefill", *FLAGS) for i in range(3)]
+        flags = (f"--model={shallow_model()}", *FLAGS)
+        found = [Member(launcher, f"n{i}", "decode" if i else "prefill", *flags) for i in range(3)]
         start(found)
         yield found
 

@@ -16,8 +16,9 @@ import pytest
 from tests.cluster import Launcher
 from tests.deadlines import HANG_S
 from tests.integration.calls import BROKEN
-from tests.integration.fault_cluster import until, wait_clean
+from tests.integration.fault_cluster import DECODE_FLAGS, until, wait_clean
 from tests.integration.stream_cluster import PROMPTS, StreamCluster, drain, kill, stop
+from tests.shallow_model import shallow_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +40,11 @@ def anyio_backend() -> str:
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamCluster]:
     with Launcher() as launcher:
         directory = tmp_path_factory.mktemp("gates")
-        cluster = StreamCluster(launcher, 1, 3, [40] * len(PROMPTS), router_flags=ROUTER_FLAGS, directory=directory)
+        model = f"--model={shallow_model()}"  # an answer is compared with that of a node alone
+        cluster = StreamCluster(
+            launcher, 1, 3, [40] * len(PROMPTS), prefill_flags=(model,), decode_flags=(*DECODE_FLAGS, model),
+            router_flags=ROUTER_FLAGS, directory=directory,
+        )  # fmt: skip
         asyncio.run(cluster.learn())
         yield cluster
 

@@ -94,7 +94,14 @@ def paired(router: Launched, prefill: str, decode: str) -> Iterator[None]:
                 orders.give("role", node, "mixed")
 
 
-def check_pair(launcher: Launcher, alone: Launched, nodes: dict[str, Launched], prefill: str, decode: str) -> None:
+def check_pair(
+    launcher: Launcher,
+    alone: Launched,
+    nodes: dict[str, Launched],
+    prefill: str,
+    decode: str,
+    block_bytes: int = BLOCK_BYTES,
+) -> None:
     """Through the pair of these ids of `nodes`, the answers equal those of `alone` and of each node by itself."""
     prompts = [random_prompt(random.Random(length), length) for length in LENGTHS]
     router = launcher.router(prefill=[nodes[prefill]], decode=[nodes[decode]])
@@ -108,7 +115,7 @@ def check_pair(launcher: Launcher, alone: Launched, nodes: dict[str, Launched], 
             answers = ask(router, prompts, route, f"{route} {prefill} {decode}")
             assert tokens(answers) == expected
             assert {answer.headers["x-pd-prefill"] for answer in answers[:: len(SAMPLING)]} == {prefill}
-            cold = sum(-(-length // BLOCK_SIZE) for length in LENGTHS) * BLOCK_BYTES
+            cold = sum(-(-length // BLOCK_SIZE) for length in LENGTHS) * block_bytes
 
             def read(before: float = before) -> float:
                 return metric(nodes[decode], "pd_kv_transfer_bytes_total") - before

@@ -10,6 +10,7 @@ import httpx
 
 from tests.cluster import TEST_KEY
 from tests.deadlines import HANG_S, wait_until
+from tests.shallow_model import shallow_model
 
 if TYPE_CHECKING:
     import psutil
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 COMPLETIONS = "/v1/completions"
 LEASE_TTL_S = 1.0
 FLAGS = (
-    "--port=0", "--device=cpu", "--num-threads=1", "--max-model-len=512", "--kv-cache-gb=0.05",
+    "--port=0", "--device=cpu", "--num-threads=1", "--max-model-len=512", "--kv-cache-gb=0.02",
     f"--lease-ttl-s={LEASE_TTL_S:g}", "--min-remote-tokens=1",
 )  # fmt: skip
 PROMPT = tuple(range(5, 75))  # several blocks, the last one partial
@@ -30,7 +31,8 @@ class LiveCluster:
     """Started when made. Its key is TEST_KEY. One request has gone from P to D: every connection is there."""
 
     def __init__(self, launcher: Launcher) -> None:
-        self.up = launcher.command("up", *FLAGS)
+        # no text is judged but beside another one of these nodes
+        self.up = launcher.command("up", f"--model={shallow_model()}", *FLAGS)
         self.up.wait_line("Ctrl-C stops everything")
         self.processes: dict[int, psutil.Process] = {process.pid: process for process in self.up.family()}
         (self.router,) = re.findall(r"^ready: (http://\S+) serves", self.up.output, re.MULTILINE)
