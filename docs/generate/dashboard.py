@@ -66,8 +66,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                   ((f"sum by (outcome) ({rate('pd_router_requests_total')})", "{{outcome}}"),), "reqps", stacked=True),
             Panel("Time to first token", "Streams, at the router: from arrival to the first piece for the client.",
                   quantiles("pd_router_time_to_first_token_seconds", "TTFT"), "s", steps=((2, "orange"), (5, "red"))),
-            Panel("Between tokens", "Streams, at the router: gap between two pieces.",
-                  quantiles("pd_router_inter_token_latency_seconds", "ITL"), "s",
+            Panel("Between tokens", "Streams, at the router: time between two pieces over the tokens of the later one, "
+                  "and the longest time between two pieces of a stream.",
+                  (*quantiles("pd_router_inter_token_latency_seconds", "ITL"),
+                   (quantile(0.95, "pd_router_longest_gap_seconds"), "longest gap p95")), "s",
                   steps=((0.1, "orange"), (0.25, "red"))),
             Panel("SLO attainment", "Share of requests within --slo-ttft-ms and --slo-tpot-ms of the router; what was "
                   "missed first. Empty without targets.",
@@ -176,7 +178,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Step time", "Mean length of an engine step.",
                   ((f"{rate('pd_engine_step_seconds_total')} / {rate('pd_engine_steps_total')}",
                     "{{pod}}{{instance}}"),), "s", 8),
-            Panel("Tokens per step", "How full steps are.",
+            Panel("Tokens per step", "How full steps are: computed tokens, also drafts that were refused.",
                   ((f"{rate('pd_engine_step_tokens_total')} / {rate('pd_engine_steps_total')}",
                     "{{pod}}{{instance}}"),), width=8),
             Panel("Preemptions", "Sequences that lost their blocks.",

@@ -30,7 +30,7 @@ class Meaning(NamedTuple):
 # A node exports them under these names after `pd_`. The engine and the connectors write them in several places.
 ENGINE: dict[str, Meaning] = {
     "engine_steps_total": Meaning("Steps of the engine."),
-    "engine_step_tokens_total": Meaning("Tokens that the steps computed."),
+    "engine_step_tokens_total": Meaning("Tokens that the steps computed, also drafts that were refused."),
     "engine_step_seconds_total": Meaning("Time in which a step was under way."),
     "draws_sat_out_total": Meaning("Draws that a row with a grammar sat out because its mask was late."),
     "preemptions_recompute_total": Meaning("Preempted sequences that were computed again."),

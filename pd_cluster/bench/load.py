@@ -34,6 +34,7 @@ class Target:
     route: str = ""
     api_key: str = ""
     timeout_s: float = 600.0
+    counts_tokens: bool = False  # asks for the tokens of each event, which is some work more for the server
 
     @property
     def headers(self) -> dict[str, str]:
@@ -54,7 +55,8 @@ class Target:
                 "temperature": self.temperature,
                 "ignore_eos": self.ignore_eos,
                 "stream": True,
-                "stream_options": {"include_usage": True, "include_timings": True},
+                "stream_options": {"include_usage": True, "include_timings": True}
+                | ({"continuous_usage_stats": True} if self.counts_tokens else {}),
             }
         )
 
@@ -151,10 +153,13 @@ async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord, 
 def _note(event: dict[str, Any], record: RequestRecord, now_s: float) -> None:
     if "error" in event:
         record.error = f"error in the stream: {_message(orjson.dumps(event))}"
-    if any(choice.get("text") for choice in event.get("choices") or ()):
+    usage, has_text = event.get("usage"), any(choice.get("text") for choice in event.get("choices") or ())
+    if has_text:
         record.chunk_times_s.append(now_s)
-    if usage := event.get("usage"):
+    if usage:
         record.num_output = usage.get("completion_tokens", 0)
+        if has_text:
+            record.tokens_so_far.append(record.num_output)
         record.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         record.timings_ms = usage.get("timings") or {}
 

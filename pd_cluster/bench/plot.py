@@ -36,7 +36,7 @@ def plot_serve(path: Path, summary: Summary, records: list[RequestRecord], title
         _distribution(first, [record.ttft_s for record in good], "first token", BLUE)
         _distribution(first, [value for record in good if (value := record.ttst_s) is not None], "second token", ORANGE)
         _finish_distribution(first, "time since sending, ms", summary.objectives_ms.get("ttft"))
-        _distribution(gaps, [gap for record in good for gap in record.itl_s], "ITL (each gap)", GREY)
+        _distribution(gaps, [gap for record in good for gap in record.itl_s], "ITL (each token)", GREY)
         _distribution(
             gaps, [value for record in good if (value := record.tpot_s) is not None], "TPOT (per request)", BLUE
         )

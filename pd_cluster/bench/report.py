@@ -36,6 +36,7 @@ _TITLES = {
     "handover": "handover, ms",
     "tpot": "TPOT, ms",
     "itl": "ITL, ms",
+    "longest gap": "longest gap of a stream, ms",
     "e2e": "end to end, ms",
     "client lag": "client lag, ms",
 }

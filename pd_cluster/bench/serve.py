@@ -39,6 +39,7 @@ def run_serve(namespace: argparse.Namespace) -> int:
         route=namespace.route or "",
         api_key=namespace.api_key,
         timeout_s=namespace.timeout_s,
+        counts_tokens=True,
     )
     warmups = [replace(item, at_s=0.0, prefix_blocks=()) for item in arrivals[: namespace.warmup]]
     target, records = uvloop.run(measure(target, arrivals, warmups, namespace.vocab_size, namespace.seed))

@@ -2,7 +2,8 @@
 
 TTFT   sent to first output chunk
 TTST   sent to second output chunk: an early first token does not improve it
-ITL    each gap between chunks
+ITL    time between two chunks over the tokens of the later one, once for each of them
+longest gap  of a stream: the longest time between two chunks, however many tokens they have
 TPOT   (end-to-end - TTFT) / (output tokens - 1)
 leg    the prefilling node's time to its first token, if the server reports timings
 goodput  requests per second that meet every objective (DistServe, arXiv 2401.09670)
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +41,7 @@ class RequestRecord:
     route: str = ""  # the router's x-pd-route
     num_cached: int = 0  # prompt tokens from a prefix cache
     timings_ms: dict[str, float] = field(default_factory=dict)  # the server's own, by phase; {}: none reported
+    tokens_so_far: list[int] = field(default_factory=list)  # with each chunk, as the server counts them; else []
 
     @property
     def ok(self) -> bool:
@@ -82,8 +85,18 @@ class RequestRecord:
         return self.end_s - self.sent_s
 
     @property
+    def gaps_s(self) -> list[float]:
+        """Between chunks."""
+        return [after - before for before, after in pairwise(self.chunk_times_s)]
+
+    @property
     def itl_s(self) -> list[float]:
-        return [after - before for before, after in zip(self.chunk_times_s, self.chunk_times_s[1:], strict=False)]
+        """Between tokens: those of a chunk share the time before it. Without the server's counts each chunk has one."""
+        gaps_s, told = self.gaps_s, self.tokens_so_far
+        if len(told) != len(self.chunk_times_s):
+            return gaps_s
+        counts = [max(1, after - before) for before, after in pairwise(told)]
+        return [gap_s / num for gap_s, num in zip(gaps_s, counts, strict=True) for _ in range(num)]
 
     @property
     def tpot_s(self) -> float | None:
@@ -158,6 +171,7 @@ def summarize(
         "ttft": [record.ttft_s for record in good],
         "ttst": [value for record in good if (value := record.ttst_s) is not None],
         "itl": [gap for record in good for gap in record.itl_s],
+        "longest gap": [max(gaps_s) for record in good if (gaps_s := record.gaps_s)],
         "leg": [value for record in good if (value := record.leg_s) is not None],
         "beyond leg": [record.ttft_s - value for record in good if (value := record.leg_s) is not None],
         "handover": [value for record in good if (value := record.handover_s) is not None],

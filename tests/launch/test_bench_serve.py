@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class FakeServer:
     """Answers every streamed completion with `max_tokens` words. Special prompts misbehave, by their first id."""
 
-    REFUSE, BREAK, ERROR, COALESCE = 9001, 9002, 9003, 9004
+    REFUSE, BREAK, ERROR, COALESCE, RUNS = 9001, 9002, 9003, 9004, 9005
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -72,6 +72,11 @@ class FakeServer:
             events = events[:1]
         elif first == self.ERROR:
             events = [events[0], {"error": {"message": "the decode node died"}}]
+        elif first == self.RUNS:  # of one, three and one tokens; the text of one more comes with the last
+            events = [{"choices": [{"text": text}]} for text in ("a", "bcd", "", "ef")]
+        if body["stream_options"].get("continuous_usage_stats"):
+            counts = (1, 4, 5, 6) if first == self.RUNS else range(1, len(events) + 1)
+            events = [event | {"usage": {"completion_tokens": num}} for event, num in zip(events, counts, strict=True)]
         if first in (self.BREAK, self.ERROR):
             await response.write(_frames(events))
             return response
@@ -114,9 +119,10 @@ def serving() -> Iterator[FakeServer]:
         loop.close()
 
 
-def load(server: FakeServer, *first_ids: int, num_output: int = 4) -> list[RequestRecord]:
+def load(server: FakeServer, *first_ids: int, num_output: int = 4, counts_tokens: bool = False) -> list[RequestRecord]:
     requests = [(Arrival(0.0, 3, num_output), [first, 1, 2]) for first in first_ids]
-    return asyncio.run(run_load(Target(server.url, "fake-model", route="p-first", api_key="k"), requests))
+    target = Target(server.url, "fake-model", route="p-first", api_key="k", counts_tokens=counts_tokens)
+    return asyncio.run(run_load(target, requests))
 
 
 def test_complete_answers() -> None:
@@ -133,6 +139,18 @@ def test_complete_answers() -> None:
     assert server.bodies[0]["ignore_eos"] is True
     assert server.headers[0]["x-pd-route"] == "p-first"
     assert server.headers[0]["Authorization"] == "Bearer k"
+
+
+def test_the_server_counts_the_tokens_of_each_event() -> None:
+    with serving() as server:
+        runs, single = load(server, FakeServer.RUNS, 1, num_output=6, counts_tokens=True)
+        (uncounted,) = load(server, FakeServer.RUNS, num_output=6)
+    assert (runs.tokens_so_far, len(runs.gaps_s), len(runs.itl_s), runs.num_output) == ([1, 4, 6], 2, 5, 6)
+    assert sum(runs.itl_s) == pytest.approx(sum(runs.gaps_s))
+    assert (single.tokens_so_far, single.itl_s) == ([1, 2, 3, 4, 5, 6], single.gaps_s)
+    assert (uncounted.tokens_so_far, uncounted.itl_s) == ([], uncounted.gaps_s)
+    asked = [body["stream_options"].get("continuous_usage_stats") for body in server.bodies]
+    assert asked == [True, True, None], "a client that does not ask puts no work on the server"
 
 
 def test_tokens_are_counted_by_the_server() -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from pd_cluster.bench.statistics import RequestRecord, meets, spread, summarize
+
+RECORDED = Path(__file__).with_name("recorded_run.json")
 
 
 def record(sent_s: float, chunks_s: list[float], num_output: int, **changes: object) -> RequestRecord:
@@ -24,6 +30,39 @@ def test_one_request() -> None:
     assert one.itl_s == pytest.approx([0.1, 0.2, 0.1])
     assert one.tpot_s == pytest.approx(0.4 / 4), "tokens count, not chunks: two came in one chunk"
     assert one.e2e_s == pytest.approx(0.6)
+
+
+def test_the_tokens_of_a_chunk_share_the_time_before_it() -> None:
+    one = record(1.0, [1.2, 1.3, 1.6, 1.7], num_output=6, tokens_so_far=[1, 2, 5, 6])
+    assert one.itl_s == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.1])
+    assert one.gaps_s == pytest.approx([0.1, 0.3, 0.1])
+    assert one.tpot_s == pytest.approx(0.5 / 5)
+    found = summarize([one], {})
+    assert found.spreads["itl"].count == 5
+    assert found.spreads["longest gap"].max_ms == pytest.approx(300.0)
+
+
+@pytest.mark.parametrize("told", [[], [5], [1, 2, 3, 4], [7, 7, 7, 7]])
+def test_chunks_of_single_tokens_have_the_gaps_between_chunks(told: list[int]) -> None:
+    """To the last bit, however the server counted: not at all, at the end, each, or wrong."""
+    times_s = [0.4102, 0.4183007, 0.42671, 0.61]
+    one = record(0.1, times_s, num_output=4, tokens_so_far=told)
+    assert one.itl_s == [after - before for before, after in pairwise(times_s)]
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_recorded_run_of_single_tokens_has_its_figures(counts: bool) -> None:
+    """The figures are those of the release that counted events."""
+    run = json.loads(RECORDED.read_text())
+    records = [RequestRecord(**fields) for fields in run["requests"]]
+    for one in records:
+        assert one.num_output == len(one.chunk_times_s)
+        one.tokens_so_far = list(range(1, one.num_output + 1)) if counts else []
+    found = summarize(records, {}).spreads
+    assert found.keys() == run["spreads"].keys() | {"longest gap"}
+    for name, figures in run["spreads"].items():
+        assert asdict(found[name]) == pytest.approx(figures, rel=1e-12), name
+    assert found["longest gap"].max_ms == found["itl"].max_ms
 
 
 def test_a_single_token_has_no_gaps() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import orjson
@@ -12,7 +13,7 @@ import pytest
 from pd_http.node_report import NodeReport, decode_report, encode_report
 from pd_router.calls.trace_context import TraceContext, begin_trace
 from pd_router.records.call_record import CallRecord
-from pd_router.records.model_metrics import ModelTotals
+from pd_router.records.model_metrics import BOUNDS_S, ModelTotals
 from pd_router.records.slo import Slo
 from pd_router.records.spans import spans_of
 
@@ -120,6 +121,21 @@ def test_the_line_is_one_json_object_without_text() -> None:
     assert (line["id"], line["trace"], line["prefill"], line["decode"]) == ("req-1", TRACE, "p0", "d0")
     assert line["total_ms"] == 1500.0
     assert sum(line["phases_ms"].values()) == pytest.approx(line["ttft_ms"], abs=0.01)
+
+
+def test_the_tokens_of_a_piece_share_the_time_before_it() -> None:
+    one, totals = record(), ModelTotals()
+    one.answered(11.0, "d0")
+    one.first_piece(11.0)
+    totals.piece(one, 11.09, 3)
+    totals.piece(one, 11.1)
+    one.reported(report({}, tokens=5), is_first_node=True)
+    one.end(11.1, "ok", 200)
+    assert one.line()["itl_ms"] == {"mean": 25.0, "max": 90.0}, "by tokens, and by pieces"
+    assert one.tpot_s == pytest.approx(0.1 / 4)
+    assert sum(totals.gaps) == 4
+    assert totals.gaps_s == pytest.approx(0.1)
+    assert (totals.gaps[bisect_left(BOUNDS_S, 0.03)], totals.gaps[bisect_left(BOUNDS_S, 0.01)]) == (3, 1)
 
 
 def test_spans_are_one_trace_inside_the_request() -> None:

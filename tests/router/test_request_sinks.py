@@ -189,3 +189,16 @@ def test_gaps_are_a_histogram() -> None:
     assert read(f"{name}_count", {"model": "demo"}) == 4
     assert read(f"{name}_sum", {"model": "demo"}) == pytest.approx(99.0215)
     assert "_created" not in metrics.exposition().decode()
+    one.model = "demo"
+    metrics.observe(one)
+    assert read("pd_router_longest_gap_seconds_sum", {"model": "demo"}) == pytest.approx(99.0)
+
+
+def test_a_piece_of_several_tokens_is_as_many_gaps() -> None:
+    _, metrics = parts()
+    one = ended()
+    one.first_piece(10.0)
+    metrics.models.of("demo").piece(one, 10.09, 3)
+    name, read = "pd_router_inter_token_latency_seconds", metrics.registry.get_sample_value
+    assert [read(f"{name}_bucket", {"model": "demo", "le": le}) for le in ("0.02", "0.03", "+Inf")] == [0, 3, 3]
+    assert read(f"{name}_sum", {"model": "demo"}) == pytest.approx(0.09)

@@ -85,6 +85,17 @@ def test_a_record_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer.feed(frame * 2) == b"xx", "the client gets what it asked for"
     assert not record.can_continue
     assert record.num_tokens == 0
+    assert record.num_told == 15, "tokens are still counted"
+
+
+def test_choices_that_go_on_side_by_side_count_once() -> None:
+    record = StreamRecord()
+    record.begin(HEAD)
+    told = []
+    for counts in ((1, 1), (3, 1), (0, 2), (), (0, 0)):
+        record.take(Frame(tuple(ChoiceProgress(index, (7,) * num, 1) for index, num in enumerate(counts)), b"x"))
+        told.append(record.num_told)
+    assert told == [1, 4, 6, 6, 6]
 
 
 GOOD = Frame((ChoiceProgress(0, (1,), 1),), b"good")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pd_cluster.protocol.messages import TokensOut
 from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_http.frames import Frame
 from tests.cut_streams import CHAT, COMPLETIONS, Case, asking, data_of, same_content
 from tests.drafters import KINDS, ScriptedDrafter
 from tests.engine.test_core_pipeline import make_connector
@@ -30,7 +32,7 @@ ASKED = [
           max_tokens=30).drawn(temperature=0.9, seed=4),
     plain("a prediction", CHAT, n=2, max_tokens=30, prediction=PREDICTION).drawn(temperature=0.9, seed=4),
     plain("echo", COMPLETIONS, prompt=["Once upon", "A"], echo=True, logprobs=1).drawn(temperature=0.9, seed=-5),
-    plain("an end", COMPLETIONS, max_tokens=40).drawn(temperature=1.4, seed=9),
+    plain("an end", COMPLETIONS, max_tokens=40, logprobs=2, return_token_ids=True).drawn(temperature=1.4, seed=9),
 ]  # fmt: skip
 
 
@@ -74,6 +76,27 @@ async def told_by(
         await engine.rest()
         running.cancel()
     return found, engine
+
+
+async def test_each_token_of_a_run_has_its_logprobs_and_offset(served: tuple[DeviceExecutor, Connector]) -> None:
+    _, engine = await told_by(served, None)
+    found, engine = await told_by(served, ScriptedDrafter.of(engine.answers, "right"))
+    case, messages = next((one, found[index]) for index, one in enumerate(ASKED) if "an end" in one.name)
+    events = [json.loads(block[6:]) for block in data_of(messages).split(b"\n\n") if block[6:].startswith(b"{")]
+    shown = [choice for event in events for choice in event["choices"] if choice["token_ids"]]
+    runs = [one for frame in messages if isinstance(frame, Frame) for one in frame.choices]
+    assert case.path == COMPLETIONS
+    assert max(len(one.token_ids) for one in runs) > 2
+    assert [tuple(choice["token_ids"]) for choice in shown] == [one.token_ids for one in runs]
+    text, offsets = "".join(choice["text"] for choice in shown), list[int]()
+    for choice in shown:
+        logprobs = choice["logprobs"]
+        assert {len(values) for values in logprobs.values()} == {len(choice["token_ids"])}
+        offsets += logprobs["text_offset"]
+        for token, at in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            assert text.startswith(token, at)
+    assert offsets == sorted(offsets)
+    assert offsets[0] == 0
 
 
 async def test_texts_with_drafts(served: tuple[DeviceExecutor, Connector], monkeypatch: pytest.MonkeyPatch) -> None:

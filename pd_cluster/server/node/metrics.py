@@ -75,8 +75,11 @@ class NodeMetrics:
         self.waits = counter("waits_expired", "Waits that reached their deadline, by name.", "wait")
         self.ttft = histogram("time_to_first_token", "Request to first token.")
         self.second_token = histogram("time_to_second_token", "Request to second token.")
-        self.itl = histogram("inter_token_latency", "Gap between two deliveries of one sequence's tokens.")
-        self.tpot = histogram("time_per_output_token", "(end to end - TTFT) / (n - 1) of one request.")
+        self.itl = histogram(
+            "inter_token_latency",
+            "Of each token: time between two deliveries of a sequence's tokens, over the tokens of the later one.",
+        )
+        self.tpot = histogram("time_per_output_token", "(last token - first token) / (tokens - 1) of one request.")
         self.e2e = histogram("request_latency", "Request to last token.")
         self._phases = {name: histogram(name, help, "work") for name, help in _PHASES}
         steps = Histogram(

@@ -26,15 +26,20 @@ class Stopwatch:
         """Seconds from the start to the first output; 0: there was none."""
         return 0.0 if self._first_s is None else self._first_s - self._started_s
 
-    def delivered(self, deltas: Collection[object], num_lead_tokens: int) -> None:
-        """Note that the client got new output. `num_lead_tokens`: tokens of the first of the n sequences so far."""
-        if not deltas:
+    def delivered(self, num_new: Collection[int], num_lead_tokens: int) -> None:
+        """Note that the client got new output: `num_new` tokens of each of the sequences that have some.
+
+        `num_lead_tokens`: of the first of the n sequences so far. Each token of the sequence with most new ones took a
+        part of the time since the last output.
+        """
+        most = max(num_new, default=0)
+        if not most and (not num_new or self._first_s is not None):
             return
         now_s = time.monotonic()
         if self._first_s is None:
             self._first_s = now_s
         else:
-            self._gaps_s.append(now_s - self._last_s)
+            self._gaps_s += [(now_s - self._last_s) / most] * most
         if self._second_s is None and num_lead_tokens > 1:
             self._second_s = now_s
         self._last_s = now_s

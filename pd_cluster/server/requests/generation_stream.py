@@ -150,8 +150,9 @@ class GenerationStream:
             except PdError as error:
                 self._failure = error
             if outputs or isinstance(message, TicketOpened):
-                self.stopwatch.delivered(outputs, self._choices[0].num_tokens)
-                return _merged(outputs) if len(ready) > 1 else outputs
+                outputs = _merged(outputs) if len(ready) > 1 else outputs
+                self.stopwatch.delivered([len(one.tokens) for one in outputs], self._choices[0].num_tokens)
+                return outputs
         raise StopAsyncIteration
 
     async def settle(self) -> None:

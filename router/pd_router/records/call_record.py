@@ -44,8 +44,8 @@ class CallRecord:
         self.report: NodeReport | None = None  # of the node that ended the answer
         self.asked_s = 0.0  # the decode node that answered
         self.first_s = self.last_s = self.ended_s = 0.0  # the first and the last piece of a stream; 0: not yet
-        self.num_gaps = 0  # between the pieces of a stream
-        self.longest_gap_s = 0.0
+        self.num_gaps = 0  # between the tokens of a stream
+        self.longest_gap_s = 0.0  # between its pieces, however many tokens they have
 
     def until(self, now_s: float, phase: str) -> None:
         """The time since the last call, or the arrival, was `phase`."""

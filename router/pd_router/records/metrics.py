@@ -50,6 +50,9 @@ class RouterMetrics:
         self.ttft_s = histogram(
             "time_to_first_token", "Streams: from arrival until the first piece goes to the client.", "model", "order"
         )
+        self.longest_gap_s = histogram(
+            "longest_gap", "Of each stream: the longest time between two pieces with tokens, however many.", "model"
+        )
         self.models = ModelMetrics(registry)
         self.goodput = counter(
             "slo_requests", "Requests by the targets of --slo-ttft-ms, --slo-tpot-ms: met, or the first one missed.",
@@ -110,6 +113,8 @@ class RouterMetrics:
         self._child(self.request_s, record.order).observe(record.ended_s - record.arrived_s)
         if (report := record.report) is not None:
             self.models.of(record.model).count(report)
+        if record.num_gaps:
+            self._child(self.longest_gap_s, record.model).observe(record.longest_gap_s)
         if self._slo.is_set and (result := self._slo.result(record)):
             self._child(self.goodput, record.model, result).inc()
 

@@ -1,4 +1,4 @@
-"""What clients sent and got, by model: tokens, and the time between two pieces of a stream."""
+"""What clients sent and got, by model: tokens, and the time between two tokens of a stream."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ class ModelTotals:
         self.gaps_s = 0.0
         self.prompt_tokens = self.cached_tokens = self.generation_tokens = 0
 
-    def piece(self, record: CallRecord, now_s: float) -> None:
-        """Note a piece of the stream that is not its first one."""
+    def piece(self, record: CallRecord, now_s: float, num_tokens: int = 1) -> None:
+        """Note a piece of the stream that is not its first one: each of its tokens took a part of the time before it.
+
+        `num_tokens`: 1 of a node without frames: it is not known.
+        """
         gap_s = now_s - record.last_s
         record.last_s = now_s
-        record.num_gaps += 1
+        record.num_gaps += num_tokens
         if gap_s > record.longest_gap_s:
             record.longest_gap_s = gap_s
-        self.gaps[bisect_left(BOUNDS_S, gap_s)] += 1
+        self.gaps[bisect_left(BOUNDS_S, gap_s / num_tokens)] += num_tokens
         self.gaps_s += gap_s
 
     def count(self, report: NodeReport) -> None:
@@ -62,7 +65,7 @@ class ModelMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         gaps = HistogramMetricFamily(
             "pd_router_inter_token_latency_seconds",
-            "Gap between two pieces of a stream, as they go to the client.",
+            "Of each token: time between two pieces of a stream for the client, over the tokens of the later piece.",
             labels=["model"],
         )
         bounds = [*(str(bound) for bound in BOUNDS_S), "+Inf"]

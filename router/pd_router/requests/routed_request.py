@@ -241,12 +241,17 @@ class RoutedRequest(NodeRequest):
     def _note_piece(self) -> Callable[[bytes], None]:
         record, clock, metrics = self._record, self._s.table.clock, self._s.metrics
         totals, order = metrics.models.of(record.model), self.route.order.value
+        stream, num_before = self._stream.record, 0
 
         def note(data: bytes) -> None:
+            nonlocal num_before
+            num_tokens, num_before = stream.num_told - num_before, stream.num_told
             if not record.first_s:
                 record.first_piece(clock())
                 metrics.first_token_took(record.model, order, record.first_s - record.arrived_s)
-            elif not data.endswith(SSE_DONE):  # it follows the last token at once
+            elif num_tokens:
+                totals.piece(record, clock(), num_tokens)
+            elif stream.head is None and not data.endswith(SSE_DONE):  # no frames; the end follows the last token
                 totals.piece(record, clock())
 
         return note

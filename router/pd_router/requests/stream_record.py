@@ -32,10 +32,12 @@ class _ChoiceRecord:
 class StreamRecord:
     """The head of a stream and what the client has of each choice, over all nodes that wrote it."""
 
-    __slots__ = ("_choices", "_size", "head")
+    __slots__ = ("_choices", "_size", "head", "num_told")
 
     def __init__(self) -> None:
         self.head: StreamHead | None = None
+        # Tokens for the times between them: of each frame those of the choice that has most, as all go on side by side
+        self.num_told = 0
         self._choices: dict[int, _ChoiceRecord] = {}
         self._size = 0
 
@@ -72,8 +74,10 @@ class StreamRecord:
         if self.head is None:
             raise ValueError("a frame came before the head of the stream")
         if self._is_too_long:
+            self.num_told += max((len(one.token_ids) for one in frame.choices), default=0)
             return
         self._check(frame)
+        most = 0
         for progress in frame.choices:
             choice = self._choices.get(progress.index)
             if choice is None:
@@ -82,7 +86,9 @@ class StreamRecord:
             choice.num_chars += progress.num_chars
             choice.finish_reason = progress.finish_reason
             choice.num_cached_tokens = progress.num_cached_tokens
-            self._size += len(progress.token_ids)
+            self._size += (num := len(progress.token_ids))
+            most = max(most, num)
+        self.num_told += most
         if self._is_too_long:
             self._choices.clear()
 
