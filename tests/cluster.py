@@ -149,7 +149,9 @@ def base_environment() -> dict[str, str]:
     """Of every command: this process's, and what makes this source tree importable and tests repeatable."""
     path = os.pathsep.join(part for part in (SOURCES, os.environ.get("PYTHONPATH", "")) if part)
     given = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PD_CLUSTER_KEY": TEST_KEY}
-    return {**os.environ, **given}
+    # The one that collects tests/kernels has it for itself, and the fork server of a run begins before that
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**own, **given}
 
 
 # The only one of this process, with which it ends, or of all workers of a run. It takes 400 MB, and begins with the
