@@ -68,6 +68,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     group: str = ""  # requests of one group share its turns (`scheduling/turns.py`); "": a group of its own
     drawn_seed: int = 0  # used if `sampling` has none; not part of it, because P draws another one for the same request
     outputs: PromptOutputs | None = None  # what is asked about the prompt
+    prediction: tuple[int, ...] = ()  # what the client expects as the answer, for drafts; it changes no token
 
     @property
     def max_output_tokens(self) -> int:
