@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
-from pd_cluster.protocol.messages import AddRequest, FinishReason, UseTicket, Work
+from pd_cluster.drafting.lookup_drafter import LookupDrafter
+from pd_cluster.engine.core import EngineCore
+from pd_cluster.protocol.messages import Abort, AddRequest, FinishReason, UseTicket, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 from tests.drafters import KINDS
 from tests.engine.drafting_node import (
@@ -24,6 +27,7 @@ from tests.engine.drafting_node import (
     roomy,
     small,
 )
+from tests.engine.test_core_pipeline import CONFIG, FakeMailbox
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -150,3 +154,31 @@ def test_a_prediction_makes_answers_shorter_in_steps_and_changes_none(roomy: Nod
         expect_same(found, single)
         if is_right:
             assert found.num_steps < 0.9 * single.num_steps  # a step has 6 drafts of all sequences
+
+
+def test_the_config_names_the_drafter(roomy: Node, caplog: pytest.LogCaptureFixture) -> None:
+    def core_of(**more: Any) -> EngineCore:
+        config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, speculation="lookup", max_drafts=3))
+        return EngineCore(replace(config, **more), roomy.executor, roomy.connector, FakeMailbox())
+
+    drafting = core_of()._scheduler._drafting
+    assert drafting is not None
+    assert isinstance(drafting._drafter, LookupDrafter)
+    assert drafting._most == 3
+    assert roomy.bench().core._scheduler._drafting is None, "by default there is none"
+    assert core_of(model=replace(CONFIG.model, logits_stages=("a:B",)))._scheduler._drafting is None
+    assert "nothing is drafted: --logits-stage" in caplog.text
+
+
+def test_an_engine_that_is_done_keeps_nothing_of_what_it_drafted(roomy: Node) -> None:
+    """Whether answers ended, were aborted, or were handed over; with the thread of the product."""
+    bench = Told(roomy.executor, roomy.connector, "on", drafter=LookupDrafter())
+    for index, (prompt, sampling) in enumerate(zip(PROMPTS, WANTED.samplings, strict=True)):
+        bench.send(AddRequest(f"r{index}", list(prompt), sampling, prediction=(5, 6, 7)))
+    for index in (1, 4, 6):
+        bench.send(Abort(f"r{index}"))
+    WANTED.hand_over(bench)
+    bench.run()  # which ends with `Scheduler.check`
+    drafting = bench.core._scheduler._drafting
+    assert drafting is not None
+    drafting.check()
