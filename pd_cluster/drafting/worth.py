@@ -75,6 +75,7 @@ def _counts(chances: Chance, starts: Ints, least: float, count: int) -> list[int
     firsts = np.flatnonzero((counts == 0) & (equals > 0))[:num_left]
     counts[firsts] += 1
     equals[firsts] -= 1
-    counts += np.clip(num_left - len(firsts) - (np.cumsum(equals) - equals), 0, equals)
+    rest = num_left - len(firsts) - (np.cumsum(equals) - equals)
+    counts += np.minimum(np.maximum(rest, 0), equals)  # `clip` takes five times as long
     found: list[int] = counts.tolist()
     return found

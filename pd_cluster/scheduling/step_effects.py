@@ -114,7 +114,7 @@ class StepEffects:
                 seq.append(tokens[0].token_id)
             else:
                 tokens = seq.append_run(tokens)
-                if seq.num_computed_tokens >= seq.table.due:  # type: ignore[union-attr]
+                if len(tokens) > 1 and seq.num_computed_tokens >= seq.table.due:  # type: ignore[union-attr]
                     self._memory.publish_computed(seq)
             if seq.finish_reason is not None:
                 self._life.end(seq)
