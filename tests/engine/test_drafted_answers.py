@@ -14,6 +14,7 @@ from pd_cluster.drafting.lookup_drafter import LookupDrafter
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.protocol.messages import Abort, AddRequest, FinishReason, UseTicket, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.scheduling.drafts import Speculation
 from tests.drafters import KINDS
 from tests.engine.drafting_node import (
     LOOKUP,
@@ -182,3 +183,18 @@ def test_an_engine_that_is_done_keeps_nothing_of_what_it_drafted(roomy: Node) ->
     drafting = bench.core._scheduler._drafting
     assert drafting is not None
     drafting.check()
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_answers_with_prices_and_indexes_of_this_machine(roomy: Node, single: Answered, mode: str) -> None:
+    """As in use: how many drafts a step has depends on its speed, and no token does."""
+    bench = Told(roomy.executor, roomy.connector, mode, drafter=LookupDrafter())
+    core, drafting = bench.core, bench.core._scheduler._drafting
+    assert drafting is not None
+    drafting._costs = Speculation(drafting._drafter, core._step_model, lambda: core._pipeline.gap_s)
+    for name in ("q", "r"):
+        WANTED.send(bench, name=name)
+    found = bench.answered()
+    for name in ("q", "r"):
+        own = {key: tokens for key, tokens in found.answers.items() if key[0][0] == name}
+        expect_same(Answered(own, bench.reasons, [], 0, 0), single, name)
