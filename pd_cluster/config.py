@@ -154,6 +154,13 @@ class SchedulerConfig:
     priorities: bool = setting(
         False, "Honour the field `priority` of requests. Only where all clients are trusted: any may ask for the best."
     )
+    speculation: str = setting(
+        "none",
+        "What guesses further tokens of streams, which a step verifies; answers stay the same. lookup: what followed "
+        "a stream's last tokens before, in its answer, its prompt, or the client's prediction.",
+        choices=("none", "lookup"),
+    )
+    max_drafts: int = setting(16, "Tokens that a step verifies for one stream at most.", least=1, most=64)
     async_scheduling: str = setting(
         "auto", "Plan and launch a step while the one before it runs. auto: on GPUs.", choices=("auto", "on", "off"),
         hidden=True,

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 from zlib import crc32
 
+import numpy as np
+
+from pd_cluster.drafting.indexes import Indexes
+from pd_cluster.drafting.lookup_drafter import LookupDrafter
+from pd_cluster.drafting.offer import DraftOffer
+from pd_cluster.scheduling.drafts import Speculation
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from pd_cluster.engine.core import EngineCore
 
 KINDS = ("right", "wrong", "mixed")
 
@@ -22,8 +32,28 @@ def bent(drafts: Sequence[int], kind: str, at: int) -> tuple[int, ...]:
     return tuple(token if index < num_right else token ^ 1 for index, token in enumerate(drafts))
 
 
+class TokenDrafter:
+    """Implements Drafter by the tokens of a sequence alone, and is sure of what it proposes."""
+
+    def propose(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+        """At most `most` tokens that may follow `token_ids`."""
+        raise NotImplementedError
+
+    def offer(self, seq_id: int, token_ids: list[int], num_ahead: int, most: int) -> DraftOffer | None:
+        drafts = self.propose(token_ids, num_ahead + most)[num_ahead:]
+        return DraftOffer(drafts, np.ones(len(drafts), np.float32)) if drafts else None
+
+    def expect(self, known: Mapping[int, list[int]], prediction: Sequence[int], num_prompt: int) -> None: ...
+
+    def note(self, seq_id: int, num_drafts: int, num_right: int) -> None: ...
+
+    def forget(self, seq_id: int) -> None: ...
+
+    def check(self) -> None: ...
+
+
 @dataclass
-class ScriptedDrafter:
+class ScriptedDrafter(TokenDrafter):
     """Finds answers that begin with the tokens of a sequence, and proposes what follows in the first of them."""
 
     answers: tuple[tuple[int, ...], ...]  # with their prompts
@@ -42,7 +72,7 @@ class ScriptedDrafter:
         return drafts
 
 
-class LookUpDrafter:
+class LookUpDrafter(TokenDrafter):
     """Proposes what followed the last token before, as a drafter without a model does."""
 
     def propose(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
@@ -51,10 +81,44 @@ class LookUpDrafter:
         return tuple(token_ids[at : at + most])
 
 
+class LaterPool(Executor):
+    """Does what it is asked for when it is told."""
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._at_once = at_once
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        self.waiting.append((future, lambda: fn(*args, **kwargs)))
+        if self._at_once:
+            self.run()
+        return future
+
+    def run(self) -> None:
+        for future, work in self.waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_result(work())
+        self.waiting.clear()
+
+
+def lookup_drafter() -> LookupDrafter:
+    """The product's, with indexes that are there at once: its drafts do not depend on the speed of a thread."""
+    return LookupDrafter(Indexes(LaterPool(at_once=True)))
+
+
+def at_fixed_prices(core: EngineCore) -> EngineCore:
+    """The engine, with drafts weighed by an H200's prices: no step of this machine changes those."""
+    if (drafting := core._scheduler._drafting) is not None:
+        drafting._costs = Speculation(drafting._drafter)
+    return core
+
+
 def look_up() -> None:
     """In an engine of tests, before it starts (see tests/patient_node.py): it has a drafter."""
     from pd_cluster.engine import core
     from tests.patient_node import be_patient
 
     be_patient()
-    mock.patch.object(core, "EngineCore", partial(core.EngineCore, drafter=LookUpDrafter())).start()
+    made = partial(core.EngineCore, drafter=LookUpDrafter())
+    mock.patch.object(core, "EngineCore", lambda *args, **more: at_fixed_prices(made(*args, **more))).start()

@@ -10,6 +10,7 @@ from pd_cluster.engine.client import RequestStream, is_terminal
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.news_mirror import NewsMirror
 from pd_cluster.protocol.messages import AddRequest, EngineNews, EngineReady, EngineStats
+from tests.drafters import at_fixed_prices
 from tests.engine.test_core_pipeline import FakeMailbox
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class InLoopEngine:
     ) -> None:
         self._mailbox = FakeMailbox()
         config = replace(config, scheduler=replace(config.scheduler, async_scheduling="off"))
-        self._core = EngineCore(config, executor, connector, self._mailbox, drafter=drafter)
+        self._core = at_fixed_prices(EngineCore(config, executor, connector, self._mailbox, drafter=drafter))
         self._streams: dict[str, RequestStream] = {}
         self._open: set[str] = set()
         self._rests = asyncio.Event()

@@ -18,6 +18,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from pd_cluster.drafting.lookup_drafter import LookupDrafter
 from pd_cluster.engine.admission import Admission, refusal
 from pd_cluster.engine.kv_transfers import KvTransfers
 from pd_cluster.engine.news_report import NewsReport
@@ -43,6 +44,7 @@ from pd_cluster.protocol.messages import (
     Work,
 )
 from pd_cluster.scheduling.block_manager import BlockManager
+from pd_cluster.scheduling.drafts import Speculation
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
 from pd_cluster.scheduling.scheduler import Scheduler, Update
 from pd_cluster.scheduling.step_budget import StepBudget
@@ -86,7 +88,7 @@ class EngineCore:
     ) -> None:
         """`config`: with what the worker has decided.
 
-        drafter: used if the model and the logits stages allow it; None: each decode draws one token a step.
+        drafter: in place of the config's. Either is used if the model and the logits stages allow it.
         """
         self._executor = executor
         self._connector = connector
@@ -138,12 +140,18 @@ class EngineCore:
             self._allow_silence,
         )  # fmt: skip
 
-    def _make_scheduler(self, config: NodeConfig, drafter: Drafter | None) -> Scheduler:
-        model = self._executor.model
+    def _speculation(self, config: NodeConfig, drafter: Drafter | None) -> Speculation | None:
+        if drafter is None and config.scheduler.speculation == "none":
+            return None
         # A wrong draft would stay in a running state, and a stage from outside draws one token of a sequence in a step
         is_state_kept = any(group.kind is KVKind.STATE for group in self._executor.layout.groups)
         if is_state_kept or config.model.logits_stages:
-            drafter = None
+            logger.warning("nothing is drafted: %s", "the model keeps states" if is_state_kept else "--logits-stage")
+            return None
+        return Speculation(drafter or LookupDrafter(), self._step_model, lambda: self._pipeline.gap_s)
+
+    def _make_scheduler(self, config: NodeConfig, drafter: Drafter | None) -> Scheduler:
+        model = self._executor.model
         return Scheduler(
             config.scheduler,
             self._blocks,
@@ -153,7 +161,7 @@ class EngineCore:
             eos_token_ids=model.eos_token_ids,
             retract=self._connector.retract,
             clock=self._clock,
-            drafter=drafter,
+            speculation=self._speculation(config, drafter),
         )
 
     def _set_role(self, role: str) -> None:
@@ -340,7 +348,7 @@ class EngineCore:
     def settle(self) -> None:
         """Check that no block is lost, and send statistics. Called when the engine has nothing to do."""
         if self._scheduler.idle and not self._requests:
-            self._blocks.check()
+            self._scheduler.check()
         self._send_stats()
         self._mailbox.flush()
 

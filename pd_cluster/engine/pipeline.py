@@ -112,6 +112,14 @@ class Pipeline:
         return self._timing.decode_s
 
     @property
+    def gap_s(self) -> float:
+        """Seconds that the device idles behind a step with drafts: the host plans and launches the next one then.
+
+        0 where it does so behind every step.
+        """
+        return 0.0 if self.depth == 1 else self._timing.host_s
+
+    @property
     def busy_s(self) -> float:
         """Predicted seconds until every step under way has ended."""
         if not self._flights:

@@ -65,6 +65,11 @@ class StepTiming:
         """Seconds of the last pure decode step; 0: not known."""
         return self._last_decode_s
 
+    @property
+    def host_s(self) -> float:
+        """Seconds in which the host plans and launches a step of decodes."""
+        return self._host_s
+
     def note_launch(self, batch: Batch, host_s: float) -> None:
         """Note that planning and launching a step took `host_s`."""
         if _is_of_decodes(batch):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_cluster.scheduling.block_manager import BlockManager
+    from pd_cluster.scheduling.drafts import Drafting
     from pd_cluster.scheduling.queues import Queues
     from pd_connectors.protocol.messages import SampledToken
 
@@ -37,7 +38,10 @@ class Lifecycle:
     while its siblings wait for the tokens that it samples, and that blocks stay until no running step touches them.
     """
 
-    def __init__(self, queues: Queues, blocks: BlockManager, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, queues: Queues, blocks: BlockManager, clock: Callable[[], float], drafting: Drafting | None = None
+    ) -> None:
+        self._drafting = drafting
         self._queues = queues
         self._blocks = blocks
         self._clock = clock
@@ -129,3 +133,5 @@ class Lifecycle:
                 self._blocks.close(seq.table)
             self._blocks.free_host(seq.host_blocks)
             self._queues.forget(seq)
+            if self._drafting is not None:
+                self._drafting.forget(seq.seq_id)

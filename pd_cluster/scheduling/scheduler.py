@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.block_manager import BlockManager
-    from pd_cluster.scheduling.drafts import Drafter
+    from pd_cluster.scheduling.drafts import Speculation
     from pd_cluster.scheduling.queue_order import QueueOrder
     from pd_cluster.scheduling.step_budget import StepBudget
     from pd_connectors.base import CachedBlock, LoadSpec, PublishSpec
@@ -65,8 +65,8 @@ class Scheduler:
 
     `retract`: called with a lease before a preemption frees its blocks; takes their announcements back and
     returns the lease's new generation, or None if the lease has ended. `step_budget`: prompts' share of steps with
-    decodes. `order`: of prompts that wait. `clock`: seconds. `drafter`: guesses what decodes draw next; None: each
-    draws one token a step.
+    decodes. `order`: of prompts that wait. `clock`: seconds. `speculation`: guesses what decodes draw next; None:
+    each draws one token a step.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Scheduler:
         step_budget: StepBudget,
         order: QueueOrder,
         clock: Callable[[], float] = time.monotonic,
-        drafter: Drafter | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._max_waiting = config.max_waiting
         self._blocks = blocks
@@ -93,14 +93,14 @@ class Scheduler:
         self._memory = KvMemory(blocks, self._queues, retract, clock)
         self._load_memory = LoadMemory(blocks, self._queues, self._memory)
         yielding = Yielding(self._turns, self._queues, self._memory)
-        drafting = None if drafter is None else Drafting(drafter, blocks, self._queues)
+        drafting: Drafting | None = None
+        if speculation is not None:
+            drafting = Drafting(speculation, config.max_drafts, blocks, self._queues, step_budget)
+        self._drafting = drafting
         self._planner = Planner(config, blocks, self._queues, self._memory, yielding, clock, step_budget, drafting)
-        self._life = Lifecycle(self._queues, blocks, clock)
+        self._life = Lifecycle(self._queues, blocks, clock, drafting)
         self._beams = BeamSequences(self._queues, blocks, self._life)
-        has_drafts = drafting is not None
-        self._effects = StepEffects(
-            self._queues, blocks, self._memory, self._life, self._beams, clock, has_drafts=has_drafts
-        )
+        self._effects = StepEffects(self._queues, blocks, self._memory, self._life, self._beams, clock, drafting)
         self._hashes = HashAhead(blocks.block_size, clock)
         self._loads: list[LoadSpec] = []  # for the next batch
         self._arrivals = count()
@@ -164,7 +164,8 @@ class Scheduler:
             "prefix_cache_evicted_blocks_total": self._blocks.num_evicted,
             "draws_sat_out_total": self._effects.num_sat_out,
         }
-        return self._memory.counters | {name: float(count) for name, count in own.items()}
+        drafted = {} if self._drafting is None else self._drafting.counters
+        return self._memory.counters | {name: float(count) for name, count in own.items()} | drafted
 
     # admission
 
@@ -191,6 +192,8 @@ class Scheduler:
         request.begin(next(self._arrivals), self._clock(), self._seq_ids, self._eos_token_ids, self._max_model_len)
         self._order.place(request)
         self._queues.join(request)
+        if self._drafting is not None:
+            self._drafting.expect(request)
         if request.sampling.grammar:
             for seq in request.sequences:
                 self._queues.unready.add(seq)
@@ -347,6 +350,12 @@ class Scheduler:
     def update(self, batch: Batch, result: StepResult) -> list[Update]:
         """Take a step's result: cache its computed blocks, append its sampled tokens, end the sequences that ended."""
         return self._effects.take(batch, result)
+
+    def check(self) -> None:
+        """Raise AssertionError if a block or anything of a sequence is lost. Call it while `idle`."""
+        self._blocks.check()
+        if self._drafting is not None:
+            self._drafting.check()
 
     def take_news(self) -> list[CachedBlock]:
         """See `KvMemory.take_news`."""

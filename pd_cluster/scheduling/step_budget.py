@@ -127,6 +127,19 @@ class StepBudget:
             return self._share_of(num_decodes, max_num_tokens, most).tokens_left
         return max(LEAST_PROMPT_TOKENS, round(self._saved_pace(step) * step.alone_s))
 
+    def most_with_drafts_s(self, queues: Queues) -> tuple[float, float]:
+        """The longest planned step with drafts, and the longest while some stream has none. inf: no target says it.
+
+        The latter takes what the slack of streams leaves. What is usual for gaps (`Targets.on`) is about prompts.
+        """
+        targets = self.targets
+        if targets.context:
+            return inf, inf
+        if targets.tpot_s == inf:
+            return AIM * targets.itl_s, AIM * targets.itl_s
+        slack_s, _ = self._slack_s(_streams(queues, 0), self._clock() + self._busy_s())
+        return AIM * targets.itl_s, self._allowed_s(slack_s / SPREAD)
+
     def _within_gaps(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> PrefillBudget:
         """All that the target of gaps allows."""
         targets = self.targets

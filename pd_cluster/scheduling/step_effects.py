@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.beam_sequences import BeamSequences
     from pd_cluster.scheduling.block_manager import BlockManager
+    from pd_cluster.scheduling.drafts import Drafting
     from pd_cluster.scheduling.kv_memory import KvMemory
     from pd_cluster.scheduling.lifecycle import Lifecycle
     from pd_cluster.scheduling.queues import Queues
@@ -34,17 +35,16 @@ class StepEffects:
         life: Lifecycle,
         beams: BeamSequences,
         clock: Callable[[], float],
-        *,
-        has_drafts: bool = False,
+        drafting: Drafting | None = None,
     ) -> None:
-        """`has_drafts`: chunks may have some."""
+        """`drafting`: None: no chunk has drafts."""
         self._queues = queues
         self._blocks = blocks
         self._memory = memory
         self._life = life
         self._beams = beams
         self._clock = clock
-        self._has_drafts = has_drafts
+        self._drafting = drafting
         self.num_sat_out = 0  # draws that sequences have sat out
 
     def sit_out(self, absent: frozenset[int]) -> None:
@@ -69,7 +69,7 @@ class StepEffects:
         updates = self._life.take_entries(result.prompts) if result.prompts else []
         shared: dict[Request, list[SequenceTokens]] = {}  # of requests with several sequences
         samples = result.samples
-        sequences, has_drafts = self._queues.sequences, self._has_drafts
+        sequences, drafting = self._queues.sequences, self._drafting
         for chunk in batch.chunks:
             seq = sequences[chunk.seq_id]
             request = seq.request
@@ -80,10 +80,11 @@ class StepEffects:
             num_computed = chunk.start + chunk.num_tokens
             if is_absent := seq.seq_id in result.absent:
                 num_computed -= 1
-            if has_drafts and chunk.drafts:
+            if drafting is not None and chunk.drafts:
                 num_computed -= len(chunk.drafts)
                 if not is_absent:  # or else the next step may have drafts of it already
                     seq.num_uncertain = 0
+                    drafting.note(chunk, len(samples[chunk.seq_id]) - 1)
             seq.num_computed_tokens = num_computed
             if seq.num_queued_tokens:
                 self._queues.count_queued(seq, num_computed)
@@ -113,7 +114,7 @@ class StepEffects:
                 seq.append(tokens[0].token_id)
             else:
                 tokens = seq.append_run(tokens)
-                if len(tokens) > 1:
+                if len(tokens) > 1 and seq.num_computed_tokens >= seq.table.due:  # type: ignore[union-attr]
                     self._memory.publish_computed(seq)
             if seq.finish_reason is not None:
                 self._life.end(seq)

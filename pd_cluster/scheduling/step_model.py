@@ -9,7 +9,8 @@ The time is a sum of terms. Each term has a coefficient in seconds, always above
     token       for each token of a prompt, by segments of the step's number of tokens, decodes included, because a GPU
                 computes the first hundred or two while it reads the weights
     key         for each product of a prompt's token and a token before it
-    draft       for each draft: its row of logits. Its token costs what a token of a prompt does, its keys too
+    draft       a factor of what drafts cost if their tokens and keys cost what a prompt's do, and a row of logits
+                DRAFT_S. Kernels for few tokens of many sequences are others. Their steps tell no price of prompts
 
 The first coefficients are those of the 8B shape on an H200. `fit` replaces them by measurements at start, else by the
 first steps. `note` corrects them while the engine runs: least squares of the relative errors of some hundred steps that
@@ -146,7 +147,7 @@ class StepModel:
         self._num_with_prompts = 0  # of them
         self._most_decodes = 0  # so many are priced: a step of them alone took as long as predicted
         self.revision = 0  # of the coefficients
-        self._restart([BASE_S, CONTEXT_S, KEY_S, DECODE_S, *TOKEN_S, *(FIRST_S for _ in FIRST_KNOTS), DRAFT_S])
+        self._restart([BASE_S, CONTEXT_S, KEY_S, DECODE_S, *TOKEN_S, *(FIRST_S for _ in FIRST_KNOTS), 1.0])
         if measured:
             self.fit(measured)
 
@@ -180,16 +181,23 @@ class StepModel:
 
     def seconds(self, work: StepWork) -> float:
         """Predicted seconds of a step. It takes 2 us, where the sum of `_parts` takes 18."""
-        own, num_decodes, num_drafts = self._seconds, work.num_decodes, work.num_drafts
-        num_tokens = work.num_tokens + num_drafts
+        own, num_decodes, num_tokens = self._seconds, work.num_decodes, work.num_tokens
         seconds, total = own[0], num_decodes + num_tokens
         if num_decodes:
             seconds += own[1] * work.context + own[3] * num_decodes
         if num_tokens:
-            num_keys = work.num_keys + work.draft_keys
-            seconds += own[2] * num_keys + self._tokens.seconds(total) - self._tokens.seconds(num_decodes)
-            seconds += own[-1] * num_drafts
+            seconds += own[2] * work.num_keys + self._tokens.seconds(total) - self._tokens.seconds(num_decodes)
+        if work.num_drafts:
+            seconds += own[-1] * self._drafts_s(work)
         return seconds + self._firsts.seconds(min(total, FIRST))
+
+    def _drafts_s(self, work: StepWork) -> float:
+        """What the drafts cost, before their factor. Their tokens come behind all others."""
+        num_before = work.num_decodes + work.num_tokens
+        total, tokens, firsts = num_before + work.num_drafts, self._tokens, self._firsts
+        seconds = DRAFT_S * work.num_drafts + self._seconds[2] * work.draft_keys
+        seconds += tokens.seconds(total) - tokens.seconds(num_before)
+        return seconds + firsts.seconds(min(total, FIRST)) - firsts.seconds(min(num_before, FIRST))
 
     def tokens_within(self, num_decodes: int, seconds: float) -> int:
         """The most prompt tokens without tokens before them that prolong a step of decodes by at most `seconds`."""
@@ -215,7 +223,7 @@ class StepModel:
     def _prices(self, num_decodes: int, num_tokens: int) -> Iterator[tuple[float, int]]:
         """Seconds of one more of so many prompt tokens beside decodes, in order, and for how many of them."""
         start, end = num_decodes, num_decodes + num_tokens
-        for bound in (*(knot for knot in _KNOTS if start < knot < end), end):
+        for bound in (*(knot for knot in KNOTS if start < knot < end), end):
             yield self.token_s_at(start), bound - start
             start = bound
 
@@ -243,7 +251,7 @@ class StepModel:
         if not samples:
             return
         scale = median(seconds / self.seconds(work) for work, seconds in samples)
-        self._restart([scale * own for own in self._seconds])
+        self._restart([*(scale * own for own in self._seconds[:_DRAFTS]), self._seconds[_DRAFTS]])
         self._most_decodes = max((work.num_decodes for work, _ in samples if not work.num_tokens), default=0)
         if most < inf:  # most of them may be decodes, and their scale says nothing of prompts
             for work, seconds in samples:
@@ -260,10 +268,10 @@ class StepModel:
         Those that lie beyond OUTLIER. A step within it ends the row if the row's prices would have it elsewhere.
         """
         num_decodes, predicted_s = work.num_decodes, self.seconds(work)
-        if not work.num_tokens or num_decodes > self._most_decodes:
+        if not work.num_tokens or work.num_drafts or num_decodes > self._most_decodes:
             return
-        keys_s, num_before = self._seconds[2] * work.num_keys, num_decodes + work.num_drafts
-        tokens_s = self._tokens.seconds(num_before + work.num_tokens) - self._tokens.seconds(num_before)
+        keys_s = self._seconds[2] * work.num_keys
+        tokens_s = self._tokens.seconds(num_decodes + work.num_tokens) - self._tokens.seconds(num_decodes)
         is_keys = keys_s > tokens_s  # then only their price is wrong
         prompts_s = keys_s if is_keys else keys_s + tokens_s
         rest_s, row = predicted_s - prompts_s, self._rows[is_keys]
@@ -302,13 +310,17 @@ class StepModel:
 
     def _add(self, work: StepWork, seconds: float, most: float) -> None:
         self._num_noted += 1
-        self._num_with_prompts += work.num_tokens > 0
+        self._num_with_prompts += work.num_tokens > 0 == work.num_drafts
         parts = self._parts(work)
         predicted = sum(part for _, part in parts)
         seconds = min(max(seconds, predicted / most), predicted * most)
+        rest = 1.0  # of the step, that the terms are to explain
+        if work.num_drafts and work.num_tokens:
+            rest -= sum(part for index, part in parts if index != _DRAFTS) / seconds
+            parts = [(index, part) for index, part in parts if index == _DRAFTS]
         shares = [(index, part / self._factors[index] / seconds) for index, part in parts]
         for index, share in shares:
-            self._sums[index] += share
+            self._sums[index] += rest * share
             row = self._products[index]
             for other, others in shares:
                 row[other] += share * others
@@ -328,16 +340,15 @@ class StepModel:
 
     def _parts(self, work: StepWork) -> list[tuple[int, float]]:
         """The terms that the work has: (index of the coefficient, seconds)."""
-        num_decodes, num_tokens = work.num_decodes, work.num_tokens + work.num_drafts
-        amounts = [(0, 1)]
+        num_decodes, num_tokens = work.num_decodes, work.num_tokens
+        amounts: list[tuple[int, float]] = [(0, 1)]
         total = num_decodes + num_tokens
         if num_decodes:
             amounts += [(1, work.context), (3, num_decodes)]
         if num_tokens:
-            num_keys = work.num_keys + work.draft_keys
-            amounts += [(2, num_keys), *_segments(_TOKEN_BOUNDS, num_decodes, total, _TOKENS)]
+            amounts += [(2, work.num_keys), *_segments(_TOKEN_BOUNDS, num_decodes, total, _TOKENS)]
         if work.num_drafts:
-            amounts.append((_DRAFTS, work.num_drafts))
+            amounts.append((_DRAFTS, self._drafts_s(work)))
         amounts += _segments(_FIRST_BOUNDS, 0, min(total, FIRST), _FIRST)
         return [(index, self._seconds[index] * amount) for index, amount in amounts]
 
@@ -351,7 +362,7 @@ _MEASURED_PULLS, _EARLY_PULLS = (
     [EARLY_PULL] * 3 + [decode] + [EARLY_PULL] * len(TOKEN_S) + [first] * len(FIRST_KNOTS) + [EARLY_PULL]
     for decode, first in (MEASURED_PULLS, FIRST_STEPS_PULLS)
 )
-_KNOTS = sorted({*TOKEN_KNOTS, *FIRST_KNOTS, FIRST})
+KNOTS = sorted({*TOKEN_KNOTS, *FIRST_KNOTS, FIRST})  # tokens of a step where the price of one more changes
 
 
 _TOKEN_BOUNDS, _FIRST_BOUNDS = ((*pairwise(knots), (knots[-1], inf)) for knots in (TOKEN_KNOTS, FIRST_KNOTS))

@@ -10,16 +10,18 @@ import pytest
 
 from pd_cluster.protocol.messages import AddRequest, FinishReason, NeedsPrefill, TicketOpened, TokensOut, Work
 from pd_cluster.worker.device_executor import DeviceExecutor
-from tests.drafters import ScriptedDrafter
+from tests.drafters import ScriptedDrafter, lookup_drafter
 from tests.engine.test_core_pipeline import CONFIG, Bench, make_connector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pd_cluster.protocol.sampling_params import SamplingParams
+    from pd_cluster.scheduling.drafts import Drafter
     from pd_connectors.base import Connector
     from pd_connectors.protocol.messages import SampledToken
 
+LOOKUP = "lookup"  # a drafter's kind beside KINDS: the product's
 Answers = dict[tuple[str, int], list["SampledToken"]]
 
 
@@ -78,7 +80,9 @@ class Node:
     answers: list[list[int]] = field(default_factory=list)
 
     def bench(self, kind: str = "", mode: str = "off", **more: Any) -> Told:
-        drafter = ScriptedDrafter.of(self.answers, kind) if kind else None
+        drafter: Drafter | None = None
+        if kind:
+            drafter = lookup_drafter() if kind == LOOKUP else ScriptedDrafter.of(self.answers, kind)
         return Told(self.executor, self.connector, mode, drafter=drafter, **more)
 
 
@@ -146,11 +150,8 @@ def expect_same(found: Answered, single: Answered, name: str = "r", *, logprobs:
 
 
 def num_drafts(bench: Bench) -> int:
-    drafting = bench.core._scheduler._planner._drafting
-    assert drafting is not None
-    drafter = drafting._drafter
-    assert isinstance(drafter, ScriptedDrafter)
-    return drafter.num_proposed
+    assert bench.stats is not None
+    return int(bench.stats.counters["spec_decode_num_draft_tokens_total"])
 
 
 def expect_handoff(bench: Told, single: Answered) -> None:
@@ -159,4 +160,4 @@ def expect_handoff(bench: Told, single: Answered) -> None:
     assert bench.stats.counters["prefills_remote_total"] == len({name for name, _ in single.ids})
     found.answers = {key: tokens for key, tokens in found.answers.items() if key[0][0] == "d"}
     expect_same(found, single, "d")
-    assert num_drafts(bench) > 100
+    assert num_drafts(bench) > 30

@@ -34,6 +34,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_connectors.base import Connector, ConnectorContext
 from pd_connectors.registry import create_connector
+from tests.drafters import at_fixed_prices
 from tests.shallow_model import shallow_model
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Bench:
             scheduler=replace(CONFIG.scheduler, async_scheduling=mode, max_num_seqs=max_num_seqs),
             cache=replace(CONFIG.cache, prefix_caching=prefix_caching),
         )
-        self.core = EngineCore(config, executor, connector, self.mailbox, drafter=drafter)
+        self.core = at_fixed_prices(EngineCore(config, executor, connector, self.mailbox, drafter=drafter))
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], FinishReason] = {}
         self.open: set[str] = set()

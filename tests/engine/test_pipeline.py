@@ -266,3 +266,11 @@ def test_a_step_with_drafts_is_retired_before_the_next_is_planned(device: FakeDe
     assert (len(steps), steps.is_full, steps.spare_s(prompts_wait=False)) == (1, True, 0.0)
     steps.retire()
     assert not steps.is_full
+
+
+def test_a_step_with_drafts_costs_the_time_of_the_host_where_steps_overlap(device: FakeDevice) -> None:
+    for depth in (1, 2):
+        steps = pipeline(device, depth)
+        assert steps.gap_s == 0.0
+        steps._timing.note_launch(Batch(0, chunks=(SequenceChunk(1, 4, 1, num_samples=1),)), 0.0007)
+        assert steps.gap_s == (0.0 if depth == 1 else 0.0007)

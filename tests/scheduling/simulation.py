@@ -23,6 +23,7 @@ from pd_cluster.scheduling.sequence import sequence_seed
 from pd_cluster.worker.verification import run_length
 from pd_connectors.protocol.layout import KVKind
 from pd_connectors.protocol.messages import SampledToken, TopLogprob
+from tests.drafters import TokenDrafter
 from tests.scheduling.kv_groups import ONE_FULL
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def reads(group: KVGroup, start: int) -> range:
     return range(start - 1 if start and group.kind is KVKind.STATE else 0, start)
 
 
-class SeedDrafter:
+class SeedDrafter(TokenDrafter):
     """Finds out which of some seeds a sequence may have, and guesses what it says. Some of its guesses are wrong."""
 
     seeds = tuple(sequence_seed(seed, index) for seed in range(4) for index in range(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -333,8 +334,17 @@ def test_drafts_are_priced_as_tokens_with_a_row_and_keys_each() -> None:
 def test_steps_with_drafts_tell_no_price_of_prompts_but_that_of_their_rows() -> None:
     model = StepModel(measured("8B"))
     work = StepWork(32, 32 * CONTEXT, num_drafts=32, draft_keys=32 * CONTEXT)
-    prompt_s = model.prefill_s(2048)
+    asked = [StepWork(num_tokens=num, num_keys=num * num // 2) for num in (16, 128, 2048)]
+    beside = [StepWork(32, 32 * CONTEXT, num, num * num // 2) for num in (64, 256)]
+    before, alone_s, key_s = (
+        [model.seconds(one) for one in asked + beside],
+        model.decode_s(32, 32 * CONTEXT),
+        model.key_s,
+    )
     for _ in range(20 * CORRECT_EVERY):
         model.note(work, 9e-3)
-    assert model.seconds(work) == pytest.approx(9e-3, rel=0.1)
-    assert model.prefill_s(2048) == pytest.approx(prompt_s, rel=0.1)
+        model.note(StepWork(32, 32 * CONTEXT), alone_s)
+        model.note(replace(work, num_tokens=64, num_keys=32 * 64), 9e-3 + before[3] - alone_s)
+    assert model.seconds(work) == pytest.approx(9e-3, rel=0.15)
+    assert [model.seconds(one) for one in asked + beside] == pytest.approx(before, rel=0.08)
+    assert model.key_s == key_s

@@ -14,6 +14,7 @@ from pd_cluster.engine.admission import Admission
 from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.cache_news import block_id as feed_id
+from pd_cluster.scheduling.drafts import Speculation
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
 from pd_cluster.scheduling.scheduler import Scheduler, Update
 from pd_cluster.scheduling.sequence import Request, Sequence
@@ -115,7 +116,7 @@ class World:
             step_budget=self._step_budget(),
             order=Shortest(self.model, self.blocks) if self.shortest_first else Fifo(),
             clock=lambda: self.now_s,
-            drafter=SeedDrafter() if self.drafts and not self.kv.has_state else None,
+            speculation=Speculation(SeedDrafter()) if self.drafts and not self.kv.has_state else None,
         )
         self.admission = Admission(
             self.blocks, max_num_seqs=self.max_num_seqs, max_model_len=MAX_MODEL_LEN,
@@ -334,6 +335,8 @@ class World:
 
     def check(self) -> None:
         self.blocks.check()
+        if self.scheduler.idle:
+            self.scheduler.check()
         stats = self.blocks.stats()
         assert stats.free + stats.cached + stats.in_use == stats.num_blocks
         assert stats.leased + stats.quarantined <= stats.in_use

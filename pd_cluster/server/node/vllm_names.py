@@ -28,6 +28,9 @@ NAMES = {
     "pd_generation_tokens": ("generation_tokens",),
     "pd_prefix_cache_queried_tokens": ("prefix_cache_queries",),
     "pd_prefix_cache_hit_tokens": ("prefix_cache_hits",),
+    "pd_spec_decode_num_drafts": ("spec_decode_num_drafts",),
+    "pd_spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens",),
+    "pd_spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens",),
 }
 """Our family -> theirs, without `vllm:`."""
 _PREEMPTIONS = ("pd_preemptions_recompute", "pd_preemptions_swap")

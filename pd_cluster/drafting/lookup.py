@@ -1,0 +1,160 @@
+"""Guesses what follows in a sequence: what followed its last tokens where they stood before.
+
+A *match* is a place in a text behind tokens that are the sequence's last ones. The texts are the output so far, the
+prompt, and the client's prediction of the answer; never one of another request, because by the time that an answer
+takes its client would see what others wrote.
+
+    the drawn tokens are those of the match     it is followed: the place moves on, and the match is longer
+    another one is drawn                        the longest match of all texts is searched, the newest of equals
+    none of two tokens or more                  nothing is offered until the next token
+    before the first token                      a prediction is followed from its beginning, without a match
+
+The output is also what the prompt goes on with, so a match may reach from one into the other. One that reaches the end
+of the output repeats: behind `a b a b` it says `a b a b ...`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pd_cluster.drafting.chances import LONGEST, Chances
+from pd_cluster.drafting.offer import DraftOffer
+from pd_cluster.drafting.token_index import TokenIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pd_cluster.drafting.token_index import OutputIndex
+
+PIECE = 512  # tokens that are indexed at a time, 0.1 ms: a sequence without drafts for long has many
+LAG = 16  # tokens that need no index while a match is followed: 16 at once take as long as 6 one by one
+REST, MOST_REST = 16, 1024  # tokens without drafts, behind a right one that was not verified
+
+
+class Lookup:
+    """The texts of one sequence, and the match that is followed."""
+
+    def __init__(
+        self,
+        token_ids: list[int],
+        texts: Sequence[tuple[list[int], TokenIndex | OutputIndex]],
+        chances: Chances,
+        prediction: list[int] | None = None,
+        *,
+        num_indexed: int = 0,
+        output: OutputIndex | None = None,
+    ) -> None:
+        """token_ids: of the sequence. Others append to them, and then call `advance`.
+
+        texts: their tokens and indexes; the prompt's tokens are `token_ids`. prediction: followed from the token behind
+        `num_indexed` on. num_indexed: so many of `token_ids` are in an index. output: the index of the others; None:
+        they are not looked up.
+        """
+        self._token_ids, self._chances, self._output = token_ids, chances, output
+        self._texts = texts if output is None else [(token_ids, output), *texts]
+        self._num_taken = self._num_indexed = num_indexed
+        self._text = prediction  # that is followed; None: none
+        self._place = 0  # in it, of the token that is expected next
+        self._length = 0  # of the match
+        self._runs = chances.beginning
+        self._num_ahead = 0  # of the last offer
+        self._num_verified: int | None = None  # tokens of it that a step has verified, all but the first wrong one
+        self._rest, self._rests_until = REST, 0
+
+    @property
+    def expected(self) -> int | None:
+        """The next token of the match; None: there is none."""
+        return None if self._text is None else self._text[self._place]
+
+    def advance(self) -> None:
+        """Take the tokens that have come."""
+        token_ids, start, num_indexed = self._token_ids, self._num_taken, self._num_indexed
+        end = self._num_taken = len(token_ids)
+        if end > start and self._text is not None:
+            self._follow(self._text, token_ids[start:end])
+        if end - num_indexed >= (1 if self._text is None else LAG):
+            self._num_indexed = last = min(end, num_indexed + PIECE)
+            if self._output is not None:
+                self._output.take(token_ids[num_indexed - 1], token_ids[num_indexed:last])
+            if self._text is None and last == end > 1:
+                self._search()
+
+    def offer(self, num_ahead: int, most: int) -> DraftOffer | None:
+        """Take what has come. -> at most `most` tokens that may follow, behind `num_ahead` that running steps draw."""
+        self.advance()
+        text, place, num = self._text, self._place, num_ahead + most
+        if text is None or self._num_taken < self._rests_until:
+            return None
+        run = text[place : place + num]
+        if len(run) < num:
+            if text is self._token_ids:
+                run = (run * (num // len(run) + 1))[:num]
+            elif len(run) <= num_ahead:
+                return None
+            else:
+                num = len(run)
+        self._num_ahead = num_ahead
+        return DraftOffer(run[num_ahead:] if num_ahead else run, self._runs.reached[num_ahead:num])
+
+    def note(self, num_drafts: int, num_right: int) -> None:
+        """Note that a step has verified drafts of the last offer. Call it before its tokens are taken."""
+        if num_right:
+            self._rest = REST
+        if num_right < num_drafts:
+            self._num_verified = self._num_ahead + num_right
+
+    def _follow(self, text: list[int], drawn: list[int]) -> None:
+        """Compare the drawn tokens with those that were expected, learn from them, and move on as far as they agree."""
+        place, num_right = self._place, len(drawn)
+        expected = text[place : place + num_right]
+        if expected != drawn:
+            num_right = 0
+            while num_right < len(expected) and expected[num_right] == drawn[num_right]:
+                num_right += 1
+        self._runs.note(len(expected), num_right)
+        if self._num_verified is not None:
+            if num_right > self._num_verified:  # there was no mask of a grammar behind this right draft
+                self._rests_until = len(self._token_ids) + self._rest
+                self._rest = min(2 * self._rest, MOST_REST)
+            self._num_verified = None
+        self._place = place = place + num_right
+        self._length = length = self._length + num_right
+        if num_right < len(drawn) or place == len(text):
+            self._text = None
+        elif length > 1:
+            self._runs = self._chances.behind[length if length < LONGEST else LONGEST]
+
+    def _search(self) -> None:
+        """Find the longest match. Of equals the first text's newest."""
+        token_ids, end = self._token_ids, len(self._token_ids)
+        first, second = token_ids[-2:]
+        longest = 1
+        for text, index in self._texts:
+            num_tokens = len(text)
+            for place in index.places(first, second):
+                # A longer one agrees in the token before the longest, too
+                if longest < place < num_tokens and longest < end and text[place - longest - 1] == token_ids[~longest]:
+                    length = _match(text, place, token_ids)
+                    if length > longest:
+                        longest = length
+                        self._text, self._place = text, place
+        self._length, self._runs = longest, self._chances.behind[longest]
+
+
+def _match(text: list[int], place: int, token_ids: list[int]) -> int:
+    """The number of tokens before the place that are the last ones of `token_ids`. Two are known to be."""
+    length, most = 2, min(place, len(token_ids), LONGEST)
+    while length < most and text[place - length - 1] == token_ids[~length]:
+        length += 1
+    return length
+
+
+def num_followed(prediction: Sequence[int], answer: Sequence[int]) -> int:
+    """The tokens of the answer that were expected when they came, where nothing but the prediction is looked up."""
+    text, known, num = [*prediction], list[int](), 0
+    lookup = Lookup(known, [(text, TokenIndex(text))], Chances(), text or None)
+    for token in answer:
+        num += lookup.expected == token
+        known.append(token)
+        lookup.advance()
+    return num

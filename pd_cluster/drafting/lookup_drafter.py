@@ -1,0 +1,94 @@
+"""Drafts by lookup (`lookup`), for the sequences of one node. It implements the scheduler's `Drafter`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pd_cluster.drafting.chances import Chances
+from pd_cluster.drafting.indexes import Indexes
+from pd_cluster.drafting.lookup import Lookup
+from pd_cluster.drafting.token_index import OutputIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pd_cluster.drafting.indexes import IndexedText
+    from pd_cluster.drafting.offer import DraftOffer
+    from pd_cluster.drafting.token_index import TokenIndex
+
+OUTPUT_PIECE, OUTPUT_BYTES = 1024, 150  # tokens of an output for which memory is taken at a time, and of each
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """A sequence that may have drafts."""
+
+    known: IndexedText  # the prompt; with the tokens of the answer that another node drew
+    prediction: IndexedText | None
+    begins: bool  # nothing of the answer was known
+    room: int  # tokens for which memory is taken
+    lookup: Lookup | None = None  # from its first offer on
+
+
+class LookupDrafter:
+    """Looks up each sequence in its own texts. Those of one request share the indexes of prompt and prediction."""
+
+    def __init__(self, indexes: Indexes | None = None) -> None:
+        self._indexes = indexes or Indexes()
+        self._chances = Chances()
+        self._drafted: dict[int, _Drafted] = {}
+
+    def expect(self, known: Mapping[int, list[int]], prediction: Sequence[int], num_prompt: int) -> None:
+        """See `Drafter`."""
+        texts = dict[int, "IndexedText"]()
+        predicted = self._indexes.add([*prediction], len(known)) if prediction else None
+        for seq_id, token_ids in known.items():
+            if (text := texts.get(id(token_ids))) is None:
+                num_users = sum(other is token_ids for other in known.values())
+                text = texts[id(token_ids)] = self._indexes.add(token_ids, num_users)
+            self._drafted[seq_id] = _Drafted(text, predicted, len(token_ids) == num_prompt, len(token_ids))
+
+    def offer(self, seq_id: int, token_ids: list[int], num_ahead: int, most: int) -> DraftOffer | None:
+        """See `Drafter`."""
+        one = self._drafted[seq_id]
+        if len(token_ids) > one.room and not self._take_memory(one):
+            return None
+        lookup = one.lookup or self._begin(one, token_ids)
+        return None if lookup is None else lookup.offer(num_ahead, most)
+
+    def note(self, seq_id: int, num_drafts: int, num_right: int) -> None:
+        """See `Drafter`."""
+        lookup = self._drafted[seq_id].lookup
+        assert lookup is not None
+        lookup.note(num_drafts, num_right)
+
+    def forget(self, seq_id: int) -> None:
+        """See `Drafter`."""
+        one = self._drafted.pop(seq_id)
+        self._indexes.give(OUTPUT_BYTES * (one.room - one.known.num_tokens))
+        for text in filter(None, (one.known, one.prediction)):
+            self._indexes.release(text)
+
+    def check(self) -> None:
+        """See `Drafter`."""
+        assert not self._drafted, "a sequence has ended and is still drafted"
+        assert not self._indexes.num_bytes, "an index of an ended sequence is kept"
+
+    def _take_memory(self, one: _Drafted) -> bool:
+        if has_room := self._indexes.take(OUTPUT_PIECE * OUTPUT_BYTES):
+            one.room += OUTPUT_PIECE
+        return has_room
+
+    def _begin(self, one: _Drafted, token_ids: list[int]) -> Lookup | None:
+        """Look the sequence up from now on, if its texts have their indexes."""
+        texts = list[tuple[list[int], "TokenIndex"]]()
+        for text in filter(None, (one.known, one.prediction)):
+            if text.index is None:
+                self._indexes.begin(text)
+                return None
+            texts.append((token_ids if text is one.known else text.token_ids, text.index))
+        num = one.known.num_tokens
+        begins_with = one.prediction.token_ids if one.prediction is not None and one.begins else None
+        one.lookup = Lookup(token_ids, texts, self._chances, begins_with, num_indexed=num, output=OutputIndex(num))
+        return one.lookup

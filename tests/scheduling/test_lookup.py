@@ -1,0 +1,216 @@
+"""What is looked up for a sequence, beside a search of everything."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_cluster.drafting.chances import CORRECT_EVERY, LONGEST, Chances
+from pd_cluster.drafting.lookup import LAG, PIECE, REST, Lookup, num_followed
+from pd_cluster.drafting.token_index import NUM_NEAR, NUM_TRIED, OutputIndex, TokenIndex
+from pd_cluster.drafting.token_index import PIECE as INDEX_PIECE
+
+FEW = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def places_of(tokens: list[int], first: int, second: int, start: int = 0) -> list[int]:
+    """All places behind a pair, newest first; those from `start` on."""
+    ends = range(len(tokens), max(1, start), -1)
+    return [end for end in ends if end > 1 and tokens[end - 2 : end] == [first, second]]
+
+
+def lookup_of(prompt: list[int], prediction: list[int] | None = None) -> tuple[list[int], Lookup]:
+    """A sequence without output, and what looks it up."""
+    token_ids, texts = prompt[:], []
+    texts.append((token_ids, TokenIndex(prompt)))
+    if prediction is not None:
+        texts.append((prediction, TokenIndex(prediction)))
+    num = len(prompt)
+    return token_ids, Lookup(token_ids, texts, Chances(), prediction, num_indexed=num, output=OutputIndex(num))
+
+
+def offered(lookup: Lookup, most: int = 4, num_ahead: int = 0) -> list[int]:
+    found = lookup.offer(num_ahead, most)
+    if found is None:
+        return []
+    assert len(found.tokens) == len(found.chances) > 0
+    assert all(1 >= one >= other > 0 for one, other in zip(found.chances, found.chances[1:], strict=False))
+    return [*found.tokens]
+
+
+@given(FEW, st.integers(0, 3), st.integers(0, 3))
+def test_indexes_find_the_newest_places_of_a_pair(tokens: list[int], first: int, second: int) -> None:
+    assert TokenIndex(tokens).places(first, second) == places_of(tokens, first, second)[:NUM_TRIED]
+    half = max(1, len(tokens) // 2)
+    output = OutputIndex(half)
+    for end in range(half + 1, len(tokens) + 1, 3):
+        output.take(tokens[end - 2], tokens[end - 1 : end + 2])
+    assert output.places(first, second) == places_of(tokens, first, second, half)[:NUM_NEAR]
+
+
+def test_an_index_of_many_pieces_is_that_of_the_whole() -> None:
+    rng = random.Random(3)
+    tokens = [rng.randrange(60) for _ in range(2 * INDEX_PIECE + 7)] + [2**31 - 1, 2**31 - 2]
+    index = TokenIndex(tokens)
+    for at in (0, 5, INDEX_PIECE - 1, INDEX_PIECE, 2 * INDEX_PIECE - 1, len(tokens) - 2):
+        first, second = tokens[at : at + 2]
+        assert index.places(first, second) == places_of(tokens, first, second)[:NUM_TRIED]
+    assert index.places(99, 0) == []
+    assert TokenIndex([]).places(0, 0) == TokenIndex([4]).places(4, 4) == []
+
+
+def longest_match(token_ids: list[int], prediction: list[int]) -> int:
+    """The length of the longest match that there is, of all places; 0: none of two tokens."""
+    lengths = [0]
+    for text in (token_ids, prediction):
+        for place in range(2, len(text)):
+            length = 0
+            while length < min(place, len(token_ids), LONGEST) and text[place - length - 1] == token_ids[~length]:
+                length += 1
+            lengths.append(length)
+    return max(lengths) if max(lengths) > 1 else 0
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=60), FEW.map(lambda tokens: [10 * one for one in tokens]))
+def test_a_search_finds_the_longest_match(answer: list[int], prediction: list[int]) -> None:
+    """Where no pair stands in more places than are tried."""
+    token_ids, lookup = lookup_of(answer[: len(answer) // 2 + 1], prediction)
+    for token in answer[len(answer) // 2 + 1 :]:
+        token_ids.append(token)
+        was_followed = lookup.expected == token
+        lookup.advance()
+        pair = token_ids[-2:]
+        is_rare = all(len(places_of(text, *pair)) <= NUM_NEAR for text in (token_ids, prediction))
+        if not was_followed and is_rare:
+            longest = longest_match(token_ids, prediction)
+            assert (lookup.expected is not None) == (longest > 0)
+            assert not longest or lookup._length == longest
+
+
+@given(FEW, FEW, st.lists(st.integers(1, 40), min_size=1), st.integers(0, 2))
+def test_offers_are_what_stands_behind_a_match(
+    prompt: list[int], answer: list[int], steps: list[int], num_ahead: int
+) -> None:
+    token_ids, lookup = lookup_of(prompt)
+    for at, num in enumerate(steps):
+        token_ids += answer[sum(steps[:at]) :][:num]
+        found = offered(lookup, 5, num_ahead)
+        if lookup.expected is None:
+            assert not found
+            continue
+        run, place = token_ids[:], lookup._place
+        for _ in range(num_ahead + 5):  # one that reaches the end repeats
+            run.append(run[place])
+            place += 1
+        assert run[len(token_ids) + num_ahead :] == found
+
+
+def test_the_newest_of_equal_matches_counts_and_the_output_comes_first() -> None:
+    token_ids, lookup = lookup_of([1, 2, 3, 1, 2, 4, 9, 1, 2])
+    token_ids.append(7)
+    assert offered(lookup) == []
+    token_ids += [1, 2]
+    assert offered(lookup, 3) == [7, 1, 2]
+    token_ids += [8, 1, 2]
+    assert offered(lookup, 2) == [8, 1]
+    token_ids += [9, 1, 2]  # three tokens: longer than what came last
+    assert offered(lookup, 3) == [7, 1, 2]
+
+
+def test_a_prediction_is_followed_from_its_beginning_and_found_again() -> None:
+    prediction = [11, 12, 13, 14, 15, 16, 17]
+    token_ids, lookup = lookup_of([1, 2, 3], prediction)
+    assert offered(lookup) == [11, 12, 13, 14]
+    assert offered(lookup, 2, 1) == [12, 13]
+    token_ids += [11, 12]
+    assert offered(lookup, 9) == [13, 14, 15, 16, 17]
+    token_ids += [13, 99]
+    assert offered(lookup) == []
+    token_ids += [15]
+    assert offered(lookup) == []
+    token_ids += [16]
+    assert offered(lookup) == [17]
+    assert offered(lookup, 3, 1) == []
+    token_ids += [17]
+    assert offered(lookup) == [], "the text is at its end"
+
+
+@pytest.mark.parametrize(
+    ("answer", "num"),
+    [([], 0), ([1, 2, 3, 4, 5, 6], 6), ([1, 2, 3, 4, 5, 6, 7], 6), ([9, 9, 9], 0), ([1, 2, 9, 4, 5, 6], 3),
+     ([2, 3, 4], 1), ([1, 3, 4, 5, 9, 1, 2, 3], 3)],
+)  # fmt: skip
+def test_what_an_answer_follows_of_a_prediction(answer: list[int], num: int) -> None:
+    assert num_followed([1, 2, 3, 4, 5, 6], answer) == num
+    assert num_followed([], answer) == 0
+
+
+def test_an_output_that_was_not_looked_up_is_indexed_in_pieces() -> None:
+    token_ids, lookup = lookup_of([1, 2])
+    token_ids += range(10, 10 + 2 * PIECE)
+    token_ids += [10, 11]
+    for _ in range(2):
+        assert offered(lookup) == []
+    assert offered(lookup) == [12, 13, 14, 15]
+    token_ids += range(12, 12 + LAG - 1)
+    offered(lookup)
+    assert lookup._num_indexed < len(token_ids), "a match is followed without an index"
+    token_ids.append(5000)
+    assert offered(lookup) == []
+    assert lookup._num_indexed == len(token_ids)
+
+
+def test_a_sequence_rests_behind_a_right_draft_without_a_mask() -> None:
+    """Verification accepted less than what was drawn: it had no mask. A wrong draft is no such thing."""
+    token_ids, lookup = lookup_of([*range(400)])
+    token_ids += [5, 6]
+    rests = []
+    for _ in range(3):
+        assert offered(lookup) == [token_ids[-1] + 1 + at for at in range(4)]
+        lookup.note(4, 0)
+        token_ids.append(token_ids[-1] + 1)
+        start = len(token_ids)
+        while not offered(lookup):
+            token_ids.append(token_ids[-1] + 1)
+        rests.append(len(token_ids) - start)
+    assert rests == [REST, 2 * REST, 4 * REST]
+    lookup.note(4, 1)
+    token_ids += [token_ids[-1] + 1, 9]
+    offered(lookup)
+    token_ids += [10]
+    assert offered(lookup)
+
+
+def test_chances_learn_and_forget() -> None:
+    """By the length of the match and the place in the run; each run counts only as far as it says something."""
+    chances = Chances()
+    short, long = chances.behind[2], chances.behind[12]
+    assert short.reached[0] == pytest.approx(0.5)
+    assert long.reached[0] == pytest.approx(0.92)
+    assert short.reached[1] == pytest.approx(0.5 * 0.6), "a later place is one behind a longer match"
+    for _ in range(20 * CORRECT_EVERY):
+        short.note(3, 2)
+    first, second, third, *_ = short.reached
+    assert first > 0.97
+    assert second > 0.95
+    assert third < 0.1
+    for _ in range(20 * CORRECT_EVERY):
+        short.note(1, 0)
+    assert short.reached[0] < 0.15
+    assert short.reached[2] / short.reached[1] == pytest.approx(third / second, abs=0.2), "no run has come so far"
+    assert long.reached[0] == pytest.approx(0.92)
+    assert chances.behind[5] is chances.behind[8]
+    assert chances.behind[9] is chances.behind[LONGEST]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_chances_come_near_the_truth(share: float) -> None:
+    rng, runs = random.Random(7), Chances().behind[4]
+    for _ in range(100 * CORRECT_EVERY):
+        num = rng.randrange(1, 24)
+        runs.note(num, next((at for at in range(num) if rng.random() > share), num))
+    for at in range(3):
+        assert runs.reached[at] == pytest.approx(share ** (at + 1), abs=0.12)
