@@ -9,9 +9,8 @@
 The experts of a mixture are not among them: the first tokens of a step read these, drafts or not (`step_model.py`).
 
 These prices alone are learned from steps with drafts: from what such a step takes longer than the same without drafts
-is predicted to. So no draft changes what a prompt or a decode costs, and no error of these hides for long: the next
-steps without drafts correct it. Steps with prompts beside drafts teach nothing: an error of the prompts' price is often
-more than all that drafts cost.
+is predicted to. So no draft changes what a prompt or a decode costs. An error of those is taken for one of drafts until
+steps without drafts correct it.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from math import inf
 from operator import mul
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pd_cluster.scheduling.ladder import Ladder, bounds_of, segments
 from pd_cluster.scheduling.term_factors import TermFactors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from pd_cluster.scheduling.step_model import StepWork
 
 # 8B, bf16, one H200: 1, 32, 64 and 128 decodes after 1,024 tokens take 4.3, 5.3, 7.0 and 9.1 ms, with one draft each
 # 4.5, 6.5, 7.9 and 14.3, with three 4.6, 6.6, 10.8 and 17.1. All prices are at most 6% off the times of these steps
@@ -45,7 +42,17 @@ MEMORY = 0.97  # of what was noted, at each correction
 PULL, FIT_PULL = 0.1, 1e-5
 SWEEPS, FIT_SWEEPS = 8, 1000
 
-Sample = tuple["StepWork", float, float]  # work, seconds, predicted seconds of the same without drafts
+
+class DraftWork(NamedTuple):
+    """What the drafts of a step compute."""
+
+    before: int  # tokens of the step without them
+    num_drafts: int
+    num_sequences: int  # with drafts
+    num_keys: int  # products of a draft and a token before it
+
+
+Sample = tuple[DraftWork, float, float]  # drafts, seconds of their step, predicted seconds of the same without them
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +106,14 @@ class DraftPrices:
         self._first = [factor * price for price in self._seconds]
         self._restart([1.0] * len(self._first))
 
-    def seconds(self, work: StepWork) -> float:
-        """What the drafts of a step cost. It must have some."""
-        own, before = self._seconds, work.num_decodes + work.num_tokens
-        rows_s = self.rows.seconds(before + work.num_drafts) - self.rows.seconds(before)
-        return own[0] + own[1] * work.num_drafting + own[2] * work.draft_keys + rows_s
+    def seconds(self, work: DraftWork) -> float:
+        """What the drafts of a step cost."""
+        own, (before, num_drafts, num_sequences, num_keys) = self._seconds, work
+        rows_s = self.rows.seconds(before + num_drafts) - self.rows.seconds(before)
+        return own[0] + own[1] * num_sequences + own[2] * num_keys + rows_s
 
-    def note(self, work: StepWork, seconds: float, alone_s: float) -> None:
+    def note(self, work: DraftWork, seconds: float, alone_s: float) -> None:
         """Note a step with drafts that took so long. alone_s: predicted of the same without its drafts."""
-        if work.num_tokens:
-            return
         if self._early is not None:
             self._early.append((work, seconds, alone_s))
             if len(self._early) in FIRST_FITS:
@@ -144,7 +149,7 @@ class DraftPrices:
         self._seconds = list(map(mul, self._first, self._factors.values))
         self.rows = Ladder(ROW_KNOTS, self._seconds[_ROWS:])
 
-    def _add(self, work: StepWork, seconds: float, alone_s: float, most: float) -> None:
+    def _add(self, work: DraftWork, seconds: float, alone_s: float, most: float) -> None:
         parts = self._parts(work)
         predicted_s = alone_s + sum(part for _, part in parts)
         seconds = min(max(seconds, predicted_s / most), predicted_s * most)
@@ -154,11 +159,10 @@ class DraftPrices:
         self._factors.solve([pull] * len(self._first), sweeps)
         self._use()
 
-    def _parts(self, work: StepWork) -> list[tuple[int, float]]:
+    def _parts(self, work: DraftWork) -> list[tuple[int, float]]:
         """The terms that the drafts have: (index of the price, seconds)."""
-        before = work.num_decodes + work.num_tokens
-        amounts = [(0, 1), (1, work.num_drafting), (2, work.draft_keys)]
-        amounts += segments(_BOUNDS, before, before + work.num_drafts, _ROWS)
+        amounts = [(0, 1), (1, work.num_sequences), (2, work.num_keys)]
+        amounts += segments(_BOUNDS, work.before, work.before + work.num_drafts, _ROWS)
         return [(index, self._seconds[index] * amount) for index, amount in amounts]
 
 

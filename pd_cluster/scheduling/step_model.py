@@ -19,7 +19,8 @@ Where the last steps with prompts all lie beyond that on one side, the prices of
 are multiplied by what these steps say. Without it a decode node on a CPU, fitted to decodes alone, told a token for
 39 us that took 290, and for 64 us after 30 prompts (the price of an H200, scaled by its decodes).
 
-Steps with drafts correct the prices of drafts and nothing else.
+Steps with drafts correct the prices of drafts and nothing else, and these only where no prompt is beside them: an error
+of its price is often more than all that drafts cost.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from operator import mul
 from statistics import median
 from typing import TYPE_CHECKING, Self
 
-from pd_cluster.scheduling.draft_prices import ROW_KNOTS, DraftCosts, DraftPrices
+from pd_cluster.scheduling.draft_prices import ROW_KNOTS, DraftCosts, DraftPrices, DraftWork
 from pd_cluster.scheduling.ladder import Ladder, bounds_of, segments
 from pd_cluster.scheduling.term_factors import LEAST, TermFactors
 
@@ -99,6 +100,10 @@ class StepWork:
                 num_tokens += size
                 num_keys += keys_of(size, start)
         return cls(num_decodes, context, num_tokens, num_keys, num_drafts, draft_keys, num_drafting)
+
+    @property
+    def drafts(self) -> DraftWork:
+        return DraftWork(self.num_decodes + self.num_tokens, self.num_drafts, self.num_drafting, self.draft_keys)
 
     @property
     def streams(self) -> StepWork:
@@ -174,7 +179,7 @@ class StepModel:
         if num_tokens:
             seconds += own[2] * work.num_keys + self._tokens.seconds(total) - self._tokens.seconds(num_decodes)
         if work.num_drafts:
-            seconds += self._drafts.seconds(work)
+            seconds += self._drafts.seconds(work.drafts)
             total += work.num_drafts
         return seconds + self._firsts.seconds(min(total, FIRST))
 
@@ -225,8 +230,8 @@ class StepModel:
         if seconds <= 0:
             return
         if work.num_drafts:
-            if self.is_fitted:
-                self._drafts.note(work, seconds, self._without_drafts_s(work))
+            if self.is_fitted and not work.num_tokens:
+                self._drafts.note(work.drafts, seconds, self._without_drafts_s(work))
         elif self.is_fitted:
             if not work.num_tokens and work.num_decodes > self._most_decodes and is_near(seconds, self.seconds(work)):
                 self._most_decodes = work.num_decodes
@@ -242,7 +247,7 @@ class StepModel:
 
     def _without_drafts_s(self, work: StepWork) -> float:
         """Of a step with drafts, all but what these cost. Experts that they read are in it."""
-        return self.seconds(work) - self._drafts.seconds(work)
+        return self.seconds(work) - self._drafts.seconds(work.drafts)
 
     def fit(self, measured: Sequence[tuple[StepWork, float]], most: float = inf) -> None:
         """Replace the coefficients by measured steps. Each counts as at most `most` times the median error of all.
@@ -266,7 +271,7 @@ class StepModel:
         self._early = []
         drafted = [(work, seconds) for work, seconds in measured if seconds > 0 and work.num_drafts]
         if drafted:
-            self._drafts.fit([(work, seconds, self._without_drafts_s(work)) for work, seconds in drafted])
+            self._drafts.fit([(work.drafts, seconds, self._without_drafts_s(work)) for work, seconds in drafted])
 
     def _check_prices(self, work: StepWork, seconds: float) -> None:
         """Multiply prices of prompts where steps in a row that are mostly prompts all say that they are wrong.

@@ -370,7 +370,7 @@ def test_the_default_prices_of_drafts_are_those_of_8b() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("table", "rel"), [(VERIFY_8B, 0.07), (VERIFY_30B, 0.15)])
 def test_measured_steps_with_drafts_are_predicted(table: dict[tuple[int, int], tuple[float, ...]], rel: float) -> None:
-    """A mixture's first rows read experts, whose they ever are: the price of drafts alone could not say it."""
+    """A mixture's first rows read experts, drafts or not: the prices of drafts alone could not say it."""
     samples = verified(table)
     model = StepModel(samples)
     for work, seconds in samples:
