@@ -190,7 +190,7 @@ class StepModel:
         """
         prices, firsts, before = self._drafts, self._firsts, work.num_decodes + work.num_tokens
         key_s = prices.key_s * (work.context / work.num_decodes + 1)
-        knots = (0, *(knot - before for knot in _DRAFT_KNOTS if before < knot < before + most), most)
+        knots = (0, *(knot - before for knot in KNOTS if before < knot < before + most), most)
         alone_s = prices.rows.seconds(before) + firsts.seconds(min(before, FIRST))
         ends = [(count, before + count) for count in knots]
         rows_s = [key_s * count + prices.rows.seconds(end) + firsts.seconds(min(end, FIRST)) for count, end in ends]
@@ -221,7 +221,7 @@ class StepModel:
     def _prices(self, num_decodes: int, num_tokens: int) -> Iterator[tuple[float, int]]:
         """Seconds of one more of so many prompt tokens beside decodes, in order, and for how many of them."""
         start, end = num_decodes, num_decodes + num_tokens
-        for bound in (*(knot for knot in _KNOTS if start < knot < end), end):
+        for bound in (*(knot for knot in KNOTS if start < knot < end), end):
             yield self.token_s_at(start), bound - start
             start = bound
 
@@ -349,6 +349,6 @@ _MEASURED_PULLS, _EARLY_PULLS = (
     [EARLY_PULL] * 3 + [decode] + [EARLY_PULL] * len(TOKEN_S) + [first] * len(FIRST_KNOTS)
     for decode, first in (MEASURED_PULLS, FIRST_STEPS_PULLS)
 )
-_KNOTS = sorted({*TOKEN_KNOTS, *FIRST_KNOTS, FIRST})
-_DRAFT_KNOTS = sorted({*ROW_KNOTS, *FIRST_KNOTS, FIRST})
+# Tokens of a step where the price of one more changes, of prompts or of drafts
+KNOTS = sorted({*TOKEN_KNOTS, *ROW_KNOTS, *FIRST_KNOTS, FIRST})
 _TOKEN_BOUNDS, _FIRST_BOUNDS = bounds_of(TOKEN_KNOTS), bounds_of(FIRST_KNOTS)
