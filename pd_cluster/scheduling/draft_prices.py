@@ -69,11 +69,14 @@ class DraftCosts:
         """The step with so many drafts, at most the last knot, of so many sequences."""
         if not num_drafts:
             return self.alone_s
+        return self.rows_and_alone_s(num_drafts) + self.step_s + self.sequence_s * num_drafting
+
+    def rows_and_alone_s(self, num_drafts: int) -> float:
+        """The same without `step_s` and `sequence_s`."""
         knots, rows_s = self.knots, self.rows_s
-        at = bisect_left(knots, num_drafts)
+        at = max(1, bisect_left(knots, num_drafts))
         low, low_s = knots[at - 1], rows_s[at - 1]
-        rows = low_s + (rows_s[at] - low_s) * (num_drafts - low) / (knots[at] - low)
-        return self.alone_s + self.step_s + self.sequence_s * num_drafting + rows
+        return self.alone_s + low_s + (rows_s[at] - low_s) * (num_drafts - low) / (knots[at] - low)
 
 
 class DraftPrices:
