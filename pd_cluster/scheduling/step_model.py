@@ -9,8 +9,7 @@ The time is a sum of terms. Each term has a coefficient in seconds, always above
     token       for each token of a prompt, by segments of the step's number of tokens, decodes included, because a GPU
                 computes the first hundred or two while it reads the weights
     key         for each product of a prompt's token and a token before it
-    draft       a factor of what drafts cost if their tokens and keys cost what a prompt's do, and a row of logits
-                DRAFT_S. Kernels for few tokens of many sequences are others. Their steps tell no price of prompts
+    drafts      what they cost beside their share of `first`: `draft_prices.py`
 
 The first coefficients are those of the 8B shape on an H200. `fit` replaces them by measurements at start, else by the
 first steps. `note` corrects them while the engine runs: least squares of the relative errors of some hundred steps that
@@ -19,17 +18,23 @@ counts as at most OUTLIER times its prediction: a process that was stopped for a
 Where the last steps with prompts all lie beyond that on one side, the prices of prompts are wrong, not the steps: they
 are multiplied by what these steps say. Without it a decode node on a CPU, fitted to decodes alone, told a token for
 39 us that took 290, and for 64 us after 30 prompts (the price of an H200, scaled by its decodes).
+
+Steps with drafts correct the prices of drafts and nothing else, and these only where no prompt is beside them: an error
+of its price is often more than all that drafts cost.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from math import inf
 from operator import mul
 from statistics import median
 from typing import TYPE_CHECKING, Self
+
+from pd_cluster.scheduling.draft_prices import ROW_KNOTS, DraftCosts, DraftPrices, DraftWork
+from pd_cluster.scheduling.ladder import Ladder, bounds_of, segments
+from pd_cluster.scheduling.term_factors import LEAST, TermFactors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -46,9 +51,6 @@ TOKEN_S = (8e-6, 15e-6, 22e-6, 20e-6)  # between and beyond
 # decodes only, steps of 4 decodes took 1.2 to 1.4 times as long as predicted, of 28 0.85 to 0.97 times (30B-A3B, H200)
 FIRST_KNOTS, FIRST = (0, 4, 12, 28), 60
 FIRST_S = 0.1e-6  # a dense model reads all its weights for one token
-# With 128,256 tokens a row of the head takes 2 us. 8B, 64 decodes after 4,096 tokens: 12.6 ms, with a draft for each
-# 13.8, with three 17.7
-DRAFT_S = 3e-6
 
 MOST_TOKENS = 1 << 20  # of a step that can be asked for
 FULL_STEP = 2048  # tokens of a step that reads prompts only, for the mean price of a token
@@ -64,9 +66,7 @@ EARLY_PULL = 1e-4  # of the first fit, but for decodes and first tokens
 # 4,000 times the default; weaker than of contexts, which grow with the decodes of short ones. The first steps are few
 # and noisy: as weak a pull made 6 of 100 fits predict 3 to 7 times too much
 MEASURED_PULLS, FIRST_STEPS_PULLS = (1e-8, 1e-10), (1e-6, 1e-7)
-LEAST = 0.01  # of the coefficients of `fit`, so that predictions stay above 0
 SWEEPS, EARLY_SWEEPS = 8, 3000  # of a solution at most; the latter take 0.1 s
-EXACT = 1e-5  # it is found when a sweep changes no coefficient by a larger share
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,12 @@ class StepWork:
     num_keys: int = 0  # products of a prompt's token and a token before it
     num_drafts: int = 0  # of the decodes
     draft_keys: int = 0  # products of a draft and a token before it
+    num_drafting: int = 0  # of the decodes, those with drafts
 
     @classmethod
     def of(cls, chunks: Iterable[SequenceChunk]) -> Self:
         """A chunk of one token counts as a decode: it takes as long."""
-        num_decodes = context = num_tokens = num_keys = num_drafts = draft_keys = 0
+        num_decodes = context = num_tokens = num_keys = num_drafts = draft_keys = num_drafting = 0
         for chunk in chunks:
             size, start = chunk.num_tokens, chunk.start
             if size == 1:
@@ -94,10 +95,15 @@ class StepWork:
                 context += start
                 num_drafts += drafts
                 draft_keys += keys_of(drafts, start + 1)
+                num_drafting += 1
             else:
                 num_tokens += size
                 num_keys += keys_of(size, start)
-        return cls(num_decodes, context, num_tokens, num_keys, num_drafts, draft_keys)
+        return cls(num_decodes, context, num_tokens, num_keys, num_drafts, draft_keys, num_drafting)
+
+    @property
+    def drafts(self) -> DraftWork:
+        return DraftWork(self.num_decodes + self.num_tokens, self.num_drafts, self.num_drafting, self.draft_keys)
 
     @property
     def streams(self) -> StepWork:
@@ -114,31 +120,15 @@ def is_near(seconds: float, predicted_s: float) -> bool:
     return predicted_s < OUTLIER * seconds and seconds < OUTLIER * predicted_s
 
 
-class _Ladder:
-    """What a number of tokens costs in all, where the price of one more changes at knots. The first knot is 0."""
-
-    def __init__(self, knots: tuple[int, ...], prices: Sequence[float]) -> None:
-        self._knots, self._prices = knots, prices
-        lengths = (high - low for low, high in pairwise(knots))
-        self._sums: list[float] = [0.0, *accumulate(map(mul, lengths, prices))]  # up to each knot
-
-    def seconds(self, num_tokens: int) -> float:
-        """Seconds of the first `num_tokens`."""
-        index = bisect_right(self._knots, num_tokens) - 1
-        return self._sums[index] + (num_tokens - self._knots[index]) * self._prices[index]
-
-
 class StepModel:
     """Predicts the seconds of steps. Predictions are above 0, and do not fall with more tokens, keys or context.
 
     With more decodes beside prompts they may: the prompts' tokens move to segments where a token may cost less.
     """
 
-    _products: list[list[float]]
-    _sums: list[float]
     _seconds: list[float]
-    _tokens: _Ladder
-    _firsts: _Ladder
+    _tokens: Ladder
+    _firsts: Ladder
 
     def __init__(self, measured: Sequence[tuple[StepWork, float]] = ()) -> None:
         """`measured`: works and seconds of steps at start; empty: predictions begin with the defaults."""
@@ -146,8 +136,9 @@ class StepModel:
         self._num_noted = 0
         self._num_with_prompts = 0  # of them
         self._most_decodes = 0  # so many are priced: a step of them alone took as long as predicted
-        self.revision = 0  # of the coefficients
-        self._restart([BASE_S, CONTEXT_S, KEY_S, DECODE_S, *TOKEN_S, *(FIRST_S for _ in FIRST_KNOTS), 1.0])
+        self.revision = 0  # of the coefficients, but for drafts
+        self._drafts = DraftPrices()
+        self._restart([BASE_S, CONTEXT_S, KEY_S, DECODE_S, *TOKEN_S, *(FIRST_S for _ in FIRST_KNOTS)])
         if measured:
             self.fit(measured)
 
@@ -188,16 +179,23 @@ class StepModel:
         if num_tokens:
             seconds += own[2] * work.num_keys + self._tokens.seconds(total) - self._tokens.seconds(num_decodes)
         if work.num_drafts:
-            seconds += own[-1] * self._drafts_s(work)
+            seconds += self._drafts.seconds(work.drafts)
+            total += work.num_drafts
         return seconds + self._firsts.seconds(min(total, FIRST))
 
-    def _drafts_s(self, work: StepWork) -> float:
-        """What the drafts cost, before their factor. Their tokens come behind all others."""
-        num_before = work.num_decodes + work.num_tokens
-        total, tokens, firsts = num_before + work.num_drafts, self._tokens, self._firsts
-        seconds = DRAFT_S * work.num_drafts + self._seconds[2] * work.draft_keys
-        seconds += tokens.seconds(total) - tokens.seconds(num_before)
-        return seconds + firsts.seconds(min(total, FIRST)) - firsts.seconds(min(num_before, FIRST))
+    def draft_costs(self, work: StepWork, most: int) -> DraftCosts:
+        """What up to `most` drafts (> 0) would cost in a step of this work, which has none yet. It takes 10 us.
+
+        Each is taken to be after as many tokens as the decodes of the step are on average.
+        """
+        prices, firsts, before = self._drafts, self._firsts, work.num_decodes + work.num_tokens
+        key_s = prices.key_s * (work.context / work.num_decodes + 1)
+        knots = (0, *(knot - before for knot in KNOTS if before < knot < before + most), most)
+        alone_s = prices.rows.seconds(before) + firsts.seconds(min(before, FIRST))
+        ends = [(count, before + count) for count in knots]
+        rows_s = [key_s * count + prices.rows.seconds(end) + firsts.seconds(min(end, FIRST)) for count, end in ends]
+        costs = tuple([one_s - alone_s for one_s in rows_s])
+        return DraftCosts(self.seconds(work), prices.step_s, prices.sequence_s, knots, costs)
 
     def tokens_within(self, num_decodes: int, seconds: float) -> int:
         """The most prompt tokens without tokens before them that prolong a step of decodes by at most `seconds`."""
@@ -231,27 +229,37 @@ class StepModel:
         """Correct the model by a step of this work that took so long."""
         if seconds <= 0:
             return
-        if self.is_fitted:
+        if work.num_drafts:
+            if self.is_fitted and not work.num_tokens:
+                self._drafts.note(work.drafts, seconds, self._without_drafts_s(work))
+        elif self.is_fitted:
             if not work.num_tokens and work.num_decodes > self._most_decodes and is_near(seconds, self.seconds(work)):
                 self._most_decodes = work.num_decodes
             self._check_prices(work, seconds)
             self._add(work, seconds, OUTLIER)
             if not self._num_noted % CORRECT_EVERY:
                 self._solve([PULL] * len(self._base), SWEEPS)
-                self._products = [[MEMORY * product for product in row] for row in self._products]
-                self._sums = [MEMORY * total for total in self._sums]
-            return
-        self._early.append((work, seconds))
-        if len(self._early) == NUM_EARLY:
-            self.fit(self._early, EARLY_OUTLIER)
+                self._factors.fade(MEMORY)
+        else:
+            self._early.append((work, seconds))
+            if len(self._early) == NUM_EARLY:
+                self.fit(self._early, EARLY_OUTLIER)
+
+    def _without_drafts_s(self, work: StepWork) -> float:
+        """Of a step with drafts, all but what these cost. Experts that they read are in it."""
+        return self.seconds(work) - self._drafts.seconds(work.drafts)
 
     def fit(self, measured: Sequence[tuple[StepWork, float]], most: float = inf) -> None:
-        """Replace the coefficients by measured steps. Each counts as at most `most` times the median error of all."""
-        samples = [(work, seconds) for work, seconds in measured if seconds > 0]
+        """Replace the coefficients by measured steps. Each counts as at most `most` times the median error of all.
+
+        Steps with drafts say what drafts cost, if there are steps without.
+        """
+        samples = [(work, seconds) for work, seconds in measured if seconds > 0 and not work.num_drafts]
         if not samples:
             return
         scale = median(seconds / self.seconds(work) for work, seconds in samples)
-        self._restart([*(scale * own for own in self._seconds[:_DRAFTS]), self._seconds[_DRAFTS]])
+        self._restart([scale * own for own in self._seconds])
+        self._drafts.scale(scale)
         self._most_decodes = max((work.num_decodes for work, _ in samples if not work.num_tokens), default=0)
         if most < inf:  # most of them may be decodes, and their scale says nothing of prompts
             for work, seconds in samples:
@@ -261,6 +269,9 @@ class StepModel:
         self._solve(_MEASURED_PULLS if most == inf else _EARLY_PULLS, EARLY_SWEEPS)
         self._restart(self._seconds)
         self._early = []
+        drafted = [(work, seconds) for work, seconds in measured if seconds > 0 and work.num_drafts]
+        if drafted:
+            self._drafts.fit([(work.drafts, seconds, self._without_drafts_s(work)) for work, seconds in drafted])
 
     def _check_prices(self, work: StepWork, seconds: float) -> None:
         """Multiply prices of prompts where steps in a row that are mostly prompts all say that they are wrong.
@@ -268,7 +279,7 @@ class StepModel:
         Those that lie beyond OUTLIER. A step within it ends the row if the row's prices would have it elsewhere.
         """
         num_decodes, predicted_s = work.num_decodes, self.seconds(work)
-        if not work.num_tokens or work.num_drafts or num_decodes > self._most_decodes:
+        if not work.num_tokens or num_decodes > self._most_decodes:
             return
         keys_s = self._seconds[2] * work.num_keys
         tokens_s = self._tokens.seconds(num_decodes + work.num_tokens) - self._tokens.seconds(num_decodes)
@@ -293,82 +304,51 @@ class StepModel:
 
     def _restart(self, seconds: Sequence[float]) -> None:
         """Set the coefficients, and forget the steps after them."""
-        count = len(seconds)
         self._base = list(seconds)
         self._rows: tuple[list[float], list[float]] = ([], [])  # see `_check_prices`: of tokens, and of keys
         self._use(self._base)
-        self._factors = [1.0] * count  # `_seconds` / `_base`
-        self._products = [[0.0] * count for _ in seconds]  # of terms' shares of steps, summed up
-        self._sums = [0.0] * count  # of the shares
+        self._factors = TermFactors([1.0] * len(seconds))  # `_seconds` / `_base`
 
     def _use(self, seconds: Sequence[float]) -> None:
         """Predict with these coefficients from now on."""
         self.revision += 1
         self._seconds = list(seconds)
-        self._tokens = _Ladder(TOKEN_KNOTS, self._seconds[_TOKENS:_FIRST])
-        self._firsts = _Ladder(FIRST_KNOTS, self._seconds[_FIRST:_DRAFTS])
+        self._tokens = Ladder(TOKEN_KNOTS, self._seconds[_TOKENS:_FIRST])
+        self._firsts = Ladder(FIRST_KNOTS, self._seconds[_FIRST:])
 
     def _add(self, work: StepWork, seconds: float, most: float) -> None:
         self._num_noted += 1
-        self._num_with_prompts += work.num_tokens > 0 == work.num_drafts
+        self._num_with_prompts += work.num_tokens > 0
         parts = self._parts(work)
         predicted = sum(part for _, part in parts)
         seconds = min(max(seconds, predicted / most), predicted * most)
-        rest = 1.0  # of the step, that the terms are to explain
-        if work.num_drafts and work.num_tokens:
-            rest -= sum(part for index, part in parts if index != _DRAFTS) / seconds
-            parts = [(index, part) for index, part in parts if index == _DRAFTS]
-        shares = [(index, part / self._factors[index] / seconds) for index, part in parts]
-        for index, share in shares:
-            self._sums[index] += rest * share
-            row = self._products[index]
-            for other, others in shares:
-                row[other] += share * others
+        self._factors.add(parts, seconds)
 
     def _solve(self, pulls: Sequence[float], sweeps: int) -> None:
-        """Find the factors with the least squared error: sum(share * factor) is to be 1 in each step."""
-        factors = self._factors
-        for _ in range(sweeps):
-            before = factors[:]
-            for index, (row, pull) in enumerate(zip(self._products, pulls, strict=True)):
-                own = row[index]
-                rest = self._sums[index] + pull - sum(map(mul, row, factors)) + own * factors[index]
-                factors[index] = max(LEAST, rest / (own + pull))
-            if all(abs(new - old) < EXACT * new for new, old in zip(factors, before, strict=True)):
-                break
-        self._use(list(map(mul, self._base, factors)))
+        self._factors.solve(pulls, sweeps)
+        self._use(list(map(mul, self._base, self._factors.values)))
 
     def _parts(self, work: StepWork) -> list[tuple[int, float]]:
         """The terms that the work has: (index of the coefficient, seconds)."""
         num_decodes, num_tokens = work.num_decodes, work.num_tokens
-        amounts: list[tuple[int, float]] = [(0, 1)]
+        amounts = [(0, 1)]
         total = num_decodes + num_tokens
         if num_decodes:
             amounts += [(1, work.context), (3, num_decodes)]
         if num_tokens:
-            amounts += [(2, work.num_keys), *_segments(_TOKEN_BOUNDS, num_decodes, total, _TOKENS)]
-        if work.num_drafts:
-            amounts.append((_DRAFTS, self._drafts_s(work)))
-        amounts += _segments(_FIRST_BOUNDS, 0, min(total, FIRST), _FIRST)
+            amounts += [(2, work.num_keys), *segments(_TOKEN_BOUNDS, num_decodes, total, _TOKENS)]
+        amounts += segments(_FIRST_BOUNDS, 0, min(total, FIRST), _FIRST)
         return [(index, self._seconds[index] * amount) for index, amount in amounts]
 
 
 _TOKENS = 4  # index of the first coefficient of tokens, and of first tokens
 _FIRST = _TOKENS + len(TOKEN_S)
-_DRAFTS = _FIRST + len(FIRST_KNOTS)
 _KEYS, _TOKEN_PRICES = (2,), tuple(range(_TOKENS, _FIRST))  # indices of the prices of prompts
 _PROMPTS = (*_KEYS, *_TOKEN_PRICES)
 _MEASURED_PULLS, _EARLY_PULLS = (
-    [EARLY_PULL] * 3 + [decode] + [EARLY_PULL] * len(TOKEN_S) + [first] * len(FIRST_KNOTS) + [EARLY_PULL]
+    [EARLY_PULL] * 3 + [decode] + [EARLY_PULL] * len(TOKEN_S) + [first] * len(FIRST_KNOTS)
     for decode, first in (MEASURED_PULLS, FIRST_STEPS_PULLS)
 )
-KNOTS = sorted({*TOKEN_KNOTS, *FIRST_KNOTS, FIRST})  # tokens of a step where the price of one more changes
-
-
-_TOKEN_BOUNDS, _FIRST_BOUNDS = ((*pairwise(knots), (knots[-1], inf)) for knots in (TOKEN_KNOTS, FIRST_KNOTS))
-
-
-def _segments(bounds: Iterable[tuple[int, float]], start: int, end: int, first: int) -> list[tuple[int, int]]:
-    """The parts of [start, end) in each segment that it meets: (first + segment, length)."""
-    lengths = [(index, int(min(high, end)) - max(low, start)) for index, (low, high) in enumerate(bounds, start=first)]
-    return [(index, length) for index, length in lengths if length > 0]
+# Tokens of a step where the price of one more changes, of prompts or of drafts
+KNOTS = sorted({*TOKEN_KNOTS, *ROW_KNOTS, *FIRST_KNOTS, FIRST})
+_TOKEN_BOUNDS, _FIRST_BOUNDS = bounds_of(TOKEN_KNOTS), bounds_of(FIRST_KNOTS)

@@ -4,6 +4,10 @@ A decode node's streams take their steps, and prompts only what those leave (`st
 one step computes within the target. On a prefill node prompts come first: its streams take what prompts leave of the
 time. `share` is what prompts took lately, so a step may take 1 - share of the target. Its prompts also need slots and
 memory, which streams keep for seconds. Routers give a prefill node streams only while it has room for them.
+
+With drafts a stream gets more than a token a step, and a step takes longer. What counts is the tokens that it gets in
+the time of a step of decodes alone: `pace`, 1 without drafts. A stream to come may find nothing to draft, so the pace
+is that of the streams that are there, and 1 for those to come.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ SPARE_SLOTS = 1 / 8
 # such prompts the median was 2.4 s without, 33 ms with it; none is 25
 SPARE_MEMORY = 1 / 2
 USUAL_CONTEXT = 1024  # tokens before a decode, while the node has had none lately
+# Tokens of streams, of 1 each, that count beside those of the last seconds: a few lucky steps of one stream are no pace
+UNDRAFTED = 64
 
 
 class StreamRoom:
@@ -47,6 +53,8 @@ class StreamRoom:
         self._noted_s = clock()
         self._context = float(USUAL_CONTEXT)  # of one decode in the last step with any
         self._decoded_s = self._noted_s
+        # Tokens of streams, and those that decodes alone had drawn in the same time; both weighted by age
+        self._num_out = self._num_alone = 0.0
 
     @property
     def is_known(self) -> bool:
@@ -63,6 +71,12 @@ class StreamRoom:
         """Expected of one decode: as in the last step with decodes, which says less and less of the next stream."""
         return USUAL_CONTEXT + (self._context - USUAL_CONTEXT) * exp((self._decoded_s - self._clock()) / FADE_S)
 
+    @property
+    def pace(self) -> float:
+        """Tokens that a stream got lately in the time of a step of decodes alone. At least 1."""
+        weight = exp((self._decoded_s - self._clock()) / FADE_S)
+        return max(1.0, (weight * self._num_out + UNDRAFTED) / (weight * self._num_alone + UNDRAFTED))
+
     def filled_in(self, load: NodeLoad, num_streams: int) -> NodeLoad:
         """`load` with the target, and the rooms beside so many streams. Without a target: as it is."""
         if not self.is_known:
@@ -71,10 +85,11 @@ class StreamRoom:
         within, late = (self.beside(num_streams, free, targets) for targets in (1.0, LATE))
         return replace(load, tpot_s=self.tpot_s, stream_room=within, late_room=late)
 
-    def note(self, work: StepWork, seconds: float) -> None:
-        """Note a step that has ended."""
+    def note(self, work: StepWork, seconds: float, num_accepted: int = 0) -> None:
+        """Note a step that has ended. `num_accepted`: of its drafts."""
         now_s = self._clock()
         if work.num_decodes:
+            self._note_tokens(work, num_accepted, exp((self._decoded_s - now_s) / FADE_S))
             self._context, self._decoded_s = work.context / work.num_decodes, now_s
         if work.num_tokens:
             streams_s = self._model.seconds(work.streams) if work.num_decodes else 0.0
@@ -82,14 +97,27 @@ class StreamRoom:
             self._prompts_s += max(0.0, seconds - streams_s)
             self._noted_s = now_s
 
+    def _note_tokens(self, work: StepWork, num_accepted: int, weight: float) -> None:
+        num_alone = float(work.num_decodes)
+        if work.num_drafts:
+            alone_s = self._model.decode_s(work.num_decodes, work.context)
+            num_alone *= self._model.seconds(work.streams) / alone_s
+        self._num_out = weight * self._num_out + work.num_decodes + num_accepted
+        self._num_alone = weight * self._num_alone + num_alone
+
     def beside(self, num_streams: int, free: float = 1.0, targets: float = 1.0) -> int:
         """The streams more beside so many, within so many targets. `free`: the share of the KV memory that is."""
         if not self.is_known or (self.prompts_first and free < SPARE_MEMORY):
             return 0
         allowed_s, slots, context = HELD * targets * self.tpot_s, self._max_num_seqs, self.context
+        further = (self.pace - 1.0) * num_streams  # tokens beyond one each, in a step's time
         if self.prompts_first:
             allowed_s *= 1.0 - self.share
             slots -= ceil(SPARE_SLOTS * slots)
-        most = range(1, slots + 1)
-        held = bisect_right(most, allowed_s, key=lambda num: self._model.decode_s(num, round(num * context)))
+
+        def token_s(num: int) -> float:
+            """Of each of so many streams, on average."""
+            return self._model.decode_s(num, round(num * context)) / (1.0 + further / max(num, num_streams))
+
+        held = bisect_right(range(1, slots + 1), allowed_s, key=token_s)
         return max(0, held - num_streams)

@@ -27,6 +27,15 @@ SIZES_OF_MODEL = (128, 256, 512, 1024)  # tokens of its steps with USUAL_DECODES
 SIZES_OF_PROMPTS = (STEP_TOKENS, 2 * STEP_TOKENS, MOST_STEP_TOKENS)
 STEPS = 6  # of a measurement; the first two do not count: the device waits for their inputs
 NUM_BEFORE = 4096  # tokens before a chunk, where the time of keys is measured
+# (decodes, drafts of each, tokens before each) of the steps that the prices of drafts are fitted to: each segment of
+# rows has some. On a CPU each token takes its time, so few are measured, and with them few steps without drafts
+DRAFTS = (
+    *((num, drafts, USUAL_CONTEXT) for num, drafts in ((1, 1), (1, 7), (8, 3), (32, 1), (32, 3), (32, 7), (64, 3))),
+    *((128, drafts, USUAL_CONTEXT) for drafts in (1, 2)),
+    (32, 3, NUM_BEFORE),
+)
+CPU_DRAFTS = tuple((num, drafts, USUAL_CONTEXT) for num, drafts in ((1, 0), (1, 4), (4, 0), (4, 3), (1, 1), (4, 1)))
+DRAFTS_S, CPU_DRAFTS_S = 3.0, 0.3  # after so long no further one begins
 # Larger steps hold up the first token of short prompts, and the announcement of long ones, for this gain at least.
 # Qwen3-30B-A3B read 66, 74 and 81 thousand tokens/s in steps of 2,048, 4,096 and 8,192; with a faster kernel for
 # experts 75 and 77 in the first two
@@ -65,6 +74,30 @@ class StepTimer:
         self.samples.append((StepWork(num_decodes, num_decodes * context, sum(prompts), num_keys), seconds))
         return seconds
 
+    def seconds_with_drafts(self, num_decodes: int, num_drafts: int, context: int = USUAL_CONTEXT) -> float:
+        """The median of steps of decodes with so many drafts each, from launch to end: no other runs beside one."""
+        context = min(context, self.max_len - STEPS * (1 + num_drafts))
+        tokens, ids = random.Random(num_drafts), range(num_decodes)
+        new = tuple(self._starts([context] * num_decodes, STEPS * (1 + num_drafts)))
+        ends, times = dict.fromkeys(ids, context), list[float]()
+        for step in range(STEPS):
+            runs = {index: tuple(tokens.choices(range(self.vocab_size), k=num_drafts)) for index in ids}
+            chunks = [
+                SequenceChunk(index, ends[index] - 1, 1 + num_drafts, num_samples=1, drafts=run)
+                for index, run in runs.items()
+            ]
+            batch, new = Batch(step, new, tuple(chunks)), ()
+            started_s = time.perf_counter()
+            drawn = self.launch(batch).result().samples
+            times.append(time.perf_counter() - started_s)
+            for index, run in drawn.items():
+                ends[index] += len(run)
+        self.launch(Batch(STEPS, departures=tuple(ids))).result()
+        seconds, num = statistics.median(times[2:]), num_decodes * num_drafts
+        draft_keys = num_decodes * keys_of(num_drafts, context)
+        self.samples.append((StepWork(num_decodes, num_decodes * context, 0, 0, num, draft_keys, num_decodes), seconds))
+        return seconds
+
     def _batches(self, num_decodes: int, prompts: Sequence[int], before: int, context: int) -> Iterator[Batch]:
         """The steps, and then the departure of their sequences. A chunk draws no token, as its prompt goes on."""
         starts = self._starts([context] * num_decodes + [before + size + 1 for size in prompts] * STEPS)
@@ -78,14 +111,14 @@ class StepTimer:
             gone = ids
         yield Batch(STEPS, departures=(*range(num_decodes), *gone))
 
-    def _starts(self, lengths: Sequence[int]) -> Iterator[SequenceStart]:
-        """Sequences of random tokens, which have different blocks while the cache has enough."""
+    def _starts(self, lengths: Sequence[int], room: int = STEPS) -> Iterator[SequenceStart]:
+        """Sequences of random tokens, which have different blocks while the cache has enough. `room`: behind them."""
         tokens = random.Random(0).choices(range(self.vocab_size), k=2 * max(lengths))
         groups = range(len(self.slabs.per_slab))
         blocks = [cycle(range(self.slabs.num_blocks(group))) for group in groups]
         for index, length in enumerate(lengths):
             first = index * 31 % max(lengths)
-            most = min(length + STEPS, self.max_len)  # a row has no room for more
+            most = min(length + room, self.max_len)  # a row has no room for more
             count = -(-most // self.block_size)
             owned = tuple(NewBlocks(group, 0, tuple(islice(blocks[group], count))) for group in groups)
             yield SequenceStart(index, tuple(tokens[first : first + length]), length, owned, SAMPLING, index)
@@ -99,18 +132,23 @@ def measure_sizes(
     *,
     measures_budget: bool,
     may_fail: bool,
+    most_drafts: int = 0,
 ) -> tuple[NodeConfig, ModelDescription]:
     """`config` and `model` with what was measured. Where that fails sizes are the defaults.
 
-    `may_fail`: False: other ranks may wait for ever in a step that failed here, so it raises.
+    may_fail: False: other ranks may wait for ever in a step that failed here, so it raises.
+    most_drafts: of a sequence in a step; 0: there are none.
     """
     limits = config.scheduler
     try:
-        if limits.has_targets or config.server.role == "decode":
+        on_cpu, is_decode = model.device == "cpu", config.server.role == "decode"
+        if not on_cpu and (limits.has_targets or is_decode or most_drafts):
             measure_for_model(limits, timer)
-            if not limits.has_targets:
-                gap_s = usual_gap_s(StepModel(timer.samples))
-                progress(f"steps beside streams take {gap_s * 1e3:.1f} ms at most; --slo-itl-ms sets another time")
+        if most_drafts:
+            measure_drafts(limits, timer, most_drafts, on_cpu=on_cpu)
+        if is_decode and not (on_cpu or limits.has_targets):
+            gap_s = usual_gap_s(StepModel(timer.samples))
+            progress(f"steps beside streams take {gap_s * 1e3:.1f} ms at most; --slo-itl-ms sets another time")
         if measures_budget:
             limits = limit_of_prompts(limits, timer, progress)
         model = replace(model, step_times=tuple(timer.samples))
@@ -137,6 +175,36 @@ def measure_for_model(limits: SchedulerConfig, timer: StepTimer) -> None:
         timer.seconds(decodes, [size - decodes])
     if sizes and NUM_BEFORE + sizes[0] <= timer.max_len:
         timer.seconds(decodes, [sizes[0] - decodes], NUM_BEFORE)
+
+
+def measure_drafts(limits: SchedulerConfig, timer: StepTimer, most: int, *, on_cpu: bool) -> None:
+    """Measure the steps that tell the prices of drafts apart, as far as the node may run them. most: of a sequence."""
+    sizes, within_s = (CPU_DRAFTS, CPU_DRAFTS_S) if on_cpu else (DRAFTS, DRAFTS_S)
+    ends_s = time.perf_counter() + within_s
+    for num_decodes, num_drafts, context in draft_sizes(sizes, limits, timer.max_len, most):
+        if time.perf_counter() > ends_s:
+            return
+        if num_drafts:
+            timer.seconds_with_drafts(num_decodes, num_drafts, context)
+        else:
+            timer.seconds(num_decodes, [])
+
+
+def draft_sizes(
+    sizes: Sequence[tuple[int, int, int]], limits: SchedulerConfig, max_len: int, most: int
+) -> list[tuple[int, int, int]]:
+    """Those of `sizes` that a node may run, with at most `most` drafts of each sequence.
+
+    A step has as many rows beyond one a sequence as there are slots. Context is shortened, but not that of keys.
+    """
+    cut = dict.fromkeys((num, min(drafts, most), context) for num, drafts, context in sizes)
+    return [
+        (num, drafts, context)
+        for num, drafts, context in cut
+        if num * max(1, drafts) <= limits.max_num_seqs
+        and num * (1 + drafts) <= limits.max_num_batched_tokens
+        and STEPS * (1 + drafts) + (context if context == NUM_BEFORE else 1) <= max_len
+    ]
 
 
 def limit_of_prompts(limits: SchedulerConfig, timer: StepTimer, progress: Callable[[str], None]) -> SchedulerConfig:

@@ -28,6 +28,7 @@ ASKING = tuple(
     for top_k in (0, 2) for penalty in (1.0, 1.1)
 )  # fmt: skip
 LONG_PREFIX = 4096  # tokens; a longer prefix changes no kernel's split
+FEW_FAR = 8  # sequences of a step with drafts after a long prefix: more take the host long, and change no kernel
 NUM_BLOCKS = 2  # the first blocks of the cache, which these steps write; the caller zeroes them
 
 Chunks = list[tuple[int, int]]  # per sequence: tokens before the chunk, tokens of the chunk
@@ -42,9 +43,14 @@ def run_first_steps(runner: ModelRunner, block_size: int, max_len: int) -> None:
     runner.launch(Batch(0, copies=BlockCopies(copy_on_write=copies))).result()
 
 
-def run_steps_of_all_kinds(runner: ModelRunner, max_len: int, limits: SchedulerConfig) -> None:
-    """Run at least one step for each variant of a kernel that steps within the limits may need."""
+def run_steps_of_all_kinds(runner: ModelRunner, max_len: int, limits: SchedulerConfig, most_drafts: int = 0) -> None:
+    """Run at least one step for each variant of a kernel that steps within the limits may need.
+
+    most_drafts: of a sequence in a step; 0: there are none.
+    """
     num_seqs, budget = limits.max_num_seqs, limits.max_num_batched_tokens
+    for chunks, drafts in drafted_steps(num_seqs, budget, max_len, most_drafts) if most_drafts else ():
+        _run(runner, chunks, (DRAWN, GREEDY), drafts)
     for chunks in (*mixed_steps(num_seqs), *prompt_steps(num_seqs, budget, max_len)):
         _run(runner, chunks, (DRAWN, GREEDY))
     for params in ASKING:
@@ -76,6 +82,27 @@ def mixed_steps(num_seqs: int) -> Iterator[Chunks]:
         yield [(0, 1)] * num_decodes + [(0, 2)] * num_prompts
 
 
+def drafted_steps(num_seqs: int, budget: int, max_len: int, most: int) -> Iterator[tuple[Chunks, list[int]]]:
+    """Yield the chunks of steps of decodes, and the drafts behind each of them, at most `most`.
+
+    A step has up to twice as many rows as sequences. Without a prompt all layers attend to chunks; beside one the last
+    layer attends to one row at a time.
+    """
+    most = min(most, max_len - 1)
+    powers = {2**power for power in range(1, (2 * num_seqs).bit_length())}
+    for num_rows in sorted({2 * num_seqs, 2 * num_seqs - 1, *powers, *(power - 1 for power in powers)}):
+        for num_prompts in (0, 1):
+            own = num_rows - num_prompts
+            count = max(-(-own // (1 + most)), own - num_seqs)
+            num_drafts, num_tokens = own - count, num_rows + num_prompts
+            if num_drafts < max(1, count) or count + num_prompts > num_seqs or num_tokens > budget:
+                continue
+            drafts = [num_drafts // count + (index < num_drafts % count) for index in range(count)]
+            for before in (0, LONG_PREFIX) if count <= FEW_FAR else (0,):
+                chunks = [(min(before, max_len - 1 - each), 1) for each in drafts] + [(0, 2)] * num_prompts
+                yield chunks, drafts + [0] * num_prompts
+
+
 def prompt_steps(num_seqs: int, budget: int, max_len: int) -> Iterator[Chunks]:
     """Yield the chunks of steps of prompts, with every power of two of tokens and with as many as a step may have.
 
@@ -98,13 +125,20 @@ def equal_tables(runner: ModelRunner, num_tokens: int) -> tuple[NewBlocks, ...]:
     return tuple(NewBlocks(index, 0, (0,) * -(-num_tokens // group.block_size)) for index, group in groups)
 
 
-def _run(runner: ModelRunner, chunks: Chunks, params: Sequence[SamplingParams]) -> None:
-    """Run one step of `chunks`, which all sample, with the parameters in turn. Then remove its sequences."""
+def _run(runner: ModelRunner, chunks: Chunks, params: Sequence[SamplingParams], drafts: Sequence[int] = ()) -> None:
+    """Run one step of `chunks`, which all sample, with the parameters in turn. Then remove its sequences.
+
+    `drafts`: of each, behind its chunk; none: there are none.
+    """
     ends = [before + count for before, count in chunks]
+    runs = [(0,) * num for num in drafts or [0] * len(chunks)]
     starts = tuple(
-        SequenceStart(index, (0,) * end, end, equal_tables(runner, end), params[index % len(params)], index)
-        for index, end in enumerate(ends)
+        SequenceStart(index, (0,) * end, end, equal_tables(runner, end + len(run)), params[index % len(params)], index)
+        for index, (end, run) in enumerate(zip(ends, runs, strict=True))
     )
-    samples = tuple(SequenceChunk(index, *chunk, num_samples=1) for index, chunk in enumerate(chunks))
+    samples = tuple(
+        SequenceChunk(index, before, count + len(run), num_samples=1, drafts=run)
+        for index, ((before, count), run) in enumerate(zip(chunks, runs, strict=True))
+    )
     runner.launch(Batch(0, starts, samples)).result()
     runner.launch(Batch(0, departures=tuple(range(len(chunks))))).result()

@@ -118,3 +118,51 @@ def test_late_streams_have_more_room_where_slots_and_memory_are_left() -> None:
     assert made.filled_in(NodeLoad(free_blocks=4, num_blocks=10), 5).late_room == 0
     nothing = NodeLoad(free_blocks=9, num_blocks=10)
     assert room(inf)[0].filled_in(nothing, 5) == nothing
+
+
+def drafted(num: int, num_drafts: int) -> StepWork:
+    """Decodes with so many drafts each."""
+    drafts, context = num * num_drafts, USUAL_CONTEXT
+    return StepWork(num, num * context, 0, 0, drafts, drafts * (context + 1), num if num_drafts else 0)
+
+
+def draft(made: StreamRoom, clock: Clock, num: int, num_drafts: int, num_accepted: int) -> None:
+    """Steps of `num` streams for some time, of which each has `num_drafts` and `num_accepted` are right."""
+    for _ in range(400):
+        clock.now_s += FADE_S / 50
+        made.note(drafted(num, num_drafts), 0.005, num * num_accepted)
+
+
+def test_streams_that_get_several_tokens_a_step_leave_room_for_others() -> None:
+    """As many as have their tokens in time, if those to come have one a step. A step takes as long as it does."""
+    made, clock = room()
+    idle = made.beside(0)
+    draft(made, clock, 100, 2, 1)
+    longer = MODEL.seconds(drafted(100, 2)) / MODEL.decode_s(100, 100 * USUAL_CONTEXT)
+    assert made.pace == pytest.approx(2 / longer, rel=0.01)
+    assert made.beside(0) == idle, "streams to come may have no drafts"
+    held = 100 + made.beside(100)
+    assert 100 < idle < held
+    tokens = 1 + 100 * (made.pace - 1) / held
+    assert MODEL.decode_s(held, held * USUAL_CONTEXT) <= HELD * TPOT_S * tokens
+    assert MODEL.decode_s(held + 1, (held + 1) * USUAL_CONTEXT) > HELD * TPOT_S * tokens * (1 - 1 / held)
+    clock.now_s += 20 * FADE_S
+    assert made.pace == pytest.approx(1.0)
+    assert made.beside(100) == idle - 100
+
+
+def test_drafts_that_are_wrong_or_few_change_no_room() -> None:
+    made, clock = room()
+    draft(made, clock, 100, 4, 0)
+    assert made.pace == 1.0, "soon there will be none: they are worth nothing"
+    made, clock = room()
+    made.note(drafted(1, 16), 0.005, 16)
+    assert made.pace < 1.25, "one step of one stream"
+
+
+def test_without_drafts_a_stream_has_exactly_one_token_a_step() -> None:
+    made, clock = room()
+    for num in range(1, 500):
+        clock.now_s += 0.007 * num
+        made.note(drafted(num % 97, 0), 0.005)
+        assert made.pace == 1.0

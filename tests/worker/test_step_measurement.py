@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,10 +13,24 @@ import torch
 
 from benchmarks.shapes import CONFIGS
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig, ServerConfig
+from pd_cluster.scheduling.step_model import StepModel, StepWork, keys_of
+from pd_cluster.worker import step_measurement
 from pd_cluster.worker.capacity import STEP_TOKENS
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.pending_step import PendingStep
-from pd_cluster.worker.step_measurement import STEPS, StepTimer, limit_of_prompts, measure_for_model
+from pd_cluster.worker.step_measurement import (
+    BEHIND,
+    CPU_DRAFTS,
+    DRAFTS,
+    STEPS,
+    StepTimer,
+    draft_sizes,
+    limit_of_prompts,
+    measure_drafts,
+    measure_for_model,
+    measure_sizes,
+)
+from tests.deadlines import HANG_S
 from tests.worker.conftest import VOCAB_SIZE, ModelStore
 from tests.worker.driver import Driver, make_executor, random_prompts
 from tests.worker.tables import slabs_of
@@ -79,6 +95,25 @@ def test_measured_steps_have_the_wanted_tokens_and_leave_no_rows(models: ModelSt
     assert driver.run() == [saved.generate(one.prompt, 12) for one in driver.sequences]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-experts"])
+def test_measured_steps_with_drafts_go_on_where_the_drafts_were_wrong(models: ModelStore, name: str) -> None:
+    """The worker asserts that each begins with its sequence's last token."""
+    executor = make_executor(models.get(name).directory, num_blocks=40, max_num_seqs=6)
+    batches: list[Batch] = []
+    timer = noting(executor, batches)
+    assert timer.seconds_with_drafts(2, 3) > 0
+    context = 512 - STEPS * 4
+    work = StepWork(2, 2 * context, 0, 0, num_drafts=6, draft_keys=2 * keys_of(3, context), num_drafting=2)
+    assert [work for work, _ in timer.samples] == [work], "a sequence has room for all drafts of all steps"
+    steps = [batch.chunks for batch in batches if batch.chunks]
+    assert len(steps) == STEPS
+    assert all(chunk.num_tokens == 4 and chunk.is_decode for chunks in steps for chunk in chunks)
+    for before, after in pairwise(steps):
+        assert all(0 < new.start - old.start <= 4 for old, new in zip(before, after, strict=True))
+    assert len({chunk.drafts for chunks in steps for chunk in chunks}) > STEPS, "equal rows would choose equal experts"
+    assert not executor._runner.rows._row_of
+
+
 def test_a_prompt_as_long_as_a_sequence_may_be_is_measured(models: ModelStore) -> None:
     """A row has as many blocks as 512 tokens need, because that is a multiple of 16 blocks; so is 1,024 on a GPU."""
     executor = make_executor(models.get("qwen3").directory, num_blocks=40, max_num_seqs=2)
@@ -111,6 +146,65 @@ def test_the_steps_that_a_model_is_fitted_to(
     timer = Noting(bent(1, max_len).launch, slabs=slabs_of(10), block_size=16, max_len=max_len, vocab_size=100)
     measure_for_model(limits, timer)
     assert sorted(steps) == sorted(expected)
+
+
+@pytest.mark.parametrize("sizes", [DRAFTS, CPU_DRAFTS])
+@pytest.mark.parametrize("most", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("num_seqs", "budget", "max_len"), [(1, 2048, 40), (8, 8, 512), (64, 64, 4100), (256, 2048, 8192)]
+)
+def test_only_steps_with_drafts_that_a_node_may_run_are_measured(
+    num_seqs: int, budget: int, max_len: int, most: int, sizes: tuple[tuple[int, int, int], ...]
+) -> None:
+    limits = replace(LIMITS, max_num_seqs=num_seqs, max_num_batched_tokens=budget)
+    found = draft_sizes(sizes, limits, max_len, most)
+    assert found
+    assert len(set(found)) == len(found)
+    for num, drafts, context in found:
+        assert num * max(1, drafts) <= num_seqs
+        assert num * (1 + drafts) <= budget
+        assert drafts <= most
+        assert STEPS * (1 + drafts) < max_len
+        assert context != BEHIND or BEHIND + STEPS * (1 + drafts) <= max_len
+    if (num_seqs, most) == (256, 16):
+        assert found == list(sizes)
+
+
+def test_measured_drafts_end_where_they_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, measured = 0.0, list[tuple[int, int]]()
+
+    @dataclass(frozen=True, slots=True)
+    class Slow(TableTimer):
+        def seconds_with_drafts(self, num_decodes: int, num_drafts: int, context: int = 0) -> float:
+            nonlocal now_s
+            now_s += 1.3
+            measured.append((num_decodes, num_drafts))
+            return 1.0
+
+    monkeypatch.setattr(step_measurement, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    timer = Slow(bent(1, 8192).launch, slabs=slabs_of(10), block_size=16, max_len=8192, vocab_size=100)
+    measure_drafts(replace(LIMITS, max_num_seqs=256), timer, 16, on_cpu=False)
+    assert measured == [size[:2] for size in DRAFTS[:3]]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_node_that_drafts_measures_steps_with_and_without_drafts(
+    models: ModelStore, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_measurement, "CPU_DRAFTS_S", HANG_S)
+    monkeypatch.setattr(step_measurement, "DRAFTS_S", HANG_S)
+    executor, lines = make_executor(models.get("qwen3").directory, num_blocks=40, max_num_seqs=8), list[str]()
+    model = replace(executor.model, device=device)
+    _, model = measure_sizes(
+        executor.config, model, noting(executor, []), lines.append, measures_budget=False, may_fail=True, most_drafts=4
+    )
+    times = [work for work, _ in model.step_times]
+    each = {work.num_drafts // work.num_decodes for work in times}
+    assert each == {0, 1, 4}, "8 rows beyond one a sequence are for 8 drafts"
+    assert any(work.num_tokens for work in times) == (device != "cpu")
+    assert not lines, "no gap of streams is told"
+    assert StepModel(model.step_times).is_fitted
+    executor.close()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
 from pd_cluster.worker import model_loading
 from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_cluster.worker.input_batch import InputBatch
 from pd_cluster.worker.logits_stages.penalties import PenaltyTables
 from pd_cluster.worker.warm_up import run_steps_of_all_kinds
 from pd_kernels import launch_sizes, triton_dependent_launch
@@ -36,6 +38,8 @@ from pd_kernels.triton_attention import TritonBackend
 from tests.worker.tables import table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pd_kernels.backends import Kernels
 
 BLOCK_SIZE = 64
@@ -63,15 +67,16 @@ class Case:
     max_len: int
     dtype: str = "bfloat16"
     kv_cache_dtype: str = "auto"
+    most_drafts: int = 0  # of a sequence in a step
 
 
 CASES = {
     "large": Case(CONFIGS["8b"], 7, 2048, 8192),
     "windows": Case({**CONFIGS["8b"], **WINDOWS}, 21, 2048, 2048),
-    "small": Case(CONFIGS["0.6b"], 64, 2048, 8192),
+    "small": Case(CONFIGS["0.6b"], 64, 2048, 8192, most_drafts=16),
     "gemma3": Case({**CONFIGS["0.6b"], **GEMMA3}, 8, 1024, 2048),
-    "float8 blocks": Case({**CONFIGS["0.6b"], **FLOAT8}, 16, 256, 1024),
-    "experts": Case({**CONFIGS["30b-a3b"], **EXPERTS}, 21, 2048, 2048),
+    "float8 blocks": Case({**CONFIGS["0.6b"], **FLOAT8}, 16, 256, 1024, most_drafts=5),
+    "experts": Case({**CONFIGS["30b-a3b"], **EXPERTS}, 21, 2048, 2048, most_drafts=16),
     "small, float16": Case(CONFIGS["0.6b"], 8, 4096, 2048, "float16"),
     "large, fp8 cache": Case(CONFIGS["8b"], 7, 1024, 8192, kv_cache_dtype="fp8"),
 }
@@ -111,6 +116,7 @@ def leave_out_products() -> None:
     model_loading.fill_at_random = lambda model, seed: None  # type: ignore[attr-defined]
     linear._packs = lambda dtype: False
     PenaltyTables.note = lambda tables, rows, token_ids: None  # type: ignore[method-assign, assignment]
+    InputBatch._note_runs = lambda rows, runs, samples: None  # type: ignore[method-assign, assignment]
     F.linear = lambda x, weight, bias: x.new_empty(len(x), len(weight))  # type: ignore[assignment, misc]
 
 
@@ -132,21 +138,26 @@ def start(case: Case) -> DeviceExecutor:
             scheduler=SchedulerConfig(max_num_seqs=case.num_seqs, max_num_batched_tokens=case.budget),
         )
         worker = DeviceExecutor.started(node, lambda line: None)
-    run_steps_of_all_kinds(worker._runner, case.max_len, node.scheduler)
+    run_steps_of_all_kinds(worker._runner, case.max_len, node.scheduler, case.most_drafts)
     return worker
 
 
-def serve(worker: DeviceExecutor, num_decodes: int, *prompts: tuple[int, int, int]) -> None:
-    """One step of decodes and of chunks of `prompts`: (tokens before it, its tokens, those that it lacks)."""
-    lengths = [(index % 5 * BLOCK_SIZE, 1, 0) for index in range(num_decodes)] + list(prompts)
+def serve(worker: DeviceExecutor, num_decodes: int, *prompts: tuple[int, int, int], drafts: Sequence[int] = ()) -> None:
+    """One step of decodes, of decodes with so many `drafts` each, and of chunks of `prompts`.
+
+    prompts: (tokens before it, its tokens, those that it lacks).
+    """
+    plain = [(index % 5 * BLOCK_SIZE, 1, 0) for index in range(num_decodes + len(drafts))]
+    each = [0] * num_decodes + [*drafts] + [0] * len(prompts)
     starts, chunks = [], []
-    for seq_id, (begin, size, rest) in enumerate(lengths):
+    for seq_id, ((begin, size, rest), num_drafts) in enumerate(zip([*plain, *prompts], each, strict=True)):
         count = begin + size + rest
-        params, blocks = PARAMS[seq_id % len(PARAMS)], tuple(range(-(-count // BLOCK_SIZE)))
+        params, blocks = PARAMS[seq_id % len(PARAMS)], tuple(range(-(-(count + num_drafts) // BLOCK_SIZE)))
         starts.append(SequenceStart(seq_id, (0,) * count, count, table(blocks), params, seq_id))
-        chunks.append(SequenceChunk(seq_id, begin, size, num_samples=0 if rest else 1))
+        guessed = (0,) * num_drafts
+        chunks.append(SequenceChunk(seq_id, begin, size + num_drafts, num_samples=0 if rest else 1, drafts=guessed))
     worker.launch(Batch(0, tuple(starts), tuple(chunks))).result()
-    worker.launch(Batch(1, departures=tuple(range(len(lengths))))).result()
+    worker.launch(Batch(1, departures=tuple(range(len(each))))).result()
 
 
 def compiled_later(worker: DeviceExecutor, case: Case, variants: Variants) -> list[str]:
@@ -163,6 +174,14 @@ def compiled_later(worker: DeviceExecutor, case: Case, variants: Variants) -> li
             if begin + size + 5 <= case.max_len:
                 serve(worker, 0, (begin, size, 0))
                 serve(worker, min(size % 5, most - 2), (begin, size, 5), (0, 2, 0))
+    counts = (1, 2, 3, 8, 13, most - 1, most), (1, 2, 3, 7, 16), (0, 1, 5)
+    for num, each, beside in product(*counts):
+        if num and each <= case.most_drafts and num * each <= most and num + beside <= most:
+            serve(worker, beside, drafts=[each] * num)
+            serve(worker, beside, drafts=[1 + index % each for index in range(num)])
+            if num + beside < most:
+                serve(worker, beside, (0, 65, 0), drafts=[each] * num)
+                serve(worker, beside, (10, 100, 3), drafts=[each] * num)
     return [text for variant, text in variants.seen.items() if variant not in known]
 
 

@@ -1,0 +1,173 @@
+"""What drafts cost in a step, beyond what the step takes without them. Pure: fed works and seconds.
+
+    step        once for a step with drafts: no other runs beside it, so that its launch takes part of its time
+    sequence    for each sequence with drafts, because it attends as a chunk
+    row         for each draft, by segments of all rows of the step: a GPU computes the first hundred or two while it
+                reads the weights. A row is a token of the model and one of the head
+    key         for each product of a draft and a token before it
+
+The experts of a mixture are not among them: the first tokens of a step read these, drafts or not (`step_model.py`).
+
+These prices alone are learned from steps with drafts: from what such a step takes longer than the same without drafts
+is predicted to. So no draft changes what a prompt or a decode costs. An error of those is taken for one of drafts until
+steps without drafts correct it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from math import inf
+from operator import mul
+from typing import TYPE_CHECKING, NamedTuple
+
+from pd_cluster.scheduling.ladder import Ladder, bounds_of, segments
+from pd_cluster.scheduling.term_factors import TermFactors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# 8B, bf16, one H200: 1, 32, 64 and 128 decodes after 1,024 tokens take 4.3, 5.3, 7.0 and 9.1 ms, with one draft each
+# 4.5, 6.5, 7.9 and 14.3, with three 4.6, 6.6, 10.8 and 17.1. All prices are at most 6% off the times of these steps
+STEP_S, SEQUENCE_S, KEY_S = 0.4e-3, 11e-6, 0.2e-9
+ROW_KNOTS = (0, 128, 256)  # rows of a step where the price of one more changes
+ROW_S = (4e-6, 22e-6, 13e-6)  # between and beyond
+
+OUTLIER = 1.5  # a step counts as at most so many times its prediction, or as one part in so many
+EARLY_OUTLIER = 4.0  # of the first steps, where none were measured at start
+FIRST_FITS = (4, 8, 16)  # numbers of first steps that replace the prices where none were measured
+CORRECT_EVERY = 16  # steps
+MEMORY = 0.97  # of what was noted, at each correction
+# To the prices before, in steps: weaker than that of other terms, because drafts take a smaller share of a step
+PULL, FIT_PULL = 0.1, 1e-5
+SWEEPS, FIT_SWEEPS = 8, 1000
+
+
+class DraftWork(NamedTuple):
+    """What the drafts of a step compute."""
+
+    before: int  # tokens of the step without them
+    num_drafts: int
+    num_sequences: int  # with drafts
+    num_keys: int  # products of a draft and a token before it
+
+
+Sample = tuple[DraftWork, float, float]  # drafts, seconds of their step, predicted seconds of the same without them
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCosts:
+    """What any number of drafts costs in one step, in seconds."""
+
+    alone_s: float  # the step without drafts
+    step_s: float  # once, if there are any
+    sequence_s: float  # for each sequence with drafts
+    knots: tuple[int, ...]  # numbers of drafts, ascending from 0
+    rows_s: tuple[float, ...]  # what so many drafts cost beside that. It is linear between the knots
+
+    def seconds(self, num_drafts: int, num_drafting: int) -> float:
+        """The step with so many drafts, at most the last knot, of so many sequences."""
+        if not num_drafts:
+            return self.alone_s
+        return self.rows_and_alone_s(num_drafts) + self.step_s + self.sequence_s * num_drafting
+
+    def rows_and_alone_s(self, num_drafts: int) -> float:
+        """The same without `step_s` and `sequence_s`."""
+        knots, rows_s = self.knots, self.rows_s
+        at = max(1, bisect_left(knots, num_drafts))
+        low, low_s = knots[at - 1], rows_s[at - 1]
+        return self.alone_s + low_s + (rows_s[at] - low_s) * (num_drafts - low) / (knots[at] - low)
+
+
+class DraftPrices:
+    """Prices of drafts, always above 0."""
+
+    rows: Ladder
+    _seconds: list[float]
+
+    def __init__(self) -> None:
+        self._early: list[Sample] | None = []  # None: measured, or enough steps were noted
+        self._num_noted = 0
+        # Factors are of the first prices, also after a fit: where it made a price nearly 0, that may rise again
+        self._first = [STEP_S, SEQUENCE_S, KEY_S, *ROW_S]
+        self._restart([1.0] * len(self._first))
+
+    @property
+    def step_s(self) -> float:
+        return self._seconds[0]
+
+    @property
+    def sequence_s(self) -> float:
+        return self._seconds[1]
+
+    @property
+    def key_s(self) -> float:
+        return self._seconds[2]
+
+    def scale(self, factor: float) -> None:
+        """Multiply all prices: the device takes so many times as long as was thought."""
+        self._first = [factor * price for price in self._seconds]
+        self._restart([1.0] * len(self._first))
+
+    def seconds(self, work: DraftWork) -> float:
+        """What the drafts of a step cost."""
+        own, (before, num_drafts, num_sequences, num_keys) = self._seconds, work
+        rows_s = self.rows.seconds(before + num_drafts) - self.rows.seconds(before)
+        return own[0] + own[1] * num_sequences + own[2] * num_keys + rows_s
+
+    def note(self, work: DraftWork, seconds: float, alone_s: float) -> None:
+        """Note a step with drafts that took so long. alone_s: predicted of the same without its drafts."""
+        if self._early is not None:
+            self._early.append((work, seconds, alone_s))
+            if len(self._early) in FIRST_FITS:
+                self._replace(self._early, EARLY_OUTLIER)
+            if len(self._early) == FIRST_FITS[-1]:
+                self._early = None
+            return
+        self._num_noted += 1
+        self._add(work, seconds, alone_s, OUTLIER)
+        if not self._num_noted % CORRECT_EVERY:
+            self._solve(PULL, SWEEPS)
+            self._factors.fade(MEMORY)
+
+    def fit(self, measured: Sequence[Sample]) -> None:
+        """Replace the prices by measured steps."""
+        self._replace(measured, inf)
+        self._early = None
+
+    def _replace(self, samples: Sequence[Sample], most: float) -> None:
+        """Each sample counts as at most `most` times what it would be at first."""
+        self._restart([1.0] * len(self._first))
+        for work, seconds, alone_s in samples:
+            self._add(work, seconds, alone_s, most)
+        self._solve(FIT_PULL, FIT_SWEEPS)
+        self._restart(self._factors.values)
+
+    def _restart(self, factors: Sequence[float]) -> None:
+        """Set the factors, and forget the steps after them."""
+        self._factors = TermFactors(factors)
+        self._use()
+
+    def _use(self) -> None:
+        self._seconds = list(map(mul, self._first, self._factors.values))
+        self.rows = Ladder(ROW_KNOTS, self._seconds[_ROWS:])
+
+    def _add(self, work: DraftWork, seconds: float, alone_s: float, most: float) -> None:
+        parts = self._parts(work)
+        predicted_s = alone_s + sum(part for _, part in parts)
+        seconds = min(max(seconds, predicted_s / most), predicted_s * most)
+        self._factors.add(parts, seconds, alone_s)
+
+    def _solve(self, pull: float, sweeps: int) -> None:
+        self._factors.solve([pull] * len(self._first), sweeps)
+        self._use()
+
+    def _parts(self, work: DraftWork) -> list[tuple[int, float]]:
+        """The terms that the drafts have: (index of the price, seconds)."""
+        amounts = [(0, 1), (1, work.num_sequences), (2, work.num_keys)]
+        amounts += segments(_BOUNDS, work.before, work.before + work.num_drafts, _ROWS)
+        return [(index, self._seconds[index] * amount) for index, amount in amounts]
+
+
+_ROWS = 3  # index of the first price of rows
+_BOUNDS = bounds_of(ROW_KNOTS)
