@@ -38,6 +38,8 @@ class StepPrice:
     num_decodes: int  # in the step, with or without drafts
     seconds_of: Callable[[int], float]  # of the step with so many drafts
     knots: Sequence[int] = ()  # numbers of drafts at which the price of one more changes, ascending
+    step_s: float = 0.0  # further ones of a step with any draft
+    sequence_s: float = 0.0  # further ones for each sequence with drafts
     gap_s: float = 0.0
     most: int = 1 << 30  # drafts
     most_s: float = inf  # of the step
@@ -53,7 +55,8 @@ def most_worth(offers: Sequence[DraftOffer], price: StepPrice) -> list[int]:
     asked = [0, *(knot for knot in price.knots if 0 < knot < num), num]
     seconds = np.interp(np.arange(num + 1), asked, [price.seconds_of(count) for count in asked])
     most_shared_s = PROLONGED * seconds[0] if price.most_shared_s == inf else price.most_shared_s
-    seconds[1:] += price.gap_s
+    begun = np.searchsorted(np.sort(-chances[starts]), -best, side="right")  # sequences with one of the best drafts
+    seconds[1:] += price.gap_s + price.step_s + price.sequence_s * np.minimum(begun, np.arange(1, num + 1))
     num_shared = num  # up to so many drafts a stream has none
     if len(offers) == price.num_decodes:
         firsts = chances[starts]

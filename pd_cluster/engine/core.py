@@ -148,7 +148,8 @@ class EngineCore:
         if is_state_kept or config.model.logits_stages:
             logger.warning("nothing is drafted: %s", "the model keeps states" if is_state_kept else "--logits-stage")
             return None
-        return Speculation(drafter or LookupDrafter(), self._step_model, lambda: self._pipeline.gap_s)
+        model = self._step_model
+        return Speculation(drafter or LookupDrafter(), model, lambda: self._pipeline.gap_s, lambda: model.is_fitted)
 
     def _make_scheduler(self, config: NodeConfig, drafter: Drafter | None) -> Scheduler:
         model = self._executor.model

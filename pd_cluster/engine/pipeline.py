@@ -44,6 +44,7 @@ class Flight:
     work: StepWork
     predicted_s: float
     is_uncertain: bool  # it has drafts
+    is_after_drafts: bool  # it was launched when one with drafts had retired, so its launch counts in its seconds
     loads_behind: list[LoadSpec] = field(default_factory=list)  # they start when this step has retired
 
 
@@ -80,8 +81,10 @@ class Pipeline:
         self._flights: deque[Flight] = deque()
         self._retired_s = 0.0
         self._was_over = False  # the step that retired last, before the host looked
+        self._was_uncertain = False  # the step that retired last
         self._timing = StepTiming()
-        self._unlearned: list[tuple[StepWork, float, bool]] = []  # of retired steps: work, seconds, whether exact
+        # Of retired steps: work, seconds, whether exact, accepted drafts
+        self._unlearned: list[tuple[StepWork, float, bool, int]] = []
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -113,11 +116,11 @@ class Pipeline:
 
     @property
     def gap_s(self) -> float:
-        """Seconds that the device idles behind a step with drafts: the host plans and launches the next one then.
+        """Seconds that the device idles after a step with drafts: the host plans the next one then.
 
-        0 where it does so behind every step.
+        0 where it does so after every step.
         """
-        return 0.0 if self.depth == 1 else self._timing.host_s
+        return 0.0 if self.depth == 1 else self._timing.gap_s
 
     @property
     def busy_s(self) -> float:
@@ -157,8 +160,12 @@ class Pipeline:
         pending = self._executor.launch(batch, self._forecast.deadline_s(kind))
         work = StepWork.of(batch.chunks)  # after the launch: the device has work by now
         predicted_s = self._model.seconds(work)
-        is_uncertain = work.num_drafts > 0
-        self._flights.append(Flight(batch, pending, launched_s, kind, allowed_s, work, predicted_s, is_uncertain))
+        is_after_drafts = self._was_uncertain and not self._flights
+        if is_after_drafts:
+            self._timing.note_gap(launched_s - self._retired_s)
+        self._flights.append(
+            Flight(batch, pending, launched_s, kind, allowed_s, work, predicted_s, work.num_drafts > 0, is_after_drafts)
+        )
         self._timing.note_launch(batch, self._clock() - started_s - waited_s)
         return True
 
@@ -175,8 +182,11 @@ class Pipeline:
         # A step after one that the host saw late had begun before: 0 s of it were noted, and its longer likes never
         is_begin_seen = not self._was_over or flight.launched_s >= self._retired_s
         is_exact = is_begin_seen and (not was_over or duration_s < flight.predicted_s)
-        self._was_over = was_over
-        self._unlearned.append((flight.work, duration_s, is_exact))
+        # Prices of drafts hold their steps' launches. Decodes would seem longer by them
+        is_exact = is_exact and not (self.depth > 1 and flight.is_after_drafts and not flight.is_uncertain)
+        self._was_over, self._was_uncertain = was_over, flight.is_uncertain
+        num_accepted = _num_accepted(flight.batch, result) if flight.is_uncertain else 0
+        self._unlearned.append((flight.work, duration_s, is_exact, num_accepted))
         self.total_s += duration_s
         self._retired_s = now_s
         if flight.loads_behind:
@@ -185,10 +195,10 @@ class Pipeline:
 
     def learn(self) -> None:
         """Correct predictions by the steps that have retired. Call it when their tokens are sent: it takes 40 us."""
-        for work, duration_s, is_exact in self._unlearned:
+        for work, duration_s, is_exact, num_accepted in self._unlearned:
             if is_exact:
                 self._model.note(work, duration_s)
-            self._room.note(work, duration_s)
+            self._room.note(work, duration_s, num_accepted)
         self._unlearned.clear()
 
     def rest(self) -> None:
@@ -200,3 +210,9 @@ class Pipeline:
         if allowed_s != self.allowed_s:
             self.allowed_s = allowed_s
             self._allow_silence(allowed_s)
+
+
+def _num_accepted(batch: Batch, result: StepResult) -> int:
+    """The drafts of a step that were accepted. A sequence that is absent has none."""
+    runs = (result.samples.get(chunk.seq_id) for chunk in batch.chunks if chunk.drafts)
+    return sum(len(run) - 1 for run in runs if run)

@@ -40,6 +40,7 @@ GROWTH = 1.05  # most growth of a prediction in one step, so that it follows the
 FLOOR = 0.5  # a prediction is at least this share of the shorter of the last two steps
 ALIKE = 0.2  # decode steps take about equally long if their numbers of sequences differ by a smaller share
 MEMORY = 0.95  # a slow planning is remembered for some tens of steps
+GAP_SHARE = 0.1  # of a gap in the mean of gaps
 TRUST = 0.34  # gained with each step with prompts that outlasted its prediction; at most 1 in all
 
 
@@ -53,6 +54,7 @@ class StepTiming:
 
     _host_s: float = 0.0  # planning and launching a step of decodes
     _prompt_host_s: float = 0.0  # planning and launching a step with prompts, which may not be one graph
+    _gap_s: float = 0.0  # a mean; 0: none was noted
     _decode_s: float = 0.0  # predicted duration of the next pure decode step; 0: none
     _last_decode_s: float = 0.0  # duration of the last one
     _num_decodes: int = 0  # rows of logits in it: one a sequence, and one a draft
@@ -66,9 +68,13 @@ class StepTiming:
         return self._last_decode_s
 
     @property
-    def host_s(self) -> float:
-        """Seconds in which the host plans and launches a step of decodes."""
-        return self._host_s
+    def gap_s(self) -> float:
+        """Seconds from the end of a step with drafts to the launch of the next one; at first those of any planning."""
+        return self._gap_s or self._host_s
+
+    def note_gap(self, gap_s: float) -> None:
+        """Note such a gap. A long one says little: there may have been nothing to compute."""
+        self._gap_s = self.gap_s + GAP_SHARE * (min(gap_s, 2 * self.gap_s) - self.gap_s)
 
     def note_launch(self, batch: Batch, host_s: float) -> None:
         """Note that planning and launching a step took `host_s`."""

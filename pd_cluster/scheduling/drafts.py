@@ -17,7 +17,7 @@ import msgspec
 from pd_cluster.drafting.worth import StepPrice, most_worth
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling.batch import SequenceChunk
-from pd_cluster.scheduling.step_model import KNOTS, StepModel, StepWork
+from pd_cluster.scheduling.step_model import StepModel, StepWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,11 +59,16 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A drafter, and what its drafts are weighed by. `gap_s`: of the device behind a step with drafts."""
+    """A drafter, and what its drafts are weighed by.
+
+    gap_s: of the device after a step with drafts. is_priced: whether the model rests on steps of this node. Before that
+    no step has drafts: those teach nothing else, so a node whose every step drafts would never be priced.
+    """
 
     drafter: Drafter
     model: StepModel = field(default_factory=StepModel)
     gap_s: Callable[[], float] = lambda: 0.0
+    is_priced: Callable[[], bool] = lambda: True
 
 
 class Drafting:
@@ -117,6 +122,8 @@ class Drafting:
 
     def add(self, builder: BatchBuilder) -> None:
         """Turn decodes of the step, which is planned otherwise, into decodes with drafts, and order its chunks."""
+        if not self._costs.is_priced():
+            return
         chunks, sequences, unready = builder.chunks, self._queues.sequences, builder.unready or ()
         offered, expected, offer_of = list[tuple[int, "DraftOffer"]](), self._expected, self._drafter.offer
         for at, chunk in enumerate(chunks):
@@ -142,20 +149,18 @@ class Drafting:
 
     def _price(self, builder: BatchBuilder, offered: Tokens[tuple[int, DraftOffer]]) -> StepPrice:
         """What drafts cost in this step."""
-        work, model, prompts = StepWork.of(builder.chunks), self._costs.model, builder.prompts
-        num_keys = sum(builder.chunks[at].start + 1 for at, _ in offered) / len(offered)  # before a draft, on average
-
-        def seconds_of(num: int) -> float:
-            drafts = {"num_drafts": num, "draft_keys": round(num * num_keys)}
-            return model.seconds(StepWork(work.num_decodes, work.context, work.num_tokens, work.num_keys, **drafts))
-
+        work, prompts = StepWork.of(builder.chunks), builder.prompts
+        most = int(min(builder.budget, builder.rows, prompts.cost_left if prompts.is_limited else inf))
+        costs = self._costs.model.draft_costs(work, max(1, most))
         most_s, most_shared_s = self._budget.most_with_drafts_s(self._queues)
         return StepPrice(
             num_decodes=work.num_decodes,
-            seconds_of=seconds_of,
-            knots=[knot - work.num_decodes - work.num_tokens for knot in KNOTS],
+            seconds_of=costs.rows_and_alone_s,
+            knots=costs.knots,
+            step_s=costs.step_s,
+            sequence_s=costs.sequence_s,
             gap_s=self._costs.gap_s(),
-            most=int(min(builder.budget, builder.rows, prompts.cost_left if prompts.is_limited else inf)),
+            most=most,
             most_s=most_s,
             most_shared_s=most_shared_s,
         )

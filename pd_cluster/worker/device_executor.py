@@ -199,7 +199,7 @@ class DeviceCached(DeviceState):
         runner = self._make_runner(self._cache, max_len)
         run_first_steps(runner, block_size, max_len)
         if plan.device.type == "cuda":
-            run_steps_of_all_kinds(runner, max_len, plan.config.scheduler)
+            run_steps_of_all_kinds(runner, max_len, plan.config.scheduler, plan.most_drafts)
         for tensor in self._cache.tensors:
             tensor[:NUM_BLOCKS].zero_()
 
@@ -232,14 +232,14 @@ class DeviceExecutor(DeviceState):
 
         Leaves the cache zeroed and no sequences.
         """
-        # On a shared GPU other nodes' steps would be measured, too
-        if self.model.device == "cpu" or self.config.cache.gpu_share < 1:
-            return
         plan, model = self._plan, self.model
+        # On a shared GPU other nodes' steps would be measured, too
+        if (model.device == "cpu" and not plan.most_drafts) or self.config.cache.gpu_share < 1:
+            return
         timer = StepTimer(self.launch, self.slabs, self.block_size, model.max_model_len, model.vocab_size)
         self.config, self.model = measure_sizes(
             self.config, model, timer, plan.progress, measures_budget=plan.is_budget_measured,
-            may_fail=plan.place is None,
+            may_fail=plan.place is None, most_drafts=plan.most_drafts,
         )  # fmt: skip
         self.clear()
 

@@ -21,7 +21,7 @@ from pd_cluster.worker.logits_stages.order import find_stage
 from pd_cluster.worker.model_loading import describe_model
 from pd_cluster.worker.profiler import Profiler
 from pd_cluster.worker.rank_sampler import RankPlace
-from pd_connectors.protocol.layout import BlockLayout
+from pd_connectors.protocol.layout import BlockLayout, KVKind
 from pd_kernels.selection import select_kernels
 from pd_kernels.values import FEW_ROWS
 
@@ -60,6 +60,13 @@ class DevicePlan:
     reduce: Reduce | None  # the sums of the model's products over the ranks
     profiler: Profiler
     owned: ExitStack
+
+    @property
+    def most_drafts(self) -> int:
+        """Of a sequence in a step. 0: steps have none, see `EngineCore._speculation`."""
+        limits = self.config.scheduler
+        keeps_states = any(group.kind is KVKind.STATE for group in self.layout.groups)
+        return 0 if limits.speculation == "none" or keeps_states or self.outside_stages else limits.max_drafts
 
     @classmethod
     def make(cls, config: NodeConfig, progress: Callable[[str], None], place: RankPlace | None = None) -> DevicePlan:

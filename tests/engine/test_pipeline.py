@@ -190,7 +190,13 @@ def test_the_model_learns_from_steps_that_the_host_waited_for(device: FakeDevice
     assert steps.busy_s == 0.0
     noted: list[tuple[StepWork, float]] = []
     all_noted: list[tuple[StepWork, float]] = []
-    streams.note = lambda work, seconds: all_noted.append((work, seconds))  # type: ignore[method-assign]
+    with_drafts: list[int] = []
+
+    def note(work: StepWork, seconds: float, num_accepted: int = 0) -> None:
+        all_noted.append((work, seconds))
+        with_drafts.append(num_accepted)
+
+    streams.note = note  # type: ignore[method-assign]
     model.note = lambda work, seconds: noted.append((work, seconds))  # type: ignore[method-assign]
     work = StepWork(1, 7)
     step_s = model.seconds(work)

@@ -19,9 +19,9 @@ from pd_cluster.worker.capacity import STEP_TOKENS
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.pending_step import PendingStep
 from pd_cluster.worker.step_measurement import (
-    BEHIND,
     CPU_DRAFTS,
     DRAFTS,
+    NUM_BEFORE,
     STEPS,
     StepTimer,
     draft_sizes,
@@ -165,7 +165,7 @@ def test_only_steps_with_drafts_that_a_node_may_run_are_measured(
         assert num * (1 + drafts) <= budget
         assert drafts <= most
         assert STEPS * (1 + drafts) < max_len
-        assert context != BEHIND or BEHIND + STEPS * (1 + drafts) <= max_len
+        assert context != NUM_BEFORE or NUM_BEFORE + STEPS * (1 + drafts) <= max_len
     if (num_seqs, most) == (256, 16):
         assert found == list(sizes)
 
