@@ -62,7 +62,7 @@ class Speculation:
     """A drafter, and what its drafts are weighed by.
 
     gap_s: of the device after a step with drafts. is_priced: whether the model rests on steps of this node. Before that
-    no step has drafts: those teach nothing else, so a node whose every step drafts would never be priced.
+    no step has drafts: those teach nothing else, and with drafts in each step the node would never be priced.
     """
 
     drafter: Drafter
@@ -87,12 +87,14 @@ class Drafting:
     def counters(self) -> dict[str, float]:
         """Totals since boot, by metric name without prefix. A sequence's drafts in a step count as one of `drafts`."""
         num_reached = [sum(self._num_runs[at:]) for at in range(self._most + 1)]  # runs of so many accepted, or more
-        name = "spec_decode_num_accepted_tokens"
         return {
             "spec_decode_num_drafts_total": float(num_reached[0]),
             "spec_decode_num_draft_tokens_total": float(self._num_drafts),
-            f"{name}_total": float(sum(num_reached[1:])),
-        } | {f"{name}_per_pos_total|position={at}": float(num) for at, num in enumerate(num_reached[1:])}
+            "spec_decode_num_accepted_tokens_total": float(sum(num_reached[1:])),
+        } | {
+            f"spec_decode_num_accepted_tokens_per_pos_total|position={at}": float(num)
+            for at, num in enumerate(num_reached[1:])
+        }
 
     def expect(self, request: Request) -> None:
         """Note a request that has its sequences."""

@@ -272,7 +272,7 @@ def test_a_rank_that_sleeps_closes_the_part_of_the_connector() -> None:
 
         return call
 
-    sockets = SimpleNamespace(tell=lambda _: None)
+    sockets = SimpleNamespace(report=lambda _: None)
     process = RankProcess(RankStart(NodeConfig(), 1, "", 0), cast("Any", sockets))
     process._state = SimpleNamespace(sleep=note("sleep", "loaded"))
     process._pending.append(cast("Any", SimpleNamespace(result=note("step"))))
