@@ -1,7 +1,7 @@
 """How likely the next tokens of a match are drawn. Learned on the node from all sequences, in some hundred numbers.
 
 What tells most is the length of the match, and how many tokens of it have been right since: a token later in a run is
-one behind a longer match. So each class of lengths has a chance for each place in the run, and so has the beginning of
+one after a longer match. So each class of lengths has a chance for each place in the run, and so has the beginning of
 a prediction. They begin with what was measured on edits, patches, JSON and code.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 LONGEST = 16  # tokens of a match that are compared
-# Shares of first tokens that were right behind matches of 1, 2 ... tokens; 9 and more
+# Shares of first tokens that were right after matches of 1, 2 ... tokens; 9 and more
 PRIORS = (0.35, 0.5, 0.6, 0.7, 0.8, 0.8, 0.8, 0.8, 0.92)
 LENGTHS = (2, 3, 4, 5, 9)  # the least ones of the classes
 BEGINNING_LENGTH = 5  # of the match that a prediction's beginning counts as, until some were seen
@@ -28,7 +28,7 @@ MEMORY = 0.9  # of what was noted, at each correction: about 160 runs count
 
 
 class Runs:
-    """The runs behind matches of one class: how many there were, and what the next one may be."""
+    """The runs after matches of one class: how many there were, and what the next one may be."""
 
     def __init__(self, length: int) -> None:
         """`length`: of the matches, at least."""
@@ -56,7 +56,7 @@ class Runs:
         """Say what is known, and note new runs."""
         self._num_new = 0
         self._ends = [0] * (NUM_PLACES + 1)  # new runs by the number of their right tokens
-        self._wrong = [0] * (NUM_PLACES + 1)  # those of them with a wrong token behind these
+        self._wrong = [0] * (NUM_PLACES + 1)  # those of them with a wrong token after these
         chances = (self._right + NUM_PRIOR * self._prior) / (self._tried + NUM_PRIOR)
         later = np.full(MOST_RUN - NUM_PLACES, chances[-1])
         self.reached = np.cumprod(np.concatenate([chances, later])).astype(np.float32)
@@ -69,4 +69,4 @@ class Chances:
         classes = [Runs(length) for length in LENGTHS]
         self.beginning = Runs(BEGINNING_LENGTH)  # of a prediction: there is no match
         # by length; the first two are of no match
-        self.behind = [classes[max(0, bisect_right(LENGTHS, length) - 1)] for length in range(LONGEST + 1)]
+        self.after = [classes[max(0, bisect_right(LENGTHS, length) - 1)] for length in range(LONGEST + 1)]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 256_000_000  # of all indexes of a node: 20 million tokens of prompts
+SPARE_BYTES = 16_000_000  # of them, that texts leave to the outputs of sequences that have theirs
 TEXT_BYTES = 4096  # that a text counts as, however short: so their number is bounded too
 
 
@@ -51,15 +52,12 @@ class Indexes:
         self._is_refused = False
         self.num_bytes = 0
 
-    def add(self, token_ids: list[int], num_users: int) -> IndexedText:
-        """Begin to index a text, unless there is no room."""
-        text = IndexedText(token_ids, len(token_ids), num_users)
-        self.begin(text)
-        return text
-
     def begin(self, text: IndexedText) -> None:
-        """Begin to make the index of a text, if that has not begun and there is room now."""
-        if text.made is None and not self._is_refused and self.take(text.num_bytes):
+        """Begin to make the index of a text, if that has not begun and there is room now.
+
+        Call it when a sequence decodes: texts of 400 prompts that waited left no room for those that ran.
+        """
+        if text.made is None and not self._is_refused and self.take(text.num_bytes, SPARE_BYTES):
             try:
                 text.made = self._pool.submit(text.make)
             except RuntimeError as error:  # the system has no more threads
@@ -74,9 +72,9 @@ class Indexes:
             text.made.cancel()
             self.give(text.num_bytes)
 
-    def take(self, num_bytes: int) -> bool:
-        """Count memory for what grows beside the texts. False: there is no room."""
-        if has_room := self.num_bytes + num_bytes <= MOST_BYTES:
+    def take(self, num_bytes: int, spare: int = 0) -> bool:
+        """Count memory as used. False: there is no room, or less than `spare` would be left."""
+        if has_room := self.num_bytes + num_bytes <= MOST_BYTES - spare:
             self.num_bytes += num_bytes
         return has_room
 

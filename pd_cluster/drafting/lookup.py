@@ -1,6 +1,6 @@
 """Guesses what follows in a sequence: what followed its last tokens where they stood before.
 
-A *match* is a place in a text behind tokens that are the sequence's last ones. The texts are the output so far, the
+A *match* is a place in a text after tokens that are the sequence's last ones. The texts are the output so far, the
 prompt, and the client's prediction of the answer; never one of another request, because by the time that an answer
 takes its client would see what others wrote.
 
@@ -10,7 +10,7 @@ takes its client would see what others wrote.
     before the first token                      a prediction is followed from its beginning, without a match
 
 The output is also what the prompt goes on with, so a match may reach from one into the other. One that reaches the end
-of the output repeats: behind `a b a b` it says `a b a b ...`.
+of the output repeats: after `a b a b` it says `a b a b ...`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PIECE = 512  # tokens that are indexed at a time, 0.1 ms: a sequence without drafts for long has many
 LAG = 16  # tokens that need no index while a match is followed: 16 at once take as long as 6 one by one
-REST, MOST_REST = 16, 1024  # tokens without drafts, behind a right one that was not verified
+REST, MOST_REST = 16, 1024  # tokens without drafts, after a right one that was not verified
 
 
 class Lookup:
@@ -46,7 +46,7 @@ class Lookup:
     ) -> None:
         """token_ids: of the sequence. Others append to them, and then call `advance`.
 
-        texts: their tokens and indexes; the prompt's tokens are `token_ids`. prediction: followed from the token behind
+        texts: their tokens and indexes; the prompt's tokens are `token_ids`. prediction: followed from the token after
         `num_indexed` on. num_indexed: so many of `token_ids` are in an index. output: the index of the others; None:
         they are not looked up.
         """
@@ -80,7 +80,7 @@ class Lookup:
                 self._search()
 
     def offer(self, num_ahead: int, most: int) -> DraftOffer | None:
-        """Take what has come. -> at most `most` tokens that may follow, behind `num_ahead` that running steps draw."""
+        """Take what has come. -> at most `most` tokens that may follow, after `num_ahead` that running steps draw."""
         self.advance()
         text, place, num = self._text, self._place, num_ahead + most
         if text is None or self._num_taken < self._rests_until:
@@ -113,7 +113,7 @@ class Lookup:
                 num_right += 1
         self._runs.note(len(expected), num_right)
         if self._num_verified is not None:
-            if num_right > self._num_verified:  # there was no mask of a grammar behind this right draft
+            if num_right > self._num_verified:  # there was no mask of a grammar after this right draft
                 self._rests_until = len(self._token_ids) + self._rest
                 self._rest = min(2 * self._rest, MOST_REST)
             self._num_verified = None
@@ -122,7 +122,7 @@ class Lookup:
         if num_right < len(drawn) or place == len(text):
             self._text = None
         elif length > 1:
-            self._runs = self._chances.behind[length if length < LONGEST else LONGEST]
+            self._runs = self._chances.after[length if length < LONGEST else LONGEST]
 
     def _search(self) -> None:
         """Find the longest match. Of equals the first text's newest."""
@@ -138,7 +138,7 @@ class Lookup:
                     if length > longest:
                         longest = length
                         self._text, self._place = text, place
-        self._length, self._runs = longest, self._chances.behind[longest]
+        self._length, self._runs = longest, self._chances.after[longest]
 
 
 def _match(text: list[int], place: int, token_ids: list[int]) -> int:

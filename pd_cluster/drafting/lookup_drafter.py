@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd_cluster.drafting.chances import Chances
-from pd_cluster.drafting.indexes import Indexes
+from pd_cluster.drafting.indexes import IndexedText, Indexes
 from pd_cluster.drafting.lookup import Lookup
 from pd_cluster.drafting.token_index import OutputIndex
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pd_cluster.drafting.indexes import IndexedText
     from pd_cluster.drafting.offer import DraftOffer
     from pd_cluster.drafting.token_index import TokenIndex
 
@@ -41,21 +40,21 @@ class LookupDrafter:
 
     def expect(self, known: Mapping[int, list[int]], prediction: Sequence[int], num_prompt: int) -> None:
         """See `Drafter`."""
-        texts = dict[int, "IndexedText"]()
-        predicted = self._indexes.add([*prediction], len(known)) if prediction else None
+        texts = dict[int, IndexedText]()
+        predicted = IndexedText([*prediction], len(prediction), len(known)) if prediction else None
         for seq_id, token_ids in known.items():
             if (text := texts.get(id(token_ids))) is None:
                 num_users = sum(other is token_ids for other in known.values())
-                text = texts[id(token_ids)] = self._indexes.add(token_ids, num_users)
+                text = texts[id(token_ids)] = IndexedText(token_ids, len(token_ids), num_users)
             self._drafted[seq_id] = _Drafted(text, predicted, len(token_ids) == num_prompt, len(token_ids))
 
     def offer(self, seq_id: int, token_ids: list[int], num_ahead: int, most: int) -> DraftOffer | None:
         """See `Drafter`."""
         one = self._drafted[seq_id]
-        if len(token_ids) > one.room and not self._take_memory(one):
-            return None
         lookup = one.lookup or self._begin(one, token_ids)
-        return None if lookup is None else lookup.offer(num_ahead, most)
+        if lookup is None or (len(token_ids) > one.room and not self._take_memory(one)):
+            return None
+        return lookup.offer(num_ahead, most)
 
     def note(self, seq_id: int, num_drafts: int, num_right: int) -> None:
         """See `Drafter`."""
@@ -81,13 +80,15 @@ class LookupDrafter:
         return has_room
 
     def _begin(self, one: _Drafted, token_ids: list[int]) -> Lookup | None:
-        """Look the sequence up from now on, if its texts have their indexes."""
+        """Look the sequence up from now on, if its texts have their indexes. Else those begin."""
         texts = list[tuple[list[int], "TokenIndex"]]()
         for text in filter(None, (one.known, one.prediction)):
             if text.index is None:
                 self._indexes.begin(text)
-                return None
-            texts.append((token_ids if text is one.known else text.token_ids, text.index))
+            if text.index is not None:
+                texts.append((token_ids if text is one.known else text.token_ids, text.index))
+        if len(texts) < 1 + (one.prediction is not None):
+            return None
         num = one.known.num_tokens
         begins_with = one.prediction.token_ids if one.prediction is not None and one.begins else None
         one.lookup = Lookup(token_ids, texts, self._chances, begins_with, num_indexed=num, output=OutputIndex(num))

@@ -15,5 +15,5 @@ class DraftOffer(NamedTuple):
     """Tokens that the next draws may give, at least one."""
 
     tokens: Sequence[int]
-    # [i]: the chance that `tokens[: i + 1]` are drawn, behind what running steps are expected to draw. It never rises
+    # [i]: the chance that `tokens[: i + 1]` are drawn, after what running steps are expected to draw. It never rises
     chances: npt.NDArray[np.float32]

@@ -1,6 +1,6 @@
 """Where each pair of neighbouring tokens stands: in a text that stays as it is, and in an output that grows.
 
-A *place* is the index of the token behind a pair, so of the first token that may be drafted.
+A *place* is the index of the token after a pair, so of the first token that may be drafted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TokenIndex:
         self._places = (order + 2).astype(np.int32).data
 
     def places(self, first: int, second: int) -> list[int]:
-        """The newest places behind these two tokens, newest first."""
+        """The newest places after these two tokens, newest first."""
         pair = first << 32 | second
         end = bisect_right(self._pairs, pair)
         begin = bisect_left(self._pairs, pair, max(0, end - NUM_TRIED), end)
@@ -53,10 +53,10 @@ class OutputIndex:
         """`num_before`: tokens before the output, at least one."""
         self._offset = num_before + 1  # the first place
         self._newest: dict[int, int] = {}  # by pair
-        self._before: list[int] = []  # by place: the place before it behind the same pair; 0: none
+        self._before: list[int] = []  # by place: the place before it after the same pair; 0: none
 
     def take(self, last: int, token_ids: Sequence[int]) -> None:
-        """Add the next tokens, behind the token `last`."""
+        """Add the next tokens, after the token `last`."""
         newest, before = self._newest, self._before
         for place, token in enumerate(token_ids, self._offset + len(before)):
             pair = last << 32 | token
@@ -65,7 +65,7 @@ class OutputIndex:
             last = token
 
     def places(self, first: int, second: int) -> list[int]:
-        """The newest places behind these two tokens, newest first. One may be behind the last token that was taken."""
+        """The newest places after these two tokens, newest first. One may be after the last token that was taken."""
         place, found = self._newest.get(first << 32 | second, 0), list[int]()
         while place and len(found) < NUM_NEAR:
             found.append(place)

@@ -5,7 +5,7 @@ taken in the order of that chance, and their number k is the one with the most
 
     (decodes + sum of the k best chances) / (seconds of the step with k drafts + gap, if k > 0)
 
-The gap is the time in which the device waits for the host: no step is launched behind one with drafts before its end.
+The gap is the time in which the device waits for the host: no step is launched after one with drafts before its end.
 
 Streams without a draft gain nothing and wait for the longer step. While there is one, the step is bounded.
 """

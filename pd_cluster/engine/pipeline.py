@@ -44,7 +44,9 @@ class Flight:
     work: StepWork
     predicted_s: float
     is_uncertain: bool  # it has drafts
-    is_after_drafts: bool  # it was launched when one with drafts had retired, so its launch counts in its seconds
+    gap_s: (
+        float  # from the end of one with drafts to its launch, which counts in its seconds; 0: no other was before it
+    )
     loads_behind: list[LoadSpec] = field(default_factory=list)  # they start when this step has retired
 
 
@@ -83,8 +85,8 @@ class Pipeline:
         self._was_over = False  # the step that retired last, before the host looked
         self._was_uncertain = False  # the step that retired last
         self._timing = StepTiming()
-        # Of retired steps: work, seconds, whether exact, accepted drafts
-        self._unlearned: list[tuple[StepWork, float, bool, int]] = []
+        # Of retired steps: work, seconds, whether exact, accepted drafts, seconds of the gap before
+        self._unlearned: list[tuple[StepWork, float, bool, int, float]] = []
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -160,11 +162,12 @@ class Pipeline:
         pending = self._executor.launch(batch, self._forecast.deadline_s(kind))
         work = StepWork.of(batch.chunks)  # after the launch: the device has work by now
         predicted_s = self._model.seconds(work)
-        is_after_drafts = self._was_uncertain and not self._flights
-        if is_after_drafts:
-            self._timing.note_gap(launched_s - self._retired_s)
+        gap_s = 0.0
+        if self._was_uncertain and not self._flights:
+            gap_s = launched_s - self._retired_s
+            self._timing.note_gap(gap_s)
         self._flights.append(
-            Flight(batch, pending, launched_s, kind, allowed_s, work, predicted_s, work.num_drafts > 0, is_after_drafts)
+            Flight(batch, pending, launched_s, kind, allowed_s, work, predicted_s, work.num_drafts > 0, gap_s)
         )
         self._timing.note_launch(batch, self._clock() - started_s - waited_s)
         return True
@@ -183,10 +186,11 @@ class Pipeline:
         is_begin_seen = not self._was_over or flight.launched_s >= self._retired_s
         is_exact = is_begin_seen and (not was_over or duration_s < flight.predicted_s)
         # Prices of drafts hold their steps' launches. Decodes would seem longer by them
-        is_exact = is_exact and not (self.depth > 1 and flight.is_after_drafts and not flight.is_uncertain)
+        is_of_decodes = not (flight.is_uncertain or flight.work.num_tokens)
+        is_exact = is_exact and not (self.depth > 1 and flight.gap_s and is_of_decodes)
         self._was_over, self._was_uncertain = was_over, flight.is_uncertain
         num_accepted = _num_accepted(flight.batch, result) if flight.is_uncertain else 0
-        self._unlearned.append((flight.work, duration_s, is_exact, num_accepted))
+        self._unlearned.append((flight.work, duration_s, is_exact, num_accepted, flight.gap_s))
         self.total_s += duration_s
         self._retired_s = now_s
         if flight.loads_behind:
@@ -195,15 +199,16 @@ class Pipeline:
 
     def learn(self) -> None:
         """Correct predictions by the steps that have retired. Call it when their tokens are sent: it takes 40 us."""
-        for work, duration_s, is_exact, num_accepted in self._unlearned:
+        for work, duration_s, is_exact, num_accepted, gap_s in self._unlearned:
             if is_exact:
                 self._model.note(work, duration_s)
-            self._room.note(work, duration_s, num_accepted)
+            self._room.note(work, duration_s, num_accepted, gap_s)
         self._unlearned.clear()
 
     def rest(self) -> None:
         """Allow only the usual silence again. Call it when no step runs."""
         assert not self._flights
+        self._was_uncertain = False  # what follows is no gap: there was nothing to compute
         self._allow(FROZEN_S)
 
     def _allow(self, allowed_s: float) -> None:

@@ -42,7 +42,7 @@ class Drafter(Protocol):
         """
 
     def offer(self, seq_id: int, token_ids: list[int], num_ahead: int, most: int) -> DraftOffer | None:
-        """At most `most` tokens that may follow, behind `num_ahead` that running steps draw. None: it knows none.
+        """At most `most` tokens that may follow, after `num_ahead` that running steps draw. None: it knows none.
 
         `token_ids`: prompt and output so far, the same list each time.
         """

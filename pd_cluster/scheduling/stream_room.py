@@ -85,11 +85,11 @@ class StreamRoom:
         within, late = (self.beside(num_streams, free, targets) for targets in (1.0, LATE))
         return replace(load, tpot_s=self.tpot_s, stream_room=within, late_room=late)
 
-    def note(self, work: StepWork, seconds: float, num_accepted: int = 0) -> None:
-        """Note a step that has ended. `num_accepted`: of its drafts."""
+    def note(self, work: StepWork, seconds: float, num_accepted: int = 0, gap_s: float = 0.0) -> None:
+        """Note a step that has ended. `num_accepted`: of its drafts. `gap_s`: in which it could not begin."""
         now_s = self._clock()
         if work.num_decodes:
-            self._note_tokens(work, num_accepted, exp((self._decoded_s - now_s) / FADE_S))
+            self._note_tokens(work, num_accepted, gap_s, exp((self._decoded_s - now_s) / FADE_S))
             self._context, self._decoded_s = work.context / work.num_decodes, now_s
         if work.num_tokens:
             streams_s = self._model.seconds(work.streams) if work.num_decodes else 0.0
@@ -97,11 +97,11 @@ class StreamRoom:
             self._prompts_s += max(0.0, seconds - streams_s)
             self._noted_s = now_s
 
-    def _note_tokens(self, work: StepWork, num_accepted: int, weight: float) -> None:
+    def _note_tokens(self, work: StepWork, num_accepted: int, gap_s: float, weight: float) -> None:
         num_alone = float(work.num_decodes)
-        if work.num_drafts:
+        if work.num_drafts or gap_s:
             alone_s = self._model.decode_s(work.num_decodes, work.context)
-            num_alone *= self._model.seconds(work.streams) / alone_s
+            num_alone *= (gap_s + self._model.seconds(work.streams)) / alone_s
         self._num_out = weight * self._num_out + work.num_decodes + num_accepted
         self._num_alone = weight * self._num_alone + num_alone
 

@@ -192,7 +192,7 @@ def test_the_model_learns_from_steps_that_the_host_waited_for(device: FakeDevice
     all_noted: list[tuple[StepWork, float]] = []
     with_drafts: list[int] = []
 
-    def note(work: StepWork, seconds: float, num_accepted: int = 0) -> None:
+    def note(work: StepWork, seconds: float, num_accepted: int = 0, gap_s: float = 0.0) -> None:
         all_noted.append((work, seconds))
         with_drafts.append(num_accepted)
 

@@ -187,7 +187,7 @@ def test_a_sequence_rests_behind_a_right_draft_without_a_mask() -> None:
 def test_chances_learn_and_forget() -> None:
     """By the length of the match and the place in the run; each run counts only as far as it says something."""
     chances = Chances()
-    short, long = chances.behind[2], chances.behind[12]
+    short, long = chances.after[2], chances.after[12]
     assert short.reached[0] == pytest.approx(0.5)
     assert long.reached[0] == pytest.approx(0.92)
     assert short.reached[1] == pytest.approx(0.5 * 0.6), "a later place is one behind a longer match"
@@ -202,13 +202,13 @@ def test_chances_learn_and_forget() -> None:
     assert short.reached[0] < 0.15
     assert short.reached[2] / short.reached[1] == pytest.approx(third / second, abs=0.2), "no run has come so far"
     assert long.reached[0] == pytest.approx(0.92)
-    assert chances.behind[5] is chances.behind[8]
-    assert chances.behind[9] is chances.behind[LONGEST]
+    assert chances.after[5] is chances.after[8]
+    assert chances.after[9] is chances.after[LONGEST]
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 def test_chances_come_near_the_truth(share: float) -> None:
-    rng, runs = random.Random(7), Chances().behind[4]
+    rng, runs = random.Random(7), Chances().after[4]
     for _ in range(100 * CORRECT_EVERY):
         num = rng.randrange(1, 24)
         runs.note(num, next((at for at in range(num) if rng.random() > share), num))

@@ -12,7 +12,7 @@ import pytest
 
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.drafting import indexes as indexing
-from pd_cluster.drafting.indexes import TEXT_BYTES, Indexes
+from pd_cluster.drafting.indexes import TEXT_BYTES, IndexedText, Indexes
 from pd_cluster.drafting.lookup import LAG, PIECE
 from pd_cluster.drafting.lookup_drafter import OUTPUT_BYTES, OUTPUT_PIECE, LookupDrafter
 from pd_cluster.drafting.token_index import TOKEN_BYTES, OutputIndex, TokenIndex
@@ -56,6 +56,7 @@ def test_a_prompt_of_60000_tokens_costs_no_step_more_than_a_piece(monkeypatch: p
     outputs = {seq_id: [*range(40), 5] for seq_id in range(16)}
     for seq_id in outputs:
         drafter.expect({seq_id: [*range(40)]}, (), 40)
+        assert drafter.offer(seq_id, outputs[seq_id], 0, 16) is None
     pool.run()
     long = [at % 7919 for at in range(60_000)]
     drafter.expect({16: long}, (), len(long))
@@ -93,7 +94,7 @@ def test_sequences_of_one_request_share_an_index_until_the_last_has_ended() -> N
     drafter = LookupDrafter(indexes)
     drafter.expect(dict.fromkeys(range(3), REPEATED), (7, 8, 9), len(REPEATED))
     own = 2 * TEXT_BYTES + TOKEN_BYTES * (len(REPEATED) + 3)
-    assert indexes.num_bytes == own
+    assert indexes.num_bytes == 0, "a prompt that waits leaves the memory to those that run"
     token_ids = [*REPEATED, 0]
     assert drafter.offer(0, token_ids, 0, 2) is not None
     assert indexes.num_bytes == own + OUTPUT_PIECE * OUTPUT_BYTES
@@ -105,7 +106,10 @@ def test_sequences_of_one_request_share_an_index_until_the_last_has_ended() -> N
     drafter.forget(1)
     drafter.check()
     # With tokens of an answer each has an index of its own
-    drafter.expect({3: [*REPEATED, 1], 4: [*REPEATED, 2]}, (), len(REPEATED))
+    known = {3: [*REPEATED, 1], 4: [*REPEATED, 2]}
+    drafter.expect(known, (), len(REPEATED))
+    for seq_id, ids in known.items():
+        drafter.offer(seq_id, ids, 0, 2)
     assert indexes.num_bytes == 2 * (TEXT_BYTES + TOKEN_BYTES * (len(REPEATED) + 1))
     drafter.forget(3)
     drafter.forget(4)
@@ -113,6 +117,7 @@ def test_sequences_of_one_request_share_an_index_until_the_last_has_ended() -> N
 
 
 def test_over_the_bound_a_sequence_does_not_draft_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexing, "SPARE_BYTES", 0)
     monkeypatch.setattr(indexing, "MOST_BYTES", 2 * (TEXT_BYTES + TOKEN_BYTES * 40) + OUTPUT_PIECE * OUTPUT_BYTES)
     drafter = lookup_drafter()
     texts = {seq_id: [*REPEATED, 0] for seq_id in range(2)}
@@ -130,6 +135,18 @@ def test_over_the_bound_a_sequence_does_not_draft_until_there_is_room(monkeypatc
     assert found is None, "behind no token of an answer nothing has been searched yet"
     drafter.forget(2)
     drafter.check()
+
+
+def test_texts_leave_room_for_the_outputs_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = IndexedText(REPEATED, len(REPEATED), 1)
+    monkeypatch.setattr(indexing, "MOST_BYTES", indexing.SPARE_BYTES + text.num_bytes - 1)
+    indexes = Indexes(LaterPool(at_once=True))
+    indexes.begin(text)
+    assert text.index is None
+    assert indexes.take(OUTPUT_PIECE * OUTPUT_BYTES)
+    monkeypatch.setattr(indexing, "MOST_BYTES", indexing.MOST_BYTES + 1 + OUTPUT_PIECE * OUTPUT_BYTES)
+    indexes.begin(text)
+    assert text.index is not None
 
 
 def test_a_refused_thread_is_said_once_and_nothing_drafts(caplog: pytest.LogCaptureFixture) -> None:
@@ -151,13 +168,14 @@ def test_an_index_that_fails_is_logged_and_one_on_a_thread_is_right(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     indexes = Indexes()
-    text = indexes.add(REPEATED, 1)
+    text, failing = (IndexedText(REPEATED, len(REPEATED), 1) for _ in range(2))
+    indexes.begin(text)
     assert text.made is not None
     text.made.result(60)
     assert text.index is not None
     assert text.index.places(0, 1) == [22, 2]
     monkeypatch.setattr(indexing, "TokenIndex", lambda _: 1 / 0)
-    failing = indexes.add(REPEATED, 1)
+    indexes.begin(failing)
     assert failing.made is not None
     failing.made.result(60)
     assert failing.index is None

@@ -304,8 +304,8 @@ def stub_executor(ranks: Ranks, runner: SimpleNamespace) -> DeviceExecutor:
         ranks=ranks,
     )
     plan = SimpleNamespace(
-        device=torch.device("cuda"), is_budget_measured=True, most_drafts=0, place=stub, config=make_config(2), layout=stub,
-        grammars=None, owned=None, progress=None, profiler=SimpleNamespace(start=None, stop=None),
+        device=torch.device("cuda"), is_budget_measured=True, most_drafts=0, place=stub, config=make_config(2),
+        layout=stub, grammars=None, owned=None, progress=None, profiler=SimpleNamespace(start=None, stop=None),
     )  # fmt: skip
     weights = SimpleNamespace(model=None, owned=None)
     runner.cache = runner.graphs = stub

@@ -278,7 +278,7 @@ def test_prompts_are_read_in_the_smallest_steps_that_are_nearly_as_fast(
 def test_a_measurement_that_fails_leaves_the_defaults_and_no_rows(models: ModelStore, last: int) -> None:
     saved, lines = models.get("qwen3"), list[str]()
     executor = make_executor(saved.directory, num_blocks=40, max_num_seqs=6)
-    executor._plan = replace(executor._plan, progress=lines.append, is_budget_measured=True, most_drafts=0)
+    executor._plan = replace(executor._plan, progress=lines.append, is_budget_measured=True)
     executor.model = replace(executor.model, device="cuda:0")
     limits = replace(executor.config.scheduler, max_num_batched_tokens=8192)
     executor.config = config = replace(executor.config, server=ServerConfig(role="decode"), scheduler=limits)
