@@ -186,6 +186,25 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                    (f"sum({rate('pd_preemptions_swap_total')})", "swapped")), "reqps", 8, steps=((0.5, "orange"),)),
         ),
     ),
+    (
+        "Drafts (nodes with --speculation)",
+        (
+            Panel("Drafts", "Runs of drafts, of one sequence in one step, and tokens in them.",
+                  ((by_role(rate("pd_spec_decode_num_drafts_total")), "{{role}} runs"),
+                   (by_role(rate("pd_spec_decode_num_draft_tokens_total")), "{{role}} drafts"),
+                   (by_role(rate("pd_spec_decode_num_accepted_tokens_total")), "{{role}} accepted"))),
+            Panel("Acceptance", "Share of the drafts that were accepted.",
+                  ((f"{by_role(rate('pd_spec_decode_num_accepted_tokens_total'))}"
+                    f" / {by_role(rate('pd_spec_decode_num_draft_tokens_total'))}", "{{role}}"),), "percentunit"),
+            Panel("Accepted drafts of a run", "Mean. The stream gets one token more: the one behind them.",
+                  ((f"{by_role(rate('pd_spec_decode_num_accepted_tokens_total'))}"
+                    f" / {by_role(rate('pd_spec_decode_num_drafts_total'))}", "{{role}}"),)),
+            Panel("Acceptance by place", "Share of all runs of which the draft at this place was accepted.",
+                  ((f"sum by (position) ({rate('pd_spec_decode_num_accepted_tokens_per_pos_total')})"
+                    f" / on () group_left () sum({rate('pd_spec_decode_num_drafts_total')})", "place {{position}}"),),
+                  "percentunit"),
+        ),
+    ),
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from docs.generate.clients import specs
 from docs.generate.document import code, table
-from pd_cluster.config import ModelConfig, NodeConfig, ServerConfig
+from pd_cluster.config import ModelConfig, NodeConfig, SchedulerConfig, ServerConfig
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
 from pd_cluster.models.quantization import METHODS
 from pd_cluster.models.registry import ARCHITECTURES
@@ -162,7 +162,7 @@ class Row(NamedTuple):
 def rows() -> list[Row]:
     """The matrix. Raises ValueError when a list of this module contradicts the code."""
     seen = [_access(), _seeing(), _gateways(), _clients()]
-    return [_models(), _dtypes(), _gpus(), _parallelism(), _failures(), _connectors(), *seen, *_areas()]
+    return [_models(), _dtypes(), _gpus(), _parallelism(), _drafts(), _failures(), _connectors(), *seen, *_areas()]
 
 
 def _models() -> Row:
@@ -199,6 +199,12 @@ def _parallelism() -> Row:
     ]
     planned = _planned({"pipeline parallelism": "pp" in SETTINGS, "nodes over several hosts": "num_hosts" in SETTINGS})
     return Row("parallelism", [nodes], ranks, planned)
+
+
+def _drafts() -> Row:
+    names = [code(f"--speculation {name}") for name in _choices(SchedulerConfig, "speculation") if name != "none"]
+    texts = "of prompt, output and `prediction`; answers stay the same (off by default; not measured on GPUs)"
+    return Row("[drafts](docs/drafts.md)", [], [f"{', '.join(names)}: {texts}"], [])
 
 
 def _failures() -> Row:

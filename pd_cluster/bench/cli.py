@@ -49,6 +49,14 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--trace-poisson", action="store_true", help="Lengths of the trace with Poisson arrivals at --rate."
     )
+    load.add_argument(
+        "--workload",
+        choices=("random", "edits"),
+        default="random",
+        help="random: token ids. edits: chats that ask for a file of --input-len with one name changed; answers end by "
+        "themselves, at --output-len at the latest.",
+    )
+    load.add_argument("--prediction", action="store_true", help="Send the file of edits as `prediction`.")
     load.add_argument("--temperature", type=float, default=0.0, metavar="X", help="Default: 0, greedy.")
     load.add_argument(
         "--stop-at-eos", action="store_true", help="Let the model end outputs early. Default: full length."

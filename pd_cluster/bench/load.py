@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import aiohttp
 import orjson
 
+from pd_cluster.bench.edits import Edit
 from pd_cluster.bench.statistics import RequestRecord
 from pd_cluster.errors import StartupError
 
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
 
     from pd_cluster.bench.workload import Arrival
 
+Prompt: TypeAlias = "list[int] | Edit"  # token ids, or a chat
 PROBE_DEADLINE_S = 30.0
 CONNECT_TIMEOUT_S = 30.0
+TEXTS = ("content", "reasoning_content", "reasoning")  # of a chat's delta
 ALPHABET = "The quick brown fox jumps over the lazy dog while 0123456789 people count every letter of the story again."
 
 
@@ -45,12 +48,15 @@ class Target:
             headers["Authorization"] = f"Bearer {self.api_key}"
         return headers
 
-    def body(self, prompt: Sequence[int], num_output: int) -> bytes:
-        """A streamed completion of exactly `num_output` tokens, if the server supports ignore_eos."""
+    def path_of(self, prompt: Prompt) -> str:
+        """A chat if it is an edit."""
+        return "/v1/chat/completions" if isinstance(prompt, Edit) else "/v1/completions"
+
+    def body(self, prompt: Prompt, num_output: int) -> bytes:
+        """A streamed answer of exactly `num_output` tokens, if the server supports ignore_eos."""
         return orjson.dumps(
             {
                 "model": self.model,
-                "prompt": prompt,
                 "max_tokens": num_output,
                 "temperature": self.temperature,
                 "ignore_eos": self.ignore_eos,
@@ -58,6 +64,7 @@ class Target:
                 "stream_options": {"include_usage": True, "include_timings": True}
                 | ({"continuous_usage_stats": True} if self.counts_tokens else {}),
             }
+            | (prompt.fields() if isinstance(prompt, Edit) else {"prompt": prompt})
         )
 
 
@@ -88,36 +95,38 @@ async def find_vocabulary(session: aiohttp.ClientSession, target: Target) -> lis
 
 async def run_load(
     target: Target,
-    requests: Sequence[tuple[Arrival, list[int]]],
+    requests: Sequence[tuple[Arrival, Prompt]],
     on_done: Callable[[RequestRecord], None] = lambda record: None,
 ) -> list[RequestRecord]:
     """Send every request at its time and wait for all of them. One record each, in the order of `requests`."""
-    bodies = [target.body(prompt, arrival.num_output) for arrival, prompt in requests]  # before the clock starts
+    bodies = [  # before the clock starts
+        (target.path_of(prompt), target.body(prompt, arrival.num_output)) for arrival, prompt in requests
+    ]
     async with open_session() as session:
         start_s = time.perf_counter()
         tasks: list[asyncio.Task[RequestRecord]] = []
         async with asyncio.TaskGroup() as group:
-            for index, ((arrival, prompt), body) in enumerate(zip(requests, bodies, strict=True)):
+            for index, ((arrival, prompt), asked) in enumerate(zip(requests, bodies, strict=True)):
                 await asyncio.sleep(max(0.0, start_s + arrival.at_s - time.perf_counter()))
-                record = RequestRecord(index, arrival.at_s, time.perf_counter() - start_s, len(prompt))
-                tasks.append(group.create_task(_one(session, target, body, record, start_s, on_done)))
+                num_input = 0 if isinstance(prompt, Edit) else len(prompt)  # of an edit the server tells
+                record = RequestRecord(index, arrival.at_s, time.perf_counter() - start_s, num_input)
+                tasks.append(group.create_task(_one(session, target, asked, record, start_s, on_done)))
         return [task.result() for task in tasks]
 
 
 async def _one(
     session: aiohttp.ClientSession,
     target: Target,
-    body: bytes,
+    asked: tuple[str, bytes],
     record: RequestRecord,
     start_s: float,
     on_done: Callable[[RequestRecord], None],
 ) -> RequestRecord:
     timeout = aiohttp.ClientTimeout(total=target.timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+    path, body = asked
     record.sent_s = time.perf_counter() - start_s
     try:
-        async with session.post(
-            f"{target.url}/v1/completions", data=body, headers=target.headers, timeout=timeout
-        ) as response:
+        async with session.post(f"{target.url}{path}", data=body, headers=target.headers, timeout=timeout) as response:
             record.route = response.headers.get("x-pd-route", "")
             if response.status != 200:
                 record.error = f"HTTP {response.status}: {_message(await response.read())}"
@@ -153,13 +162,17 @@ async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord, 
 def _note(event: dict[str, Any], record: RequestRecord, now_s: float) -> None:
     if "error" in event:
         record.error = f"error in the stream: {_message(orjson.dumps(event))}"
-    usage, has_text = event.get("usage"), any(choice.get("text") for choice in event.get("choices") or ())
+    usage, choices = event.get("usage"), event.get("choices") or ()
+    has_text = any(
+        choice.get("text") or any((choice.get("delta") or {}).get(name) for name in TEXTS) for choice in choices
+    )
     if has_text:
         record.chunk_times_s.append(now_s)
     if usage:
         record.num_output = usage.get("completion_tokens", 0)
         if has_text:
             record.tokens_so_far.append(record.num_output)
+        record.num_input = record.num_input or usage.get("prompt_tokens", 0)
         record.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         record.timings_ms = usage.get("timings") or {}
 

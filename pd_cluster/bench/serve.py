@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pd_cluster.bench.load import Target, find_model, find_vocabulary, open_session, run_load
+from pd_cluster.bench.edits import edit_of
+from pd_cluster.bench.load import Prompt, Target, find_model, find_vocabulary, open_session, run_load
 from pd_cluster.bench.plot import check_plotting, plot_serve
 from pd_cluster.bench.report import print_summary, serve_record, write_json
 from pd_cluster.bench.statistics import RequestRecord, summarize
@@ -20,6 +22,7 @@ from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
 DEFAULT_RATE = 1.0
 DEFAULT_NUM_REQUESTS = 100
@@ -30,19 +33,23 @@ def run_serve(namespace: argparse.Namespace) -> int:
     """Returns 0 when every request was answered, else 1. Raises StartupError."""
     if namespace.plot:
         check_plotting()
+    is_edits = namespace.workload == "edits"
+    if namespace.prediction and not is_edits:
+        raise StartupError("--prediction needs --workload edits")
     arrivals = _arrivals(namespace)
     target = Target(
         url=namespace.url.rstrip("/"),
         model=namespace.model,
         temperature=namespace.temperature,
-        ignore_eos=not namespace.stop_at_eos,
+        ignore_eos=not (namespace.stop_at_eos or is_edits),
         route=namespace.route or "",
         api_key=namespace.api_key,
         timeout_s=namespace.timeout_s,
         counts_tokens=True,
     )
     warmups = [replace(item, at_s=0.0, prefix_blocks=()) for item in arrivals[: namespace.warmup]]
-    target, records = uvloop.run(measure(target, arrivals, warmups, namespace.vocab_size, namespace.seed))
+    make = partial(edit_of, seed=namespace.seed, predicts=namespace.prediction) if is_edits else None
+    target, records = uvloop.run(measure(target, arrivals, warmups, namespace.vocab_size, namespace.seed, make))
     summary = summarize(records, dict(namespace.goodput), namespace.slo)
     print_summary(summary)
     try:
@@ -80,22 +87,27 @@ def _arrivals(namespace: argparse.Namespace) -> list[Arrival]:
 
 
 async def measure(
-    target: Target, arrivals: list[Arrival], warmups: list[Arrival], vocab_size: int, seed: int
+    target: Target,
+    arrivals: list[Arrival],
+    warmups: list[Arrival],
+    vocab_size: int,
+    seed: int,
+    make: Callable[[Arrival, int], Prompt] | None = None,
 ) -> tuple[Target, list[RequestRecord]]:
     """Send the warm-ups, then the load. Returns the target with its model's name, and a record per arrival.
 
-    `vocab_size` 0: ids of ordinary text, from the server. Raises StartupError.
+    make: the prompt of an arrival and its number; None: random ids below `vocab_size`, or, if that is 0, of ordinary
+    text, from the server. Raises StartupError.
     """
     async with open_session() as session:
         if not target.model:
             target = replace(target, model=await find_model(session, target.url, target.headers))
-        if vocab_size:
+        if make is None:
             vocabulary = list(range(min(FIRST_ORDINARY_ID, vocab_size // 2), vocab_size))
-        else:
-            vocabulary = await find_vocabulary(session, target)
-    requests = [(item, prompt_ids(item, index, vocabulary, seed)) for index, item in enumerate(arrivals)]
+            make = partial(prompt_ids, vocabulary=vocabulary or await find_vocabulary(session, target), seed=seed)
+    requests = [(item, make(item, index)) for index, item in enumerate(arrivals)]
     # not the measured prompts, which would be in the prefix cache then
-    others = [(item, prompt_ids(item, -1 - index, vocabulary, seed)) for index, item in enumerate(warmups)]
+    others = [(item, make(item, -1 - index)) for index, item in enumerate(warmups)]
     if others:
         await run_load(target, others)
     gc.collect()

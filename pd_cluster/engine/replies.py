@@ -26,6 +26,8 @@ def reply_of(update: Update) -> FromEngine:
             one.num_external_tokens,
             None if marks.is_timed else marks.take_timeline(finished=update.finished),
             marks.peer.num_cached_tokens,
+            request.num_drafts,
+            request.num_accepted_drafts,
         )
     if not update.finished:
         return PromptLogprobs(request.request_id, prompt.start, prompt.entries)

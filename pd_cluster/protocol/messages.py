@@ -225,6 +225,8 @@ class TokensOut(msgspec.Struct, frozen=True, tag=True, gc=False):
     num_external_tokens: int = 0  # prompt tokens with KV from another node or a pool
     timeline: Timeline | None = None  # once, when its phases are over; at the latest on the terminal reply
     num_peer_cached_tokens: int = 0  # prompt tokens in the prefix cache of the prefill node
+    num_drafts: int = 0  # of the request so far: drafts that steps have verified, and of these accepted
+    num_accepted_drafts: int = 0
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, tag=True, gc=False):

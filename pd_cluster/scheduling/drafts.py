@@ -120,6 +120,9 @@ class Drafting:
         """Note a chunk with drafts that a step has verified, of a sequence that has not ended."""
         self._num_drafts += len(chunk.drafts)
         self._num_runs[num_right] += 1
+        request = self._queues.sequences[chunk.seq_id].request
+        request.num_drafts += len(chunk.drafts)
+        request.num_accepted_drafts += num_right
         self._drafter.note(chunk.seq_id, len(chunk.drafts), num_right)
 
     def add(self, builder: BatchBuilder) -> None:

@@ -92,6 +92,8 @@ class Request:
     is_queued: bool = True  # nothing of it has run yet
     num_named: int = 0  # of `message.steps`: see `CacheNews`
     beams: Beams | None = None  # its sequences are the beams of a search
+    num_drafts: int = 0  # that steps have verified, and of these accepted
+    num_accepted_drafts: int = 0
 
     @classmethod
     def from_message(cls, message: AddRequest, *, lease_id: str | None = None) -> Request:

@@ -21,6 +21,8 @@ class NodeReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     first_s: float = 0.0  # from the request's arrival to its first output; 0: there was none
     phases: dict[str, float] = {}  # seconds by name (`pd_cluster.protocol.messages.Timeline`); {}: several prompts
     prefill_node: str = ""
+    num_drafts: int = 0  # that this node verified, and of these accepted; 0: of an older release, too
+    num_accepted_drafts: int = 0
 
 
 _DECODER = msgspec.json.Decoder(NodeReport)

@@ -43,6 +43,7 @@ class FakeServer:
         app.router.add_get("/nodes", self._nodes)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._chat)
         return app
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -87,6 +88,18 @@ class FakeServer:
         for at in range(0, len(whole), 7):  # frames arrive in pieces
             await response.write(whole[at : at + 7])
         return response
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.bodies.append(body)
+        shown = body["messages"][0]["content"].split("```")[1]
+        events: list[dict[str, Any]] = [
+            {"choices": [{"delta": delta}]}
+            for delta in ({"role": "assistant", "content": ""}, {"reasoning_content": "So."}, {"content": shown}, {})
+        ]
+        usage = {"prompt_tokens": 31, "completion_tokens": 17, "prompt_tokens_details": {"cached_tokens": 0}}
+        whole = _frames([*events, {"choices": [], "usage": usage}]) + b"data: [DONE]\n\n"
+        return web.Response(body=whole, content_type="text/event-stream")
 
 
 def _frames(events: list[dict[str, Any]]) -> bytes:
@@ -222,6 +235,29 @@ def test_the_command_fails_when_requests_fail(capsys: pytest.CaptureFixture[str]
         arguments = f"bench serve --url {server.url} --rate inf --num-requests 2 --output-len 3 --warmup 0"
         assert main(arguments.split()) == 1
     assert "2 failed: HTTP 503: the queue is full" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("predicts", [False, True])
+def test_edits_are_chats_about_a_file(predicts: bool, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    with serving() as server:
+        arguments = (
+            f"bench serve --url {server.url} --rate inf --num-requests 3 --warmup 1 --workload edits --json {out}"
+        )
+        assert main([*arguments.split(), *["--prediction"] * predicts]) == 0
+    assert len({body["messages"][0]["content"] for body in server.bodies}) == 4
+    for body in server.bodies:
+        assert (body["ignore_eos"], body["max_tokens"], "prompt" in body) == (False, 128, False)
+        assert ("prediction" in body) is predicts
+        if predicts:
+            assert body["messages"][0]["content"].endswith(body["prediction"]["content"])
+    requests = json.loads(out.read_text())["requests"]
+    assert {(one["num_input"], one["num_output"], len(one["chunk_times_s"])) for one in requests} == {(31, 17, 2)}
+
+
+def test_a_prediction_needs_edits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--prediction"]) == 2
+    assert "--prediction needs --workload edits" in capsys.readouterr().err
 
 
 def test_the_command_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:

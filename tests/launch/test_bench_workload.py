@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_cluster.bench.edits import CHARS_PER_TOKEN, FUNCTION, edit_of
 from pd_cluster.bench.workload import Arrival, Length, at_rate, poisson, prompt_ids, read_trace, rescale
 from pd_cluster.errors import StartupError
 
@@ -122,3 +124,16 @@ def test_prompts_repeat_and_differ() -> None:
     arrival = Arrival(0.0, 20, 1)
     assert prompt_ids(arrival, 3, range(1000), 5) == prompt_ids(arrival, 3, range(1000), 5)
     assert prompt_ids(arrival, 3, range(1000), 5) != prompt_ids(arrival, 4, range(1000), 5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 50, 800])
+def test_edits_are_programs_of_the_asked_length(num_tokens: int) -> None:
+    arrival, longest = Arrival(0.0, num_tokens, 8), 2 * len(FUNCTION)
+    edits = [edit_of(arrival, index, 3, predicts=False) for index in range(20)]
+    assert edits == [edit_of(arrival, index, 3, predicts=False) for index in range(20)]
+    assert len({edit.text for edit in edits} | {edit_of(arrival, 0, 4, predicts=False).text}) == 21
+    for edit in edits:
+        assert edit.old != edit.new
+        assert edit.new not in edit.text
+        assert edit.old in {node.name for node in ast.parse(edit.text).body if isinstance(node, ast.FunctionDef)}
+        assert 0 <= len(edit.text) - CHARS_PER_TOKEN * num_tokens < longest

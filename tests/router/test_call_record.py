@@ -123,6 +123,22 @@ def test_the_line_is_one_json_object_without_text() -> None:
     assert sum(line["phases_ms"].values()) == pytest.approx(line["ttft_ms"], abs=0.01)
 
 
+def test_the_line_and_the_span_say_what_was_drafted() -> None:
+    one = handed_over()
+    assert "drafts" not in one.line()
+    assert not any(name.startswith("pd.drafts") for span in spans_of(one) for name in span.attributes)
+    one.report = NodeReport("demo", 100, 64, 30, num_drafts=40, num_accepted_drafts=22)
+    assert one.line()["drafts"] == {"verified": 40, "accepted": 22}
+    attributes = next(iter(spans_of(one))).attributes
+    assert (attributes["pd.drafts.verified"], attributes["pd.drafts.accepted"]) == (40, 22)
+
+
+def test_reports_of_older_and_newer_releases_are_read() -> None:
+    older = b'["demo",100,64,5,0.7,{},"p0"]'
+    assert decode_report(older) == report({})
+    assert decode_report(older[:-1] + b",40,22,1]") == NodeReport("demo", 100, 64, 5, 0.7, {}, "p0", 40, 22)
+
+
 def test_the_tokens_of_a_piece_share_the_time_before_it() -> None:
     one, totals = record(), ModelTotals()
     one.answered(11.0, "d0")

@@ -16,9 +16,11 @@ from pd_cluster.drafting.indexes import TEXT_BYTES, IndexedText, Indexes
 from pd_cluster.drafting.lookup import LAG, PIECE
 from pd_cluster.drafting.lookup_drafter import OUTPUT_BYTES, OUTPUT_PIECE, LookupDrafter
 from pd_cluster.drafting.token_index import TOKEN_BYTES, OutputIndex, TokenIndex
-from pd_cluster.protocol.messages import Work
+from pd_cluster.engine.replies import reply_of
+from pd_cluster.protocol.messages import TokensOut, Work
 from pd_cluster.protocol.sampling_params import BeamParams
 from pd_cluster.scheduling.drafts import Drafting, Speculation
+from pd_cluster.scheduling.lifecycle import Update
 from pd_cluster.scheduling.step_budget import StepBudget
 from pd_cluster.scheduling.step_model import StepModel
 from pd_cluster.scheduling.targets import AIM, Targets
@@ -224,6 +226,10 @@ def test_what_was_drafted_and_accepted_is_counted_by_place() -> None:
         for at in range(SchedulerConfig().max_drafts)
     ]
     assert sum(places) == worker.num_accepted
+    replies = [reply_of(Update(request, (), finished=True)) for request in requests]
+    of_requests = [(one.num_drafts, one.num_accepted_drafts) for one in replies if isinstance(one, TokensOut)]
+    assert [*map(sum, zip(*of_requests, strict=True))] == [worker.num_drafts, worker.num_accepted]
+    assert all(0 < accepted <= drafts for drafts, accepted in of_requests)
     assert places == sorted(places, reverse=True)
     assert not any(name.startswith("spec") for name in World().scheduler.counters)
 

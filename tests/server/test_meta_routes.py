@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -158,3 +159,26 @@ async def test_names_of_vllm_beside_ours() -> None:
         assert float(samples[name]) == pytest.approx(value), name
     assert 'vllm:e2e_request_latency_seconds_bucket{engine="0",le="+Inf",' in text
     assert "pd_num_running" in samples, "ours stay"
+
+
+async def test_names_of_vllm_for_drafts() -> None:
+    """By place, with the label that vLLM has."""
+    engine = FakeEngine(says([5]))
+    assert engine.stats is not None
+    counters = {"spec_decode_num_drafts_total": 9.0, "spec_decode_num_draft_tokens_total": 40.0}
+    counters |= {"spec_decode_num_accepted_tokens_total": 12.0}
+    counters |= {f"spec_decode_num_accepted_tokens_per_pos_total|position={at}": 7.0 - 2 * at for at in range(2)}
+    engine.stats = msgspec.structs.replace(engine.stats, counters=counters)
+    async with (
+        running(engine, metrics_names="vllm") as node,
+        node.session.get(f"{node.url}/metrics") as response,
+    ):
+        lines = (await response.text()).splitlines()
+    labels = 'engine="0",model_name="demo"'
+    assert {line for line in lines if line.startswith("vllm:spec_decode") and "_created" not in line} == {
+        f"vllm:spec_decode_num_drafts_total{{{labels}}} 9.0",
+        f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} 40.0",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 12.0",
+        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="0"}} 7.0',
+        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="1"}} 5.0',
+    }

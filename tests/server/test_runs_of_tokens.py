@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pd_cluster.protocol.messages import FinishReason, SequenceTokens, TokensOut
+from pd_http.node_report import REPORT_HEADER, decode_report
 from tests.cut_streams import CHAT, COMPLETIONS, Case, check_cuts, data_of, same_bytes
+from tests.http.answer import PROMPT, post
 from tests.server.cut_nodes import IM_END, LONG, SCRIPTED, Pair, chat, completion
 from tests.server.fake_engine import FakeEngine, Line
 from tests.server.live_server import running
@@ -140,3 +142,17 @@ async def test_a_run_is_one_event_with_the_log_probabilities_of_each_token(path:
         assert all(len(one["top_logprobs"] if path == CHAT else one) >= 2 for one in each)
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"]
     assert events[-2][1]["usage"]["completion_tokens"] == sum(map(len, runs))
+
+
+async def test_the_router_is_told_what_was_drafted_of_all_prompts() -> None:
+    async def script(line: Line) -> None:
+        for told, ends in ((9, False), (30, True)):
+            sampled = (line.engine.sampled(100, line.request),)
+            new = SequenceTokens(0, sampled, FinishReason.LENGTH if ends else None)
+            line.push(TokensOut(line.request.request_id, (new,), ends, num_drafts=told, num_accepted_drafts=told // 3))
+
+    async with running(FakeEngine(script)) as node:
+        answer = await post(node, COMPLETIONS, PROMPT | {"prompt": ["a", "b"]}, headers={REPORT_HEADER: "1"})
+        report = decode_report(answer.headers[REPORT_HEADER].encode())
+    assert report is not None
+    assert (report.num_output_tokens, report.num_drafts, report.num_accepted_drafts) == (4, 60, 20)

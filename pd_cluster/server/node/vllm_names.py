@@ -1,7 +1,7 @@
 """Our metrics under the names of vLLM, for dashboards, autoscalers and endpoint pickers that know those. Pure.
 
 Names and meanings are those of vLLM's v1 engine, in its document "Production Metrics". A series has the labels
-`model_name` and `engine`, and sums ours over their labels. What has no counterpart here is left out.
+`model_name` and `engine`, and sums ours over their labels but those of _KEPT. What has no counterpart here is left out.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ NAMES = {
     "pd_spec_decode_num_drafts": ("spec_decode_num_drafts",),
     "pd_spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens",),
     "pd_spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens",),
+    "pd_spec_decode_num_accepted_tokens_per_pos": ("spec_decode_num_accepted_tokens_per_pos",),
 }
 """Our family -> theirs, without `vllm:`."""
+_KEPT = ("le", "position")  # labels that theirs have, too
 _PREEMPTIONS = ("pd_preemptions_recompute", "pd_preemptions_swap")
 
 
@@ -55,10 +57,11 @@ def vllm_metrics(families: Iterable[Metric], model: str) -> Iterator[Metric]:
 
 
 def _renamed(family: Metric, name: str, labels: dict[str, str]) -> Metric:
-    sums: dict[tuple[str, str], float] = defaultdict(float)  # by (suffix, bucket)
+    sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)  # by suffix and kept labels
     for sample in family.samples:
-        sums[sample.name.removeprefix(family.name), sample.labels.get("le", "")] += sample.value
+        kept = tuple((label, sample.labels[label]) for label in _KEPT if label in sample.labels)
+        sums[sample.name.removeprefix(family.name), kept] += sample.value
     renamed = Metric(name, family.documentation, family.type)
-    for (suffix, bucket), value in sums.items():
-        renamed.add_sample(name + suffix, labels | ({"le": bucket} if bucket else {}), value)
+    for (suffix, kept), value in sums.items():
+        renamed.add_sample(name + suffix, labels | dict(kept), value)
     return renamed

@@ -64,6 +64,7 @@ class GenerationStream:
         self.num_cached_tokens = 0
         self._num_peer_cached_tokens = 0  # of the prefill node that it was loaded from
         self.num_external_tokens = 0
+        self.num_drafts = self.num_accepted_drafts = 0  # by this node
         self.timeline: Timeline | None = None  # once the engine has told it
 
     @property
@@ -173,6 +174,7 @@ class GenerationStream:
                 self.num_cached_tokens = max(self.num_cached_tokens, message.num_cached_tokens)
                 self.num_external_tokens = max(self.num_external_tokens, message.num_external_tokens)
                 self._num_peer_cached_tokens = message.num_peer_cached_tokens
+                self.num_drafts, self.num_accepted_drafts = message.num_drafts, message.num_accepted_drafts
                 self.timeline = self.timeline or message.timeline
                 return [output for new in message.sequences if (output := self._extend(new)) is not None]
             case PromptLogprobs():

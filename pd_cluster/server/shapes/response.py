@@ -81,6 +81,8 @@ def report_of(state: NodeState, streams: Sequence[GenerationStream]) -> NodeRepo
         first_s=min((one.stopwatch.first_s for one in streams if one.stopwatch.first_s), default=0.0),
         phases=_phases(streams),
         prefill_node=",".join(dict.fromkeys(one.prefill_node for one in streams if one.prefill_node is not None)),
+        num_drafts=sum(one.num_drafts for one in streams),
+        num_accepted_drafts=sum(one.num_accepted_drafts for one in streams),
     )
 
 

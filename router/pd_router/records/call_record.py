@@ -142,6 +142,8 @@ class CallRecord:
                 "cached": report.num_cached_tokens,
                 "output": report.num_output_tokens,
             }
+            if report.num_drafts:
+                line["drafts"] = {"verified": report.num_drafts, "accepted": report.num_accepted_drafts}
             line["node_ms"] = {name: _ms(seconds) for name, seconds in report.phases.items()}
         if self.failures:
             line["failures"] = self.failures

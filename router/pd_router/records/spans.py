@@ -139,4 +139,7 @@ def _attributes(record: CallRecord) -> dict[str, Value]:
         found["gen_ai.usage.input_tokens"] = record.report.num_prompt_tokens
         found["gen_ai.usage.output_tokens"] = record.report.num_output_tokens
         found["gen_ai.usage.cache_read.input_tokens"] = record.report.num_cached_tokens
+        if record.report.num_drafts:
+            found["pd.drafts.verified"] = record.report.num_drafts
+            found["pd.drafts.accepted"] = record.report.num_accepted_drafts
     return found
