@@ -52,7 +52,7 @@ class BlockManager:
         self._memory = SlabMemory(groups, ratios, slabs)
         self.pools: tuple[BlockPool, ...] = self._memory.pools
         self.has_room, self.has_room_without = self._memory.has_room, self._memory.has_room_without
-        self.num_units = self._memory.units_of
+        self.has_free, self.num_units = self._memory.has_free, self._memory.units_of
         self._mortal = tuple(pool for pool in self.pools if not pool.is_tree)  # their blocks die
         self._hits = Hits(self.pools, self.block_size)
         self.news = CacheNews()
@@ -197,6 +197,14 @@ class BlockManager:
             pool.truncate(held, num_blocks // pool.ratio)
         table.capacity = 0
         table.due = 0
+
+    def trim(self, table: BlockTable, num_tokens: int) -> None:
+        """Release the blocks behind the first `num_tokens`, which it got for drafts. No running step may write them."""
+        if table.capacity - num_tokens < self.block_size:
+            return  # as most often: the group of the smallest blocks has none, and so no group has
+        for pool, held in self._by_group(table):
+            pool.truncate(held, pool.blocks_for(num_tokens))
+        table.capacity = self.end_of(table)
 
     def let_go(self, table: BlockTable, position: int, num_leased: int | None = None) -> None:
         """Release the blocks that no token from `position` on reads. Those in the cache stay findable.

@@ -1,7 +1,8 @@
 """Adds drafts to the decodes of a step. Pure policy: a draft is accepted only if the draw of its own place gives it.
 
 Drafts come last: they get the tokens, rows and blocks that the step has left, so a drafter changes neither which
-sequences a step has nor how much prompts get of it. How many of the offered ones are worth it: `drafting/worth.py`.
+sequences a step has nor how much prompts get of it. Blocks behind the accepted tokens are given back when the step has
+retired, so no plan meets one that only drafts hold. How many of the offered ones are worth it: `drafting/worth.py`.
 
 A sequence may have drafts while this node generates it, unless it is a beam: a prompt that is handed over has none.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from operator import add, sub
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from pd_cluster.drafting.offer import DraftOffer
     from pd_cluster.scheduling.batch_builder import BatchBuilder
     from pd_cluster.scheduling.block_manager import BlockManager
+    from pd_cluster.scheduling.block_table import BlockTable
+    from pd_cluster.scheduling.kv_memory import KvMemory
     from pd_cluster.scheduling.queues import Queues
     from pd_cluster.scheduling.sequence import Request, Sequence
     from pd_cluster.scheduling.step_budget import StepBudget
@@ -75,10 +79,17 @@ class Drafting:
     """Chooses drafts for the decodes of steps. `most`: of a sequence in a step."""
 
     def __init__(
-        self, speculation: Speculation, most: int, blocks: BlockManager, queues: Queues, budget: StepBudget
+        self,
+        speculation: Speculation,
+        most: int,
+        blocks: BlockManager,
+        memory: KvMemory,
+        queues: Queues,
+        budget: StepBudget,
     ) -> None:
         self._drafter, self._costs, self._most = speculation.drafter, speculation, most
-        self._blocks, self._queues, self._budget = blocks, queues, budget
+        self._blocks, self._memory, self._queues, self._budget = blocks, memory, queues, budget
+        self._spared: list[int] | None = None  # blocks by group that a step's drafts leave; None: not counted
         self._expected = set[int]()  # sequences that may have drafts
         self._num_drafts = 0
         self._num_runs = [0] * (most + 1)  # by the number of accepted drafts
@@ -143,6 +154,7 @@ class Drafting:
                     offered.append((at, offer))
         if not offered:
             return
+        self._spared = None
         counts = most_worth([offer for _, offer in offered], self._price(builder, offered))
         for (at, offer), count in zip(offered, counts, strict=True):
             if count:
@@ -170,14 +182,37 @@ class Drafting:
             most_shared_s=most_shared_s,
         )
 
+    def _fit(self, table: BlockTable, start: int, num_drafts: int, builder: BatchBuilder) -> int:
+        """How many of the drafts, for which the table is too short, may be verified. `start`: of the first of them.
+
+        While somebody gives blocks up or waits for them none may. Else what the next tokens of running sequences take
+        is left. A draft takes free blocks; where there are none, the sequence's next block alone evicts a cached one,
+        as its own tokens would within a few steps: a node that has run for a while has hardly a free block.
+        """
+        blocks, num_own = self._blocks, table.capacity - start
+        is_awaited = self._queues.reserving or self._memory.refused is not None
+        if builder.preempted or builder.held or is_awaited:
+            return num_own
+        if self._spared is None:
+            self._spared = self._memory.next_needs()
+        spared = self._spared
+        if not num_own:  # its next token is spared for, too
+            spared = list(map(sub, spared, blocks.needs(table, start, start + 1)))
+        num_next = min(num_drafts, num_own + blocks.block_size)
+        for count, has_blocks in ((num_drafts, blocks.has_free), (num_next, blocks.has_room)):
+            if has_blocks(list(map(add, spared, blocks.needs(table, start, start + count)))):
+                self._spared = spared
+                return count
+        return num_own
+
     def _with_drafts(self, chunk: SequenceChunk, drafts: tuple[int, ...], builder: BatchBuilder) -> SequenceChunk:
         """The chunk with the drafts for which there are blocks."""
         seq, start = self._queues.sequences[chunk.seq_id], chunk.start + 1
         table, new_blocks = seq.table, chunk.new_blocks
         assert table is not None
-        if start + len(drafts) > table.capacity and not self._blocks.can_grow(table, start, start + len(drafts)):
-            drafts = drafts[: max(0, table.capacity - start)]
         count = len(drafts)
+        if start + count > table.capacity:
+            count = self._fit(table, start, count, builder)
         builder.budget -= count
         builder.rows -= count
         builder.prompts.cost_left -= count
@@ -190,7 +225,7 @@ class Drafting:
             else:  # a start names all blocks
                 tables = self._blocks.whole(table)
                 builder.starts[begins] = msgspec.structs.replace(builder.starts[begins], tables=tables)
-        return SequenceChunk(chunk.seq_id, chunk.start, 1 + count, new_blocks, 1, drafts=drafts)
+        return SequenceChunk(chunk.seq_id, chunk.start, 1 + count, new_blocks, 1, drafts=drafts[:count])
 
 
 def _start_of(seq: Sequence, builder: BatchBuilder) -> int | None:

@@ -9,6 +9,7 @@ cannot be preempted; each ends within a deadline of its own.
 from __future__ import annotations
 
 from itertools import chain
+from operator import add
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.sequence import KvArrival, SequenceStatus
@@ -69,6 +70,14 @@ class KvMemory:
         if seq.table is None:
             return self._blocks.needs_of(len(seq.token_ids))
         return self._blocks.needs(seq.table, seq.num_scheduled_tokens, seq.num_scheduled_tokens + 1)
+
+    def next_needs(self) -> list[int]:
+        """The blocks to take by group for the next tokens of all running sequences."""
+        needs = [0] * len(self._watermark)
+        for seq in self._queues.running:
+            if seq.table is not None and seq.num_scheduled_tokens >= seq.table.capacity:
+                needs = list(map(add, needs, self.needs(seq)))
+        return needs
 
     def can_gain(self, needs: list[int], victims: Iterable[Sequence], keep: Request | None = None) -> bool:
         """Whether the blocks of these sequences, with the pins of all parked requests but `keep`, make room."""

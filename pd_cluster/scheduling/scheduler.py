@@ -95,7 +95,7 @@ class Scheduler:
         yielding = Yielding(self._turns, self._queues, self._memory)
         drafting: Drafting | None = None
         if speculation is not None:
-            drafting = Drafting(speculation, config.max_drafts, blocks, self._queues, step_budget)
+            drafting = Drafting(speculation, config.max_drafts, blocks, self._memory, self._queues, step_budget)
         self._drafting = drafting
         self._planner = Planner(config, blocks, self._queues, self._memory, yielding, clock, step_budget, drafting)
         self._life = Lifecycle(self._queues, blocks, clock, drafting)

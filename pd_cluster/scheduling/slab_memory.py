@@ -91,6 +91,12 @@ class SlabMemory:
             return needs[0] <= len(self.pools[0].free) + self.pools[0].cache.num_evictable
         return self._has_slabs(needs, [pool.num_loose for pool in self.slab_pools], self.num_slack)
 
+    def has_free(self, needs: Sequence[int]) -> bool:
+        """Whether each group can take so many blocks at once, and none is evicted for them."""
+        if not self.slab_pools:
+            return needs[0] <= len(self.pools[0].free)
+        return self._has_slabs(needs, [pool.num_takeable for pool in self.slab_pools], len(self.unowned))
+
     def has_room_without(self, needs: Sequence[int], tables: Iterable[BlockTable]) -> bool:
         """The same if these tables were closed, of which as few are looked at as that takes. Not for one group."""
         num_loose, num_slack = [pool.num_loose for pool in self.slab_pools], self.num_slack

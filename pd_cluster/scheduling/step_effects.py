@@ -82,9 +82,14 @@ class StepEffects:
                 num_computed -= 1
             if drafting is not None and chunk.drafts:
                 num_computed -= len(chunk.drafts)
+                num_right = 0
                 if not is_absent:  # or else the next step may have drafts of it already
                     seq.num_uncertain = 0
-                    drafting.note(chunk, len(samples[chunk.seq_id]) - 1)
+                    num_right = len(samples[chunk.seq_id]) - 1
+                    drafting.note(chunk, num_right)
+                if not seq.num_uncertain:
+                    num_kept = max(chunk.start + 1, seq.num_scheduled_tokens) + num_right
+                    self._blocks.trim(seq.table, num_kept)  # type: ignore[arg-type]
             seq.num_computed_tokens = num_computed
             if seq.num_queued_tokens:
                 self._queues.count_queued(seq, num_computed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import hypothesis.strategies as st
 import pytest
@@ -57,7 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         limit=st.sampled_from([0, 0, 1, 20]),
         keys_per_token=st.sampled_from([0, 1, 15]),
         longest_run=st.sampled_from([1, 1, 4]),
-        drafts=st.booleans(),
+        num_bent=st.sampled_from([-1, -1, 0, 1, 5]),
         lateness=st.sampled_from([0.0, 0.0, 0.2, 0.7]),
         tpot_s=st.sampled_from([0.0, 0.0, 0.01, 3.0]),
         shortest_first=st.booleans(),
@@ -68,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, num_blocks: int, num_host_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, depth: int,
         limit: int, keys_per_token: int, longest_run: int = 1, lateness: float = 0.0,
         tpot_s: float = 0.0, shortest_first: bool = False, unreadiness: float = 0.0, kv: str = "full",
-        drafts: bool = False,
+        num_bent: int = -1,
     ) -> None:  # fmt: skip
         is_unready = self.late_rows(unreadiness)
         self.world = World(
@@ -80,8 +80,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting=8,
             prefix_caching=prefix_caching,
             depth=depth,
-            longest_run=longest_run if depth == 1 else 1,
-            drafts=drafts,
+            longest_run=longest_run if depth == 1 and num_bent < 0 else 1,
+            drafts=num_bent >= 0,
+            num_bent=num_bent,
             most_tokens=limit,
             keys_per_token=keys_per_token,
             tpot_s=tpot_s,
@@ -271,26 +272,26 @@ def test_many_random_operations_leak_nothing_and_change_no_token() -> None:
     assert run_machine(max_examples=2000, steps=60) >= 2000
 
 
-def random_walk(seed: int, num_steps: int, kv: str = "full") -> int:
-    """The machine, driven by a plain generator: less clever than hypothesis, but busier. Returns how many came in."""
+def random_walk(seed: int, num_steps: int, **fixed: Any) -> World:
+    """The machine, driven by a plain generator: less clever than hypothesis, but busier. `fixed`: see `boot`."""
     rng = random.Random(seed)
     machine = SchedulerMachine()
-    machine.boot(
-        num_blocks=rng.randint(5, 16),
-        num_host_blocks=rng.choice([0, 0, 3, 8]),
-        max_num_seqs=rng.randint(1, 5),
-        budget=rng.choice([5, 16, 24, 64]),
-        prefix_caching=rng.random() < 0.75,
-        depth=rng.randint(1, 2),
-        limit=rng.choice([0, 0, 1, 6, 20]),
-        keys_per_token=rng.choice([0, 1, 15]),
-        longest_run=rng.choice([1, 4]),
-        lateness=rng.choice([0.0, 0.3]),
-        tpot_s=rng.choice([0.0, 0.01, 3.0]),
-        shortest_first=rng.random() < 0.5,
-        kv=kv,
-        drafts=seed % 3 > 0,
-    )
+    drawn: dict[str, Any] = {
+        "num_blocks": rng.randint(5, 16),
+        "num_host_blocks": rng.choice([0, 0, 3, 8]),
+        "max_num_seqs": rng.randint(1, 5),
+        "budget": rng.choice([5, 16, 24, 64]),
+        "prefix_caching": rng.random() < 0.75,
+        "depth": rng.randint(1, 2),
+        "limit": rng.choice([0, 0, 1, 6, 20]),
+        "keys_per_token": rng.choice([0, 1, 15]),
+        "longest_run": rng.choice([1, 4]),
+        "lateness": rng.choice([0.0, 0.3]),
+        "tpot_s": rng.choice([0.0, 0.01, 3.0]),
+        "shortest_first": rng.random() < 0.5,
+        "num_bent": (-1, 1, 5, 0, 1)[seed % 5],
+    }
+    machine.boot(**drawn | fixed)
     for _ in range(num_steps):
         pick = rng.randrange(8)
         match rng.choices(range(9), [24, 40, 4, 20, 10, 16, 6, 4, 8])[0]:
@@ -328,17 +329,17 @@ def random_walk(seed: int, num_steps: int, kv: str = "full") -> int:
                 machine.lease_ends(pick)
         machine.accounts_balance()
     machine.teardown()
-    return len(machine.world.clients)
+    return machine.world
 
 
 @pytest.mark.long_cases
 @pytest.mark.parametrize("seed", range(40))
 def test_a_busy_random_walk_leaks_nothing_and_changes_no_token(seed: int) -> None:
-    assert random_walk(seed, num_steps=150) > 0
+    assert random_walk(seed, num_steps=150).clients
 
 
 @pytest.mark.long_cases
 @pytest.mark.parametrize("kv", [kv for kv in SETS if kv != "full"])
 @pytest.mark.parametrize("seed", range(10))
 def test_a_busy_random_walk_over_groups_leaks_nothing_and_changes_no_token(seed: int, kv: str) -> None:
-    assert random_walk(seed, num_steps=150, kv=kv) > 0
+    assert random_walk(seed, num_steps=150, kv=kv).clients

@@ -23,6 +23,7 @@ from pd_cluster.scheduling.step_model import StepModel
 from pd_cluster.scheduling.targets import AIM, Targets
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from pd_connectors.protocol.messages import SampledToken
+from tests.scheduling.draft_watch import watch
 from tests.scheduling.flat_model import flat_model
 from tests.scheduling.kv_groups import ONE_FULL, GroupSet
 from tests.scheduling.simulated_client import Client
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_connectors.base import LoadSpec, PublishSpec
     from pd_connectors.protocol.feed import StoredBlock
+
+
+# Chunks without drafts (sequence, start, tokens), departures, numbers of copies
+Plan = tuple[set[tuple[int, int, int]], set[int], tuple[int, ...]]
 
 
 def steps_of(message: AddRequest) -> tuple[tuple[int, int], ...]:
@@ -87,6 +92,7 @@ class World:
     depth: int = 1
     longest_run: int = 1
     drafts: bool = False
+    num_bent: int = 1  # of five drafts: see SeedDrafter
     are_late: Callable[[], bool] = lambda: False  # see FakeWorker
     is_unready: Callable[[int], bool] = lambda seq_id: False  # the worker's answer before each plan
     hashes: bool = True  # whether every second step leaves time for it
@@ -96,6 +102,7 @@ class World:
     leases: dict[str, Request] = field(default_factory=dict)
     published: dict[str, PublishSpec] = field(default_factory=dict)
     preempted: list[Sequence] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.now_s = 0.0
@@ -116,13 +123,15 @@ class World:
             step_budget=self._step_budget(),
             order=Shortest(self.model, self.blocks) if self.shortest_first else Fifo(),
             clock=lambda: self.now_s,
-            speculation=Speculation(SeedDrafter()) if self.drafts and not self.kv.has_state else None,
+            speculation=Speculation(SeedDrafter(self.num_bent)) if self.drafts and not self.kv.has_state else None,
         )
         self.admission = Admission(
             self.blocks, max_num_seqs=self.max_num_seqs, max_model_len=MAX_MODEL_LEN,
             vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS}),
             check_sampling=lambda sampling: None,
         )  # fmt: skip
+        if (drafting := self.scheduler._drafting) is not None:
+            watch(drafting)
         self.blocks.news.switch(is_on=True)
         self.named: dict[int, StoredBlock] = {}  # as a router knows them
         self.worker = FakeWorker(
@@ -189,6 +198,9 @@ class World:
             self.scheduler.sit_out(self._running[-1][1].absent)
         self._ask_readiness()
         batch = self.scheduler.schedule()
+        copies = batch.copies.swap_out, batch.copies.swap_in, batch.copies.copy_on_write
+        tokens = {(chunk.seq_id, chunk.start, chunk.num_tokens - len(chunk.drafts)) for chunk in batch.chunks}
+        self.plans.append((tokens, set(batch.departures), tuple(map(len, copies))))
         if self.hashes and batch.step % 2:
             self.scheduler.hash_ahead()
         self._check_writes(batch)
@@ -345,6 +357,7 @@ class World:
         self.check_load()
         self.check_names()
         self.check_hashes()
+        self.check_spare()
 
     def check_load(self) -> None:
         """What routers are told is what can be counted."""
@@ -371,6 +384,14 @@ class World:
         assert not self.blocks.has_room(self.blocks.needs_of(most + 1))
         if len(self.blocks.pools) == 1:
             assert load.free_blocks == stats.free + stats.cached
+
+    def check_spare(self) -> None:
+        """A sequence holds blocks of known and scheduled tokens only, but for the drafts of a running step."""
+        for seq in self.scheduler._queues.sequences.values():
+            if seq.table is not None and not (seq.num_in_flight and (seq.num_uncertain or seq.is_absent)):
+                most = max(len(seq.token_ids), seq.num_scheduled_tokens)
+                for pool, held in zip(self.blocks.pools, seq.table.groups, strict=True):
+                    assert held.end <= pool.blocks_for(most), "a block of a draft that was not accepted"
 
     def check_hashes(self) -> None:
         """Every hash is that of tokens that the sequence has."""
