@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from pd_cluster.drafting.offer import DraftOffer
+from pd_cluster.drafting.trials import Trials
 from pd_cluster.drafting.worth import StepPrice, most_worth
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling.batch import SequenceChunk
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from collections.abc import Sequence as Tokens
 
-    from pd_cluster.drafting.offer import DraftOffer
     from pd_cluster.scheduling.batch_builder import BatchBuilder
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.block_table import BlockTable
@@ -90,6 +91,7 @@ class Drafting:
         self._drafter, self._costs, self._most = speculation.drafter, speculation, most
         self._blocks, self._memory, self._queues, self._budget = blocks, memory, queues, budget
         self._spared: list[int] | None = None  # blocks by group that a step's drafts leave; None: not counted
+        self._trials = Trials()
         self._expected = set[int]()  # sequences that may have drafts
         self._num_drafts = 0
         self._num_runs = [0] * (most + 1)  # by the number of accepted drafts
@@ -151,11 +153,12 @@ class Drafting:
             if most > 0 and seq not in unready:
                 offer = offer_of(seq_id, seq.token_ids, seq.num_pending - 1, most if most < self._most else self._most)
                 if offer is not None:
-                    offered.append((at, offer))
+                    offered.append((at, _ended(offer, seq.stop_ids)))
         if not offered:
             return
         self._spared = None
-        counts = most_worth([offer for _, offer in offered], self._price(builder, offered))
+        offers, price = [offer for _, offer in offered], self._price(builder, offered)
+        counts = self._trials.decided(most_worth(offers, price), offers, price.most)
         for (at, offer), count in zip(offered, counts, strict=True):
             if count:
                 chunks[at] = self._with_drafts(chunks[at], tuple(offer.tokens[:count]), builder)
@@ -226,6 +229,14 @@ class Drafting:
                 tables = self._blocks.whole(table)
                 builder.starts[begins] = msgspec.structs.replace(builder.starts[begins], tables=tables)
         return SequenceChunk(chunk.seq_id, chunk.start, 1 + count, new_blocks, 1, drafts=drafts[:count])
+
+
+def _ended(offer: DraftOffer, stop_ids: frozenset[int]) -> DraftOffer:
+    """The offer up to a token that ends the sequence: of those after it no client gets one."""
+    if stop_ids.isdisjoint(offer.tokens):
+        return offer
+    num = 1 + next(at for at, token in enumerate(offer.tokens) if token in stop_ids)
+    return DraftOffer(offer.tokens[:num], offer.chances[:num])
 
 
 def _start_of(seq: Sequence, builder: BatchBuilder) -> int | None:
