@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.process import SWITCH_INTERVAL_S, rare_garbage_collection
-from pd_cluster.protocol.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokensOut
+from pd_cluster.protocol.messages import AddRequest, EngineStats, FromEngine, RequestFailed, ToEngine, TokensOut
 from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes
 from pd_cluster.worker.device_executor import DeviceDescribed, DeviceExecutor, run_phases
 from pd_cluster.worker.ranks import Ranks
@@ -20,7 +20,7 @@ from pd_connectors.base import ConnectorContext
 from pd_connectors.registry import create_connector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pd_cluster.config import NodeConfig
     from pd_cluster.errors import PdError
@@ -85,20 +85,32 @@ class OfflineEngine:
         self.mailbox = DirectMailbox()
         self.core = EngineCore(self.executor.config, self.executor, connector, self.mailbox)
         self._num_calls = 0
+        self._counters: dict[str, float] = {}
         # As in the engine's own process
         self._cleanup.enter_context(rare_garbage_collection())
         self._cleanup.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_INTERVAL_S)
 
-    def generate(self, prompts: list[list[int]], samplings: list[SamplingParams]) -> Generated:
-        """Raises RuntimeError when a request is refused."""
+    def generate(
+        self,
+        prompts: list[list[int]],
+        samplings: list[SamplingParams],
+        predictions: Sequence[tuple[int, ...]] | None = None,
+    ) -> Generated:
+        """`predictions`: of the answers, by their clients; None: there are none.
+
+        Raises RuntimeError when a request is refused.
+        """
         self._num_calls += 1
         ids = {f"{self._num_calls}-{index}": index for index in range(len(prompts))}
         tokens: list[list[int]] = [[] for _ in prompts]
         firsts, lasts = [0.0] * len(prompts), [0.0] * len(prompts)
         num_open = len(prompts)
         start_s = end_s = time.perf_counter()
-        self.mailbox.inbox += map(AddRequest, ids, prompts, samplings)
+        for request_id, prompt, sampling, prediction in zip(
+            ids, prompts, samplings, predictions or [()] * len(prompts), strict=True
+        ):
+            self.mailbox.inbox.append(AddRequest(request_id, prompt, sampling, prediction=prediction))
         while (has_turned := self.core.turn()) or num_open:
             if not has_turned:
                 self.mailbox.wait(0.0001)  # threads compile a grammar
@@ -106,6 +118,8 @@ class OfflineEngine:
             for message in messages:
                 if isinstance(message, RequestFailed):
                     raise RuntimeError(f"{message.error}: {message.message}")
+                if isinstance(message, EngineStats):
+                    self._counters = message.counters
                 if isinstance(message, TokensOut):
                     index = ids[message.request_id]
                     end_s = self.mailbox.flushed_s
@@ -115,6 +129,15 @@ class OfflineEngine:
                         tokens[index] += [token.token_id for token in part.tokens]
                     num_open -= message.finished
         return Generated(end_s - start_s, tuple(firsts), tuple(lasts), tokens)
+
+    def counters(self) -> dict[str, float]:
+        """The engine's totals since its start. Call it between two calls."""
+        self.core.settle()
+        messages, self.mailbox.outbox = self.mailbox.outbox, []
+        for message in messages:
+            if isinstance(message, EngineStats):
+                self._counters = message.counters
+        return dict(self._counters)
 
     @contextmanager
     def without_graphs(self) -> Iterator[None]:

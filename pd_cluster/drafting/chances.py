@@ -37,6 +37,7 @@ class Runs:
         self._right, self._tried = np.zeros(NUM_PLACES), np.zeros(NUM_PLACES)
         # [i]: the chance that the next i + 1 tokens of a match are drawn; MOST_RUN of them
         self.reached: npt.NDArray[np.float32]
+        self.first: float  # the first of them
         self._begin()
 
     def note(self, num_tried: int, num_right: int) -> None:
@@ -60,6 +61,7 @@ class Runs:
         chances = (self._right + NUM_PRIOR * self._prior) / (self._tried + NUM_PRIOR)
         later = np.full(MOST_RUN - NUM_PLACES, chances[-1])
         self.reached = np.cumprod(np.concatenate([chances, later])).astype(np.float32)
+        self.first = float(chances[0])
 
 
 class Chances:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 PIECE = 512  # tokens that are indexed at a time, 0.1 ms: a sequence without drafts for long has many
 LAG = 16  # tokens that need no index while a match is followed: 16 at once take as long as 6 one by one
+# Of what was expected and what was right in a sequence, at each token after a match: some ten count. And what its
+# matches are trusted for at first, in right tokens
+OWN_MEMORY, OWN_PRIOR = 0.9, 2.0
 REST, MOST_REST = 16, 1024  # tokens without drafts, after a right one that was not verified
 
 
@@ -57,6 +60,7 @@ class Lookup:
         self._place = 0  # in it, of the token that is expected next
         self._length = 0  # of the match
         self._runs = chances.beginning
+        self._own_expected = self._own_right = 0.0  # first tokens after matches: of this sequence's own
         self._num_ahead = 0  # of the last offer
         self._num_verified: int | None = None  # tokens of it that a step has verified, all but the first wrong one
         self._rest, self._rests_until = REST, 0
@@ -94,7 +98,10 @@ class Lookup:
             else:
                 num = len(run)
         self._num_ahead = num_ahead
-        return DraftOffer(run[num_ahead:] if num_ahead else run, self._runs.reached[num_ahead:num])
+        chances, right, expected = self._runs.reached[num_ahead:num], self._own_right, self._own_expected
+        if right < expected:  # the node's chances are of all sequences: of edits, and of prose beside them
+            chances = chances * ((right + OWN_PRIOR) / (expected + OWN_PRIOR))
+        return DraftOffer(run[num_ahead:] if num_ahead else run, chances)
 
     def note(self, num_drafts: int, num_right: int) -> None:
         """Note that a step has verified drafts of the last offer. Call it before its tokens are taken."""
@@ -111,6 +118,8 @@ class Lookup:
             num_right = 0
             while num_right < len(expected) and expected[num_right] == drawn[num_right]:
                 num_right += 1
+        self._own_expected = OWN_MEMORY * self._own_expected + self._runs.first
+        self._own_right = OWN_MEMORY * self._own_right + (num_right > 0)
         self._runs.note(len(expected), num_right)
         if self._num_verified is not None:
             if num_right > self._num_verified:  # there was no mask of a grammar after this right draft

