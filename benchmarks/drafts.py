@@ -47,7 +47,7 @@ AT_PLACE = "spec_decode_num_accepted_tokens_per_pos_total|position="
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class DraftPrompt:
     """Token ids of a prompt, and of what is predicted of its answer."""
 
     token_ids: list[int]
@@ -90,7 +90,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredTask:
     """The rounds of a case: samples by setting, in turn."""
 
     case: Case
@@ -162,7 +162,7 @@ class DraftBench:
     output_len: int
     seed: int
 
-    def measure(self, case: Case, prompts: list[Prompt], repeats: int) -> Measured:
+    def measure(self, case: Case, prompts: list[DraftPrompt], repeats: int) -> MeasuredTask:
         """A round that does not count, and `repeats` that do. Raises RuntimeError when a request is refused."""
         rounds = list[dict[str, Sample]]()
         for number in range(repeats + 1):
@@ -171,9 +171,9 @@ class DraftBench:
             samples = {name: self._sample(self.engines[name], case, prompts, number) for name in names}
             if number:
                 rounds.append(samples)
-        return Measured(case, rounds)
+        return MeasuredTask(case, rounds)
 
-    def _sample(self, engine: OfflineEngine, case: Case, prompts: list[Prompt], number: int) -> Sample:
+    def _sample(self, engine: OfflineEngine, case: Case, prompts: list[DraftPrompt], number: int) -> Sample:
         """One setting, one round. Seeds differ between rounds, and not between settings."""
         before, sample = engine.counters(), Sample()
         for start in range(0, len(prompts), case.batch):
@@ -194,7 +194,7 @@ class DraftBench:
         return sample
 
 
-def read_prompts(model: Path, questions: Sequence[Question], num_prompts: int) -> list[Prompt]:
+def read_prompts(model: Path, questions: Sequence[Question], num_prompts: int) -> list[DraftPrompt]:
     """Render and tokenize questions as chats, in turn until there are enough. Raises StartupError."""
     from transformers import AutoTokenizer  # takes seconds
 
@@ -202,12 +202,12 @@ def read_prompts(model: Path, questions: Sequence[Question], num_prompts: int) -
         tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
     except Exception as error:  # the library's, many kinds
         raise StartupError(f"the tokenizer in {model} cannot be loaded: {error}") from error
-    prompts = list[Prompt]()
+    prompts = list[DraftPrompt]()
     for question in islice(cycle(questions), num_prompts):
         messages = [{"role": "user", "content": question.text}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         token_ids = tokenizer.encode(text, add_special_tokens=False)
-        prompts.append(Prompt(token_ids, tuple(tokenizer.encode(question.prediction, add_special_tokens=False))))
+        prompts.append(DraftPrompt(token_ids, tuple(tokenizer.encode(question.prediction, add_special_tokens=False))))
     return prompts
 
 
@@ -234,7 +234,7 @@ def make_engine(namespace: argparse.Namespace, speculation: str, num_tokens: int
     return OfflineEngine(config, progress)
 
 
-def print_results(results: list[Measured]) -> None:
+def print_results(results: list[MeasuredTask]) -> None:
     """A row a case."""
     console = report_console()
     columns = ("task", "batch", "temp.", "equal", "tokens a step", "drafts", "accepted", "tokens/s off", "on", "ratio")
@@ -301,7 +301,7 @@ def run(namespace: argparse.Namespace) -> int:
     names = [name for name in tasks if not namespace.tasks or name in namespace.tasks or name not in make_tasks(())]
     prompts = {name: read_prompts(namespace.model, tasks[name], namespace.num_prompts) for name in names}
     longest = sum(len(one.token_ids) + 2 * namespace.output_len for found in prompts.values() for one in found)
-    engines, results = dict[str, OfflineEngine](), list[Measured]()
+    engines, results = dict[str, OfflineEngine](), list[MeasuredTask]()
     try:
         for setting in SETTINGS:
             engines[setting] = make_engine(namespace, setting, 2 * longest)

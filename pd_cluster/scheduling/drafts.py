@@ -188,7 +188,7 @@ class Drafting:
     def _fit(self, table: BlockTable, start: int, num_drafts: int, builder: BatchBuilder) -> int:
         """How many of the drafts, for which the table is too short, may be verified. `start`: of the first of them.
 
-        While somebody gives blocks up or waits for them none may. Else what the next tokens of running sequences take
+        While a sequence gives blocks up or waits for them none may. Else what the next tokens of running sequences take
         is left. A draft takes free blocks; where there are none, the sequence's next block alone evicts a cached one,
         as its own tokens would within a few steps: a node that has run for a while has hardly a free block.
         """

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.draft_tasks import PIECE, PIECES, make_tasks
-from benchmarks.drafts import Case, Measured, Sample
+from benchmarks.drafts import Case, MeasuredTask, Sample
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ def test_figures_of_a_case() -> None:
         {"none": sample([[1, 2], [3, 4]], 2.0), "lookup": sample([[1, 2], [3, 5]], 4.0, (1, 0), 4)},
         {"none": sample([[1, 2], [3, 4]], 3.0), "lookup": sample([[1, 2], [3, 4]], 2.0)},
     ]
-    measured = Measured(Case("edit", 2, 0.0), rounds)
+    measured = MeasuredTask(Case("edit", 2, 0.0), rounds)
     assert (measured.num_answers, measured.num_equal) == (6, 5)
     assert measured.ratio == 1.5, "the median of 2, 0.5 and 1.5"
     assert (measured.rate("none"), measured.rate("lookup")) == (2.0, 2.0)
@@ -35,7 +35,7 @@ def test_figures_of_a_case() -> None:
     record = json.loads(json.dumps(measured.record()))
     assert record["steps"] == {"none": 12, "lookup": 12}
     assert [one["tokens"] for one in record["samples"]["lookup"]] == [4, 4, 4]
-    assert Measured(Case("edit", 2, 0.0), rounds[2:]).acceptance is None
+    assert MeasuredTask(Case("edit", 2, 0.0), rounds[2:]).acceptance is None
 
 
 def test_files_are_edited_piece_by_piece(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Watches what the drafts of each step take: nothing that anybody else wants."""
+"""Watches what the drafts of each step take: nothing that another sequence wants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def watch(drafting: Drafting) -> None:
     """Let every `add` raise AssertionError unless the step is what it was but for drafts.
 
-    It preempts nobody and takes blocks for drafted sequences only; none while memory is short. What running sequences
+    It preempts no sequence and takes blocks for drafted sequences only; none while memory is short. What running sequences
     take next stays there. With one group each drafted sequence evicts one block at most.
     """
     add, blocks, memory, queues = drafting.add, drafting._blocks, drafting._memory, drafting._queues
@@ -38,7 +38,7 @@ def watch(drafting: Drafting) -> None:
         assert marks == (builder.preempted, builder.held, builder.swap_out, memory.counters, list(queues.running))
         grown = {seq_id for seq_id, count in num_blocks().items() if count != held[seq_id]}
         assert grown <= {chunk.seq_id for chunk in chunks if chunk.drafts}
-        assert not grown or not is_short, "drafts take blocks for which somebody waits"
+        assert not grown or not is_short, "drafts take blocks for which a sequence waits"
         assert blocks.has_room(next_needs()) or not had_room, "drafts take what running sequences need next"
         assert blocks.num_evicted - num_evicted <= len(grown) or len(blocks.pools) > 1
 

@@ -1,4 +1,4 @@
-"""Blocks of drafts: nobody else wants them, and they are given back when their step has retired."""
+"""Blocks of drafts: no other sequence wants them, and they are given back when their step has retired."""
 
 from __future__ import annotations
 
