@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def watch(drafting: Drafting) -> None:
     """Let every `add` raise AssertionError unless the step is what it was but for drafts.
 
-    It preempts no sequence and takes blocks for drafted sequences only; none while memory is short. What running sequences
+    It preempts no sequence and takes blocks for drafted ones only; none while memory is short. What running sequences
     take next stays there. With one group each drafted sequence evicts one block at most.
     """
     add, blocks, memory, queues = drafting.add, drafting._blocks, drafting._memory, drafting._queues

@@ -144,7 +144,7 @@ def test_drafts_evict_for_the_next_block_alone_and_only_where_none_is_free(num_c
     assert world.blocks.num_evicted == (num_cached == 7), "what was evicted once is free"
 
 
-def test_while_somebody_waits_for_blocks_drafts_get_none() -> None:
+def test_while_a_sequence_waits_for_blocks_drafts_get_none() -> None:
     world = world_of(drafter_for(5, num_right=0, num_wrong=9), 4)
     request = begun(world, "a", 5, 13)
     waiting = world.submit(message("b", prompt(3 * BLOCK_SIZE, 1), max_tokens=4))
@@ -211,7 +211,7 @@ def test_a_table_gives_back_only_what_is_behind() -> None:
 @pytest.mark.parametrize("kv", ["full", *(name for name, one in SETS.items() if not one.has_state and name != "full")])
 @pytest.mark.parametrize("seed", range(6))
 def test_with_drafts_that_are_all_wrong_every_plan_is_that_without_drafts(seed: int, kv: str) -> None:
-    """Whoever enters, waits and is preempted; with leases, loads, aborts and swaps. Nothing is cached: an eviction that
+    """Which sequences enter, wait and are preempted; with leases, loads, aborts and swaps. Nothing is cached: an eviction that
     comes a few steps early might change a hit."""
     fixed = {"budget": 64, "depth": 1, "longest_run": 1, "lateness": 0.0, "prefix_caching": False, "kv": kv}
     drafted, plain = (random_walk(seed, 100, num_bent=num_bent, **fixed) for num_bent in (5, -1))

@@ -184,7 +184,7 @@ def test_a_sequence_rests_behind_a_right_draft_without_a_mask() -> None:
     assert offered(lookup)
 
 
-def test_a_sequence_whose_matches_are_wrong_is_trusted_less_and_no_other() -> None:
+def test_a_sequence_with_wrong_matches_is_trusted_less_and_no_other() -> None:
     """What other sequences teach stays: prose beside edits is not drafted as if it were one."""
     prompt = [token for number in range(40) for token in (1, 2, 100 + number)]
     token_ids, lookup = lookup_of(prompt)
