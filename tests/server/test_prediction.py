@@ -38,8 +38,8 @@ async def ids() -> list[int]:
 
 @pytest.fixture
 async def node(ids: list[int]) -> AsyncIterator[Node]:
-    """It answers TEXT."""
-    async with running(FakeEngine(says(ids, FinishReason.LENGTH))) as node:
+    """It answers TEXT, and drafts."""
+    async with running(FakeEngine(says(ids, FinishReason.LENGTH)), speculation="lookup") as node:
         yield node
 
 
@@ -73,6 +73,19 @@ async def test_the_engine_gets_its_tokens_and_the_usage_says_how_many_came(
         "accepted_prediction_tokens": len(ids),
         "rejected_prediction_tokens": 0,
     }
+
+
+async def test_an_engine_that_drafts_nothing_of_it_does_not_get_it(node: Node, ids: list[int]) -> None:
+    """The usage has it all the same."""
+    whole = {"accepted_prediction_tokens": len(ids), "rejected_prediction_tokens": 0}
+    async with running(FakeEngine(says(ids, FinishReason.LENGTH))) as plain:
+        _, answer, _ = await ask(plain, prediction=content(TEXT))
+        assert plain.engine.requests[0].prediction == ()
+        assert answer["usage"]["completion_tokens_details"] == whole
+    await ask(node, prediction=content(TEXT), use_beam_search=True, n=2, max_tokens=4)
+    (request,) = node.engine.requests
+    assert request.sampling.beams is not None
+    assert request.prediction == ()
 
 
 async def test_null_is_as_if_it_were_absent_and_an_empty_one_has_no_tokens(node: Node) -> None:
