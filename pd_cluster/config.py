@@ -303,6 +303,11 @@ class NodeConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     http: NodeHttpLimits = field(default_factory=NodeHttpLimits)
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the node may guess tokens. A stage of logits from outside draws one token of a sequence in a step."""
+        return self.scheduler.speculation != "none" and not self.model.logits_stages
+
     @classmethod
     def sections(cls) -> dict[str, type]:
         """Section name -> its dataclass, for the command line."""

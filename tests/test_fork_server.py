@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -21,7 +23,6 @@ from tests.forked_command import ENGINE_HOOK_ENV
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 SHOWN = "tests.shown_process"
 
@@ -126,11 +127,18 @@ def test_a_launcher_ends_all_that_it_started_when_the_server_died() -> None:
     assert launcher._launched == []
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Where the path of a socket fits: it has 107 bytes, and TMPDIR may be long."""
+    with tempfile.TemporaryDirectory(prefix="pd-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def test_workers_share_a_server_and_each_takes_its_own_children_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = base_environment()
-    shared = SharedForks(tmp_path, environment, ROOT, "none")
+    shared = SharedForks(short_path, environment, ROOT, "none")
     for name, value in shared.variables.items():
         monkeypatch.setenv(name, value)
     one, other = (ForkServer(dict, ROOT) for _ in range(2))

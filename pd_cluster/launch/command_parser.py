@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 REMOVED = {"--max-tokens-beside-decodes": "a node's --slo-itl-ms bounds what prompts add to the gaps of streams, in ms"}
+
+_FLAG = re.compile(r"--?[A-Za-z]")  # -5 is a value
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -42,10 +45,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _by_flag(words: Sequence[str]) -> list[list[str]]:
-    """Each flag with the words after it, which may be its values."""
+    """Each flag with the words after it, which may be its values. A `--` that ends flags is none of them."""
     found: list[list[str]] = []
-    for word in words:
-        if word.startswith("--") or not found:
+    for word in [word for word in words if word != "--"] or words:
+        if _FLAG.match(word) or not found:
             found.append([])
         found[-1].append(word)
     return found

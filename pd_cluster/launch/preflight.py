@@ -83,7 +83,7 @@ def setting_problems(config: NodeConfig) -> Iterator[str]:
     """Settings that are wrong on every machine."""
     for section in fields(config):
         yield from number_problems(getattr(config, section.name))
-    if config.cache.block_size % HASH_UNIT:
+    if config.cache.block_size > 0 and config.cache.block_size % HASH_UNIT:  # below, its bound is told
         yield f"--block-size {config.cache.block_size} is not a multiple of {HASH_UNIT}"
     handoff = config.handoff
     if (default_url := DEFAULT_URLS.get(handoff.connector)) is not None:

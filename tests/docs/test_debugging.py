@@ -80,6 +80,8 @@ async def chat(cluster: OneProcess) -> dict[str, str]:
 @pytest.mark.long
 @pytest.mark.parametrize("connector", ["loopback", "nixl"])
 def test_each_part_stops_in_one_process(connector: str) -> None:
+    if connector == "nixl":
+        pytest.importorskip("nixl_cu13")
     stops = []
 
     def stop() -> None:
@@ -110,11 +112,12 @@ def test_a_debugger_stops_where_the_page_says() -> None:
         async with one_process(shallow_model()) as cluster:
             debugger.reset()
             debugger.set_continue()
+            before = sys.gettrace()
             sys.settrace(debugger.trace_dispatch)
             try:
                 await chat(cluster)
             finally:
-                sys.settrace(None)
+                sys.settrace(before)
 
     asyncio.run(run())
     assert [place for place in PLACES if place not in debugger.stops] == []

@@ -228,32 +228,37 @@ def test_usage_ends_a_stream_that_asks_for_it(path: Path, clients: Clients) -> N
 
 
 def test_what_of_a_prediction_came_is_the_same_on_every_way(clients: Clients) -> None:
-    """Whole and streamed, exactly what the rule says of the tokens of both."""
+    """Whole and streamed, exactly what the rule says of the tokens of each: two best logits may be close."""
     shown: Arguments = {
         "temperature": 0,
         "max_tokens": 40,
         "extra_body": {"return_token_ids": True, "ignore_eos": True},
     }
-    answer = clients.mixed_answer("chat", "with ids", chat(shown))["choices"][0]
-    text = answer["message"]["content"]
+    text = clients.mixed_answer("chat", "with ids", chat(shown))["choices"][0]["message"]["content"]
     predicted = f"{text[:30]}zebra{text[30:60]} and a zebra"
     asked = {"prompt": predicted, "add_special_tokens": False}
     url = clients.system.urls["decode"]
     ids = httpx.post(f"{url}/tokenize", json=asked, timeout=TIMEOUT_S, trust_env=False).json()["tokens"]
-    rule = FollowedPrediction(PredictedTokens(ids))
-    rule.push(answer["token_ids"])
-    assert rule.num_accepted > 5 < rule.num_rejected
+    accepted = []
     for path in Path:
         for stream in (False, True):
             told = shown | {"extra_body": shown["extra_body"] | {"cache_salt": f"prediction {path} {stream}"}}
             more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
             prediction = {"type": "content", "content": [{"type": "text", "text": predicted}]}
             given = ask(clients[path], "chat", chat(told | more | {"prediction": prediction}))
-            usage = (list(given)[-1] if stream else given).usage
+            parts = list(given) if stream else [given]
+            choices = [choice for part in parts for choice in part.choices]
+            # A first chunk has none
+            tokens = [token for choice in choices for token in getattr(choice, "token_ids", ())]
+            rule = FollowedPrediction(PredictedTokens(ids))
+            rule.push(tokens)
+            usage = parts[-1].usage
             details = usage.completion_tokens_details
-            assert usage.completion_tokens == len(answer["token_ids"])
+            assert usage.completion_tokens == len(tokens) == 40
             numbers = (details.accepted_prediction_tokens, details.rejected_prediction_tokens)
             assert numbers == (rule.num_accepted, rule.num_rejected), (path, stream)
+            accepted.append(rule.num_accepted)
+    assert max(accepted) > 5 < len(ids) - max(accepted)
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -102,6 +102,7 @@ WRONG = ["--tp=0", "--kv-cache-gb=-1", "--max-waiting=-2"]  # of three sections
             "--tp must", "--kv-cache-gb must", "--max-waiting must", "--max-headers must", "--port must"
         ]),
         (["up", "--swap-gb=-1", "--block-size=17"], ["--swap-gb must", "--block-size 17 is not"]),
+        (["mixed", "--block-size=-5"], ["--block-size must"]),
         (
             ["router", "--start-empty", "--workers=0", "--max-headers=0", "--max-held-mb=0"],
             ["--workers must", "--max-headers must", "--max-held-mb must"],
@@ -127,6 +128,23 @@ def test_all_wrong_flags_are_told(capsys: pytest.CaptureFixture[str]) -> None:
         "unrecognized arguments: --max-model-length=9 (did you mean --max-model-len?)",
         "`pd-cluster mixed --help` explains what it takes",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--blok-size 3 -x 4", ["--blok-size 3 (did you mean --block-size?)", "-x 4"]),
+        ("--foo -5 -.5 - --bar", ["--foo -5 -.5 -", "--bar"]),
+        ("--foo -- --bar", ["--foo", "--bar"]),
+    ],
+)
+def test_each_wrong_flag_is_told_with_its_values(
+    words: str, told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["mixed", *words.split()])
+    *lines, _ = capsys.readouterr().err.removeprefix("pd-cluster mixed: error: ").splitlines()
+    assert lines == [f"unrecognized arguments: {one}" for one in told]
 
 
 @pytest.mark.parametrize("command", ["mixed", "up", "router"])

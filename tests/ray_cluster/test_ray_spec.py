@@ -115,6 +115,17 @@ def test_what_is_wrong_is_said(tmp_path: Path, text: str, complaint: str) -> Non
     assert "cluster.yaml" in str(caught.value)
 
 
+@pytest.mark.parametrize("role", ["decode", "router"])
+def test_each_wrong_flag_is_told_with_its_place(role: str, tmp_path: Path) -> None:
+    flags = "{tp: 0, max-num-seqs: -1, max-waiting: -2}" if role == "decode" else "{workers: 0, eject-after: 0}"
+    with pytest.raises(StartupError) as caught:
+        written(tmp_path, f"decode: {{count: 1}}\n{role}: {{count: 1, flags: {flags}}}\n")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == flags.count(":")
+    for line in lines:
+        assert line.startswith(f"{tmp_path / 'cluster.yaml'}: flags of {role}: --")
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"cannot read .*none\.yaml"):
         read_spec(tmp_path / "none.yaml")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
+from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -232,6 +233,32 @@ def test_the_date_of_another_day_where_the_form_is_in_a_variable(date: str, star
         tokenizer.chat_template = text
         texts.append(ChatTemplate(tokenizer).render([said("user", "u")], None, {}, at_s))
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "form", ["form", "'%' ~ 'Y-%' ~ 'm'", r"'\x25Y-\x25m'", "form[:2] ~ '-%m'", "['%Y', '%m'] | join('-')"]
+)
+def test_the_date_of_another_day_where_the_form_is_put_together(form: str, tokenizer: Any) -> None:
+    tokenizer.chat_template = f"{{{{ strftime_now({form}) }}}}"
+    at_s = datetime(1999, 2, 3).timestamp()
+    assert ChatTemplate(tokenizer).render([said("user", "u")], None, {"form": "%Y-%m"}, at_s) == "1999-02"
+
+
+def test_each_directive_of_another_day(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ strftime_now(form) }}"
+    at = datetime(1999, 2, 3, 4, 5, 6)
+    names = [f"%{flag}{letter}" for letter in ascii_letters for flag in ("", *"-0_^#") if letter not in "EO"]
+    form = f"%%d {'|'.join(names)} 100%% %%%d"
+    rendered = ChatTemplate(tokenizer).render([said("user", "u")], None, {"form": form}, at.timestamp())
+    assert rendered == at.strftime(form)
+
+
+def test_a_directive_that_is_not_known_is_of_the_present(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ strftime_now('%E' ~ 'Y %' ~ '6' ~ 'Y %b') }}"
+    years = [datetime.now().strftime("%EY %6Y ")]
+    rendered = ChatTemplate(tokenizer).render([said("user", "u")], None, {}, datetime(1999, 2, 3).timestamp())
+    years.append(datetime.now().strftime("%EY %6Y "))
+    assert rendered in [f"{year}Feb" for year in years]
 
 
 def test_a_template_that_lists_no_tools_is_found(tokenizer: Any) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pd_cluster.protocol.messages import FinishReason, Work
 from pd_cluster.server.bodies.fields import IGNORED_HEADER
+from pd_cluster.server.bodies.schema import ChatBody, decode_body
 from pd_http.dialects import MESSAGES, RESPONSES
 from pd_http.member_bounds import CHAT_BOUNDS
 from pd_router.calls.body import RequestBody
@@ -35,8 +38,8 @@ async def ids() -> list[int]:
 
 @pytest.fixture
 async def node(ids: list[int]) -> AsyncIterator[Node]:
-    """It answers TEXT."""
-    async with running(FakeEngine(says(ids, FinishReason.LENGTH))) as node:
+    """It answers TEXT, and drafts."""
+    async with running(FakeEngine(says(ids, FinishReason.LENGTH)), speculation="lookup") as node:
         yield node
 
 
@@ -70,6 +73,19 @@ async def test_the_engine_gets_its_tokens_and_the_usage_says_how_many_came(
         "accepted_prediction_tokens": len(ids),
         "rejected_prediction_tokens": 0,
     }
+
+
+async def test_an_engine_that_drafts_nothing_of_it_does_not_get_it(node: Node, ids: list[int]) -> None:
+    """The usage has it all the same."""
+    whole = {"accepted_prediction_tokens": len(ids), "rejected_prediction_tokens": 0}
+    async with running(FakeEngine(says(ids, FinishReason.LENGTH))) as plain:
+        _, answer, _ = await ask(plain, prediction=content(TEXT))
+        assert plain.engine.requests[0].prediction == ()
+        assert answer["usage"]["completion_tokens_details"] == whole
+    await ask(node, prediction=content(TEXT), use_beam_search=True, n=2, max_tokens=4)
+    (request,) = node.engine.requests
+    assert request.sampling.beams is not None
+    assert request.prediction == ()
 
 
 async def test_null_is_as_if_it_were_absent_and_an_empty_one_has_no_tokens(node: Node) -> None:
@@ -128,6 +144,61 @@ async def test_members_that_are_not_known_are_named(node: Node) -> None:
     part = {"type": "text", "text": TEXT, "cache_control": {"type": "ephemeral"}, "id": None}
     status, _, ignored = await ask(node, prediction=content([part, part]) | {"strength": 1})
     assert (status, ignored) == (200, "prediction.content[].cache_control,prediction.strength")
+
+
+NINES = "9" * 5000
+HOSTILE = ["1e999", NINES, f"-{NINES}", '{"a": 1e400}', "[[1e400]]", '"\udcff"', '{"\udcff": 1}']
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: value[:12].encode(errors="backslashreplace").decode())
+@pytest.mark.parametrize("place", ["prediction", "prediction.content[]"])
+async def test_what_is_ignored_is_not_read(value: str, place: str, node: Node) -> None:
+    """Numbers that no float or decoder holds, and bytes that are no text (udcff stands for one)."""
+    more = f', "x": {value}'
+    in_part, beside = (more, "") if place.endswith("[]") else ("", more)
+    raw = f'{{"type": "content", "content": [{{"type": "text", "text": "a"{in_part}}}]{beside}}}'
+    assert await ask_raw(node, raw) == (200, f"{place}.x")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        '{"type": "content", "content": "a", "\udcff": 1}',
+        '{"type": "content", "content": [{"type": "text", "text": "a", "\udcff": 1}]}',
+        f'{{"type": "content", "content": "a", "x": {"[" * 20_000}{"]" * 20_000}}}',
+        json.dumps({"type": "content", "content": "a"} | {f"x{one}": 1 for one in range(300)}),
+    ],
+    ids=["name", "name of a part", "depth", "members"],
+)  # fmt: skip
+async def test_members_that_cannot_be_named_are_a_400(raw: str, node: Node) -> None:
+    assert (await ask_raw(node, raw))[0] == 400
+    assert node.engine.requests == []
+
+
+async def ask_raw(node: Node, prediction: str) -> tuple[int, str | None]:
+    head = f'{{"messages": {json.dumps(HI)}, "prediction": '
+    body = (head + prediction + "}").encode(errors="surrogateescape")
+    json_type = {"content-type": "application/json"}
+    async with node.session.post(f"{node.url}{CHAT}", data=body, headers=json_type) as answer:
+        return answer.status, answer.headers.get(IGNORED_HEADER)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_its_text_is_read_once(is_whole: bool) -> None:
+    """What a second reading would hold: the event loop waits for it."""
+    size = 1 << 20
+    value = "x" * size if is_whole else [{"type": "text", "text": "x" * size, "y": 1}]
+    raw = json.dumps({"messages": HI, "prediction": content(value)}).encode()
+    decode_body(raw, ChatBody)
+    tracemalloc.start()
+    try:
+        body, _ = decode_body(raw, ChatBody)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert body.prediction is not None
+    assert size < held
+    assert peak < 1.5 * size
 
 
 async def test_it_is_bounded_before_any_work(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def read_spec(path: Path) -> ClusterSpec:
     try:
         return check(msgspec.convert(data or {}, ClusterSpec))
     except (msgspec.ValidationError, StartupError) as error:
-        raise StartupError(f"{path}: {error}") from error
+        raise _at(str(path), error) from error
 
 
 def check(spec: ClusterSpec) -> ClusterSpec:
@@ -141,7 +141,7 @@ def check(spec: ClusterSpec) -> ClusterSpec:
         try:
             refuse(setting_problems(config_from(Namespace(**values))))
         except StartupError as error:
-            raise StartupError(f"flags of {role}: {error}") from error
+            raise _at(f"flags of {role}", error) from error
     types = get_type_hints(RouterConfig)
     known = {item.name: item.metadata for item in fields(RouterConfig) if item.name not in _ROUTER_FIXED}
     values = {}
@@ -150,8 +150,16 @@ def check(spec: ClusterSpec) -> ClusterSpec:
         if name not in known:
             raise StartupError(f"flags of router: {flag!r} is unknown or cannot be set here")
         values[name] = _typed(value, types[name], known[name].get("choices"), f"flags of router: {flag}")
-    RouterConfig(start_empty=True, **values)
+    try:
+        RouterConfig(start_empty=True, **values)
+    except StartupError as error:
+        raise _at("flags of router", error) from error
     return spec
+
+
+def _at(place: str, error: Exception) -> StartupError:
+    """The same mistakes, a line each, with their place."""
+    return StartupError("\n".join(f"{place}: {line}" for line in str(error).splitlines()))
 
 
 def check_models(spec: ClusterSpec) -> None:

@@ -5,6 +5,7 @@ Fields that the struct of a body lacks are refused, or named in the answer: see 
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,7 +16,7 @@ from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.bodies.fields import refuse
 from pd_http.dialect import whole_number
 from pd_http.frames import Continuation
-from pd_http.left_out import LeftOut, known, shape_of
+from pd_http.left_out import LeftOut
 from pd_http.member_bounds import BAD_JSON, MAX_NODE_FIELDS, top_level
 
 MAX_STOP_STRINGS = 16
@@ -28,6 +29,8 @@ MAX_LISTED_TOKENS = 1 << 20
 LISTS = ("logit_bias", "stop_token_ids", "allowed_token_ids")
 MAX_LOGITS_ARGS_BYTES = 64 << 10  # of all prompts together: each has a copy on the engine
 
+_Objects = list[dict[str, msgspec.Raw]]
+_NULL = msgspec.Raw(b"null")
 _TOKEN_KEYS = Meta(extra_json_schema={"propertyNames": {"pattern": "^-?[0-9]+$"}})
 
 
@@ -246,9 +249,21 @@ def decode_body(raw: bytes, kind: type[Body]) -> tuple[Body, set[str]]:
         members = top_level(fields["stream_options"], "stream_options").keys() - set(StreamOptions.__struct_fields__)
         names |= {f"stream_options.{member}" for member in members}
     if isinstance(body, ChatBody) and body.prediction is not None:
-        known(msgspec.json.decode(fields["prediction"]), shape_of(Prediction), "prediction", left_out := LeftOut())
-        names |= left_out.keys()
+        names |= _unknown_in(fields["prediction"], body.prediction)
     return body, names
+
+
+def _unknown_in(raw: msgspec.Raw, prediction: Prediction) -> set[str]:
+    """The members that `prediction` ignores. Their values are passed over: no text, and no number, is read again."""
+    left_out, members = LeftOut(), top_level(raw, "prediction")
+    levels: list[tuple[str, type[msgspec.Struct], _Objects]] = [("prediction", Prediction, [members])]
+    if not isinstance(prediction.content, str):
+        levels.append(("prediction.content[]", PredictedPart, decode_value(members["content"], _Objects, "prediction")))
+    for place, kind, objects in levels:
+        for name, value in itertools.chain.from_iterable(one.items() for one in objects):
+            if name not in kind.__struct_fields__ and value != _NULL:
+                left_out.add("member", f"{place}.{name}")
+    return set(left_out)
 
 
 def _decoded(raw: bytes, fields: dict[str, msgspec.Raw], kind: type[Body]) -> Body:

@@ -14,7 +14,7 @@ from pd_cluster.protocol.messages import AddRequest, Work
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pd_cluster.config import HandoffConfig
+    from pd_cluster.config import NodeConfig
     from pd_cluster.protocol.prompt_outputs import PromptOutputs
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.server.node.feed_hub import ChargeMark
@@ -109,9 +109,10 @@ class GenerationRequest:
         """Names the prompt, 16 bytes. The digest of a ticket is chained over units of 16 tokens, which takes longer."""
         return blake2b(array("I", self.prompt).tobytes(), digest_size=16).digest()
 
-    def to_engine(self, handoff: HandoffConfig, received_s: float) -> AddRequest:
+    def to_engine(self, config: NodeConfig, received_s: float) -> AddRequest:
         """The engine's n sequences are the choices that have not ended, see `live`."""
         sampling, live, known = self.sampling, self.live, None
+        handoff, drafts = config.handoff, config.drafts and sampling.beams is None
         if self.known is not None:
             sampling = msgspec.structs.replace(sampling, n=len(live))
             known = tuple(self.known.choices[index].token_ids for index in live)
@@ -133,7 +134,7 @@ class GenerationRequest:
             drawn_seed=self.drawn_seed,
             steps=self.steps,
             outputs=self._outputs,
-            prediction=() if self.predicted is None else self.predicted.token_ids,
+            prediction=self.predicted.token_ids if self.predicted is not None and drafts else (),
         )
 
     @property

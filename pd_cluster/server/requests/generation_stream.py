@@ -105,7 +105,7 @@ class GenerationStream:
         return all(choice.finished for choice in self._choices)
 
     async def __aenter__(self) -> GenerationStream:
-        add = self.request.to_engine(self._state.config.handoff, self._started_s)
+        add = self.request.to_engine(self._state.config, self._started_s)
         self._stream = self._state.engine.open(add)
         self._stream.unread = Share(self._state.held)
         self._stream.step_bytes = 3 * self.request.sampling.step_bytes  # three times: they leave as one event each

@@ -8,6 +8,7 @@ import re
 import time
 from dataclasses import replace
 from datetime import datetime
+from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
@@ -29,15 +30,19 @@ if TYPE_CHECKING:
 PROBE_S = 1.0
 TOOL_USE = "tool_use"  # the name of the template that transformers takes for requests with tools
 _QUERY, _DOCUMENT = (re.compile(f"""['"]{role}['"]""") for role in ("query", "document"))
-_DIRECTIVE = re.compile(r"%[-_^#\d]*[EO]?[A-Za-z]")  # of strftime
+# Directives of strftime: those in a template's text, and those that it may put together or be given
+_DIRECTIVE = re.compile(r"%[-_^#\d]*[EO]?[A-Za-z]")
+_DIRECTIVES = {f"%{flag}{letter}" for flag in ("", *"-_0^#") for letter in set(ascii_letters) - {*"EO"}}
 # Before a template that is to write the date of another time: transformers lets it ask for the present only, and what
-# it asks for may be in a variable. The line's end is a block's, which Jinja drops
+# it asks for may be in a variable. A directive that is in neither of the two above is of the present all the same. The
+# line's end is a block's, which Jinja drops
 _STRFTIME_AT = """\
+{%- set pd_strftime_now = strftime_now -%}
 {%- macro strftime_now(format) -%}
 {%- for part in format.split("%%") -%}
 {%- set written = namespace(text=part) -%}
 {%- for name, value in pd_dates.items() -%}{%- set written.text = written.text.replace(name, value) -%}{%- endfor -%}
-{{- "%" if not loop.first }}{{ written.text -}}
+{{- "%" if not loop.first }}{{ pd_strftime_now(written.text) if "%" in written.text else written.text -}}
 {%- endfor -%}
 {%- endmacro %}
 """
@@ -206,9 +211,10 @@ class ChatTemplate:
 
 
 def _dates(at_s: float, text: str) -> dict[str, str]:
-    """What each directive in `text` writes at that time. Those of a request's own form stay as they are."""
+    """What each directive writes at that time, those in `text` among them. Some of them strftime leaves as they are."""
     at = datetime.fromtimestamp(at_s)
-    return {name: at.strftime(name) for name in _DIRECTIVE.findall(text)}
+    written = {name: at.strftime(name) for name in _DIRECTIVES.union(_DIRECTIVE.findall(text))}
+    return {name: value for name, value in written.items() if "%" not in value}
 
 
 def template_in(path: Path, tokenizer: Any) -> str:
