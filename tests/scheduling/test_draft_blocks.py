@@ -211,8 +211,9 @@ def test_a_table_gives_back_only_what_is_behind() -> None:
 @pytest.mark.parametrize("kv", ["full", *(name for name, one in SETS.items() if not one.has_state and name != "full")])
 @pytest.mark.parametrize("seed", range(6))
 def test_with_drafts_that_are_all_wrong_every_plan_is_that_without_drafts(seed: int, kv: str) -> None:
-    """Which sequences enter, wait and are preempted; with leases, loads, aborts and swaps. Nothing is cached: an eviction that
-    comes a few steps early might change a hit."""
+    """Which sequences enter, wait and are preempted; with leases, loads, aborts and swaps.
+
+    Nothing is cached: an eviction that comes a few steps early might change a hit."""
     fixed = {"budget": 64, "depth": 1, "longest_run": 1, "lateness": 0.0, "prefix_caching": False, "kv": kv}
     drafted, plain = (random_walk(seed, 100, num_bent=num_bent, **fixed) for num_bent in (5, -1))
     assert drafted.worker.num_drafts > 0 == drafted.worker.num_accepted
