@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 TOKEN = "7e57" * 16
 RAY = Path(sys.executable).with_name("ray")
 START_DEADLINE_S = 300.0
+PORTS = 12_000, 32_000
 # What Ray starts beside a head or worker, and no test looks at: 9 s of CPU
 LEFT_OUT = ("--include-log-monitor=false", "--disable-usage-stats")
 LEFT_OUT_OF_HEAD = ("--include-dashboard=false", "--no-monitor")
@@ -49,7 +51,7 @@ class Machines:
         self.running: list[Launched] = []
         head = self.head = self._start(
             "--head",
-            "--port=0",
+            f"--port={free_port()}",  # with 0 Ray looks for a free one, and its server may find it taken
             f"--num-gpus={head_gpus}",
             '--resources={"edge": 1}',
             *LEFT_OUT_OF_HEAD,
@@ -121,9 +123,13 @@ class Machines:
 
 
 def free_port() -> int:
-    """One that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """One that is free, below those that the OS gives to sockets that name none: it was taken in one of seven runs."""
+    while True:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("", random.SystemRandom().randrange(*PORTS))) as server,
+        ):
+            return int(server.getsockname()[1])
 
 
 def cmdline(process: psutil.Process) -> str:
