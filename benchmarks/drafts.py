@@ -2,6 +2,8 @@
 
     equal      answers of both settings with the same tokens. A draft changes no answer; sums in another order may
     accepted   drafts that were the next token, of all that steps have verified
+    stream     tokens a second of a stream from its first to its last, with drafts through without: the mean of all.
+               All prompts are sent at once, so the longest answer ends a batch, whatever the others gain
     ratio      tokens a second with drafts, through those without: the median of rounds, each with both settings
 
 A first round does not count: it fills the prefix caches, so that the others measure the answers, and both engines learn
@@ -69,6 +71,7 @@ class Sample:
 
     seconds: float = 0.0  # until the last token of each batch, added up
     tokens: list[list[int]] = field(default_factory=list)  # of each answer
+    stream_rates: list[float] = field(default_factory=list)  # tokens a second of each answer of two tokens or more
     counts: dict[str, int] = field(default_factory=dict)  # by name of COUNTERS
     accepted_at: list[int] = field(default_factory=list)  # by place in a run of drafts
     load: float = 0.0  # of the machine, mean of a minute
@@ -84,7 +87,8 @@ class Sample:
 
     def record(self) -> dict[str, Any]:
         return {
-            "seconds": self.seconds, "tokens": self.num_tokens, "rate": self.rate, "load": self.load, **self.counts,
+            "seconds": self.seconds, "stream_rates": self.stream_rates, "tokens": self.num_tokens,
+            "rate": self.rate, "load": self.load, **self.counts,
             "accepted_at": self.accepted_at,
         }  # fmt: skip
 
@@ -110,6 +114,13 @@ class MeasuredTask:
     def ratio(self) -> float:
         """Tokens a second with drafts, through those without."""
         return statistics.median(samples["lookup"].rate / samples["none"].rate for samples in self.rounds)
+
+    @property
+    def stream_ratio(self) -> float | None:
+        """The mean of streams' rates with drafts, through that without. None: an answer had one token only."""
+        pairs = [(samples["lookup"].stream_rates, samples["none"].stream_rates) for samples in self.rounds]
+        ratios = [statistics.mean(on) / statistics.mean(off) for on, off in pairs if on and off]
+        return statistics.median(ratios) if ratios else None
 
     def rate(self, setting: str) -> float:
         """Median tokens a second."""
@@ -150,6 +161,7 @@ class MeasuredTask:
             "drafts": self.total("drafts"), "runs": self.total("runs"), "accepted": self.total("accepted"),
             "acceptance": self.acceptance, "accepted_at": self.accepted_at,
             "rate": {name: self.rate(name) for name in SETTINGS}, "ratio": self.ratio,
+            "stream_ratio": self.stream_ratio,
             "samples": {name: [samples[name].record() for samples in self.rounds] for name in SETTINGS},
         }  # fmt: skip
 
@@ -185,6 +197,8 @@ class DraftBench:
             generated = engine.generate([one.token_ids for one in asked], samplings, [one.prediction for one in asked])
             sample.seconds += generated.seconds
             sample.tokens += generated.tokens
+            times = zip(generated.tokens, generated.first_token_s, generated.last_token_s, strict=True)
+            sample.stream_rates += [(len(one) - 1) / (last - first) for one, first, last in times if last > first]
         counters = engine.counters()
         gained = {name: int(value - before.get(name, 0)) for name, value in counters.items()}
         sample.counts = {name: gained.get(counter, 0) for name, counter in COUNTERS.items()}
@@ -237,7 +251,19 @@ def make_engine(namespace: argparse.Namespace, speculation: str, num_tokens: int
 def print_results(results: list[MeasuredTask]) -> None:
     """A row a case."""
     console = report_console()
-    columns = ("task", "batch", "temp.", "equal", "tokens a step", "drafts", "accepted", "tokens/s off", "on", "ratio")
+    columns = (
+        "task",
+        "batch",
+        "temp.",
+        "equal",
+        "tokens a step",
+        "drafts",
+        "accepted",
+        "tokens/s off",
+        "on",
+        "ratio",
+        "stream",
+    )
     table = Table(*columns)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -247,7 +273,7 @@ def print_results(results: list[MeasuredTask]) -> None:
         table.add_row(
             one.case.task, str(one.case.batch), f"{one.case.temperature:g}", f"{one.num_equal} of {one.num_answers}",
             steps, str(one.total("drafts")), share, f"{one.rate('none'):.1f}", f"{one.rate('lookup'):.1f}",
-            f"{one.ratio:.2f} x",
+            f"{one.ratio:.2f} x", "" if one.stream_ratio is None else f"{one.stream_ratio:.2f} x",
         )  # fmt: skip
     console.print(table)
     for one in results:

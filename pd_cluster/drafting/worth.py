@@ -5,7 +5,8 @@ taken in the order of that chance, and their number k is the one with the most
 
     (decodes + sum of the k best chances) / (seconds of the step with k drafts + gap, if k > 0)
 
-The gap is the time in which the device waits for the host: no step is launched after one with drafts before its end.
+There are none where that is hardly more than without. The gap is the time in which the device waits for the host: no
+step is launched after one with drafts before its end.
 
 Streams without a draft gain nothing and wait for the longer step. While there is one, the step is bounded.
 """
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     Chance = npt.NDArray[np.float32]
     Ints = npt.NDArray[np.int64]
 
+# By which drafts are expected to raise the rate, at least: prices of steps are wrong by a few parts in a hundred
+LEAST_GAIN = 1.05
 PROLONGED = 1.25  # of the step without drafts, while a stream has none
 
 
@@ -67,6 +70,7 @@ def most_worth(offers: Sequence[DraftOffer], price: StepPrice) -> list[int]:
     rates /= seconds
     rates[1 : num_shared + 1][seconds[1 : num_shared + 1] > most_shared_s] = 0
     rates[1:][seconds[1:] > price.most_s] = 0
+    rates[0] *= LEAST_GAIN
     count = int(rates.argmax())
     return _counts(chances, starts, float(best[count - 1]), count) if count else [0] * len(offers)
 

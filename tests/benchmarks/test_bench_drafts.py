@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def sample(tokens: list[list[int]], seconds: float, accepted_at: tuple[int, ...] = (0, 0), drafts: int = 0) -> Sample:
     counts = {"steps": 4, "runs": 2, "drafts": drafts, "accepted": sum(accepted_at)}
-    return Sample(seconds, tokens, counts, [*accepted_at])
+    return Sample(seconds, tokens, [1 / seconds] * 2, counts, [*accepted_at])
 
 
 def test_figures_of_a_case() -> None:
@@ -30,6 +30,7 @@ def test_figures_of_a_case() -> None:
     assert (measured.num_answers, measured.num_equal) == (6, 5)
     assert measured.ratio == 1.5, "the median of 2, 0.5 and 1.5"
     assert (measured.rate("none"), measured.rate("lookup")) == (2.0, 2.0)
+    assert measured.stream_ratio == 1.5
     assert measured.acceptance == 0.5
     assert measured.accepted_at == [3, 1]
     record = json.loads(json.dumps(measured.record()))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TOKEN = "7e57" * 16
 RAY = Path(sys.executable).with_name("ray")
 START_DEADLINE_S = 300.0
-PORTS = 12_000, 32_000
+PORTS = 20_000, 32_000  # Ray's workers have those from 10,002 to 19,999
 # What Ray starts beside a head or worker, and no test looks at: 9 s of CPU
 LEFT_OUT = ("--include-log-monitor=false", "--disable-usage-stats")
 LEFT_OUT_OF_HEAD = ("--include-dashboard=false", "--no-monitor")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cluster.drafting.offer import DraftOffer
-from pd_cluster.drafting.worth import PROLONGED, StepPrice, most_worth
+from pd_cluster.drafting.worth import LEAST_GAIN, PROLONGED, StepPrice, most_worth
 
 KNOTS = (3, 8, 15, 40)
 CHANCES = st.lists(st.sampled_from([0.05, 0.3, 0.5, 0.7, 0.9, 1.0]), min_size=1, max_size=7)
@@ -32,7 +32,10 @@ def price_of(prices: list[float], num_decodes: int, base_s: float = 10.0, **more
 
 
 def best_rate(offers: list[DraftOffer], price: StepPrice) -> float:
-    """Of all numbers of drafts, tokens a second. Equal chances are taken where they come first in a run."""
+    """Of all numbers of drafts, tokens a second; without any if that is hardly less.
+
+    Equal chances are taken where they come first in a run.
+    """
     every = sorted(
         ((-float(one), at, owner) for owner, offer in enumerate(offers) for at, one in enumerate(offer.chances))
     )
@@ -44,7 +47,7 @@ def best_rate(offers: list[DraftOffer], price: StepPrice) -> float:
         limit_s = price.most_s if len(owners) == price.num_decodes else min(price.most_s, shared_s)
         if seconds <= limit_s:
             rates.append((price.num_decodes - sum(chance for chance, *_ in every[:num])) / seconds)
-    return max(rates)
+    return max(rates) if max(rates) > LEAST_GAIN * rates[0] else rates[0]
 
 
 @given(
