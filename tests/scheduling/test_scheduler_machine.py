@@ -31,6 +31,7 @@ def make_prompt(family: int, length: int) -> list[int]:
 Option = TypeVar("Option")
 LENGTHS = st.one_of(st.sampled_from([1, 15, 16, 17, 31, 32, 33, 48]), st.integers(1, 70))
 PICK = st.integers(0, 7)
+MOST_STEPS = 4000  # a search in five blocks computes its beams again in each round, one after the other
 
 
 def choose(options: list[Option], pick: int) -> Option | None:
@@ -224,15 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 world.give_first_tokens(request)
             else:
                 world.drain(load)
-        for _ in range(400):  # leases hold memory: prefills that wait for it need them to end
-            if not world.scheduler.has_work:
-                break
-            world.start_step()
-            for lease_id, request in list(world.leases.items()):
-                if request.finished:
-                    world.end_lease(lease_id)
-        world.settle()
-        world.run_until_idle()
+        world.run_until_idle(MOST_STEPS, readers_come=True)
         for lease_id in list(world.leases):
             world.end_lease(lease_id)
         world.check_empty()
@@ -270,6 +263,30 @@ def test_random_operations_leak_nothing_and_change_no_token() -> None:
 @pytest.mark.timeout(900)  # two hundred of these runs take 9 s of CPU
 def test_many_random_operations_leak_nothing_and_change_no_token() -> None:
     assert run_machine(max_examples=2000, steps=60) >= 2000
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kv", "depth", "limit"), [("window", 1, 1), ("full", 2, 0)])
+def test_a_lease_ends_however_late_its_prompt_is_computed(kv: str, depth: int, limit: int) -> None:
+    """Searches in five blocks take hundreds of steps; then a prompt's lease holds what the last prompt needs."""
+    machine = SchedulerMachine()
+    machine.boot(
+        num_blocks=5, num_host_blocks=0, max_num_seqs=5, budget=5, prefix_caching=True, depth=depth, limit=limit,
+        keys_per_token=15, shortest_first=True, kv=kv,
+    )  # fmt: skip
+    search, last = {"max_tokens": 40, "width": 3, "priority": 0}, {"max_tokens": 5, "width": 0, "priority": 1}
+    for work, family, length, rest in (
+        (Work.GENERATE, 1, 33, search),
+        (Work.GENERATE, 1, 31, search),
+        (Work.GENERATE, 1, 32, search),
+        (Work.PREFILL, 0, 57, last),
+        (Work.GENERATE, 1, 70, last),
+    ):
+        machine.arrive(
+            work=work, family=family, length=length, n=1, seed=0, ignore_eos=True, salt="", min_tokens=0, **rest
+        )
+    machine.teardown()
+    assert len(machine.world.plans) > 400
 
 
 def random_walk(seed: int, num_steps: int, **fixed: Any) -> World:

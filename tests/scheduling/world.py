@@ -268,9 +268,15 @@ class World:
             if lease_id is not None and update.finished:
                 assert self.published[lease_id].num_tokens == len(update.request.prompt_token_ids)
 
-    def run_until_idle(self, limit: int = 2000) -> None:
-        """Every step must do something, until nothing is left."""
+    def run_until_idle(self, limit: int = 2000, *, readers_come: bool = False) -> None:
+        """Every step must do something, until nothing is left.
+
+        `readers_come`: a lease ends as soon as its prompt is computed. Else it holds its memory, perhaps all, for ever.
+        """
         for _ in range(limit):
+            if readers_come:
+                for lease_id in [one for one, request in self.leases.items() if request.finished]:
+                    self.end_lease(lease_id)
             if not self.scheduler.has_work:
                 self.settle()
             if not self.scheduler.has_work:
