@@ -68,7 +68,10 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--warmup", type=int, default=2, metavar="N", help="Requests before the clock starts (default: 2)."
     )
-    report = parser.add_argument_group("report")
+    _add_report_flags(parser.add_argument_group("report"))
+
+
+def _add_report_flags(report: argparse._ArgumentGroup) -> None:
     report.add_argument(
         "--goodput",
         nargs="+",

@@ -215,9 +215,8 @@ class Scheduler:
         """Reserve blocks for the load `request.load_id`: for the part of a parked prompt that is not cached.
 
         `prefix`: of its first so many tokens only (whole blocks). The LoadSpec is part of the next Batch. None: memory
-        is short, or a request of higher precedence waits for it; ask again after the next step. Until then no request
-        of lower precedence gets memory, so the caller must go on asking or call `abort`, `fall_back_to_local` or
-        `drop_load`.
+        is short, or a request of higher precedence waits for it; ask again after the next step. Till then none of lower
+        precedence gets memory, so the caller must go on asking or call `abort`, `fall_back_to_local` or `drop_load`.
         """
         if request not in self._queues.parked or request.kv is not KvArrival.ABSENT:
             return None
