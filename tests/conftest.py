@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.cluster import Launcher
 from tests.deadlines import HANG_S
+from tests.kept_environment import kept_environment
 
 if TYPE_CHECKING:
     import ssl
@@ -98,6 +99,13 @@ def seldom_searched_libraries() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Each test has the process's environment for itself."""
+    with kept_environment():
+        yield
 
 
 @pytest.fixture

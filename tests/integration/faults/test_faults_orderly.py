@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,14 +17,14 @@ from tests.cluster import TEST_KEY
 from tests.deadlines import HANG_S
 from tests.integration.calls import COMPLETIONS, Call
 from tests.integration.fault_cluster import Member, fetch, until
-from tests.integration.gated_cluster import LONG, LONG_S, SHORT, GatedCluster
+from tests.integration.gated_cluster import LONG, LONG_S, NUM_TOKENS, SHORT, GatedCluster
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
+    from tests.integration.fault_cluster import RouterMember
 
-BRIEF = 100  # tokens of a prompt that fits p0's memory beside the long one
+pytestmark = [pytest.mark.integration, pytest.mark.anyio, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -75,31 +75,31 @@ async def test_d_told_to_stop_finishes_what_it_reads(cluster: GatedCluster) -> N
     await cluster.check_clean(p1)
 
 
-async def test_a_lease_without_a_reader_is_kept_for_its_ttl_and_no_longer(cluster: GatedCluster) -> None:
-    """Its prompt is still being computed when the node is told to stop: the lease outlives the answer.
+async def lease_of_one_told_to_stop(cluster: GatedCluster, node: Member, router: RouterMember) -> dict[str, Any]:
+    """What asks a decode node for the prompt that `node` computed and leased after it was told to stop."""
+    body = cluster.body(LONG) | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    with cluster.held(node.name):
+        asked = asyncio.create_task(fetch(node.url + COMPLETIONS, body))
+        await until(node.is_busy, f"{node.name} computes")
+        node.process.send(signal.SIGTERM)
+        await router.wait_healthy(node, False)
+        assert not asked.done()
+    answer = await asked
+    return {**body, "max_tokens": NUM_TOKENS, "kv_transfer_params": answer.json()["kv_transfer_params"]}
 
-    Of two leases one gets a reader then. P ends though the other one does not.
-    """
-    asks = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-    bodies = [cluster.body(length) for length in (LONG, BRIEF)]
+
+async def test_a_lease_outlives_the_answer_of_a_p_that_was_told_to_stop(cluster: GatedCluster) -> None:
+    """p1, which keeps a lease for LONG_S, is there for the reader, and ends when the reader has given it back."""
+    p1 = cluster.nodes["p1"]
+    late = await lease_of_one_told_to_stop(cluster, p1, cluster.new_router(["p1"], ["d0"]))
     moved = await cluster.d0.metric("pd_kv_transfer_bytes_total")
-    with cluster.held():
-        asked = [asyncio.create_task(fetch(cluster.p0.url + COMPLETIONS, bodies[0] | asks))]
-        await until(cluster.p0.is_busy, "p0 computes the long one")
-        with cluster.held(prompt=0):
-            asked.append(asyncio.create_task(fetch(cluster.p0.url + COMPLETIONS, bodies[1] | asks)))
-
-            async def has_both() -> bool:
-                return await cluster.p0.metric("pd_requests_in_flight") == len(asked)
-
-            await until(has_both, "p0 has both")
-            cluster.p0.process.send(signal.SIGTERM)
-            await cluster.router.wait_healthy(cluster.p0, False)
-            assert not any(one.done() for one in asked)
-    long, _ = await asyncio.gather(*asked)
-    late = await Call(cluster.d0.url, bodies[0] | {"kv_transfer_params": long.json()["kv_transfer_params"]}).outcome()
-    late.check(await cluster.expected(LONG))
+    (await Call(cluster.d0.url, late).outcome()).check(await cluster.expected(LONG))
     await cluster.d0.wait_more("pd_kv_transfer_bytes_total", moved)
+    await check_gone(p1)
+
+
+async def test_a_lease_without_a_reader_holds_a_p_that_was_told_to_stop_for_its_ttl_only(cluster: GatedCluster) -> None:
+    await lease_of_one_told_to_stop(cluster, cluster.p0, cluster.router)
     await check_gone(cluster.p0)
 
 
