@@ -31,6 +31,11 @@ PORTS = 20_000, 32_000  # Ray's workers have those from 10,002 to 19,999
 # What Ray starts beside a head or worker, and no test looks at: 9 s of CPU
 LEFT_OUT = ("--include-log-monitor=false", "--disable-usage-stats")
 LEFT_OUT_OF_HEAD = ("--include-dashboard=false", "--no-monitor")
+# Ray waits 5 s for its head and for its raylet: on a crowded core a start took longer in one of nine runs
+PATIENT = {
+    "RAY_gcs_rpc_server_connect_timeout_s": "120", "RAY_gcs_server_port_wait_time_s": "120",
+    "RAY_raylet_client_connect_timeout_milliseconds": "120000", "RAY_raylet_start_wait_time_s": "120",
+}  # fmt: skip
 
 
 class Machines:
@@ -46,7 +51,7 @@ class Machines:
         self._launcher = launcher
         self._environment = {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0", "HOME": str(root),
-            "RAY_ADDRESS": "", **(environment or {}),
+            "RAY_ADDRESS": "", **PATIENT, **(environment or {}),
         }  # fmt: skip
         self.running: list[Launched] = []
         head = self.head = self._start(
