@@ -182,8 +182,8 @@ class Pipeline:
         duration_s = now_s - max(flight.launched_s, self._retired_s)
         self._timing.note_step(flight.batch, duration_s, was_over=was_over)
         self._forecast.note_step(flight.kind, duration_s)
-        # A step after one whose end the host did not see at once had begun before: 0 s of it were noted, and its
-        # longer likes never
+        # A step had begun before if the host did not see the end of the one before it at once: 0 s of it were
+        # noted, and its longer likes never
         is_begin_seen = not self._was_over or flight.launched_s >= self._retired_s
         is_exact = is_begin_seen and (not was_over or duration_s < flight.predicted_s)
         # Prices of drafts hold their steps' launches. Decodes would seem longer by them

@@ -85,7 +85,7 @@ def _unused(*_: object, **__: object) -> None:
 
 
 def test_a_running_controller_tells_the_mode_without_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is on Ray's head, whose mode counts. `ray.get` stands for an answer at once."""
+    """It is on Ray's head, and that one's mode counts. `ray.get` stands for an answer at once."""
     told = ["token", "disabled"]
     asked = SimpleNamespace(authentication_mode=SimpleNamespace(remote=lambda: told.pop(0)))
     monkeypatch.setattr(connect, "find_controller", {"pd": asked}.__getitem__)
