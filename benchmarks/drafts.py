@@ -7,7 +7,8 @@
     ratio      tokens a second with drafts, through those without: the median of rounds, each with both settings
 
 A first round does not count: it fills the prefix caches, so that the others measure the answers, and both engines learn
-in it how long steps take, and one what drafts are worth. An answer ends as the model ends it.
+in it how long steps take, and one what drafts are worth. An answer ends as the model ends it. Each case is recorded
+when it ends, in a line of its own: a run that is ended by hand keeps those before.
 """
 
 from __future__ import annotations
@@ -331,25 +332,26 @@ def run(namespace: argparse.Namespace) -> int:
     try:
         for setting in SETTINGS:
             engines[setting] = make_engine(namespace, setting, 2 * longest)
-        bench = DraftBench(engines, namespace.output_len, namespace.seed)
+        bench, fields = DraftBench(engines, namespace.output_len, namespace.seed), _fields(namespace)
         for batch in namespace.batches:
             for temperature in namespace.temperatures:
                 for name in names:
                     case = Case(name, batch, temperature)
                     results.append(bench.measure(case, prompts[name], namespace.repeats))
+                    append_record(namespace.json, "drafts", {**fields, "results": [results[-1].record()]})
                     sys.stderr.write(f"{results[-1].text}\n")
     finally:
         for engine in engines.values():
             engine.close()
-    fields = {
-        "config": {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in vars(namespace).items()
-            if name not in ("json", "files", "model")
-        },
-        "model": namespace.model.name, "files": [path.name for path in namespace.files],
-        "results": [one.record() for one in results],
-    }  # fmt: skip
-    append_record(namespace.json, "drafts", fields)
     print_results(results)
     return int(any(one.num_equal < one.num_answers for one in results))
+
+
+def _fields(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Of a run, in the record of each of its cases."""
+    config = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(namespace).items()
+        if name not in ("json", "files", "model")
+    }
+    return {"config": config, "model": namespace.model.name, "files": [path.name for path in namespace.files]}

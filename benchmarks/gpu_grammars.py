@@ -51,7 +51,7 @@ class GrammarLoad:
     free_ms: float | None  # a token of a free row, at the median; None: there is none
     constrained_ms: float | None  # the same of a constrained row; of "hostile" without the hostile ones
     sat_out: float  # share of the constrained draws
-    ended: float  # share of the constrained tokens behind the end of an answer
+    ended: float  # share of the constrained tokens after the end of an answer
     waits_ms: list[float] = field(repr=False)  # of each step, for masks
 
     def wait_ms(self, share: float) -> float:
@@ -209,7 +209,7 @@ def run(directory: Path, namespace: argparse.Namespace) -> list[GrammarLoad]:
 
 def print_loads(loads: Sequence[GrammarLoad]) -> None:
     """Print the table."""
-    columns = ("free ms", "constrained ms", "sat out", "waits p50 ms", "p99.9 ms", "behind the end")
+    columns = ("free ms", "constrained ms", "sat out", "waits p50 ms", "p99.9 ms", "after the end")
     table = Table("", *columns)
     for load in loads:
         times = ["" if ms is None else f"{ms:.2f}" for ms in (load.free_ms, load.constrained_ms)]

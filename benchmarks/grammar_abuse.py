@@ -70,7 +70,7 @@ class Experiment:
         return phases
 
     async def _stream(self, phase: Phase) -> None:
-        """Answers one after the other, and their gaps behind the second chunk: D has the sequence from there on."""
+        """Answers one after the other, and their gaps after the second chunk: D has the sequence from there on."""
         end_s = time.perf_counter() + self.phase_s
         while time.perf_counter() < end_s:
             body = self._body(self.num_tokens) | {"stream": True}

@@ -52,7 +52,7 @@ class DirectMailbox:
         self.outbox.append(message)
 
     def flush(self) -> None:
-        """Note the time. The core learns from a step behind it, when a client would have the tokens."""
+        """Note the time. The core learns from a step after it, when a client would have the tokens."""
         if self.outbox:
             self.flushed_s = time.perf_counter()
 

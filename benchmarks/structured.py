@@ -68,7 +68,7 @@ def judge_text(schema: dict[str, Any], text: str, finish_reason: str) -> tuple[s
     from jsonschema.validators import Draft202012Validator, validator_for
 
     if finish_reason == "length":
-        return ("cut", "") if is_prefix(schema, text) else ("failed", f"cut behind a wrong text: {text[-80:]!r}")
+        return ("cut", "") if is_prefix(schema, text) else ("failed", f"cut after a wrong text: {text[-80:]!r}")
     if finish_reason != "stop":
         return "failed", f"finish_reason {finish_reason}"
     try:
@@ -113,7 +113,7 @@ class Examiner:
     seed: int
     logit_bias: dict[str, float]
     schemas: Iterator[tuple[str, dict[str, Any]]]
-    end_s: float  # of time.monotonic(): no question is asked behind it
+    end_s: float  # of time.monotonic(): no question is asked after it
     verdicts: Verdicts = field(default_factory=Verdicts)
     prefilled_by: Counter[str] = field(default_factory=Counter)  # answers by the node that read the prompt
     num_asked: int = 0  # and not refused, as far as is known
@@ -185,9 +185,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--schemas", type=Path, required=True, metavar="DIR", help="Files of JSONSchemaBench.")
     parser.add_argument("--route", choices=("p-first", "d-first"), help="Ask the router for this order.")
     parser.add_argument("--count", type=int, default=1000, metavar="N", help="Answers (default: 1000).")
-    parser.add_argument(
-        "--max-s", type=float, default=math.inf, metavar="X", help="Ask no more behind so many seconds."
-    )
+    parser.add_argument("--max-s", type=float, default=math.inf, metavar="X", help="Ask no more after so many seconds.")
     parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="Of an answer (default: 1024).")
     parser.add_argument(
         "--bias", type=float, default=0.0, metavar="X",

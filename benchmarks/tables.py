@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 DOCUMENT = Path("docs") / "benchmarks.md"
-TARGETS = ", 200/10"  # behind a setting's name, where runs without targets are in the same file
+TARGETS = ", 200/10"  # after a setting's name, where runs without targets are in the same file
 Record = dict[str, Any]
 
 _DISAGG_INTRO = """\

@@ -1,4 +1,4 @@
-"""Streams that are cut behind each of their frames and continued on another node: the client must not notice.
+"""Streams that are cut after each of their frames and continued on another node: the client must not notice.
 
 `Ask` sends a request and returns the messages of the answer: `asking` asks the app of a node, without sockets. A
 harness with routers and processes in between brings an `Ask` of its own, or uses `Said` alone.
@@ -128,7 +128,7 @@ def continuing(body: dict[str, Any], continuation: Continuation) -> dict[str, An
 
 
 async def continue_at(case: Case, messages: Sequence[AnyFrame], num: int, ask: Ask, *, continues: bool) -> bytes:
-    """The client's bytes when the stream is cut behind its first `num` messages and goes on at `ask`.
+    """The client's bytes when the stream is cut after its first `num` messages and goes on at `ask`.
 
     `continues` False: the other node is sent the request as it came, as a router without continuation would.
     """
@@ -149,7 +149,7 @@ async def check_cuts(
     continues: bool = True,
     step: int = 1,
 ) -> int:
-    """Cut behind each frame (of `step`), the last one too, and hold the client's bytes to the whole answer's.
+    """Cut after each frame (of `step`), the last one too, and hold the client's bytes to the whole answer's.
 
     The continued streams run at the same time. Returns the number of cuts.
     """
@@ -162,7 +162,7 @@ async def check_cuts(
         try:
             same(answer, whole)
         except AssertionError as error:
-            raise AssertionError(f"{case}, cut behind message {num} of {len(messages)}:\n{error}") from error
+            raise AssertionError(f"{case}, cut after message {num} of {len(messages)}:\n{error}") from error
     return len(places)
 
 
@@ -201,7 +201,7 @@ class Said:
         said = cls()
         for block in data.decode().removesuffix("\n\n").split("\n\n"):
             assert block.startswith("data: "), block
-            assert not said.ends, "an event behind [DONE]"
+            assert not said.ends, "an event after [DONE]"
             text = block.removeprefix("data: ")
             if text == "[DONE]":
                 said.ends += 1

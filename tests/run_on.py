@@ -1,4 +1,4 @@
-"""An executor of which a step gives a sequence several tokens: it goes on computing behind the one that was drawn.
+"""An executor of which a step gives a sequence several tokens: it goes on computing after the one that was drawn.
 
 So all that is behind the worker gets runs of a real model, with real KV, and nothing has to propose tokens.
 """
@@ -37,7 +37,7 @@ class RunsOn:
         return _Running(self, self._executor.launch(batch, deadline_s), batch)
 
     def run_on(self, batch: Batch, result: StepResult) -> StepResult:
-        """Behind each decode, compute the tokens that may follow it in its block."""
+        """After each decode, compute the tokens that may follow it in its block."""
         runs = dict(result.samples)
         going = [chunk for chunk in batch.chunks if chunk.num_samples == 1 and self._is_decode(chunk, result)]
         for number in range(1, self._longest):

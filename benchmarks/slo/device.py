@@ -62,7 +62,7 @@ class MixtureDevice(Device):
     """The shape of Qwen3-30B-A3B in float8: a step reads the experts that its tokens choose.
 
     Measured while two mixed nodes, and a prefill and a decode node, served Azure's requests and 1024 in, 256 out: 5,
-    13, 25, 33, 41 and 64 decodes behind 1,150 tokens take 4.8, 7.1, 8.8, 9.7, 10.4 and 11.7 ms, here 5.0, 6.9, 9.0,
+    13, 25, 33, 41 and 64 decodes after 1,150 tokens take 4.8, 7.1, 8.8, 9.7, 10.4 and 11.7 ms, here 5.0, 6.9, 9.0,
     9.6, 10.1 and 11.0. Alone (`python -m benchmarks gpu`) 32, 128 and 256 take 9.0, 12.8 and 16.7, here 9.1, 13.1 and
     17.2, and one 2.2, here 2.4. A prompt of 1,024 tokens takes 14 to 16 ms, here 14.1; beside 26 decodes 23.0, here
     22.9: with random weights the tokens of one prompt choose few experts, and decodes read the others.

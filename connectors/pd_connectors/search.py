@@ -1,7 +1,7 @@
 """One search of a pool, from `find` to its PrefixLoaded, which is emitted once, on the way to `over`:
 
     state     held by             ends with
-    queued    a loading thread    reached too late                                        -> over
+    queued    a loading thread    reached after its deadline                              -> over
     probing   a loading thread    nothing stored, the store is gone                       -> over
                                   PrefixFound                                             -> found
     found     the engine          `load`                                                  -> queued, then reading

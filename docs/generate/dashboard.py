@@ -196,7 +196,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Acceptance", "Share of the drafts that were accepted.",
                   ((f"{by_role(rate('pd_spec_decode_num_accepted_tokens_total'))}"
                     f" / {by_role(rate('pd_spec_decode_num_draft_tokens_total'))}", "{{role}}"),), "percentunit"),
-            Panel("Accepted drafts of a run", "Mean. The stream gets one token more: the one behind them.",
+            Panel("Accepted drafts of a run", "Mean. The stream gets one token more: the one after them.",
                   ((f"{by_role(rate('pd_spec_decode_num_accepted_tokens_total'))}"
                     f" / {by_role(rate('pd_spec_decode_num_drafts_total'))}", "{{role}}"),)),
             Panel("Acceptance by place", "Share of all runs of which the draft at this place was accepted.",

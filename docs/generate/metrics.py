@@ -32,7 +32,7 @@ ENGINE: dict[str, Meaning] = {
     "engine_steps_total": Meaning("Steps of the engine."),
     "engine_step_tokens_total": Meaning("Tokens that the steps computed, also drafts that were refused."),
     "engine_step_seconds_total": Meaning("Time in which a step was under way."),
-    "draws_sat_out_total": Meaning("Draws that a row with a grammar sat out because its mask was late."),
+    "draws_sat_out_total": Meaning("Draws that a row with a grammar sat out because its mask was not there in time."),
     "spec_decode_num_drafts_total": Meaning("With `--speculation`: runs of drafts, of one sequence in one step."),
     "spec_decode_num_draft_tokens_total": Meaning("Drafts in them."),
     "spec_decode_num_accepted_tokens_total": Meaning("Drafts that were accepted."),

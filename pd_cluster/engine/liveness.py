@@ -6,7 +6,8 @@
     dead      its requests fail and the node ends                   -
 
 Of several ranks, each of which holds a GPU, a frozen engine is dead RANKED_STALL_S later, unless the thread that
-watches the ranks still gives signs of life: that thread ends the engine by itself when a rank or a step is late.
+watches the ranks still gives signs of life: that thread ends the engine by itself when a rank or a step misses a
+deadline.
 
 All other messages come from the engine's step loop, between two steps, at least one per heartbeat. So silence means a
 step that does not end, or a process that does not run. Before a step that may take longer than `FROZEN_S` the engine

@@ -47,7 +47,7 @@ class Flight:
     gap_s: (
         float  # from the end of one with drafts to its launch, which counts in its seconds; 0: no other was before it
     )
-    loads_behind: list[LoadSpec] = field(default_factory=list)  # they start when this step has retired
+    loads_after: list[LoadSpec] = field(default_factory=list)  # they start when this step has retired
 
 
 class Pipeline:
@@ -149,7 +149,7 @@ class Pipeline:
         waited_s = self._executor.draw_late()
         batch = plan()
         if self._flights:
-            self._flights[-1].loads_behind.extend(batch.loads)
+            self._flights[-1].loads_after.extend(batch.loads)
         else:
             self._connector.recv_before(batch.loads)
         if not batch.moves_worker:
@@ -182,7 +182,8 @@ class Pipeline:
         duration_s = now_s - max(flight.launched_s, self._retired_s)
         self._timing.note_step(flight.batch, duration_s, was_over=was_over)
         self._forecast.note_step(flight.kind, duration_s)
-        # A step after one that the host saw late had begun before: 0 s of it were noted, and its longer likes never
+        # A step had begun before if the host did not see the end of the one before it at once: 0 s of it were
+        # noted, and its longer likes never
         is_begin_seen = not self._was_over or flight.launched_s >= self._retired_s
         is_exact = is_begin_seen and (not was_over or duration_s < flight.predicted_s)
         # Prices of drafts hold their steps' launches. Decodes would seem longer by them
@@ -193,8 +194,8 @@ class Pipeline:
         self._unlearned.append((flight.work, duration_s, is_exact, num_accepted, flight.gap_s))
         self.total_s += duration_s
         self._retired_s = now_s
-        if flight.loads_behind:
-            self._connector.recv_before(flight.loads_behind)
+        if flight.loads_after:
+            self._connector.recv_before(flight.loads_after)
         return flight.batch, result
 
     def learn(self) -> None:

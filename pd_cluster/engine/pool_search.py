@@ -8,8 +8,8 @@ A request is parked while the pool is searched for its prompt. The search, as a 
     any        PrefixLoaded           over: the prefix is cached; the request goes on as if it had just been admitted
     any        the request ends       an orphan: its search is cancelled, its blocks quarantined until PrefixLoaded
 
-The blocks reach the request through the prefix cache, so a prefix that came late, or in part, is like one that was not
-cached.
+The blocks reach the request through the prefix cache, so a prefix that came after its deadline, or in part, is like one
+that was not cached.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from pd_connectors.pool_url import DEFAULT_URLS, read_pool_url
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.keys import load_cluster_key
 from pd_connectors.registry import check_connector
-from pd_http.settings import number_problems
+from pd_http.settings import in_bounds, number_problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,8 +83,8 @@ def setting_problems(config: NodeConfig) -> Iterator[str]:
     """Settings that are wrong on every machine."""
     for section in fields(config):
         yield from number_problems(getattr(config, section.name))
-    if config.cache.block_size > 0 and config.cache.block_size % HASH_UNIT:  # below, its bound is told
-        yield f"--block-size {config.cache.block_size} is not a multiple of {HASH_UNIT}"
+    if (block_size := in_bounds(config.cache).block_size) % HASH_UNIT:
+        yield f"--block-size {block_size} is not a multiple of {HASH_UNIT}"
     handoff = config.handoff
     if (default_url := DEFAULT_URLS.get(handoff.connector)) is not None:
         try:
@@ -114,7 +114,7 @@ def machine_problems(config: NodeConfig, machine: MachineFacts) -> Iterator[str]
             yield f"{flag}: {error}"
     if config.model.device == "cuda" and (why := machine.cuda_problem()):
         yield f"--device cuda: {why}"
-    elif (tp := config.model.tp) > 1 and config.model.device != "cpu":
+    elif (tp := in_bounds(config.model).tp) > 1 and config.model.device != "cpu":
         try:
             count = machine.num_cuda_devices()
         except subprocess.TimeoutExpired:
@@ -141,7 +141,7 @@ def key_problems(key_file: str) -> Iterator[str]:
 def model_problems(config: NodeConfig, directory: Path) -> Iterator[str]:
     """What cannot be served in the model's directory with these settings."""
     try:
-        yield from _problems_of(config.model, directory)
+        yield from _problems_of(in_bounds(config.model), directory)
     except StartupError as error:
         yield f"--model: {error}"
 

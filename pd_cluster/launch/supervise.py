@@ -99,7 +99,7 @@ class Supervisor:
         return child
 
     async def wait_ready(self, children: Iterable[Child], deadline_s: float) -> None:
-        """Wait until each child has printed its ready line. Raises StartupError when one exits or is late."""
+        """Wait until each child has printed its ready line. Raises StartupError if one exits, or after `deadline_s`."""
         waiting = list(children)
         ended = asyncio.create_task(self.first_death())
         ready = asyncio.create_task(_all([child.ready for child in waiting], None, None))

@@ -199,7 +199,7 @@ class BlockManager:
         table.due = 0
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:
-        """Release the blocks behind the first `num_tokens`, which it got for drafts. No running step may write them."""
+        """Release the blocks after the first `num_tokens`, which it got for drafts. No running step may write them."""
         if table.capacity - num_tokens < self.block_size:
             return  # as most often: the group of the smallest blocks has none, and so no group has
         for pool, held in self._by_group(table):

@@ -8,7 +8,7 @@ when it came. The slack of a stream is how far its tokens are ahead of that when
 the steps under way will have ended. With `tpot` = AIM x tpot_s, and the least slack of all streams, the step may take
 
     slack >= 0    tpot + slack / SPREAD
-    slack < 0     tpot + slack / SPREAD, but not under RECOVERY x tpot: a late stream catches up over some tens of
+    slack < 0     tpot + slack / SPREAD, but not under RECOVERY x tpot: the stream catches up over some tens of
                   tokens, and prompts go on meanwhile
     a late prompt tpot + slack + debt while that is longer: a prompt would miss its TTFT target. The debt of a stream is
                   DEBT x tpot, or what the target leaves beyond AIM for all of its tokens, if that is more
@@ -55,10 +55,11 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.targets import Targets
 
 SPREAD = 4  # steps over which slack is spent, or won back
-# Tokens that streams may be late for the sake of a late prompt. With 4, answers of 20 to 60 tokens on one crowded node
-# missed a TPOT of 10 ms (simulated: 14 of 24 requests met both targets; with 2 it is 19, with 0 it is 18)
+# Tokens by which streams may miss their target for a prompt that would miss its own. With 4, answers of 20 to 60
+# tokens on one crowded node missed a TPOT of 10 ms (simulated: 14 of 24 requests met both targets; with 2 it is 19,
+# with 0 it is 18)
 DEBT = 2
-RECOVERY = 0.8  # of the target: the shortest step for the sake of a late stream
+RECOVERY = 0.8  # of the target: the shortest step for a stream without slack
 PATIENCE = 4  # TTFT targets that a prompt waits for the sake of streams
 LOOKAHEAD = 8  # prompts, in their order, that are compared with their TTFT target
 
@@ -71,7 +72,7 @@ class _Step:
     begin_s: float
     alone_s: float  # of the decodes alone
     slack_s: float  # the least of all streams
-    credit_s: float  # the least with what streams may owe to a late prompt
+    credit_s: float  # the least, with the debt of streams to a prompt that would miss its TTFT target
     most: int  # tokens of prompts within the bound of gaps
     most_useful: int = 0  # of those that wait, as many as one step takes
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Of the target. Prompts prolong a step up to AIM of it (`targets.py`), but a stream's time per token is a mean of
 # steps, where errors of both signs cancel (simulated, a mixture, 1P1D at 20/s: share within 200/10 .79, .87 with 0.98)
 HELD = 0.98
-LATE = 1.5  # targets within which a prefill node takes streams that are late everywhere (`NodeLoad.late_room`)
+LATE = 1.5  # targets within which a prefill node takes streams that would miss it everywhere (`NodeLoad.late_room`)
 FADE_S = 5.0  # the weight of what is past falls to 1/e in this time: two answers of 256 tokens
 # Of a prefill node's slots, for prompts. Without it they wait for the end of a stream: TTFT p90 538 ms, 60 with it
 # (simulated: 64 slots, 1000 in, 1100 out, 16/s)

@@ -119,7 +119,7 @@ class StepTimer:
         yield Batch(STEPS, departures=(*range(num_decodes), *gone))
 
     def _starts(self, lengths: Sequence[int], room: int = STEPS) -> Iterator[SequenceStart]:
-        """Sequences of random tokens, which have different blocks while the cache has enough. `room`: behind them."""
+        """Sequences of random tokens, which have different blocks while the cache has enough. `room`: after them."""
         tokens = random.Random(0).choices(range(self.vocab_size), k=2 * max(lengths))
         groups = range(len(self.slabs.per_slab))
         blocks = [cycle(range(self.slabs.num_blocks(group))) for group in groups]

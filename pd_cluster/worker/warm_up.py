@@ -83,7 +83,7 @@ def mixed_steps(num_seqs: int) -> Iterator[Chunks]:
 
 
 def drafted_steps(num_seqs: int, budget: int, max_len: int, most: int) -> Iterator[tuple[Chunks, list[int]]]:
-    """Yield the chunks of steps of decodes, and the drafts behind each of them, at most `most`.
+    """Yield the chunks of steps of decodes, and the drafts after each of them, at most `most`.
 
     A step has up to twice as many rows as sequences. Without a prompt all layers attend to chunks; beside one the last
     layer attends to one row at a time.
@@ -128,7 +128,7 @@ def equal_tables(runner: ModelRunner, num_tokens: int) -> tuple[NewBlocks, ...]:
 def _run(runner: ModelRunner, chunks: Chunks, params: Sequence[SamplingParams], drafts: Sequence[int] = ()) -> None:
     """Run one step of `chunks`, which all sample, with the parameters in turn. Then remove its sequences.
 
-    `drafts`: of each, behind its chunk; none: there are none.
+    `drafts`: of each, after its chunk; none: there are none.
     """
     ends = [before + count for before, count in chunks]
     runs = [(0,) * num for num in drafts or [0] * len(chunks)]

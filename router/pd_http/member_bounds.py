@@ -11,6 +11,7 @@ Text has the same marks, so a first count, of all of them, is an upper bound. A 
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from operator import sub
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -70,6 +71,12 @@ TRANSLATED_BOUNDS: Final = BodyBounds(
 _LISTED = (
     "messages", "system", "tools", "tool_choice", "documents", "response_format", "chat_template_kwargs", "prediction",
 )  # fmt: skip
+# Half of a UTF-16 pair, after whole pairs and other escapes: JavaScript cuts texts so. msgspec refuses it in fields
+# that it passes over, too, and says of a first half that the body ends too early
+_LONE_SURROGATE = re.compile(
+    rb"(?:[^\\]++|\\(?!u[dD][89a-fA-F]).|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+(\\u[dD][89a-fA-F][0-9a-fA-F]{2})",
+    re.DOTALL,
+)
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _SOME_FIELDS = msgspec.json.Decoder(
     msgspec.defstruct("_SomeFields", [(name, Raw | UnsetType, UNSET) for name in (*_LISTED, *TOKEN_FIELDS)])
@@ -200,4 +207,7 @@ def _decoded(raw: bytes | Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
     except msgspec.ValidationError as error:
         raise InvalidRequest("the body must be a JSON object", code="invalid_json") from error
     except BAD_JSON as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+        why = f"the body is not valid JSON: {error}"
+        if lone := _LONE_SURROGATE.match(raw):
+            why = f"the body has a lone surrogate, half of a character: {lone[1].decode()} at byte {lone.start(1)}"
+        raise InvalidRequest(why, code="invalid_json") from error

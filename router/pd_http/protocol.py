@@ -13,7 +13,7 @@ from pd_http.answer_forms import app_for
 from pd_http.connection_limits import ConnectionLimits
 from pd_http.refusal import Refusal
 from pd_http.request_head import RequestHead, origin_form
-from pd_http.upgrade_offer import parser_behind
+from pd_http.upgrade_offer import parser_after
 
 if TYPE_CHECKING:
     import asyncio
@@ -161,7 +161,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as offer:
             if head_ends and self._head is not None and offer.args[0] == len(piece):
-                self.parser = parser_behind(self._head.num_body, self)
+                self.parser = parser_after(self._head.num_body, self)
             else:  # parser and framing found different ends of the head
                 self.end(Refusal.BAD_REQUEST)
         except httptools.HttpParserError:

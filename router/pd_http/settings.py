@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import Field, field, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from dataclasses import Field, field, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from pd_http.errors import StartupError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
+    from _typeshed import DataclassInstance
+
 MAX_PORT = 65535
 LARGEST = (1 << 63) - 1  # of integers in messages between processes
 _POSITIVE = ("_timeout_s", "_interval_s")  # suffixes of settings that must be above 0
 _METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
+Settings = TypeVar("Settings", bound="DataclassInstance")
 
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -65,19 +68,12 @@ def given_values(given: Mapping[str, Any], kind: type, environ: Mapping[str, str
 
 def number_problems(settings: Any) -> Iterator[str]:
     """The numbers that are out of their field's bounds, or not finite, by flag. A default is in bounds."""
-    for item in fields(settings):
-        value, bounds = getattr(settings, item.name), item.metadata
-        if isinstance(value, bool) or not isinstance(value, int | float) or value == item.default:
-            continue
-        flag, least, most = f"--{flag_of(item)}", bounds.get("least", 0), bounds.get("most", LARGEST)
-        if isinstance(value, float) and not math.isfinite(value):
-            yield f"{flag} {value} is not a finite number"
-        elif value <= 0 and (bounds.get("positive") or item.name.endswith(_POSITIVE)):
-            yield f"{flag} must be above 0, not {value}"
-        elif value < least:
-            yield f"{flag} must be {f'{item.default} or ' * (item.default < least)}at least {least}, not {value}"
-        elif value > most:
-            yield f"{flag} must be at most {most}, not {value}"
+    return (problem for _, problem in _wrong_numbers(settings))
+
+
+def in_bounds(settings: Settings) -> Settings:
+    """The default in place of each number of which `number_problems` tells, so that no other check tells of it too."""
+    return replace(settings, **{item.name: item.default for item, _ in _wrong_numbers(settings)})
 
 
 def check_numbers(settings: Any) -> None:
@@ -100,6 +96,23 @@ def port_number(text: str) -> int:
     if not 0 <= number <= MAX_PORT:
         raise argparse.ArgumentTypeError(f"{text} is not a port: write 0 to {MAX_PORT} (0: any free one)")
     return number
+
+
+def _wrong_numbers(settings: Any) -> Iterator[tuple[Field[Any], str]]:
+    """The fields, and what is wrong with each."""
+    for item in fields(settings):
+        value, bounds = getattr(settings, item.name), item.metadata
+        if isinstance(value, bool) or not isinstance(value, int | float) or value == item.default:
+            continue
+        flag, least, most = f"--{flag_of(item)}", bounds.get("least", 0), bounds.get("most", LARGEST)
+        if isinstance(value, float) and not math.isfinite(value):
+            yield item, f"{flag} {value} is not a finite number"
+        elif value <= 0 and (bounds.get("positive") or item.name.endswith(_POSITIVE)):
+            yield item, f"{flag} must be above 0, not {value}"
+        elif value < least:
+            yield item, f"{flag} must be {f'{item.default} or ' * (item.default < least)}at least {least}, not {value}"
+        elif value > most:
+            yield item, f"{flag} must be at most {most}, not {value}"
 
 
 def _options(item: Field[Any], kind: Any) -> dict[str, Any]:

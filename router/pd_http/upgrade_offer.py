@@ -42,7 +42,7 @@ class _Callbacks:
             self._connection.on_headers_complete()
 
 
-def parser_behind(num_body: int | None, connection: HttpToolsProtocol) -> httptools.HttpRequestParser:
+def parser_after(num_body: int | None, connection: HttpToolsProtocol) -> httptools.HttpRequestParser:
     """A parser for the bytes after a head with a body of `num_body` bytes; None: in chunks.
 
     `connection.parser` must still be the parser before: a request without a body ends here, in `on_message_complete`.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks import drafts
 from benchmarks.__main__ import main
 from benchmarks.draft_tasks import PIECE, PIECES, make_tasks
-from benchmarks.drafts import Case, MeasuredTask, Sample
+from benchmarks.drafts import Case, DraftBench, DraftPrompt, MeasuredTask, Sample
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,14 +62,32 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     few = "--num-prompts 1 --output-len 8 --repeats 1 --batches 1 --temperatures 0.7 --tasks predicted json"
     assert main([*f"drafts {few} --json {path} --files".split(), str(text)]) == 0
     assert "predicted" in capsys.readouterr().out
-    record = json.loads(path.read_text())
-    assert record["kind"] == "drafts"
-    assert [one["task"] for one in record["results"]] == ["predicted", "json", "edit of text.md"]
-    for one in record["results"]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {record["kind"] for record in records} == {"drafts"}
+    results = [one for record in records for one in record["results"]]
+    assert [one["task"] for one in results] == ["predicted", "json", "edit of text.md"]
+    for one in results:
         assert one["answers"] == one["equal"] == 1
         assert 0 < one["tokens"] <= 8
         assert one["accepted"] <= one["drafts"]
     assert str(tmp_path) not in path.read_text()
+
+
+def test_a_run_that_is_ended_keeps_its_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-C in the second of two cases. No engine is made."""
+
+    def measured(bench: DraftBench, case: Case, prompts: list[DraftPrompt], repeats: int) -> MeasuredTask:
+        if case.task == "json":
+            raise KeyboardInterrupt
+        return MeasuredTask(case, [{name: sample([[1, 2]], 1.0) for name in drafts.SETTINGS}])
+
+    monkeypatch.setattr(drafts, "make_engine", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(DraftBench, "measure", measured)
+    path = tmp_path / "drafts.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        main(f"drafts --num-prompts 1 --batches 1 --temperatures 0 --tasks predicted json --json {path}".split())
+    [record] = map(json.loads, path.read_text().splitlines())
+    assert [one["task"] for one in record["results"]] == ["predicted"]
 
 
 @pytest.mark.parametrize(

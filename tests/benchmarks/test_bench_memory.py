@@ -44,7 +44,7 @@ def test_long_sequences_of_gemma_hold_and_move_a_fifth() -> None:
     assert short.held == short.whole
     window = found[32_768, "window of 1,024, 52 layers"]
     block = 52 * 2 * 16 * 128 * BLOCK_SIZE * 2
-    assert (window.held, window.moved) == (17 * block, 17 * block), "behind the first token of the answer"
+    assert (window.held, window.moved) == (17 * block, 17 * block), "after the first token of the answer"
 
 
 def test_more_long_streams_of_gemma_fit_on_a_gpu() -> None:

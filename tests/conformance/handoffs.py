@@ -67,7 +67,7 @@ class HandoffHarness(Harness):
         return reader.node.connector.stats()["kv_transfer_bytes_total"]
 
     def _publish(self, prompt: Prompt, ticket: Ticket) -> None:
-        """The first token of every second prompt comes with its last blocks, that of others behind them."""
+        """The first token of every second prompt comes with its last blocks, that of others after them."""
         num_tokens = min(prompt.num_tokens, prompt.num_offered * SIZE)
         is_whole, is_one = num_tokens == prompt.num_tokens, prompt.version % 2 == 0
         lease_id, blocks = ticket.lease.lease_id, prompt.source_blocks[: prompt.num_offered]

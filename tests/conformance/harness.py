@@ -118,7 +118,7 @@ class Reader:
     def wipe(self) -> None:
         """Zeros everywhere. No load may be open. Asserts that nothing of the loads before the last wipe has landed."""
         others = [block_id for block_id in range(NUM_READER_BLOCKS) if block_id not in self.named]
-        assert not any(bool(tensor[others].any()) for tensor in self.node.cache.tensors), "it landed behind its end"
+        assert not any(bool(tensor[others].any()) for tensor in self.node.cache.tensors), "it landed after its end"
         self.named.clear()
         for tensor in self.node.cache.tensors:
             tensor.zero_()

@@ -173,7 +173,7 @@ def test_stopped_within_a_read_over_tcp(monkeypatch: pytest.MonkeyPatch, then: s
             assert decode.connector.stats()["quarantined_blocks"] == 0
             decode.cache.tensors[0].fill_(-3.0)
             if then is signal.SIGCONT:
-                load_whole(prefill, decode, "later")  # behind all that it still sends
+                load_whole(prefill, decode, "later")  # after all that it still sends
     finally:
         decode.connector.close()
     others = [block_id for block_id in range(num_blocks) if block_id not in (60, 61)]

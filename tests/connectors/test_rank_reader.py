@@ -1,4 +1,4 @@
-"""A further rank's reader as its process closes it: behind that the rank's cache may be freed."""
+"""A further rank's reader as its process closes it: after that the rank's cache may be freed."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_the_pod_of_a_model_that_is_written_is_as_before() -> None:
 
 
 def test_a_key_without_a_value_is_an_empty_one() -> None:
-    """`env:` with nothing behind it, as files of values often have it, is null."""
+    """`env:` with nothing after it, as files of values often have it, is null."""
     lists = dict.fromkeys(("env", "envFrom", "initContainers", "extraVolumes", "extraVolumeMounts"))
     maps = dict.fromkeys(("image", "annotations", "extraPodSpec", "extraContainerSpec"))
     values = {

@@ -346,7 +346,7 @@ def test_handovers_redraws_and_prefills_on_d_change_no_answer(
     assert counters["draws_sat_out_total"] > 20
 
 
-def test_an_answer_goes_on_behind_known_tokens(executor: DeviceExecutor, connector: Connector) -> None:
+def test_an_answer_goes_on_after_known_tokens(executor: DeviceExecutor, connector: Connector) -> None:
     sampling = SamplingParams(max_tokens=60, temperature=1.0, seed=11, grammar=json_grammar(PERSON))
     bench = Bench(executor, connector, "on")
     whole = serve(bench, {"whole": sampling})["whole", 0]

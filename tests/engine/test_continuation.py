@@ -1,4 +1,4 @@
-"""Answers that go on behind known tokens, with the real worker on CPU: they are the rest of the whole answer."""
+"""Answers that go on after known tokens, with the real worker on CPU: they are the rest of the whole answer."""
 
 from __future__ import annotations
 

@@ -328,7 +328,7 @@ def test_first_tokens_of_another_sampling_are_drawn_again(
     assert bench.stats is not None
     counters = bench.stats.counters
     assert counters["prefills_remote_total"] == counters[f"first_token_redraws_total|reason={reason}"] == 6
-    if mode == "off":  # overlapping steps compute a token behind each end
+    if mode == "off":  # overlapping steps compute a token after each end
         num_generated = sum(map(len, expected.values()))
         num_shared = 2  # of n = 3 the first tokens come from one
         assert counters["engine_step_tokens_total"] == sum(map(len, PROMPTS)) + num_generated - num_shared

@@ -84,14 +84,14 @@ def test_preempted_answers_with_drafts(small: Node, single: Answered, kind: str,
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("right", "on"), ("mixed", "off"), (LOOKUP, "on")])
-def test_drafts_behind_a_handoff_that_p_began(roomy: Node, single: Answered, kind: str, mode: str) -> None:
+def test_drafts_after_a_handoff_that_p_began(roomy: Node, single: Answered, kind: str, mode: str) -> None:
     bench = roomy.bench(kind, mode, prefix_caching=False)
     WANTED.hand_over(bench)
     expect_handoff(bench, single)
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("right", "off"), ("mixed", "on"), (LOOKUP, "off")])
-def test_drafts_behind_a_handoff_that_d_began(roomy: Node, single: Answered, kind: str, mode: str) -> None:
+def test_drafts_after_a_handoff_that_d_began(roomy: Node, single: Answered, kind: str, mode: str) -> None:
     bench = roomy.bench(kind, mode, prefix_caching=False)
     bench.on_ticket = lambda message: bench.send(UseTicket(f"d{message.request_id[1:]}", message.ticket, 60.0))
     for index, (prompt, sampling) in enumerate(zip(PROMPTS, WANTED.samplings, strict=True)):

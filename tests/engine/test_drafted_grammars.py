@@ -51,7 +51,7 @@ PROMPTS = [
 JSON = json_grammar(a_list(PERSON, 2, 4))
 FORCED = json_grammar(an_object(call={"const": "get_weather_of_tomorrow"}, arguments=an_object(city=WORD)))
 LAZY = 'start: /[a-z ]{3,9}/ <|im_start|> end\nend: %json {"enum": ["red", "green"]}'
-# A mask within the first word behind "1" is more than the lexer may do
+# A mask within the first word after "1" is more than the lexer may do
 EXHAUSTING = 'start: /[2-9]/+ "1" X\nX: /(?s:.{1,5000})/ & /(\\S+\\s+){0,99}\\S+/'
 SETTINGS: list[dict[str, Any]] = [
     {"grammar": JSON},
@@ -138,8 +138,8 @@ def test_drafts_that_come_too_late_end_the_run(roomy: Node, single: Answered, mo
     assert num_drafts(bench) > 100
 
 
-def test_masks_that_fail_behind_drafts(roomy: Node, single: Answered, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an exception of the copies, or by an error of the place behind the first draft."""
+def test_masks_that_fail_after_drafts(roomy: Node, single: Answered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an exception of the copies, or by an error of the place after the first draft."""
     rng = random.Random(4)
 
     def copy(state: GrammarState) -> GrammarState:
@@ -157,7 +157,7 @@ def test_masks_that_fail_behind_drafts(roomy: Node, single: Answered, monkeypatc
 
 
 def served(node: Node, samplings: Sequence[SamplingParams], answers: Sequence[Sequence[int]] = ()) -> FailingBench:
-    """All at once behind one prompt. `answers`: what the drafts are made of, right ones and others."""
+    """All at once after one prompt. `answers`: what the drafts are made of, right ones and others."""
     drafter = ScriptedDrafter.of([[*PROMPTS[1], *one] for one in answers], "right") if answers else None
     bench = FailingBench(node.executor, node.connector, "on", drafter=drafter)
     for index, sampling in enumerate(samplings):
@@ -166,7 +166,7 @@ def served(node: Node, samplings: Sequence[SamplingParams], answers: Sequence[Se
     return bench
 
 
-def test_a_dead_end_behind_a_draft(roomy: Node) -> None:
+def test_a_dead_end_after_a_draft(roomy: Node) -> None:
     """It ends a request that draws it, where single tokens do, and none that has it in a wrong draft."""
     dead = 'start: "1234" X\nX: /1+/ & /2+/'
     grammar = 'start: "12" (/[56]{9}/ | "3" X)\nX: /1+/ & /2+/'
@@ -208,7 +208,7 @@ def test_drafts_that_exhaust_the_lexer_end_no_request(roomy: Node, monkeypatch: 
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("right", "on"), ("mixed", "off")])
-def test_drafts_behind_a_handoff(roomy: Node, single: Answered, kind: str, mode: str) -> None:
+def test_drafts_after_a_handoff(roomy: Node, single: Answered, kind: str, mode: str) -> None:
     bench = roomy.bench(kind, mode, prefix_caching=False)
     WANTED.hand_over(bench)
     expect_handoff(bench, single)

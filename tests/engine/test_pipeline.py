@@ -224,7 +224,7 @@ def test_the_model_learns_from_steps_that_the_host_waited_for(device: FakeDevice
     assert [seconds for _, seconds in all_noted] == pytest.approx([step_s * 5 / 4, step_s * 10]), "all of the time"
 
 
-def test_a_step_behind_one_that_was_seen_late_teaches_nothing(
+def test_a_step_after_one_that_was_seen_late_teaches_nothing(
     device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It began before the host saw the end of the one before it, so that it seems to take no time at all."""

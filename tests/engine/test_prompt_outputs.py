@@ -124,7 +124,7 @@ def bench(executor: DeviceExecutor) -> Iterator[ReadingBench]:
 
 @pytest.fixture(scope="module")
 def reference() -> Callable[[list[int]], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of a prompt: log-softmax [T, V], last hidden state behind the norm [hidden], last logits [V]."""
+    """Of a prompt: log-softmax [T, V], last hidden state after the norm [hidden], last logits [V]."""
     model = AutoModelForCausalLM.from_pretrained(CONFIG.model.model, dtype=torch.float32)
 
     @cache

@@ -99,7 +99,7 @@ def test_the_context_ends_inside_a_run(executor: DeviceExecutor, connector: Conn
         assert (len(answers[1][0]), answers[1][1]) == (most - length, FinishReason.LENGTH)
 
 
-def test_an_answer_goes_on_behind_known_tokens_of_a_run(executor: DeviceExecutor, connector: Connector) -> None:
+def test_an_answer_goes_on_after_known_tokens_of_a_run(executor: DeviceExecutor, connector: Connector) -> None:
     drawn = greedy(temperature=0.9, seed=11, frequency_penalty=0.7)
     whole, _ = answer(bench_of(executor, connector, 1), drawn)
     for num_known in (1, 7, 8, 9, 30):
@@ -109,7 +109,7 @@ def test_an_answer_goes_on_behind_known_tokens_of_a_run(executor: DeviceExecutor
 
 
 @pytest.mark.parametrize("executor", [64], indirect=True)
-def test_runs_behind_a_handoff(executor: DeviceExecutor, connector: Connector) -> None:
+def test_runs_after_a_handoff(executor: DeviceExecutor, connector: Connector) -> None:
     expected: Answers = generate(bench_of(executor, connector, 1))
     bench = bench_of(executor, connector, LONGEST, prefix_caching=False)
 

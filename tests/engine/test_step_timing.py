@@ -242,7 +242,7 @@ def test_a_step_with_drafts_is_like_one_with_as_many_rows_of_decodes() -> None:
     assert pace.rest_s(drafted(32, 3), 0.0) == 0.0
 
 
-def test_prompts_behind_drafts_are_prompts() -> None:
+def test_prompts_after_drafts_are_prompts() -> None:
     pace = StepTiming()
     for _ in range(10):
         pace.note_step(drafted(8, 3), 0.01, was_over=False)

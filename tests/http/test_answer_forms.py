@@ -145,8 +145,8 @@ async def test_an_offer_to_upgrade_is_ignored(url: str, offer: tuple[str, ...]) 
         assert [b'"chat.completion' in got.body for got in answers] == [True, False, True, True, False, True, True]
 
 
-async def test_behind_an_offer_only_requests_are_read(url: str) -> None:
-    """The bytes behind the body are those of the next request, in HTTP/1.1."""
+async def test_after_an_offer_only_requests_are_read(url: str) -> None:
+    """The bytes after the body are those of the next request, in HTTP/1.1."""
     async with connected(url) as wire:
         wire.send(post(*H2C))
         assert (await wire.answer()).status == 200
@@ -279,7 +279,7 @@ async def test_a_request_has_one_host(url: str, hosts: tuple[str, ...]) -> None:
 
 @pytest.mark.long
 @given(st.text("abcxyz019.-", min_size=1), st.text("abc/%?=&*", max_size=12))
-def test_the_absolute_form_is_the_origin_form_behind_an_authority(host: str, rest: str) -> None:
+def test_the_absolute_form_is_the_origin_form_after_an_authority(host: str, rest: str) -> None:
     path = "/" + rest
     for scheme in ("http", "HTTPS"):
         assert origin_form(f"{scheme}://{host}{path}".encode()) == path.encode()

@@ -187,7 +187,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     return tmp_path if request.param else None
 
 
-async def test_the_answer_behind_the_signal_is_the_last_one(folder: Path | None) -> None:
+async def test_the_answer_after_the_signal_is_the_last_one(folder: Path | None) -> None:
     async with serving(folder=folder) as served:
         client = await served.connect()
         client.send("before")
@@ -234,7 +234,7 @@ async def test_a_body_that_still_comes_is_taken() -> None:
         await served.ended
 
 
-async def test_what_is_sent_behind_the_last_answer_causes_no_reset() -> None:
+async def test_what_is_sent_after_the_last_answer_causes_no_reset() -> None:
     """Unread bytes would make the kernel answer with one, which may destroy the answer on its way."""
     async with serving() as served:
         client = await served.connect()
@@ -435,7 +435,7 @@ async def test_what_outlasts_the_drain_is_cut() -> None:
         client.writer.close()
 
 
-async def test_behind_the_cut_no_request_begins() -> None:
+async def test_after_the_cut_no_request_begins() -> None:
     """The app has ended: each request of a client that sends without a pause was a traceback in the log."""
     async with serving() as served:
         client, idle = await served.connect(), await served.connect()

@@ -196,7 +196,7 @@ def test_calls_stay_with_their_results(path: str, entries: list[Any], called: st
     assert [(one["role"], one["tool_call_id"]) for one in results] == [("tool", one) for one in answered]
 
 
-def test_answers_begin_behind_results_where_no_call_waits() -> None:
+def test_answers_begin_after_results_where_no_call_waits() -> None:
     steps = [calls("a"), output("a"), calls("b"), output("b"), WHY, {"role": "assistant", "content": "I"}, WHY]
     roles = [one["role"] for one in field(told(RESPONSES, *steps), "messages")]
     assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant", "assistant"]

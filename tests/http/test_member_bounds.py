@@ -177,6 +177,31 @@ def test_random_bodies_are_refused_exactly_above_the_bounds() -> None:
             assert is_within, (raw, bounds)
 
 
+@pytest.mark.parametrize(
+    ("text", "lone"),
+    [
+        ("a\\ud83d", "\\ud83d at byte 11"),  # of `{"user": "a`
+        ("\\ud83d\\ude00\\uDE00", "\\uDE00 at byte 22"),
+        ("\\\\\\ud83dx", "\\ud83d at byte 12"),
+        ("\\ud83d\\ud83d\\ude00", "\\ud83d at byte 10"),
+        ("\\ud83d\\ude00\\\\ud83d\\q", ""),  # no escape of a surrogate, and none that there is
+    ],
+)
+def test_half_of_a_character_is_named_in_a_field_that_is_not_read(text: str, lone: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        top_level(f'{{"user": "{text}", "prompt": "a"}}'.encode())
+    expected = f"the body has a lone surrogate, half of a character: {lone}" if lone else "the body is not valid JSON: "
+    assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize("piece", ["a", "\\n", "\\\\", "\\ud83d\\ude00"])
+def test_half_of_a_character_is_found_in_a_large_body(piece: str) -> None:
+    """In linear time and without a stack."""
+    text = piece * 300_000
+    with pytest.raises(InvalidRequest, match=f"{10 + len(text)}$"):
+        top_level(f'{{"user": "{text}\\udc00"}}'.encode())
+
+
 def test_small_bodies_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("pd_http.member_bounds.CountedJson")
     check(b" " * FREE_BYTES)

@@ -159,7 +159,7 @@ class GatedCluster:
     async def reading(
         self, by: str | tuple[str, ...] = "d0", route: str = "p-first", *, url: str = "", stream: bool = False
     ) -> Call:
-        """A request with a long prompt: a node of `by` has read its first blocks; a prefill node is `held` behind them.
+        """A request with a long prompt: a node of `by` has read its first blocks; a prefill node is `held` after them.
 
         On a machine that keeps a process waiting for seconds D takes P for frozen, and answers: then it is asked again.
         """

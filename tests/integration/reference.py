@@ -42,7 +42,7 @@ class Reference:
     gaps: tuple[float, ...]  # between the two best logits
 
     def until(self, token_id: int) -> Reference:
-        """The same, cut behind the first `token_id`."""
+        """The same, cut after the first `token_id`."""
         end = self.tokens.index(token_id) + 1 if token_id in self.tokens else len(self.tokens)
         return Reference(self.prompt, self.tokens[:end], self.logprobs[:end], self.gaps[:end])
 

@@ -150,14 +150,14 @@ class System:
     def settled_metrics(self, node: str) -> dict[str, float]:
         """Sample with its labels, as it is written -> value, with all that the node counted before it answered.
 
-        An engine tells its counters up to 0.1 s behind an answer. One more token makes it tell them: figures that
-        come behind the answers so far and count another step hold all of these answers. Some of these tokens are
+        An engine tells its counters up to 0.1 s after an answer. One more token makes it tell them: figures that
+        come after the answers so far and count another step hold all of these answers. Some of these tokens are
         counted, too.
         """
         seen = self.metrics(node).get(STEPS, 0.0)
         endpoint, body = self._one_token
         assert self._http.post(self.urls[node] + endpoint, json=body).status_code == 200
-        wait_until(lambda: self.metrics(node).get(STEPS, 0.0) > seen, lambda: f"{node} counts no step behind {seen}")
+        wait_until(lambda: self.metrics(node).get(STEPS, 0.0) > seen, lambda: f"{node} counts no step after {seen}")
         return self.metrics(node)
 
     def settled_metric(self, node: str, name: str) -> float:

@@ -164,7 +164,7 @@ def test_the_offer_of_another_key_is_refused_and_counted(gateway: Gateway, tmp_p
 
 
 def test_a_dead_decode_node_is_replaced(gateway: Gateway) -> None:
-    """Requests are under way all the time: those behind the kill and before the next health check are retried."""
+    """Requests are under way all the time: those after the kill and before the next health check are retried."""
     dead = gateway.decodes[0]
 
     async def run() -> list[Outcome]:

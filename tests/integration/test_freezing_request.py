@@ -58,7 +58,7 @@ async def test_a_request_that_two_nodes_stand_still_with_ends(cluster: GatedClus
             call = cluster.call(LONG, "d-first", stream=True, url=router.url)
             for _ in range(2):
                 await until(find, "a decode node has the request")
-                await cluster.nodes[names[-1]].kv()  # it answers behind any check of /health that had begun before
+                await cluster.nodes[names[-1]].kv()  # it answers after any check of /health that had begun before
                 cluster.nodes[names.pop()].stop()
             outcome = await call.outcome()
             assert (outcome.status, outcome.error and outcome.error["code"]) == (500, "nodes_frozen")

@@ -395,7 +395,7 @@ def compare(answer: Answer, expected: Reference, model: DemoModel, tally: Tally)
     pairs = zip(tokens, expected.tokens, expected.gaps, logprobs, expected.logprobs, strict=False)
     for position, (token, wanted, gap, logprob, wanted_logprob) in enumerate(pairs):
         if token != wanted:
-            where = f"token {position} behind {len(expected.prompt)} prompt tokens"
+            where = f"token {position} after {len(expected.prompt)} prompt tokens"
             assert gap < TIE, f"{where} is {token}, not {wanted}; the two best logits are {gap} apart"
             tally.num_ties += 1
             return

@@ -194,7 +194,7 @@ def test_every_logprob_is_there_once(path: Path, system: System, demo_model: Dem
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", HANDOFFS)
-@pytest.mark.parametrize("where", ["in the first token", "over the border", "behind the border", "in none"])
+@pytest.mark.parametrize("where", ["in the first token", "over the border", "after the border", "in none"])
 def test_stop_strings(
     where: str, path: Path, stream: bool, system: System, demo_model: DemoModel, story: Reference, alone: Alone
 ) -> None:
@@ -203,7 +203,7 @@ def test_stop_strings(
     stop, text = {
         "in the first token": (first, ""),
         "over the border": (first[-1] + second[0], first[:-1]),
-        "behind the border": (second + third, first),
+        "after the border": (second + third, first),
         "in none": ("no such text", demo_model.text(story.until(EOS).tokens)),
     }[where]
     body = {"prompt": story.prompt, "max_tokens": 12, "temperature": 0, "stop": [stop, "another"], "logprobs": 1}

@@ -92,7 +92,7 @@ async def test_streams_outlive_a_drain_a_stop_and_a_kill(three: StreamCluster) -
             "%s: %d of %d streams cut, longest gap %.2f s",
             fault.__name__, await three.continued() - before, NUM_STREAMS, gap_s,
         )  # fmt: skip
-        # more than the prompts: KV behind one comes from P
+        # more than the prompts: KV after one comes from P
         await three.prefills[0].wait_more(PREFILLED, legs + NUM_STREAMS)
         if fault is not kill:
             assert await three.deaths() == 0

@@ -141,7 +141,7 @@ def test_a_refused_grammar_is_a_400_and_opens_no_lease(path: Path, system: Syste
 
 @pytest.mark.parametrize("path", Path)
 def test_a_grammar_that_leads_nowhere_ends_its_request_alone(path: Path, system: System) -> None:
-    """The end of its language shows behind its second token only."""
+    """The end of its language shows after its second token only."""
     dead = {"prompt": STORY, "guided_grammar": 'start: "12" X\nX: /1+/ & /2+/', "cache_salt": f"dead {path}"}
     url, headers = (system.urls[system.mixed], {}) if path is Path.MIXED else (
         system.router_url, {"x-pd-route": path.value},

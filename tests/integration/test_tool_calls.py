@@ -140,7 +140,7 @@ def test_calls_that_must_be_made(client: Any, stream: bool) -> None:
 
 @pytest.mark.parametrize(("client", "stream"), WAYS, indirect=["client"])
 def test_reasoning(client: Any, stream: bool) -> None:
-    """The template opens the reasoning; a call that must be made comes behind it."""
+    """The template opens the reasoning; a call that must be made comes after it."""
     for more in (
         {"extra_body": {"enable_thinking": True}},
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}, "tool_choice": "required"},

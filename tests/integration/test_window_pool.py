@@ -58,14 +58,14 @@ LONG, OTHER, SHORT, TAIL = random_prompts((200, 333, 24, 60), VOCAB_SIZE, seed=3
 PROMPTS = {  # in the order in which they are asked, and what an empty node takes that has served those before
     "long": (LONG, Part(192, 12, 2)),
     "diverges in the last whole block": (LONG[:192] + TAIL[:23], Part(16, 1, 1)),
-    "diverges behind the last whole block": (LONG[:192] + TAIL[30:38], Part()),
+    "diverges after the last whole block": (LONG[:192] + TAIL[30:38], Part()),
     "shares a beginning of which the windows are gone": (LONG[:144] + TAIL, Part(192, 3, 2)),
     "longer": (OTHER, Part(320, 20, 2)),
     "window": (SHORT, Part(16, 1, 1)),
     "less than a block": (SHORT[-5:], Part()),
 }
 NUM_COMPUTED = {"prefill": 37, "decode": 16}  # blocks of each group that nodes compute for these, each once
-BRANCH = LONG[:100] + TAIL[::-1]  # never asked before; behind its six blocks the window is their last two
+BRANCH = LONG[:100] + TAIL[::-1]  # never asked before; after its six blocks the window is their last two
 assert WINDOW <= 2 * SIZE
 
 

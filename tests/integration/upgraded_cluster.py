@@ -180,7 +180,7 @@ class Upgraded:
         return rows
 
     async def wait_bytes(self, name: str) -> None:
-        """Until a decode node has read KV of others. Its engine tells its counters a moment behind an answer."""
+        """Until a decode node has read KV of others. Its engine tells its counters a moment after an answer."""
 
         async def has_read() -> bool:
             return (await self.nodes[name].counts()).get("pd_kv_transfer_bytes_total", 0.0) > 0

@@ -105,7 +105,7 @@ def test_it_compiles_and_the_softmax_runs_under_the_products(fp8: bool, tmp_path
     assert len(walks) == 4  # with a mask and without, in each warpgroup
     for walk in walks:
         exponents, last = walk.rindex("ex2.approx"), walk.rindex("mbarrier.try_wait")
-        assert exponents < last  # this wait's branch keeps the assembler from moving them behind the products
+        assert exponents < last  # this wait's branch keeps the assembler from moving them after the products
 
 
 def hopper_attention(paged: Paged) -> TritonAttention:
@@ -141,7 +141,7 @@ def spoil(paged: Paged) -> None:
 @pytest.mark.parametrize("scale", [0.088, 0.125, 0.3])
 @pytest.mark.parametrize("cache_dtype", [None, FP8], ids=str)
 @pytest.mark.parametrize(("name", "dtype"), [*((name, torch.bfloat16) for name in SHAPES), ("tails", torch.float16)])
-def test_sums_equal_the_oracle_whatever_lies_behind_sequences(
+def test_sums_equal_the_oracle_whatever_lies_after_sequences(
     name: str, dtype: torch.dtype, cache_dtype: torch.dtype | None, scale: float
 ) -> None:
     """Any scale: rows that see nothing of a tile's keys must weigh them 0 exactly. Queries are strided as a step's."""

@@ -37,7 +37,7 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(DEVICE.type != "cuda", reason="nee
 
 
 def in_slabs(paged: Paged, window: int, *, tail: bool = True) -> tuple[Paged, torch.Tensor]:
-    """The live blocks of `paged` in memory of larger blocks, and all layers. `tail`: NaN behind the last tokens too."""
+    """The live blocks of `paged` in memory of larger blocks, and all layers. `tail`: NaN after the last tokens too."""
     num_blocks, num_kv_heads, block_size, size = paged.key_cache.shape
     packed, device = paged.packed, paged.key_cache.device
     memory = torch.zeros(num_blocks + 1, num_kv_heads + 3, 3, 2, block_size, size, dtype=paged.key_cache.dtype)

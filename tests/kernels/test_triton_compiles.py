@@ -55,7 +55,7 @@ def test_products_of_few_rows_hold_weights_ahead_in_registers_and_let_them_be_re
 
 
 def test_sums_over_ranks_publish_what_is_written_and_read_what_has_come(tmp_path: Path) -> None:
-    """Whole words of 16 bytes to and from the buffers; flags are set behind a barrier, and with the release of all."""
+    """Whole words of 16 bytes to and from the buffers; flags are set after a barrier, and with the release of all."""
     found, _ = kernels_by("tests.kernels.hopper_reduce", tmp_path)
     assert len(found) == 4
     for name, ptx in found.items():
@@ -89,7 +89,7 @@ def test_new_tokens_wait_for_the_product_and_old_ones_do_not(tmp_path: Path) -> 
 
 
 def assert_parts_are_published(ptx: str) -> None:
-    """Parts are written, then counted behind a barrier; they are read past the L1 cache once the count is acquired."""
+    """Parts are written, then counted after a barrier; they are read past the L1 cache once the count is acquired."""
     ahead, behind = ptx.split("griddepcontrol.wait", 1)
     assert not re.search(r"st\.global|atom\.|griddepcontrol\.wait", ahead)
     assert len(re.findall(r"ld\.global\.v4\.b32", ahead)) >= 16  # keys and values of the first tile

@@ -33,7 +33,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65])
-def test_rows_of_zeros_behind_rows(count: int) -> None:
+def test_rows_of_zeros_after_rows(count: int) -> None:
     rows = reference.quantize(random(count, 400), 128)
     longer = padded(rows, 64)
     assert len(longer.values) == len(longer.scales) == -(-count // 64) * 64

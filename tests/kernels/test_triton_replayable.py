@@ -106,7 +106,7 @@ def test_chunks_under_a_window_have_no_far_size() -> None:
 
 @pytest.mark.parametrize("window", [0, 20])
 def test_steps_of_decodes_alone_have_no_tiles(window: int) -> None:
-    """Padded as decode graphs are: as many sequences as tokens, empty ones behind."""
+    """Padded as decode graphs are: as many sequences as tokens, empty ones after them."""
     paged = on_device(make_paged(SHAPES["only-decodes"], torch.float32))
     size = StepSize(9, 9, 0, has_decodes=True)
     assert make(size, paged).tiles.count == 0

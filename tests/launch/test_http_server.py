@@ -28,7 +28,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def test_the_port_closes_behind_the_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_port_closes_after_the_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that is refused a connection takes the node for dead, with all that it has not read."""
 
     async def silent(_: Line) -> None:

@@ -178,7 +178,7 @@ class RecordedModel:
 
     @torch.inference_mode()
     def step(self, count: int, rows: list[int] | None, *, plans_tail: bool = True) -> torch.Tensor:
-        """Logits of `count` sequences of one token each behind three; of `rows` of them, if given."""
+        """Logits of `count` sequences of one token each after three; of `rows` of them, if given."""
         lengths = np.full(count, 4)
 
         def plan(rows: list[int], window: int, name: str) -> RecordedPlan:

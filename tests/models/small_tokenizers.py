@@ -57,7 +57,7 @@ def words(decoder: Any) -> Tokenizer:
 
 
 def with_gaps(tokenizer: Tokenizer) -> Tokenizer:
-    """The same, but the ids of the vocabulary have gaps, and begin behind one."""
+    """The same, but the ids of the vocabulary have gaps, and begin after one."""
     told = json.loads(tokenizer.to_str())
     added = {token["content"] for token in told["added_tokens"]}
     vocab = told["model"]["vocab"]

@@ -136,7 +136,7 @@ def test_results_are_quantized_for_the_only_product_that_uses_them(is_blocks: bo
     assert isinstance(first.activated(x), torch.Tensor)
 
 
-def test_a_mixture_gets_rows_twice_and_quantizes_for_the_product_behind_it() -> None:
+def test_a_mixture_gets_rows_twice_and_quantizes_for_the_product_after_it() -> None:
     """The numbers are those of plain rows, which the experts and the next product quantize."""
     gate_up, down = random_quantized(4, 128, 128, is_blocks=True), random_quantized(4, 128, 64, is_blocks=True)
     weight, router = random_quantized(128, 128, is_blocks=True), random(4, 128, seed=3).float()

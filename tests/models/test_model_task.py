@@ -57,7 +57,7 @@ def test_other_poolings_are_not_served(tmp_path: Path, pooling: dict[str, Any], 
         read_task(task, tmp_path)
 
 
-def test_a_layer_behind_the_pooling_is_not_served(tmp_path: Path) -> None:
+def test_a_layer_after_the_pooling_is_not_served(tmp_path: Path) -> None:
     save(tmp_path, {"Pooling": "pool", "Dense": "dense"}, pool=LAST)
     with pytest.raises(UnservedModel, match="Dense"):
         read_task("auto", tmp_path)

@@ -1,4 +1,4 @@
-"""The context that a config means by its RoPE, and that tokens behind the original context are transformers'."""
+"""The context that a config means by its RoPE, and that tokens after the original context are transformers'."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_contexts_of_transformers_modules(rope: dict[str, Any], length: int) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}])
-def test_tokens_behind_the_original_context(rope: dict[str, Any], tmp_path: Path) -> None:
+def test_tokens_after_the_original_context(rope: dict[str, Any], tmp_path: Path) -> None:
     options = {
         "max_position_embeddings": 64,
         "rope_parameters": {**rope, "rope_theta": 10000.0},

@@ -9,7 +9,7 @@ import pytest
 from pd_cluster.models.token_texts import token_bytes, whole_bytes
 from tests.models.small_tokenizers import BYTES, TOKENIZERS, byte_level
 
-# The text behind a whole text's last token is not known to a stream: these drop what stands there
+# The text after a whole text's last token is not known to a stream: these drop what stands there
 LAST_TOKEN_DIFFERS = {"word ends"}
 
 
@@ -34,7 +34,7 @@ def test_texts_are_those_of_the_decoder(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_a_token_has_its_text_in_the_middle_of_a_text(kind: str) -> None:
-    """An answer goes on behind a prompt: a blank that only the beginning of a whole text loses is there."""
+    """An answer goes on after a prompt: a blank that only the beginning of a whole text loses is there."""
     tokenizer = TOKENIZERS[kind]
     table, around = token_bytes(tokenizer), tokenizer.get_vocab()
     anchor = next(around[piece] for piece in ("x", "un") if piece in around)

@@ -178,7 +178,7 @@ def choose(wanted: str, changes: Mapping[str, Any]) -> tuple[ModelSpec, str]:
 @pytest.mark.long_cases
 @pytest.mark.parametrize("name", [*QUICK, "granite", "cohere2"])
 def test_prompts_are_read(tmp_path: Path, name: str) -> None:
-    """Behind the body some families scale or cap the logits."""
+    """After the body some families scale or cap the logits."""
     model = save_family(name, tmp_path)
     executor = make_executor(tmp_path, model_impl="transformers")
     (prompt,) = random_prompts([40], VOCAB_SIZE)

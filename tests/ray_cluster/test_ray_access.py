@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+import ray
 
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.cli import main
+from pd_cluster.launch.on_ray import connect
 from pd_cluster.launch.on_ray.connect import check_address, prepare_environment
 
 if TYPE_CHECKING:
@@ -75,3 +78,37 @@ def test_an_address_without_a_listener_is_refused_at_once() -> None:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         with pytest.raises(StartupError, match=r"no Ray cluster answers at 127\.0\.0\.1"):
             check_address(f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+def _unused(*_: object, **__: object) -> None:
+    raise AssertionError("Ray would start a worker")
+
+
+def test_a_running_controller_tells_the_mode_without_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on Ray's head, and that one's mode counts. `ray.get` stands for an answer at once."""
+    told = ["token", "disabled"]
+    asked = SimpleNamespace(authentication_mode=SimpleNamespace(remote=lambda: told.pop(0)))
+    monkeypatch.setattr(connect, "find_controller", {"pd": asked}.__getitem__)
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    monkeypatch.setattr(ray, "remote", _unused)
+    connect._check_authentication("a:1", "pd")
+    with pytest.raises(StartupError, match="a:1 runs without token authentication"):
+        connect._check_authentication("a:1", "pd")
+    assert not told
+
+
+@pytest.mark.parametrize("why", [StartupError("none"), ray.exceptions.GetTimeoutError(), AttributeError("earlier")])
+def test_without_an_answer_of_a_controller_a_task_tells_the_mode(
+    why: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(name: str) -> None:
+        raise why
+
+    told = ["disabled", "Token"]
+    task = SimpleNamespace(remote=lambda: told.pop())
+    monkeypatch.setattr(connect, "find_controller", find)
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    monkeypatch.setattr(ray, "remote", lambda **wanted: lambda function: task)
+    connect._check_authentication("a:1", "pd")
+    with pytest.raises(StartupError, match="without token authentication"):
+        connect._check_authentication("a:1", "pd")

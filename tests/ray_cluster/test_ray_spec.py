@@ -126,6 +126,33 @@ def test_each_wrong_flag_is_told_with_its_place(role: str, tmp_path: Path) -> No
         assert line.startswith(f"{tmp_path / 'cluster.yaml'}: flags of {role}: --")
 
 
+def test_wrong_flags_of_all_roles_are_told_once_each(tmp_path: Path) -> None:
+    """One that all nodes share names the roles that have it, which are those without a flag of their own."""
+    text = """
+        flags: {max-num-seqs: -1, max-seqs: 3}
+        prefill: {count: 1, flags: {dtype: int4}}
+        decode: {count: 1, gpus: 2, flags: {max-num-seqs: 4, max-waiting: -2, tp: 0}}
+        mixed: {count: 0, gpus: 1.5, flags: {max-waiting: -2, tp: 3}}
+        router: {count: 1, resources: {CPU: 1}, flags: {decode: x, workers: many, eject-after: 0}}
+        """
+    with pytest.raises(StartupError) as caught:
+        written(tmp_path, text)
+    place = f"{tmp_path / 'cluster.yaml'}: "
+    assert [line.removeprefix(place).split(" must ")[0] for line in str(caught.value).splitlines()] == [
+        "mixed: gpus",
+        "router: write CPU and GPU as cpus and gpus, not under resources",
+        "flags of prefill, decode, mixed: 'max-seqs' is unknown or cannot be set here",
+        "flags of prefill: dtype:",
+        "flags of prefill, mixed: --max-num-seqs",
+        "flags of decode: --tp",
+        "flags of decode, mixed: --max-waiting",
+        "flags of mixed: tp is 3, but gpus is 1.5; a rank has one GPU, so leave tp out",
+        "flags of router: 'decode' is unknown or cannot be set here",
+        "flags of router: workers: Expected `int`, got `str`",
+        "flags of router: --eject-after",
+    ]
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"cannot read .*none\.yaml"):
         read_spec(tmp_path / "none.yaml")

@@ -48,7 +48,7 @@ class FramedScript:
     """The script of all nodes of a test. `cuts`: one for each node that is asked in turn, then whole answers."""
 
     stream: ScriptedStream
-    cuts: list[tuple[int, End]] = field(default_factory=list)  # (bytes behind the head, what then)
+    cuts: list[tuple[int, End]] = field(default_factory=list)  # (bytes after the head, what then)
     counts: list[int] = field(default_factory=list)  # of frames that the client had, by each continuation
 
     async def __call__(self, node: FakeNode, request: web.Request, seen: Seen) -> web.StreamResponse:
@@ -78,7 +78,7 @@ class FramedScript:
         if end is End.STANDS:
             await asyncio.Event().wait()
         if end is End.BREAKS:
-            request.transport.close()  # behind what was written, without the end of the body
+            request.transport.close()  # after what was written, without the end of the body
             return
         await response.write(encode_message(TOLD.get(end, HEAD)))
         await response.write_eof()

@@ -29,7 +29,7 @@ class ScriptedStream:
         return b"".join(frame.data for frame in self.frames) + END.data
 
     def known_after(self, count: int) -> list[dict[str, Any]]:
-        """`choices` of the continuation behind the first `count` frames."""
+        """`choices` of the continuation after the first `count` frames."""
         known: dict[int, dict[str, Any]] = {}
         for progress in (progress for frame in self.frames[:count] for progress in frame.choices):
             choice = known.setdefault(progress.index, {"index": progress.index, "token_ids": [], "num_chars": 0})

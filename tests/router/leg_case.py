@@ -89,7 +89,7 @@ class LegCase:
     gets: str  # the client: status, order and its reason, the nodes that prefilled and decoded, what the body says
     asked: str  # nodes in the order in which they got it; d0<p0: with a ticket of p0; d0?: with an offer instead
     counted: str = ""  # by the router's metrics
-    ill: str = ""  # nodes that get no requests behind it; one failure of their own is enough
+    ill: str = ""  # nodes that get no requests after it; one failure of their own is enough
     closed: str = ""  # nodes with a leg that the router closed before its end
     outcome: str = "ok"
     stream: bool | None = None  # None: a case for each

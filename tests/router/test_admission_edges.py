@@ -101,7 +101,7 @@ async def test_a_number_that_is_too_large_is_refused(keys: Path) -> None:
             assert status in (200, 400), (priority, body)
 
 
-async def test_a_body_behind_its_refusal_is_dropped(keys: Path) -> None:
+async def test_a_body_after_its_refusal_is_dropped(keys: Path) -> None:
     """The client sends a part of the body, reads the refusal, sends the rest, and uses the connection again."""
     node = FakeNode("mixed", fakes.decode)
     write(keys, line("one"))

@@ -312,7 +312,7 @@ def test_generations_spread_over_those_that_read_about_as_soon() -> None:
 
 @pytest.mark.long
 def test_what_the_streams_of_a_decode_node_pay_enters_its_cost() -> None:
-    """Without streams D is chosen behind a shorter queue at P. 30 streams make a difference of 15% of D's time."""
+    """Without streams D is chosen after a shorter queue at P. 30 streams make a difference of 15% of D's time."""
     nodes = table(1, 1)
     p, d = nodes.nodes
 

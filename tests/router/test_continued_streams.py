@@ -63,7 +63,7 @@ def outcomes(router: Router) -> dict[str, float]:
 
 @pytest.mark.parametrize("num_choices", [1, 3])
 async def test_a_cut_at_any_byte_is_not_seen(num_choices: int) -> None:
-    """Behind each frame, inside each, and twice in one stream."""
+    """After each frame, inside each, and twice in one stream."""
     stream = make_stream(num_choices, num_choices=num_choices)
     sizes = [len(message) for message in stream.messages()[1:]]
     ends = [sum(sizes[:count]) for count in range(len(sizes))]

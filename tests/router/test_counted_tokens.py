@@ -75,7 +75,7 @@ async def test_tokens_of_frames_are_counted() -> None:
     pieces = [encode_message(HEAD) + frame("a", 1, 1), frame("b", 3, 1), held + frame("c", 1, 2), frame("d", 0, 1)]
     shown = [f"data: {text}\n\n".encode() for text in "abcd"]
     last = encode_message(END)
-    # behind the first piece: 3, 2 held ones and 2, 1; none with the end
+    # after the first piece: 3, 2 held ones and 2, 1; none with the end
     assert await counted(FRAMES_TYPE, [*pieces, last], [*shown, END.data]) == (8, 1)
     # the last tokens may come with the end
     assert await counted(FRAMES_TYPE, [*pieces[:-1], pieces[-1] + last], [*shown[:-1], shown[-1] + END.data]) == (8, 1)

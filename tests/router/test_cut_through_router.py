@@ -1,4 +1,4 @@
-"""Nodes that are cut behind and inside each frame, with the router in between: the client must not notice.
+"""Nodes that are cut after and inside each frame, with the router in between: the client must not notice.
 
 The nodes are real but for the engine of some cases; what they say is held to `tests/cut_streams.py`.
 """

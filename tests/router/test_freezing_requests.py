@@ -30,7 +30,7 @@ STREAM = make_stream(5)
 
 
 async def freeze(node: FakeNode, *, is_silent: bool = False) -> None:
-    """The node, or its engine, stands still behind a check of /health that the router began after what it had sent."""
+    """The node, or its engine, stands still after a check of /health that the router began after what it had sent."""
     checks = node.num_checks
     await until(lambda: node.num_checks > checks + 1)
     node.is_silent, node.is_frozen = is_silent, not is_silent
@@ -111,7 +111,7 @@ async def test_a_node_that_stood_still_before_the_request_came_does_not_count() 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
 async def test_a_stream_goes_on_from_nodes_that_wrote_it_and_ends_by_those_that_did_not(has_tokens: bool) -> None:
-    """It ran on d0. Three further nodes freeze: each behind a frame of its own, or before one."""
+    """It ran on d0. Three further nodes freeze: each after a frame of its own, or before one."""
     sizes = [len(message) for message in STREAM.messages()[1:]]
     script = FramedScript(STREAM, [(sizes[0], End.STANDS), *((size * has_tokens, End.STANDS) for size in sizes[1:4])])
 

@@ -151,7 +151,7 @@ def test_refusals_reach_the_client(messages: list[Any], status: int, code: str) 
         ([], request_body(completion()), "request_body before request_headers"),
         ([], ProcessingRequest(request_trailers={}), "request_trailers before request_headers"),
     ],
-    ids=["twice", "behind the body", "body first", "trailers first"],
+    ids=["twice", "after the body", "body first", "trailers first"],
 )
 def test_a_stream_is_for_one_request_from_its_headers_on(before: list[Any], wrong: Any, words: str) -> None:
     gateway = Gateway()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
 INTERVAL_S, TIMEOUT_S = 4.0, 7.0
-BEGIN_S = 41.0  # a second behind a check
+BEGIN_S = 41.0  # a second after a check
 FOREVER_S = 1e6
 HELD_UP_S = 100.0
 

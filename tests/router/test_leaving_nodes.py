@@ -143,7 +143,7 @@ async def test_an_engine_that_dies_in_a_drain_counts() -> None:
         assert (got.status, got.error["code"]) == (500, "nodes_died")
 
 
-async def test_a_p_that_drained_behind_its_ticket_is_no_second_death() -> None:
+async def test_a_p_that_drained_after_its_ticket_is_no_second_death() -> None:
     p, d0, d1 = (FakeNode(role, fakes.decode, node_id=name) for role, name in
                  (("prefill", "p"), ("decode", "d0"), ("decode", "d1")))  # fmt: skip
     p.script = fakes.prefill

@@ -43,7 +43,7 @@ def test_a_limit_of_concurrency_is_used_by_even_arrivals(load: float) -> None:
 
 
 def test_a_burst_leaves_nothing_behind() -> None:
-    """Half of what the limit allows, behind four times as much: it is all served."""
+    """Half of what the limit allows, after four times as much: it is all served."""
     world = LimitWorld(Clients(CONCURRENCY / 2, evenly=True, burst=32), concurrency=CONCURRENCY).run(60.0, 10.0)
     assert world.served == pytest.approx(CONCURRENCY / 2 * 50, abs=2)
 

@@ -96,9 +96,7 @@ async def test_a_field_that_is_no_text_is_the_nodes_to_judge() -> None:
 @pytest.mark.parametrize(
     ("prompt", "several"), [(b'["a"]', True), (b"[[1]]", True), (b"[1]", False), (b'"[["', False), (b"[]", False)]
 )
-async def test_several_prompts_are_seen_behind_any_number_of_blanks(
-    blanks: bytes, prompt: bytes, several: bool
-) -> None:
+async def test_several_prompts_are_seen_after_any_number_of_blanks(blanks: bytes, prompt: bytes, several: bool) -> None:
     from pd_router.calls.body import RequestBody
 
     spread = prompt.replace(b"[", b"[" + blanks) if prompt.startswith(b"[") else prompt

@@ -17,7 +17,7 @@ NOTHING = -1e9
 def best_answers(
     sampling: SamplingParams, stop_ids: frozenset[int], logprobs: Callable[[Sequence[int]], Sequence[float]]
 ) -> list[tuple[list[int], FinishReason]]:
-    """The n best answers. `logprobs`: of each token behind an output.
+    """The n best answers. `logprobs`: of each token after an output.
 
     As in transformers, with lists in the place of tensors: `_update_finished_beams`, `_check_early_stop_heuristic` and
     `_beam_search_has_unfinished_sequences`.

@@ -169,7 +169,7 @@ class Row:
     tables: tuple[dict[int, int], ...]  # by group: index -> block
 
     def put(self, new: NewBlocks) -> None:
-        """Set blocks, which lie behind or among those that the table has."""
+        """Set blocks, which lie after or among those that the table has."""
         self.tables[new.group].update(enumerate(new.block_ids, new.first_block))
 
 
@@ -275,7 +275,7 @@ class FakeWorker:
         if chunk.drafts:
             drawn = [sample(last, row.start.seed) for last in hashes[chunk.start :]]
             run = drawn[: run_length(chunk.drafts, drawn)]
-            for group, table in zip(self.groups, row.tables, strict=True):  # the blocks behind it are given back
+            for group, table in zip(self.groups, row.tables, strict=True):  # the blocks after it are given back
                 for index in [index for index in table if index * group.block_size >= chunk.start + len(run)]:
                     del table[index]
             self.num_drafts += len(chunk.drafts)
@@ -290,7 +290,7 @@ class FakeWorker:
         return tokens if chunk.num_samples > 1 else self._run_on(row, tokens)
 
     def _run_on(self, row: Row, run: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
-        """Compute the run's last token and sample behind it; how often is drawn from the history."""
+        """Compute the run's last token and sample after it; how often is drawn from the history."""
         position, last = len(row.tokens) - 1, history(row.tokens)[-1]
         pairs = zip(self.groups, row.tables, strict=True)
         has_blocks = all(position // group.block_size in table for group, table in pairs)

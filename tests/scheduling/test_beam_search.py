@@ -27,7 +27,7 @@ PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
 def searched(
     sampling: SamplingParams, stop_ids: frozenset[int], row: Callable[[Sequence[int]], SampledToken]
 ) -> list[list[int]]:
-    """The answers of the policy; `row`: the candidates behind an output."""
+    """The answers of the policy; `row`: the candidates after an output."""
     assert sampling.beams is not None
     search = BeamSearch(sampling.beams, sampling.max_tokens, stop_ids)
     outputs: list[list[int]] = [[]]
@@ -125,7 +125,7 @@ def test_a_search_alone_ends_in_little_memory(kv: str) -> None:
 
 @pytest.mark.parametrize("early_stopping", STOPPING)
 @pytest.mark.parametrize("tokens_first", [True, False])
-def test_a_search_goes_on_behind_the_candidates_of_another_node(early_stopping: bool | str, tokens_first: bool) -> None:
+def test_a_search_goes_on_after_the_candidates_of_another_node(early_stopping: bool | str, tokens_first: bool) -> None:
     world = World()
     beams = BeamParams(width=4, early_stopping=early_stopping)
     asked = message("r", prompt(40), work=Work.TAKE_OVER, n=3, beams=beams, max_tokens=9, ignore_eos=False)

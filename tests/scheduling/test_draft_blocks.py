@@ -57,7 +57,7 @@ def world_of(drafter: Sure, num_blocks: int, kv: GroupSet = ONE_FULL, *, num_cac
 
 
 def begun(world: World, name: str, first: int, length: int, *, num_steps: int = 1, max_tokens: int = 24) -> Request:
-    """A sequence behind its prompt, of which the last token has been drawn."""
+    """A sequence after its prompt, of which the last token has been drawn."""
     request = world.submit(message(name, [first, *prompt(length - 1)], max_tokens=max_tokens, seed=first))
     for _ in range(num_steps):
         world.start_step()
@@ -88,7 +88,7 @@ def next_drafts(world: World, request: Request) -> int:
     return len(chunks[request.sequences[0].seq_id].drafts)
 
 
-def test_blocks_behind_the_accepted_tokens_are_given_back_and_come_again() -> None:
+def test_blocks_after_the_accepted_tokens_are_given_back_and_come_again() -> None:
     for num_right, num_blocks in ((0, 1), (2, 1), (3, 2), (4, 2)):  # 13 tokens, one drawn at 13: 14, 15 and 16 follow
         world = world_of(drafter_for(5, num_right=num_right, num_wrong=9 - num_right), 8)
         request = begun(world, "a", 5, 13)
@@ -194,7 +194,7 @@ def test_drafts_of_a_draw_that_sits_out_are_given_back() -> None:
     assert num_held(request) == 2
 
 
-def test_a_table_gives_back_only_what_is_behind() -> None:
+def test_a_table_gives_back_only_what_is_after() -> None:
     blocks = full_manager(6, 4)
     table = blocks.open_table()
     blocks.grow(table, 0, 14)

@@ -285,7 +285,7 @@ def test_a_pool_is_told_by_group_what_is_here() -> None:
 
 @QUICK
 @given(st.sampled_from(SEVERAL), st.integers(0, 2), st.integers(1, 2), st.booleans(), st.booleans())
-def test_a_prefix_is_loaded_behind_what_each_group_has(
+def test_a_prefix_is_loaded_after_what_each_group_has(
     name: str, num_own: int, num_more: int, is_loaded: bool, falls: bool
 ) -> None:
     world = World(kv=SETS[name], num_blocks=24, max_num_batched_tokens=200)

@@ -1,4 +1,4 @@
-"""Several tokens of one step, and answers that go on behind output tokens from another engine."""
+"""Several tokens of one step, and answers that go on after output tokens from another engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.scheduling.world import World
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("num_known", [1, 5, BLOCK_SIZE + 1])
-def test_an_answer_goes_on_behind_its_known_tokens(n: int, num_known: int) -> None:
+def test_an_answer_goes_on_after_its_known_tokens(n: int, num_known: int) -> None:
     """The client's check is that known tokens and new ones together are the whole answer."""
     world = World(num_blocks=64)
     request = world.submit(begun(message("a", prompt(3 * BLOCK_SIZE), max_tokens=40, n=n), num_known))
@@ -150,7 +150,7 @@ def test_steps_may_sample_several_tokens_of_a_sequence() -> None:
     world.check_empty()
 
 
-def test_what_a_step_samples_behind_the_end_is_dropped() -> None:
+def test_what_a_step_samples_after_the_end_is_dropped() -> None:
     """The worker runs on as far as its blocks reach; a sequence ends within a run, by its limit or by EOS."""
     world = World(longest_run=50, num_blocks=64)
     for index in range(12):
@@ -161,7 +161,7 @@ def test_what_a_step_samples_behind_the_end_is_dropped() -> None:
     world.check_empty()
 
 
-def test_no_step_may_be_planned_behind_one_that_samples_several_tokens() -> None:
+def test_no_step_may_be_planned_after_one_that_samples_several_tokens() -> None:
     """It would start at a wrong position: a planner that lets steps sample more must not plan ahead of them."""
     world = World()
     request = world.submit(message("a", prompt(20), max_tokens=40))

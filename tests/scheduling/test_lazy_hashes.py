@@ -16,7 +16,7 @@ BLOCKS = 9
 
 @pytest.mark.parametrize(("num_cached", "num_hashed"), [(0, 1), (1, 3), (2, 3), (3, 7), (8, BLOCKS)])
 def test_a_prompt_is_hashed_as_far_as_it_may_be_cached(num_cached: int, num_hashed: int) -> None:
-    """The hash behind the cached run has to be known, too. With each miss as many more are made as there are."""
+    """The hash after the cached run has to be known, too. With each miss as many more are made as there are."""
     world = World(depth=2, num_blocks=64, max_num_batched_tokens=1024, hashes=False)
     if num_cached:
         world.submit(message("first", prompt(num_cached * BLOCK_SIZE + 1), max_tokens=1))

@@ -78,7 +78,7 @@ def test_the_first_prompt_gets_on_however_many_decode_and_wherever_it_stands(
         assert not share.admits(0)
 
 
-def test_a_prompt_far_behind_beside_many_decodes_gets_the_least() -> None:
+def test_a_prompt_of_which_much_is_read_gets_the_least_beside_many_decodes() -> None:
     assert PrefillBudget.beside(200, 2048, 0, KEYS).take(100_000, 5000) == 56, "256 in all"
     assert PrefillBudget.beside(80, 2048, 60, KEYS).take(100_000, 5000) == 48, "128 in all"
     assert PrefillBudget.beside(30, 2048, 162, KEYS).take(100_000, 5000) == 64, "half of that would fit into 64 in all"

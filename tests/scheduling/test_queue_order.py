@@ -181,7 +181,7 @@ def test_a_prompt_that_runs_is_not_passed_for_ever(depth: int, monkeypatch: pyte
 
 
 def test_a_step_without_prompts_does_not_take_a_turn_away() -> None:
-    """It has no room beside its decodes, or preempts: the prompt was passed before it, and will be behind it."""
+    """It has no room beside its decodes, or preempts: the prompt was passed before it, and will be after it."""
     world = World()
     passed = world.submit(message("a", prompt(100), priority=1)).sequences
     passes = PassedPrompts()

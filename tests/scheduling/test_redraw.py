@@ -185,7 +185,7 @@ def test_the_second_load_of_a_begun_answer_succeeds_too() -> None:
     assert node.client.outputs == [list(BEGUN.known[0])]
     node.succeed()
     check_rest(node)
-    assert node.world.worker.num_tokens_computed == 5, "only the last known token and those behind it"
+    assert node.world.worker.num_tokens_computed == 5, "only the last known token and those after it"
 
 
 def test_a_ticket_for_the_prompt_alone_is_refused_for_a_begun_answer() -> None:

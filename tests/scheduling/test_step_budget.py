@@ -310,7 +310,7 @@ def test_steps_under_way_count() -> None:
     assert taken(0.05, busy_s=0.005) == taken(0.05)  # `stream` is ahead by then
 
 
-def test_tokens_far_behind_in_their_prompt_are_fewer() -> None:
+def test_tokens_far_into_their_prompt_are_fewer() -> None:
     near, far = share([0.0]).take(0, 100_000), share([0.0]).take(8000, 100_000)
     assert STEP_MULTIPLE <= far < near
 

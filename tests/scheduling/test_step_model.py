@@ -16,7 +16,7 @@ from pd_cluster.scheduling.draft_prices import FIRST_FITS
 from pd_cluster.scheduling.step_model import CORRECT_EVERY, ENOUGH_PROMPTS, NUM_EARLY, StepModel, StepWork, keys_of
 
 CONTEXT = 1024
-# ms of steps with 32 decodes behind 1,024 tokens, by the tokens of the step ("Steps with prompts" in benchmarks/LOG.md)
+# ms of steps with 32 decodes after 1,024 tokens, by the tokens of the step ("Steps with prompts" in benchmarks/LOG.md)
 TABLES = {
     "8B": ((4.3, 5.4, 9.5), {128: 6.2, 192: 7.1, 256: 8.1, 384: 11.1, 512: 13.7, 768: 19.1, 1024: 23.8}),
     "0.6B": ((1.6, 1.8, 2.6), {128: 2.2, 192: 2.4, 256: 2.4, 384: 2.7, 512: 2.9, 768: 3.5, 1024: 3.9}),

@@ -40,7 +40,7 @@ def decoding(model: StepModel, role: str = "decode", device: str = "cuda:0", con
 
 
 def tokens(budget: StepBudget, num_decodes: int, context: int = USUAL_CONTEXT, start: int = 0) -> int:
-    """Tokens of a long prompt behind `start` others beside so many decodes."""
+    """Tokens of a long prompt after `start` others beside so many decodes."""
     stream = SimpleNamespace(num_remaining_tokens=1, num_output_tokens=9, num_pending=1, token_ids=range(context))
     queues = SimpleNamespace(running=[stream] * num_decodes, loaded=[], waiting=[], num_free_slots=1)
     return budget.beside(num_decodes, 0, 2048, cast("Any", queues)).take(start, 100_000)
@@ -70,8 +70,8 @@ def test_a_step_at_start_that_took_another_time(factor: float) -> None:
     """A node keeps its first times, and one of them may be wrong: what position costs stays within its bounds."""
     shape, keys = StepModel(), 6000
     alone = [StepWork(num, num * USUAL_CONTEXT) for num in (1, 4, 12, 32, 64, 128)]
-    behind = StepWork(32, CONTEXT, 96, keys_of(96, 4096))
-    works = [*alone, *(StepWork(32, CONTEXT, size - 32) for size in (128, 256, 512, 1024)), behind]
+    after = StepWork(32, CONTEXT, 96, keys_of(96, 4096))
+    works = [*alone, *(StepWork(32, CONTEXT, size - 32) for size in (128, 256, 512, 1024)), after]
     for wrong in range(len(works)):
         times = [(work, (factor if at == wrong else 1) * shape.seconds(work)) for at, work in enumerate(works)]
         model = StepModel(times)
@@ -101,7 +101,7 @@ def test_prompts_that_cost_much_leave_the_gap_of_the_decodes() -> None:
 
 
 @pytest.mark.parametrize("context", [100, 1024, 8000])
-def test_an_8b_has_as_many_tokens_as_with_192_in_all_whatever_its_streams_are_behind(context: int) -> None:
+def test_an_8b_has_as_many_tokens_as_with_192_in_all_whatever_the_context_of_its_streams(context: int) -> None:
     """Before, a step took 192 tokens, 128 beside more than 48 decodes, and at least 32 of prompts."""
     before = {1: 187, 4: 184, 16: 172, 32: 157, 48: 141, 49: 78, 64: 64, 96: 32, 97: 93, 128: 64, 192: 64, 256: 64}
     for model in (StepModel(), StepModel(steps_at_start(DEVICES["8b", 1]))):
@@ -113,7 +113,7 @@ def test_an_8b_has_as_many_tokens_as_with_192_in_all_whatever_its_streams_are_be
             assert step_s <= usual_gap_s(model) or num_tokens < 96, "beyond it only the least of prompts"
 
 
-def test_a_step_far_behind_in_a_prompt_is_within_the_gap_too() -> None:
+def test_a_step_far_into_a_prompt_is_within_the_gap_too() -> None:
     model = StepModel()
     num_tokens = tokens(decoding(model), 8, start=4096)
     assert 64 < num_tokens < tokens(decoding(model), 8)

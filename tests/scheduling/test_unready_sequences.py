@@ -42,7 +42,7 @@ def test_a_prompt_is_computed_up_to_its_last_token(length: int, n: int, depth: i
     for _ in range(3):
         assert chunks(world) == [(other, 1, 1)], "the free row has its token of each step"
     gate.is_closed = False
-    assert (lead, 1, n) in chunks(world), "in the step behind the answer"
+    assert (lead, 1, n) in chunks(world), "in the step after the answer"
     world.run_until_idle()
     world.client(asked).check()
     world.check_empty()

@@ -58,7 +58,7 @@ def steps_of(message: AddRequest) -> tuple[tuple[int, int], ...]:
 
 
 def is_hit(blocks: BlockManager, hashes: list[bytes], end: int) -> bool:
-    """Whether a prompt can be continued behind its first `end` blocks, by what each group's cache has."""
+    """Whether a prompt can be continued after its first `end` blocks, by what each group's cache has."""
     num_tokens = end * blocks.block_size
     for pool in blocks.pools:
         if num_tokens % pool.block_size:
@@ -429,7 +429,7 @@ class World:
                     assert self.named[block].num_tokens == num_tokens
 
     def is_hit(self, hashes: list[bytes], end: int) -> bool:
-        """Whether a prompt can be continued behind its first `end` blocks, by what each cache has."""
+        """Whether a prompt can be continued after its first `end` blocks, by what each cache has."""
         return is_hit(self.blocks, hashes, end)
 
     def check_empty(self) -> None:

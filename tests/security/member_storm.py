@@ -227,7 +227,7 @@ class StormedCluster:
 
     @contextlib.asynccontextmanager
     async def watched(self, num_victims: int) -> AsyncIterator[Seen]:
-        """Streams and looks at /health go on inside, and to their ends behind it."""
+        """Streams and looks at /health go on inside, and to their ends after it."""
         seen, is_over = Seen(), asyncio.Event()
         judged = self._num_judged()
         tasks = [asyncio.create_task(self._look(name, seen, is_over)) for name in self.urls]

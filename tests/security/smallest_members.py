@@ -159,7 +159,7 @@ _ANY = inspect.AnyType()
 
 
 def _required(shape: Any, without: str = "") -> bytes:
-    """The members that the struct must have, but for one, each with a comma behind it."""
+    """The members that the struct must have, but for one, each with a comma after it."""
     members = [] if shape.tag_field is None else [b'"%b":"%b"' % (shape.tag_field.encode(), str(shape.tag).encode())]
     members += [
         b'"%b":%b' % (one.encode_name.encode(), _example(one.encode_name, one.type))

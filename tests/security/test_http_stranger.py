@@ -224,7 +224,7 @@ async def test_when_every_place_works_the_next_is_told_so() -> None:
         assert await target.ask() == 200
 
 
-async def test_requests_behind_one_that_takes_long_are_not_hoarded() -> None:
+async def test_requests_after_one_that_takes_long_are_not_hoarded() -> None:
     """20 MB of them: reading stops until the answer is there."""
     async with router(script=fakes.decode_until_told) as target:
         assert target.node is not None

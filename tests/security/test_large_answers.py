@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(1800)]
 MOST_MB = 200  # above the memory before, in every process
-LEFT_MB = 100  # some seconds behind it: the engine's first large step takes 70 for good
+LEFT_MB = 100  # some seconds after it: the engine's first large step takes 70 for good
 BACK_S = 15.0  # for the memory to come back
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BOTH = {"max_tokens": 0, "echo": True, "logprobs": 20, "prompt_logprobs": 20}

@@ -90,7 +90,7 @@ async def test_a_node_makes_no_pass_over_them() -> None:
         await client.post("/v1/completions", json={"prompt": "a"})  # modules that the first request imports
         for place, member in drawn():
             body, lines = body_of(place, member), Lines()
-            state.turns = BodyTurns()  # without a pause behind the last one
+            state.turns = BodyTurns()  # without a pause after the last one
             with lines.counted():
                 answer = await client.post(place.path, content=body, headers=JSON)
             may_be_served = member in TEXTS or place.name.startswith(OF_NODES)

@@ -143,7 +143,7 @@ async def says_nothing(line: Line) -> None:
 def answering(
     answers: Sequence[Sequence[int]], *, end: bool, num_cached: int, num_tokens: Callable[[], int] = lambda: 1
 ) -> Script:
-    """Sequence k says `answers[k]`, one token a step, behind what it is known to have said. One message a step.
+    """Sequence k says `answers[k]`, one token a step, after what it is known to have said. One message a step.
 
     `num_tokens`: how many a sequence says in its next step, at most, where that is not one.
 

@@ -87,7 +87,7 @@ async def test_prompts_are_cut_at_their_beginning() -> None:
     assert node.engine.requests[1].prompt_token_ids == whole[-3:]
 
 
-async def test_bad_words_are_those_at_the_beginning_and_behind_a_blank() -> None:
+async def test_bad_words_are_those_at_the_beginning_and_after_a_blank() -> None:
     async with running(FakeEngine(says([5]))) as node:
         assert (await post(node, COMPLETIONS, {"prompt": "a", "bad_words": ["Hello there", " x"]})).status == 200
         tokenizer = node.state.tokenizer

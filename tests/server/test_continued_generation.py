@@ -1,4 +1,4 @@
-"""Answers of a real engine that are cut behind each frame and continued: seeds, penalties, grammars, text."""
+"""Answers of a real engine that are cut after each frame and continued: seeds, penalties, grammars, text."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_each_case_needs_continuation(model: tuple[str, DeviceExecutor, Co
         ask = asking(node_of(engine, "node", name, stack))
 
         async def fails(case: Case) -> None:
-            with pytest.raises(AssertionError, match="cut behind message"):
+            with pytest.raises(AssertionError, match="cut after message"):
                 await check_cuts(case, ask, ask, same=same_content, step=1000, continues=False)
 
         await asyncio.gather(*(fails(case) for of, case in CASES if of == name))

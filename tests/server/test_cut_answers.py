@@ -1,4 +1,4 @@
-"""Answers of scripted engines that are cut behind each frame and continued by a second node."""
+"""Answers of scripted engines that are cut after each frame and continued by a second node."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def _later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the wall clock is a minute behind the one before: `created` must be the first node's."""
+    """Each look at the wall clock is a minute after the one before: `created` must be the first node's."""
     minutes = itertools.count(30_000_000)
     monkeypatch.setattr("time.time", lambda: next(minutes) * 60.0)
 
@@ -71,7 +71,7 @@ async def test_a_cut_answer_goes_on_byte_by_byte(case: Case, texts: tuple[str, .
     async with Pair(texts, end=end) as pair:
         num_cuts = await check_cuts(case, pair.first, pair.second, same=same_bytes)
         assert num_cuts > 4
-        # the last cut is behind the last choice's end: nothing is generated
+        # the last cut is after the last choice's end: nothing is generated
         assert len(pair.engines[1].requests) == num_cuts - 1
         assert all(request.priority == -1 for request in pair.engines[1].requests)
 
@@ -82,7 +82,7 @@ async def test_the_harness_sees_what_is_missing_without_continuation(
     case: Case, texts: tuple[str, ...], end: bool
 ) -> None:
     async with Pair(texts, end=end) as pair:
-        with pytest.raises(AssertionError, match="cut behind message 2 "):
+        with pytest.raises(AssertionError, match="cut after message 2 "):
             await check_cuts(case, pair.first, pair.second, same=same_bytes, continues=False)
 
 
@@ -97,7 +97,7 @@ async def test_a_cut_answer_to_several_prompts_goes_on() -> None:
         assert num_cuts < len(requests) < 3 * (num_cuts - 1), "some prompts had ended, and the last cut needs none"
         assert all(request.priority == -1 for request in requests)
         assert any(not request.known for request in requests)
-        with pytest.raises(AssertionError, match="cut behind message 2 "):
+        with pytest.raises(AssertionError, match="cut after message 2 "):
             await check_cuts(case, pair.first, pair.second, same=same_choices, continues=False)
 
 
@@ -112,7 +112,7 @@ async def test_of_several_prompts_usage_says_what_the_node_that_began_each_had_c
             usage = Said.by(data_of(messages[:num]) + data_of(rest)).usage
             cached = FIRST_CACHED * len(begun) + SECOND_CACHED * (3 - len(begun))
             assert usage["prompt_tokens_details"]["cached_tokens"] == cached
-    assert len(begun) == 3, "the last cut is behind all beginnings"
+    assert len(begun) == 3, "the last cut is after all beginnings"
 
 
 async def test_prompts_that_are_only_read_come_once() -> None:

@@ -51,7 +51,7 @@ class ListeningEngine(InLoopEngine):
 
     @property
     def answers(self) -> list[list[int]]:
-        """Behind their prompts."""
+        """After their prompts."""
         prompts = {request.request_id: request.prompt_token_ids for request in self.requests}
         return [[*prompts[name], *ids] for (name, _), ids in self.told.items()]
 

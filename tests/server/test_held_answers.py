@@ -267,7 +267,7 @@ async def test_a_node_that_stops_in_the_middle_of_an_answer_gives_no_end(monkeyp
     monkeypatch.setattr(reply, "PIECE_BYTES", 1000)
 
     def breaks(*_: object) -> dict[str, Any]:
-        raise RuntimeError("a bug behind the head")
+        raise RuntimeError("a bug after the head")
 
     async with running(FakeEngine(computes)) as node:
         shape = completions.CompletionShape.body

@@ -264,7 +264,7 @@ PAIR = {"type": "object", "properties": {"a": {}, "b": {"type": "array"}}, "requ
         write("json_object", "true", [], coerces_one_of=False),
     ],
 )  # fmt: skip
-def test_one_blank_or_none_behind_commas_and_colons(grammar: str) -> None:
+def test_one_blank_or_none_after_commas_and_colons(grammar: str) -> None:
     assert allows(grammar, *RIGHT) == [True] * len(RIGHT)
     assert allows(grammar, *WRONG) == [False] * len(WRONG)
 
@@ -328,7 +328,7 @@ NOTES: list[dict[str, Any]] = [{key: value} for key, value in OF_OTHERS.items()]
 
 
 def noted(rng: random.Random, schema: Any) -> Any:
-    """The schema with notes at random places, each before, between or behind its keywords."""
+    """The schema with notes at random places, each before, between or after its keywords."""
     if not isinstance(schema, dict):
         return schema
     members: list[tuple[str, Any]] = []

@@ -109,7 +109,7 @@ def result(name: str, content: str = "r") -> dict[str, Any]:
          "<|user|>u\n<call>g{}<|tool|>r\n<call>f{}<|tool|>s\n<|user|>v\n"),
         ("one call", [said("user", "u"), called("{}", "{}"), said("user", "v")],
          "<|user|>u\n<call>f{}<call>g{}<|user|>v\n"),
-        # results in the order of the calls, in another one, and one that is lost: each behind its own call
+        # results in the order of the calls, in another one, and one that is lost: each after its own call
         ("one call", [said("user", "u"), called("{}", content="t"), called("{}", names="g"), result("f"), result("g")],
          "<|user|>u\n<|assistant|>t\n<call>f{}<|tool|>r\n<call>g{}<|tool|>r\n"),
         ("one call", [said("user", "u"), called("{}"), called("{}", "{}", names="gh"), result("h"), result("f", "s"),

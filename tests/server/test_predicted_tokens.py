@@ -47,11 +47,11 @@ def accepted_by_words(prediction: Sequence[int], answer: Sequence[int]) -> set[i
         ("abc", "abcdef", 3),
         ("", "abc", 0),
         ("abc", "", 0),
-        ("abcdefgh", "abxdefgh", 5),  # another token: a b, and f g h behind the next two
+        ("abcdefgh", "abxdefgh", 5),  # another token: a b, and f g h after the next two
         ("abcdefgh", "abxycdefgh", 6),  # more tokens: c d find the place
         ("abcdefgh", "abefgh", 4),  # fewer
         ("abcdef", "thinks abcdef", 4),  # it begins late
-        ("abcxabcy", "abcyabcx", 4),  # a b c, then the second c: the nearest place is behind the first x
+        ("abcxabcy", "abcyabcx", 4),  # a b c, then the second c: the nearest place is after the first x
         ("abab", "abababab", 4),  # once each
         ("abcdwxyz", "wxyzabcd", 4),  # parts that changed places: y z, and c d, of which the place lies before
         ("aaaa", "aaaaaaaa", 4),

@@ -249,7 +249,7 @@ async def test_other_apis_read_it_and_their_usage_has_no_place_for_it(path: str,
 
 
 async def test_a_stream_that_goes_on_at_another_node_counts_the_whole_answer() -> None:
-    """Cut behind each of its frames."""
+    """Cut after each of its frames."""
     case, texts, end = next(one for one in SCRIPTED if str(one[0]) == "a prediction")
     async with Pair(texts, end=end) as pair:
         messages = await pair.first(case.path, case.body)

@@ -163,7 +163,7 @@ async def test_nothing_is_generated_for_max_tokens_0(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("as_ids", [False, True])
 async def test_text_offsets_are_positions_in_the_text(node: Node, as_ids: bool, stream: bool) -> None:
-    """Behind characters of several tokens, of an echoed text or of ids with a special token, which is not shown."""
+    """After characters of several tokens, of an echoed text or of ids with a special token, which is not shown."""
     text = "Hi 😀 é end"
     given = await node.encode(text)
     prompt: Any = [0, *given, 0, *given] if as_ids else text
@@ -254,7 +254,7 @@ async def test_refusals(node: Node, path: str, body: dict[str, Any], field: str)
     status, answer = await node.post(path, body)
     assert (status, answer["error"]["param"]) == (400, field), answer
     assert node.engine.requests == []
-    await node.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})  # the engine rests behind it
+    await node.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})  # the engine rests after it
 
 
 async def test_a_decode_leg_reads_the_prompt_itself(node: Node) -> None:

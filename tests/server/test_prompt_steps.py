@@ -256,7 +256,7 @@ def check_names(
 
 
 @pytest.mark.long
-def test_tools_behind_the_system_message_are_named_before_a_short_question() -> None:
+def test_tools_after_the_system_message_are_named_before_a_short_question() -> None:
     """They are named where the question begins, which is shorter than a step."""
     node = Node(CHATML)
     function = {"name": "weather", "description": "It tells the weather. " * 90, "parameters": {"type": "object"}}
@@ -363,7 +363,7 @@ def test_what_templates_write_in_the_last_turn_alone() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_pasted", [False, True])
-def test_a_content_that_the_template_writes_otherwise_hides_none_behind_it(*, is_pasted: bool) -> None:
+def test_a_content_that_the_template_writes_otherwise_hides_none_after_it(*, is_pasted: bool) -> None:
     """Also where its own text stands before it: a client pasted the reasoning that the template drops."""
     thought = "<think>\nHm.\n</think>\n\nYes."
     asked = f"Why {thought if is_pasted else ''}? " * 40

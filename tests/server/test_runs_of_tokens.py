@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 CASES = [
     *SCRIPTED,
     chat("a stop string that a run begins, and one that it has whole", LONG, "Hello there", stop=["llo", "er"]),
-    completion("a stop string behind which the run ends the answer", "Naïve.", "Naïve. So.", stop=["."], logprobs=2),
+    completion("a stop string after which the run ends the answer", "Naïve.", "Naïve. So.", stop=["."], logprobs=2),
     completion("least tokens", LONG, "there there there", stop=["there"], min_tokens=9, echo=True, logprobs=1),
 ]
 

@@ -80,7 +80,7 @@ async def test_a_row_without_a_token_has_no_text_anywhere() -> None:
 
 
 async def test_a_whole_text_loses_the_blank_that_its_decoder_drops() -> None:
-    """Where it stands alone: an answer goes on behind a prompt, and keeps it."""
+    """Where it stands alone: an answer goes on after a prompt, and keeps it."""
     backend = sentencepiece_like()
     backend.backend_tokenizer.decoder = decoders.Metaspace()
     tokenizer = Tokenizer(backend)

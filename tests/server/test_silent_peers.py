@@ -72,7 +72,7 @@ async def test_a_grammar_that_waits_for_its_check_is_no_silence(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_failure_behind_signs_of_life_is_an_event_with_its_status() -> None:
+async def test_a_failure_after_signs_of_life_is_an_event_with_its_status() -> None:
     async def refuses(line: Line) -> None:
         await line.engine.released.wait()
         line.push(RequestFailed(line.request.request_id, "InvalidRequest", "too long", "prompt"))
@@ -152,7 +152,7 @@ async def test_d_leaves_a_silent_node_for_the_next_one(silent_url: str, monkeypa
 async def test_d_asks_no_third_prefill_node_when_two_stood_still(
     has_ticket: bool, silent_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a ticket, or behind it, while their KV is read. D computes, because behind a cut network they look so."""
+    """Without a ticket, or after it, while their KV is read. D computes, because behind a cut network they look so."""
     impatient(monkeypatch, lambda url: url.startswith(silent_url))
     async with (
         running(FakeEngine(opens_only, engine_id="one"), node_id="one") as one,

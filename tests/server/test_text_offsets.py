@@ -22,7 +22,7 @@ EMOJI = "Hi 😀 é end"
 
 
 def check(text: str, token_ids: list[int], offsets: list[int], *, skip_special: bool = True) -> None:
-    """Each token's own characters stand at its offset, and the next token's offset is behind them."""
+    """Each token's own characters stand at its offset, and the next token's offset is after them."""
     assert offsets == sorted(offsets)
     assert len(offsets) == len(token_ids)
     for token_id, offset in zip(token_ids, offsets, strict=True):

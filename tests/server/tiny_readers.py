@@ -40,7 +40,7 @@ class TinyReader:
     model: Any
 
     def vector(self, token_ids: list[int]) -> torch.Tensor:
-        """The last token's state behind the last norm."""
+        """The last token's state after the last norm."""
         with torch.inference_mode():
             state: torch.Tensor = self.model.model(torch.tensor([token_ids])).last_hidden_state[0, -1]
             return state

@@ -115,7 +115,7 @@ class SavedModel:
         return found
 
     def greedy(self, prompt: list[int], tokens: list[int]) -> list[int]:
-        """Its likeliest tokens behind `prompt` and behind each of `tokens` but the last, by transformers.
+        """Its likeliest tokens after `prompt` and after each of `tokens` but the last, by transformers.
 
         They equal `tokens` if these are its greedy continuation, and only then. One pass computes them;
         `generate` makes one for each token.

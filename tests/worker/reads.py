@@ -45,7 +45,7 @@ def read_prompt(executor: Executor, prompt: Sequence[int], chunk: int = 23) -> t
 def check_read(
     entries: Sequence[PromptToken], last: PromptPart, prompt: Sequence[int], logits: torch.Tensor, hidden: torch.Tensor
 ) -> None:
-    """`logits` [T, V] and the last `hidden` state behind the norm [hidden_size], of another source."""
+    """`logits` [T, V] and the last `hidden` state after the norm [hidden_size], of another source."""
     rows = logits.float().log_softmax(-1)
     assert [entry.token_id for entry in entries] == list(prompt[1:])
     own = [float(rows[position, token_id]) for position, token_id in enumerate(prompt[1:])]

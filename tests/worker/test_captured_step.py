@@ -47,7 +47,7 @@ class Part:
 
     start: int
     num_tokens: int
-    rest: int  # tokens known behind them; 0: the chunk samples
+    rest: int  # tokens known after them; 0: the chunk samples
     is_late: bool  # its last token is on the device only
 
 
@@ -160,7 +160,7 @@ def check_tokens(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places: St
 
 
 def check_sequences(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places: StepPlaces, tables: Any) -> None:
-    """Their order, lengths and tables, and those that sample. Those behind the last one are empty."""
+    """Their order, lengths and tables, and those that sample. Those after the last one are empty."""
     plain, count, parts = rows.build(chunks), len(chunks), places.attention
     packed = plain.sequences[0]
     for table, own in zip(tables, plain.sequences, strict=True):
@@ -232,7 +232,7 @@ def test_a_step_in_any_place_is_the_step(problem: Problem) -> None:
     assert [len(part) for part in places[:2]] == [size.num_tokens] * 2
     assert places.slots.shape == (3, size.num_tokens)
     assert [len(part) for part in places[3:7]] == [size.num_seqs] * 4
-    padding_slot = 3 * BLOCK_SIZE  # behind the only slabs, of a block each
+    padding_slot = 3 * BLOCK_SIZE  # after the only slabs, of a block each
     check_tokens(rows, chunks, places, padding_slot)
     check_sequences(rows, chunks, places, inputs.block_tables)
     if isinstance(step, MixedStep):

@@ -123,7 +123,7 @@ def executor(models: ModelStore) -> Iterator[DeviceExecutor]:
 
 @pytest.fixture(scope="module")
 def single(executor: DeviceExecutor) -> Single:
-    """The answers of single steps, and the tables of penalties behind them."""
+    """The answers of single steps, and the tables of penalties after them."""
     drive = driven(executor, "right", ())
     tokens, tables = drive.run(), penalty_tables(executor)
     drive.leave()
@@ -167,10 +167,8 @@ def test_drafts_change_no_token(executor: DeviceExecutor, single: Single, kind: 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chosen", [(0, 1), (0, 1, 2, 4), (0, 3)], ids=["plain", "limits", "changed"])
-def test_graphs_draw_behind_drafts(
-    executor: DeviceExecutor, single: Single, kind: str, chosen: tuple[int, ...]
-) -> None:
-    """By the graph of the step, by one behind it, or by launches where a stage reads tokens."""
+def test_graphs_draw_after_drafts(executor: DeviceExecutor, single: Single, kind: str, chosen: tuple[int, ...]) -> None:
+    """By the graph of the step, by one after it, or by launches where a stage reads tokens."""
     repeated = with_graphs(executor, SIZES)
     drive = driven(executor, kind, ids_of(single[0]), chosen=chosen)
     found = drive.run()

@@ -39,7 +39,7 @@ LAYOUT = DrawLayout(NUM_ROWS, VOCAB_SIZE)
 
 
 def make_state(*settings: dict[str, Any]) -> SamplingState:
-    """Rows with these settings, each behind a prompt of ten tokens."""
+    """Rows with these settings, each after a prompt of ten tokens."""
     host_buffer = HostBuffer(CPU, 1 << 16)
     context = StageContext(NUM_ROWS, VOCAB_SIZE, frozenset({2}), CPU, host_buffer.move)
     state = SamplingState(NUM_ROWS, VOCAB_SIZE, make_stages(context), host_buffer)
@@ -82,7 +82,7 @@ def test_lists_that_do_not_fit_are_left_to_launches() -> None:
     assert capture(make_state({"logit_bias": dict.fromkeys(range(513), 1.0)}), np.array([0])) is None, "it is long"
 
 
-def test_a_draw_changes_no_logits_behind_min_tokens() -> None:
+def test_a_draw_changes_no_logits_after_min_tokens() -> None:
     state = make_state({"min_tokens": 2}, {"min_tokens": 3}, {"top_p": 0.3, "logprobs": 0}, {"presence_penalty": 1.0})
     assert capture(state, np.array([0])) == DrawVariant()
     assert capture(state, np.array([0, 1])) == DrawVariant(has_changes=True)

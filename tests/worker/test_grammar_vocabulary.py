@@ -150,7 +150,7 @@ def test_the_end_is_an_id_that_is_a_token(tmp_path: Path) -> None:
     grammars.close()
 
 
-def test_tokens_behind_the_model_s_rows_are_left_out(tmp_path: Path) -> None:
+def test_tokens_after_the_model_s_rows_are_left_out(tmp_path: Path) -> None:
     """Gemma 3 1B has one token more than its embedding has rows."""
     for number, kind in enumerate(("gemma", "byte level")):
         table = token_bytes(TOKENIZERS[kind])

@@ -42,7 +42,7 @@ def test_which_size_serves_a_step() -> None:
     assert size_of((0, 16)) == sizes[0]
     assert size_of(decode, (0, 15)) == sizes[1]
     assert size_of((0, 17)) == sizes[2]
-    assert size_of((0, 30), decode) == sizes[2], "a token behind a chunk attends as one"
+    assert size_of((0, 30), decode) == sizes[2], "a token after a chunk attends as one"
     assert size_of((2000, 17)) == sizes[3]
     assert size_of((2000, 16)) == sizes[0], "fewer tokens before keys"
     assert size_of((2000, 1), (0, 20)) == sizes[4]

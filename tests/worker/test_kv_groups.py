@@ -82,7 +82,7 @@ def test_layers_of_another_window_lie_in_another_tensor(layout: BlockLayout) -> 
         assert tensor[0].is_contiguous()
         padding = tensor[cache.padding_block(group)]
         end = padding.data_ptr() - cache.memory.data_ptr() + padding.nbytes
-        assert cache.slabs.num_bytes <= end - padding.nbytes <= end <= cache.memory.nbytes, "behind the last slab"
+        assert cache.slabs.num_bytes <= end - padding.nbytes <= end <= cache.memory.nbytes, "after the last slab"
 
 
 def test_copies_and_clearing_reach_the_blocks_of_their_group(layout: BlockLayout) -> None:

@@ -1,4 +1,4 @@
-"""Behind its keys and values the last layer computes only the rows that sample; beside steps that compute all rows."""
+"""After its keys and values the last layer computes only the rows that sample; beside steps that compute all rows."""
 
 from __future__ import annotations
 

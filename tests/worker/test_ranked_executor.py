@@ -312,7 +312,7 @@ def stub_executor(ranks: Ranks, runner: SimpleNamespace) -> DeviceExecutor:
     return DeviceExecutor(cast("Any", plan), cast("Any", weights), cast("Any", runner), cast("Any", stub))
 
 
-def test_a_late_draw_that_fails_behind_a_result_ends_the_ranks_at_once(
+def test_a_late_draw_that_fails_after_a_result_ends_the_ranks_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """At depth 1 the result draws late rows. The other ranks have been told to, and wait in the draw's collectives."""
@@ -358,7 +358,7 @@ def test_steps_of_the_warm_up_need_no_frames() -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_verify_drafts_alike(one: DeviceExecutor, several: DeviceExecutor, kind: str) -> None:
-    """Plain rows and rows that rank 0 draws alone; each rank goes on behind the same runs."""
+    """Plain rows and rows that rank 0 draws alone; each rank goes on after the same runs."""
     drive = driven(one, kind, ())
     single = ids_of(drive.run())
     drive.leave()
@@ -380,7 +380,7 @@ def drafting(several: DeviceExecutor) -> Iterator[Node]:
 def test_ranks_verify_drafts_under_grammars_alike(
     drafting: Node, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 alone has masks. It decides which places of a run are drawn, and the others go on behind the same runs."""
+    """Rank 0 alone has masks. It decides which places of a run are drawn, and the others go on after the same runs."""
     be_patient(monkeypatch)
     single = GRAMMARS.answered(drafting)
     bench = drafting.bench(kind, mode)

@@ -49,7 +49,7 @@ LIMITS = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=8192)
 
 @dataclass(frozen=True, slots=True)
 class TableTimer(StepTimer):
-    """Steps up to `bend` tokens take as long as each other; behind it all tokens take the same time."""
+    """Steps up to `bend` tokens take as long as each other; after it all tokens take the same time."""
 
     bend: int = 1
 

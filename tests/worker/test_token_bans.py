@@ -1,4 +1,4 @@
-"""`allowed_token_ids` and `bad_words` in the real worker: alone, at once, preempted, and behind known tokens."""
+"""`allowed_token_ids` and `bad_words` in the real worker: alone, at once, preempted, and after known tokens."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HOLD_DEADLINE_S = 120.0
-LAST = {"text": "That is all."}  # behind the end of a script
+LAST = {"text": "That is all."}  # after the end of a script
 TITLE = {"text": "A short title"}  # for requests without tools
 Event = tuple[str, dict[str, Any]]
 

@@ -133,7 +133,7 @@ def test_the_second_turn_finds_the_first_ones_prompt(client: str, route: Path, r
     spec = SPECS[client]
     asked = {"texts": route.value}
     answers = [ask(router, route, spec.path, spec.body("first", MODEL, label=1, stream=False, **asked))]
-    wait_until(lambda: not busy(router), lambda: str(busy(router)))  # the feed may come behind the answer
+    wait_until(lambda: not busy(router), lambda: str(busy(router)))  # the feed may come after the answer
     body = spec.body("second", MODEL, label=2, stream=True, **asked)
     if spec.path == CHAT:
         body["stream_options"] = {"include_usage": True}

@@ -146,7 +146,7 @@ def test_draws_follow_transformers(name: str, path: Path, system: System, refere
     found = {"first": _checked(firsts, _support(reference.next_probabilities(prompt), settings))}
     for one, _ in firsts.most_common(5):
         expected = _support(reference.next_probabilities([*prompt, one]), settings)
-        found[f"behind {reference.tokenizer.decode([one])!r}"] = _checked(seconds[one], expected)
+        found[f"after {reference.tokenizer.decode([one])!r}"] = _checked(seconds[one], expected)
     logger.info("%s, %s: standard deviations above the mean: %s", path, name, found)
     assert max(found.values()) < UNLIKELY
 

@@ -38,7 +38,7 @@ def ours(published: PublishedModel, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 class Judge:
-    """`tokenizers`' own decoder. A token stands behind another one, since a decoder may strip the first blank."""
+    """`tokenizers`' own decoder. A token stands after another one, since a decoder may strip the first blank."""
 
     def __init__(self, published: PublishedModel) -> None:
         self._raw = published.raw_tokenizer
@@ -71,7 +71,7 @@ def judge(published: PublishedModel) -> Judge:
 
 
 def test_every_row_is_what_tokenizers_says(published: PublishedModel, ours: Tokenizer, judge: Judge) -> None:
-    """Each row of the embedding, also those without a token, and each id of the tokenizer behind them."""
+    """Each row of the embedding, also those without a token, and each id of the tokenizer after them."""
     ids = range(max(published.rows, judge.num_tokens))
     wrong = {}
     for number, text in zip(ids, judge.texts([[number] if judge.has(number) else [] for number in ids]), strict=True):
@@ -108,7 +108,7 @@ def test_a_text_comes_back(published: PublishedModel, ours: Tokenizer, judge: Ju
         found = ours.text_of(judge.encode(text))
         if not is_byte_level:
             if any(token in text for token in added):
-                continue  # the text behind an added token gets a blank, as a text's beginning does
+                continue  # the text after an added token gets a blank, as a text's beginning does
             assert found.lstrip(" ") == text.replace("▁", " ").lstrip(" ")
         else:
             assert found == (text if normalizer is None else normalizer.normalize_str(text))

@@ -66,7 +66,7 @@
 {{- end -}}
 {{- end -}}
 
-{{- /* Merges a map into another, in place: maps key by key, lists behind the chart's own, null takes a key out.
+{{- /* Merges a map into another, in place: maps key by key, lists after the chart's own, null takes a key out.
        Takes (list map given path); the path is for messages. */ -}}
 {{- define "pd-cluster.merge" -}}
 {{- $base := index . 0 -}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pd_cluster.launch.on_ray.policy import Placement
 
 CONTROLLER = "controller"
+MODE = "RAY_AUTH_MODE"
 NODE_ID_LABEL = "ray.io/node-id"
 _LEDGERS = b"pd-cluster"  # namespace of Ray's key-value store
 
@@ -211,3 +213,8 @@ def reason(error: BaseException) -> str:
 def namespace_of(name: str) -> str:
     """The Ray namespace of the cluster called `name`."""
     return f"pd-cluster/{name}"
+
+
+def authentication_mode() -> str:
+    """Whether this process of Ray demands a token: "token", or another word if it does not."""
+    return os.environ.get(MODE, "")

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import StartupError
-from pd_cluster.launch.on_ray.cluster import CONTROLLER, namespace_of
+from pd_cluster.launch.on_ray.cluster import CONTROLLER, MODE, authentication_mode, namespace_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping
 
-MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+TOKEN, TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 HEAD_RESOURCE = "node:__internal_head__"
 CONNECT_DEADLINE_S = 10.0
+CONTROLLER_ANSWER_S = 5.0  # one that does not answer must not keep `down` waiting
 PROBE_DEADLINE_S = 60.0  # includes the start of a worker process
 LOCAL_STORE_BYTES = 100_000_000  # of Ray's object store, which we do not use
 
@@ -72,7 +73,7 @@ def connected(name: str, address: str, cpus: float = 0.0) -> Iterator[None]:
         hint = "; check that the token is this cluster's" if address else ""
         raise StartupError(f"cannot reach {where}: {_first_line(error)}{hint}") from error
     try:
-        _check_authentication(address)
+        _check_authentication(address, name)
         yield
     finally:
         ray.shutdown()
@@ -91,25 +92,33 @@ def check_address(address: str) -> None:
         raise StartupError(f"no Ray cluster answers at {address}: {error}") from error
 
 
-def _check_authentication(address: str) -> None:
+def _check_authentication(address: str, name: str) -> None:
     """Raise StartupError when the cluster admits clients without a token."""
-    import ray
-
-    # run on the head, because it admits clients; a token on a worker proves nothing
-    probe = ray.remote(num_cpus=0, resources={HEAD_RESOURCE: 0.001})(_mode_here)
-    try:
-        mode = ray.get(probe.remote(), timeout=PROBE_DEADLINE_S)
-    except ray.exceptions.RayError as error:
-        raise StartupError(f"the Ray cluster cannot run a task: {_first_line(error)}") from error
-    if mode.lower() != "token":
+    if _mode_of_head(name).lower() != "token":
         raise StartupError(
             f"the Ray cluster at {address} runs without token authentication: "
             f"start all its machines with {MODE}=token and one token"
         )
 
 
-def _mode_here() -> str:
-    return os.environ.get(MODE, "")
+def _mode_of_head(name: str) -> str:
+    """The mode of Ray's head, because it admits clients; a token on a worker proves nothing. Raises StartupError.
+
+    The controller called `name` runs there and tells it in milliseconds. Without one a task does: Ray starts a worker
+    for it, which takes 1 s, and tells a mode in no other way.
+    """
+    import ray
+
+    no_answer = (StartupError, AttributeError, ray.exceptions.RayError)  # AttributeError: of an earlier version
+    with contextlib.suppress(*no_answer):
+        mode: str = ray.get(find_controller(name).authentication_mode.remote(), timeout=CONTROLLER_ANSWER_S)
+        return mode
+    probe = ray.remote(num_cpus=0, resources={HEAD_RESOURCE: 0.001})(authentication_mode)
+    try:
+        mode = ray.get(probe.remote(), timeout=PROBE_DEADLINE_S)
+    except ray.exceptions.RayError as error:
+        raise StartupError(f"the Ray cluster cannot run a task: {_first_line(error)}") from error
+    return mode
 
 
 def find_controller(name: str) -> Any:

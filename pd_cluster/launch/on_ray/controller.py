@@ -16,7 +16,7 @@ import msgspec
 
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.on_ray import policy
-from pd_cluster.launch.on_ray.cluster import Ledger, UnitDied
+from pd_cluster.launch.on_ray.cluster import Ledger, UnitDied, authentication_mode
 from pd_cluster.launch.on_ray.policy import Goal, UnitView
 from pd_cluster.launch.on_ray.routers import Routers
 from pd_cluster.launch.on_ray.spec import ROLES, ROUTER, check_counts
@@ -392,3 +392,6 @@ class ControllerActor:
 
     async def close(self) -> float:
         return await self._controller.close()
+
+    async def authentication_mode(self) -> str:
+        return authentication_mode()

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import fields
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import msgspec
 import yaml
 
-from pd_cluster.config import NodeConfig
+from pd_cluster.config import ModelConfig, NodeConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.command_parser import REMOVED
 from pd_cluster.launch.flags import config_from, given_flags
 from pd_cluster.launch.model_path import resolve_model
 from pd_cluster.launch.preflight import model_problems, setting_problems
 from pd_cluster.launch.up_flags import PER_NODE
-from pd_http.settings import flag_of, refuse
+from pd_http.settings import flag_of, in_bounds, refuse
 from pd_router.config import RouterConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
 NODE_ROLES = ("prefill", "decode", "mixed")
@@ -100,7 +101,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 *(() if "drain-s" in self.router.flags else (f"--drain-s={self.grace_s:g}",)),
             )
         spec = self.role(role)
-        given = _node_values({**self.flags, **spec.flags}, role)
+        given = _node_values({**self.flags, **spec.flags})
         values: dict[str, Any] = {"start_deadline_s": self.start_deadline_s, "drain_s": self.grace_s}
         if spec.gpus > 1:
             values["tp"] = int(spec.gpus)
@@ -126,35 +127,48 @@ def read_spec(path: Path) -> ClusterSpec:
 
 
 def check(spec: ClusterSpec) -> ClusterSpec:
-    """Return `spec` if a cluster can be made from it. Raises StartupError."""
+    """Return `spec` if a cluster can be made from it. Raises StartupError, a line for each mistake of all roles."""
     check_counts(spec.counts)
-    for role in ROLES:
-        if spec.role(role).resources.keys() & {"CPU", "GPU"}:
-            raise StartupError(f"{role}: write CPU and GPU as cpus and gpus, not under resources")
-    for role in NODE_ROLES:
-        if spec.role(role).gpus > 1 and spec.role(role).gpus % 1:
-            raise StartupError(f"{role}: gpus must be a share of one GPU or a whole number of them")
-        values = _node_values({**spec.flags, **spec.role(role).flags}, role)
-        gpus, tp = spec.role(role).gpus, values.get("tp")
-        if gpus and tp is not None and tp != max(1, gpus):
-            raise StartupError(f"{role}: tp is {tp}, but gpus is {gpus:g}; a rank has one GPU, so leave tp out")
-        try:
-            refuse(setting_problems(config_from(Namespace(**values))))
-        except StartupError as error:
-            raise _at(f"flags of {role}", error) from error
-    types = get_type_hints(RouterConfig)
-    known = {item.name: item.metadata for item in fields(RouterConfig) if item.name not in _ROUTER_FIXED}
-    values = {}
-    for flag, value in spec.router.flags.items():
-        name = flag.replace("-", "_")
-        if name not in known:
-            raise StartupError(f"flags of router: {flag!r} is unknown or cannot be set here")
-        values[name] = _typed(value, types[name], known[name].get("choices"), f"flags of router: {flag}")
+    roles = {name: spec.role(name) for name in ROLES}
+    found = {name: list(_node_problems({**spec.flags, **roles[name].flags}, roles[name])) for name in NODE_ROLES}
+    found[ROUTER] = list(_router_problems(spec.router.flags))
+    refuse(chain(*(_resource_problems(name, role) for name, role in roles.items()), _by_role(found)))
+    return spec
+
+
+def _resource_problems(name: str, role: RoleSpec) -> Iterator[str]:
+    if role.resources.keys() & {"CPU", "GPU"}:
+        yield f"{name}: write CPU and GPU as cpus and gpus, not under resources"
+    if name in NODE_ROLES and role.gpus > 1 and role.gpus % 1:
+        yield f"{name}: gpus must be a share of one GPU or a whole number of them"
+
+
+def _node_problems(flags: Mapping[str, FlagValue], role: RoleSpec) -> Iterator[str]:
+    """What is wrong with the flags of a node, of which all that can be read are checked."""
+    values, problems = _typed_values(flags, NodeConfig.sections().values(), _NODE_FIXED)
+    yield from problems
+    tp = values.get("tp")
+    if role.gpus and tp is not None and tp != max(1, role.gpus) and in_bounds(ModelConfig(tp=tp)).tp == tp:
+        yield f"tp is {tp}, but gpus is {role.gpus:g}; a rank has one GPU, so leave tp out"
+    try:
+        yield from setting_problems(config_from(Namespace(**values)))
+    except StartupError as error:
+        yield from str(error).splitlines()
+
+
+def _router_problems(flags: Mapping[str, FlagValue]) -> Iterator[str]:
+    values, problems = _typed_values(flags, (RouterConfig,), _ROUTER_FIXED)
+    yield from problems
     try:
         RouterConfig(start_empty=True, **values)
     except StartupError as error:
-        raise _at("flags of router", error) from error
-    return spec
+        yield from str(error).splitlines()
+
+
+def _by_role(found: Mapping[str, Collection[str]]) -> Iterator[str]:
+    """A line for each of the problems by role. It names the roles that have it: flags of all nodes are in three."""
+    for problem in dict.fromkeys(chain.from_iterable(found.values())):
+        yield f"flags of {', '.join(role for role in found if problem in found[role])}: {problem}"
 
 
 def _at(place: str, error: Exception) -> StartupError:
@@ -163,11 +177,12 @@ def _at(place: str, error: Exception) -> StartupError:
 
 
 def check_models(spec: ClusterSpec) -> None:
-    """Raise StartupError for a model that the nodes of this machine would refuse, each after its start."""
-    for role in NODE_ROLES:
-        if spec.role(role).count:
-            config = config_from(Namespace(**_node_values({**spec.flags, **spec.role(role).flags}, role)))
-            refuse(model_problems(config, resolve_model(config.model.model)))
+    """Raise StartupError for what the nodes of this machine would refuse of a model, each after its start."""
+    found: dict[str, list[str]] = {}
+    for role in filter(spec.counts.get, NODE_ROLES):
+        config = config_from(Namespace(**_node_values({**spec.flags, **spec.role(role).flags})))
+        found[role] = list(model_problems(config, resolve_model(config.model.model)))
+    refuse(_by_role(found))
 
 
 def check_counts(counts: Mapping[str, int]) -> None:
@@ -178,32 +193,49 @@ def check_counts(counts: Mapping[str, int]) -> None:
         raise StartupError("there is no router: its count must be at least 1")
 
 
-def _node_values(flags: Mapping[str, FlagValue], role: str) -> dict[str, Any]:
+def _node_values(flags: Mapping[str, FlagValue]) -> dict[str, Any]:
     """Field name -> value, of the right type. Raises StartupError."""
-    known: dict[str, tuple[str, Any, Any]] = {}
-    for kind in NodeConfig.sections().values():
-        types = get_type_hints(kind)
-        for item in fields(kind):
-            if item.name not in _NODE_FIXED:
-                known[flag_of(item)] = (item.name, types[item.name], item.metadata.get("choices"))
-    values: dict[str, Any] = {}
-    for flag, value in flags.items():
-        if flag not in known:
-            gone = REMOVED.get(f"--{flag}")
-            why = f"was removed: {gone}" if gone else "is unknown or cannot be set here"
-            raise StartupError(f"flags of {role}: {flag!r} {why}")
-        name, kind, choices = known[flag]
-        values[name] = _typed(value, kind, choices, f"flags of {role}: {flag}")
+    values, problems = _typed_values(flags, NodeConfig.sections().values(), _NODE_FIXED)
+    refuse(problems)
     return values
 
 
-def _typed(value: FlagValue, kind: Any, choices: Any, where: str) -> Any:
+def _typed_values(
+    flags: Mapping[str, FlagValue], kinds: Iterable[type], fixed: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Field name -> value, of the right type, and what is wrong with the other flags, a line each.
+
+    `kinds`: the dataclasses of the flags. `fixed`: names of fields that no file sets.
+    """
+    known: dict[str, tuple[str, Any, Any]] = {}
+    for kind in kinds:
+        types = get_type_hints(kind)
+        for item in fields(kind):
+            if item.name not in fixed:
+                known[flag_of(item)] = (item.name, types[item.name], item.metadata.get("choices"))
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for flag, value in flags.items():
+        if flag not in known:
+            gone = REMOVED.get(f"--{flag}")
+            problems.append(f"{flag!r} " + (f"was removed: {gone}" if gone else "is unknown or cannot be set here"))
+            continue
+        name, *form = known[flag]
+        try:
+            values[name] = _typed(value, *form)
+        except StartupError as error:
+            problems.append(f"{flag}: {error}")
+    return values, problems
+
+
+def _typed(value: FlagValue, kind: Any, choices: Any) -> Any:
+    """Raises StartupError."""
     if kind == tuple[str, ...]:
         return str(value).split()
     try:
         typed = msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise StartupError(f"{where}: {error}") from error
+        raise StartupError(str(error)) from error
     if choices and typed not in choices:
-        raise StartupError(f"{where}: must be one of {', '.join(choices)}, not {typed!r}")
+        raise StartupError(f"must be one of {', '.join(choices)}, not {typed!r}")
     return typed

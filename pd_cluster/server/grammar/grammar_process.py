@@ -166,11 +166,11 @@ def _error_of(grammar: str, vocabulary: GrammarVocabulary, executor: Any) -> str
     state = GrammarState(compile_grammar(tokenizer, executor, grammar, encodes=vocabulary.encodes))
     if state.error:
         return state.error
-    error = _error_behind(state, np.zeros(-(-tokenizer.vocab_size // 32), np.int32))
+    error = _error_after_walk(state, np.zeros(-(-tokenizer.vocab_size // 32), np.int32))
     return f"an answer exceeds the limits of the grammar: {error}" if error not in ("", NO_WAY_ON) else ""
 
 
-def _error_behind(state: GrammarState, mask: npt.NDArray[np.int32]) -> str:
+def _error_after_walk(state: GrammarState, mask: npt.NDArray[np.int32]) -> str:
     """The error of the state after at most WALK_TOKENS tokens, each a random one of those that the grammar allows."""
     rng, started_s = random.Random(0), time.thread_time()
     for _ in range(WALK_TOKENS):

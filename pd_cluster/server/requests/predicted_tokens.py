@@ -3,7 +3,7 @@
 So the usage is the same with drafts and without, on each node, and for a stream that another node has begun. The rule:
 
     in place    the answer's token is the prediction's at the followed place: it is accepted, and the place moves on
-    else        the place is sought behind the answer's last two tokens, which are not accepted: the nearest one behind
+    else        the place is sought after the answer's last two tokens, which are not accepted: the nearest one after
                 the token that was followed last, or the first of all. Until there is one, nothing is accepted
 
 A token of the prediction is accepted once. All others are rejected in the end.
@@ -27,12 +27,12 @@ class PredictedTokens:
         """Takes 0.2 us a token: not for an event loop."""
         self.token_ids = tuple(token_ids)
         ids = np.array(self.token_ids, dtype=np.int64)
-        pairs = ids[:-2] << 32 | ids[1:-1]  # behind each of them is a token
+        pairs = ids[:-2] << 32 | ids[1:-1]  # after each of them is a token
         order = np.argsort(pairs, kind="stable")
         self._pairs, self._places = pairs[order].data, order.data
 
     def find(self, first: int, second: int, near: int) -> int | None:
-        """The least place from `near` on behind these two tokens, else the least of all; None: there is none."""
+        """The least place from `near` on after these two tokens, else the least of all; None: there is none."""
         pair = first << 32 | second
         begin = bisect_left(self._pairs, pair)
         if (end := bisect_right(self._pairs, pair, begin)) == begin:
@@ -47,7 +47,7 @@ class FollowedPrediction:
     def __init__(self, predicted: PredictedTokens) -> None:
         self._predicted = predicted
         self._accepted = bytearray(len(predicted.token_ids))  # by place: 1 if it is
-        self._place = self._near = 0  # of the next token, behind the end if it is lost; behind the last followed one
+        self._place = self._near = 0  # of the next token, after the end if it is lost; after the last followed one
         self._last = -1  # token of the answer
         self.num_accepted, self.num_rejected = 0, len(self._accepted)  # so far
 

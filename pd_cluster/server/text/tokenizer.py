@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 LONG_CHARS = 1 << 16  # Qwen 3's takes 35 ms for so many, and 7 to 15 s for 8 MB, for which all other texts waited
 CUT_TOKENS = 1024  # more than the end of a text changes when the text goes on
-MAX_CUTS = 64  # of a text behind the first character of a special token: each piece is a call of the library
+MAX_CUTS = 64  # of a text after the first character of a special token: each piece is a call of the library
 
 
 class Encoded(NamedTuple):

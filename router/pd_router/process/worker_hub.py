@@ -122,7 +122,7 @@ class WorkerHub:
     def late(self) -> set[int]:
         """Workers that are silent, or have not applied a change in time.
 
-        Questions that are late get None for each of the rest.
+        Questions that are past their deadline get None for each of the rest.
         """
         frozen = {number for number, member in self._members.items() if self._clock() >= member.silent_at_s}
         for one in [one for one in self._waiting if self._clock() >= one.late_at_s]:

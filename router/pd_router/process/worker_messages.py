@@ -16,7 +16,7 @@ worker                                        supervisor
   Alive      every ALIVE_S                ──►
   Used       of limits of API keys        ──►
                                           ◄──  UsedBy     to every other worker
-                                          ◄──  AllTold    when all have answered, ended or are late
+                                          ◄──  AllTold    when all have answered or ended, or time is over
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Asked(msgspec.Struct, tag=True, frozen=True):
 
 class AllTold(msgspec.Struct, tag=True, frozen=True):
     id: int
-    answers: dict[int, Any]  # by worker; None: it is late
+    answers: dict[int, Any]  # by worker; None: it did not answer in time
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

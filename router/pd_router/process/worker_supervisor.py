@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pd_router")
 FIRST_RESTART_S, LAST_RESTART_S = 0.1, 5.0  # until a worker that ended is replaced; doubled while they end early
 EARLY_S = 10.0  # a worker that ended sooner ended early
-LOOK_S = 0.5  # between two looks for workers that are late
+LOOK_S = 0.5  # between two looks for workers that missed a deadline
 KILL_S = 5.0  # beyond --drain-s, for a worker to end
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pd_router.sources.base import NamedNode, Roster
 
-GONE_S = 30.0  # ten checks of /health in a row that were late: a machine may be busy
+GONE_S = 30.0  # ten checks of /health in a row without an answer in time: a machine may be busy
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ async def told_but_not_loading(cluster: GatedCluster) -> AsyncIterator[tuple[Cal
 
 
 async def test_p_killed_after_its_first_token(cluster: GatedCluster) -> None:
-    """D goes on behind that token, by itself."""
+    """D goes on after that token, by itself."""
     long = await cluster.expected(LONG)
     async with told_but_not_loading(cluster) as (call, fills):
         failed = await failed_loads(cluster.d0)
@@ -348,7 +348,7 @@ async def test_d_killed_another_d_lives(part: Part, route: str, cluster: GatedCl
 
 
 async def test_d_killed_in_the_middle_of_a_stream(cluster: GatedCluster) -> None:
-    """Another one goes on behind what the client has."""
+    """Another one goes on after what the client has."""
     strict = cluster.nodes["strict"]
     bodies = [cluster.body(SHORT, num_tokens=3 * SPOKEN, stream=True) for _ in range(2)]
     expected = await Call(strict.url, bodies[0]).outcome()
