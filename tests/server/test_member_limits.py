@@ -285,7 +285,7 @@ def least_s(work: Callable[[str, bytes], object], path: str, raw: bytes) -> floa
     """
     times = [(_time_of(work, path, raw), _time_of(_calibration, path, raw)) for _ in range(5)]
     best_s, calibration_s = (min(each) for each in zip(*times, strict=True))
-    return best_s / max(1.0, calibration_s / CALIBRATED_S)
+    return float(best_s / max(1.0, calibration_s / CALIBRATED_S))
 
 
 def _calibration(_path: str, _raw: bytes) -> object:
