@@ -25,6 +25,7 @@ import psutil
 
 from tests.deadlines import HANG_S
 from tests.fork_server import COMMANDS, Forked, ForkServer, ForkServerDied
+from tests.patient_node import PATIENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -196,10 +197,12 @@ class Launcher:
         return self._add(name, FORK_SERVER.start(arguments, given, self._cwd, module))
 
     def node(
-        self, role: str, *flags: str, environment: Mapping[str, str] | None = None, wait: bool = True,
-        real: bool = False,
-    ) -> Launched:  # fmt: skip
-        """A node on a free port; ready when this returns, unless `wait` is false."""
+        self, role: str, *flags: str, environment: Mapping[str, str] = PATIENT, wait: bool = True, real: bool = False
+    ) -> Launched:
+        """A node on a free port; ready when this returns, unless `wait` is false.
+
+        It is patient; not so with an environment that does not say it, or if it is `real`.
+        """
         always = ("--port=0", "--num-threads=1", f"--device={DEVICE}")
         node = self.command(role, *always, *flags, environment=environment, real=real)
         if wait:

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from tests.cluster import Launcher
 from tests.deadlines import HANG_S
 from tests.kept_environment import kept_environment
+from tests.kept_process import kept_process
 
 if TYPE_CHECKING:
     import ssl
@@ -103,8 +104,8 @@ def seldom_searched_libraries() -> None:
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """Each test has the process's environment for itself."""
-    with kept_environment():
+    """Each test has the process's environment and settings for itself."""
+    with kept_environment(), kept_process():
         yield
 
 

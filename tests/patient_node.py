@@ -1,6 +1,7 @@
 """Patience of nodes in tests that are not about silence: a busy machine may keep a healthy process waiting for seconds.
 
-    launcher.node("prefill", environment=PATIENT)
+    launcher.node("prefill")                         # PATIENT
+    launcher.node("prefill", environment=IMPATIENT)  # judges silence as the product does
 
 The hooks of tests/fork_server.py. The product gives a silent engine 2.25 s, a silent peer 2.5 s, and P's HTTP 3 s to
 take a connection and between two bytes of its answer to D. It has no flags for that. Here the engine announces
@@ -10,11 +11,16 @@ PATIENCE_S with its first step, and all get as long.
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from tests.deadlines import HANG_S
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 PATIENT = {"PD_TEST_ENGINE_HOOK": f"{__name__}:be_patient", "PD_TEST_NODE_HOOK": f"{__name__}:wait_for_peers"}
+IMPATIENT: Mapping[str, str] = {}
 PATIENCE_S = 2 * HANG_S
 
 

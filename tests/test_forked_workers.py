@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from tests.cluster import READY_DEADLINE_S
 from tests.deadlines import HANG_S, wait_until
 from tests.forked_worker import PLUGIN
 from tests.forked_workers import ROOT
@@ -62,7 +63,7 @@ def start(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> subproce
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> tuple[int, str]:
     """Exit status and output."""
     with start(folder, monkeypatch, *more) as process:
-        output, _ = process.communicate(timeout=HANG_S)
+        output, _ = process.communicate(timeout=READY_DEADLINE_S)
     return process.returncode, output
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from docs.generate import __main__ as generate
 from tests import recorded_runs, work_queue
-from tests.deadlines import HANG_S
+from tests.cluster import READY_DEADLINE_S
 from tests.recorded_runs import ROOT, folder_of
 from tests.work_queue import UNKNOWN_S, SharedFixtures, seconds_of
 
@@ -85,7 +85,7 @@ def run_pytest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.Comp
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     plugins = ["-p", "xdist", "-p", "tests.work_queue", "-p", "tests.forked_workers", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-q", "-n2", *plugins, f"--rootdir={folder}", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=READY_DEADLINE_S)
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.cluster import SOURCES
+from tests.cluster import READY_DEADLINE_S, SOURCES
 
 pytest.importorskip("nixl_cu13")
 
@@ -32,5 +32,7 @@ assert not libraries.fds
 
 def test_a_process_and_its_children_find_the_libraries_under_their_own_names() -> None:
     environment = {**os.environ, "PYTHONPATH": SOURCES}
-    run = subprocess.run([sys.executable, "-c", _LOAD], env=environment, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", _LOAD], env=environment, capture_output=True, text=True, timeout=READY_DEADLINE_S
+    )
     assert run.returncode == 0, run.stderr

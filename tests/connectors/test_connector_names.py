@@ -17,8 +17,10 @@ from pd_connectors.protocol.errors import ConnectorUnavailable, LoadFailure
 from pd_connectors.protocol.messages import LeaseRef, SampledToken
 from pd_connectors.protocol.ticket import Ticket
 from pd_connectors.registry import create_connector
-from tests.connectors.remote_node import LAYOUT, Node, context, is_stamped, runs, stamp
+from tests.cluster import READY_DEADLINE_S
+from tests.connectors.remote_node import LAYOUT, PATIENT, Node, context, is_stamped, runs, stamp
 from tests.connectors.simulation import VirtualClock
+from tests.deadlines import HANG_S
 
 
 def hand_over(prefill: Node, decode: Node, load_id: str) -> None:
@@ -26,7 +28,7 @@ def hand_over(prefill: Node, decode: Node, load_id: str) -> None:
     stamp(prefill.cache, 1, 3)
     stamp(prefill.cache, 2, 3)
     ticket = prefill.connector.open_lease("r", list(range(20)), "", 1, hold=False)
-    decode.connector.begin_load(load_id, ticket, 10.0)
+    decode.connector.begin_load(load_id, ticket, HANG_S)
     prefill.connector.send_after([PublishSpec(ticket.lease.lease_id, runs(0, (1, 2)), 20, 0)])
     prefill.connector.finish_lease(ticket.lease.lease_id, (SampledToken(4),))
     decode.wait_for(LoadReady, load_id)
@@ -37,7 +39,7 @@ def hand_over(prefill: Node, decode: Node, load_id: str) -> None:
 
 
 def test_loopback_reads_its_own_leases() -> None:
-    node = Node.start("loopback", context("mixed"), 8)
+    node = Node.start("loopback", context("mixed", **PATIENT), 8)
     try:
         hand_over(node, node, "self")
     finally:
@@ -46,8 +48,8 @@ def test_loopback_reads_its_own_leases() -> None:
 
 def test_loopback_nodes_share_a_network() -> None:
     network = LoopbackNetwork()
-    prefill = Node.start("loopback", context("P", options=(("network", network),)), 8)
-    decode = Node.start("loopback", context("D", options=(("network", network),)), 8)
+    prefill = Node.start("loopback", context("P", options=(("network", network),), **PATIENT), 8)
+    decode = Node.start("loopback", context("D", options=(("network", network),), **PATIENT), 8)
     try:
         hand_over(prefill, decode, "shared")
         prefill.connector.close()
@@ -59,7 +61,7 @@ def test_loopback_nodes_share_a_network() -> None:
 @pytest.mark.integration
 def test_nixl_reads_its_own_leases() -> None:
     pytest.importorskip("nixl_cu13")
-    node = Node.start("nixl", context("mixed"), 8)
+    node = Node.start("nixl", context("mixed", **PATIENT), 8)
     try:
         hand_over(node, node, "self")
     finally:
@@ -72,7 +74,7 @@ def test_the_engine_is_woken_for_events() -> None:
         woken: list[float] = []
         node.connector.set_waker(lambda: woken.append(time.monotonic()))
         ticket = node.connector.open_lease("r", [1, 2], "", 1, hold=False)
-        node.connector.begin_load("wake", replace_fingerprint(ticket), 5.0)
+        node.connector.begin_load("wake", replace_fingerprint(ticket), HANG_S)
         node.wait_for(LoadFailed, "wake")
         assert woken
     finally:
@@ -89,7 +91,7 @@ def test_a_failed_control_thread_is_not_silent(monkeypatch: pytest.MonkeyPatch) 
         ticket = node.connector.open_lease("r", [1, 2], "", 1, hold=False)
         node.connector.recv_before([LoadSpec("never-begun", runs(0, (1,)), 2)])  # ignored
         monkeypatch.setattr("pd_connectors.reader.Reader.begin", lambda *args: 1 / 0)
-        node.connector.begin_load("boom", ticket, 5.0)
+        node.connector.begin_load("boom", ticket, HANG_S)
         with pytest.raises(ConnectorUnavailable, match="ZeroDivisionError"):
             node.wait_for(LoadDone, "boom")
     finally:
@@ -131,7 +133,7 @@ def test_a_connector_by_import_path() -> None:
 @pytest.mark.long
 def test_the_connector_api_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import pd_connectors.base, pd_connectors.lease, pd_connectors.pull"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=READY_DEADLINE_S).returncode == 0
 
 
 @pytest.mark.long
@@ -144,7 +146,7 @@ def test_a_missing_backend_names_the_extra() -> None:
         "except ConnectorUnavailable as error:\n    sys.exit('pd-cluster[nixl]' not in str(error))\n"
         "sys.exit(2)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=READY_DEADLINE_S).returncode == 0
 
 
 def test_a_patient_clock_does_not_count_what_it_slept_through() -> None:

@@ -19,7 +19,8 @@ from pd_connectors.protocol.messages import SampledToken
 from pd_connectors.registry import create_connector
 from tests.connectors.fake_nixl import FakeNixl, bindings
 from tests.connectors.layouts import LAYOUTS, make_cache, own_ids, shared_cache
-from tests.connectors.remote_node import Node, context
+from tests.connectors.remote_node import PATIENT, Node, context
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +50,7 @@ def hand_over(connector: str, theirs: BlockLayout, ours: BlockLayout, first: Seq
         nodes = []
         for name, layout in (("P", theirs), ("D", ours)):
             options = (("network", network),) if connector == "loopback" else ()
-            made = create_connector(connector, context(name, layout=layout, options=options, connect_deadline_s=10.0))
+            made = create_connector(connector, context(name, layout=layout, options=options, **PATIENT))
             stack.callback(made.close)
             nodes.append(Node(made, shared_cache(layout, NUM_BLOCKS)))
             made.register_kv_cache(nodes[-1].cache)
@@ -59,7 +60,7 @@ def hand_over(connector: str, theirs: BlockLayout, ours: BlockLayout, first: Seq
         for tensor, ids in zip(prefill.cache.tensors, sources, strict=True):
             tensor[ids] = torch.randn(NUM_BLOCKS, *tensor.shape[1:])
         ticket = prefill.connector.open_lease("r", list(range(NUM_TOKENS)), "", 1, hold=False)
-        decode.connector.begin_load("load", ticket, 8.0)
+        decode.connector.begin_load("load", ticket, HANG_S)
         for computed, tokens in ((32, ()), (NUM_TOKENS, (SampledToken(7),))):
             readable = tuple(runs(theirs, sources, computed))
             prefill.connector.send_after([PublishSpec(ticket.lease.lease_id, readable, computed, 0, tokens)])

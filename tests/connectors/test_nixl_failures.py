@@ -15,7 +15,7 @@ import pytest
 from pd_connectors.base import LeaseEnded, LoadDone, LoadDrained, LoadFailed, LoadReady, LoadSpec
 from pd_connectors.protocol.errors import LeaseEnd, LoadFailure
 from tests.connectors.layouts import two_groups
-from tests.connectors.remote_node import Node, RemoteNode, context, is_stamped, remote_node, runs
+from tests.connectors.remote_node import PATIENT, Node, RemoteNode, context, is_stamped, remote_node, runs
 from tests.deadlines import HANG_S, wait_until
 
 if TYPE_CHECKING:
@@ -34,8 +34,11 @@ NUM_TOKENS = 40 * 16
 
 @pytest.fixture(scope="module")
 def decode() -> Iterator[Node]:
-    """One node for all tests: every failure must leave it able to work with the next peer."""
-    node = Node.start("nixl", context("D"), NUM_BLOCKS)
+    """One node for all tests: every failure must leave it able to work with the next peer.
+
+    Its deadline to connect is what fails two loads here. All others are long, and healthy peers have as long.
+    """
+    node = Node.start("nixl", context("D", **PATIENT | {"connect_deadline_s": 5.0}), NUM_BLOCKS)
     yield node
     assert node.connector.stats()["quarantined_blocks"] == 0
     assert node.connector.stats()["loads_open"] == 0
@@ -91,7 +94,7 @@ def test_stopped_before_the_first_read_then_continued() -> None:
     with (
         closing(decode.connector),
         remote_node("nixl", context("P-paused", lease_ttl_s=HANG_S)) as prefill,
-        remote_node("nixl", context("P-awake")) as awake,
+        remote_node("nixl", context("P-awake", **PATIENT)) as awake,
     ):
         load_whole(prefill, decode, "before-pause")
         ticket = prefill.open(16)
@@ -112,7 +115,7 @@ def test_stopped_before_the_first_read_then_continued() -> None:
 
 def test_a_ticket_with_an_address_that_is_none(decode: Node) -> None:
     """The load fails; the node and its other loads work on."""
-    with remote_node("nixl", context("P-misnamed")) as prefill:
+    with remote_node("nixl", context("P-misnamed", **PATIENT)) as prefill:
         ticket = msgspec.structs.replace(prefill.open(32), host="node 1")
         decode.connector.begin_load("misnamed", ticket, HANG_S)
         load_whole(prefill, decode, "well-named")
@@ -132,16 +135,25 @@ def test_another_cluster_key(decode: Node) -> None:
         assert LeaseEnded(ticket.lease.lease_id, LeaseEnd.RELEASED) not in prefill.call("events")
 
 
-def stop_within_a_read(prefill: RemoteNode, decode: Node, num_blocks: int) -> None:
-    """SIGSTOP when the first bytes of a long read have landed."""
+def stop_within_a_read(
+    prefill: RemoteNode, decode: Node, num_blocks: int, transport: Any, patch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP when the first bytes of a long read have landed, by the thread that reads: it is over in milliseconds."""
+    is_stopped, check = threading.Event(), transport._check_reads
+
+    def stop_at_first_bytes(reads: Any, agent: NixlAgent, peer: Any) -> None:
+        check(reads, agent, peer)
+        if not is_stopped.is_set() and bool(decode.cache.tensors[0][0].any()):
+            os.kill(prefill.pid, signal.SIGSTOP)
+            is_stopped.set()
+
+    patch.setattr(transport, "_check_reads", stop_at_first_bytes)
     ticket = prefill.open(num_blocks * 16)
     prefill.publish(ticket.lease.lease_id, tuple(range(num_blocks)), num_blocks * 16)
     decode.connector.begin_load("hung", ticket, HANG_S)
     decode.wait_for(LoadReady, "hung")
     decode.connector.recv_before([LoadSpec("hung", runs(0, tuple(range(num_blocks))), num_blocks * 16)])
-    while not bool(decode.cache.tensors[0][0].any()):  # at its first bytes: the read is over in some milliseconds
-        pass
-    os.kill(prefill.pid, signal.SIGSTOP)
+    assert is_stopped.wait(HANG_S)
 
 
 @pytest.mark.parametrize("then", [signal.SIGCONT, signal.SIGKILL])
@@ -159,11 +171,12 @@ def test_stopped_within_a_read_over_tcp(monkeypatch: pytest.MonkeyPatch, then: s
     monkeypatch.setattr(NixlTransport, "_disconnect", retire)
     layout = two_groups(num_kv_heads=8, head_dim=192)
     num_blocks = 192  # of 576 KiB
-    settings = context("P-hung", layout=layout)
-    decode = Node.start("nixl", context("D-hung", layout=layout, drain_deadline_s=0.2), num_blocks)
+    settings = context("P-hung", layout=layout, **PATIENT)
+    patient: dict[str, Any] = {"connect_deadline_s": HANG_S, "confirm_deadline_s": HANG_S}
+    decode = Node.start("nixl", context("D-hung", layout=layout, drain_deadline_s=0.2, **patient), num_blocks)
     try:
         with remote_node("nixl", settings, num_blocks) as prefill:
-            stop_within_a_read(prefill, decode, num_blocks)
+            stop_within_a_read(prefill, decode, num_blocks, NixlTransport, monkeypatch)
             assert decode.wait_for(LoadFailed, "hung").reason is LoadFailure.PEER_FROZEN
             assert decode.connector.stats()["quarantined_blocks"] > 0
             assert is_retired.wait(HANG_S)

@@ -10,7 +10,8 @@ import pytest
 from pd_connectors.base import LoadDone, LoadReady, LoadSpec, PublishSpec
 from pd_connectors.protocol.messages import SampledToken
 from tests.connectors.layouts import mixed_heads, over, runs
-from tests.connectors.remote_node import Node, context, is_stamped, stamp
+from tests.connectors.remote_node import PATIENT, Node, context, is_stamped, stamp
+from tests.deadlines import HANG_S
 from tests.integration.system import wait_until
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def nodes() -> Iterator[dict[int, Node]]:
     started: dict[int, Node] = {}
     try:
         for degree in DEGREES:
-            settings = context(f"tp{degree}", layout=over(LAYOUT, degree), connect_deadline_s=10.0)
+            settings = context(f"tp{degree}", layout=over(LAYOUT, degree), **PATIENT)
             started[degree] = Node.start("nixl", settings, NUM_BLOCKS)
         yield started
     finally:
@@ -58,7 +59,7 @@ def test_every_byte_is_right_in_any_order_of_blocks(nodes: dict[int, Node], thei
 
     ticket = prefill.connector.open_lease("r", list(range(NUM_READ * 16)), "", 1, hold=False)
     load_id = f"{theirs}-to-{ours}"
-    decode.connector.begin_load(load_id, ticket, 30.0)
+    decode.connector.begin_load(load_id, ticket, HANG_S)
     for num_blocks in (5, NUM_READ):  # the second part while the first one is read
         readable = runs(0, sources[:num_blocks], len(LAYOUT.groups))
         token = (SampledToken(7),) if num_blocks == NUM_READ else ()

@@ -15,6 +15,7 @@ from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from pd_connectors.registry import create_connector
 from tests.conformance.harness import Reader
 from tests.connectors.remote_node import LAYOUT, Node, context, is_stamped, stamp
+from tests.deadlines import HANG_S
 from tests.docs.pages import ROOT, blocks
 from tests.integration.system import wait_until
 
@@ -40,7 +41,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def start(name: str, folder: Path) -> Node:
-    options = (("pool_url", str(folder)), ("handoff", "none"), ("pool_deadline_s", 5.0))
+    options = (("pool_url", str(folder)), ("handoff", "none"), ("pool_deadline_s", HANG_S))
     return Node.start(NAME, context(name, options=options), 8)
 
 

@@ -18,6 +18,7 @@ import psutil
 
 from tests.deadlines import HANG_S
 from tests.integration.calls import COMPLETIONS
+from tests.patient_node import IMPATIENT
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -46,8 +47,9 @@ class Member:
     """A node with a name and, from its first start on, an address that it keeps."""
 
     def __init__(
-        self, launcher: Launcher, name: str, role: str, *flags: str, environment: Mapping[str, str] | None = None
+        self, launcher: Launcher, name: str, role: str, *flags: str, environment: Mapping[str, str] = IMPATIENT
     ) -> None:
+        """It judges silence as the product does, unless `environment` says otherwise."""
         self.name = name
         self._environment = environment
         self.url = ""

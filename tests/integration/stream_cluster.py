@@ -21,6 +21,7 @@ from tests.integration.fault_cluster import (
     start,
 )
 from tests.integration.gate import Gate
+from tests.patient_node import IMPATIENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -72,7 +73,7 @@ class StreamCluster:
 
     def _decode(self, name: str, *flags: str) -> Member:
         gate = self._gates.get(name)
-        more, environment = (gate.flags, gate.environment) if gate else ((), None)
+        more, environment = (gate.flags, gate.environment) if gate else ((), IMPATIENT)
         return Member(self._launcher, name, "decode", *NODE_FLAGS, *flags, *more, environment=environment)
 
     @contextlib.contextmanager

@@ -61,7 +61,7 @@ def members() -> Iterator[tuple[Member, Member]]:
 @contextlib.asynccontextmanager
 async def two_routers(p: HasUrl, d: HasUrl) -> AsyncIterator[tuple[Router, Router]]:
     """Both read the feeds of both nodes."""
-    settings: dict[str, Any] = {"key": KEY, "health_interval_s": 0.2}
+    settings: dict[str, Any] = {"key": KEY, "health_interval_s": 0.2, "health_timeout_s": HANG_S}
     async with serving([p], [d], **settings) as one, serving([p], [d], **settings) as other:
         for router in (one, other):
             await so(lambda router=router: all(is_live(node) for node in nodes_of(router)))  # type: ignore[misc]

@@ -14,6 +14,7 @@ import pytest
 
 from tests.integration.calls import Call, Outcome
 from tests.integration.fault_cluster import VOCABULARY, Member, Part, RouterMember, fetch, start, until
+from tests.patient_node import IMPATIENT
 
 if TYPE_CHECKING:
     from tests.cluster import Launcher
@@ -44,7 +45,7 @@ class Cluster:
         flags = ("--max-model-len=512", "--logits-stage=tests.pause_step:SlowPrompts", *flags)
         self.sides: dict[str, list[Member]] = {}
         for name, role, how_many in (("P", "prefill", num_prefill), ("D", "decode", num_decode)):
-            environment = {"PD_TEST_TOKEN_S": str(TOKEN_S)} if name == slow else None
+            environment = {"PD_TEST_TOKEN_S": str(TOKEN_S)} if name == slow else IMPATIENT
             self.sides[name] = [
                 Member(launcher, f"{name}{number}", role, *flags, environment=environment) for number in range(how_many)
             ]

@@ -18,6 +18,7 @@ import pytest
 from tests.cluster import Launched, Launcher
 from tests.connectors.mooncake_master import MooncakeMaster, needs_mooncake
 from tests.connectors.store_server import StoreServer, needs_lmcache
+from tests.deadlines import HANG_S
 from tests.integration.reference import NUM_NEW_TOKENS as NUM_PARITY_TOKENS
 from tests.integration.system import BLOCK_SIZE, Answer, wait_until
 from tests.integration.test_parity import MOST_TIES, Tally, compare
@@ -139,7 +140,10 @@ def cluster(request: pytest.FixtureRequest, shared_system: System) -> Iterator[P
     kind, degree = request.param
     with StoreServer() if kind == "lmcache" else MooncakeMaster() as server, Launcher() as launcher:
         flags = ("--kv-cache-gb=0.15", "--block-size=16", "--min-remote-tokens=17")
-        pooled = (f"--connector={kind}", f"--pool-url={server.url}", "--pool-segment-gb=0.2", *flags)
+        # On a busy machine a search of the pool, and a handover, may take longer than the product gives them. Then a
+        # node computes what these tests count
+        patient = (f"--pool-deadline-s={HANG_S:g}", f"--load-deadline-s={ANSWER_DEADLINE_S:g}")
+        pooled = (f"--connector={kind}", f"--pool-url={server.url}", "--pool-segment-gb=0.2", *patient, *flags)
         nodes = {
             name: launcher.node(role, f"--node-id={name}", f"--tp={ranks}", *pooled, wait=False)
             for name, role, ranks in (("p1", "prefill", 1), ("p2", "prefill", degree), ("d", "decode", degree))

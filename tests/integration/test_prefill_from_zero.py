@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.cluster import Launcher
+from tests.deadlines import HANG_S
 from tests.integration.fault_cluster import Member, fetch, parse_metrics, start, until
 from tests.integration.test_role_change import FLAGS, Load, learn
 from tests.router.fake_kubernetes import FakeKubernetes, kubernetes
@@ -52,7 +53,8 @@ async def test_prefill_comes_from_zero_and_goes_again_under_load(tmp_path: Path)
             config = tmp_path / "kubeconfig"
             config.write_text(json.dumps(kubeconfig(api.url)))
             router = launcher.command(
-                "router", "--port=0", "--health-interval-s=0.2", f"--kubernetes-namespace={api.namespace}",
+                "router", "--port=0", "--health-interval-s=0.2", f"--health-timeout-s={HANG_S:g}",
+                f"--kubernetes-namespace={api.namespace}",
                 "--kubernetes-selector=pd-cluster/part=node", environment={"KUBECONFIG": str(config)},
             )  # fmt: skip
             await asyncio.to_thread(router.wait_line, "router ready on ")

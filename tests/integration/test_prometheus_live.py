@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from tests.cluster import Launcher
+from tests.deadlines import HANG_S
 from tests.deploy import metric_names
 
 if TYPE_CHECKING:
@@ -58,7 +59,12 @@ def test_every_expression_runs_and_those_of_the_dashboard_find_something(tmp_pat
     with Launcher() as launcher:
         nodes = [launcher.node(role, "--min-remote-tokens=1", wait=False) for role in ("prefill", "decode")]
         flags = [f"--{role}={node.url}" for role, node in zip(("prefill", "decode"), nodes, strict=True)]
-        flags += ["--slo-ttft-ms=60000", "--slo-tpot-ms=5000", "--prefill-on-decode=never"]
+        flags += [
+            "--slo-ttft-ms=60000",
+            "--slo-tpot-ms=5000",
+            "--prefill-on-decode=never",
+            f"--health-timeout-s={HANG_S:g}",
+        ]
         router = launcher.command("router", "--port=0", *flags)
         router.wait_line("router ready on ")
         path = config(tmp_path, [one.url for one in (router, *nodes)])

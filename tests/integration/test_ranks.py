@@ -24,6 +24,7 @@ from tests.integration.fault_cluster import fetch, make_prompt, parse_metrics, u
 from tests.integration.gate import Gate
 from tests.integration.system import LAYER_BYTES, ask_url
 from tests.integration.test_unequal import check_pair
+from tests.patient_node import IMPATIENT
 from tests.shallow_model import NUM_LAYERS, shallow_model
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ def test_a_node_prefills_for_one_of_another_degree(
 @pytest.mark.slow
 async def test_a_step_that_stands_still_for_a_while_ends_no_node(launcher: Launcher) -> None:
     """It counts as frozen meanwhile, and answers. Its process gives signs of life; the step has 5 s on each rank."""
-    node = launcher.node("mixed", "--node-id=pauses", "--logits-stage=tests.pause_step:PauseStep", *common(), *RANKED)
+    flags = ("--node-id=pauses", "--logits-stage=tests.pause_step:PauseStep", *common(), *RANKED)
+    node = launcher.node("mixed", *flags, environment=IMPATIENT)
     body = {"prompt": make_prompt(100), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     expected = [await Call(node.url, body).outcome() for _ in range(2)][1]  # kinds of steps are no warm-up any more
     paused = await Call(node.url, body | {"logits_args": {"pause_s": PAUSE_S}}).outcome()

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.cluster import Launched, Launcher
+from tests.deadlines import HANG_S
 from tests.deploy import metric_names
 from tests.integration.system import wait_until
 from tests.otlp_receiver import Collector, collecting
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tests.integration.system import System
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+PATIENT = f"--health-timeout-s={HANG_S:g}"
 USAGE = {"include_usage": True}
 _SUFFIX = re.compile("_(bucket|sum|count|total)$")
 ON_EVENT = {"pd_loads_failed", "pd_kv_peer_bytes_per_second", "pd_quarantined_blocks", "pd_handshakes_failed"}
@@ -61,7 +63,7 @@ def seen(shared_system: System) -> Iterator[Seen]:
     with collecting() as collector, Launcher() as launcher:
         nodes = [f"--prefill={shared_system.urls['prefill']}", f"--decode={shared_system.urls['decode']}"]
         flags = ("--request-log=all", f"--otlp-url={collector.url}", "--trace-ratio=0", "--slo-ttft-ms=60000")
-        router = launcher.command("router", "--port=0", *nodes, *flags)
+        router = launcher.command("router", "--port=0", PATIENT, *nodes, *flags)
         router.wait_line("router ready on ")
         one = Seen(router, shared_system, collector)
         one.ask("ab00", "warm")  # the first handoff waits for the link
@@ -93,7 +95,8 @@ def test_a_handed_over_request_is_explained_from_its_line(
 def test_a_request_that_is_not_handed_over_too(seen: Seen) -> None:
     """It has the spans and phases of the node that read the prompt."""
     with Launcher() as launcher:
-        router = launcher.command("router", "--port=0", f"--mixed={seen.system.urls['decode']}", "--request-log=all")
+        mixed = f"--mixed={seen.system.urls['decode']}"
+        router = launcher.command("router", "--port=0", PATIENT, mixed, "--request-log=all")
         router.wait_line("router ready on ")
         alone = Seen(router, seen.system, seen.collector)
         for request_id, stream in (("ad01", True), ("ad02", False)):

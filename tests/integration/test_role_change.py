@@ -15,6 +15,7 @@ from tests.cluster import TEST_KEY, Launcher
 from tests.deadlines import HANG_S
 from tests.integration.calls import Call, Outcome
 from tests.integration.fault_cluster import Member, fetch, make_prompt, start, until, wait_clean
+from tests.patient_node import PATIENT
 from tests.router.router_process import Router, serving
 from tests.shallow_model import shallow_model
 
@@ -43,7 +44,7 @@ def anyio_backend() -> str:
 def members() -> Iterator[list[Member]]:
     with Launcher() as launcher:
         flags = (f"--model={shallow_model()}", *FLAGS)
-        found = [Member(launcher, f"n{i}", "decode" if i else "prefill", *flags) for i in range(3)]
+        found = [Member(launcher, f"n{i}", "decode" if i else "prefill", *flags, environment=PATIENT) for i in range(3)]
         start(found)
         yield found
 
@@ -126,7 +127,7 @@ async def test_roles_change_under_load(members: list[Member]) -> None:
     n0, n1, n2 = members
     expected = [[outcome] for outcome in await learn(n1.url)]
     epochs = [(await fetch(f"{one.url}/health")).json()["epoch"] for one in members]
-    settings: dict[str, Any] = {"key": KEY, "health_interval_s": 0.2}
+    settings: dict[str, Any] = {"key": KEY, "health_interval_s": 0.2, "health_timeout_s": HANG_S}
     async with (
         serving([n0], [n1, n2], **settings) as one,
         serving([n0], [n1, n2], **settings) as other,

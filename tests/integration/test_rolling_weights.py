@@ -13,8 +13,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.cluster import Launcher
+from tests.deadlines import HANG_S
 from tests.integration.fault_cluster import Member, start, until
 from tests.integration.test_role_change import FLAGS, KEY, Load, crossed, learn
+from tests.patient_node import PATIENT
 from tests.router.router_process import Router, serving
 from tests.server.live_server import MODEL_DIR
 
@@ -52,14 +54,16 @@ def node_of(router: Router, member: Member) -> Node:
 @pytest.mark.parametrize("order", ["p0 d0 p1 d1", "p0 p1 d0 d1"])
 async def test_weights_roll_under_load(other_model: Path, order: str) -> None:
     with Launcher() as launcher:
-        ps = [Member(launcher, f"p{i}", "prefill", *FLAGS) for i in range(2)]
-        ds = [Member(launcher, f"d{i}", "decode", *FLAGS) for i in range(2)]
-        new = Member(launcher, "new", "decode", *FLAGS, f"--model={other_model}")
+        ps = [Member(launcher, f"p{i}", "prefill", *FLAGS, environment=PATIENT) for i in range(2)]
+        ds = [Member(launcher, f"d{i}", "decode", *FLAGS, environment=PATIENT) for i in range(2)]
+        new = Member(launcher, "new", "decode", *FLAGS, f"--model={other_model}", environment=PATIENT)
         start([*ps, *ds, new])
         expected = [list(pair) for pair in zip(await learn(ds[0].url), await learn(new.url), strict=True)]
         new.process.stop()
         assert all(one.text != other.text for one, other in expected), "the models must differ for every body"
-        settings: dict[str, Any] = {"key": KEY, "health_interval_s": 0.2, "continue_wait_s": 60.0}
+        settings: dict[str, Any] = {
+            "key": KEY, "health_interval_s": 0.2, "health_timeout_s": HANG_S, "continue_wait_s": HANG_S
+        }  # fmt: skip
         num_crossed = 0.0
         async with serving(ps, ds, **settings) as router, Load([router.url], expected) as load:
             await load.until_new(lambda p, d: p[0] == "p" and d[0] == "d", "a pair")

@@ -14,13 +14,13 @@ import pytest
 from pd_router.admission.api_keys import new_key
 from tests.certificates import Authority
 from tests.cluster import Launcher
+from tests.deadlines import HANG_S
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 BODY = {"model": "demo_model", "max_tokens": 4, "temperature": 0}
-FEED_S = 20.0
 
 
 @pytest.mark.parametrize("name", ["", "demo-pd-cluster-nodes"], ids=["by address", "by one name, as pods are"])
@@ -39,8 +39,8 @@ def test_a_cluster_over_tls(tmp_path: Path, name: str) -> None:
         keys = f"--api-keys={tmp_path / 'keys'}"
         flags = (*public.flags, f"--tls-name={name}", "--prefill-on-decode=never")
         router = launcher.command("router", "--port=0", *urls, *flags, keys)
-        with httpx.Client(base_url=router.url, verify=context, timeout=60.0) as client:
-            ends_s = time.monotonic() + FEED_S
+        with httpx.Client(base_url=router.url, verify=context, timeout=HANG_S) as client:
+            ends_s = time.monotonic() + HANG_S
             while {node["load"]["feed"] for node in client.get("/nodes").json()["nodes"]} != {"live"}:
                 assert time.monotonic() < ends_s
                 time.sleep(0.1)

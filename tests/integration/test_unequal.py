@@ -15,6 +15,7 @@ import pytest
 from pd_cluster.launch.node_commands import RouterOrders
 from pd_connectors.protocol.keys import derive_key
 from tests.cluster import TEST_KEY, Launcher
+from tests.deadlines import HANG_S
 from tests.integration.fault_cluster import parse_metrics
 from tests.integration.reference import random_prompt
 from tests.integration.system import BLOCK_BYTES, BLOCK_SIZE, Answer, ask_url, wait_until
@@ -83,7 +84,7 @@ def metric(node: Launched, name: str) -> float:
 @contextmanager
 def paired(router: Launched, prefill: str, decode: str) -> Iterator[None]:
     """The nodes of these ids have these roles meanwhile, and are mixed again afterwards."""
-    with httpx.Client(base_url=router.url, trust_env=False, timeout=30.0) as client:
+    with httpx.Client(base_url=router.url, trust_env=False, timeout=HANG_S) as client:
         orders = RouterOrders(client, derive_key(TEST_KEY))
         try:
             orders.give("role", decode, "decode")

@@ -12,8 +12,7 @@ import pytest
 from pd_cluster.launch.cli import main
 from pd_cluster.launch.sockets import listen, port_of
 from pd_router.admission.api_keys import parse_keys
-from tests.cluster import CLI, ROOT, SOURCES
-from tests.deadlines import HANG_S
+from tests.cluster import CLI, READY_DEADLINE_S, ROOT, SOURCES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -166,8 +165,8 @@ def test_help_and_router_start_without_torch() -> None:
     run = "from pd_cluster.launch.cli import main; sys.exit(main(sys.argv[1:]))"
     for arguments in (["--help"], ["router", "--port=0"]):
         done = subprocess.run(
-            [sys.executable, "-c", block + run, *arguments], capture_output=True, text=True, timeout=HANG_S, cwd=ROOT,
-            env={"PYTHONPATH": SOURCES, "PATH": ""},
+            [sys.executable, "-c", block + run, *arguments], capture_output=True, text=True,
+            timeout=READY_DEADLINE_S, cwd=ROOT, env={"PYTHONPATH": SOURCES, "PATH": ""},
         )  # fmt: skip
         assert "ModuleNotFoundError" not in done.stderr, done.stderr
         assert done.returncode == (0 if arguments == ["--help"] else 2), done.stderr  # a router needs a node
@@ -176,7 +175,12 @@ def test_help_and_router_start_without_torch() -> None:
 @pytest.mark.long
 def test_as_a_program() -> None:
     done = subprocess.run(
-        [*CLI, "--version"], capture_output=True, text=True, timeout=HANG_S, check=True, env={"PYTHONPATH": SOURCES}
+        [*CLI, "--version"],
+        capture_output=True,
+        text=True,
+        timeout=READY_DEADLINE_S,
+        check=True,
+        env={"PYTHONPATH": SOURCES},
     )
     assert done.stdout.startswith("pd-cluster ")
 

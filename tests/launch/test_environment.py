@@ -16,6 +16,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.launch import environment
 from pd_cluster.launch.cli import main
 from pd_connectors.protocol.keys import load_cluster_key
+from tests.cluster import READY_DEADLINE_S
 from tests.deadlines import HANG_S
 
 NO_HOME = ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CONFIG_HOME", "PD_CLUSTER_KEY", "HF_HOME")
@@ -35,7 +36,9 @@ def run(command: list[str], before: str = "", **settings: object) -> subprocess.
     """`pd-cluster` with these arguments, after the lines of shell in `before`."""
     words = [sys.executable, "-m", "pd_cluster.launch.cli", *command]
     shell = ["bash", "-c", f'{before}\nexec "$@"', "bash", *words]
-    return subprocess.run(shell, capture_output=True, text=True, encoding="utf-8", timeout=HANG_S, **settings)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run(  # type: ignore[call-overload,no-any-return]
+        shell, capture_output=True, text=True, encoding="utf-8", timeout=READY_DEADLINE_S, **settings
+    )
 
 
 def without_home(**more: str) -> dict[str, str]:
@@ -60,7 +63,9 @@ def test_a_user_without_an_entry_and_a_home(command: str, tmp_path: Path) -> Non
     if not can_unshare():
         pytest.skip("unshare -U --map-user does not work here")
     words = [*UNMAPPED.split(), sys.executable, "-m", "pd_cluster.launch.cli", *command.split()]
-    done = subprocess.run(words, capture_output=True, text=True, env=without_home(), cwd=tmp_path, timeout=HANG_S)
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=without_home(), cwd=tmp_path, timeout=READY_DEADLINE_S
+    )
     status, words_said = COMMANDS[command]
     assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
     assert words_said in done.stderr

@@ -21,8 +21,7 @@ from pd_cluster.launch.preflight import (
     model_problems,
     setting_problems,
 )
-from tests.cluster import ROOT, SOURCES
-from tests.deadlines import HANG_S
+from tests.cluster import READY_DEADLINE_S, ROOT, SOURCES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -273,7 +272,7 @@ def test_no_torch_is_imported() -> None:
     wrong = (["decode", "--max-model-len=1000000"], 1), (["up", "--port=0", "--device=cuda", "--block-size=17"], 2)
     for flags, num_wrong in wrong:
         done = subprocess.run(
-            [sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=HANG_S, cwd=ROOT,
+            [sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=READY_DEADLINE_S, cwd=ROOT,
             env={"PYTHONPATH": SOURCES, "PATH": "", "HOME": "/nonexistent", "PD_CLUSTER_KEY": "x"},
         )  # fmt: skip
         assert (done.returncode, done.stderr.count("\n")) == (2, num_wrong), done.stderr

@@ -23,6 +23,7 @@ from pd_router.config import RouterConfig
 from tests.connectors.mooncake_master import needs_mooncake
 from tests.connectors.store_server import needs_lmcache
 from tests.deadlines import HANG_S, wait_equal
+from tests.patient_node import PATIENT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,7 +80,7 @@ ONE_NODE = ("--prefill=0", "--decode=0", "--mixed=1")
 def up(launcher: Launcher, *more: str, real: bool = False) -> Launched:
     """Its nodes and its router are forked, unless `real`: a node takes 8 s of CPU else."""
     flags = ("--port=0", "--device=cpu", "--num-threads=1", "--max-model-len=512", "--kv-cache-gb=0.05")
-    cluster = launcher.command("up", *flags, *more, real=real)
+    cluster = launcher.command("up", *flags, *more, environment=PATIENT, real=real)
     cluster.wait_line("Ctrl-C stops everything")
     return cluster
 

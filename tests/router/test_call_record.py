@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 from pd_http.node_report import NodeReport, decode_report, encode_report
+from pd_router.calls import trace_context
 from pd_router.calls.trace_context import TraceContext, begin_trace
 from pd_router.records.call_record import CallRecord
 from pd_router.records.model_metrics import BOUNDS_S, ModelTotals
@@ -243,8 +244,8 @@ def test_the_client_s_trace_goes_on() -> None:
     assert begin_trace(f"01-{TRACE}-00f067aa0ba902b7-00-later", 1.0).trace_id == TRACE, "of a later version"
 
 
-def test_a_share_of_the_traces_is_sampled() -> None:
-    random.seed(5)
+def test_a_share_of_the_traces_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_context, "random", random.Random(5))
     assert 400 < sum(begin_trace(None, 0.25).is_sampled for _ in range(2000)) < 600
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from pd_router import cli
 from pd_router.config import RouterConfig
+from tests.cluster import READY_DEADLINE_S
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import WAIT_S, FakeNode, running
 
@@ -106,7 +107,9 @@ def test_the_router_starts_without_torch() -> None:
         "for name in names: name.endswith('__main__') or importlib.import_module(name)\n"
         "assert len(names) > 10\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=READY_DEADLINE_S, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

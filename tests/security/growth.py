@@ -23,6 +23,7 @@ import aiohttp
 import psutil
 
 from tests.cluster import Launched, Launcher
+from tests.patient_node import IMPATIENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -114,7 +115,7 @@ def request_body(rng: random.Random, longest: int) -> dict[str, Any]:
 
 
 def measure(
-    load: Load, flags: tuple[str, ...] = (), environment: Mapping[str, str] | None = None, out: Path | None = None
+    load: Load, flags: tuple[str, ...] = (), environment: Mapping[str, str] = IMPATIENT, out: Path | None = None
 ) -> Curve:
     """Run a cluster under `load`."""
     curve = Curve()

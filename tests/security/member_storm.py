@@ -30,6 +30,7 @@ from pd_http.dialects import dialect_of
 from pd_http.errors import InvalidRequest
 from pd_router.calls.body import RequestBody
 from tests.cluster import Launched, Launcher
+from tests.patient_node import IMPATIENT
 from tests.security.smallest_members import Place, places
 
 if TYPE_CHECKING:
@@ -190,7 +191,10 @@ class StormedCluster:
 
     def __init__(self, launcher: Launcher, *flags: str) -> None:
         nodes = [
-            launcher.node(name.partition("-")[0], f"--node-id={name}", *FLAGS, *flags, wait=False) for name in NODES
+            launcher.node(
+                name.partition("-")[0], f"--node-id={name}", *FLAGS, *flags, environment=IMPATIENT, wait=False
+            )
+            for name in NODES
         ]
         for node in nodes:
             node.wait_line("ready: ")

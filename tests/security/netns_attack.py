@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 
-from tests.connectors.remote_node import PATIENCE_S, Node, context, remote_node
+from tests.connectors.remote_node import PATIENT, Node, context, remote_node
 from tests.security.handover import NUM_BLOCKS, hand_over, listeners
 
 OURS, THEIRS = "10.77.0.1", "10.77.0.2"
@@ -45,8 +45,8 @@ def main() -> int:
         "link set v1 up",  # with both ends up UCX takes v0 for a network, unless it is told not to
     ):  # fmt: skip
         subprocess.run(["ip", *command.split()], check=True)
-    with remote_node("nixl", context("P"), NUM_BLOCKS) as prefill:
-        decode = Node.start("nixl", context("D", connect_deadline_s=PATIENCE_S), NUM_BLOCKS)
+    with remote_node("nixl", context("P", **PATIENT), NUM_BLOCKS) as prefill:
+        decode = Node.start("nixl", context("D", **PATIENT), NUM_BLOCKS)
         hand_over(prefill, decode)
         places = sorted(listeners(prefill.pid) | listeners(os.getpid()))
         reached = attack([port for _, port in places])

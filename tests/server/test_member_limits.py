@@ -221,6 +221,7 @@ def numbered(head: str, member: str, number: int, tail: str) -> bytes:
     return f"{head}{','.join(member % i for i in range(number))}{tail}".encode()
 
 
+CALIBRATED_S = 0.09  # of `_calibration`
 IN_MESSAGES = '{"max_tokens":1,"messages":[{"role":"user","content":'
 ASKED = '{"messages":[{"role":"user","content":"a"}],'
 AT_BOUNDS: dict[str, tuple[str, Callable[[], bytes]]] = {
@@ -262,8 +263,7 @@ def test_a_body_at_a_bound_takes_little_time(name: str) -> None:
     path, made = AT_BOUNDS[name]
     raw = made()
     for work, most_s in ((through_router, 0.1), (through_node, 0.2 if path in (MESSAGES, RESPONSES) else 0.1)):
-        best_s = min(_time_of(work, path, raw) for _ in range(3))
-        assert best_s < most_s, work
+        assert least_s(work, path, raw) < most_s, work
 
 
 @pytest.mark.slow
@@ -275,7 +275,22 @@ def test_8_mb_of_the_smallest_members_take_little_time(field: str, member: str) 
             f'{{"prompt":"a","input":"a","max_tokens":1,"{field}":[', member, (8 << 20) // (len(member) + 1), "]}"
         )
         for work in (through_router, through_node):
-            assert _time_of(work, path, raw) < 0.15
+            assert least_s(work, path, raw) < 0.15
+
+
+def least_s(work: Callable[[str, bytes], object], path: str, raw: bytes) -> float:
+    """CPU time, less in proportion if this machine is slower than that of CALIBRATED_S, or busy.
+
+    The best of some times, each beside one of the same work: a cache that others use makes both slower.
+    """
+    times = [(_time_of(work, path, raw), _time_of(_calibration, path, raw)) for _ in range(5)]
+    best_s, calibration_s = (min(each) for each in zip(*times, strict=True))
+    return float(best_s / max(1.0, calibration_s / CALIBRATED_S))
+
+
+def _calibration(_path: str, _raw: bytes) -> object:
+    """What bodies cost, for as long as they take: members that are made, looked up and freed."""
+    return sum(map(len, {str(number): [number] for number in range(200_000)}.values()))
 
 
 def _time_of(work: Callable[[str, bytes], object], path: str, raw: bytes) -> float:

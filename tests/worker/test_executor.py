@@ -15,6 +15,7 @@ from pd_cluster.errors import StartupError
 from pd_cluster.scheduling.batch import Batch
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.memory_measurement import run_largest_step
+from tests.cluster import READY_DEADLINE_S
 from tests.worker.driver import Driver, make_executor
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def test_cuda_without_a_device_is_refused(models: ModelStore) -> None:
 def test_a_worker_needs_no_transformers() -> None:
     """Importing it costs 0.8 s, and the engine process starts without."""
     code = "import sys, pd_cluster.worker.device_executor; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=READY_DEADLINE_S, check=False).returncode == 0
 
 
 def test_the_step_that_is_measured_has_the_whole_budget(models: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:

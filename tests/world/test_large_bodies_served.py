@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from pd_cluster.server.grammar.grammar_checks import MAX_GRAMMAR_BYTES
 from tests.cluster import Launcher
 from tests.integration.system import Path as Route
+from tests.patient_node import IMPATIENT
 from tests.server.test_member_limits import CHAT, HI, ONE_MORE, SERVED
 from tests.shallow_model import DEMO_MODEL
 from tests.world.test_clients_served import LIMITS, usage
@@ -61,7 +62,9 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     write_model(directory)
     flags = (f"--model={directory}", "--load-format=dummy", "--kv-cache-gb=0.2", "--min-remote-tokens=1")
     with Launcher() as launcher:
-        prefill, decode = (launcher.node(role, *flags, wait=False) for role in ("prefill", "decode"))
+        prefill, decode = (
+            launcher.node(role, *flags, environment=IMPATIENT, wait=False) for role in ("prefill", "decode")
+        )
         for node in (prefill, decode):
             node.wait_line("ready: ")
         yield launcher.router(prefill=[prefill], decode=[decode]).url
