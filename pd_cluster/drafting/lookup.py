@@ -86,22 +86,21 @@ class Lookup:
     def offer(self, num_ahead: int, most: int) -> DraftOffer | None:
         """Take what has come. -> at most `most` tokens that may follow, after `num_ahead` that running steps draw."""
         self.advance()
-        text, place, num = self._text, self._place, num_ahead + most
+        text, start, num = self._text, self._place, num_ahead + most
         if text is None or self._num_taken < self._rests_until:
             return None
-        run = text[place : place + num]
-        if len(run) < num:
+        if start + num > len(text):
             if text is self._token_ids:
-                run = (run * (num // len(run) + 1))[:num]
-            elif len(run) <= num_ahead:
-                return None
+                text, start = (text[start:] * (num // (len(text) - start) + 1))[:num], 0
             else:
-                num = len(run)
+                num = len(text) - start
+                if num <= num_ahead:
+                    return None
         self._num_ahead = num_ahead
-        chances, right, expected = self._runs.reached[num_ahead:num], self._own_right, self._own_expected
+        trust, right, expected = 1.0, self._own_right, self._own_expected
         if right < expected:  # the node's chances are of all sequences: of edits, and of prose beside them
-            chances = chances * ((right + OWN_PRIOR) / (expected + OWN_PRIOR))
-        return DraftOffer(run[num_ahead:] if num_ahead else run, chances)
+            trust = (right + OWN_PRIOR) / (expected + OWN_PRIOR)
+        return DraftOffer(text, self._runs.reached[num_ahead:num], start + num_ahead, trust)
 
     def note(self, num_drafts: int, num_right: int) -> None:
         """Note that a step has verified drafts of the last offer. Call it before its tokens are taken."""

@@ -27,7 +27,7 @@ class Trials:
         self._num_with = 0
 
     def decided(self, counts: list[int], offers: Sequence[DraftOffer], most: int) -> list[int]:
-        """The drafts of each offer that a step has, where `counts` are worth it. `most`: drafts of a step."""
+        """The drafts of each offer that a step has, where `counts` are worth it. `most`: of a step, above 0."""
         if any(counts):
             self._num_without = 0
             self._num_with += 1
@@ -37,8 +37,8 @@ class Trials:
                 self._num_with = 0
             return [0] * len(counts)
         self._num_without += 1
-        if self._num_without <= MOST_WITHOUT or most <= 0:
+        if self._num_without <= MOST_WITHOUT:
             return counts
         self._num_without = 0
-        best = max(range(len(offers)), key=lambda at: offers[at].chances[0])
-        return [min(len(one.tokens), most) if at == best else 0 for at, one in enumerate(offers)]
+        best = max(range(len(offers)), key=lambda at: offers[at].trust * offers[at].chances[0])
+        return [min(len(one.chances), most) if at == best else 0 for at, one in enumerate(offers)]

@@ -15,8 +15,6 @@ steps without drafts correct it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass
 from math import inf
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
@@ -53,30 +51,6 @@ class DraftWork(NamedTuple):
 
 
 Sample = tuple[DraftWork, float, float]  # drafts, seconds of their step, predicted seconds of the same without them
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCosts:
-    """What any number of drafts costs in one step, in seconds."""
-
-    alone_s: float  # the step without drafts
-    step_s: float  # once, if there are any
-    sequence_s: float  # for each sequence with drafts
-    knots: tuple[int, ...]  # numbers of drafts, ascending from 0
-    rows_s: tuple[float, ...]  # what so many drafts cost beside that. It is linear between the knots
-
-    def seconds(self, num_drafts: int, num_drafting: int) -> float:
-        """The step with so many drafts, at most the last knot, of so many sequences."""
-        if not num_drafts:
-            return self.alone_s
-        return self.rows_and_alone_s(num_drafts) + self.step_s + self.sequence_s * num_drafting
-
-    def rows_and_alone_s(self, num_drafts: int) -> float:
-        """The same without `step_s` and `sequence_s`."""
-        knots, rows_s = self.knots, self.rows_s
-        at = max(1, bisect_left(knots, num_drafts))
-        low, low_s = knots[at - 1], rows_s[at - 1]
-        return self.alone_s + low_s + (rows_s[at] - low_s) * (num_drafts - low) / (knots[at] - low)
 
 
 class DraftPrices:
