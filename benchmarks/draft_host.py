@@ -8,7 +8,8 @@ draft is right if it is the recorded token. So many sequences draft at once; `no
     common     32 tokens in any order, so each pair stands at many places
 
 A step's time is the CPU time of this thread in `schedule` and `update`, its median over the steps of a round. What
-drafts add is the difference of a round's two medians; it holds the further tokens that come out of each step.
+drafts add is the difference of a round's two medians; it holds the further tokens that come out of each step. What
+`lookup` does meanwhile, while the device computes, is not in it.
 """
 
 from __future__ import annotations
@@ -85,12 +86,17 @@ class DraftRound:
     """Steps of one setting: their seconds, and what came out of them."""
 
     seconds: list[float] = field(default_factory=list)
+    spare: list[float] = field(default_factory=list)  # of what is done while the device computes
     num_tokens: int = 0
     num_drafts: int = 0
 
     @property
     def step_us(self) -> float:
         return 1e6 * statistics.median(self.seconds)
+
+    @property
+    def spare_s(self) -> float:
+        return statistics.median(self.spare)
 
 
 class RecordedNode:
@@ -139,8 +145,11 @@ class RecordedNode:
         planned_s = time.thread_time()
         result = self._draw(batch)
         drawn_s = time.thread_time()
+        self._scheduler.hash_ahead()  # as while the device computes
+        rested_s = time.thread_time()
         self._scheduler.update(batch, result)
-        found.seconds.append(time.thread_time() - drawn_s + planned_s - started_s)
+        found.seconds.append(time.thread_time() - rested_s + planned_s - started_s)
+        found.spare.append(rested_s - drawn_s)
         found.num_tokens += sum(map(len, result.samples.values()))
         found.num_drafts += sum(len(chunk.drafts) for chunk in batch.chunks)
 
@@ -164,7 +173,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sequences", type=int, default=64, metavar="N", help="That draft at once (default: 64).")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="Of each setting (default: 9).")
     namespace = parser.parse_args(arguments)
-    table = Table("texts", "none, us a step", "lookup", "drafts add", "least", "most", "tokens a step", "drafts a step")
+    columns = ("texts", "none, us a step", "lookup", "drafts add", "least", "most", "meanwhile", "tokens", "drafts")
+    table = Table(*columns)
     for case in namespace.cases:
         texts, pairs = texts_of(case, namespace.sequences), list[tuple[DraftRound, DraftRound]]()
         for _ in range(namespace.rounds):
@@ -172,7 +182,9 @@ def main(arguments: Sequence[str]) -> int:
         added = sorted(lookup.step_us - none.step_us for none, lookup in pairs)
         steps = [statistics.median(one.step_us for one in rounds) for rounds in zip(*pairs, strict=True)]
         last = pairs[-1][1]
-        shown = (*steps, statistics.median(added), added[0], added[-1])
-        table.add_row(case, *(f"{us:.0f}" for us in shown), *(f"{n / STEPS:.0f}" for n in (last.num_tokens, last.num_drafts)))
+        spare_us = 1e6 * statistics.median(lookup.spare_s for _, lookup in pairs)
+        shown = (*steps, statistics.median(added), added[0], added[-1], spare_us)
+        counts = (last.num_tokens / STEPS, last.num_drafts / STEPS)
+        table.add_row(case, *(f"{number:.0f}" for number in (*shown, *counts)))
     report_console().print(table)
     return 0

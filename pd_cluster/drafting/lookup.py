@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from pd_cluster.drafting.token_index import OutputIndex
 
 PIECE = 512  # tokens that are indexed at a time, 0.1 ms: a sequence without drafts for long has many
-LAG = 16  # tokens that need no index while a match is followed: 16 at once take as long as 6 one by one
+# Tokens that need no index while a match is followed: 16 at once take as long as 6 one by one. `index` is for the time in
+# which no step waits
+LAG, LEAST = 64, 4
 # Of what was expected and what was right in a sequence, at each token after a match: some ten count. And what its
 # matches are trusted for at first, in right tokens
 OWN_MEMORY, OWN_PRIOR = 0.9, 2.0
@@ -72,16 +74,23 @@ class Lookup:
 
     def advance(self) -> None:
         """Take the tokens that have come."""
-        token_ids, start, num_indexed = self._token_ids, self._num_taken, self._num_indexed
+        token_ids, start, text = self._token_ids, self._num_taken, self._text
         end = self._num_taken = len(token_ids)
-        if end > start and self._text is not None:
-            self._follow(self._text, token_ids[start:end])
-        if end - num_indexed >= (1 if self._text is None else LAG):
-            self._num_indexed = last = min(end, num_indexed + PIECE)
-            if self._output is not None:
-                self._output.take(token_ids[num_indexed - 1], token_ids[num_indexed:last])
-            if self._text is None and last == end > 1:
+        if end > start and text is not None:
+            self._follow(text, token_ids[start:end])
+            text = self._text
+        if end - self._num_indexed >= (1 if text is None else LAG):
+            self.index(1)
+            if text is None and self._num_indexed == end > 1:
                 self._search()
+
+    def index(self, least: int = LEAST) -> None:
+        """Index the next tokens, if there are so many. What has not been indexed before it is needed, is then."""
+        token_ids, first = self._token_ids, self._num_indexed
+        if len(token_ids) - first >= least:
+            last = self._num_indexed = min(len(token_ids), first + PIECE)
+            if self._output is not None:
+                self._output.take(token_ids[first - 1], token_ids[first:last])
 
     def offer(self, num_ahead: int, most: int) -> DraftOffer | None:
         """Take what has come. -> at most `most` tokens that may follow, after `num_ahead` that running steps draw."""
@@ -117,9 +126,10 @@ class Lookup:
             num_right = 0
             while num_right < len(expected) and expected[num_right] == drawn[num_right]:
                 num_right += 1
-        self._own_expected = OWN_MEMORY * self._own_expected + self._runs.first
+        runs = self._runs
+        self._own_expected = OWN_MEMORY * self._own_expected + runs.first
         self._own_right = OWN_MEMORY * self._own_right + (num_right > 0)
-        self._runs.note(len(expected), num_right)
+        runs.note(len(expected), num_right)
         if self._num_verified is not None:
             if num_right > self._num_verified:  # there was no mask of a grammar after this right draft
                 self._rests_until = len(self._token_ids) + self._rest

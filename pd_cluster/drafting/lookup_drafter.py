@@ -11,7 +11,7 @@ from pd_cluster.drafting.lookup import Lookup
 from pd_cluster.drafting.token_index import OutputIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pd_cluster.drafting.offer import DraftOffer
     from pd_cluster.drafting.token_index import TokenIndex
@@ -61,6 +61,16 @@ class LookupDrafter:
         lookup = self._drafted[seq_id].lookup
         assert lookup is not None
         lookup.note(num_drafts, num_right)
+
+    def prepare(self, is_late: Callable[[], bool]) -> None:
+        """See `Drafter`."""
+        for runs in self._chances.all:
+            runs.correct()
+        for one in self._drafted.values():
+            if one.lookup is not None:
+                one.lookup.index()
+                if is_late():
+                    return
 
     def forget(self, seq_id: int) -> None:
         """See `Drafter`."""

@@ -63,8 +63,8 @@ def most_worth(offers: Sequence[DraftOffer], price: StepPrice) -> list[int]:
         worst = firsts[-1]
         num_shared = int(np.count_nonzero(chances < worst) + np.count_nonzero(firsts == worst)) - 1
     most_shared_s = PROLONGED * alone_s if price.most_shared_s == inf else price.most_shared_s
-    rates[:num_shared][seconds[:num_shared] > most_shared_s] = 0
-    rates[seconds > price.most_s] = 0
+    rates[seconds.searchsorted(most_shared_s, "right") : num_shared] = 0
+    rates[seconds.searchsorted(price.most_s, "right") :] = 0
     at = int(rates.argmax())
     if rates[at] <= LEAST_GAIN * (price.num_decodes / alone_s):
         return [0] * len(offers)

@@ -53,7 +53,13 @@ class Drafter(Protocol):
         """
 
     def note(self, seq_id: int, num_drafts: int, num_right: int) -> None:
-        """A step has verified the first `num_drafts` tokens of the last offer, and accepted `num_right` of them."""
+        """A step has verified the first `num_drafts` tokens of the last offer, and accepted `num_right` of them.
+
+        Called for sequences under a grammar: what others accept is what they draw.
+        """
+
+    def prepare(self, is_late: Callable[[], bool]) -> None:
+        """Do now what offers would do, until `is_late`: no step waits. It may be called often, or never."""
 
     def forget(self, seq_id: int) -> None:
         """The sequence has ended. Called once for each that was expected."""
@@ -124,6 +130,10 @@ class Drafting:
             self._expected.remove(seq_id)
             self._drafter.forget(seq_id)
 
+    def prepare(self, is_late: Callable[[], bool]) -> None:
+        """See `Drafter.prepare`."""
+        self._drafter.prepare(is_late)
+
     def check(self) -> None:
         """Raise AssertionError if anything is kept of a sequence. Call it while there is none."""
         assert not self._expected, "a sequence has ended and may still have drafts"
@@ -138,7 +148,8 @@ class Drafting:
             self._num_runs[num_right] += 1
             request.num_drafts += num_drafts
             request.num_accepted_drafts += num_right
-            self._drafter.note(chunk.seq_id, num_drafts, num_right)
+            if request.sampling.grammar:
+                self._drafter.note(chunk.seq_id, num_drafts, num_right)
         if not seq.num_uncertain:
             assert seq.table is not None
             self._blocks.trim(seq.table, max(chunk.start + 1, seq.num_scheduled_tokens) + num_right)
@@ -149,7 +160,8 @@ class Drafting:
         most = min(builder.budget, builder.rows, share.cost_left if share.is_limited else builder.budget)
         if most <= 0 or not self._costs.is_priced():
             return
-        offers, places, expected, offer_of = list["DraftOffer"](), list[int](), self._expected, self._drafter.offer
+        offers, decodes = list["DraftOffer"](), list[tuple[int, "Sequence"]]()
+        expected, offer_of = self._expected, self._drafter.offer
         for at, chunk in enumerate(chunks):
             seq_id = chunk.seq_id
             if seq_id not in expected or chunk.num_tokens != 1 or chunk.num_samples != 1 or chunk.reads:
@@ -161,14 +173,14 @@ class Drafting:
                 offer = offer_of(seq_id, seq.token_ids, seq.num_pending - 1, num)
                 if offer is not None:
                     offers.append(offer)
-                    places.append(at)
+                    decodes.append((at, seq))
         if not offers:
             return
         counts = self._trials.decided(most_worth(offers, self._price(builder, most)), offers, most)
         self._spared = None
-        for at, offer, count in zip(places, offers, counts, strict=True):
+        for (at, seq), offer, count in zip(decodes, offers, counts, strict=True):
             if count:
-                chunks[at] = self._with_drafts(chunks[at], offer, count, builder)
+                chunks[at] = self._with_drafts(chunks[at], seq, offer.first(count), builder)
         several = [one for one in chunks if one.num_tokens > 1]
         if builder.num_tokens:  # some are of prompts
             several.sort(key=lambda one: not one.drafts)
@@ -205,11 +217,10 @@ class Drafting:
         return num_own
 
     def _with_drafts(
-        self, chunk: SequenceChunk, offer: DraftOffer, count: int, builder: BatchBuilder
+        self, chunk: SequenceChunk, seq: Sequence, drafts: tuple[int, ...], builder: BatchBuilder
     ) -> SequenceChunk:
-        """The chunk with the first of the offered drafts for which there are blocks."""
-        seq, start, new_blocks = self._queues.sequences[chunk.seq_id], chunk.start + 1, chunk.new_blocks
-        table, drafts = seq.table, offer.first(count)
+        """The chunk with the first of the drafts: as many as there are blocks for."""
+        table, start, count, new_blocks = seq.table, chunk.start + 1, len(drafts), chunk.new_blocks
         assert table is not None
         if not seq.stop_ids.isdisjoint(drafts):  # no client gets what is after a token that ends the sequence
             count = 1 + next(at for at, token in enumerate(drafts) if token in seq.stop_ids)
@@ -224,7 +235,7 @@ class Drafting:
             else:  # a start names all blocks
                 tables = self._blocks.whole(table)
                 builder.starts[begins] = msgspec.structs.replace(builder.starts[begins], tables=tables)
-        return SequenceChunk(chunk.seq_id, chunk.start, 1 + count, new_blocks, 1, drafts=drafts[:count])
+        return SequenceChunk(chunk.seq_id, chunk.start, 1 + count, new_blocks, 1, False, drafts[:count])
 
 
 def _start_of(seq: Sequence, builder: BatchBuilder) -> int | None:

@@ -325,7 +325,9 @@ class Scheduler:
         return batch
 
     def hash_ahead(self, until_s: float = inf) -> bool:
-        """See `HashAhead.run`."""
+        """See `HashAhead.run`. Drafts are prepared, too."""
+        if self._drafting is not None:
+            self._drafting.prepare(lambda: self._clock() >= until_s)
         return self._hashes.run(until_s)
 
     def sit_out(self, absent: frozenset[int]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.drafting.chances import CORRECT_EVERY, LONGEST, Chances
+from pd_cluster.drafting.chances import LEAST_NEW, LONGEST, MOST_NEW, Chances
 from pd_cluster.drafting.lookup import LAG, PIECE, REST, Lookup, num_followed
 from pd_cluster.drafting.token_index import NUM_NEAR, NUM_TRIED, OutputIndex, TokenIndex
 from pd_cluster.drafting.token_index import PIECE as INDEX_PIECE
@@ -218,13 +218,13 @@ def test_chances_learn_and_forget() -> None:
     assert short.reached[0] == pytest.approx(0.5)
     assert long.reached[0] == pytest.approx(0.92)
     assert short.reached[1] == pytest.approx(0.5 * 0.6), "a later place is one behind a longer match"
-    for _ in range(20 * CORRECT_EVERY):
+    for _ in range(5 * MOST_NEW):
         short.note(3, 2)
     first, second, third, *_ = short.reached
     assert first > 0.97
     assert second > 0.95
     assert third < 0.1
-    for _ in range(20 * CORRECT_EVERY):
+    for _ in range(5 * MOST_NEW):
         short.note(1, 0)
     assert short.reached[0] < 0.15
     assert short.reached[2] / short.reached[1] == pytest.approx(third / second, abs=0.2), "no run has come so far"
@@ -236,7 +236,7 @@ def test_chances_learn_and_forget() -> None:
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 def test_chances_come_near_the_truth(share: float) -> None:
     rng, runs = random.Random(7), Chances().after[4]
-    for _ in range(100 * CORRECT_EVERY):
+    for _ in range(25 * MOST_NEW):
         num = rng.randrange(1, 24)
         runs.note(num, next((at for at in range(num) if rng.random() > share), num))
     for at in range(3):
