@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from pd_cluster.drafting.token_index import OutputIndex
 
 PIECE = 512  # tokens that are indexed at a time, 0.1 ms: a sequence without drafts for long has many
-# Tokens that need no index while a match is followed: 16 at once take as long as 6 one by one. `index` is for the time in
-# which no step waits
-LAG, LEAST = 64, 4
+# Tokens that need no index while a match is followed: 16 at once take as long as 6 one by one. While no step waits
+# fewer are indexed, so that a search finds nothing left to do
+LAG, LEAST = 16, 4
 # Of what was expected and what was right in a sequence, at each token after a match: some ten count. And what its
 # matches are trusted for at first, in right tokens
 OWN_MEMORY, OWN_PRIOR = 0.9, 2.0
@@ -85,7 +85,7 @@ class Lookup:
                 self._search()
 
     def index(self, least: int = LEAST) -> None:
-        """Index the next tokens, if there are so many. What has not been indexed before it is needed, is then."""
+        """Index the next tokens, a piece, if there are so many."""
         token_ids, first = self._token_ids, self._num_indexed
         if len(token_ids) - first >= least:
             last = self._num_indexed = min(len(token_ids), first + PIECE)

@@ -230,14 +230,9 @@ class Drafting:
         if start + count > table.capacity:
             growth = self._blocks.grow(table, start, start + count)
             assert not growth.copies, "the block of the chunk's own token is the sequence's own"
-            if (begins := _start_of(seq, builder)) is None:
-                new_blocks += growth.new_blocks
-            else:  # a start names all blocks
-                tables = self._blocks.whole(table)
-                builder.starts[begins] = msgspec.structs.replace(builder.starts[begins], tables=tables)
+            new_blocks += growth.new_blocks
+            for at, one in enumerate(builder.starts):
+                if one.seq_id == seq.seq_id:  # a start names all blocks
+                    new_blocks = ()
+                    builder.starts[at] = msgspec.structs.replace(one, tables=self._blocks.whole(table))
         return SequenceChunk(chunk.seq_id, chunk.start, 1 + count, new_blocks, 1, False, drafts[:count])
-
-
-def _start_of(seq: Sequence, builder: BatchBuilder) -> int | None:
-    """The place of the sequence's start in the step; None: it has a row already."""
-    return next((at for at, start in enumerate(builder.starts) if start.seq_id == seq.seq_id), None)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.kv_memory import KvMemory
     from pd_cluster.scheduling.lifecycle import Lifecycle
     from pd_cluster.scheduling.queues import Queues
-    from pd_cluster.scheduling.sequence import Request, Sequence
+    from pd_cluster.scheduling.sequence import Request
     from pd_connectors.base import PublishSpec
 
 FINISHED = SequenceStatus.FINISHED

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.drafting.chances import LEAST_NEW, LONGEST, MOST_NEW, Chances
+from pd_cluster.drafting.chances import LONGEST, MOST_NEW, Chances
 from pd_cluster.drafting.lookup import LAG, PIECE, REST, Lookup, num_followed
 from pd_cluster.drafting.token_index import NUM_NEAR, NUM_TRIED, OutputIndex, TokenIndex
 from pd_cluster.drafting.token_index import PIECE as INDEX_PIECE
