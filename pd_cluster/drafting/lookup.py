@@ -126,10 +126,9 @@ class Lookup:
             num_right = 0
             while num_right < len(expected) and expected[num_right] == drawn[num_right]:
                 num_right += 1
-        runs = self._runs
-        self._own_expected = OWN_MEMORY * self._own_expected + runs.first
+        self._own_expected = OWN_MEMORY * self._own_expected + self._runs.first
         self._own_right = OWN_MEMORY * self._own_right + (num_right > 0)
-        runs.note(len(expected), num_right)
+        self._runs.note(len(expected), num_right)
         if self._num_verified is not None:
             if num_right > self._num_verified:  # there was no mask of a grammar after this right draft
                 self._rests_until = len(self._token_ids) + self._rest
@@ -144,18 +143,18 @@ class Lookup:
 
     def _search(self) -> None:
         """Find the longest match. Of equals the first text's newest."""
-        token_ids, end = self._token_ids, len(self._token_ids)
+        token_ids, longest = self._token_ids, 1
         first, second = token_ids[-2:]
-        longest = 1
+        further = first  # a match that is longer than the longest has this token before it, too
         for text, index in self._texts:
             num_tokens = len(text)
             for place in index.places(first, second):
-                # A longer one agrees in the token before the longest, too
-                if longest < place < num_tokens and longest < end and text[place - longest - 1] == token_ids[~longest]:
+                if longest < place < num_tokens and text[place - longest - 1] == further:
                     length = _match(text, place, token_ids)
                     if length > longest:
                         longest = length
                         self._text, self._place = text, place
+                        further = token_ids[~longest] if longest < len(token_ids) else -1
         self._length, self._runs = longest, self._chances.after[longest]
 
 

@@ -42,7 +42,6 @@ MEMORY = 0.97  # of what was noted, at each correction
 PULL, FIT_PULL = 0.1, 1e-5
 SWEEPS, FIT_SWEEPS = 8, 1000
 
-
 # Work and seconds of a step with drafts, and predicted seconds of the same without them
 Sample = tuple["StepWork", float, float]
 
@@ -50,8 +49,10 @@ Sample = tuple["StepWork", float, float]
 class DraftPrices:
     """Prices of drafts, always above 0."""
 
+    step_s: float
+    sequence_s: float
+    key_s: float
     rows: Ladder
-    _seconds: list[float]
 
     def __init__(self) -> None:
         self._early: list[Sample] | None = []  # None: measured, or enough steps were noted
@@ -60,18 +61,6 @@ class DraftPrices:
         self._first = [STEP_S, SEQUENCE_S, KEY_S, *ROW_S]
         self._restart([1.0] * len(self._first))
 
-    @property
-    def step_s(self) -> float:
-        return self._seconds[0]
-
-    @property
-    def sequence_s(self) -> float:
-        return self._seconds[1]
-
-    @property
-    def key_s(self) -> float:
-        return self._seconds[2]
-
     def scale(self, factor: float) -> None:
         """Multiply all prices: the device takes so many times as long as was thought."""
         self._first = [factor * price for price in self._seconds]
@@ -79,9 +68,9 @@ class DraftPrices:
 
     def seconds(self, work: StepWork) -> float:
         """What the drafts of a step cost."""
-        own, before = self._seconds, work.num_decodes + work.num_tokens
+        before = work.num_decodes + work.num_tokens
         rows_s = self.rows.seconds(before + work.num_drafts) - self.rows.seconds(before)
-        return own[0] + own[1] * work.num_drafting + own[2] * work.draft_keys + rows_s
+        return self.step_s + self.sequence_s * work.num_drafting + self.key_s * work.draft_keys + rows_s
 
     def note(self, work: StepWork, seconds: float, alone_s: float) -> None:
         """Note a step with drafts that took so long. alone_s: predicted of the same without its drafts."""
@@ -118,12 +107,13 @@ class DraftPrices:
 
     def _use(self) -> None:
         self._seconds = list(map(mul, self._first, self._factors.values))
-        self.rows = Ladder(ROW_KNOTS, self._seconds[_ROWS:])
+        self.step_s, self.sequence_s, self.key_s, *rows = self._seconds
+        self.rows = Ladder(ROW_KNOTS, rows)
 
     def _add(self, work: StepWork, seconds: float, alone_s: float, most: float) -> None:
         before = work.num_decodes + work.num_tokens
         amounts = [(0, 1), (1, work.num_drafting), (2, work.draft_keys)]
-        amounts += segments(ROW_KNOTS, before, before + work.num_drafts, _ROWS)
+        amounts += segments(ROW_KNOTS, before, before + work.num_drafts, len(amounts))
         predicted_s = alone_s + self.seconds(work)
         seconds = min(max(seconds, predicted_s / most), predicted_s * most)
         self._factors.add([(index, self._seconds[index] * amount) for index, amount in amounts], seconds, alone_s)
@@ -131,6 +121,3 @@ class DraftPrices:
     def _solve(self, pull: float, sweeps: int) -> None:
         self._factors.solve([pull] * len(self._first), sweeps)
         self._use()
-
-
-_ROWS = 3  # index of the first price of rows
