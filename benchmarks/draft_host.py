@@ -100,7 +100,7 @@ class DraftRound:
 
 
 class RecordedNode:
-    """A scheduler whose steps draw recorded texts. drafts: whether it looks them up."""
+    """A scheduler, with recorded texts in place of what its steps draw. drafts: whether it looks them up."""
 
     def __init__(self, texts: list[RecordedText], *, drafts: bool) -> None:
         group = KVGroup(KVKind.FULL, (0,), (1, 1, 2, BLOCK, 1), "float32", BLOCK)

@@ -17,15 +17,13 @@ from __future__ import annotations
 
 from math import inf
 from operator import mul
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pd_cluster.scheduling.ladder import Ladder, segments
 from pd_cluster.scheduling.term_factors import TermFactors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from pd_cluster.scheduling.step_model import StepWork
 
 # 8B, bf16, one H200: 1, 32, 64 and 128 decodes after 1,024 tokens take 4.3, 5.3, 7.0 and 9.1 ms, with one draft each
 # 4.5, 6.5, 7.9 and 14.3, with three 4.6, 6.6, 10.8 and 17.1. All prices are at most 6% off the times of these steps
@@ -42,8 +40,17 @@ MEMORY = 0.97  # of what was noted, at each correction
 PULL, FIT_PULL = 0.1, 1e-5
 SWEEPS, FIT_SWEEPS = 8, 1000
 
-# Work and seconds of a step with drafts, and predicted seconds of the same without them
-Sample = tuple["StepWork", float, float]
+
+class DraftWork(NamedTuple):
+    """What the drafts of a step compute."""
+
+    before: int  # tokens of the step without them
+    num_drafts: int
+    num_sequences: int  # with drafts
+    num_keys: int  # products of a draft and a token before it
+
+
+Sample = tuple[DraftWork, float, float]  # drafts, seconds of their step, predicted seconds of the same without them
 
 
 class DraftPrices:
@@ -66,13 +73,13 @@ class DraftPrices:
         self._first = [factor * price for price in self._seconds]
         self._restart([1.0] * len(self._first))
 
-    def seconds(self, work: StepWork) -> float:
+    def seconds(self, work: DraftWork) -> float:
         """What the drafts of a step cost."""
-        before = work.num_decodes + work.num_tokens
-        rows_s = self.rows.seconds(before + work.num_drafts) - self.rows.seconds(before)
-        return self.step_s + self.sequence_s * work.num_drafting + self.key_s * work.draft_keys + rows_s
+        before, num_drafts, num_sequences, num_keys = work
+        rows_s = self.rows.seconds(before + num_drafts) - self.rows.seconds(before)
+        return self.step_s + self.sequence_s * num_sequences + self.key_s * num_keys + rows_s
 
-    def note(self, work: StepWork, seconds: float, alone_s: float) -> None:
+    def note(self, work: DraftWork, seconds: float, alone_s: float) -> None:
         """Note a step with drafts that took so long. alone_s: predicted of the same without its drafts."""
         if self._early is not None:
             self._early.append((work, seconds, alone_s))
@@ -110,10 +117,9 @@ class DraftPrices:
         self.step_s, self.sequence_s, self.key_s, *rows = self._seconds
         self.rows = Ladder(ROW_KNOTS, rows)
 
-    def _add(self, work: StepWork, seconds: float, alone_s: float, most: float) -> None:
-        before = work.num_decodes + work.num_tokens
-        amounts = [(0, 1), (1, work.num_drafting), (2, work.draft_keys)]
-        amounts += segments(ROW_KNOTS, before, before + work.num_drafts, len(amounts))
+    def _add(self, work: DraftWork, seconds: float, alone_s: float, most: float) -> None:
+        amounts = [(0, 1), (1, work.num_sequences), (2, work.num_keys)]
+        amounts += segments(ROW_KNOTS, work.before, work.before + work.num_drafts, len(amounts))
         predicted_s = alone_s + self.seconds(work)
         seconds = min(max(seconds, predicted_s / most), predicted_s * most)
         self._factors.add([(index, self._seconds[index] * amount) for index, amount in amounts], seconds, alone_s)

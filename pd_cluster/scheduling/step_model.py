@@ -33,7 +33,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Self
 
 from pd_cluster.drafting.worth import StepPrice
-from pd_cluster.scheduling.draft_prices import ROW_KNOTS, DraftPrices
+from pd_cluster.scheduling.draft_prices import ROW_KNOTS, DraftPrices, DraftWork
 from pd_cluster.scheduling.ladder import Ladder, segments
 from pd_cluster.scheduling.term_factors import LEAST, TermFactors
 
@@ -101,6 +101,10 @@ class StepWork:
                 num_tokens += size
                 num_keys += keys_of(size, start)
         return cls(num_decodes, context, num_tokens, num_keys, num_drafts, draft_keys, num_drafting)
+
+    @property
+    def drafts(self) -> DraftWork:
+        return DraftWork(self.num_decodes + self.num_tokens, self.num_drafts, self.num_drafting, self.draft_keys)
 
     @property
     def streams(self) -> StepWork:
@@ -176,7 +180,7 @@ class StepModel:
         if num_tokens:
             seconds += own[2] * work.num_keys + self._tokens.seconds(total) - self._tokens.seconds(num_decodes)
         if work.num_drafts:
-            seconds += self._drafts.seconds(work)
+            seconds += self._drafts.seconds(work.drafts)
             total += work.num_drafts
         return seconds + self._firsts.seconds(min(total, FIRST))
 
@@ -229,7 +233,7 @@ class StepModel:
             return
         if work.num_drafts:
             if self.is_fitted and not work.num_tokens:
-                self._drafts.note(work, seconds, self._without_drafts_s(work))
+                self._drafts.note(work.drafts, seconds, self._without_drafts_s(work))
         elif self.is_fitted:
             if not work.num_tokens and work.num_decodes > self._most_decodes and is_near(seconds, self.seconds(work)):
                 self._most_decodes = work.num_decodes
@@ -245,7 +249,7 @@ class StepModel:
 
     def _without_drafts_s(self, work: StepWork) -> float:
         """Of a step with drafts, all but what these cost. Experts that they read are in it."""
-        return self.seconds(work) - self._drafts.seconds(work)
+        return self.seconds(work) - self._drafts.seconds(work.drafts)
 
     def fit(self, measured: Sequence[tuple[StepWork, float]], most: float = inf) -> None:
         """Replace the coefficients by measured steps. Each counts as at most `most` times the median error of all.
@@ -269,7 +273,7 @@ class StepModel:
         self._early = []
         drafted = [(work, seconds) for work, seconds in measured if seconds > 0 and work.num_drafts]
         if drafted:
-            self._drafts.fit([(work, seconds, self._without_drafts_s(work)) for work, seconds in drafted])
+            self._drafts.fit([(work.drafts, seconds, self._without_drafts_s(work)) for work, seconds in drafted])
 
     def _check_prices(self, work: StepWork, seconds: float) -> None:
         """Multiply prices of prompts where steps in a row that are mostly prompts all say that they are wrong.

@@ -25,8 +25,8 @@ from pd_cluster.scheduling.lifecycle import Update
 from pd_cluster.scheduling.step_budget import StepBudget
 from pd_cluster.scheduling.step_model import StepModel
 from pd_cluster.scheduling.targets import AIM, Targets
-from tests.drafters import LaterPool, TokenDrafter, lookup_drafter
-from tests.scheduling.simulation import EOS, VOCAB_SIZE, message, prompt
+from tests.drafters import LaterPool, lookup_drafter
+from tests.scheduling.simulation import EOS, message, prompt
 from tests.scheduling.world import World
 
 if TYPE_CHECKING:
@@ -211,22 +211,6 @@ def test_prompts_for_others_and_beams_have_no_drafts() -> None:
     for request in requests[2:]:
         world.take(world.scheduler.abort(request))
     assert drafting_of(world)._expected == set()
-
-
-def test_drafts_end_with_a_token_that_ends_the_sequence() -> None:
-    """Those after it would take rows, and count as accepted tokens that no client gets."""
-
-    class Fixed(TokenDrafter):
-        def propose(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-            return (5, 2, 7, 2)[:most]
-
-    for stop, drafts in ((2, (5, 2)), (VOCAB_SIZE - 1, (5, 2, 7, 2))):
-        world = World(drafts=True)
-        drafting_of(world)._drafter = Fixed()
-        world.submit(message("a", prompt(9), max_tokens=20, stop_token_ids=(stop,), ignore_eos=True))
-        world.start_step()
-        [chunk] = world.start_step().chunks
-        assert chunk.drafts == drafts
 
 
 def test_while_no_step_waits_outputs_are_indexed_and_chances_learned(monkeypatch: pytest.MonkeyPatch) -> None:
