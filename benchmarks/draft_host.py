@@ -125,11 +125,11 @@ class RecordedNode:
 
     def run(self) -> DraftRound:
         """The steps of a round, all of decodes."""
-        while self._scheduler.prompts_wait:
+        num_warm = 0
+        while num_warm < WARM_STEPS:
+            num_warm += not self._scheduler.prompts_wait
             self._step(DraftRound())
-        for _ in range(WARM_STEPS):
-            self._step(DraftRound())
-            self._pool.submit(int).result()  # the indexes are made
+            self._pool.submit(int).result()  # the indexes are made, so that all rounds draft alike
         found = DraftRound()
         gc.collect()
         gc.freeze()
