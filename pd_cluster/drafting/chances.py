@@ -23,8 +23,9 @@ BEGINNING_LENGTH = 5  # of the match that a prediction's beginning counts as, un
 NUM_PRIOR = 8.0  # runs that the prior counts as
 NUM_PLACES = 16  # with a chance each; later ones count as the last
 MOST_RUN = 66  # tokens of a run: the most drafts, and those of running steps before them
-CORRECT_EVERY = 16  # runs of a class
-MEMORY = 0.9  # of what was noted, at each correction: about 160 runs count
+MEMORY = 0.9  # of what was noted, when 16 runs are new: about 160 count
+# New runs by which a class is corrected while no step waits, and after which it is in any case: it takes 30 us
+LEAST_NEW, MOST_NEW = 16, 64
 
 
 class Runs:
@@ -47,10 +48,15 @@ class Runs:
         if num_right < num_tried:
             self._wrong[at] += 1
         self._num_new += 1
-        if self._num_new == CORRECT_EVERY:
-            right = np.cumsum(self._ends[::-1])[-2::-1]  # runs with a right token at each place
-            self._right = MEMORY * self._right + right
-            self._tried = MEMORY * self._tried + right + self._wrong[:NUM_PLACES]
+        if self._num_new == MOST_NEW:
+            self.correct()
+
+    def correct(self) -> None:
+        """Learn from the new runs, if there are enough."""
+        if self._num_new >= LEAST_NEW:
+            memory, right = MEMORY ** (self._num_new / 16), np.cumsum(self._ends[::-1])[-2::-1]  # by place
+            self._right = memory * self._right + right
+            self._tried = memory * self._tried + right + self._wrong[:NUM_PLACES]
             self._begin()
 
     def _begin(self) -> None:
@@ -68,7 +74,8 @@ class Chances:
     """What is known of runs, by the length of the match."""
 
     def __init__(self) -> None:
-        classes = [Runs(length) for length in LENGTHS]
         self.beginning = Runs(BEGINNING_LENGTH)  # of a prediction: there is no match
+        classes = [Runs(length) for length in LENGTHS]
+        self.all = [self.beginning, *classes]
         # by length; the first two are of no match
         self.after = [classes[max(0, bisect_right(LENGTHS, length) - 1)] for length in range(LONGEST + 1)]

@@ -52,10 +52,10 @@ class Indexes:
         self._is_refused = False
         self.num_bytes = 0
 
-    def begin(self, text: IndexedText) -> None:
-        """Begin to make the index of a text, if that has not begun and there is room now.
+    def index_of(self, text: IndexedText) -> TokenIndex | None:
+        """The index of a text. None: it is being made, from now on at the latest, or there is no room for it now.
 
-        Call it when a sequence decodes: texts of 400 prompts that waited left no room for those that ran.
+        Ask when a sequence decodes: texts of 400 prompts that waited left no room for those that ran.
         """
         if text.made is None and not self._is_refused and self.take(text.num_bytes, SPARE_BYTES):
             try:
@@ -64,6 +64,7 @@ class Indexes:
                 self._is_refused = True
                 self.give(text.num_bytes)
                 logger.warning("nothing is drafted from now on, because the thread for it cannot start: %s", error)
+        return text.index
 
     def release(self, text: IndexedText) -> None:
         """Note that one of the text's users has ended."""

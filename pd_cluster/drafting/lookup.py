@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from pd_cluster.drafting.token_index import OutputIndex
 
 PIECE = 512  # tokens that are indexed at a time, 0.1 ms: a sequence without drafts for long has many
-LAG = 16  # tokens that need no index while a match is followed: 16 at once take as long as 6 one by one
+# Tokens that need no index while a match is followed: 16 at once take as long as 6 one by one. While no step waits
+# fewer are indexed, so that a search finds nothing left to do
+LAG, LEAST = 16, 4
 # Of what was expected and what was right in a sequence, at each token after a match: some ten count. And what its
 # matches are trusted for at first, in right tokens
 OWN_MEMORY, OWN_PRIOR = 0.9, 2.0
@@ -72,36 +74,42 @@ class Lookup:
 
     def advance(self) -> None:
         """Take the tokens that have come."""
-        token_ids, start, num_indexed = self._token_ids, self._num_taken, self._num_indexed
+        token_ids, start, text = self._token_ids, self._num_taken, self._text
         end = self._num_taken = len(token_ids)
-        if end > start and self._text is not None:
-            self._follow(self._text, token_ids[start:end])
-        if end - num_indexed >= (1 if self._text is None else LAG):
-            self._num_indexed = last = min(end, num_indexed + PIECE)
-            if self._output is not None:
-                self._output.take(token_ids[num_indexed - 1], token_ids[num_indexed:last])
-            if self._text is None and last == end > 1:
+        if end > start and text is not None:
+            self._follow(text, token_ids[start:end])
+            text = self._text
+        if end - self._num_indexed >= (1 if text is None else LAG):
+            self.index(1)
+            if text is None and self._num_indexed == end > 1:
                 self._search()
+
+    def index(self, least: int = LEAST) -> None:
+        """Index the next tokens, a piece, if there are so many."""
+        token_ids, first = self._token_ids, self._num_indexed
+        if len(token_ids) - first >= least:
+            last = self._num_indexed = min(len(token_ids), first + PIECE)
+            if self._output is not None:
+                self._output.take(token_ids[first - 1], token_ids[first:last])
 
     def offer(self, num_ahead: int, most: int) -> DraftOffer | None:
         """Take what has come. -> at most `most` tokens that may follow, after `num_ahead` that running steps draw."""
         self.advance()
-        text, place, num = self._text, self._place, num_ahead + most
+        text, start, num = self._text, self._place, num_ahead + most
         if text is None or self._num_taken < self._rests_until:
             return None
-        run = text[place : place + num]
-        if len(run) < num:
+        if start + num > len(text):
             if text is self._token_ids:
-                run = (run * (num // len(run) + 1))[:num]
-            elif len(run) <= num_ahead:
-                return None
+                text, start = (text[start:] * (num // (len(text) - start) + 1))[:num], 0
             else:
-                num = len(run)
+                num = len(text) - start
+                if num <= num_ahead:
+                    return None
         self._num_ahead = num_ahead
-        chances, right, expected = self._runs.reached[num_ahead:num], self._own_right, self._own_expected
+        trust, right, expected = 1.0, self._own_right, self._own_expected
         if right < expected:  # the node's chances are of all sequences: of edits, and of prose beside them
-            chances = chances * ((right + OWN_PRIOR) / (expected + OWN_PRIOR))
-        return DraftOffer(run[num_ahead:] if num_ahead else run, chances)
+            trust = (right + OWN_PRIOR) / (expected + OWN_PRIOR)
+        return DraftOffer(text, self._runs.reached[num_ahead:num], start + num_ahead, trust)
 
     def note(self, num_drafts: int, num_right: int) -> None:
         """Note that a step has verified drafts of the last offer. Call it before its tokens are taken."""
@@ -135,18 +143,18 @@ class Lookup:
 
     def _search(self) -> None:
         """Find the longest match. Of equals the first text's newest."""
-        token_ids, end = self._token_ids, len(self._token_ids)
+        token_ids, longest = self._token_ids, 1
         first, second = token_ids[-2:]
-        longest = 1
+        further = first  # a match that is longer than the longest has this token before it, too
         for text, index in self._texts:
             num_tokens = len(text)
             for place in index.places(first, second):
-                # A longer one agrees in the token before the longest, too
-                if longest < place < num_tokens and longest < end and text[place - longest - 1] == token_ids[~longest]:
+                if longest < place < num_tokens and text[place - longest - 1] == further:
                     length = _match(text, place, token_ids)
                     if length > longest:
                         longest = length
                         self._text, self._place = text, place
+                        further = token_ids[~longest] if longest < len(token_ids) else -1
         self._length, self._runs = longest, self._chances.after[longest]
 
 

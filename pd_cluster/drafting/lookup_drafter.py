@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pd_cluster.drafting.chances import Chances
@@ -11,7 +12,7 @@ from pd_cluster.drafting.lookup import Lookup
 from pd_cluster.drafting.token_index import OutputIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pd_cluster.drafting.offer import DraftOffer
     from pd_cluster.drafting.token_index import TokenIndex
@@ -23,9 +24,9 @@ OUTPUT_PIECE, OUTPUT_BYTES = 1024, 150  # tokens of an output for which memory i
 class _Drafted:
     """A sequence that may have drafts."""
 
-    known: IndexedText  # the prompt; with the tokens of the answer that another node drew
-    prediction: IndexedText | None
-    begins: bool  # nothing of the answer was known
+    # The prompt, with the tokens of the answer that another node drew; and the client's prediction, if there is one
+    texts: tuple[IndexedText, ...]
+    begins: bool  # with the prediction: nothing of the answer was known
     room: int  # tokens for which memory is taken
     lookup: Lookup | None = None  # from its first offer on
 
@@ -41,12 +42,13 @@ class LookupDrafter:
     def expect(self, known: Mapping[int, list[int]], prediction: Sequence[int], num_prompt: int) -> None:
         """See `Drafter`."""
         texts = dict[int, IndexedText]()
-        predicted = IndexedText([*prediction], len(prediction), len(known)) if prediction else None
+        predicted = (IndexedText([*prediction], len(prediction), len(known)),) if prediction else ()
         for seq_id, token_ids in known.items():
             if (text := texts.get(id(token_ids))) is None:
                 num_users = sum(other is token_ids for other in known.values())
                 text = texts[id(token_ids)] = IndexedText(token_ids, len(token_ids), num_users)
-            self._drafted[seq_id] = _Drafted(text, predicted, len(token_ids) == num_prompt, len(token_ids))
+            begins = bool(predicted) and len(token_ids) == num_prompt
+            self._drafted[seq_id] = _Drafted((text, *predicted), begins, len(token_ids))
 
     def offer(self, seq_id: int, token_ids: list[int], num_ahead: int, most: int) -> DraftOffer | None:
         """See `Drafter`."""
@@ -62,11 +64,19 @@ class LookupDrafter:
         assert lookup is not None
         lookup.note(num_drafts, num_right)
 
+    def prepare(self, is_late: Callable[[], bool]) -> None:
+        """See `Drafter`."""
+        indexed = (one.lookup.index for one in self._drafted.values() if one.lookup is not None)
+        for piece in chain((runs.correct for runs in self._chances.all), indexed):
+            if is_late():
+                return
+            piece()
+
     def forget(self, seq_id: int) -> None:
         """See `Drafter`."""
         one = self._drafted.pop(seq_id)
-        self._indexes.give(OUTPUT_BYTES * (one.room - one.known.num_tokens))
-        for text in filter(None, (one.known, one.prediction)):
+        self._indexes.give(OUTPUT_BYTES * (one.room - one.texts[0].num_tokens))
+        for text in one.texts:
             self._indexes.release(text)
 
     def check(self) -> None:
@@ -81,15 +91,11 @@ class LookupDrafter:
 
     def _begin(self, one: _Drafted, token_ids: list[int]) -> Lookup | None:
         """Look the sequence up from now on, if its texts have their indexes. Else those begin."""
-        texts = list[tuple[list[int], "TokenIndex"]]()
-        for text in filter(None, (one.known, one.prediction)):
-            if text.index is None:
-                self._indexes.begin(text)
-            if text.index is not None:
-                texts.append((token_ids if text is one.known else text.token_ids, text.index))
-        if len(texts) < 1 + (one.prediction is not None):
-            return None
-        num = one.known.num_tokens
-        begins_with = one.prediction.token_ids if one.prediction is not None and one.begins else None
-        one.lookup = Lookup(token_ids, texts, self._chances, begins_with, num_indexed=num, output=OutputIndex(num))
+        texts, given = list[tuple[list[int], "TokenIndex"]](), one.texts
+        for text in given:
+            if (index := self._indexes.index_of(text)) is not None:
+                texts.append((token_ids if text is given[0] else text.token_ids, index))
+        if len(texts) == len(given):
+            num, begins_with = given[0].num_tokens, given[1].token_ids if one.begins else None
+            one.lookup = Lookup(token_ids, texts, self._chances, begins_with, num_indexed=num, output=OutputIndex(num))
         return one.lookup

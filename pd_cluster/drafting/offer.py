@@ -12,8 +12,17 @@ if TYPE_CHECKING:
 
 
 class DraftOffer(NamedTuple):
-    """Tokens that the next draws may give, at least one."""
+    """Tokens that the next draws may give, at least one: as many as there are chances.
 
-    tokens: Sequence[int]
-    # [i]: the chance that `tokens[: i + 1]` are drawn, after what running steps are expected to draw. It never rises
+    A step has two or three of sixteen, so neither the tokens nor the chances are copied for it.
+    """
+
+    text: Sequence[int]  # nothing is appended while the step is planned
+    # [i]: the chance that the first i + 1 are drawn, after what running steps are expected to draw. It never rises
     chances: npt.NDArray[np.float32]
+    start: int = 0  # of the first of the tokens, in the text
+    trust: float = 1.0  # by which all chances are multiplied, at most 1
+
+    def first(self, num_tokens: int) -> tuple[int, ...]:
+        """So many of the tokens."""
+        return tuple(self.text[self.start : self.start + num_tokens])

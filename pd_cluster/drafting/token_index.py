@@ -42,6 +42,8 @@ class TokenIndex:
         """The newest places after these two tokens, newest first."""
         pair = first << 32 | second
         end = bisect_right(self._pairs, pair)
+        if not end or self._pairs[end - 1] != pair:  # as most often, where nothing matches
+            return []
         begin = bisect_left(self._pairs, pair, max(0, end - NUM_TRIED), end)
         return self._places[begin:end].tolist()[::-1]
 

@@ -13,20 +13,19 @@ Streams without a draft gain nothing and wait for the longer step. While there i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
     from pd_cluster.drafting.offer import DraftOffer
 
-    Chance = npt.NDArray[np.float32]
+    Chances = npt.NDArray[np.float32]
     Ints = npt.NDArray[np.int64]
 
 # By which drafts are expected to raise the rate, at least: prices of steps are wrong by a few parts in a hundred
@@ -34,55 +33,55 @@ LEAST_GAIN = 1.05
 PROLONGED = 1.25  # of the step without drafts, while a stream has none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPrice:
+class StepPrice(NamedTuple):
     """What the drafts of a step cost."""
 
     num_decodes: int  # in the step, with or without drafts
-    seconds_of: Callable[[int], float]  # of the step with so many drafts
-    knots: Sequence[int] = ()  # numbers of drafts at which the price of one more changes, ascending
+    knots: Sequence[int]  # numbers of drafts, ascending from 0 to the most that the step may have
+    seconds: Sequence[float]  # of the step with so many drafts. They are linear between the knots
     step_s: float = 0.0  # further ones of a step with any draft
     sequence_s: float = 0.0  # further ones for each sequence with drafts
-    gap_s: float = 0.0
-    most: int = 1 << 30  # drafts
     most_s: float = inf  # of the step
     most_shared_s: float = inf  # the same while a stream has no draft; inf: PROLONGED decides
 
 
 def most_worth(offers: Sequence[DraftOffer], price: StepPrice) -> list[int]:
     """How many drafts of each offer the step should have, in the order of the offers."""
+    sizes = [len(offer.chances) for offer in offers]
+    starts = np.cumsum([0, *sizes[:-1]])
+    # Chances below 0, so that the best ones are first when they are sorted
     chances = np.concatenate([offer.chances for offer in offers])
-    starts = np.cumsum([0, *(len(offer.tokens) for offer in offers[:-1])])
-    best = np.sort(chances)[::-1][: max(0, price.most)]  # of 1,024 in fp32: 7 us
-    num = len(best)
-    asked = [0, *(knot for knot in price.knots if 0 < knot < num), num]
-    seconds = np.interp(np.arange(num + 1), asked, [price.seconds_of(count) for count in asked])
-    most_shared_s = PROLONGED * seconds[0] if price.most_shared_s == inf else price.most_shared_s
-    begun = np.searchsorted(np.sort(-chances[starts]), -best, side="right")  # sequences with one of the best drafts
-    seconds[1:] += price.gap_s + price.step_s + price.sequence_s * np.minimum(begun, np.arange(1, num + 1))
-    num_shared = num  # up to so many drafts a stream has none
+    chances *= np.repeat(np.array([-offer.trust for offer in offers], np.float32), sizes)
+    best, firsts = np.sort(chances)[: price.knots[-1]], np.sort(chances[starts])  # of 1,024 in fp32: 7 us
+    counts = np.arange(1, len(best) + 1)
+    alone_s = price.seconds[0]
+    seconds = np.interp(counts, price.knots, price.seconds)
+    seconds += price.step_s + price.sequence_s * np.minimum(firsts.searchsorted(best, "right"), counts)
+    rates = (price.num_decodes - np.cumsum(best, dtype=np.float64)) / seconds
+    num_shared = len(best)  # up to so many drafts a stream has none
     if len(offers) == price.num_decodes:
-        firsts = chances[starts]
-        worst = firsts.min()
-        num_shared = int(np.count_nonzero(chances > worst) + np.count_nonzero(firsts == worst)) - 1
-    rates = np.full(num + 1, price.num_decodes, np.float64)
-    rates[1:] += np.cumsum(best, dtype=np.float64)
-    rates /= seconds
-    rates[1 : num_shared + 1][seconds[1 : num_shared + 1] > most_shared_s] = 0
-    rates[1:][seconds[1:] > price.most_s] = 0
-    rates[0] *= LEAST_GAIN
-    count = int(rates.argmax())
-    return _counts(chances, starts, float(best[count - 1]), count) if count else [0] * len(offers)
+        worst = firsts[-1]
+        num_shared = int(np.count_nonzero(chances < worst) + np.count_nonzero(firsts == worst)) - 1
+    most_shared_s = PROLONGED * alone_s if price.most_shared_s == inf else price.most_shared_s
+    rates[seconds.searchsorted(most_shared_s, "right") : num_shared] = 0
+    rates[seconds.searchsorted(price.most_s, "right") :] = 0
+    at = int(rates.argmax())
+    if rates[at] <= LEAST_GAIN * (price.num_decodes / alone_s):
+        return [0] * len(offers)
+    return _counts(chances, starts, best[at], at + 1)
 
 
-def _counts(chances: Chance, starts: Ints, least: float, count: int) -> list[int]:
-    """The `count` best drafts by offer. `least`: the chance of the last of them. Of equals first ones go first."""
-    counts, equals = (np.add.reduceat(found, starts, dtype=int) for found in (chances > least, chances == least))
-    num_left = count - int(counts.sum())
-    firsts = np.flatnonzero((counts == 0) & (equals > 0))[:num_left]
-    counts[firsts] += 1
-    equals[firsts] -= 1
-    rest = num_left - len(firsts) - (np.cumsum(equals) - equals)
-    counts += np.minimum(np.maximum(rest, 0), equals)  # `clip` takes five times as long
+def _counts(chances: Chances, starts: Ints, last: np.float32, num_drafts: int) -> list[int]:
+    """The best drafts by offer. `last`: the chance of the last of them. Of equals first ones go first."""
+    counts = np.add.reduceat(chances <= last, starts, dtype=int)
+    if num_drafts < counts.sum():
+        equals = np.add.reduceat(chances == last, starts, dtype=int)
+        counts -= equals
+        num_left = num_drafts - int(counts.sum())
+        firsts = np.flatnonzero((counts == 0) & (equals > 0))[:num_left]
+        counts[firsts] += 1
+        equals[firsts] -= 1
+        rest = num_left - len(firsts) - (np.cumsum(equals) - equals)
+        counts += np.minimum(np.maximum(rest, 0), equals)  # `clip` takes five times as long
     found: list[int] = counts.tolist()
     return found

@@ -74,11 +74,6 @@ class SequenceChunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
         """Rows of logits from which tokens are drawn, each for one token."""
         return self.num_samples + len(self.drafts)
 
-    @property
-    def place(self) -> int:
-        """Its place in a batch: 0: one token, 1: a decode with drafts, 2: more tokens of a prompt."""
-        return 0 if self.num_tokens == 1 else 1 if self.is_decode else 2
-
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
@@ -95,7 +90,7 @@ class Batch:
 
     step: int
     starts: tuple[SequenceStart, ...] = ()
-    chunks: tuple[SequenceChunk, ...] = ()  # by `SequenceChunk.place`: decodes first, then prefill chunks
+    chunks: tuple[SequenceChunk, ...] = ()  # of one token, then decodes with drafts, then prefill chunks
     departures: tuple[int, ...] = ()  # seq_ids of rows that end (finished or preempted); applied before starts
     copies: BlockCopies = field(default_factory=BlockCopies)
     loads: tuple[LoadSpec, ...] = ()  # for recv_before, once every step before this one has retired

@@ -15,13 +15,11 @@ steps without drafts correct it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass
 from math import inf
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
-from pd_cluster.scheduling.ladder import Ladder, bounds_of, segments
+from pd_cluster.scheduling.ladder import Ladder, segments
 from pd_cluster.scheduling.term_factors import TermFactors
 
 if TYPE_CHECKING:
@@ -55,35 +53,13 @@ class DraftWork(NamedTuple):
 Sample = tuple[DraftWork, float, float]  # drafts, seconds of their step, predicted seconds of the same without them
 
 
-@dataclass(frozen=True, slots=True)
-class DraftCosts:
-    """What any number of drafts costs in one step, in seconds."""
-
-    alone_s: float  # the step without drafts
-    step_s: float  # once, if there are any
-    sequence_s: float  # for each sequence with drafts
-    knots: tuple[int, ...]  # numbers of drafts, ascending from 0
-    rows_s: tuple[float, ...]  # what so many drafts cost beside that. It is linear between the knots
-
-    def seconds(self, num_drafts: int, num_drafting: int) -> float:
-        """The step with so many drafts, at most the last knot, of so many sequences."""
-        if not num_drafts:
-            return self.alone_s
-        return self.rows_and_alone_s(num_drafts) + self.step_s + self.sequence_s * num_drafting
-
-    def rows_and_alone_s(self, num_drafts: int) -> float:
-        """The same without `step_s` and `sequence_s`."""
-        knots, rows_s = self.knots, self.rows_s
-        at = max(1, bisect_left(knots, num_drafts))
-        low, low_s = knots[at - 1], rows_s[at - 1]
-        return self.alone_s + low_s + (rows_s[at] - low_s) * (num_drafts - low) / (knots[at] - low)
-
-
 class DraftPrices:
     """Prices of drafts, always above 0."""
 
+    step_s: float
+    sequence_s: float
+    key_s: float
     rows: Ladder
-    _seconds: list[float]
 
     def __init__(self) -> None:
         self._early: list[Sample] | None = []  # None: measured, or enough steps were noted
@@ -92,18 +68,6 @@ class DraftPrices:
         self._first = [STEP_S, SEQUENCE_S, KEY_S, *ROW_S]
         self._restart([1.0] * len(self._first))
 
-    @property
-    def step_s(self) -> float:
-        return self._seconds[0]
-
-    @property
-    def sequence_s(self) -> float:
-        return self._seconds[1]
-
-    @property
-    def key_s(self) -> float:
-        return self._seconds[2]
-
     def scale(self, factor: float) -> None:
         """Multiply all prices: the device takes so many times as long as was thought."""
         self._first = [factor * price for price in self._seconds]
@@ -111,9 +75,9 @@ class DraftPrices:
 
     def seconds(self, work: DraftWork) -> float:
         """What the drafts of a step cost."""
-        own, (before, num_drafts, num_sequences, num_keys) = self._seconds, work
+        before, num_drafts, num_sequences, num_keys = work
         rows_s = self.rows.seconds(before + num_drafts) - self.rows.seconds(before)
-        return own[0] + own[1] * num_sequences + own[2] * num_keys + rows_s
+        return self.step_s + self.sequence_s * num_sequences + self.key_s * num_keys + rows_s
 
     def note(self, work: DraftWork, seconds: float, alone_s: float) -> None:
         """Note a step with drafts that took so long. alone_s: predicted of the same without its drafts."""
@@ -150,24 +114,16 @@ class DraftPrices:
 
     def _use(self) -> None:
         self._seconds = list(map(mul, self._first, self._factors.values))
-        self.rows = Ladder(ROW_KNOTS, self._seconds[_ROWS:])
+        self.step_s, self.sequence_s, self.key_s, *rows = self._seconds
+        self.rows = Ladder(ROW_KNOTS, rows)
 
     def _add(self, work: DraftWork, seconds: float, alone_s: float, most: float) -> None:
-        parts = self._parts(work)
-        predicted_s = alone_s + sum(part for _, part in parts)
+        amounts = [(0, 1), (1, work.num_sequences), (2, work.num_keys)]
+        amounts += segments(ROW_KNOTS, work.before, work.before + work.num_drafts, len(amounts))
+        predicted_s = alone_s + self.seconds(work)
         seconds = min(max(seconds, predicted_s / most), predicted_s * most)
-        self._factors.add(parts, seconds, alone_s)
+        self._factors.add([(index, self._seconds[index] * amount) for index, amount in amounts], seconds, alone_s)
 
     def _solve(self, pull: float, sweeps: int) -> None:
         self._factors.solve([pull] * len(self._first), sweeps)
         self._use()
-
-    def _parts(self, work: DraftWork) -> list[tuple[int, float]]:
-        """The terms that the drafts have: (index of the price, seconds)."""
-        amounts = [(0, 1), (1, work.num_sequences), (2, work.num_keys)]
-        amounts += segments(_BOUNDS, work.before, work.before + work.num_drafts, _ROWS)
-        return [(index, self._seconds[index] * amount) for index, amount in amounts]
-
-
-_ROWS = 3  # index of the first price of rows
-_BOUNDS = bounds_of(ROW_KNOTS)

@@ -10,15 +10,13 @@ A sequence may have drafts while this node generates it, unless it is a beam: a 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf
 from operator import add, sub
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from pd_cluster.drafting.offer import DraftOffer
 from pd_cluster.drafting.trials import Trials
-from pd_cluster.drafting.worth import StepPrice, most_worth
+from pd_cluster.drafting.worth import most_worth
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling.batch import SequenceChunk
 from pd_cluster.scheduling.step_model import StepModel, StepWork
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from collections.abc import Sequence as Tokens
 
+    from pd_cluster.drafting.offer import DraftOffer
+    from pd_cluster.drafting.worth import StepPrice
     from pd_cluster.scheduling.batch_builder import BatchBuilder
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.block_table import BlockTable
@@ -53,7 +53,13 @@ class Drafter(Protocol):
         """
 
     def note(self, seq_id: int, num_drafts: int, num_right: int) -> None:
-        """A step has verified the first `num_drafts` tokens of the last offer, and accepted `num_right` of them."""
+        """A step has verified the first `num_drafts` tokens of the last offer, and accepted `num_right` of them.
+
+        Called for sequences under a grammar: what others accept is what they draw.
+        """
+
+    def prepare(self, is_late: Callable[[], bool]) -> None:
+        """Do now what offers would do, until `is_late`: no step waits. It may be called often, or never."""
 
     def forget(self, seq_id: int) -> None:
         """The sequence has ended. Called once for each that was expected."""
@@ -124,66 +130,68 @@ class Drafting:
             self._expected.remove(seq_id)
             self._drafter.forget(seq_id)
 
+    def prepare(self, is_late: Callable[[], bool]) -> None:
+        """See `Drafter.prepare`."""
+        self._drafter.prepare(is_late)
+
     def check(self) -> None:
         """Raise AssertionError if anything is kept of a sequence. Call it while there is none."""
         assert not self._expected, "a sequence has ended and may still have drafts"
         self._drafter.check()
 
-    def note(self, chunk: SequenceChunk, num_right: int) -> None:
-        """Note a chunk with drafts that a step has verified, of a sequence that has not ended."""
-        self._num_drafts += len(chunk.drafts)
-        self._num_runs[num_right] += 1
-        request = self._queues.sequences[chunk.seq_id].request
-        request.num_drafts += len(chunk.drafts)
-        request.num_accepted_drafts += num_right
-        self._drafter.note(chunk.seq_id, len(chunk.drafts), num_right)
+    def take(self, seq: Sequence, chunk: SequenceChunk, num_samples: int) -> None:
+        """Note how many drafts of a chunk were right, and free the blocks of the others. No samples: it sat out."""
+        num_right, num_drafts = 0, len(chunk.drafts)
+        if num_samples:  # or else the next step may have drafts of it already
+            seq.num_uncertain, num_right, request = 0, num_samples - 1, seq.request
+            self._num_drafts += num_drafts
+            self._num_runs[num_right] += 1
+            request.num_drafts += num_drafts
+            request.num_accepted_drafts += num_right
+            if request.sampling.grammar:
+                self._drafter.note(chunk.seq_id, num_drafts, num_right)
+        if not seq.num_uncertain:
+            assert seq.table is not None
+            self._blocks.trim(seq.table, max(chunk.start + 1, seq.num_scheduled_tokens) + num_right)
 
     def add(self, builder: BatchBuilder) -> None:
         """Turn decodes of the step, which is planned otherwise, into decodes with drafts, and order its chunks."""
-        if not self._costs.is_priced():
+        chunks, sequences, unready, share = builder.chunks, self._queues.sequences, builder.unready, builder.prompts
+        most = min(builder.budget, builder.rows, share.cost_left if share.is_limited else builder.budget)
+        if most <= 0 or not self._costs.is_priced():
             return
-        chunks, sequences, unready = builder.chunks, self._queues.sequences, builder.unready or ()
-        offered, expected, offer_of = list[tuple[int, "DraftOffer"]](), self._expected, self._drafter.offer
+        offers, decodes = list["DraftOffer"](), list[tuple[int, "Sequence"]]()
+        expected, offer_of = self._expected, self._drafter.offer
         for at, chunk in enumerate(chunks):
             seq_id = chunk.seq_id
-            if chunk.num_tokens != 1 or chunk.num_samples != 1 or seq_id not in expected or chunk.reads:
+            if seq_id not in expected or chunk.num_tokens != 1 or chunk.num_samples != 1 or chunk.reads:
                 continue
             seq = sequences[seq_id]
-            most = seq.max_len - chunk.start - 2
-            if most > 0 and seq not in unready:
-                offer = offer_of(seq_id, seq.token_ids, seq.num_pending - 1, most if most < self._most else self._most)
+            num = seq.max_len - chunk.start - 2
+            if num > 0 and not (unready and seq in unready):
+                num = num if num < self._most else self._most
+                offer = offer_of(seq_id, seq.token_ids, seq.num_pending - 1, num)
                 if offer is not None:
-                    offered.append((at, _ended(offer, seq.stop_ids)))
-        if not offered:
+                    offers.append(offer)
+                    decodes.append((at, seq))
+        if not offers:
             return
+        counts = self._trials.decided(most_worth(offers, self._price(builder, most)), offers, most)
         self._spared = None
-        offers, price = [offer for _, offer in offered], self._price(builder, offered)
-        counts = self._trials.decided(most_worth(offers, price), offers, price.most)
-        for (at, offer), count in zip(offered, counts, strict=True):
+        for (at, seq), offer, count in zip(decodes, offers, counts, strict=True):
             if count:
-                chunks[at] = self._with_drafts(chunks[at], tuple(offer.tokens[:count]), builder)
-        if any(counts):
-            single, several = ([one for one in chunks if (one.num_tokens == 1) is wanted] for wanted in (True, False))
-            drafted, prompts = ([one for one in several if bool(one.drafts) is wanted] for wanted in (True, False))
-            chunks[:] = (*single, *drafted, *prompts)  # as by `place`, in a quarter of the time
+                chunks[at] = self._with_drafts(chunks[at], seq, offer.first(count), builder)
+        several = [one for one in chunks if one.num_tokens > 1]
+        if builder.num_tokens:  # some are of prompts
+            several.sort(key=lambda one: not one.drafts)
+        chunks[:] = [one for one in chunks if one.num_tokens == 1] + several
 
-    def _price(self, builder: BatchBuilder, offered: Tokens[tuple[int, DraftOffer]]) -> StepPrice:
-        """What drafts cost in this step."""
-        work, prompts = StepWork.of(builder.chunks), builder.prompts
-        most = int(min(builder.budget, builder.rows, prompts.cost_left if prompts.is_limited else inf))
-        costs = self._costs.model.draft_costs(work, max(1, most))
+    def _price(self, builder: BatchBuilder, most: int) -> StepPrice:
+        """What up to `most` drafts cost in this step."""
+        price = self._costs.model.draft_price(StepWork.of(builder.chunks), most)
         most_s, most_shared_s = self._budget.most_with_drafts_s(self._queues)
-        return StepPrice(
-            num_decodes=work.num_decodes,
-            seconds_of=costs.rows_and_alone_s,
-            knots=costs.knots,
-            step_s=costs.step_s,
-            sequence_s=costs.sequence_s,
-            gap_s=self._costs.gap_s(),
-            most=most,
-            most_s=most_s,
-            most_shared_s=most_shared_s,
-        )
+        step_s = self._costs.gap_s() + price.step_s
+        return price._replace(step_s=step_s, most_s=most_s, most_shared_s=most_shared_s)
 
     def _fit(self, table: BlockTable, start: int, num_drafts: int, builder: BatchBuilder) -> int:
         """How many of the drafts, for which the table is too short, may be verified. `start`: of the first of them.
@@ -208,37 +216,23 @@ class Drafting:
                 return count
         return num_own
 
-    def _with_drafts(self, chunk: SequenceChunk, drafts: tuple[int, ...], builder: BatchBuilder) -> SequenceChunk:
-        """The chunk with the drafts for which there are blocks."""
-        seq, start = self._queues.sequences[chunk.seq_id], chunk.start + 1
-        table, new_blocks = seq.table, chunk.new_blocks
+    def _with_drafts(
+        self, chunk: SequenceChunk, seq: Sequence, drafts: tuple[int, ...], builder: BatchBuilder
+    ) -> SequenceChunk:
+        """The chunk with the first of the drafts: as many as there are blocks for."""
+        table, start, count, new_blocks = seq.table, chunk.start + 1, len(drafts), chunk.new_blocks
         assert table is not None
-        count = len(drafts)
+        if not seq.stop_ids.isdisjoint(drafts):  # no client gets what is after a token that ends the sequence
+            count = 1 + next(at for at, token in enumerate(drafts) if token in seq.stop_ids)
         if start + count > table.capacity:
             count = self._fit(table, start, count, builder)
-        builder.budget -= count
-        builder.rows -= count
-        builder.prompts.cost_left -= count
         seq.num_uncertain = count
         if start + count > table.capacity:
             growth = self._blocks.grow(table, start, start + count)
             assert not growth.copies, "the block of the chunk's own token is the sequence's own"
-            if (begins := _start_of(seq, builder)) is None:
-                new_blocks += growth.new_blocks
-            else:  # a start names all blocks
-                tables = self._blocks.whole(table)
-                builder.starts[begins] = msgspec.structs.replace(builder.starts[begins], tables=tables)
-        return SequenceChunk(chunk.seq_id, chunk.start, 1 + count, new_blocks, 1, drafts=drafts[:count])
-
-
-def _ended(offer: DraftOffer, stop_ids: frozenset[int]) -> DraftOffer:
-    """The offer up to a token that ends the sequence: of those after it no client gets one."""
-    if stop_ids.isdisjoint(offer.tokens):
-        return offer
-    num = 1 + next(at for at, token in enumerate(offer.tokens) if token in stop_ids)
-    return DraftOffer(offer.tokens[:num], offer.chances[:num])
-
-
-def _start_of(seq: Sequence, builder: BatchBuilder) -> int | None:
-    """The place of the sequence's start in the step; None: it has a row already."""
-    return next((at for at, start in enumerate(builder.starts) if start.seq_id == seq.seq_id), None)
+            new_blocks += growth.new_blocks
+            for at, one in enumerate(builder.starts):
+                if one.seq_id == seq.seq_id:  # a start names all blocks
+                    new_blocks = ()
+                    builder.starts[at] = msgspec.structs.replace(one, tables=self._blocks.whole(table))
+        return SequenceChunk(chunk.seq_id, chunk.start, 1 + count, new_blocks, 1, False, drafts[:count])

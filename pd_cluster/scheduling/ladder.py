@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import accumulate, pairwise
-from math import inf
 from operator import mul
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 
 class Ladder:
@@ -26,12 +25,8 @@ class Ladder:
         return self._sums[index] + (num_tokens - self._knots[index]) * self._prices[index]
 
 
-def bounds_of(knots: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
-    """The segments of a ladder: (from, to)."""
-    return (*pairwise(knots), (knots[-1], inf))
-
-
-def segments(bounds: Iterable[tuple[int, float]], start: int, end: int, first: int) -> list[tuple[int, int]]:
-    """The parts of [start, end) in each segment that it meets: (first + segment, length)."""
-    lengths = [(index, int(min(high, end)) - max(low, start)) for index, (low, high) in enumerate(bounds, start=first)]
+def segments(knots: tuple[int, ...], start: int, end: int, first: int) -> list[tuple[int, int]]:
+    """The parts of [start, end) in each segment of a ladder that it meets: (first + segment, length)."""
+    bounds = zip(knots, (*knots[1:], end), strict=True)
+    lengths = [(index, min(high, end) - max(low, start)) for index, (low, high) in enumerate(bounds, start=first)]
     return [(index, length) for index, length in lengths if length > 0]

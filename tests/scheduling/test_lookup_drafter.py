@@ -12,8 +12,9 @@ import pytest
 
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.drafting import indexes as indexing
+from pd_cluster.drafting.chances import LEAST_NEW, LONGEST
 from pd_cluster.drafting.indexes import TEXT_BYTES, IndexedText, Indexes
-from pd_cluster.drafting.lookup import LAG, PIECE
+from pd_cluster.drafting.lookup import LAG, LEAST, PIECE
 from pd_cluster.drafting.lookup_drafter import OUTPUT_BYTES, OUTPUT_PIECE, LookupDrafter
 from pd_cluster.drafting.token_index import TOKEN_BYTES, OutputIndex, TokenIndex
 from pd_cluster.engine.replies import reply_of
@@ -85,7 +86,7 @@ def test_a_prompt_of_60000_tokens_costs_no_step_more_than_a_piece(monkeypatch: p
         if offer is not None:
             break
     assert offer is not None
-    assert offer.tokens[0] == (outputs[16][-1] + 1) % 7919
+    assert offer.first(1)[0] == (outputs[16][-1] + 1) % 7919
     for seq_id in outputs:
         drafter.forget(seq_id)
     drafter.check()
@@ -143,11 +144,11 @@ def test_texts_leave_room_for_the_outputs_of_others(monkeypatch: pytest.MonkeyPa
     text = IndexedText(REPEATED, len(REPEATED), 1)
     monkeypatch.setattr(indexing, "MOST_BYTES", indexing.SPARE_BYTES + text.num_bytes - 1)
     indexes = Indexes(LaterPool(at_once=True))
-    indexes.begin(text)
+    indexes.index_of(text)
     assert text.index is None
     assert indexes.take(OUTPUT_PIECE * OUTPUT_BYTES)
     monkeypatch.setattr(indexing, "MOST_BYTES", indexing.MOST_BYTES + 1 + OUTPUT_PIECE * OUTPUT_BYTES)
-    indexes.begin(text)
+    indexes.index_of(text)
     assert text.index is not None
 
 
@@ -171,13 +172,13 @@ def test_an_index_that_fails_is_logged_and_one_on_a_thread_is_right(
 ) -> None:
     indexes = Indexes()
     text, failing = (IndexedText(REPEATED, len(REPEATED), 1) for _ in range(2))
-    indexes.begin(text)
+    indexes.index_of(text)
     assert text.made is not None
     text.made.result(60)
     assert text.index is not None
     assert text.index.places(0, 1) == [22, 2]
     monkeypatch.setattr(indexing, "TokenIndex", lambda _: 1 / 0)
-    indexes.begin(failing)
+    indexes.index_of(failing)
     assert failing.made is not None
     failing.made.result(60)
     assert failing.index is None
@@ -210,6 +211,36 @@ def test_prompts_for_others_and_beams_have_no_drafts() -> None:
     for request in requests[2:]:
         world.take(world.scheduler.abort(request))
     assert drafting_of(world)._expected == set()
+
+
+def test_while_no_step_waits_outputs_are_indexed_and_chances_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, take = list[int](), OutputIndex.take
+
+    def counted_take(self: OutputIndex, last: int, token_ids: Sequence[int]) -> None:
+        taken.append(len(token_ids))
+        take(self, last, token_ids)
+
+    monkeypatch.setattr(OutputIndex, "take", counted_take)
+    drafter = lookup_drafter()
+    outputs = {seq_id: [*REPEATED, 0] for seq_id in range(2)}
+    for seq_id in outputs:
+        drafter.expect({seq_id: REPEATED}, (), len(REPEATED))
+        assert drafter.offer(seq_id, outputs[seq_id], 0, 4) is not None
+    reached = drafter._chances.after[LONGEST].reached
+    for step in range(LEAST_NEW // 2):
+        for seq_id, token_ids in outputs.items():
+            token_ids.append((token_ids[-1] + 1) % 20)
+            assert drafter.offer(seq_id, token_ids, 0, 4) is not None
+        taken.clear()
+        drafter.prepare(lambda: True)
+        assert not taken, "a step waits"
+        drafter.prepare(lambda: False)
+        assert sum(taken) == (2 * LEAST if (step + 1) % LEAST == 0 else 0)
+    drafter.prepare(lambda: False)
+    assert drafter._chances.after[LONGEST].reached[0] > reached[0]
+    for seq_id in outputs:
+        drafter.forget(seq_id)
+    drafter.check()
 
 
 def test_what_was_drafted_and_accepted_is_counted_by_place() -> None:

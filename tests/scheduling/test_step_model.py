@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from math import inf
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -441,13 +442,14 @@ def test_all_numbers_of_drafts_have_the_price_of_their_step(table: dict[tuple[in
     model = StepModel(verified(table))
     for num, context, num_tokens in ((1, 100, 0), (3, 2000, 40), (64, 1024, 0), (130, 500, 300)):
         work = StepWork(num, num * context, num_tokens, 10 * num_tokens)
-        costs = model.draft_costs(work, 16 * num)
-        assert costs.knots == tuple(sorted({0, 16 * num, *costs.knots}))
-        assert costs.seconds(0, 0) == model.seconds(work)
+        price = model.draft_price(work, 16 * num)
+        assert [*price.knots] == sorted({0, 16 * num, *price.knots})
+        assert price.seconds[0] == pytest.approx(model.seconds(work))
         for num_drafts in {1, 2, num, 2 * num, min(128, 5 * num), 16 * num - 1, 16 * num}:
             num_drafting = min(num, num_drafts)
             with_drafts = replace(
                 work, num_drafts=num_drafts, draft_keys=num_drafts * (context + 1), num_drafting=num_drafting
             )
-            assert costs.seconds(num_drafts, num_drafting) == pytest.approx(model.seconds(with_drafts))
-    assert len(model.draft_costs(StepWork(1, 0), 1024).knots) < 10, "few places tell all of them"
+            found = np.interp(num_drafts, price.knots, price.seconds) + price.step_s + num_drafting * price.sequence_s
+            assert found == pytest.approx(model.seconds(with_drafts))
+    assert len(model.draft_price(StepWork(1, 0), 1024).knots) < 10, "few places tell all of them"

@@ -69,7 +69,7 @@ class DraftDriver:
                     starts.append(driver._start(one))
                 chunks.append(self._chunk(one, count, remaining))
                 one.computed += count
-            chunks.sort(key=lambda chunk: chunk.place)
+            chunks.sort(key=lambda chunk: (chunk.num_tokens > 1, not chunk.is_decode))
             batch = Batch(driver.steps, tuple(starts), tuple(chunks), tuple(driver._departures))
             driver._departures = []
             driver.steps += 1
