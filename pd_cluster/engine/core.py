@@ -149,7 +149,10 @@ class EngineCore:
             logger.warning("nothing is drafted: %s", "the model keeps states" if is_state_kept else "--logits-stage")
             return None
         model = self._step_model
-        return Speculation(drafter or LookupDrafter(), model, lambda: self._pipeline.gap_s, lambda: model.is_fitted)
+        return Speculation(
+            drafter or LookupDrafter(), model, lambda: self._pipeline.gap_s, lambda: model.is_fitted,
+            self._executor.take_forced,
+        )  # fmt: skip
 
     def _make_scheduler(self, config: NodeConfig, drafter: Drafter | None) -> Scheduler:
         model = self._executor.model

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from pd_cluster.drafting.forced import ForcedDrafts
 from pd_cluster.drafting.offer import DraftOffer
 from pd_cluster.drafting.trials import Trials
 from pd_cluster.drafting.worth import StepPrice, most_worth
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from collections.abc import Sequence as Tokens
 
+    from pd_cluster.drafting.forced import ForcedTokens
     from pd_cluster.scheduling.batch_builder import BatchBuilder
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.block_table import BlockTable
@@ -74,6 +76,7 @@ class Speculation:
     model: StepModel = field(default_factory=StepModel)
     gap_s: Callable[[], float] = lambda: 0.0
     is_priced: Callable[[], bool] = lambda: True
+    forced: Callable[[], Tokens[ForcedTokens]] = lambda: ()  # see `Executor.take_forced`
 
 
 class Drafting:
@@ -92,6 +95,7 @@ class Drafting:
         self._blocks, self._memory, self._queues, self._budget = blocks, memory, queues, budget
         self._spared: list[int] | None = None  # blocks by group that a step's drafts leave; None: not counted
         self._trials = Trials()
+        self._forced = ForcedDrafts(speculation.forced)
         self._expected = set[int]()  # sequences that may have drafts
         self._num_drafts = 0
         self._num_runs = [0] * (most + 1)  # by the number of accepted drafts
@@ -123,10 +127,12 @@ class Drafting:
         if seq_id in self._expected:
             self._expected.remove(seq_id)
             self._drafter.forget(seq_id)
+            self._forced.forget(seq_id)
 
     def check(self) -> None:
         """Raise AssertionError if anything is kept of a sequence. Call it while there is none."""
         assert not self._expected, "a sequence has ended and may still have drafts"
+        assert not self._forced.known, "forced tokens of an ended sequence are kept"
         self._drafter.check()
 
     def note(self, chunk: SequenceChunk, num_right: int) -> None:
@@ -136,10 +142,12 @@ class Drafting:
         request = self._queues.sequences[chunk.seq_id].request
         request.num_drafts += len(chunk.drafts)
         request.num_accepted_drafts += num_right
-        self._drafter.note(chunk.seq_id, len(chunk.drafts), num_right)
+        if self._forced.note(chunk.seq_id, len(chunk.drafts), num_right):
+            self._drafter.note(chunk.seq_id, len(chunk.drafts), num_right)
 
     def add(self, builder: BatchBuilder) -> None:
         """Turn decodes of the step, which is planned otherwise, into decodes with drafts, and order its chunks."""
+        self._forced.take(self._expected)
         if not self._costs.is_priced():
             return
         chunks, sequences, unready = builder.chunks, self._queues.sequences, builder.unready or ()
@@ -151,7 +159,10 @@ class Drafting:
             seq = sequences[seq_id]
             most = seq.max_len - chunk.start - 2
             if most > 0 and seq not in unready:
-                offer = offer_of(seq_id, seq.token_ids, seq.num_pending - 1, most if most < self._most else self._most)
+                asked = seq_id, seq.token_ids, seq.num_pending - 1, most if most < self._most else self._most
+                offer = offer_of(*asked)
+                if seq_id in self._forced.known:
+                    offer = self._forced.joined(*asked, offer)
                 if offer is not None:
                     offered.append((at, _ended(offer, seq.stop_ids)))
         if not offered:

@@ -215,6 +215,7 @@ class DeviceExecutor(DeviceState):
         self.slabs, self.num_host_blocks, self.block_size = cache.slabs, cache.num_host_blocks, plan.layout.block_size
         self.cache = cache.describe()
         self.start_profile, self.stop_profile = plan.profiler.start, plan.profiler.stop
+        self.take_forced = plan.grammars.take_forced
         self.graph_sizes = runner.graphs.sizes  # the captured ones
         self._graph_sizes = GraphSizes(self.graph_sizes)
 
