@@ -55,7 +55,7 @@ class ForcedDrafts:
         if not (num := len(ahead)):
             return offer
         chance = (self._right + NUM_PRIOR * PRIOR) / (self._tried + NUM_PRIOR)
-        chances = np.power(chance, np.arange(1, num + 1), dtype=np.float32)
+        chances = np.float32(chance) ** np.arange(1, num + 1, dtype=np.float32)
         goes_on = offer is not None and len(offer.tokens) > num and list(offer.tokens[:num]) == ahead
         self._offered[seq_id] = num, goes_on
         if offer is None or not goes_on:

@@ -101,9 +101,9 @@ class DraftBranch:
 
 def allows_one(mask: Mask) -> bool:
     """Whether a mask allows exactly one token."""
-    if np.count_nonzero(mask[:FIRST_WORDS]) > 1 or len(words := mask[np.flatnonzero(mask)]) != 1:
+    if np.count_nonzero(mask[:FIRST_WORDS]) > 1 or np.count_nonzero(mask) != 1:
         return False
-    return (int(words[0]) & 0xFFFFFFFF).bit_count() == 1
+    return (int(mask[mask != 0][0]) & 0xFFFFFFFF).bit_count() == 1
 
 
 def try_drafts(rows: Iterable[DraftedRow]) -> None:
