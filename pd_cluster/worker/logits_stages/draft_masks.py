@@ -3,7 +3,6 @@
 Copies of a state of llguidance share a lexer, which one thread uses at a time: a row's own token would wait for a mask
 after its drafts, up to 38 ms. So drafts have states and lexers of their own, which one thread uses. Drafts that
 exhaust a lexer end no row. Then the drafts of its rows rest for CALM tokens, and begin again with another lexer.
-
 The same thread finds what a grammar forces after a row's drafts, or where the mask of a row without any allows one
 token. No mask of a row waits for that, and no draw.
 """
@@ -130,7 +129,7 @@ def try_drafts(rows: Iterable[DraftedRow]) -> None:
 
 
 def _branch_off(branches: Sequence[DraftBranch]) -> None:
-    """Let the roots take the outputs up to the places of the branches, and give each branch a copy.
+    """Let the roots take the outputs up to the places of the branches, and give each branch with drafts a copy.
 
     Raises any exception.
     """
