@@ -149,7 +149,8 @@ class EngineCore:
             logger.warning("nothing is drafted: %s", "the model keeps states" if is_state_kept else "--logits-stage")
             return None
         model = self._step_model
-        return Speculation(drafter or LookupDrafter(), model, lambda: self._pipeline.gap_s, lambda: model.is_fitted)
+        gap_s, forced = lambda: self._pipeline.gap_s, self._executor.take_forced
+        return Speculation(drafter or LookupDrafter(), model, gap_s, lambda: model.is_fitted, forced)
 
     def _make_scheduler(self, config: NodeConfig, drafter: Drafter | None) -> Scheduler:
         model = self._executor.model

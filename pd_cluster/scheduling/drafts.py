@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from pd_cluster.drafting.forced import ForcedDrafts
 from pd_cluster.drafting.trials import Trials
 from pd_cluster.drafting.worth import most_worth
 from pd_cluster.protocol.messages import Work
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from collections.abc import Sequence as Tokens
 
+    from pd_cluster.drafting.forced import ForcedTokens
     from pd_cluster.drafting.offer import DraftOffer
     from pd_cluster.drafting.worth import StepPrice
     from pd_cluster.scheduling.batch_builder import BatchBuilder
@@ -80,6 +82,7 @@ class Speculation:
     model: StepModel = field(default_factory=StepModel)
     gap_s: Callable[[], float] = lambda: 0.0
     is_priced: Callable[[], bool] = lambda: True
+    forced: Callable[[], Tokens[ForcedTokens]] = lambda: ()  # see `Executor.take_forced`
 
 
 class Drafting:
@@ -98,6 +101,7 @@ class Drafting:
         self._blocks, self._memory, self._queues, self._budget = blocks, memory, queues, budget
         self._spared: list[int] | None = None  # blocks by group that a step's drafts leave; None: not counted
         self._trials = Trials()
+        self._forced = ForcedDrafts(speculation.forced)
         self._expected = set[int]()  # sequences that may have drafts
         self._num_drafts = 0
         self._num_runs = [0] * (most + 1)  # by the number of accepted drafts
@@ -129,6 +133,7 @@ class Drafting:
         if seq_id in self._expected:
             self._expected.remove(seq_id)
             self._drafter.forget(seq_id)
+            self._forced.forget(seq_id)
 
     def prepare(self, is_late: Callable[[], bool]) -> None:
         """See `Drafter.prepare`."""
@@ -137,6 +142,7 @@ class Drafting:
     def check(self) -> None:
         """Raise AssertionError if anything is kept of a sequence. Call it while there is none."""
         assert not self._expected, "a sequence has ended and may still have drafts"
+        assert not self._forced.known, "forced tokens of an ended sequence are kept"
         self._drafter.check()
 
     def take(self, seq: Sequence, chunk: SequenceChunk, num_samples: int) -> None:
@@ -148,7 +154,7 @@ class Drafting:
             self._num_runs[num_right] += 1
             request.num_drafts += num_drafts
             request.num_accepted_drafts += num_right
-            if request.sampling.grammar:
+            if request.sampling.grammar and self._forced.note(chunk.seq_id, num_drafts, num_right):
                 self._drafter.note(chunk.seq_id, num_drafts, num_right)
         if not seq.num_uncertain:
             assert seq.table is not None
@@ -156,12 +162,13 @@ class Drafting:
 
     def add(self, builder: BatchBuilder) -> None:
         """Turn decodes of the step, which is planned otherwise, into decodes with drafts, and order its chunks."""
+        self._forced.take(self._expected)
         chunks, sequences, unready, share = builder.chunks, self._queues.sequences, builder.unready, builder.prompts
         most = min(builder.budget, builder.rows, share.cost_left if share.is_limited else builder.budget)
         if most <= 0 or not self._costs.is_priced():
             return
         offers, decodes = list["DraftOffer"](), list[tuple[int, "Sequence"]]()
-        expected, offer_of = self._expected, self._drafter.offer
+        expected, offer_of, known = self._expected, self._drafter.offer, self._forced.known
         for at, chunk in enumerate(chunks):
             seq_id = chunk.seq_id
             if seq_id not in expected or chunk.num_tokens != 1 or chunk.num_samples != 1 or chunk.reads:
@@ -169,8 +176,10 @@ class Drafting:
             seq = sequences[seq_id]
             num = seq.max_len - chunk.start - 2
             if num > 0 and not (unready and seq in unready):
-                num = num if num < self._most else self._most
-                offer = offer_of(seq_id, seq.token_ids, seq.num_pending - 1, num)
+                asked = seq_id, seq.token_ids, seq.num_pending - 1, num if num < self._most else self._most
+                offer = offer_of(*asked)
+                if seq_id in known:
+                    offer = self._forced.joined(*asked, offer)
                 if offer is not None:
                     offers.append(offer)
                     decodes.append((at, seq))

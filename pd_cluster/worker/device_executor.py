@@ -44,9 +44,10 @@ from pd_cluster.worker.warm_up import NUM_BLOCKS, run_first_steps, run_steps_of_
 from pd_kernels.values import StepSize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from pd_cluster.config import CacheConfig, NodeConfig
+    from pd_cluster.drafting.forced import ForcedTokens
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.worker.executor import ModelDescription
@@ -295,6 +296,9 @@ class DeviceExecutor(DeviceState):
     def _is_unready(self, seq_id: int, sampling: SamplingParams) -> bool:
         is_unready = self._runner.rows.is_unready(seq_id)
         return self._grammars.is_compiling(sampling.grammar) if is_unready is None else is_unready
+
+    def take_forced(self) -> Sequence[ForcedTokens]:
+        return self._grammars.take_forced()
 
     def follow_late(self, absent: Collection[int]) -> None:
         """On a rank > 0: draw the late rows of the newest step. The steps before it must have been read."""

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 from pd_connectors.base import Closes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from pd_cluster.config import NodeConfig
+    from pd_cluster.drafting.forced import ForcedTokens
     from pd_cluster.models.spec import ModelSpec
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.batch import Batch, StepResult
@@ -112,6 +113,9 @@ class Executor(Closes, Protocol):
 
         The others wait for a late logits stage. `wake` is called once, on any thread, when that may have changed.
         """
+
+    def take_forced(self) -> Sequence[ForcedTokens]:
+        """What grammars force, as far as it was found since the last call. Nothing is sought before the first one."""
 
     def start_profile(self) -> None:
         """Record the work of host and devices, until `stop_profile` or `close`. Ignored while it records."""

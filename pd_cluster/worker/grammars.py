@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from pd_cluster.drafting.forced import ForcedTokens
     from pd_cluster.worker.draw_places import Mask
 
 MAX_KEPT = 64  # compiled grammars; a copy takes 22 us, compiling 1.6 ms at the median
@@ -107,6 +108,11 @@ class GrammarState:
             if not self.matcher.is_stopped():
                 self.matcher.consume_token(token_id)
 
+    @property
+    def forced(self) -> list[int]:
+        """The next tokens that alone are allowed, after a mask of this place; some may be left out. Changes no mask."""
+        return [*self.matcher.compute_ff_tokens()]
+
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
         """Write the mask of the next token into `mask` [W], W = ceil(V / 32), without the interpreter's lock.
 
@@ -143,6 +149,7 @@ class Grammars:
         self.mask_threads = MaskThreads()
         self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
         self._of_drafts = OrderedDict[str, Any]()  # states at the beginning; the thread of drafts alone uses it
+        self.forced: list[ForcedTokens] | None = None  # that were found, newest last; None: they are not sought
         self._lock = Lock()  # of `_compiled`: the step loop prepares, and threads of masks restart
         self._refusal = ""
         if importlib.util.find_spec("llguidance") is None:
@@ -221,6 +228,11 @@ class Grammars:
     def forget_drafts(self, grammar: str) -> None:
         """Have the grammar compiled for the next draft state, because one has an error."""
         self._of_drafts.pop(grammar, None)
+
+    def take_forced(self) -> list[ForcedTokens]:
+        """See `Executor.take_forced`."""
+        found, self.forced = self.forced, []
+        return found or []
 
     def masks_after(self, states: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[Mask | str]:
         """Advance each state by its tokens. -> of each the mask of its next token, or why it cannot go on.

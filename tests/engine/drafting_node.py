@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.messages import SampledToken
 
 LOOKUP = "lookup"  # a drafter's kind beside KINDS: the product's
+SILENT = "silent"  # one that knows nothing: all drafts are tokens that grammars force
 Answers = dict[tuple[str, int], list["SampledToken"]]
 
 
@@ -82,7 +83,8 @@ class Node:
     def bench(self, kind: str = "", mode: str = "off", **more: Any) -> Told:
         drafter: Drafter | None = None
         if kind:
-            drafter = lookup_drafter() if kind == LOOKUP else ScriptedDrafter.of(self.answers, kind)
+            known = self.answers if kind != SILENT else []
+            drafter = lookup_drafter() if kind == LOOKUP else ScriptedDrafter.of(known, kind)
         return Told(self.executor, self.connector, mode, drafter=drafter, **more)
 
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from pd_cluster.protocol.messages import AddRequest, FinishReason
@@ -16,6 +17,7 @@ from pd_cluster.worker.logits_stages.grammar_masks import GrammarMasks
 from tests.drafters import KINDS, ScriptedDrafter
 from tests.engine.drafting_node import (
     LOOKUP,
+    SILENT,
     Answered,
     Node,
     Wanted,
@@ -41,6 +43,8 @@ from tests.patient_masks import be_patient
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
+
+    from tests.engine.test_core_pipeline import Bench
 
 __all__ = ["roomy", "small"]
 
@@ -80,7 +84,7 @@ def single(roomy: Node, small: Node) -> Answered:
 
 
 @pytest.mark.parametrize("mode", ["off", "on"])
-@pytest.mark.parametrize("kind", [*KINDS, LOOKUP])
+@pytest.mark.parametrize("kind", [*KINDS, LOOKUP, SILENT])
 def test_drafts_change_no_answer(roomy: Node, single: Answered, kind: str, mode: str) -> None:
     bench = roomy.bench(kind, mode)
     WANTED.send(bench)
@@ -107,7 +111,48 @@ def test_right_drafts_are_accepted(roomy: Node, single: Answered) -> None:
     roomy.answers = answers
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("mixed", "on"), ("right", "off"), (LOOKUP, "on")])
+def num_accepted(bench: Bench) -> int:
+    assert bench.stats is not None
+    return int(bench.stats.counters["spec_decode_num_accepted_tokens_total"])
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+@pytest.mark.parametrize("index", [1, 3, 5])
+def test_forced_tokens_are_accepted(
+    roomy: Node, single: Answered, index: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a schema and of a tool call, where nothing was there before that lookup could find."""
+    found = {}
+    for is_sought in (True, False):
+        with monkeypatch.context() as patch:
+            if not is_sought:
+                patch.setattr(roomy.executor, "take_forced", list)
+                roomy.executor._grammars.forced = None
+            bench = roomy.bench(LOOKUP, mode)
+        sampling = msgspec.structs.replace(WANTED.samplings[index], n=1)
+        bench.send(AddRequest("r", list(PROMPTS[1]), sampling))
+        found[is_sought] = bench.answered(), num_accepted(bench)
+    (forced, num_forced), (plain, num_plain) = found[True], found[False]
+    expect_same(forced, plain)
+    assert num_forced > num_plain
+    assert forced.num_steps < plain.num_steps
+    if index == 3:
+        assert num_plain == 0
+
+
+def test_an_answer_that_is_continued_has_forced_tokens(roomy: Node, single: Answered) -> None:
+    sampling = msgspec.structs.replace(WANTED.samplings[5], n=1)
+    bench = roomy.bench()
+    bench.send(AddRequest("r", list(PROMPTS[1]), sampling))
+    whole = bench.answered().ids["r", 0]
+    for num_known in (1, 7, len(whole) // 2):
+        bench = roomy.bench(SILENT, "on")
+        bench.send(AddRequest("r", list(PROMPTS[1]), sampling, known=(tuple(whole[:num_known]),)))
+        assert bench.answered().ids["r", 0] == whole[num_known:]
+        assert num_accepted(bench) > 0
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("mixed", "on"), ("right", "off"), (LOOKUP, "on"), (SILENT, "on")])
 def test_preempted_answers(small: Node, single: Answered, kind: str, mode: str) -> None:
     bench = small.bench(kind, mode)
     WANTED.send(bench)
@@ -207,7 +252,7 @@ def test_drafts_that_exhaust_the_lexer_end_no_request(roomy: Node, monkeypatch: 
     assert found.tokens == plain.tokens
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("right", "on"), ("mixed", "off")])
+@pytest.mark.parametrize(("kind", "mode"), [("right", "on"), ("mixed", "off"), (SILENT, "on")])
 def test_drafts_after_a_handoff(roomy: Node, single: Answered, kind: str, mode: str) -> None:
     bench = roomy.bench(kind, mode, prefix_caching=False)
     WANTED.hand_over(bench)

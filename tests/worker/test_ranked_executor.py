@@ -27,7 +27,7 @@ from pd_cluster.worker.ranks import Ranks
 from pd_cluster.worker.warm_up import ASKING, DRAWN, GREEDY
 from pd_connectors.protocol.layout import BlockLayout
 from tests.drafters import KINDS
-from tests.engine.drafting_node import Node, expect_same, num_drafts
+from tests.engine.drafting_node import SILENT, Node, expect_same, num_drafts
 from tests.engine.test_core_pipeline import make_connector
 from tests.engine.test_drafted_grammars import WANTED as GRAMMARS
 from tests.patient_masks import be_patient
@@ -376,7 +376,7 @@ def drafting(several: DeviceExecutor) -> Iterator[Node]:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("kind", "mode"), [("right", "off"), ("right", "on"), ("mixed", "on")])
+@pytest.mark.parametrize(("kind", "mode"), [("right", "off"), ("right", "on"), ("mixed", "on"), (SILENT, "on")])
 def test_ranks_verify_drafts_under_grammars_alike(
     drafting: Node, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,6 +387,6 @@ def test_ranks_verify_drafts_under_grammars_alike(
     GRAMMARS.send(bench)
     found = bench.answered()
     expect_same(found, single)
-    assert num_drafts(bench) > 100
+    assert num_drafts(bench) > (20 if kind == SILENT else 100)
     if kind == "right":
         assert found.num_steps < 0.8 * single.num_steps

@@ -3,6 +3,8 @@
 Copies of a state of llguidance share a lexer, which one thread uses at a time: a row's own token would wait for a mask
 after its drafts, up to 38 ms. So drafts have states and lexers of their own, which one thread uses. Drafts that
 exhaust a lexer end no row. Then the drafts of its rows rest for CALM tokens, and begin again with another lexer.
+The same thread finds what a grammar forces after a row's drafts, or where the mask of a row without any allows one
+token. No mask of a row waits for that, and no draw.
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
+from pd_cluster.drafting.forced import ForcedTokens
+from pd_cluster.worker.grammars import FIRST_WORDS
 from pd_cluster.worker.mask_threads import CALM, SLOW_GROUP_S, SLOW_S, Pace
 
 if TYPE_CHECKING:
@@ -24,6 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_FORCED = 64  # tokens that are told at a time: those of a few steps
+FORCED_S = 0.001  # of the masks before: to find thousands takes as long, with the interpreter's lock; of few 10 us
+
 
 @dataclass(slots=True, eq=False)
 class DraftRoot:
@@ -33,6 +42,7 @@ class DraftRoot:
     num_taken: int = 0  # tokens of the output that the state has taken
     is_lone: bool = True  # its masks may be slow: they are not computed in one call with those of other rows
     rests_until: int = 0  # length of the output from which on drafts are tried
+    seeks_from: int = 1  # the same for what is forced. A node that hands a prompt over draws the first token alone
 
 
 class DraftedRow(Protocol):
@@ -40,6 +50,8 @@ class DraftedRow(Protocol):
 
     grammars: Grammars
     grammar: str
+    seq_id: int
+    num_prompt: int
     output: list[int]
     num_taken: int  # tokens of the output before the row's own mask
     masks: dict[tuple[int, ...], Mask]  # of the next token, and of those after drafts; another one for each place
@@ -62,11 +74,22 @@ class DraftBranch:
 
     def goes_to(self, count: int) -> bool:
         """Whether the mask before the last of `count` drafts allows it. A state that takes another one has an error."""
+        if not count:  # of a branch that has none
+            return not self.drafts and self.one.masks is self.masks and not self.state.error
         mask = self.masks.get(self.drafts[: count - 1])
         if mask is None or len(self.drafts) < count or self.one.masks is not self.masks:
             return False  # after an error, at the end, or the row has gone on
         word, bit = divmod(self.drafts[count - 1], 32)
         return bool(mask[word] >> bit & 1)
+
+    def tell_forced(self, mask: Mask) -> None:
+        """Tell what the grammar leaves no choice about after all of the drafts. `mask`: of that place."""
+        one = self.one
+        if one.grammars.forced is not None and allows_one(mask) and (forced := self.state.forced[:MOST_FORCED]):
+            place = one.num_prompt + self.place
+            one.grammars.forced.append(ForcedTokens(one.seq_id, place, (*self.drafts, *forced)))
+            if not self.drafts:  # or else it is so only if these are right
+                one.root.seeks_from = self.place + len(forced)
 
     def begin_again(self) -> None:
         """Drop these drafts, rest, and then follow the output from its beginning with another lexer."""
@@ -75,14 +98,24 @@ class DraftBranch:
         self.one.root = DraftRoot(rests_until=self.place + CALM)
 
 
+def allows_one(mask: Mask) -> bool:
+    """Whether a mask allows exactly one token."""
+    if np.count_nonzero(mask[:FIRST_WORDS]) > 1 or np.count_nonzero(mask) != 1:
+        return False
+    return (int(mask[mask != 0][0]) & 0xFFFFFFFF).bit_count() == 1
+
+
 def try_drafts(rows: Iterable[DraftedRow]) -> None:
     """Begin to compute the masks after the drafts of some rows, which have their own masks.
 
-    Not of slow rows: no draft is worth the time.
+    Not of slow rows: no draft is worth the time. And see what is forced where a row without drafts has no choice.
     """
     groups, together = list[list[DraftBranch]](), list[DraftBranch]()
     for one in rows:
-        if one.drafts and not (one.error or one.pace is Pace.SLOW or one.num_taken < one.root.rests_until):
+        if one.error or one.pace is Pace.SLOW or one.num_taken < one.root.rests_until:
+            continue
+        is_sought = one.grammars.forced is not None and one.num_taken >= one.root.seeks_from
+        if one.drafts or (is_sought and allows_one(one.masks[()])):
             branch = DraftBranch(one, one.masks, one.drafts, one.num_taken)
             if one.root.is_lone:
                 groups.append([branch])
@@ -96,7 +129,7 @@ def try_drafts(rows: Iterable[DraftedRow]) -> None:
 
 
 def _branch_off(branches: Sequence[DraftBranch]) -> None:
-    """Let the roots take the outputs up to the places of the branches, and give each branch a copy.
+    """Let the roots take the outputs up to the places of the branches, and give each branch with drafts a copy.
 
     Raises any exception.
     """
@@ -110,30 +143,34 @@ def _branch_off(branches: Sequence[DraftBranch]) -> None:
     for branch in branches:
         if branch.state.error:  # the lexer's: the row has a mask after the same output
             branch.begin_again()
-        else:
+        elif branch.drafts:
             branch.state = branch.state.copy()
 
 
 def _compute_after(branches: Sequence[DraftBranch]) -> None:
     """Compute the masks after drafts, as far as the masks before them allow the drafts, up to a slow call.
 
+    After the last one, see what is forced: of branches without drafts that is the mask of their place.
     The rows of a slow call are alone in the next ones. One that is slow alone rests for CALM tokens: the drafts of all
     rows wait for this thread.
     """
     limit_s, clock = (SLOW_S, time.thread_time) if len(branches) == 1 else (SLOW_GROUP_S, time.perf_counter)
     try:
+        num_drafts = [len(branch.drafts) for branch in branches]
         _branch_off(branches)
-        for count in range(1, 1 + max(len(branch.drafts) for branch in branches)):
+        for count in range(min(1, *num_drafts), 1 + max(num_drafts)):
             going, started_s = [branch for branch in branches if branch.goes_to(count)], clock()
             if not going:
-                break
+                continue
             states = [(branch.state, branch.drafts[count - 1 : count]) for branch in going]
-            for branch, mask in zip(going, going[0].one.grammars.masks_after(states), strict=True):
-                if not isinstance(mask, str):
-                    branch.masks[branch.drafts[:count]] = mask
-            is_slow = clock() - started_s > limit_s
-            for branch in going:
+            found = going[0].one.grammars.masks_after(states)
+            is_slow = (took_s := clock() - started_s) > limit_s
+            for branch, mask in zip(going, found, strict=True):
                 branch.one.root.is_lone = is_slow
+                if not isinstance(mask, str):
+                    branch.masks.setdefault(branch.drafts[:count], mask)
+                    if count == len(branch.drafts) and took_s < FORCED_S:
+                        branch.tell_forced(mask)
             if is_slow:
                 if len(branches) == 1:
                     branches[0].one.root.rests_until = branches[0].place + CALM

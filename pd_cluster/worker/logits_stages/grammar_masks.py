@@ -51,6 +51,8 @@ class Constraint:
 
     grammars: Grammars
     grammar: str
+    seq_id: int
+    num_prompt: int
     output: list[int]
     first_end: int  # length of the sequence before which it must not end while the grammar lets it go on
     ends: Mask | None  # the tokens that end it; None: it may end anywhere
@@ -179,6 +181,8 @@ class GrammarMasks(CapturedStage, LateStage):
             constraint = Constraint(
                 self._grammars,
                 params.grammar,
+                start.seq_id,
+                num_prompt,
                 list(start.token_ids[num_prompt:]),
                 num_prompt + params.min_tokens,
                 self._mask_of(params.stop_ids(self._eos_token_ids)) if params.min_tokens else None,
