@@ -98,6 +98,14 @@ class Costs:
         (token_s, key_s), load = self._pace(node), node.view.ledger.total
         return load.queued_tokens * token_s + load.queued_keys * key_s
 
+    def first_token_s(self, node: Node) -> float | None:
+        """Until the first token, if the node reads the prompt and goes on. None: no figures yet."""
+        if _known_s(node, self._now_s) is None and not self.knows_speed:
+            return None
+        best = self._best_reading if node.role is Role.PREFILL else self._best_decoding
+        _, _, _, queue_s, own_s = next(self._sums((node,), best))
+        return queue_s + own_s + (0.0 if self.decoding((node,))[0][2] else self._room_s(node))
+
     def handing_over_s(self, node: Node) -> float:
         """From P's first token on, if this decode node goes on. It has the first token before it has room."""
         return self.decoding((node,))[0][0]

@@ -11,7 +11,7 @@ from pd_router.config import D_FIRST, DIRECT, P_FIRST, PROMPT
 from pd_router.nodes.node_table import Node, Role, healthy
 from pd_router.nodes.trial import FEWEST, MOST
 from pd_router.policy.candidates import DEFAULT
-from pd_router.policy.cost import DOUBT_S, ERROR_FACTOR, FEW_NODES, HANDOVER_S, LOCAL_TOKENS, Costs
+from pd_router.policy.cost import DOUBT_S, ERROR_FACTOR, FEW_NODES, HANDOVER_S, LOCAL_TOKENS, LOOK_S, Costs
 from pd_router.policy.route import Route
 
 if TYPE_CHECKING:
@@ -50,6 +50,16 @@ class CostRoute(Route, frozen=True, kw_only=True):
 
     def queue_s(self, node: Node) -> float | None:
         return self.costs.queue_s(node)
+
+    def predicted_s(self, node: Node, now_s: float) -> float | None:
+        costs, order = self.costs, self.order
+        if order is PROMPT:
+            return costs.reading_s(node) if node.view.ledger.reported.token_s or costs.knows_speed else None
+        if order is DIRECT or (order is D_FIRST and self.prompt.num_missing(node) < LOCAL_TOKENS):
+            return costs.first_token_s(node)
+        if not costs.knows_speed:
+            return None
+        return HANDOVER_S + (costs.reading_s(node) if order is P_FIRST else LOOK_S + self._prefill_s(now_s))
 
     def first_token_s(self, now_s: float) -> float | None:
         costs, is_prompt = self.costs, self.order is PROMPT
