@@ -44,6 +44,7 @@ class SimRoute:
     prefill: int | None
     decode: Callable[[], tuple[int, Booking]]  # chosen when the ticket is there
     booking: Booking | None  # of the prefill node's leg
+    predicted_s: float | None = None  # until the first token
 
 
 class SimRouter(Protocol):
@@ -89,9 +90,11 @@ class CostRouter:
         if choice.order is HandoffOrder.DIRECT:
             direct = choice.best(choice.decodes, clock())
             assert direct is not None
+            predicted_s = choice.predicted_s(direct, clock())
             number, booking = self._numbers[direct], book(direct, reads=True)
-            return SimRoute(None, lambda: (number, booking), None)
+            return SimRoute(None, lambda: (number, booking), None, predicted_s)
         first = choice.prefills[0]
+        predicted_s = choice.predicted_s(first, clock())
 
         def decode() -> tuple[int, Booking]:
             node = choice.best(choice.decodes, clock())
@@ -100,7 +103,7 @@ class CostRouter:
 
         work = facts.work(first)
         charge = Charge(first, clock, prompt_tokens=work.tokens, cached_tokens=work.cached_tokens)
-        return SimRoute(self._numbers[first], decode, charge)
+        return SimRoute(self._numbers[first], decode, charge, predicted_s)
 
     def cached(self, arrival: SimRequest) -> dict[Node, int]:
         return self.index.hits(arrival.blocks)
