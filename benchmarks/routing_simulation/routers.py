@@ -85,7 +85,8 @@ class CostRouter:
 
         def book(node: Node, *, reads: bool) -> Charge:
             tokens = facts.num_missing(node) if reads else 0
-            return Charge(node, clock, prompt_tokens=tokens, cached_tokens=facts.num_cached(node), sequences=1)
+            cached, context = facts.num_cached(node), arrival.num_tokens
+            return Charge(node, clock, prompt_tokens=tokens, cached_tokens=cached, sequences=1, context=context)
 
         if choice.order is HandoffOrder.DIRECT:
             direct = choice.best(choice.decodes, clock())

@@ -103,6 +103,8 @@ class NodeRequest(ABC):
                 report = msgspec.structs.replace(
                     report, num_prompt_tokens=prompt, num_output_tokens=output, num_cached_tokens=cached
                 )
+            if (num_answers := self.route.prompt.num_sequences) and report.num_output_tokens:
+                self._s.table.answers.note(self._record.model, report.num_output_tokens / num_answers)
         self._record.reported(report, is_first_node=is_first_node)
 
     def _allowed(self, reported: tuple[int, int]) -> tuple[int, int]:
