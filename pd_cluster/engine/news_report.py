@@ -98,6 +98,6 @@ class NewsReport:
             load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share,
             step_keys=self._budget.keys_per_token(load.num_running + share) if share else 0,
             num_context=round(num_streams * self._room.context), context_s=model.context_s if model.is_fitted else 0.0,
-            itl_s=itl_s if itl_s < inf else 0.0,
+            itl_s=itl_s if itl_s < inf == self._room.tpot_s else 0.0,
         )  # fmt: skip
         return self._room.filled_in(load, num_streams)

@@ -133,7 +133,6 @@ def test_a_free_prefill_node_keeps_a_stream_that_costs_more_elsewhere() -> None:
     [
         (PREFILL, DECODE, {}),  # its prompts would hold the stream up without a bound
         (replace(FREE, queued_tokens=500), DECODE, {}),
-        (replace(FREE, tpot_s=0.01, stream_room=9), DECODE, {}),  # with a target that decides
         (replace(FREE, num_running=64), DECODE, {}),
         (FREE, replace(DECODE, num_running=0, num_context=0), {}),
         (FREE, DECODE, {"decode_on_prefill": "never"}),

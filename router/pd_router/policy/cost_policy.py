@@ -99,11 +99,11 @@ class CostRoute(Route, frozen=True, kw_only=True):
 
     def freest(self, nodes: Iterable[Node], prefill_s: float) -> Node | None:
         """The prefill node that has nothing to compute, and whose sum to the last token is clearly less than that of a
-        handoff. Only one that bounds its streams' gaps, and has no target that `keepers` go by."""
+        handoff. Only one that bounds its streams' gaps, and has no target by which `keepers` are found."""
         costs, free = self.costs, []
         for node in nodes:
             load = node.view.load
-            if load is not None and load.itl_s and not load.tpot_s and not node.view.queued_tokens:
+            if load is not None and load.itl_s and not node.view.queued_tokens:
                 free.append(node)
         if not free or not (decodes := [*self.paired(self.decodes)]):
             return None

@@ -103,8 +103,9 @@ class NodeRequest(ABC):
                 report = msgspec.structs.replace(
                     report, num_prompt_tokens=prompt, num_output_tokens=output, num_cached_tokens=cached
                 )
-            if (num_answers := self.route.prompt.num_sequences) and report.num_output_tokens:
-                self._s.table.answers.note(self._record.model, report.num_output_tokens / num_answers)
+            if report.num_output_tokens and not (prompt_facts := self.route.prompt).is_several:
+                num_tokens = report.num_output_tokens / prompt_facts.num_sequences
+                self._s.table.answers.note(self._record.model, num_tokens)
         self._record.reported(report, is_first_node=is_first_node)
 
     def _allowed(self, reported: tuple[int, int]) -> tuple[int, int]:
