@@ -41,7 +41,7 @@ class PolicyRow:
             policy, num_routers, mean(one.mean_s for one in outcomes), mean(one.percentile_s(0.5) for one in outcomes),
             mean(one.percentile_s(0.99) for one in outcomes), mean(one.hit_share for one in outcomes),
             mean(one.direct_share for one in outcomes),
-            {name: (len(some), *(round(_percentile(some, p), 3) for p in (0.5, 0.9))) for name, some in pooled.items()},
+            {name: (len(some), _percentile(some, 0.5), _percentile(some, 0.9)) for name, some in pooled.items()},
         )  # fmt: skip
 
     def text(self, trace: str, nodes: str) -> str:
@@ -56,7 +56,7 @@ class PolicyRow:
 
 
 def _percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+    return round(sorted(values)[min(len(values) - 1, int(share * len(values)))], 3)
 
 
 def comparisons(rows: Mapping[tuple[str, int], PolicyRow]) -> dict[str, float]:

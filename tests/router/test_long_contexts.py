@@ -6,7 +6,7 @@ and 985 ms at the decode node that the router preferred.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec.structs import replace
@@ -138,7 +138,7 @@ def test_a_free_prefill_node_keeps_a_stream_that_costs_more_elsewhere() -> None:
         (FREE, DECODE, {"decode_on_prefill": "never"}),
     ],
 )
-def test_a_stream_is_handed_over_as_ever(prefill: NodeLoad, decode: NodeLoad, settings: dict[str, str]) -> None:
+def test_a_stream_is_handed_over_as_ever(prefill: NodeLoad, decode: NodeLoad, settings: dict[str, Any]) -> None:
     assert chosen(nodes(prefill, decode), CONTEXT, **settings).reason == "default"
 
 

@@ -129,7 +129,7 @@ def charge_for(
     charge = Charge(
         node, clock, prefill_bytes=prompt.num_bytes if reads else 0, prompt_tokens=work.tokens,
         cached_tokens=work.cached_tokens, sequences=prompt.num_sequences if generates else 0,
-        context=int(prompt.tokens_at(node)),
+        context=int(prompt.tokens_at(node)) if generates else 0,
     )  # fmt: skip
     if reads and not shows_reading:
         charge.hide_prefill(route.queue_s(node))

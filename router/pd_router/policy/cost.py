@@ -26,7 +26,8 @@ TRANSFER_S = 1e-6  # for each token that is handed over: 128 KiB at 128 GB/s (8B
 CHUNK_TOKENS = 2048  # ... of the last step of a prefill node: the rest is read while it computes
 LOCAL_TOKENS = 64  # a decode node asks no prefill node for fewer tokens (the nodes' --min-remote-tokens)
 # The least saving for which a prompt leaves the prefill nodes: a step or two of each node, which no estimate includes.
-DOUBT_S = 0.02
+# It was 20 ms while sums of decode nodes left out keys, which are a tenth of a prompt of 1,000 tokens
+DOUBT_S = 0.015
 # What a second in which a prompt is computed beside a stream costs, for each stream; and the share by which the paces
 # of two equal nodes may be measured differently, so that no idle P is left for that, and idle nodes take turns. With 30
 # streams a prompt costs a quarter of its own time more, the margin that was best in simulation (benchmarks/LOG.md).
@@ -169,8 +170,10 @@ class Costs:
             queue_s = load.queued_tokens * token_s + load.queued_keys * key_s
             if most_s := load.most_token_s:  # a step takes so many tokens of a prompt however many are before them
                 most_key_s, last = load.most_key_s, None
-                own_s = min(own_s, tokens * (most_s + (cached + tokens / 2) * most_key_s))
-                queue_s = min(queue_s, load.queued_tokens * most_s + load.queued_keys * most_key_s)
+                most_own_s = tokens * (most_s + (cached + tokens / 2) * most_key_s)
+                most_queue_s = load.queued_tokens * most_s + load.queued_keys * most_key_s
+                own_s = own_s if own_s < most_own_s else most_own_s
+                queue_s = queue_s if queue_s < most_queue_s else most_queue_s
             yield node, cached, tokens, queue_s, own_s
 
     def keeping(self, nodes: Sequence[Node]) -> list[float]:

@@ -59,7 +59,7 @@ class CostRoute(Route, frozen=True, kw_only=True):
             return costs.reading_s(node) if node.view.ledger.reported.token_s or costs.knows_speed else None
         if order is DIRECT or (order is D_FIRST and self.prompt.num_missing(node) < LOCAL_TOKENS):
             return costs.first_token_s(node)
-        if not costs.knows_speed:
+        if not node.view.ledger.reported.token_s and not costs.knows_speed:
             return None
         return HANDOVER_S + (costs.reading_s(node) if order is P_FIRST else LOOK_S + self._prefill_s(now_s))
 
@@ -100,11 +100,8 @@ class CostRoute(Route, frozen=True, kw_only=True):
     def freest(self, nodes: Iterable[Node], prefill_s: float) -> Node | None:
         """The prefill node that has nothing to compute, and whose sum to the last token is clearly less than that of a
         handoff. Only one that bounds its streams' gaps, and has no target by which `keepers` are found."""
-        costs, free = self.costs, []
-        for node in nodes:
-            load = node.view.load
-            if load is not None and load.itl_s and not node.view.queued_tokens:
-                free.append(node)
+        bounded = [node for node in nodes if (load := node.view.load) is not None and load.itl_s]
+        free, costs = [node for node in bounded if not node.view.queued_tokens], self.costs
         if not free or not (decodes := [*self.paired(self.decodes)]):
             return None
         sums = zip(costs.keeping(free), costs.decoding(free), strict=True)
