@@ -13,9 +13,11 @@ from msgspec.structs import replace
 
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
 from pd_connectors.protocol.feed import NodeLoad
+from pd_router.calls.body import RequestBody
 from pd_router.config import HandoffOrder
 from pd_router.policy.charge import Charge
 from pd_router.policy.cost import DOUBT_S, HANDOVER_S
+from pd_router.policy.prompt_facts import prompt_facts
 from tests.router.test_choice import NOW_S, chosen, table
 
 if TYPE_CHECKING:
@@ -116,12 +118,22 @@ def test_short_answers_cost_a_node_less() -> None:
     assert 10 * prompts[0] < prompts[1]
 
 
+def test_lengths_are_learned_by_model_and_bounded_by_the_client() -> None:
+    made = nodes()
+    for _ in range(300):
+        made.answers.note("demo", 40.0)
+    bodies = (b'{"model": "demo"}', b'{"model": "demo", "max_tokens": 9}', b'{"max_tokens": 900}')
+    expected = [prompt_facts(RequestBody(body), made, b"k" * 32).num_output for body in bodies]
+    assert expected == [pytest.approx(40, abs=3), 9, 256]
+
+
 # --- a prefill node that is free
 
 
 def test_a_free_prefill_node_keeps_a_stream_that_costs_more_elsewhere() -> None:
-    made = nodes(FREE)
+    made = nodes(FREE, replace(DECODE, itl_s=0.025))
     choice = chosen(made, CONTEXT)
+    assert choice.best(made.nodes[1:], NOW_S) is None, "a decode node takes the handoff, and nothing in its place"
     assert (choice.text, choice.best(choice.decodes, NOW_S)) == ("direct; reason=prefill-free", made.nodes[0])
     assert choice.predicted_s(made.nodes[0], NOW_S) == pytest.approx(prefill_s(CONTEXT, 0))
     made.nodes[0].view.receive(replace(FREE, queued_tokens=1), ())

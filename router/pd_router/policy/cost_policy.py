@@ -101,7 +101,8 @@ class CostRoute(Route, frozen=True, kw_only=True):
         """The prefill node that has nothing to compute, and whose sum to the last token is clearly less than that of a
         handoff. Only one that bounds its streams' gaps, and has no target by which `keepers` are found."""
         bounded = [node for node in nodes if (load := node.view.load) is not None and load.itl_s]
-        free, costs = [node for node in bounded if not node.view.queued_tokens], self.costs
+        free = [node for node in bounded if node.role is Role.PREFILL and not node.view.queued_tokens]
+        costs = self.costs
         if not free or not (decodes := [*self.paired(self.decodes)]):
             return None
         sums = zip(costs.keeping(free), costs.decoding(free), strict=True)
