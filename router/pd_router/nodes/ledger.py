@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 DECODE_S = 10e-6  # of a step, for each of its decodes (8B, H200) ...
-CONTEXT_S = 33e-9  # ... and for each token whose KV they read: 1.3 ms at 40,000 tokens. A node tells its own
+CONTEXT_S = 33e-9  # ... and for each token of KV that they read: 1.3 ms at 40,000 tokens. A node tells its own
 USUAL_CONTEXT = 1200  # tokens of a sequence where nothing says it
 
 

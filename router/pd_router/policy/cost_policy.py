@@ -98,7 +98,7 @@ class CostRoute(Route, frozen=True, kw_only=True):
         return [max(soon, key=lambda node: node.view.num_sequences)] if soon else []
 
     def freest(self, nodes: Iterable[Node], prefill_s: float) -> Node | None:
-        """The prefill node that has nothing to compute, and whose sum to the last token is clearly less than that of a
+        """The prefill node that has nothing to compute, where the sum to the last token is clearly less than that of a
         handoff. Only one that bounds its streams' gaps, and has no target by which `keepers` are found."""
         bounded = [node for node in nodes if (load := node.view.load) is not None and load.itl_s]
         free = [node for node in bounded if node.role is Role.PREFILL and not node.view.queued_tokens]
