@@ -108,10 +108,15 @@ class Costs:
         if _known_s(node, self._now_s) is None and not self.knows_speed:
             return None
         best = self._best_reading if node.role is Role.PREFILL else self._best_decoding
-        _, _, _, queue_s, own_s = next(self._sums((node,), best))
-        load = node.view.load
-        steps_s = load.step_s if load is not None and load.step_tokens else 0.0  # half of it waits, half is left over
-        return queue_s + own_s + steps_s + (0.0 if self.decoding((node,))[0][2] else self._room_s(node))
+        _, cached, tokens, queue_s, own_s = next(self._sums((node,), best))
+        load, total, num_sequences = node.view.load, node.view.ledger.total, self._num_sequences
+        if load is None:
+            has_room, steps_s = node.has_room(num_sequences), 0.0
+        else:
+            has_slots = total.num_sequences + num_sequences <= total.num_slots
+            has_room = has_slots and total.free_tokens >= cached + tokens
+            steps_s = load.step_s if load.step_tokens else 0.0  # half of a step waits, half is left over
+        return queue_s + own_s + steps_s + (0.0 if has_room else self._room_s(node))
 
     def handing_over_s(self, node: Node) -> float:
         """From P's first token on, if this decode node goes on. It has the first token before it has room."""

@@ -57,5 +57,7 @@ def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts
         for node, num_tokens in table.prefixes.hits(body.text_chain(key, last_turn)).items():
             cached[node] = max(num_tokens, cached.get(node, 0))
     several, num_tokens = body.has_several_prompts, body.num_token_ids
-    num_output = min(table.answers.expected(body.model or ""), max(1.0, body.most_output))
+    num_output, most = table.answers.expected(body.model or ""), body.most_output
+    if most < num_output:
+        num_output = max(1.0, most)
     return PromptFacts(body.prompt_bytes, body.num_samples, several, shows_logprobs, cached, num_output, num_tokens)
