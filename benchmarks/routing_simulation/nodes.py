@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from benchmarks.routing_simulation.trace import BLOCK_TOKENS, SimRequest
+from pd_cluster.scheduling.prefill_budget import PrefillBudget
 from pd_connectors.protocol.feed import NodeLoad, StoredBlock
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ TOKEN_S, KEY_S = 21.1e-6, 0.87e-9
 STEP_S, DECODE_S, CONTEXT_S = 0.0042, 1e-5, 3.3e-8
 BESIDE_S, BESIDE_KEY_S, PROMPTS_S = 11e-6, 1.8e-9, 0.0013
 STEP_TOKENS, LEAST_TOKENS = 192, 32  # of a step with decodes: in all, and for prompts at least
+STEP_KEYS = 6000  # a prompt's token after so many counts as two of them (`ModelSpec.keys_per_token`)
 WHOLE_TOKENS = 2048  # of a decode node's step without decodes
 AGEING = 0.25  # shortest-first: a prompt counts as shorter by this share of the time that it has waited
 
@@ -201,15 +203,17 @@ class SimNode:
         return max(LEAST_TOKENS, STEP_TOKENS - self.num_running) if self.num_running else WHOLE_TOKENS
 
     def _pieces(self) -> list[tuple[Prompt, int]]:
-        room, pieces = self.step_tokens, []
+        """As the product's planner: the further a prompt is, the less of it a step takes beside decodes."""
+        share, pieces = PrefillBudget.whole(self.step_tokens), []
+        if self.num_running:
+            share = PrefillBudget.beside(self.num_running, WHOLE_TOKENS, self.step_tokens, STEP_KEYS)
         for prompt in self.queue:
-            if not room:
-                break
             if not prompt.computed:
                 prompt.cached = self._match(prompt)
-            count = min(room, prompt.rest)
-            pieces.append((prompt, count))
-            room -= count
+            start = prompt.cached + prompt.computed
+            if not share.admits(start):
+                break
+            pieces.append((prompt, share.take(start, prompt.rest)))
         return pieces
 
     def _end_step(self, pieces: list[tuple[Prompt, int]]) -> None:
@@ -254,5 +258,6 @@ class SimNode:
         measured = (0.0, TOKEN_S, KEY_S) if self.is_prefill else (self.step_s + PROMPTS_S, BESIDE_S, BESIDE_KEY_S)
         return NodeLoad(
             tokens, self.num_running, len(self._waiting), self.num_slots, 0, 0, 0, *measured, keys,
-            0 if self.is_prefill else self.step_tokens,
+            0 if self.is_prefill else self.step_tokens, step_keys=STEP_KEYS, num_context=self._context,
+            context_s=CONTEXT_S,
         )  # fmt: skip

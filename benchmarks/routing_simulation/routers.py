@@ -44,6 +44,7 @@ class SimRoute:
     prefill: int | None
     decode: Callable[[], tuple[int, Booking]]  # chosen when the ticket is there
     booking: Booking | None  # of the prefill node's leg
+    predicted_s: float | None = None  # until the first token
 
 
 class SimRouter(Protocol):
@@ -84,14 +85,17 @@ class CostRouter:
 
         def book(node: Node, *, reads: bool) -> Charge:
             tokens = facts.num_missing(node) if reads else 0
-            return Charge(node, clock, prompt_tokens=tokens, cached_tokens=facts.num_cached(node), sequences=1)
+            cached, context = facts.num_cached(node), arrival.num_tokens
+            return Charge(node, clock, prompt_tokens=tokens, cached_tokens=cached, sequences=1, context=context)
 
         if choice.order is HandoffOrder.DIRECT:
             direct = choice.best(choice.decodes, clock())
             assert direct is not None
+            predicted_s = choice.predicted_s(direct, clock())
             number, booking = self._numbers[direct], book(direct, reads=True)
-            return SimRoute(None, lambda: (number, booking), None)
+            return SimRoute(None, lambda: (number, booking), None, predicted_s)
         first = choice.prefills[0]
+        predicted_s = choice.predicted_s(first, clock())
 
         def decode() -> tuple[int, Booking]:
             node = choice.best(choice.decodes, clock())
@@ -100,7 +104,7 @@ class CostRouter:
 
         work = facts.work(first)
         charge = Charge(first, clock, prompt_tokens=work.tokens, cached_tokens=work.cached_tokens)
-        return SimRoute(self._numbers[first], decode, charge)
+        return SimRoute(self._numbers[first], decode, charge, predicted_s)
 
     def cached(self, arrival: SimRequest) -> dict[Node, int]:
         return self.index.hits(arrival.blocks)

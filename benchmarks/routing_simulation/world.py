@@ -43,6 +43,7 @@ class Outcome:
     ttft_s: tuple[float, ...]
     hit_share: float
     direct_share: float  # of the requests
+    ratios: dict[str, list[float]]  # of these seconds and the predicted ones, by route
 
     @property
     def mean_s(self) -> float:
@@ -62,6 +63,7 @@ class SimWorld:
         self._arrivals = arrivals
         self._ttft_s: list[float] = []
         self._num_direct = 0
+        self._ratios: dict[str, list[float]] = {}
         self.nodes: list[SimNode] = []
         for number in range(cluster.num_prefill + cluster.num_decode):
             self.nodes.append(self._make_node(number))
@@ -79,7 +81,8 @@ class SimWorld:
         self.events.run(lambda: len(self._ttft_s) == len(self._arrivals))
         hits = sum(node.hit_tokens for node in self.nodes)
         computed = sum(node.computed_tokens for node in self.nodes)
-        return Outcome(tuple(self._ttft_s), hits / (hits + computed), self._num_direct / len(self._arrivals))
+        direct = self._num_direct / len(self._arrivals)
+        return Outcome(tuple(self._ttft_s), hits / (hits + computed), direct, self._ratios)
 
     def _make_node(self, number: int) -> SimNode:
         cluster = self.cluster
@@ -119,7 +122,7 @@ class SimWorld:
         number, booking = route.decode()
 
         def done() -> None:
-            self._ttft_s.append(self.events.now_s + LINK_S - arrival.at_s)
+            self._first_token(arrival, route, LINK_S)
             booking.prefill_done()
 
         self._charges[router][number].append(booking.number)
@@ -134,7 +137,7 @@ class SimWorld:
         def done() -> None:
             booking.prefill_done()
             booking.release()
-            self._ttft_s.append(self.events.now_s + HANDOVER_S - arrival.at_s)
+            self._first_token(arrival, route, HANDOVER_S)
             self.events.after(HANDOVER_S, hand_over)
 
         def hand_over() -> None:
@@ -145,6 +148,14 @@ class SimWorld:
         self._charges[router][route.prefill].append(booking.number)
         self.events.after(LINK_S, lambda: taken.append(route.decode()))  # the ticket
         self.nodes[route.prefill].add_prompt(Prompt(arrival, self.events.now_s, done))
+
+    def _first_token(self, arrival: SimRequest, route: SimRoute, link_s: float) -> None:
+        """The client has it `link_s` from now."""
+        ttft_s = self.events.now_s + link_s - arrival.at_s
+        self._ttft_s.append(ttft_s)
+        if route.predicted_s is not None:
+            name = "direct" if route.prefill is None else "p-first"
+            self._ratios.setdefault(name, []).append(ttft_s / route.predicted_s)
 
     # --- feeds
 

@@ -83,10 +83,10 @@ class SimulatedNode:
         role = "prefill" if prompts_first else "decode" if rule.usual else "mixed"
         model = StepModel(times) if rule.usual else self.model
         targets = rule.targets.on(role, "cuda:0", model)
-        budget = StepBudget(targets, model, lambda: world.now_s, self._busy_s)
+        self.budget = StepBudget(targets, model, lambda: world.now_s, self._busy_s)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=SEQS, max_num_batched_tokens=STEP_TOKENS, max_waiting=10_000),
-            self.blocks, step_budget=budget, order=Shortest(self.model, self.blocks) if rule.shortest else Fifo(),
+            self.blocks, step_budget=self.budget, order=Shortest(self.model, self.blocks) if rule.shortest else Fifo(),
             max_model_len=1 << 20, eos_token_ids=frozenset({0}), retract=lambda lease: 0, clock=lambda: world.now_s,
         )  # fmt: skip
         self._decode_s = 0.0  # of the last step with decodes only
@@ -99,10 +99,13 @@ class SimulatedNode:
         """As NewsReport tells it."""
         model, scheduler = self.model, self.scheduler
         token_s, key_s = (model.token_s, model.key_s) if model.knows_prompts else (0.0, 0.0)
+        share, num_streams = scheduler.step_tokens, scheduler.num_streams
         load = replace(
-            scheduler.load, step_s=self._decode_s, token_s=token_s, key_s=key_s, step_tokens=scheduler.step_tokens
-        )
-        return self.room.filled_in(load, scheduler.num_streams)
+            scheduler.load, step_s=self._decode_s, token_s=token_s, key_s=key_s, step_tokens=share,
+            step_keys=self.budget.keys_per_token(scheduler.load.num_running + share) if share else 0,
+            num_context=round(num_streams * self.room.context), context_s=model.context_s,
+        )  # fmt: skip
+        return self.room.filled_in(load, num_streams)
 
     def _busy_s(self) -> float:
         """As Pipeline.busy_s: predicted, not known."""

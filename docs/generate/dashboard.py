@@ -66,6 +66,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                   ((f"sum by (outcome) ({rate('pd_router_requests_total')})", "{{outcome}}"),), "reqps", stacked=True),
             Panel("Time to first token", "Streams, at the router: from arrival to the first piece for the client.",
                   quantiles("pd_router_time_to_first_token_seconds", "TTFT"), "s", steps=((2, "orange"), (5, "red"))),
+            Panel("First token over prediction", "Time to the first token by what the router predicted when it chose: "
+                  "far from 1 the router's sums are wrong.",
+                  tuple((quantile(q, "pd_router_time_to_first_token_ratio", by="order"), f"{{{{order}}}} p{q * 100:g}")
+                        for q in (0.5, 0.9))),
             Panel("Between tokens", "Streams, at the router: time between two pieces over the tokens of the later one, "
                   "and the longest time between two pieces of a stream.",
                   (*quantiles("pd_router_inter_token_latency_seconds", "ITL"),

@@ -121,8 +121,9 @@ class EngineCore:
         )
         self._pipeline = self._make_pipeline(config)
         self._news = NewsReport(
-            self._scheduler, self._blocks, self._pipeline, self._step_model, self._room, mailbox, clock
-        )
+            self._scheduler, self._blocks, self._pipeline, self._step_model, self._room, self._step_budget,
+            mailbox, clock,
+        )  # fmt: skip
         self._requests: dict[str, Request] = {}
         self._stopping = False
         self._stats: EngineStats | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from pd_cluster.protocol.messages import ReportNews
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.scheduler import Scheduler
+    from pd_cluster.scheduling.step_budget import StepBudget
     from pd_cluster.scheduling.step_model import StepModel
     from pd_cluster.scheduling.stream_room import StreamRoom
     from pd_connectors.protocol.feed import NodeLoad
@@ -39,6 +41,7 @@ class NewsReport:
         pipeline: Pipeline,
         model: StepModel,
         room: StreamRoom,
+        budget: StepBudget,
         mailbox: Mailbox,
         clock: Callable[[], float],
     ) -> None:
@@ -47,6 +50,7 @@ class NewsReport:
         self._pipeline = pipeline
         self._model = model
         self._room = room
+        self._budget = budget
         self._mailbox = mailbox
         self._clock = clock
         self.num_taken = 0  # AddRequests
@@ -82,12 +86,18 @@ class NewsReport:
             self._mailbox.send(EngineNews(self.num_taken, self._timed(reported[1]), evicted, stored, self._serial))
 
     def _timed(self, load: NodeLoad) -> NodeLoad:
-        """The load with the times of steps, as far as they are measured. A time that changes is no news.
+        """The load with the times of steps, as far as they are measured, and contexts. That these change is no news.
 
         The share of prompts is the present one: a stream that has just begun leaves prompts less than it will soon.
         """
         model = self._model
         token_s, key_s = (model.token_s, model.key_s) if model.knows_prompts else (0.0, 0.0)
         step_s, share = self._pipeline.decode_s, self._step_tokens
-        load = msgspec.structs.replace(load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share)
-        return self._room.filled_in(load, self._scheduler.num_streams)
+        num_streams, itl_s = self._scheduler.num_streams, self._budget.targets.itl_s
+        load = msgspec.structs.replace(
+            load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share,
+            step_keys=self._budget.keys_per_token(load.num_running + share) if share else 0,
+            num_context=round(num_streams * self._room.context), context_s=model.context_s if model.is_fitted else 0.0,
+            itl_s=itl_s if itl_s < inf == self._room.tpot_s else 0.0,
+        )  # fmt: skip
+        return self._room.filled_in(load, num_streams)

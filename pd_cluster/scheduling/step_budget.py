@@ -160,7 +160,7 @@ class StepBudget:
         most = self.model.tokens_within(
             num_decodes, AIM * self.targets.itl_s - self.model.decode_s(num_decodes, context)
         )
-        return most, self._keys_per_token(num_decodes + most)
+        return most, self.keys_per_token(num_decodes + most)
 
     def _look(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> _Step:
         model, begin_s = self.model, self._clock() + self._busy_s()
@@ -207,9 +207,10 @@ class StepBudget:
 
     def _share_of(self, num_decodes: int, max_num_tokens: int, most: int) -> PrefillBudget:
         """The share of prompts: `most` tokens if they have none before them, and what fits a captured size."""
-        return PrefillBudget.beside(num_decodes, max_num_tokens, most, self._keys_per_token(num_decodes + most))
+        return PrefillBudget.beside(num_decodes, max_num_tokens, most, self.keys_per_token(num_decodes + most))
 
-    def _keys_per_token(self, num_tokens: int) -> int:
+    def keys_per_token(self, num_tokens: int) -> int:
+        """Keys that cost a prompt's token in a step of so many tokens as much as the token itself."""
         keys, least = max(1, round(self.model.token_s_at(num_tokens) / self.model.key_s)), self.targets.keys
         return min(max(keys, least), MOST_KEYS * least) if least else keys
 

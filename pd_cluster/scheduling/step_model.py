@@ -163,6 +163,11 @@ class StepModel:
         """Further seconds of a prompt's token for each token before it."""
         return self._seconds[2]
 
+    @property
+    def context_s(self) -> float:
+        """Seconds of a step for each token that its decodes read KV of."""
+        return self._seconds[1]
+
     def decode_s(self, num_decodes: int, context: int) -> float:
         """Seconds of a step of decodes only, after `context` tokens in all."""
         return self.seconds(StepWork(num_decodes, context))

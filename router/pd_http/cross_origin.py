@@ -10,7 +10,9 @@ from starlette.middleware.cors import CORSMiddleware
 if TYPE_CHECKING:
     from pd_http.limits import HttpLimits
 
-SHOWN_HEADERS = ("x-request-id", "x-pd-route", "x-pd-prefill", "x-pd-decode", "x-pd-ignored", "retry-after")
+SHOWN_HEADERS = (
+    "x-request-id", "x-pd-route", "x-pd-predicted-ttft", "x-pd-prefill", "x-pd-decode", "x-pd-ignored", "retry-after",
+)  # fmt: skip
 
 
 def cross_origin(limits: HttpLimits) -> list[Middleware]:

@@ -13,7 +13,10 @@ import pytest
 from pd_http.node_report import NodeReport, decode_report, encode_report
 from pd_router.calls import trace_context
 from pd_router.calls.trace_context import TraceContext, begin_trace
+from pd_router.config import RouterConfig
+from pd_router.nodes.node_table import NodeTable
 from pd_router.records.call_record import CallRecord
+from pd_router.records.metrics import RouterMetrics
 from pd_router.records.model_metrics import BOUNDS_S, ModelTotals
 from pd_router.records.slo import Slo
 from pd_router.records.spans import spans_of
@@ -122,6 +125,38 @@ def test_the_line_is_one_json_object_without_text() -> None:
     assert (line["id"], line["trace"], line["prefill"], line["decode"]) == ("req-1", TRACE, "p0", "d0")
     assert line["total_ms"] == 1500.0
     assert sum(line["phases_ms"].values()) == pytest.approx(line["ttft_ms"], abs=0.01)
+
+
+def test_a_first_token_is_compared_with_what_was_predicted_for_it() -> None:
+    """The time before the choice is a part of both. None: no prediction, or a leg has failed."""
+    one = handed_over()
+    assert (one.ttft_ratio, "predicted_ttft_ms" in one.line()) == (None, False)
+    one.predict(10.1, 1.91)
+    assert one.predicted_s == pytest.approx(2.01)
+    assert one.ttft_ratio == pytest.approx(1.01 / 2.01)
+    assert one.line()["predicted_ttft_ms"] == 2010.0
+    one.failures.append("prefill p1 died")
+    one.predict(10.9, 0.01)
+    assert one.predicted_s == pytest.approx(2.01)
+    assert one.ttft_ratio is None
+
+
+def test_ratios_are_counted_by_order_and_missing_ones_apart() -> None:
+    metrics = RouterMetrics(NodeTable(RouterConfig(start_empty=True), lambda: 0.0))
+    right, retried, blind = handed_over(), handed_over(), handed_over()
+    for one in (right, retried):
+        one.predict(10.1, 0.405)
+    retried.failures.append("prefill p1 died")
+    for one in (right, retried, blind, record()):  # the last one has no first token
+        one.order = "p-first"
+        metrics.observe(one)
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"pd_router_{name}", {"order": "p-first", **labels})
+
+    assert value("time_to_first_token_ratio_sum") == pytest.approx(2.0)
+    assert value("time_to_first_token_ratio_count") == 1
+    assert [value("unpredicted_requests_total", reason=one) for one in ("retried", "no-figures")] == [1, 1]
 
 
 def test_the_line_and_the_span_say_what_was_drafted() -> None:

@@ -341,14 +341,14 @@ def test_a_prompt_that_a_decode_node_has_cached_goes_there() -> None:
     assert (choice.order, choice.reason) == (HandoffOrder.D_FIRST, "cached"), "D's own word decides, and it may ask P"
     assert choice.best(choice.decodes, NOW_S) is d
     assert chosen(nodes, 8000, cached={p: 7000, d: 7000}).order is HandoffOrder.P_FIRST
-    assert chosen(nodes, 1000, cached={d: 900}).reason == "default", "it would save less than the doubt"
+    assert chosen(nodes, 1000, cached={d: 700}).reason == "default", "it would save less than the doubt"
 
 
 def test_the_target_decides_where_the_sum_does_not() -> None:
     nodes = table(1, 1)
     p, d = nodes.nodes
     tell(d, num_running=4)
-    tell(p, queued_tokens=2500)  # 72 ms with this prompt; D needs 53 ms
+    tell(p, queued_tokens=2300)  # 68 ms with this prompt; D needs 53 ms
     assert chosen(nodes).reason == "default"
     assert chosen(nodes, slo_ttft_ms=60.0).text == "direct; reason=prefill-late"
     assert chosen(nodes, slo_ttft_ms=90.0).reason == "default", "P meets it"

@@ -11,14 +11,33 @@ import orjson
 import pytest
 from aiohttp import web
 
+from pd_connectors.protocol.feed import FeedSnapshot, NodeLoad
 from pd_connectors.protocol.ticket import Offer, verify
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
-from tests.router.router_process import KEY, serving
+from tests.router.router_process import KEY, serving, until
+from tests.router.test_feed_follower import FakeFeed
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 7}
+
+
+@pytest.mark.parametrize(("order", "predicted"), [("p-first", "0.044"), ("d-first", "0.046"), ("direct", "0.04")])
+async def test_the_answer_says_when_its_first_token_was_predicted(order: str, predicted: str) -> None:
+    """400 tokens of 100 us each; the seconds at the router are added."""
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
+    p.feed, d.feed = (FakeFeed(FeedSnapshot(7, 1, NodeLoad(num_slots=9, token_s=1e-4))) for _ in range(2))
+    body = {"model": "demo", "prompt": [7] * 400, "stream": True}
+    async with running(p, d), serving([p] if order != "direct" else [], [d]) as router:
+        views = [node.view for node in router.services.table.nodes]
+        await until(lambda: all(view.ledger.reported.token_s for view in views))
+        headers = {"x-pd-route": order} if order != "direct" else {}
+        async with router.session.post(router.url + "/v1/completions", json=body, headers=headers) as answer:
+            await answer.read()
+            told = answer.headers["x-pd-predicted-ttft"]
+    assert answer.headers["x-pd-route"].startswith(order)
+    assert float(told) >= float(predicted)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
@@ -35,6 +54,7 @@ async def test_p_first_joins_the_legs_by_the_ticket(path: str, stream: bool) -> 
         assert answer.status == 200
         assert answer.headers["x-request-id"] == "abc-1"
         assert answer.headers["x-pd-route"] == "p-first; reason=default"
+        assert "x-pd-predicted-ttft" not in answer.headers, "no node has told how fast it is"
         assert (answer.headers["x-pd-prefill"], answer.headers["x-pd-decode"]) == (first.node_id, d.node_id)
         assert data == (fakes.WHOLE_STREAM if stream else b'{"object": "chat.completion", "by": "fake-decode"}')
 

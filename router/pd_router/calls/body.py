@@ -46,7 +46,7 @@ _DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {
 class RequestBody:
     """One parsed body. Raises InvalidRequest if `data` is not a JSON object, or has too many members."""
 
-    __slots__ = ("_dialect", "_fields", "had_transfer", "num_bytes")
+    __slots__ = ("_dialect", "_fields", "_most_output", "had_transfer", "num_bytes")
 
     def __init__(self, data: bytes, dialect: Dialect = OPENAI) -> None:
         self._dialect = dialect
@@ -55,6 +55,7 @@ class RequestBody:
         # Dropped: a client must not steer transfers between nodes
         self.had_transfer = self._fields.pop(_KV, None) is not None
         self.num_bytes = len(data)
+        self._most_output: float | None = None  # not read yet
 
     def get(self, name: str, kind: type[T]) -> T | None:
         """Field `name` if it is a `kind`, else None: the node judges other types."""
@@ -79,10 +80,12 @@ class RequestBody:
 
     def update(self, fields: RawObject) -> None:
         """Set or replace these fields."""
+        self._most_output = None
         self._fields.update(fields)
 
     def put(self, name: str, value: object) -> None:
         """Set or replace field `name`. None: take it out."""
+        self._most_output = None
         if value is None:
             self._fields.pop(name, None)
         else:
@@ -109,11 +112,14 @@ class RequestBody:
     @property
     def most_output(self) -> float:
         """Tokens to which the client limits an answer; `inf`: it does not."""
+        if self._most_output is not None:
+            return self._most_output
         most = -1.0
         for name in _LIMITS.get(self._dialect.token_limit, (self._dialect.token_limit,)):
             if name in self._fields and ((limit := self.get(name, int)) is not None or self._has(name)):
                 most = inf if limit is None or limit < 0 else max(most, limit)
-        return inf if most < 0 else most
+        self._most_output = inf if most < 0 else most
+        return self._most_output
 
     def allowed(self, used: tuple[int, int], most_length: float) -> tuple[int, int]:
         """What can be true of `used`, which a node tells: tokens of the prompts and of the answers.

@@ -18,6 +18,7 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 
 REQUEST_ID = "x-request-id"
 ROUTE = "x-pd-route"
+PREDICTED = "x-pd-predicted-ttft"
 TICKET = "x-pd-ticket"
 PREFILL_BY = "x-pd-prefill"
 DECODE_BY = "x-pd-decode"
@@ -33,7 +34,8 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
     b"host", b"content-length", b"accept-encoding", b"expect", b"origin", REQUEST_ID.encode()
 }  # fmt: skip
 _NOT_ANSWERED = _HOP_BY_HOP | {
-    b"content-length", b"date", b"server", REQUEST_ID.encode(), ROUTE.encode(), REPORT_HEADER.encode()
+    b"content-length", b"date", b"server", REQUEST_ID.encode(), ROUTE.encode(), PREDICTED.encode(),
+    REPORT_HEADER.encode(),
 }  # fmt: skip
 _OWN = frozenset({REQUEST_ID.encode(), ROUTE.encode(), TRACEPARENT.encode()})  # those that the router reads
 _ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")

@@ -12,17 +12,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 
+DECODE_S = 10e-6  # of a step, for each of its decodes (8B, H200) ...
+CONTEXT_S = 33e-9  # ... and for each token of KV that they read: 1.3 ms at 40,000 tokens. A node tells its own
+USUAL_CONTEXT = 1200  # tokens of a sequence where nothing says it
+
+
 class LoadFigures(msgspec.Struct, frozen=True, gc=False):
     """What a choice reads of a node's load. Made when something changes, because each choice reads it of each node."""
 
     token_s: float = 0.0  # seconds for a prompt token at present; 0: not measured
     key_s: float = 0.0  # and for each token before it
+    most_token_s: float = 0.0  # in place of these, if that is less: where a step takes fewest tokens; 0: not known
+    most_key_s: float = 0.0
     queued_tokens: int = 0  # prompt tokens to compute before a new prompt
     queued_keys: int = 0  # tokens before each of them, summed
     num_sequences: int = 0  # generations that run or wait
     num_slots: float = inf
     free_tokens: float = inf  # room in the KV cache; below 0 if it is promised twice
     stream_room: float = inf  # generations more within the target of time per token; inf: it has none
+    streams_s: float = 0.0  # of a step, by its generations and their contexts
+    context_s: float = CONTEXT_S  # of that, for each token
 
 
 NOTHING_REPORTED = LoadFigures()
@@ -34,6 +43,7 @@ class NodeWork(msgspec.Struct, frozen=True, gc=False):
     tokens: int = 0  # prompt tokens to compute
     cached_tokens: int = 0  # of the same prompts, before those; not to be computed
     sequences: int = 0  # generations
+    context: int = 0  # tokens of their prompts, of all of them
 
     @property
     def keys(self) -> int:
@@ -59,14 +69,16 @@ class ChargeLedger:
     load from the message on that names its number.
     """
 
-    __slots__ = ("_entries", "_numbers", "own_keys", "own_sequences", "own_tokens", "reported", "router", "total")
+    __slots__ = (
+        "_entries", "_numbers", "own_context", "own_keys", "own_sequences", "own_tokens", "reported", "router", "total",
+    )  # fmt: skip
 
     def __init__(self, router: str = "", numbers: Iterator[int] | None = None) -> None:
         """`router`: this router's name at nodes. `numbers`: the one counter of all ledgers of a router."""
         self.router = router
         self.own_tokens = 0
         self.own_keys = 0
-        self.own_sequences = 0
+        self.own_sequences = self.own_context = 0
         self.reported = self.total = NOTHING_REPORTED
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._entries: dict[int, LedgerEntry] = {}
@@ -117,11 +129,13 @@ class ChargeLedger:
             self.own_tokens += sign * work.tokens
             self.own_keys += sign * work.keys
         self.own_sequences += sign * work.sequences
+        self.own_context += sign * work.context
 
     def _add_up(self) -> None:
         load = self.reported
         self.total = LoadFigures(
-            load.token_s, load.key_s, load.queued_tokens + self.own_tokens, load.queued_keys + self.own_keys,
-            load.num_sequences + self.own_sequences, load.num_slots, load.free_tokens - self.own_tokens,
-            load.stream_room - self.own_sequences,
+            load.token_s, load.key_s, load.most_token_s, load.most_key_s, load.queued_tokens + self.own_tokens,
+            load.queued_keys + self.own_keys, load.num_sequences + self.own_sequences, load.num_slots,
+            load.free_tokens - self.own_tokens, load.stream_room - self.own_sequences,
+            load.streams_s + DECODE_S * self.own_sequences + load.context_s * self.own_context, load.context_s,
         )  # fmt: skip

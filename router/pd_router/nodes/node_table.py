@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from pd_http.body import longest_body
 from pd_http.errors import ModelNotFound
+from pd_router.nodes.answer_lengths import AnswerLengths
 from pd_router.nodes.ledger import ChargeLedger
 from pd_router.nodes.liveness import NodeLiveness
 from pd_router.nodes.node_view import NodeView, TextRatio
@@ -146,6 +147,7 @@ class NodeTable:
         self._sources: dict[str, str] = {}  # by URL: the first source that names it
         self._leaving: list[Node] = []  # removed while they still had requests
         self.ratios: WeakValueDictionary[frozenset[str], TextRatio] = WeakValueDictionary()  # by a node's models
+        self.answers = AnswerLengths()
         self.prefixes: PrefixIndex[Node] = PrefixIndex()
         self.router_name = secrets.token_hex(8)  # of this process; a node tells routers apart by it
         self._charge_numbers = itertools.count(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from pd_router.nodes.ledger import NO_WORK, NodeWork
+from pd_router.nodes.ledger import NO_WORK, USUAL_CONTEXT, NodeWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,10 +31,12 @@ class Charge:
         prompt_tokens: int | None = None,
         cached_tokens: int = 0,
         sequences: int = 0,
+        context: int = USUAL_CONTEXT,
     ) -> None:
         """`prefill_bytes`: of the prompt that the node computes. `prompt_tokens`: of those that it has not cached.
 
-        `prompt_tokens` None: estimated from the bytes. `cached_tokens`: of the prompt, before those.
+        `prompt_tokens` None: estimated from the bytes. `cached_tokens`: of the prompt, before those. `context`: tokens
+        of the whole prompt, which each of `sequences` begins with.
         """
         node.prefill_bytes += prefill_bytes
         node.decode_sequences += sequences
@@ -43,7 +45,7 @@ class Charge:
         self._found_idle = prefill_bytes > 0 and not sequences and not view.queued_tokens
         if self._found_idle and view.trial.num_waited:
             view.trial.begin()
-        self._entry = ledger.open(NodeWork(tokens, cached_tokens, sequences))
+        self._entry = ledger.open(NodeWork(tokens, cached_tokens, sequences, sequences * context))
         self._node = node
         self._clock = clock
         self._begun_s = clock()
@@ -68,7 +70,8 @@ class Charge:
         work = self._entry.work
         if work.tokens:
             rest = max(0, num_tokens - work.cached_tokens)
-            self._node.view.ledger.change(self._entry, NodeWork(rest, work.cached_tokens, work.sequences))
+            counted = NodeWork(rest, work.cached_tokens, work.sequences, work.sequences * num_tokens)
+            self._node.view.ledger.change(self._entry, counted)
 
     def hide_prefill(self, expected_s: float | None) -> None:
         """Assume that the prefill ends `expected_s` from now, because the answer will not show when.
@@ -95,8 +98,8 @@ class Charge:
         """Note that the prefill has ended, or is assumed to have ended."""
         self._node.prefill_bytes -= self._prefill_bytes
         self._prefill_bytes = 0
-        if self._entry.work.tokens:
-            rest = NodeWork(sequences=self._sequences) if self._sequences else NO_WORK
+        if (work := self._entry.work).tokens:
+            rest = NodeWork(sequences=work.sequences, context=work.context) if self._sequences else NO_WORK
             self._node.view.ledger.change(self._entry, rest)
         if self._timer is not None:
             self._timer.cancel()
@@ -126,6 +129,7 @@ def charge_for(
     charge = Charge(
         node, clock, prefill_bytes=prompt.num_bytes if reads else 0, prompt_tokens=work.tokens,
         cached_tokens=work.cached_tokens, sequences=prompt.num_sequences if generates else 0,
+        context=int(prompt.tokens_at(node)) if generates else 0,
     )  # fmt: skip
     if reads and not shows_reading:
         charge.hide_prefill(route.queue_s(node))

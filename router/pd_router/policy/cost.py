@@ -1,7 +1,8 @@
 """What one prompt costs at each node: one sum in seconds for every choice of the router.
 
-It is the time until the first token: what the node has to do before this prompt, then what the node lacks of it, then
-the handover. To this comes what the streams beside it cost each other. Pure: reads nodes, changes none.
+It goes to the last token: what the node has to do before this prompt, then what the node lacks of it, then the
+handover; and what the answer and the streams where it decodes cost each other, in each step of all of them, by their
+contexts and its expected length. Pure: reads nodes, changes none.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from pd_router.nodes.ledger import DECODE_S
 from pd_router.nodes.node_table import Node, Role
 from pd_router.nodes.node_view import TextRatio
 
@@ -24,16 +26,17 @@ TRANSFER_S = 1e-6  # for each token that is handed over: 128 KiB at 128 GB/s (8B
 CHUNK_TOKENS = 2048  # ... of the last step of a prefill node: the rest is read while it computes
 LOCAL_TOKENS = 64  # a decode node asks no prefill node for fewer tokens (the nodes' --min-remote-tokens)
 # The least saving for which a prompt leaves the prefill nodes: a step or two of each node, which no estimate includes.
-DOUBT_S = 0.02
+# It was 20 ms while sums of decode nodes left out keys, which are a tenth of a prompt of 1,000 tokens
+DOUBT_S = 0.015
 # What a second in which a prompt is computed beside a stream costs, for each stream; and the share by which the paces
 # of two equal nodes may be measured differently, so that no idle P is left for that, and idle nodes take turns. With 30
 # streams a prompt costs a quarter of its own time more, the margin that was best in simulation (benchmarks/LOG.md).
 STREAM_SHARE = 1 / 200
 ERROR_FACTOR = 1.1
+# Of a second of a stream, beside one until a first token. Where streams are alike the answer loses as much to them as
+# they lose to it, so half of the sum is one of the two: 50 us a step at 1,200 tokens. `STREAM_SHARE` is beside that
+STREAM_WEIGHT = 0.5
 FEW_NODES = 16  # so few are summed up sooner than compared
-# Of one more decode: 50 us (1,200 tokens, 8B, H200) in each step of an answer of 256 tokens. Where streams would miss
-# their target of time per token, each of them loses it, not the new one alone.
-SEQUENCE_S = 0.0128
 ENDING_S = 2.5  # of a sequence, in place of which another can run: 256 steps of 10 ms
 TOKEN_S = 25e-6  # where no speed is known: then only ratios count
 # Of a node without samples, as a share of the best prefill node's.
@@ -58,8 +61,8 @@ class Costs:
     """
 
     __slots__ = (
-        "_best_decoding", "_best_reading", "_cached", "_decodes", "_now_s", "_num_sequences", "_num_units",
-        "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
+        "_best_decoding", "_best_reading", "_cached", "_context", "_decodes", "_now_s", "_num_sequences", "_num_steps",
+        "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +73,8 @@ class Costs:
         self._num_units = prompt.num_tokens or prompt.num_bytes
         self._ratio = _COUNTED if prompt.num_tokens else None
         self._num_sequences = prompt.num_sequences
+        self._num_steps = STREAM_WEIGHT * prompt.num_output * prompt.num_sequences  # of all sequences of the answer
+        self._context = prompt.num_output / 2 + (prompt.tokens_at(decodes[0]) if decodes else 0.0)  # of one of them
         self._cached = prompt.cached
         self._prefills, self._decodes = prefills, decodes
         self._now_s = now_s
@@ -98,6 +103,21 @@ class Costs:
         (token_s, key_s), load = self._pace(node), node.view.ledger.total
         return load.queued_tokens * token_s + load.queued_keys * key_s
 
+    def first_token_s(self, node: Node) -> float | None:
+        """Until the first token, if the node reads the prompt and goes on. None: no figures yet."""
+        if _known_s(node, self._now_s) is None and not self.knows_speed:
+            return None
+        best = self._best_reading if node.role is Role.PREFILL else self._best_decoding
+        _, cached, tokens, queue_s, own_s = next(self._sums((node,), best))
+        load, total, num_sequences = node.view.load, node.view.ledger.total, self._num_sequences
+        if load is None:
+            has_room, steps_s = node.has_room(num_sequences), 0.0
+        else:
+            has_slots = total.num_sequences + num_sequences <= total.num_slots
+            has_room = has_slots and total.free_tokens >= cached + tokens
+            steps_s = load.step_s if load.step_tokens else 0.0  # half of a step waits, half is left over
+        return queue_s + own_s + steps_s + (0.0 if has_room else self._room_s(node))
+
     def handing_over_s(self, node: Node) -> float:
         """From P's first token on, if this decode node goes on. It has the first token before it has room."""
         return self.decoding((node,))[0][0]
@@ -109,12 +129,14 @@ class Costs:
     def decoding(self, nodes: Iterable[Node]) -> list[tuple[float, float, bool]]:
         """`handing_over_s` and `direct_s` of each node, and whether the answer's sequences would run at once."""
         costs_s, num_sequences = [], self._num_sequences
+        num_steps, context = self._num_steps, self._context
         for node, cached, tokens, queue_s, own_s in self._sums(nodes, self._best_decoding):
             load = node.view.ledger.total
             streams = load.num_sequences
-            answer_s = SEQUENCE_S * streams
-            if load.stream_room < num_sequences:
-                answer_s += SEQUENCE_S * (streams + num_sequences)
+            own_step_s = DECODE_S + load.context_s * context
+            answer_s = num_steps * (load.streams_s + streams * own_step_s)
+            if load.stream_room < num_sequences:  # each of them loses it, not the new one alone
+                answer_s += num_steps * (streams + num_sequences) * own_step_s
             if node.view.load is None:
                 has_room = node.has_room(num_sequences)
             else:
@@ -150,7 +172,26 @@ class Costs:
                     tokens = 1.0
                 own_s = tokens * (token_s + (cached + tokens / 2) * key_s)
                 last = None if cached or token_s is not best_s else ratio
-            yield node, cached, tokens, load.queued_tokens * token_s + load.queued_keys * key_s, own_s
+            queue_s = load.queued_tokens * token_s + load.queued_keys * key_s
+            if most_s := load.most_token_s:  # a step takes so many tokens of a prompt however many are before them
+                most_key_s, last = load.most_key_s, None
+                most_own_s = tokens * (most_s + (cached + tokens / 2) * most_key_s)
+                most_queue_s = load.queued_tokens * most_s + load.queued_keys * most_key_s
+                own_s = own_s if own_s < most_own_s else most_own_s
+                queue_s = queue_s if queue_s < most_queue_s else most_queue_s
+            yield node, cached, tokens, queue_s, own_s
+
+    def keeping(self, nodes: Sequence[Node]) -> list[float]:
+        """Of prefill nodes, if they go on with the prompt. While they compute prompts, each token of the answer waits
+        for a step as long as they allow, and holds those prompts up for as long."""
+        costs_s = self.reading(nodes)
+        for at, node in enumerate(nodes):
+            load, told = node.view.ledger.total, node.view.load
+            step_s = load.streams_s + load.num_sequences * (DECODE_S + load.context_s * self._context)
+            if told is not None:
+                step_s += 2 * node.speed.share_at(self._now_s) * told.itl_s
+            costs_s[at] += self._num_steps * step_s
+        return costs_s
 
     def is_slower(self, node: Node) -> bool:
         """Whether the prefill node's pace is longer than the best one's by more than the error."""
@@ -178,7 +219,11 @@ class Costs:
         """
         if len(nodes) < FEW_NODES:
             return nodes
-        streams_s = [SEQUENCE_S * node.view.ledger.total.num_sequences for node in nodes]
+        num_steps, context = self._num_steps, self._context
+        loads = [node.view.ledger.total for node in nodes]
+        streams_s = [
+            num_steps * (one.streams_s + one.num_sequences * (DECODE_S + one.context_s * context)) for one in loads
+        ]
         least_s = self.handing_over_s(nodes[streams_s.index(min(streams_s))])
         return [node for node, cost_s in zip(nodes, streams_s, strict=True) if cost_s <= least_s]
 

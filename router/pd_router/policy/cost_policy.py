@@ -11,7 +11,7 @@ from pd_router.config import D_FIRST, DIRECT, P_FIRST, PROMPT
 from pd_router.nodes.node_table import Node, Role, healthy
 from pd_router.nodes.trial import FEWEST, MOST
 from pd_router.policy.candidates import DEFAULT
-from pd_router.policy.cost import DOUBT_S, ERROR_FACTOR, FEW_NODES, HANDOVER_S, LOCAL_TOKENS, Costs
+from pd_router.policy.cost import DOUBT_S, ERROR_FACTOR, FEW_NODES, HANDOVER_S, LOCAL_TOKENS, LOOK_S, Costs
 from pd_router.policy.route import Route
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pd_router.policy.candidates import Candidates, Pairing
     from pd_router.policy.prompt_facts import PromptFacts
 
-KEPT, BUSY, TRIED = "decode-late", "prefill-busy", "prefill-idle"
+KEPT, FREE, BUSY, TRIED = "decode-late", "prefill-free", "prefill-busy", "prefill-idle"
 
 
 class CostRoute(Route, frozen=True, kw_only=True):
@@ -46,10 +46,22 @@ class CostRoute(Route, frozen=True, kw_only=True):
             return _least(nodes, [direct_s for _, direct_s, _ in costs.decoding(nodes)])
         if self.reason == KEPT:  # no decode node instead of it: those are late, and may not be allowed to read prompts
             return self.otherwise.soonest(self.otherwise.keepers(nodes))
+        if self.reason == FREE:
+            return self.otherwise.freest(nodes, self._prefill_s(now_s))
         return self.sooner([node for node in nodes if node.role is not Role.PREFILL], self._prefill_s(now_s))[0]
 
     def queue_s(self, node: Node) -> float | None:
         return self.costs.queue_s(node)
+
+    def predicted_s(self, node: Node, now_s: float) -> float | None:
+        costs, order = self.costs, self.order
+        if order is PROMPT:
+            return costs.reading_s(node) if node.view.ledger.reported.token_s or costs.knows_speed else None
+        if order is DIRECT or (order is D_FIRST and self.prompt.num_missing(node) < LOCAL_TOKENS):
+            return costs.first_token_s(node)
+        if not node.view.ledger.reported.token_s and not costs.knows_speed:
+            return None
+        return HANDOVER_S + (costs.reading_s(node) if order is P_FIRST else LOOK_S + self._prefill_s(now_s))
 
     def first_token_s(self, now_s: float) -> float | None:
         costs, is_prompt = self.costs, self.order is PROMPT
@@ -84,6 +96,19 @@ class CostRoute(Route, frozen=True, kw_only=True):
         latest_s = min(reading_s, default=0.0) + DOUBT_S
         soon = [node for node, s in zip(ready, reading_s, strict=True) if s <= latest_s]
         return [max(soon, key=lambda node: node.view.num_sequences)] if soon else []
+
+    def freest(self, nodes: Iterable[Node], prefill_s: float) -> Node | None:
+        """The prefill node that has nothing to compute, where the sum to the last token is clearly less than that of a
+        handoff. Only one that bounds its streams' gaps, and has no target by which `keepers` are found."""
+        bounded = [node for node in nodes if (load := node.view.load) is not None and load.itl_s]
+        free = [node for node in bounded if node.role is Role.PREFILL and not node.view.queued_tokens]
+        costs = self.costs
+        if not free or not (decodes := [*self.paired(self.decodes)]):
+            return None
+        sums = zip(costs.keeping(free), costs.decoding(free), strict=True)
+        kept_s = [keeping_s if has_room else math.inf for keeping_s, (_, _, has_room) in sums]
+        handed_s = prefill_s + min(over_s for over_s, _, _ in costs.decoding(decodes))
+        return _least(free, kept_s) if min(kept_s) + DOUBT_S < handed_s else None
 
     def soonest(self, keepers: Sequence[Node]) -> Node | None:
         """The one with room that answers soonest."""
@@ -150,7 +175,7 @@ class CostPolicy:
             candidates.order, reason, prompt, ranked, candidates.decodes, pairing.kv_version, costs=costs,
             slo_ttft_s=self._slo_ttft_s,
         )  # fmt: skip
-        if candidates.may_keep and (kept := _kept(handoff)) is not None:
+        if candidates.may_keep and (kept := _kept(handoff, reading_s[first])) is not None:
             return kept
         is_slow = candidates.may_try and len(ranked) > 1 and costs.is_slower(last)  # last because of its pace
         if is_slow and self._tries(handoff, last, reading_s[last], reading_s[first]):
@@ -211,10 +236,12 @@ def _cheapest(pairings: Sequence[Pairing], costs: Costs) -> Pairing:
     return pairings[0] if len(pairings) == 1 else min(pairings, key=cost_s)
 
 
-def _kept(handoff: CostRoute) -> CostRoute | None:
-    """That a prefill node keeps the stream, because the decode nodes would miss their target of time per token."""
+def _kept(handoff: CostRoute, prefill_s: float) -> CostRoute | None:
+    """That a prefill node keeps the stream, because the decode nodes would miss their target of time per token, or
+    because it costs less there."""
     if not all(map(handoff.costs.is_late, handoff.paired(handoff.decodes))):
-        return None
+        free = handoff.freest(handoff.prefills, prefill_s)
+        return None if free is None else replace(handoff, order=DIRECT, reason=FREE, decodes=(free,), otherwise=handoff)
     keepers = tuple(handoff.keepers(handoff.prefills))
     if handoff.soonest(keepers) is None:
         return None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pd_router.nodes.answer_lengths import USUAL_OUTPUT
 from pd_router.nodes.ledger import NodeWork
 from pd_router.nodes.node_table import Node
 
@@ -23,6 +24,7 @@ class PromptFacts(msgspec.Struct, frozen=True):
     is_several: bool = False  # prompts in one request
     shows_logprobs: bool = False  # of the prompt: the node that generates computes every position
     cached: Mapping[Node, int] = {}  # tokens of its prefix; nodes without any are absent
+    num_output: float = USUAL_OUTPUT  # tokens that each answer is expected to have
     num_tokens: int = 0  # of a prompt of token ids, which the router counts; 0: estimated from the bytes
 
     def tokens_at(self, node: Node) -> float:
@@ -55,4 +57,7 @@ def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts
         for node, num_tokens in table.prefixes.hits(body.text_chain(key, last_turn)).items():
             cached[node] = max(num_tokens, cached.get(node, 0))
     several, num_tokens = body.has_several_prompts, body.num_token_ids
-    return PromptFacts(body.prompt_bytes, body.num_samples, several, shows_logprobs, cached, num_tokens)
+    num_output, most = table.answers.expected(body.model or ""), body.most_output
+    if most < num_output:
+        num_output = max(1.0, most)
+    return PromptFacts(body.prompt_bytes, body.num_samples, several, shows_logprobs, cached, num_output, num_tokens)

@@ -85,6 +85,10 @@ class Route(msgspec.Struct, frozen=True):
         """Until the node has computed what it was given. None: not known."""
         return None
 
+    def predicted_s(self, node: Node, now_s: float) -> float | None:
+        """Until the first token, if `node` is the first that is asked. None: not known."""
+        return None
+
     def first_token_s(self, now_s: float) -> float | None:
         """Until the first token, if a node has room then. None: not known."""
         return None

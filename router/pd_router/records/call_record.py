@@ -22,8 +22,8 @@ class CallRecord:
 
     __slots__ = (
         "arrived_s", "asked_s", "ended_s", "failures", "first_s", "key", "last_s", "longest_gap_s", "model", "num_gaps",
-        "order", "outcome", "path", "phases", "prefill_by", "reason", "report", "request_id", "served_by", "status",
-        "stream", "trace", "until_s", "wall_s",
+        "order", "outcome", "path", "phases", "predicted_s", "prefill_by", "reason", "report", "request_id",
+        "served_by", "status", "stream", "trace", "until_s", "wall_s",
     )  # fmt: skip
 
     def __init__(self, path: str, request_id: str, arrived_s: float, wall_s: float) -> None:
@@ -41,6 +41,7 @@ class CallRecord:
         self.prefill_by = self.served_by = ""  # nodes
         self.failures: list[str] = []  # of legs: which leg, the node, the kind
         self.phases: dict[str, float] = {}  # until the first token, one after the other
+        self.predicted_s: float | None = None  # `ttft_s`, told before a node was asked; None: no figures yet
         self.report: NodeReport | None = None  # of the node that ended the answer
         self.asked_s = 0.0  # the decode node that answered
         self.first_s = self.last_s = self.ended_s = 0.0  # the first and the last piece of a stream; 0: not yet
@@ -51,6 +52,11 @@ class CallRecord:
         """The time since the last call, or the arrival, was `phase`."""
         self.phases[phase] = self.phases.get(phase, 0.0) + now_s - self.until_s
         self.until_s = now_s
+
+    def predict(self, now_s: float, left_s: float | None) -> None:
+        """The first token is expected `left_s` from now; None: not known. Ignored when a leg has failed."""
+        if not self.failures:
+            self.predicted_s = None if left_s is None else now_s - self.arrived_s + left_s
 
     def answered(self, now_s: float, node: str) -> None:
         """The answer of the decode node that was asked at the last `until` has begun."""
@@ -106,6 +112,12 @@ class CallRecord:
         return sum(self.phases.values()) if self.report is not None else None
 
     @property
+    def ttft_ratio(self) -> float | None:
+        """`ttft_s` / `predicted_s`. None: one of them is not known, or the request was tried again."""
+        ttft_s = self.ttft_s
+        return None if self.failures or not self.predicted_s or ttft_s is None else ttft_s / self.predicted_s
+
+    @property
     def tpot_s(self) -> float | None:
         """Seconds for each output token after the first one. None: there was none, or it was not streamed."""
         tokens = self.report.num_output_tokens if self.report is not None else 0
@@ -134,6 +146,8 @@ class CallRecord:
         }
         if (ttft_s := self.ttft_s) is not None:
             line["ttft_ms"] = _ms(ttft_s)
+        if self.predicted_s is not None:
+            line["predicted_ttft_ms"] = _ms(self.predicted_s)
         if self.num_gaps:
             line["itl_ms"] = {"mean": _ms((self.last_s - self.first_s) / self.num_gaps), "max": _ms(self.longest_gap_s)}
         if report is not None:

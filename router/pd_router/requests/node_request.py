@@ -15,7 +15,7 @@ from pd_connectors.protocol.feed import CHARGE_HEADER
 from pd_http.errors import NodesDied, PdError
 from pd_http.node_answers import FailureKind, usage_in
 from pd_http.reply import JSON_TYPE
-from pd_router.calls.headers import ROUTE, Headers
+from pd_router.calls.headers import PREDICTED, ROUTE, Headers
 from pd_router.config import HandoffOrder
 from pd_router.errors import NodeFailed, NoNode
 from pd_router.nodes.upstream import Answer, LegFailed, Refused
@@ -103,6 +103,9 @@ class NodeRequest(ABC):
                 report = msgspec.structs.replace(
                     report, num_prompt_tokens=prompt, num_output_tokens=output, num_cached_tokens=cached
                 )
+            if report.num_output_tokens and not (prompt_facts := self.route.prompt).is_several:
+                num_tokens = report.num_output_tokens / prompt_facts.num_sequences
+                self._s.table.answers.note(self._record.model, num_tokens)
         self._record.reported(report, is_first_node=is_first_node)
 
     def _allowed(self, reported: tuple[int, int]) -> tuple[int, int]:
@@ -152,6 +155,8 @@ class NodeRequest(ABC):
         wait_s = s.config.first_byte_timeout_s if self._body.wants_stream else s.config.response_timeout_s
         ends_at = s.table.clock() + wait_s
         while (node := nodes.take()) is not None:
+            if self.route.order is not HandoffOrder.P_FIRST:  # else P's leg has told it
+                self._predict(node)
             charge = charge_for(
                 self.route, node, s.table.clock, reads=self.route.is_alone, generates=not is_prompt,
                 shows_reading=is_prompt or self._body.shows_reading,
@@ -250,8 +255,15 @@ class NodeRequest(ABC):
         retry = [(name.lower(), value) for name, value in answer.headers if name.lower() == b"retry-after"]
         await self._reply.whole(status, [JSON_TYPE, *retry], answer.body)
 
+    def _predict(self, node: Node) -> None:
+        """Note when the first token is expected, before `node` is charged with the request."""
+        now_s = self._s.table.clock()
+        self._record.predict(now_s, self.route.predicted_s(node, now_s))
+
     def _name_route(self) -> None:
         self._reply.headers[ROUTE] = self.route.text
+        if (predicted_s := self._record.predicted_s) is not None:
+            self._reply.headers[PREDICTED] = str(round(predicted_s, 4))
 
 
 def may_be_tried_again(failure: LegFailed) -> bool:

@@ -162,6 +162,7 @@ class RoutedRequest(NodeRequest):
         nodes = self._untried(route.prefills, (Role.PREFILL,), route.best_prefill, limit)
         has_local = s.config.on_prefill_failure == "local"
         while (node := nodes.take()) is not None:
+            self._predict(node)
             charge = charge_for(route, node, s.table.clock, reads=True, generates=False)
             headers[CHARGE_HEADER] = charge.name
             self._record.until(s.table.clock(), "plan")
