@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from pd_cluster.bench.statistics import RequestRecord, Summary
+    from pd_cluster.bench.statistics import RequestRecord
 
+Samples: TypeAlias = "tuple[Mapping[str, list[float]], Mapping[str, list[float]]]"  # seconds to draw, by label
 BLUE, ORANGE, GREY, RED = "#1f5fa8", "#d9762b", "#8a8f98", "#c0392b"
 
 
@@ -25,23 +27,28 @@ def check_plotting() -> None:
     matplotlib.use("Agg")
 
 
-def plot_serve(path: Path, summary: Summary, records: list[RequestRecord], title: str) -> None:
-    """Write the plot to `path`. Raises StartupError without matplotlib, and OSError."""
+def plot_serve(
+    path: Path,
+    samples: Samples,
+    limits_ms: tuple[float | None, float | None],
+    records: Sequence[RequestRecord],
+    title: str,
+    window_s: tuple[float, float] | None = None,
+) -> None:
+    """Write the plot to `path`. `limits_ms`: of both samples. Raises StartupError without matplotlib, and OSError."""
     check_plotting()
     from matplotlib import pyplot
 
-    good = [record for record in records if record.ok]
-    figure, (first, gaps, course) = pyplot.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
+    figure, (*places, course) = pyplot.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
+    labels = ("time since sending, ms", "time between tokens, ms")
     try:
-        _distribution(first, [record.ttft_s for record in good], "first token", BLUE)
-        _distribution(first, [value for record in good if (value := record.ttst_s) is not None], "second token", ORANGE)
-        _finish_distribution(first, "time since sending, ms", summary.objectives_ms.get("ttft"))
-        _distribution(gaps, [gap for record in good for gap in record.itl_s], "ITL (each token)", GREY)
-        _distribution(
-            gaps, [value for record in good if (value := record.tpot_s) is not None], "TPOT (per request)", BLUE
-        )
-        _finish_distribution(gaps, "time between tokens, ms", summary.objectives_ms.get("tpot"))
+        for axes, values, limit_ms, label in zip(places, samples, limits_ms, labels, strict=True):
+            for (name, values_s), colour in zip(values.items(), (BLUE, ORANGE), strict=True):
+                _distribution(axes, values_s, name, colour)
+            _finish_distribution(axes, label, limit_ms)
         _course(course, records)
+        if window_s is not None:
+            course.axvspan(*window_s, color=GREY, alpha=0.15, label="counted")
         figure.suptitle(title, fontsize=10)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
@@ -72,7 +79,7 @@ def _finish_distribution(axes: Any, label: str, objective_ms: float | None) -> N
         axes.legend(loc="lower right", fontsize=8)
 
 
-def _course(axes: Any, records: list[RequestRecord]) -> None:
+def _course(axes: Any, records: Sequence[RequestRecord]) -> None:
     """TTFT by time of sending, failures as crosses, and the number of open requests."""
     good = [record for record in records if record.ok]
     bad = [record for record in records if not record.ok]
