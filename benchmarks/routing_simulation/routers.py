@@ -44,6 +44,8 @@ class SimRoute:
     prefill: int | None
     decode: Callable[[], tuple[int, Booking]]  # chosen when the ticket is there
     booking: Booking | None  # of the prefill node's leg
+    text: str = ""  # as x-pd-route tells it
+    predicted_s: float | None = None  # until the first token
 
 
 class SimRouter(Protocol):
@@ -66,6 +68,7 @@ class CostRouter:
             prefill=tuple(f"http://p{number}:1" for number in range(num_prefill)),
             decode=tuple(f"http://d{number}:1" for number in range(num_decode)),
             prefill_on_decode="auto" if decode_reads else "never",
+            decode_on_prefill="never",  # not simulated
         )
         self.table = NodeTable(self.config, clock)
         self.index: PrefixIndex[Node] = PrefixIndex()
@@ -81,6 +84,7 @@ class CostRouter:
         clock = self.table.clock
         candidates = to_generate(self.table, None, facts, self.config, self._turn)
         choice = self._policy.choose(facts, candidates, clock())
+        told = f"{choice.order.value}; reason={choice.reason}", choice.first_token_s(clock())
 
         def book(node: Node, *, reads: bool) -> Charge:
             tokens = facts.num_missing(node) if reads else 0
@@ -90,7 +94,7 @@ class CostRouter:
             direct = choice.best(choice.decodes, clock())
             assert direct is not None
             number, booking = self._numbers[direct], book(direct, reads=True)
-            return SimRoute(None, lambda: (number, booking), None)
+            return SimRoute(None, lambda: (number, booking), None, *told)
         first = choice.prefills[0]
 
         def decode() -> tuple[int, Booking]:
@@ -100,7 +104,7 @@ class CostRouter:
 
         work = facts.work(first)
         charge = Charge(first, clock, prompt_tokens=work.tokens, cached_tokens=work.cached_tokens)
-        return SimRoute(self._numbers[first], decode, charge)
+        return SimRoute(self._numbers[first], decode, charge, *told)
 
     def cached(self, arrival: SimRequest) -> dict[Node, int]:
         return self.index.hits(arrival.blocks)

@@ -46,9 +46,9 @@ def plot_serve(
             for (name, values_s), colour in zip(values.items(), (BLUE, ORANGE), strict=True):
                 _distribution(axes, values_s, name, colour)
             _finish_distribution(axes, label, limit_ms)
-        _course(course, records)
         if window_s is not None:
             course.axvspan(*window_s, color=GREY, alpha=0.15, label="counted")
+        _course(course, records)
         figure.suptitle(title, fontsize=10)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
@@ -62,7 +62,7 @@ def _distribution(axes: Any, values_s: list[float], label: str, colour: str) -> 
     values_ms = np.sort(np.asarray(values_s) * 1e3)
     shares = np.arange(1, len(values_ms) + 1) / len(values_ms)
     p50, p99 = np.percentile(values_ms, (50, 99))
-    axes.step(values_ms, shares, where="post", color=colour, label=f"{label}: p50 {p50:.3g}, p99 {p99:.3g}")
+    axes.step(values_ms, shares, where="post", color=colour, label=f"{label}: p50 {p50:.4g}, p99 {p99:.4g}")
 
 
 def _finish_distribution(axes: Any, label: str, objective_ms: float | None) -> None:
