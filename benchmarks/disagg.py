@@ -30,7 +30,7 @@ from pd_cluster.bench.cli import positive
 from pd_cluster.bench.load import Target, fetch, open_session
 from pd_cluster.bench.report import print_turns, report_console
 from pd_cluster.bench.serve import measure
-from pd_cluster.bench.serve_turns import measure_turns, num_turns
+from pd_cluster.bench.serve_turns import measure_turns
 from pd_cluster.bench.statistics import RequestRecord, Summary, summarize
 from pd_cluster.bench.turn_statistics import summarize_turns
 from pd_cluster.bench.workload import Arrival, at_rate, rescale
@@ -103,15 +103,10 @@ def _run_turns(preset: TurnsPreset, target: Target, setting: str, namespace: arg
         plan = replace(
             plan, num_conversations=namespace.num_requests, at_once=min(plan.at_once, namespace.num_requests)
         )
-    conversations = plan.conversations(namespace.seed)
-    sys.stderr.write(f"{setting}: {preset.title}: {len(conversations)} conversations\n")
-    target, records = uvloop.run(
-        measure_turns(
-            target, conversations, plan.at_once, namespace.vocab_size, namespace.seed, is_text=preset.is_text,
-            num_warmups=TURN_WARMUPS,
-        )
-    )  # fmt: skip
-    summary = summarize_turns(records, num_turns(conversations), plan.at_once, LATER_TTFT_MS, LONGEST_GAP_MS)
+    sys.stderr.write(f"{setting}: {preset.title}: {plan.num_requests(namespace.seed)} requests\n")
+    vocab_size, seed = namespace.vocab_size, namespace.seed
+    target, records = uvloop.run(measure_turns(target, plan, vocab_size, seed, TURN_WARMUPS, is_text=preset.is_text))
+    summary = summarize_turns(records, plan.num_requests(seed), plan.at_once, LATER_TTFT_MS, LONGEST_GAP_MS)
     fields = {
         "setting": setting, "workload": preset.name, "model": target.model, "note": namespace.note,
         "scale": namespace.scale, "rate_scale": namespace.rate_scale, "seed": namespace.seed,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pd_cluster.bench.statistics import Summary
-    from pd_cluster.bench.turn_statistics import TurnRecord, TurnsSummary
+    from pd_cluster.bench.statistics import RequestRecord, Summary
+    from pd_cluster.bench.turn_statistics import TurnsSummary
 
 HEADERS = (
     "", "requests/s", "output tokens/s", "TTFT of first turns p50/90/99", "of later turns", "TPOT p50/90",
@@ -51,7 +51,7 @@ def route_lines(summary: TurnsSummary) -> list[str]:
     return lines
 
 
-def turn_columns(record: TurnRecord) -> list[Any]:
+def turn_columns(record: RequestRecord) -> list[Any]:
     """A request's COLUMNS; null for a missing value. All times of a failed request are null."""
     times = (record.ttft_s, record.tpot_s, record.longest_gap_s) if record.ok else (None,) * 3
     return [

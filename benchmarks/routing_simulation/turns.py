@@ -7,12 +7,13 @@ is tokenized anew, prefill nodes that decode.
 from __future__ import annotations
 
 import re
+from itertools import accumulate
 from random import Random
 from typing import TYPE_CHECKING
 
 from benchmarks.routing_simulation.trace import BLOCK_TOKENS, SimRequest
 from benchmarks.routing_simulation.world import Cluster, SimAnswer, SimWorld
-from pd_cluster.bench.turn_statistics import TurnRecord
+from pd_cluster.bench.statistics import RequestRecord
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
@@ -39,13 +40,13 @@ class TurnsWorld(SimWorld):
     def __init__(self, cluster: Cluster, conversations: Sequence[Conversation], at_once: int, seed: int) -> None:
         super().__init__(cluster, (), Random(seed))
         self._num_turns = sum(len(one.turns) for one in conversations)
-        self._records: list[TurnRecord] = []
+        self._records: list[RequestRecord] = []
         self._is_closed = at_once > 0
         self._later = iter(conversations[at_once:] if at_once else ())
         for one in conversations[: at_once or None]:
             self._wait(one, 0, one.at_s)
 
-    def talk(self) -> list[TurnRecord]:
+    def talk(self) -> list[RequestRecord]:
         """Until all turns are answered. Records are in the order of conversations, then of turns."""
         for number in range(len(self.nodes)):
             self._tell(number)
@@ -58,7 +59,7 @@ class TurnsWorld(SimWorld):
         self.events.at(ended_s + pause_s, lambda: self._ask(conversation, number))
 
     def _ask(self, conversation: Conversation, number: int) -> None:
-        num_input, num_output = conversation.num_inputs[number], conversation.turns[number].num_output
+        num_input, num_output = prompt_tokens(conversation)[number], conversation.turns[number].num_output
         request = SimRequest(
             self.events.now_s, num_input, num_output, _blocks(conversation, num_input),
             _blocks(conversation, num_input + num_output),
@@ -68,16 +69,23 @@ class TurnsWorld(SimWorld):
     def _hear(self, conversation: Conversation, number: int, request: SimRequest, answer: SimAnswer) -> None:
         times_s = list(answer.times_s)
         assert len(times_s) == request.num_output
-        record = TurnRecord(
+        record = RequestRecord(
             len(self._records), request.at_s, request.at_s, request.num_tokens, request.num_output, times_s,
             times_s[-1], route=answer.route.text, predicted_s=answer.route.predicted_s, num_cached=answer.num_cached,
-            conversation=conversation.index, turn=number, num_asked=request.num_output,
+            conversation=conversation.index, turn=number,
         )  # fmt: skip
         self._records.append(record)
         if number + 1 < len(conversation.turns):
             self._wait(conversation, number + 1, record.end_s)
         elif (following := next(self._later, None)) is not None:
             self._wait(following, 0, record.end_s)
+
+
+def prompt_tokens(conversation: Conversation) -> list[int]:
+    """Of each turn, if each answer has the length that is asked for."""
+    answers = (0, *(turn.num_output for turn in conversation.turns))
+    grown = (turn.num_new + before for turn, before in zip(conversation.turns, answers, strict=False))
+    return list(accumulate(grown, initial=conversation.num_head))[1:]
 
 
 def _blocks(conversation: Conversation, num_tokens: int) -> tuple[int, ...]:

@@ -79,30 +79,17 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_turns_flags(turns: argparse._ArgumentGroup) -> None:
-    turns.add_argument("--turns", type=length, metavar="N|A:B", help="Conversations of so many requests each.")
-    turns.add_argument(
-        "--at-once", type=int, default=0, metavar="N", help="Closed loop: so many run at once. Default: they arrive."
-    )
-    turns.add_argument(
-        "--history", type=length, default=HISTORY, metavar="A:B",
-        help="Tokens before the first turn's new ones, and of the last prompt at most (default: 20000:60000).",
-    )  # fmt: skip
-    turns.add_argument(
-        "--head-len", type=int, default=8000, metavar="N", help="Tokens of the history in common (default: 8000)."
-    )
-    turns.add_argument("--num-heads", type=int, default=1, metavar="N", help="Different heads (default: 1).")
-    turns.add_argument(
-        "--tool-s", type=float, default=1.0, metavar="X", help="Mean pause before a turn, exponential (default: 1)."
-    )
-    turns.add_argument(
-        "--text", action="store_true", help="Chats with tools, tokenized anew each turn. Default: token ids."
-    )
-    turns.add_argument(
-        "--later-ttft-ms", type=positive, default=1000.0, metavar="X", help="Target of later turns (default: 1000)."
-    )
-    turns.add_argument(
-        "--longest-gap-ms", type=positive, default=50.0, metavar="X", help="Target of each stream (default: 50)."
-    )
+    add = turns.add_argument
+    add("--turns", type=length, metavar="N|A:B", help="Conversations of so many requests each.")
+    add("--at-once", type=int, default=0, metavar="N", help="Closed loop: so many run at once. Default: they arrive.")
+    text = "Tokens before the first turn's new ones, and of the last prompt at most (default: 20000:60000)."
+    add("--history", type=length, default=HISTORY, metavar="A:B", help=text)
+    add("--head-len", type=int, default=8000, metavar="N", help="Tokens of the history in common (default: 8000).")
+    add("--num-heads", type=int, default=1, metavar="N", help="Different heads (default: 1).")
+    add("--tool-s", type=float, default=1.0, metavar="X", help="Mean pause before a turn, exponential (default: 1).")
+    add("--text", action="store_true", help="Chats with tools, tokenized anew each turn. Default: token ids.")
+    add("--later-ttft-ms", type=positive, default=1000.0, metavar="X", help="Target of later turns (default: 1000).")
+    add("--longest-gap-ms", type=positive, default=50.0, metavar="X", help="Target of each stream (default: 50).")
 
 
 def _add_report_flags(report: argparse._ArgumentGroup) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from pd_cluster.bench.statistics import RequestRecord
+    from pd_cluster.bench.statistics import RequestRecord, Summary
 
-Samples: TypeAlias = "tuple[Mapping[str, list[float]], Mapping[str, list[float]]]"  # seconds to draw, by label
 BLUE, ORANGE, GREY, RED = "#1f5fa8", "#d9762b", "#8a8f98", "#c0392b"
 
 
@@ -27,27 +26,27 @@ def check_plotting() -> None:
     matplotlib.use("Agg")
 
 
-def plot_serve(
-    path: Path,
-    samples: Samples,
-    limits_ms: tuple[float | None, float | None],
-    records: Sequence[RequestRecord],
-    title: str,
-    window_s: tuple[float, float] | None = None,
-) -> None:
-    """Write the plot to `path`. `limits_ms`: of both samples. Raises StartupError without matplotlib, and OSError."""
+def plot_serve(path: Path, summary: Summary, records: Sequence[RequestRecord], title: str) -> None:
+    """Write the plot to `path`. Raises StartupError without matplotlib, and OSError."""
     check_plotting()
     from matplotlib import pyplot
 
-    figure, (*places, course) = pyplot.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
-    labels = ("time since sending, ms", "time between tokens, ms")
+    good = [record for record in records if record.ok]
+    figure, (first, gaps, course) = pyplot.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
     try:
-        for axes, values, limit_ms, label in zip(places, samples, limits_ms, labels, strict=True):
-            for (name, values_s), colour in zip(values.items(), (BLUE, ORANGE), strict=True):
-                _distribution(axes, values_s, name, colour)
-            _finish_distribution(axes, label, limit_ms)
-        if window_s is not None:
-            course.axvspan(*window_s, color=GREY, alpha=0.15, label="counted")
+        later = [record.ttft_s for record in good if record.turn]
+        _distribution(first, [record.ttft_s for record in good if not record.turn], "first token", BLUE)
+        _distribution(first, later, "first token of later turns", RED)
+        _distribution(first, [value for record in good if (value := record.ttst_s) is not None], "second token", ORANGE)
+        _finish_distribution(first, "time since sending, ms", summary.objectives_ms.get("ttft"))
+        _distribution(gaps, [gap for record in good for gap in record.itl_s], "ITL (each token)", GREY)
+        _distribution(
+            gaps, [value for record in good if (value := record.tpot_s) is not None], "TPOT (per request)", BLUE
+        )
+        longest = [value for record in good if (value := record.longest_gap_s) is not None]
+        _distribution(gaps, longest, "longest gap (per request)", ORANGE)
+        limit_ms = summary.objectives_ms.get("tpot", summary.objectives_ms.get("longest_gap"))
+        _finish_distribution(gaps, "time between tokens, ms", limit_ms)
         _course(course, records)
         figure.suptitle(title, fontsize=10)
         path.parent.mkdir(parents=True, exist_ok=True)

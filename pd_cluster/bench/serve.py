@@ -17,15 +17,17 @@ from pd_cluster.bench.edits import edit_of
 from pd_cluster.bench.load import Prompt, Target, find_model, find_vocabulary, open_session, run_load
 from pd_cluster.bench.plot import check_plotting, plot_serve
 from pd_cluster.bench.report import print_summary, serve_record, write_json
-from pd_cluster.bench.statistics import RequestRecord, samples_of, summarize
+from pd_cluster.bench.statistics import RequestRecord, Summary, summarize
 from pd_cluster.bench.workload import Arrival, Length, at_rate, poisson, prompt_ids, read_trace, rescale
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import aiohttp
+
+    from pd_cluster.bench.turn_statistics import TurnsSummary
 
 DEFAULT_RATE = 1.0
 INPUT, OUTPUT = Length(512, 512), Length(128, 128)
@@ -47,29 +49,26 @@ def run_serve(namespace: argparse.Namespace) -> int:
     target, records = uvloop.run(measure(target, arrivals, warmups, namespace.vocab_size, namespace.seed, make))
     summary = summarize(records, dict(namespace.goodput), namespace.slo)
     print_summary(summary)
+    rate = f"{namespace.rate:g}/s" if namespace.rate else "as recorded" if namespace.trace else f"{DEFAULT_RATE:g}/s"
+    write_report(
+        namespace, target, summary, summary, records, f"{namespace.trace.name if namespace.trace else 'Poisson'} {rate}"
+    )
+    return 0 if summary.num_ok == summary.num_requests else 1
+
+
+def write_report(
+    namespace: argparse.Namespace, target: Target, summary: Summary | TurnsSummary, plotted: Summary,
+    records: Sequence[RequestRecord], load: str,
+) -> None:  # fmt: skip
+    """The files of --json and --plot. `load`: for the plot's title. Raises StartupError."""
+    title = f"{target.model}: {len(records)} requests, {load}, {plotted.output_rate:.0f} output tokens/s"
     try:
         if namespace.json:
-            write_json(namespace.json, serve_record(config_of(namespace, target), summary, records))
+            write_json(namespace.json, serve_record(_config(namespace, target), summary, records))
         if namespace.plot:
-            rate = (
-                f"{namespace.rate:g}/s"
-                if namespace.rate
-                else "as recorded"
-                if namespace.trace
-                else f"{DEFAULT_RATE:g}/s"
-            )
-            source = namespace.trace.name if namespace.trace else "Poisson"
-            title = (
-                f"{target.model}: {len(records)} requests, {source} {rate}, {summary.output_rate:.0f} output tokens/s"
-            )
-            first, second, tpot = samples_of([record for record in records if record.ok], "ttft", "ttst", "tpot")
-            itl = [gap for record in records if record.ok for gap in record.itl_s]
-            samples = {"first token": first, "second token": second}, {"TPOT": tpot, "ITL (each token)": itl}
-            limits_ms = summary.objectives_ms.get("ttft"), summary.objectives_ms.get("tpot")
-            plot_serve(namespace.plot, samples, limits_ms, records, title)
+            plot_serve(namespace.plot, plotted, records, title)
     except OSError as error:
         raise StartupError(f"the report cannot be written: {error}") from error
-    return 0 if summary.num_ok == summary.num_requests else 1
 
 
 def target_of(namespace: argparse.Namespace, *, ignore_eos: bool) -> Target:
@@ -146,7 +145,7 @@ def undisturbed(total: int) -> Iterator[Bar]:
         gc.unfreeze()
 
 
-def config_of(namespace: argparse.Namespace, target: Target) -> dict[str, Any]:
+def _config(namespace: argparse.Namespace, target: Target) -> dict[str, Any]:
     """The flags as JSON, without the key."""
     flags = {name: value for name, value in vars(namespace).items() if name != "api_key"}
     flags["model"] = target.model

@@ -44,6 +44,8 @@ class RequestRecord:
     num_cached: int = 0  # prompt tokens from a prefix cache
     timings_ms: dict[str, float] = field(default_factory=dict)  # the server's own, by phase; {}: none reported
     tokens_so_far: list[int] = field(default_factory=list)  # with each chunk, as the server counts them; else []
+    conversation: int = 0
+    turn: int = 0  # of the conversation
 
     @property
     def ok(self) -> bool:
@@ -152,11 +154,6 @@ class Summary:
     goodput: float | None  # None without objectives
     attainment: float | None  # share of all requests, including failed ones
     attained: dict[str, float]  # the same, by pair "TTFT/TPOT" in ms
-
-
-def samples_of(records: Sequence[RequestRecord], *names: str) -> list[list[float]]:
-    """Of each name the values that a record has, such as "ttft" or "longest_gap"."""
-    return [[value for record in records if (value := record.objective_s(name)) is not None] for name in names]
 
 
 def spread(values_s: list[float]) -> Spread | None:

@@ -12,17 +12,13 @@ if TYPE_CHECKING:
     from pd_cluster.bench.turns import Conversation
 
 
-def _tool(name: str, text: str, *parameters: str) -> dict[str, Any]:
-    properties = {parameter: {"type": "string"} for parameter in parameters}
-    schema = {"type": "object", "properties": properties, "required": list(parameters)}
-    return {"type": "function", "function": {"name": name, "description": text, "parameters": schema}}
-
-
-TOOLS = [
-    _tool("read_file", "Read a file of the project.", "path"),
-    _tool("run_command", "Run a command in a shell and return its output.", "command"),
-    _tool("replace_text", "Replace a text in a file of the project.", "path", "old", "new"),
-]
+_TOOLS = {"read_file": ["path"], "run_command": ["command"], "replace_text": ["path", "old", "new"]}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": name, "description": f"{name} of the project", "parameters": {
+        "type": "object", "properties": {one: {"type": "string"} for one in parameters}, "required": parameters,
+    }}}
+    for name, parameters in _TOOLS.items()
+]  # fmt: skip
 
 
 def draw_texts(conversation: Conversation, vocabulary: Sequence[int], seed: int) -> list[list[int]]:

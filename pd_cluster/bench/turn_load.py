@@ -7,14 +7,13 @@ import time
 from typing import TYPE_CHECKING
 
 from pd_cluster.bench.load import Target, open_session, send
-from pd_cluster.bench.turn_statistics import TurnRecord
+from pd_cluster.bench.statistics import RequestRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import aiohttp
 
-    from pd_cluster.bench.statistics import RequestRecord
     from pd_cluster.bench.talk import Talk
     from pd_cluster.bench.turns import Conversation
 
@@ -24,13 +23,13 @@ async def run_turns(
     talks: Sequence[tuple[Conversation, Talk]],
     at_once: int,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
-) -> list[TurnRecord]:
+) -> list[RequestRecord]:
     """Hold all conversations: `at_once`, one after the other, or, if that is 0, each at its time.
 
     A conversation ends with a request that failed, or whose answer is not as long as it was to be: that is a failure.
     Records are in the order of conversations, then of turns.
     """
-    records: list[TurnRecord] = []
+    records: list[RequestRecord] = []
     start_s = time.perf_counter()
     async with open_session() as session, asyncio.TaskGroup() as group:
 
@@ -39,10 +38,9 @@ async def run_turns(
                 ended_s = time.perf_counter() - start_s if at_once else conversation.at_s
                 for number, turn in enumerate(conversation.turns):
                     due_s = ended_s + (turn.pause_s if number or at_once else 0.0)
-                    record = TurnRecord(len(records), due_s, due_s, 0, conversation=conversation.index, turn=number)
-                    record.num_asked = turn.num_output
+                    record = RequestRecord(len(records), due_s, due_s, 0, conversation=conversation.index, turn=number)
                     records.append(record)
-                    await _ask(session, target, talk, record, start_s)
+                    await _ask(session, target, talk, record, turn.num_output, start_s)
                     on_done(record)
                     ended_s = record.end_s
                     if not record.ok:
@@ -54,13 +52,15 @@ async def run_turns(
     return sorted(records, key=lambda record: (record.conversation, record.turn))
 
 
-async def _ask(session: aiohttp.ClientSession, target: Target, talk: Talk, record: TurnRecord, start_s: float) -> None:
+async def _ask(
+    session: aiohttp.ClientSession, target: Target, talk: Talk, record: RequestRecord, num_asked: int, start_s: float
+) -> None:
     """The body is made while tools run."""
     fields = talk.ask(record.turn)
     record.num_input = len(fields.get("prompt", ()))  # of a chat the server tells
-    asked = talk.path, target.body_of(fields, record.num_asked)
+    asked = talk.path, target.body_of(fields, num_asked)
     await asyncio.sleep(max(0.0, start_s + record.scheduled_s - time.perf_counter()))
     await send(session, target, asked, record, start_s, talk.hear)
-    is_wrong = record.num_output != record.num_asked if target.ignore_eos else record.num_output > record.num_asked
-    if record.ok and is_wrong:
-        record.error = f"the answer has {record.num_output} tokens of {record.num_asked}"
+    is_whole = record.num_output == num_asked or (record.num_output < num_asked and not target.ignore_eos)
+    if record.ok and not is_whole:
+        record.error = f"an answer of a wrong length: {record.num_output} tokens, not {num_asked}"

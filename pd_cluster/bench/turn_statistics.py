@@ -10,21 +10,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from math import inf
+from statistics import mean
 from typing import TYPE_CHECKING
 
 from pd_cluster.bench.statistics import RequestRecord, Summary, meets, summarize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-
-@dataclass(slots=True)
-class TurnRecord(RequestRecord):
-    """A request of a conversation."""
-
-    conversation: int = 0
-    turn: int = 0
-    num_asked: int = 0  # output tokens
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +35,9 @@ class TurnsSummary:
     attained: dict[str, float]  # shares within the targets, of all that count, failed ones too
 
 
-def steady_window(records: Sequence[TurnRecord], at_once: int) -> tuple[float, float] | None:
+def steady_window(records: Sequence[RequestRecord], at_once: int) -> tuple[float, float] | None:
     """Seconds between which `at_once` conversations ran. None: the loop is open, or there is no such time."""
-    by_conversation = defaultdict[int, list[TurnRecord]](list)
+    by_conversation = defaultdict[int, list[RequestRecord]](list)
     for record in records:
         by_conversation[record.conversation].append(record)
     if not 0 < at_once <= len(by_conversation):
@@ -55,29 +47,19 @@ def steady_window(records: Sequence[TurnRecord], at_once: int) -> tuple[float, f
     return (begin_s, end_s) if any(begin_s <= record.sent_s < end_s for record in records) else None
 
 
-def sent_within(
-    records: Sequence[TurnRecord], window_s: tuple[float, float] | None
-) -> tuple[list[TurnRecord], list[TurnRecord]]:
-    """First turns, and later ones."""
-    begin_s, end_s = window_s or (-inf, inf)
-    counted = [record for record in records if begin_s <= record.sent_s <= end_s]
-    return [record for record in counted if not record.turn], [record for record in counted if record.turn]
-
-
 def summarize_turns(
-    records: Sequence[TurnRecord], num_planned: int, at_once: int, later_ttft_ms: float, gap_ms: float
+    records: Sequence[RequestRecord], num_planned: int, at_once: int, later_ttft_ms: float, gap_ms: float
 ) -> TurnsSummary:
     """`records`: by conversation in the order of its turns, not empty. `num_planned`: turns of all conversations."""
     window_s = steady_window(records, at_once)
-    first, later = sent_within(records, window_s)
-    counted = [*first, *later]
-    whole = summarize(counted, {})
+    begin_s, end_s = window_s or (-inf, inf)
+    counted = [record for record in records if begin_s <= record.sent_s <= end_s]
+    later, whole = [record for record in counted if record.turn], summarize(counted, {})
     if window_s is not None:
-        begin_s, end_s = window_s
         ended = [record for record in records if record.ok and begin_s < record.end_s <= end_s]
         num_output, span_s = sum(record.num_output for record in ended), end_s - begin_s
         whole = replace(whole, duration_s=span_s, request_rate=len(ended) / span_s, output_rate=num_output / span_s)
-    parts = {"first turns": first, "later turns": later}
+    parts = {"first turns": [record for record in counted if not record.turn], "later turns": later}
     parts |= {route: [one for one in counted if one.ok and one.route == route] for route in sorted(whole.routes)}
     soon, steady = {"ttft": later_ttft_ms}, {"longest_gap": gap_ms}
     targets = {"later TTFT": (later, soon), "longest gap": (counted, steady), "both": (later, soon | steady)}
@@ -85,16 +67,11 @@ def summarize_turns(
     return TurnsSummary(
         len({record.conversation for record in records}), len(records), num_planned - len(records), dict(errors),
         window_s, whole, {name: summarize(some, {}) for name, some in parts.items() if some}, *_found(records, later),
-        {name: _share(meets(record, limits) for record in some) for name, (some, limits) in targets.items() if some},
+        {name: mean(meets(record, limits) for record in some) for name, (some, limits) in targets.items() if some},
     )  # fmt: skip
 
 
-def _share(met: Iterable[bool]) -> float:
-    rows = list(met)
-    return sum(rows) / len(rows)
-
-
-def _found(records: Sequence[TurnRecord], later: Sequence[TurnRecord]) -> tuple[float, float]:
+def _found(records: Sequence[RequestRecord], later: Sequence[RequestRecord]) -> tuple[float, float]:
     """A cache has prefixes: an answer's tokens are found as far as it has more than the prompt before."""
     by_turn = {(record.conversation, record.turn): record for record in records}
     pairs = [(by_turn[one.conversation, one.turn - 1], one.num_cached) for one in later if one.ok]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from pd_cluster.bench.workload import Length, poisson
 from pd_cluster.errors import StartupError
@@ -32,13 +31,6 @@ class Conversation:
     head: int  # equal numbers mean equal text
     num_head: int  # tokens
     turns: tuple[Turn, ...]
-
-    @property
-    def num_inputs(self) -> list[int]:
-        """Prompt tokens of each turn, if each answer has the length that is asked for."""
-        answers = (0, *(turn.num_output for turn in self.turns))
-        grown = (turn.num_new + before for turn, before in zip(self.turns, answers, strict=False))
-        return list(accumulate(grown, initial=self.num_head))[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +68,9 @@ class TurnsPlan:
             )
         times = poisson(self.num_conversations, self.rate, ONE, ONE, seed)
         return [self._draw(index, 0.0 if self.at_once else time.at_s, seed) for index, time in enumerate(times)]
+
+    def num_requests(self, seed: int) -> int:
+        return sum(len(one.turns) for one in self.conversations(seed))
 
     def _draw(self, index: int, at_s: float, seed: int) -> Conversation:
         rng = random.Random(f"{seed}/conversation/{index}")

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.routing_simulation.turns import prompt_tokens
+from pd_cluster.bench.statistics import RequestRecord
 from pd_cluster.bench.talk import TOOLS, ChatTalk, IdsTalk, draw_texts
-from pd_cluster.bench.turn_statistics import TurnRecord, steady_window, summarize_turns
+from pd_cluster.bench.turn_statistics import steady_window, summarize_turns
 from pd_cluster.bench.turns import Conversation, Turn, TurnsPlan
 from pd_cluster.bench.workload import Length
 from pd_cluster.errors import StartupError
@@ -30,11 +32,11 @@ def test_equal_seeds_draw_equal_conversations_within_the_lengths() -> None:
     for one in drawn:
         assert (one.num_head, one.head) == (8_000, one.index % 3)
         assert 1 <= len(one.turns) <= 30
-        assert all(20_000 < prompt <= 60_000 for prompt in one.num_inputs)
+        assert all(20_000 < prompt <= 60_000 for prompt in prompt_tokens(one))
         assert all(200 <= turn.num_output <= 400 and turn.pause_s >= 0 for turn in one.turns)
         assert all(1_000 <= turn.num_new <= 6_000 for turn in one.turns[1:])
         assert 13_000 <= one.turns[0].num_new <= 18_000, "what is no head is its own"
-    assert max(prompt for one in drawn for prompt in one.num_inputs) > 50_000
+    assert max(prompt for one in drawn for prompt in prompt_tokens(one)) > 50_000
     pauses = [turn.pause_s for one in drawn for turn in one.turns]
     assert sum(pauses) / len(pauses) == pytest.approx(1.0, rel=0.2)
     times = [one.at_s for one in drawn]
@@ -44,7 +46,8 @@ def test_equal_seeds_draw_equal_conversations_within_the_lengths() -> None:
 
 
 def test_prompts_of_known_turns() -> None:
-    assert Conversation(0, 0.0, 0, 10, (Turn(5, 3, 0.0), Turn(4, 2, 0.0), Turn(1, 9, 0.0))).num_inputs == [15, 22, 25]
+    one = Conversation(0, 0.0, 0, 10, (Turn(5, 3, 0.0), Turn(4, 2, 0.0), Turn(1, 9, 0.0)))
+    assert prompt_tokens(one) == [15, 22, 25]
 
 
 def test_heads_are_shared_and_nothing_else() -> None:
@@ -106,10 +109,10 @@ def test_chats_send_calls_back_with_results_and_no_reasoning() -> None:
     ]
 
 
-def record(conversation: int, turn: int, sent_s: float, end_s: float, **more: Any) -> TurnRecord:
+def record(conversation: int, turn: int, sent_s: float, end_s: float, **more: Any) -> RequestRecord:
     """First tokens come after 0.5 s, or 2 s in turn 2."""
     first_s = sent_s + (2.0 if turn == 2 else 0.5)
-    one = TurnRecord(
+    one = RequestRecord(
         0, sent_s, sent_s, 100 + 20 * turn, 10, [first_s, end_s], end_s, conversation=conversation, turn=turn
     )
     for name, value in more.items():
@@ -117,7 +120,7 @@ def record(conversation: int, turn: int, sent_s: float, end_s: float, **more: An
     return one
 
 
-def conversation(index: int, begin_s: float, **more: Any) -> list[TurnRecord]:
+def conversation(index: int, begin_s: float, **more: Any) -> list[RequestRecord]:
     """Three turns of 3 s each; all but the first find the prompt before and half of its answer."""
     return [
         record(index, turn, begin_s + 3 * turn, begin_s + 3 * turn + 3, num_cached=turn and 85 + 20 * turn, **more)
@@ -187,7 +190,7 @@ def test_the_command(loop: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
         asked = next(prompt for prompt in prompts if len(prompt) == one["num_input"])
         assert set(asked) <= {*range(5), 5, 6, 7, 8}, "ids of /tokenize, and those of answers"
     grown = sorted(one["num_input"] for one in found["requests"] if one["turn"] == 2)
-    assert grown == sorted(one.num_inputs[2] for one in planned(found["config"]))
+    assert grown == sorted(prompt_tokens(one)[2] for one in planned(found["config"]))
 
 
 def planned(config: dict[str, Any]) -> list[Conversation]:
@@ -216,7 +219,7 @@ def test_a_wrong_length_is_an_error_and_ends_the_conversation(capsys: pytest.Cap
         server.short_of = 45
         assert main(f"bench serve --url {server.url} {SMALL} --rate inf --warmup 0".split()) == 1
     shown = capsys.readouterr().out
-    assert "failed: the answer has" in shown
+    assert "failed: an answer of a wrong length" in shown
     assert ", 0 not asked" not in shown
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from random import Random
@@ -15,7 +16,7 @@ from benchmarks.routing_simulation.clock import EventQueue
 from benchmarks.routing_simulation.nodes import LruBlocks, Prompt, SimNode, prefill_s
 from benchmarks.routing_simulation.report import BOUND, COST, LEAST_LOADED, ROUND_ROBIN, comparisons
 from benchmarks.routing_simulation.trace import SimRequest, copied, read_trace, scaled, synthetic
-from benchmarks.routing_simulation.turns import TurnsWorld, cluster_of
+from benchmarks.routing_simulation.turns import TurnsWorld, cluster_of, prompt_tokens
 from benchmarks.routing_simulation.world import Cluster, SimWorld
 from pd_cluster.bench.turns import TurnsPlan
 from pd_cluster.bench.workload import Length
@@ -120,8 +121,8 @@ def test_conversations_are_held_by_their_seed(at_once: int) -> None:
     assert first == second
     turns = [turn for one in conversations for turn in one.turns]
     assert [(one.num_output, len(one.chunk_times_s)) for one in first] == [(turn.num_output,) * 2 for turn in turns]
-    assert [one.num_input for one in first] == [num for one in conversations for num in one.num_inputs]
-    for before, one in zip(first, first[1:], strict=False):
+    assert [one.num_input for one in first] == [num for one in conversations for num in prompt_tokens(one)]
+    for before, one in itertools.pairwise(first):
         if one.turn:
             assert one.sent_s == pytest.approx(before.end_s + conversations[one.conversation].turns[one.turn].pause_s)
             assert before.num_input - 512 < one.num_cached <= before.num_input + before.num_output
