@@ -134,12 +134,12 @@ async def prepare(
 
 
 @contextmanager
-def undisturbed(total: int) -> Iterator[Bar]:
+def undisturbed(total: int) -> Iterator[RequestsBar]:
     """Without garbage collections, which would read millions of objects in prompts and delay requests."""
     gc.collect()
     gc.freeze()
     try:
-        with Bar(total) as bar:
+        with RequestsBar(total) as bar:
             yield bar
     finally:
         gc.unfreeze()
@@ -153,7 +153,7 @@ def _config(namespace: argparse.Namespace, target: Target) -> dict[str, Any]:
     return {name: value if isinstance(value, plain) else str(value) for name, value in flags.items()}
 
 
-class Bar:
+class RequestsBar:
     """A progress bar on a terminal, a line per tenth elsewhere."""
 
     def __init__(self, total: int) -> None:
@@ -165,7 +165,7 @@ class Bar:
         self._progress = Progress(*columns, console=self._console) if self._console.is_terminal else None
         self._task = self._progress.add_task("requests", total=total) if self._progress else None
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> RequestsBar:
         if self._progress:
             self._progress.start()
         return self

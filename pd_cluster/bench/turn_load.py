@@ -26,7 +26,7 @@ async def run_turns(
 ) -> list[RequestRecord]:
     """Hold all conversations: `at_once`, one after the other, or, if that is 0, each at its time.
 
-    A conversation ends with a request that failed, or whose answer is not as long as it was to be: that is a failure.
+    A conversation ends with a request that failed, or with an answer of a wrong length, which is a failure.
     Records are in the order of conversations, then of turns.
     """
     records: list[RequestRecord] = []

@@ -14,7 +14,7 @@ HISTORY, NEW, OUTPUT = Length(20_000, 60_000), Length(1_000, 6_000), Length(200,
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PlannedTurn:
     """One request of a conversation. `pause_s`: tools run from the end of the answer before until it is sent."""
 
     num_new: int  # tokens that it adds to the history
@@ -30,7 +30,7 @@ class Conversation:
     at_s: float  # of its arrival in an open loop
     head: int  # equal numbers mean equal text
     num_head: int  # tokens
-    turns: tuple[Turn, ...]
+    turns: tuple[PlannedTurn, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +75,12 @@ class TurnsPlan:
     def _draw(self, index: int, at_s: float, seed: int) -> Conversation:
         rng = random.Random(f"{seed}/conversation/{index}")
         own, before = self.history.low - self.num_head, self.history.low
-        turns: list[Turn] = []
+        turns: list[PlannedTurn] = []
         for _ in range(self.num_turns.draw(rng)):
             num_new, num_output = self.new.draw(rng), self.output.draw(rng)
             pause_s = rng.expovariate(1.0) * self.tool_s
             if before + num_new > self.history.high:
                 break
-            turns.append(Turn(num_new if turns else own + num_new, num_output, pause_s))
+            turns.append(PlannedTurn(num_new if turns else own + num_new, num_output, pause_s))
             before += num_new + num_output
         return Conversation(index, at_s, index % self.num_heads, self.num_head, tuple(turns))

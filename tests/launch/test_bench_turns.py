@@ -12,7 +12,7 @@ from benchmarks.routing_simulation.turns import prompt_tokens
 from pd_cluster.bench.statistics import RequestRecord
 from pd_cluster.bench.talk import TOOLS, ChatTalk, IdsTalk, draw_texts
 from pd_cluster.bench.turn_statistics import steady_window, summarize_turns
-from pd_cluster.bench.turns import Conversation, Turn, TurnsPlan
+from pd_cluster.bench.turns import Conversation, PlannedTurn, TurnsPlan
 from pd_cluster.bench.workload import Length
 from pd_cluster.errors import StartupError
 from pd_cluster.launch.cli import main
@@ -46,7 +46,7 @@ def test_equal_seeds_draw_equal_conversations_within_the_lengths() -> None:
 
 
 def test_prompts_of_known_turns() -> None:
-    one = Conversation(0, 0.0, 0, 10, (Turn(5, 3, 0.0), Turn(4, 2, 0.0), Turn(1, 9, 0.0)))
+    one = Conversation(0, 0.0, 0, 10, (PlannedTurn(5, 3, 0.0), PlannedTurn(4, 2, 0.0), PlannedTurn(1, 9, 0.0)))
     assert prompt_tokens(one) == [15, 22, 25]
 
 
