@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from math import inf
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.bench.statistics import RequestRecord, Summary
 
+Window: TypeAlias = tuple[float, float]  # seconds
 BLUE, ORANGE, GREY, RED = "#1f5fa8", "#d9762b", "#8a8f98", "#c0392b"
 
 
@@ -26,12 +28,17 @@ def check_plotting() -> None:
     matplotlib.use("Agg")
 
 
-def plot_serve(path: Path, summary: Summary, records: Sequence[RequestRecord], title: str) -> None:
-    """Write the plot to `path`. Raises StartupError without matplotlib, and OSError."""
+def plot_serve(
+    path: Path, summary: Summary, records: Sequence[RequestRecord], title: str, window_s: Window | None = None
+) -> None:
+    """Write the plot to `path`, its distributions of what was sent within the window. Raises StartupError without
+    matplotlib, and OSError.
+    """
     check_plotting()
     from matplotlib import pyplot
 
-    good = [record for record in records if record.ok]
+    begin_s, end_s = window_s or (-inf, inf)
+    good = [record for record in records if record.ok and begin_s <= record.sent_s <= end_s]
     figure, (first, gaps, course) = pyplot.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
     try:
         later = [record.ttft_s for record in good if record.turn]
@@ -47,6 +54,8 @@ def plot_serve(path: Path, summary: Summary, records: Sequence[RequestRecord], t
         _distribution(gaps, longest, "longest gap (per request)", ORANGE)
         limit_ms = summary.objectives_ms.get("tpot", summary.objectives_ms.get("longest_gap"))
         _finish_distribution(gaps, "time between tokens, ms", limit_ms)
+        if window_s is not None:
+            course.axvspan(begin_s, end_s, color=GREY, alpha=0.15, label="counted")
         _course(course, records)
         figure.suptitle(title, fontsize=10)
         path.parent.mkdir(parents=True, exist_ok=True)

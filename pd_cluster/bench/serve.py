@@ -66,7 +66,7 @@ def write_report(
         if namespace.json:
             write_json(namespace.json, serve_record(_config(namespace, target), summary, records))
         if namespace.plot:
-            plot_serve(namespace.plot, plotted, records, title)
+            plot_serve(namespace.plot, plotted, records, title, getattr(summary, "window_s", None))
     except OSError as error:
         raise StartupError(f"the report cannot be written: {error}") from error
 
