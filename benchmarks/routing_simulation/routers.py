@@ -44,8 +44,8 @@ class SimRoute:
     prefill: int | None
     decode: Callable[[], tuple[int, Booking]]  # chosen when the ticket is there
     booking: Booking | None  # of the prefill node's leg
-    text: str = ""  # as x-pd-route tells it
     predicted_s: float | None = None  # until the first token
+    text: str = ""  # as x-pd-route tells it
 
 
 class SimRouter(Protocol):
@@ -84,7 +84,7 @@ class CostRouter:
         clock = self.table.clock
         candidates = to_generate(self.table, None, facts, self.config, self._turn)
         choice = self._policy.choose(facts, candidates, clock())
-        told = f"{choice.order.value}; reason={choice.reason}", choice.first_token_s(clock())
+        told = choice.first_token_s(clock()), f"{choice.order.value}; reason={choice.reason}"
 
         def book(node: Node, *, reads: bool) -> Charge:
             tokens = facts.num_missing(node) if reads else 0
