@@ -1,11 +1,12 @@
-"""`python -m benchmarks disagg`: five workloads on a running cluster, compared with the peer's figures.
+"""`python -m benchmarks disagg`: workloads on a running cluster, five of them compared with the peer's figures.
 
 Start the cluster first, without prefix caches, so that every request is prefilled:
 
     python -m benchmarks model --shape 8b MODEL
     pd-cluster up --model MODEL --load-format dummy --no-prefix-caching --prefill 1 --decode 1      # or --mixed 2
 
-A line is appended after each workload, so that an interrupted run can continue with `--workloads`.
+Those of conversations (`--workloads turns turns-open turns-text`) need prefix caches. Their lines go to a file of their
+own. A line is appended after each workload, so that an interrupted run can continue with `--workloads`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ import uvloop
 from rich.table import Table
 
 from benchmarks.flags import add_cluster_flags
-from benchmarks.presets import AZURE_FILE, MOONCAKE_FILE, PEER, PRESETS, PeerRow, Preset
+from benchmarks.presets import AZURE_FILE, MOONCAKE_FILE, PEER, PRESETS, TURNS, PeerRow, Preset, TurnsPreset
 from benchmarks.records import RESULTS, append_record
+from benchmarks.turn_rows import COLUMNS, turn_columns, turn_row
+from benchmarks.turn_rows import HEADERS as TURN_HEADERS
 from pd_cluster.bench.cli import positive
 from pd_cluster.bench.load import Target, fetch, open_session
-from pd_cluster.bench.report import report_console
+from pd_cluster.bench.report import print_turns, report_console
 from pd_cluster.bench.serve import measure
+from pd_cluster.bench.serve_turns import measure_turns
 from pd_cluster.bench.statistics import RequestRecord, Summary, summarize
+from pd_cluster.bench.turn_statistics import summarize_turns
 from pd_cluster.bench.workload import Arrival, at_rate, rescale
 from pd_cluster.errors import StartupError
 
@@ -35,6 +40,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SLOS_MS = ((200.0, 10.0), (400.0, 15.0))
+LATER_TTFT_MS, LONGEST_GAP_MS = 1000.0, 50.0  # the targets of conversations
+DISAGG_FILE, TURNS_FILE = RESULTS / "disagg_gpu.jsonl", RESULTS / "turns_gpu.jsonl"
+TURN_WARMUPS = 8  # conversations of two turns
 WARMUPS, WARMUP_OUTPUT = 32, 64  # requests at twice the rate, to warm up links and compiled kernels
 _ROLES = (("prefill", "P"), ("decode", "D"), ("mixed", "M"))
 
@@ -42,10 +50,10 @@ _ROLES = (("prefill", "P"), ("decode", "D"), ("mixed", "M"))
 def main(arguments: Sequence[str]) -> int:
     """Returns 0 when every request of every workload was answered, else 1. Raises StartupError."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks disagg", allow_abbrev=False)
-    add_cluster_flags(parser, RESULTS / "disagg_gpu.jsonl")
+    add_cluster_flags(parser, DISAGG_FILE)
     parser.add_argument(
-        "--workloads", nargs="+", choices=tuple(PRESETS), default=list(PRESETS), metavar="NAME",
-        help=f"Of {', '.join(PRESETS)} (default: all).",
+        "--workloads", nargs="+", choices=(*PRESETS, *TURNS), default=list(PRESETS), metavar="NAME",
+        help=f"Of {', '.join(PRESETS)} (default: all of these), {', '.join(TURNS)}.",
     )  # fmt: skip
     parser.add_argument(
         "--data", type=Path, default=Path("benchmarks/data"), metavar="DIR",
@@ -67,6 +75,9 @@ def run_disagg(namespace: argparse.Namespace) -> int:
     setting = namespace.setting or uvloop.run(_setting(target))
     num_failed = 0
     for name in namespace.workloads:
+        if name in TURNS:
+            num_failed += _run_turns(TURNS[name].times(namespace.rate_scale), target, setting, namespace)
+            continue
         preset = PRESETS[name].times(namespace.rate_scale)
         arrivals = _scaled(preset.arrivals(namespace.data, namespace.seed), namespace)
         sys.stderr.write(f"{setting}: {preset.title}: {len(arrivals)} requests in {arrivals[-1].at_s:.0f} s\n")
@@ -83,6 +94,28 @@ def run_disagg(namespace: argparse.Namespace) -> int:
             sys.stderr.write(f"{count} failed: {error}\n")
         num_failed += summary.num_requests - summary.num_ok
     return 1 if num_failed else 0
+
+
+def _run_turns(preset: TurnsPreset, target: Target, setting: str, namespace: argparse.Namespace) -> int:
+    """Returns the number of failures. Raises StartupError."""
+    plan = preset.scaled(namespace.scale)
+    if namespace.num_requests:
+        plan = replace(
+            plan, num_conversations=namespace.num_requests, at_once=min(plan.at_once, namespace.num_requests)
+        )
+    sys.stderr.write(f"{setting}: {preset.title}: {plan.num_requests(namespace.seed)} requests\n")
+    vocab_size, seed = namespace.vocab_size, namespace.seed
+    target, records = uvloop.run(measure_turns(target, plan, vocab_size, seed, TURN_WARMUPS, is_text=preset.is_text))
+    summary = summarize_turns(records, plan.num_requests(seed), plan.at_once, LATER_TTFT_MS, LONGEST_GAP_MS)
+    fields = {
+        "setting": setting, "workload": preset.name, "model": target.model, "note": namespace.note,
+        "scale": namespace.scale, "rate_scale": namespace.rate_scale, "seed": namespace.seed,
+        "summary": asdict(summary), "columns": list(COLUMNS), "requests": [turn_columns(one) for one in records],
+    }  # fmt: skip
+    append_record(TURNS_FILE if namespace.json == DISAGG_FILE else namespace.json, "turns", fields)
+    print_turns(summary)
+    sys.stdout.write("".join(f"| {' | '.join(cells)} |\n" for cells in (TURN_HEADERS, turn_row(setting, summary))))
+    return sum(summary.errors.values())
 
 
 async def _setting(target: Target) -> str:

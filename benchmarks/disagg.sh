@@ -20,6 +20,8 @@ if [ -n "${SLO:-}" ]; then
     IFS=/ read -r ttft tpot itl <<<"$SLO"
     node_flags="$node_flags --slo-ttft-ms $ttft --slo-tpot-ms $tpot${itl:+ --slo-itl-ms $itl}"
 fi
+caching=--no-prefix-caching
+if [[ ${WORKLOADS:-} = turns* ]]; then caching=; fi # conversations are about what is cached
 benchmark="${PYTHON:-python3} -m benchmarks"
 url=http://127.0.0.1:${PORT:-8000}
 work=$(mktemp -d)
@@ -43,7 +45,7 @@ for setting in "${@:-1P1D 2M}"; do
         else
             echo "setting $one is not like 1P1D, 2M or 1P1D-TP2" >&2 && exit 2
         fi
-        $pd_cluster up --port "${PORT:-8000}" --model "$work/model" --load-format dummy --no-prefix-caching \
+        $pd_cluster up --port "${PORT:-8000}" --model "$work/model" --load-format dummy $caching \
             $nodes $node_flags >"$work/$one.log" 2>&1 &
         cluster=$!
         until grep -q "^ready: " "$work/$one.log"; do

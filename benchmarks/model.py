@@ -10,12 +10,14 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
+import pd_cluster
 from benchmarks.shapes import CONFIGS
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+TEMPLATE = Path(pd_cluster.__file__).parent / "demo_model" / "chat_template.jinja"  # for chats, tools among them
 WORD_LETTERS = 4  # 26**4 words, more than any vocabulary here
 
 
@@ -39,6 +41,7 @@ def write_model(shape: str, directory: Path) -> None:
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (directory / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
         (directory / "tokenizer.json").write_text(tokenizer.to_str())
+        (directory / TEMPLATE.name).write_text(TEMPLATE.read_text())
     except OSError as error:
         raise StartupError(f"the model directory cannot be written: {error}") from error
 

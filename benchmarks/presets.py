@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pd_cluster.bench.turns import TurnsPlan
 from pd_cluster.bench.workload import Arrival, Length, at_rate, poisson, read_trace, rescale
 
 if TYPE_CHECKING:
@@ -98,3 +99,39 @@ PRESETS = {
     )
 }  # fmt: skip
 """By name, in the order of the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnsPreset:
+    """Conversations on two GPUs, with prefix caches."""
+
+    name: str
+    title: str
+    plan: TurnsPlan
+    is_text: bool = False
+
+    def scaled(self, factor: float) -> TurnsPlan:
+        """The plan with other lengths. Tools take as much less time, as computing does."""
+        return replace(self.plan.scaled(factor), tool_s=self.plan.tool_s * factor)
+
+    def times(self, rate_scale: float) -> TurnsPreset:
+        """So many times the conversations in the same time, for more GPUs."""
+        if rate_scale == 1.0:
+            return self
+        plan = replace(
+            self.plan, num_conversations=round(self.plan.num_conversations * rate_scale),
+            at_once=round(self.plan.at_once * rate_scale), rate=self.plan.rate * rate_scale,
+        )  # fmt: skip
+        return replace(self, title=f"{self.title} x {rate_scale:g}", plan=plan)
+
+
+_CLOSED, _OPEN = TurnsPlan(num_conversations=32, at_once=8), TurnsPlan(num_conversations=32, rate=0.168)
+TURNS = {
+    preset.name: preset
+    for preset in (
+        TurnsPreset("turns", "8 turns, 20k to 60k tokens, 8 conversations at once", _CLOSED),
+        TurnsPreset("turns-open", "8 turns, 20k to 60k tokens, 0.168 conversations/s", _OPEN),
+        TurnsPreset("turns-text", "8 turns as chats with tools, 20k to 60k tokens, 8 at once", _CLOSED, is_text=True),
+    )
+}
+"""By name. The rate of `turns-open` is 0.8 of what two mixed nodes answered in a closed loop (benchmarks/LOG.md)."""

@@ -9,6 +9,11 @@ time. There are as many decode nodes as prefill nodes. Four policies serve the s
     least-loaded   the rule before the feed: own charges in bytes, and decode nodes that are clearly sooner
     round-robin    in turn; decode nodes read no prompts
     bound          the cost over exact loads and one cache of all nodes of a role
+
+With `--turns` the product's choice serves the conversations of a preset of `python -m benchmarks disagg`, on prefill
+and decode nodes or on mixed ones, scaled by the number of GPUs:
+
+    python -m benchmarks routing_simulation --turns turns --settings 1P1D 2M 2P2D 4M --seeds 3
 """
 
 from __future__ import annotations
@@ -20,14 +25,22 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+from benchmarks.presets import TURNS, TurnsPreset
 from benchmarks.records import RESULTS, append_record
 from benchmarks.routing_simulation.nodes import prefill_s
 from benchmarks.routing_simulation.report import COST, HEADER, LEAST_LOADED, PolicyRow, comparisons
 from benchmarks.routing_simulation.trace import SimRequest, copied, read_trace, scaled
+from benchmarks.routing_simulation.turns import NUM_BLOCKS, TurnsWorld, cluster_of
 from benchmarks.routing_simulation.world import POLICIES, Cluster, SimWorld
+from benchmarks.turn_rows import HEADERS, route_lines, turn_row
+from pd_cluster.bench.cli import positive
+from pd_cluster.bench.turn_statistics import TurnsSummary, summarize_turns
+from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+LATER_TTFT_MS, LONGEST_GAP_MS = 1000.0, 50.0  # the targets of conversations
 
 
 def simulate(
@@ -54,12 +67,16 @@ def simulate(
 def main(arguments: Sequence[str]) -> int:
     """Print the rows and their ratios, and append a record for each trace and cluster. Raises StartupError."""
     namespace = _flags().parse_args(arguments)
+    if not namespace.trace and not namespace.turns:
+        raise StartupError("set --trace or --turns")
+    for name in namespace.turns:
+        _print_turns(TURNS[name], namespace)
     lines = [HEADER]
     for path in namespace.trace:
         arrivals = copied(read_trace(path), namespace.copies)
         for count in namespace.prefill:
             cluster = Cluster(
-                num_prefill=count, num_decode=count, num_blocks=namespace.num_blocks,
+                num_prefill=count, num_decode=count, num_blocks=namespace.num_blocks or 5000,
                 shortest_first=not namespace.fifo, decode_reads=not namespace.prefill_nodes_only,
             )  # fmt: skip
             rows = simulate(arrivals, cluster, namespace.load, namespace.seeds, namespace.routers, namespace.policies)
@@ -78,10 +95,42 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _print_turns(preset: TurnsPreset, namespace: argparse.Namespace) -> None:
+    """A row of each setting and seed, and of each a record."""
+    sys.stdout.write(f"{preset.title}\n| {' | '.join(HEADERS)} |\n|{'---|' * len(HEADERS)}\n")
+    lines = []
+    for setting in namespace.settings:
+        for seed in range(namespace.seeds):
+            summary = simulate_turns(preset, setting, seed, namespace.scale, namespace.num_blocks or NUM_BLOCKS)
+            sys.stdout.write(f"| {' | '.join(turn_row(setting, summary))} |\n")
+            sys.stdout.flush()
+            lines += [f"{setting}, seed {seed}: {line}" for line in route_lines(summary)]
+            fields = {
+                "workload": preset.name, "setting": setting, "seed": seed, "scale": namespace.scale,
+                "note": namespace.note, "summary": asdict(summary),
+            }  # fmt: skip
+            append_record(namespace.json, "routing_simulation_turns", fields)
+    sys.stdout.write("\n".join(["", *lines, ""]))
+
+
+def simulate_turns(
+    preset: TurnsPreset, setting: str, seed: int, scale: float = 1.0, num_blocks: int = NUM_BLOCKS
+) -> TurnsSummary:
+    """The preset is for two GPUs. Raises StartupError."""
+    cluster = cluster_of(setting, num_blocks)
+    plan = preset.times((cluster.num_prefill + cluster.num_decode) / 2).scaled(scale)
+    conversations = plan.conversations(seed)
+    records = TurnsWorld(cluster, conversations, plan.at_once, seed).talk()
+    return summarize_turns(records, len(records), plan.at_once, LATER_TTFT_MS, LONGEST_GAP_MS)
+
+
 def _flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks routing_simulation", allow_abbrev=False)
     add = parser.add_argument
-    add("--trace", type=Path, nargs="+", required=True, metavar="PATH", help="Mooncake's .jsonl or Azure's .csv.")
+    add("--trace", type=Path, nargs="+", default=[], metavar="PATH", help="Mooncake's .jsonl or Azure's .csv.")
+    add("--turns", nargs="+", default=[], choices=tuple(TURNS), metavar="NAME", help=f"Of {', '.join(TURNS)}.")
+    add("--settings", nargs="+", default=["1P1D", "2M", "2P2D", "4M"], metavar="NAME", help="Clusters for --turns.")
+    add("--scale", type=positive, default=1.0, metavar="X", help="Factor for the lengths of --turns.")
     add("--copies", type=int, default=1, metavar="N", help="Of each trace, at once; each has other text (default: 1).")
     add(
         "--policies",
@@ -95,7 +144,10 @@ def _flags() -> argparse.ArgumentParser:
     add("--routers", type=int, nargs="+", default=[1, 3], metavar="N", help="Routers (default: 1 3).")
     add("--load", type=float, default=0.7, metavar="SHARE", help="Of the prefill nodes, uncached (default: 0.7).")
     add("--seeds", type=int, default=10, metavar="N", help="Draws of the arrivals (default: 10).")
-    add("--num-blocks", type=int, default=5000, metavar="N", help="Blocks of 512 tokens a node (default: 5000).")
+    add(
+        "--num-blocks", type=int, default=0, metavar="N",
+        help=f"Blocks of 512 tokens a node (default: 5000; with --turns {NUM_BLOCKS}).",
+    )  # fmt: skip
     add("--fifo", action="store_true", help="Prefill nodes serve prompts as they came, not the shortest first.")
     add("--prefill-nodes-only", action="store_true", help="Decode nodes read no prompts.")
     add("--json", type=Path, default=RESULTS / "routing_simulation.jsonl", metavar="FILE", help="Records go there.")

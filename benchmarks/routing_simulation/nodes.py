@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from benchmarks.routing_simulation.trace import BLOCK_TOKENS, SimRequest
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
 from pd_connectors.protocol.feed import NodeLoad, StoredBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from benchmarks.routing_simulation.clock import EventQueue
+
+Ended: TypeAlias = "Callable[[Sequence[float]], None]"  # an answer is complete: ends of its steps, but for the prompt's
 
 # A prefill node: fitted to 46,400, 44,000 and 36,200 tokens/s for prompts of 1k, 4k and 15k tokens.
 TOKEN_S, KEY_S = 21.1e-6, 0.87e-9
@@ -70,7 +72,7 @@ class Prompt:
     arrival: SimRequest
     came_s: float
     done: Callable[[], None]
-    ended: Callable[[], None] | None = None  # the answer is complete; None: another node decodes
+    ended: Ended | None = None  # None: another node decodes
     cached: int = 0  # tokens, when it began; until then, when it came
     computed: int = 0  # tokens, of those that were not cached
 
@@ -87,11 +89,14 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class SimNode:
-    """One node. A prefill node computes one prompt after the other; a decode node in pieces beside its streams."""
+    """One node. A prefill node computes one prompt after the other; the others in pieces beside their streams: a decode
+    node in small ones, a mixed node in those that a step without streams has.
+    """
 
     events: EventQueue
     cache: LruBlocks
     is_prefill: bool
+    is_mixed: bool = False
     num_slots: int = 256
     shortest_first: bool = True
     changed: Callable[[], None] = lambda: None
@@ -106,8 +111,9 @@ class SimNode:
     _current_s: float = 0.0
     _context: int = 0  # tokens of the running sequences
     _step: int = 0
-    _ends: dict[int, list[tuple[SimRequest, Callable[[], None]]]] = field(default_factory=lambda: defaultdict(list))
-    _waiting: deque[tuple[SimRequest, Callable[[], None]]] = field(default_factory=deque)
+    _step_ends_s: list[float] = field(default_factory=list)
+    _ends: dict[int, list[tuple[SimRequest, Ended, int]]] = field(default_factory=lambda: defaultdict(list))
+    _waiting: deque[tuple[SimRequest, Ended]] = field(default_factory=deque)
     _is_stepping: bool = False
 
     # --- what comes
@@ -122,9 +128,9 @@ class SimNode:
             self._step_on()
         self.changed()
 
-    def add_sequence(self, arrival: SimRequest, ended: Callable[[], None]) -> None:
+    def add_sequence(self, arrival: SimRequest, ended: Ended) -> None:
         """A sequence that was handed over, with its first token."""
-        self._publish(arrival)
+        self._publish(arrival.blocks)
         self._waiting.append((arrival, ended))
         self._step_on()
         self.changed()
@@ -157,7 +163,7 @@ class SimNode:
     def _computed(self) -> None:
         prompt = self.current
         assert prompt is not None
-        self._publish(prompt.arrival)
+        self._publish(prompt.arrival.blocks)
         self.current = None
         if self.queue:
             self._begin()
@@ -168,8 +174,8 @@ class SimNode:
         self.hit_tokens += prompt.cached
         self.computed_tokens += prompt.rest
 
-    def _publish(self, arrival: SimRequest) -> None:
-        stored, evicted = self.cache.put(arrival.blocks)
+    def _publish(self, blocks: tuple[int, ...]) -> None:
+        stored, evicted = self.cache.put(blocks)
         self.news |= {block.block: block for block in stored}
         self.news |= dict.fromkeys(evicted)
 
@@ -187,10 +193,11 @@ class SimNode:
         pieces = self._pieces()
         self._step += 1
         step_s = self.step_s
+        token_s, key_s, once_s = (TOKEN_S, KEY_S, 0.0) if self.is_mixed else (BESIDE_S, BESIDE_KEY_S, PROMPTS_S)
         if pieces:
-            step_s += PROMPTS_S
+            step_s += once_s
             for prompt, count in pieces:
-                step_s += count * (BESIDE_S + BESIDE_KEY_S * (prompt.cached + prompt.computed + count / 2))
+                step_s += count * (token_s + key_s * (prompt.cached + prompt.computed + count / 2))
         self.events.after(step_s, lambda: self._end_step(pieces))
 
     @property
@@ -200,12 +207,14 @@ class SimNode:
     @property
     def step_tokens(self) -> int:
         """Prompt tokens of a step."""
-        return max(LEAST_TOKENS, STEP_TOKENS - self.num_running) if self.num_running else WHOLE_TOKENS
+        if self.is_mixed or not self.num_running:
+            return WHOLE_TOKENS
+        return max(LEAST_TOKENS, STEP_TOKENS - self.num_running)
 
     def _pieces(self) -> list[tuple[Prompt, int]]:
         """As the product's planner: the further a prompt is, the less of it a step takes beside decodes."""
         share, pieces = PrefillBudget.whole(self.step_tokens), []
-        if self.num_running:
+        if self.num_running and not self.is_mixed:
             share = PrefillBudget.beside(self.num_running, WHOLE_TOKENS, self.step_tokens, STEP_KEYS)
         for prompt in self.queue:
             if not prompt.computed:
@@ -218,6 +227,7 @@ class SimNode:
 
     def _end_step(self, pieces: list[tuple[Prompt, int]]) -> None:
         self._context += self.num_running
+        self._step_ends_s.append(self.events.now_s)
         for prompt, count in pieces:
             if not prompt.computed:
                 self.hit_tokens += prompt.cached
@@ -225,15 +235,17 @@ class SimNode:
             self.computed_tokens += count
             if not prompt.rest:
                 self.queue.remove(prompt)
-                self._publish(prompt.arrival)
+                self._publish(prompt.arrival.blocks)
                 prompt.done()
                 assert prompt.ended is not None
                 self._run(prompt.arrival, prompt.ended)
         ends = self._ends.pop(self._step, ())
-        for arrival, ended in ends:
+        for arrival, ended, begun in ends:
             self.num_running -= 1
             self._context -= arrival.num_tokens + max(2, arrival.num_output)
-            ended()
+            if arrival.answered:
+                self._publish(arrival.answered)
+            ended(self._step_ends_s[begun : begun + arrival.num_output - 1])
         if pieces or ends:
             self.changed()
         if self.num_running or self.queue or self._waiting:
@@ -241,10 +253,10 @@ class SimNode:
         else:
             self._is_stepping = False
 
-    def _run(self, arrival: SimRequest, ended: Callable[[], None]) -> None:
+    def _run(self, arrival: SimRequest, ended: Ended) -> None:
         self.num_running += 1
         self._context += arrival.num_tokens + 1
-        self._ends[self._step + max(1, arrival.num_output - 1)].append((arrival, ended))
+        self._ends[self._step + max(1, arrival.num_output - 1)].append((arrival, ended, self._step))
 
     # --- what it tells
 
@@ -255,9 +267,11 @@ class SimNode:
             left = 1.0 - min(1.0, (self.events.now_s - self._begun_s) / self._current_s)
             tokens += round(self.current.rest * left)
             keys += round(self.current.keys * left)
-        measured = (0.0, TOKEN_S, KEY_S) if self.is_prefill else (self.step_s + PROMPTS_S, BESIDE_S, BESIDE_KEY_S)
+        measured = (self.step_s + PROMPTS_S, BESIDE_S, BESIDE_KEY_S)
+        if self.is_prefill or self.is_mixed:
+            measured = (self.step_s if self.is_mixed else 0.0, TOKEN_S, KEY_S)
         return NodeLoad(
             tokens, self.num_running, len(self._waiting), self.num_slots, 0, 0, 0, *measured, keys,
-            0 if self.is_prefill else self.step_tokens, step_keys=STEP_KEYS, num_context=self._context,
+            0 if self.is_prefill else self.step_tokens, step_keys=0 if self.is_mixed else STEP_KEYS, num_context=self._context,
             context_s=CONTEXT_S,
         )  # fmt: skip

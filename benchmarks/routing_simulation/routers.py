@@ -45,6 +45,7 @@ class SimRoute:
     decode: Callable[[], tuple[int, Booking]]  # chosen when the ticket is there
     booking: Booking | None  # of the prefill node's leg
     predicted_s: float | None = None  # until the first token
+    text: str = ""  # as x-pd-route tells it
 
 
 class SimRouter(Protocol):
@@ -67,6 +68,7 @@ class CostRouter:
             prefill=tuple(f"http://p{number}:1" for number in range(num_prefill)),
             decode=tuple(f"http://d{number}:1" for number in range(num_decode)),
             prefill_on_decode="auto" if decode_reads else "never",
+            decode_on_prefill="never",  # not simulated
         )
         self.table = NodeTable(self.config, clock)
         self.index: PrefixIndex[Node] = PrefixIndex()
@@ -82,6 +84,7 @@ class CostRouter:
         clock = self.table.clock
         candidates = to_generate(self.table, None, facts, self.config, self._turn)
         choice = self._policy.choose(facts, candidates, clock())
+        text = f"{choice.order.value}; reason={choice.reason}"
 
         def book(node: Node, *, reads: bool) -> Charge:
             tokens = facts.num_missing(node) if reads else 0
@@ -93,7 +96,7 @@ class CostRouter:
             assert direct is not None
             predicted_s = choice.predicted_s(direct, clock())
             number, booking = self._numbers[direct], book(direct, reads=True)
-            return SimRoute(None, lambda: (number, booking), None, predicted_s)
+            return SimRoute(None, lambda: (number, booking), None, predicted_s, text)
         first = choice.prefills[0]
         predicted_s = choice.predicted_s(first, clock())
 
@@ -104,7 +107,7 @@ class CostRouter:
 
         work = facts.work(first)
         charge = Charge(first, clock, prompt_tokens=work.tokens, cached_tokens=work.cached_tokens)
-        return SimRoute(self._numbers[first], decode, charge, predicted_s)
+        return SimRoute(self._numbers[first], decode, charge, predicted_s, text)
 
     def cached(self, arrival: SimRequest) -> dict[Node, int]:
         return self.index.hits(arrival.blocks)

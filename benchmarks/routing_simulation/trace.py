@@ -26,6 +26,7 @@ class SimRequest:
     num_tokens: int  # of the prompt
     num_output: int
     blocks: tuple[int, ...]  # names of its whole blocks of BLOCK_TOKENS, each with all text before it
+    answered: tuple[int, ...] = ()  # the same of the prompt with its answer; (): the answer is not asked for again
 
 
 def read_trace(path: Path) -> list[SimRequest]:

@@ -10,7 +10,7 @@ from benchmarks.routing_simulation.nodes import LruBlocks, Prompt, SimNode
 from benchmarks.routing_simulation.routers import CostRouter, LeastLoadedRouter, OracleRouter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from random import Random
 
     from benchmarks.routing_simulation.routers import Booking, SimRoute, SimRouter
@@ -28,12 +28,21 @@ class Cluster:
     """What is simulated. `num_blocks`: of each node's prefix cache."""
 
     num_prefill: int
-    num_decode: int
+    num_decode: int  # or mixed ones, where there is no prefill node
     num_routers: int = 1
     num_blocks: int = 5000
     policy: str = "cost"
     shortest_first: bool = True
     decode_reads: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SimAnswer:
+    """What its client saw of a request."""
+
+    times_s: Sequence[float]  # of its tokens
+    route: SimRoute
+    num_cached: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +103,8 @@ class SimWorld:
             cache = LruBlocks(cluster.num_blocks * (cluster.num_prefill if is_prefill else cluster.num_decode))
         else:
             cache = self.nodes[first].cache
-        node = SimNode(self.events, cache, is_prefill, shortest_first=cluster.shortest_first)
+        is_mixed = not cluster.num_prefill
+        node = SimNode(self.events, cache, is_prefill, is_mixed, shortest_first=cluster.shortest_first)
         node.changed = lambda: self._change(number)
         return node
 
@@ -110,52 +120,71 @@ class SimWorld:
 
     # --- requests
 
-    def _arrive(self, arrival: SimRequest, router: int) -> None:
+    def _arrive(self, arrival: SimRequest, router: int, heard: Callable[[SimAnswer], None] = lambda one: None) -> None:
         route = self.routers[router].route(arrival)
         if route.prefill is None:
             self._num_direct += 1
-            self.events.after(LINK_S, lambda: self._read_directly(arrival, router, route))
+            self.events.after(LINK_S, lambda: self._read_directly(arrival, router, route, heard))
         else:
-            self.events.after(LINK_S, lambda: self._prefill(arrival, router, route))
+            self.events.after(LINK_S, lambda: self._prefill(arrival, router, route, heard))
 
-    def _read_directly(self, arrival: SimRequest, router: int, route: SimRoute) -> None:
+    def _read_directly(
+        self, arrival: SimRequest, router: int, route: SimRoute, heard: Callable[[SimAnswer], None]
+    ) -> None:
         number, booking = route.decode()
+        first_s = 0.0
 
         def done() -> None:
-            self._first_token(arrival, route, LINK_S)
+            nonlocal first_s
+            first_s = self._first_token(arrival, route, LINK_S)
             booking.prefill_done()
 
-        self._charges[router][number].append(booking.number)
-        self.nodes[number].add_prompt(Prompt(arrival, self.events.now_s, done, booking.release))
+        def ended(steps_s: Sequence[float]) -> None:
+            booking.release()
+            heard(SimAnswer([first_s, *(end_s + LINK_S for end_s in steps_s)], route, prompt.cached))
 
-    def _prefill(self, arrival: SimRequest, router: int, route: SimRoute) -> None:
+        self._charges[router][number].append(booking.number)
+        prompt = Prompt(arrival, self.events.now_s, done, ended)
+        self.nodes[number].add_prompt(prompt)
+
+    def _prefill(self, arrival: SimRequest, router: int, route: SimRoute, heard: Callable[[SimAnswer], None]) -> None:
         assert route.prefill is not None
         assert route.booking is not None
         booking = route.booking
         taken: list[tuple[int, Booking]] = []
+        first_s = 0.0
 
         def done() -> None:
+            nonlocal first_s
             booking.prefill_done()
             booking.release()
-            self._first_token(arrival, route, HANDOVER_S)
+            first_s = self._first_token(arrival, route, HANDOVER_S)
             self.events.after(HANDOVER_S, hand_over)
 
         def hand_over() -> None:
             number, charge = taken[0]
+
+            def ended(steps_s: Sequence[float]) -> None:
+                charge.release()
+                heard(SimAnswer([first_s, *(end_s + LINK_S for end_s in steps_s)], route, prompt.cached))
+
             self._charges[router][number].append(charge.number)
-            self.nodes[number].add_sequence(arrival, charge.release)
+            self.nodes[number].add_sequence(arrival, ended)
 
         self._charges[router][route.prefill].append(booking.number)
         self.events.after(LINK_S, lambda: taken.append(route.decode()))  # the ticket
-        self.nodes[route.prefill].add_prompt(Prompt(arrival, self.events.now_s, done))
+        prompt = Prompt(arrival, self.events.now_s, done)
+        self.nodes[route.prefill].add_prompt(prompt)
 
-    def _first_token(self, arrival: SimRequest, route: SimRoute, link_s: float) -> None:
-        """The client has it `link_s` from now."""
-        ttft_s = self.events.now_s + link_s - arrival.at_s
+    def _first_token(self, arrival: SimRequest, route: SimRoute, link_s: float) -> float:
+        """When the client has it: `link_s` from now."""
+        first_s = self.events.now_s + link_s
+        ttft_s = first_s - arrival.at_s
         self._ttft_s.append(ttft_s)
         if route.predicted_s is not None:
             name = "direct" if route.prefill is None else "p-first"
             self._ratios.setdefault(name, []).append(ttft_s / route.predicted_s)
+        return first_s
 
     # --- feeds
 

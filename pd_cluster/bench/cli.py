@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from pd_cluster.bench.statistics import OBJECTIVES
+from pd_cluster.bench.turns import HISTORY
 from pd_cluster.bench.workload import Length
 
 
@@ -29,17 +30,22 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--timeout-s", type=positive, default=600.0, metavar="X", help="Per request (default: 600).")
     load = parser.add_argument_group("load")
     load.add_argument(
-        "--rate", type=positive, metavar="R", help="Poisson arrivals a second, or `inf`. With a trace: its mean rate."
+        "--rate",
+        type=positive,
+        metavar="R",
+        help="Poisson arrivals a second, or `inf` (default: 1; conversations 0.1). With a trace: its mean rate.",
     )
-    load.add_argument("--num-requests", type=int, default=0, metavar="N", help="Default: 100, or the whole trace.")
     load.add_argument(
-        "--input-len", type=length, default=Length(512, 512), metavar="N|A:B", help="Tokens (default: 512)."
+        "--num-requests", type=int, default=0, metavar="N", help="Default: 100, the whole trace, or 24 conversations."
     )
     load.add_argument(
-        "--output-len", type=length, default=Length(128, 128), metavar="N|A:B", help="Tokens (default: 128)."
+        "--input-len", type=length, metavar="N|A:B", help="Tokens. Default: 512; of a turn's new ones 1000:6000."
     )
+    load.add_argument("--output-len", type=length, metavar="N|A:B", help="Tokens. Default: 128; of a turn 200:400.")
     load.add_argument("--trace", type=Path, metavar="FILE", help="Azure (.csv) or Mooncake (.jsonl) trace instead.")
-    load.add_argument("--trace-scale", type=positive, default=1.0, metavar="X", help="Factor for the trace's lengths.")
+    load.add_argument(
+        "--trace-scale", type=positive, default=1.0, metavar="X", help="Factor for the lengths of a trace or of turns."
+    )
     load.add_argument(
         "--max-output-len", type=int, default=0, metavar="N", help="Caps the trace's outputs (0: no cap)."
     )
@@ -68,7 +74,22 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--warmup", type=int, default=2, metavar="N", help="Requests before the clock starts (default: 2)."
     )
+    _add_turns_flags(parser.add_argument_group("turns"))
     _add_report_flags(parser.add_argument_group("report"))
+
+
+def _add_turns_flags(turns: argparse._ArgumentGroup) -> None:
+    add = turns.add_argument
+    add("--turns", type=length, metavar="N|A:B", help="Conversations of so many requests each.")
+    add("--at-once", type=int, default=0, metavar="N", help="Closed loop: so many run at once. Default: they arrive.")
+    text = "Tokens before the first turn's new ones, and of the last prompt at most (default: 20000:60000)."
+    add("--history", type=length, default=HISTORY, metavar="A:B", help=text)
+    add("--head-len", type=int, default=8000, metavar="N", help="Tokens of the history in common (default: 8000).")
+    add("--num-heads", type=int, default=1, metavar="N", help="Different heads (default: 1).")
+    add("--tool-s", type=float, default=1.0, metavar="X", help="Mean pause before a turn, exponential (default: 1).")
+    add("--text", action="store_true", help="Chats with tools, tokenized anew each turn. Default: token ids.")
+    add("--later-ttft-ms", type=positive, default=1000.0, metavar="X", help="Target of later turns (default: 1000).")
+    add("--longest-gap-ms", type=positive, default=50.0, metavar="X", help="Target of each stream (default: 50).")
 
 
 def _add_report_flags(report: argparse._ArgumentGroup) -> None:
@@ -126,5 +147,6 @@ def slo(text: str) -> tuple[float, float]:
 
 def _serve(namespace: argparse.Namespace) -> int:
     from pd_cluster.bench.serve import run_serve
+    from pd_cluster.bench.serve_turns import run_serve_turns
 
-    return run_serve(namespace)
+    return run_serve_turns(namespace) if namespace.turns else run_serve(namespace)

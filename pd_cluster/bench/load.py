@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = "list[int] | Edit"  # token ids, or a chat
 PROBE_DEADLINE_S = 30.0
 CONNECT_TIMEOUT_S = 30.0
-TEXTS = ("content", "reasoning_content", "reasoning")  # of a chat's delta
+OUTPUTS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a chat's delta
 ALPHABET = "The quick brown fox jumps over the lazy dog while 0123456789 people count every letter of the story again."
 
 
@@ -54,6 +54,10 @@ class Target:
 
     def body(self, prompt: Prompt, num_output: int) -> bytes:
         """A streamed answer of exactly `num_output` tokens, if the server supports ignore_eos."""
+        return self.body_of(prompt.fields() if isinstance(prompt, Edit) else {"prompt": prompt}, num_output)
+
+    def body_of(self, fields: dict[str, Any], num_output: int) -> bytes:
+        """The same with other fields for the prompt."""
         return orjson.dumps(
             {
                 "model": self.model,
@@ -64,7 +68,7 @@ class Target:
                 "stream_options": {"include_usage": True, "include_timings": True}
                 | ({"continuous_usage_stats": True} if self.counts_tokens else {}),
             }
-            | (prompt.fields() if isinstance(prompt, Edit) else {"prompt": prompt})
+            | fields
         )
 
 
@@ -122,26 +126,42 @@ async def _one(
     start_s: float,
     on_done: Callable[[RequestRecord], None],
 ) -> RequestRecord:
+    await send(session, target, asked, record, start_s)
+    on_done(record)
+    return record
+
+
+async def send(
+    session: aiohttp.ClientSession,
+    target: Target,
+    asked: tuple[str, bytes],
+    record: RequestRecord,
+    start_s: float,
+    hear: Callable[[dict[str, Any]], None] = lambda event: None,
+) -> None:
+    """Post the body to the path, and write times and failures to the record. `hear` gets each event of the stream."""
     timeout = aiohttp.ClientTimeout(total=target.timeout_s, sock_connect=CONNECT_TIMEOUT_S)
     path, body = asked
     record.sent_s = time.perf_counter() - start_s
     try:
         async with session.post(f"{target.url}{path}", data=body, headers=target.headers, timeout=timeout) as response:
             record.route = response.headers.get("x-pd-route", "")
+            if predicted := response.headers.get("x-pd-predicted-ttft"):
+                record.predicted_s = float(predicted)
             if response.status != 200:
                 record.error = f"HTTP {response.status}: {_message(await response.read())}"
             else:
-                await _read_stream(response, record, start_s)
+                await _read_stream(response, record, start_s, hear)
     except TimeoutError:
         record.error = f"no complete answer within {target.timeout_s:g} s"
     except aiohttp.ClientError as error:
         record.error = f"{type(error).__name__}: {error}"
     record.end_s = time.perf_counter() - start_s
-    on_done(record)
-    return record
 
 
-async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord, start_s: float) -> None:
+async def _read_stream(
+    response: aiohttp.ClientResponse, record: RequestRecord, start_s: float, hear: Callable[[dict[str, Any]], None]
+) -> None:
     """Record the time of each event with output. The stream must end with [DONE]."""
     buffer, done = b"", False
     async for piece in response.content.iter_any():
@@ -152,7 +172,8 @@ async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord, 
             if data == b"[DONE]":
                 done = True
             elif event.startswith(b"data:"):
-                _note(orjson.loads(data), record, now_s)
+                _note(told := orjson.loads(data), record, now_s)
+                hear(told)
     if record.num_output == 0:
         record.num_output = len(record.chunk_times_s)
     if not done and not record.error:
@@ -164,7 +185,8 @@ def _note(event: dict[str, Any], record: RequestRecord, now_s: float) -> None:
         record.error = f"error in the stream: {_message(orjson.dumps(event))}"
     usage, choices = event.get("usage"), event.get("choices") or ()
     has_text = any(
-        choice.get("text") or any((choice.get("delta") or {}).get(name) for name in TEXTS) for choice in choices
+        choice.get("text") or choice.get("token_ids") or any((choice.get("delta") or {}).get(name) for name in OUTPUTS)
+        for choice in choices
     )
     if has_text:
         record.chunk_times_s.append(now_s)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from math import inf
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from pd_cluster.bench.statistics import RequestRecord, Summary
 
+Window: TypeAlias = tuple[float, float]  # seconds
 BLUE, ORANGE, GREY, RED = "#1f5fa8", "#d9762b", "#8a8f98", "#c0392b"
 
 
@@ -25,22 +28,34 @@ def check_plotting() -> None:
     matplotlib.use("Agg")
 
 
-def plot_serve(path: Path, summary: Summary, records: list[RequestRecord], title: str) -> None:
-    """Write the plot to `path`. Raises StartupError without matplotlib, and OSError."""
+def plot_serve(
+    path: Path, summary: Summary, records: Sequence[RequestRecord], title: str, window_s: Window | None = None
+) -> None:
+    """Write the plot to `path`, its distributions of what was sent within the window. Raises StartupError without
+    matplotlib, and OSError.
+    """
     check_plotting()
     from matplotlib import pyplot
 
-    good = [record for record in records if record.ok]
+    begin_s, end_s = window_s or (-inf, inf)
+    good = [record for record in records if record.ok and begin_s <= record.sent_s <= end_s]
     figure, (first, gaps, course) = pyplot.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
     try:
-        _distribution(first, [record.ttft_s for record in good], "first token", BLUE)
+        later = [record.ttft_s for record in good if record.turn]
+        _distribution(first, [record.ttft_s for record in good if not record.turn], "first token", BLUE)
+        _distribution(first, later, "first token of later turns", RED)
         _distribution(first, [value for record in good if (value := record.ttst_s) is not None], "second token", ORANGE)
         _finish_distribution(first, "time since sending, ms", summary.objectives_ms.get("ttft"))
         _distribution(gaps, [gap for record in good for gap in record.itl_s], "ITL (each token)", GREY)
         _distribution(
             gaps, [value for record in good if (value := record.tpot_s) is not None], "TPOT (per request)", BLUE
         )
-        _finish_distribution(gaps, "time between tokens, ms", summary.objectives_ms.get("tpot"))
+        longest = [value for record in good if (value := record.longest_gap_s) is not None]
+        _distribution(gaps, longest, "longest gap (per request)", ORANGE)
+        limit_ms = summary.objectives_ms.get("tpot", summary.objectives_ms.get("longest_gap"))
+        _finish_distribution(gaps, "time between tokens, ms", limit_ms)
+        if window_s is not None:
+            course.axvspan(begin_s, end_s, color=GREY, alpha=0.15, label="counted")
         _course(course, records)
         figure.suptitle(title, fontsize=10)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +70,7 @@ def _distribution(axes: Any, values_s: list[float], label: str, colour: str) -> 
     values_ms = np.sort(np.asarray(values_s) * 1e3)
     shares = np.arange(1, len(values_ms) + 1) / len(values_ms)
     p50, p99 = np.percentile(values_ms, (50, 99))
-    axes.step(values_ms, shares, where="post", color=colour, label=f"{label}: p50 {p50:.3g}, p99 {p99:.3g}")
+    axes.step(values_ms, shares, where="post", color=colour, label=f"{label}: p50 {p50:.4g}, p99 {p99:.4g}")
 
 
 def _finish_distribution(axes: Any, label: str, objective_ms: float | None) -> None:
@@ -72,7 +87,7 @@ def _finish_distribution(axes: Any, label: str, objective_ms: float | None) -> N
         axes.legend(loc="lower right", fontsize=8)
 
 
-def _course(axes: Any, records: list[RequestRecord]) -> None:
+def _course(axes: Any, records: Sequence[RequestRecord]) -> None:
     """TTFT by time of sending, failures as crosses, and the number of open requests."""
     good = [record for record in records if record.ok]
     bad = [record for record in records if not record.ok]

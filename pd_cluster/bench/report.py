@@ -20,9 +20,10 @@ from rich.table import Table
 import pd_cluster
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pd_cluster.bench.statistics import RequestRecord, Spread, Summary
+    from pd_cluster.bench.turn_statistics import TurnsSummary
 
 SCHEMA = 1
 FILE_WIDTH = 120
@@ -34,6 +35,7 @@ _TITLES = {
     "leg": "prefill node's own, ms",
     "beyond leg": "TTFT beyond that, ms",
     "handover": "handover, ms",
+    "predicted": "TTFT as predicted, ms",
     "tpot": "TPOT, ms",
     "itl": "ITL, ms",
     "longest gap": "longest gap of a stream, ms",
@@ -63,7 +65,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def serve_record(config: dict[str, Any], summary: Summary, records: list[RequestRecord]) -> dict[str, Any]:
+def serve_record(
+    config: dict[str, Any], summary: Summary | TurnsSummary, records: Sequence[RequestRecord]
+) -> dict[str, Any]:
     """The JSON record of a load test. The summary can be computed again from its times."""
     return {
         "schema": SCHEMA,
@@ -104,7 +108,36 @@ def print_summary(summary: Summary) -> None:
         console.print(f"{share:.1%} of all within {pair} ms (TTFT/TPOT)")
     for route, count in sorted(summary.routes.items()):
         console.print(f"route {route}: {count}")
-    for error, count in sorted(summary.errors.items()):
+    _print_errors(console, summary.errors)
+
+
+def print_turns(summary: TurnsSummary) -> None:
+    """Print the tables of conversations."""
+    console, whole = report_console(), summary.whole
+    window = "all" if summary.window_s is None else "sent from {:.1f} to {:.1f} s".format(*summary.window_s)
+    console.print(
+        f"{summary.num_requests} requests, {summary.num_conversations} conversations, {summary.num_unasked} not asked; "
+        f"{whole.num_requests} count ({window}): {whole.request_rate:.2f} requests/s, "
+        f"{whole.output_rate:.0f} output tokens/s, {whole.input_tokens} tokens in ({whole.cached_share:.0%} cached)"
+    )
+    rows = {_TITLES[name]: whole.spreads.get(name) for name in ("tpot", "longest gap", "client lag")}
+    for name, part in summary.parts.items():
+        rows |= {f"{name}: {_TITLES[kind]}": part.spreads.get(kind) for kind in ("ttft", "predicted")}
+    console.print(spread_table({title: one for title, one in rows.items() if one}, digits=1))
+    for name, part in summary.parts.items():
+        uncached = part.input_tokens * (1 - part.cached_share) / max(1, part.num_ok)
+        ratio = part.spreads.get("predicted of a second")
+        told = f", predicted / real p50 {ratio.p50_ms / 1e3:.2f}, p90 {ratio.p90_ms / 1e3:.2f}" if ratio else ""
+        console.print(f"{name}: {part.num_ok} requests, {uncached:.0f} uncached tokens each{told}", markup=False)
+    again = f"{summary.found_history:.1%} of the prompts before, {summary.found_answers:.1%} of their answers"
+    console.print(f"found again in the cache by later turns: {again}")
+    for name, share in summary.attained.items():
+        console.print(f"{share:.1%} within the target of {name}")
+    _print_errors(console, summary.errors)
+
+
+def _print_errors(console: Console, errors: Mapping[str, int]) -> None:
+    for error, count in sorted(errors.items()):
         console.print(f"[red]{count} failed:[/red] ", end="")
         console.print(error, markup=False)
 

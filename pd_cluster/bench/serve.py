@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,20 @@ from pd_cluster.bench.edits import edit_of
 from pd_cluster.bench.load import Prompt, Target, find_model, find_vocabulary, open_session, run_load
 from pd_cluster.bench.plot import check_plotting, plot_serve
 from pd_cluster.bench.report import print_summary, serve_record, write_json
-from pd_cluster.bench.statistics import RequestRecord, summarize
-from pd_cluster.bench.workload import Arrival, at_rate, poisson, prompt_ids, read_trace, rescale
+from pd_cluster.bench.statistics import RequestRecord, Summary, summarize
+from pd_cluster.bench.workload import Arrival, Length, at_rate, poisson, prompt_ids, read_trace, rescale
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
+
+    import aiohttp
+
+    from pd_cluster.bench.turn_statistics import TurnsSummary
 
 DEFAULT_RATE = 1.0
+INPUT, OUTPUT = Length(512, 512), Length(128, 128)
 DEFAULT_NUM_REQUESTS = 100
 FIRST_ORDINARY_ID = 256  # with --vocab-size: lower ids are often special tokens or single bytes
 
@@ -37,40 +43,45 @@ def run_serve(namespace: argparse.Namespace) -> int:
     if namespace.prediction and not is_edits:
         raise StartupError("--prediction needs --workload edits")
     arrivals = _arrivals(namespace)
-    target = Target(
-        url=namespace.url.rstrip("/"),
-        model=namespace.model,
-        temperature=namespace.temperature,
-        ignore_eos=not (namespace.stop_at_eos or is_edits),
-        route=namespace.route or "",
-        api_key=namespace.api_key,
-        timeout_s=namespace.timeout_s,
-        counts_tokens=True,
-    )
+    target = target_of(namespace, ignore_eos=not (namespace.stop_at_eos or is_edits))
     warmups = [replace(item, at_s=0.0, prefix_blocks=()) for item in arrivals[: namespace.warmup]]
     make = partial(edit_of, seed=namespace.seed, predicts=namespace.prediction) if is_edits else None
     target, records = uvloop.run(measure(target, arrivals, warmups, namespace.vocab_size, namespace.seed, make))
     summary = summarize(records, dict(namespace.goodput), namespace.slo)
     print_summary(summary)
+    rate = f"{namespace.rate:g}/s" if namespace.rate else "as recorded" if namespace.trace else f"{DEFAULT_RATE:g}/s"
+    write_report(
+        namespace, target, summary, summary, records, f"{namespace.trace.name if namespace.trace else 'Poisson'} {rate}"
+    )
+    return 0 if summary.num_ok == summary.num_requests else 1
+
+
+def write_report(
+    namespace: argparse.Namespace, target: Target, summary: Summary | TurnsSummary, plotted: Summary,
+    records: Sequence[RequestRecord], load: str,
+) -> None:  # fmt: skip
+    """The files of --json and --plot. `load`: for the plot's title. Raises StartupError."""
+    title = f"{target.model}: {len(records)} requests, {load}, {plotted.output_rate:.0f} output tokens/s"
     try:
         if namespace.json:
             write_json(namespace.json, serve_record(_config(namespace, target), summary, records))
         if namespace.plot:
-            rate = (
-                f"{namespace.rate:g}/s"
-                if namespace.rate
-                else "as recorded"
-                if namespace.trace
-                else f"{DEFAULT_RATE:g}/s"
-            )
-            source = namespace.trace.name if namespace.trace else "Poisson"
-            title = (
-                f"{target.model}: {len(records)} requests, {source} {rate}, {summary.output_rate:.0f} output tokens/s"
-            )
-            plot_serve(namespace.plot, summary, records, title)
+            plot_serve(namespace.plot, plotted, records, title, getattr(summary, "window_s", None))
     except OSError as error:
         raise StartupError(f"the report cannot be written: {error}") from error
-    return 0 if summary.num_ok == summary.num_requests else 1
+
+
+def target_of(namespace: argparse.Namespace, *, ignore_eos: bool) -> Target:
+    return Target(
+        url=namespace.url.rstrip("/"),
+        model=namespace.model,
+        temperature=namespace.temperature,
+        ignore_eos=ignore_eos,
+        route=namespace.route or "",
+        api_key=namespace.api_key,
+        timeout_s=namespace.timeout_s,
+        counts_tokens=True,
+    )
 
 
 def _arrivals(namespace: argparse.Namespace) -> list[Arrival]:
@@ -83,7 +94,8 @@ def _arrivals(namespace: argparse.Namespace) -> list[Arrival]:
     if num_requests < 1:
         raise StartupError("--num-requests must be at least 1")
     rate = namespace.rate or DEFAULT_RATE
-    return poisson(num_requests, rate, namespace.input_len, namespace.output_len, namespace.seed)
+    lengths = namespace.input_len or INPUT, namespace.output_len or OUTPUT
+    return poisson(num_requests, rate, *lengths, namespace.seed)
 
 
 async def measure(
@@ -100,21 +112,35 @@ async def measure(
     text, from the server. Raises StartupError.
     """
     async with open_session() as session:
-        if not target.model:
-            target = replace(target, model=await find_model(session, target.url, target.headers))
-        if make is None:
-            vocabulary = list(range(min(FIRST_ORDINARY_ID, vocab_size // 2), vocab_size))
-            make = partial(prompt_ids, vocabulary=vocabulary or await find_vocabulary(session, target), seed=seed)
+        target, vocabulary = await prepare(session, target, vocab_size, needs_vocabulary=make is None)
+    make = make or partial(prompt_ids, vocabulary=vocabulary, seed=seed)
     requests = [(item, make(item, index)) for index, item in enumerate(arrivals)]
     # not the measured prompts, which would be in the prefix cache then
     others = [(item, make(item, -1 - index)) for index, item in enumerate(warmups)]
     if others:
         await run_load(target, others)
+    with undisturbed(len(requests)) as bar:
+        return target, await run_load(target, requests, bar.advance)
+
+
+async def prepare(
+    session: aiohttp.ClientSession, target: Target, vocab_size: int, *, needs_vocabulary: bool = True
+) -> tuple[Target, list[int]]:
+    """The target with its model's name, and the ids that prompts are drawn from. Raises StartupError."""
+    if not target.model:
+        target = replace(target, model=await find_model(session, target.url, target.headers))
+    vocabulary = list(range(min(FIRST_ORDINARY_ID, vocab_size // 2), vocab_size))
+    return target, vocabulary if vocabulary or not needs_vocabulary else await find_vocabulary(session, target)
+
+
+@contextmanager
+def undisturbed(total: int) -> Iterator[RequestsBar]:
+    """Without garbage collections, which would read millions of objects in prompts and delay requests."""
     gc.collect()
-    gc.freeze()  # millions of objects in prompts: a garbage collection that reads them would delay requests
+    gc.freeze()
     try:
-        with _Bar(len(requests)) as bar:
-            return target, await run_load(target, requests, bar.advance)
+        with RequestsBar(total) as bar:
+            yield bar
     finally:
         gc.unfreeze()
 
@@ -127,7 +153,7 @@ def _config(namespace: argparse.Namespace, target: Target) -> dict[str, Any]:
     return {name: value if isinstance(value, plain) else str(value) for name, value in flags.items()}
 
 
-class _Bar:
+class RequestsBar:
     """A progress bar on a terminal, a line per tenth elsewhere."""
 
     def __init__(self, total: int) -> None:
@@ -139,7 +165,7 @@ class _Bar:
         self._progress = Progress(*columns, console=self._console) if self._console.is_terminal else None
         self._task = self._progress.add_task("requests", total=total) if self._progress else None
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> RequestsBar:
         if self._progress:
             self._progress.start()
         return self

@@ -4,6 +4,7 @@ TTFT   sent to first output chunk
 TTST   sent to second output chunk: an early first token does not improve it
 ITL    time between two chunks over the tokens of the later one, once for each of them
 longest gap  of a stream: the longest time between two chunks, however many tokens they have
+predicted    by the router, of TTFT; "of a second": ms for each real second, so that 1000 is right
 TPOT   (end-to-end - TTFT) / (output tokens - 1)
 leg    the prefilling node's time to its first token, if the server reports timings
 goodput  requests per second that meet every objective (DistServe, arXiv 2401.09670)
@@ -39,9 +40,12 @@ class RequestRecord:
     end_s: float = 0.0
     error: str = ""  # "": answered completely
     route: str = ""  # the router's x-pd-route
+    predicted_s: float | None = None  # its TTFT, as the router told it
     num_cached: int = 0  # prompt tokens from a prefix cache
     timings_ms: dict[str, float] = field(default_factory=dict)  # the server's own, by phase; {}: none reported
     tokens_so_far: list[int] = field(default_factory=list)  # with each chunk, as the server counts them; else []
+    conversation: int = 0
+    turn: int = 0  # of the conversation
 
     @property
     def ok(self) -> bool:
@@ -103,6 +107,15 @@ class RequestRecord:
         """None for a single token."""
         return (self.e2e_s - self.ttft_s) / (self.num_output - 1) if self.num_output > 1 else None
 
+    @property
+    def longest_gap_s(self) -> float | None:
+        return max(self.gaps_s, default=None)
+
+    @property
+    def predicted_share(self) -> float | None:
+        """Of the real TTFT that the router predicted."""
+        return None if self.predicted_s is None else self.predicted_s / self.ttft_s
+
     def objective_s(self, name: str) -> float | None:
         """The value that this objective limits."""
         value: float | None = getattr(self, f"{name}_s")
@@ -161,7 +174,7 @@ def meets(record: RequestRecord, objectives_ms: dict[str, float]) -> bool:
 
 
 def summarize(
-    records: list[RequestRecord], objectives_ms: dict[str, float], slos_ms: Sequence[tuple[float, float]] = ()
+    records: Sequence[RequestRecord], objectives_ms: dict[str, float], slos_ms: Sequence[tuple[float, float]] = ()
 ) -> Summary:
     """All figures of a report. `records` must not be empty. `slos_ms`: pairs of a TTFT and a TPOT."""
     good = [record for record in records if record.ok]
@@ -171,13 +184,15 @@ def summarize(
         "ttft": [record.ttft_s for record in good],
         "ttst": [value for record in good if (value := record.ttst_s) is not None],
         "itl": [gap for record in good for gap in record.itl_s],
-        "longest gap": [max(gaps_s) for record in good if (gaps_s := record.gaps_s)],
+        "longest gap": [value for record in good if (value := record.longest_gap_s) is not None],
         "leg": [value for record in good if (value := record.leg_s) is not None],
         "beyond leg": [record.ttft_s - value for record in good if (value := record.leg_s) is not None],
         "handover": [value for record in good if (value := record.handover_s) is not None],
         "join": [value for record in good if (value := record.join_s) is not None],
         "tpot": [value for record in good if (value := record.tpot_s) is not None],
         "e2e": [record.e2e_s for record in good],
+        "predicted": [record.predicted_s for record in good if record.predicted_s is not None],
+        "predicted of a second": [value for record in good if (value := record.predicted_share) is not None],
         "client lag": [record.lag_s for record in records],
     }
     phases: dict[str, list[float]] = {}

@@ -59,6 +59,35 @@ def test_a_failed_workload_is_recorded_and_reported(tmp_path: Path, capsys: pyte
     assert record["requests"][0][3:] == [None] * 4
 
 
+@pytest.mark.parametrize("workload", ["turns", "turns-text"])
+def test_conversations_are_recorded(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.jsonl"
+    with serving() as server:
+        arguments = f"disagg --url {server.url} --workloads {workload} --num-requests 2 --scale 0.002 --rate-scale 0.5"
+        assert main([*arguments.split(), f"--json={out}", "--vocab-size=100"]) == 0
+    record = json.loads(out.read_text())
+    assert (record["kind"], record["setting"], record["workload"]) == ("turns", "1P1D", workload)
+    rows = [dict(zip(record["columns"], row, strict=True)) for row in record["requests"]]
+    assert {(row["conversation"], row["turn"]) for row in rows[:8]} == {(0, turn) for turn in range(8)}
+    assert len(rows) == record["summary"]["num_requests"] == 16
+    assert all(row["ttft_ms"] > 0 and not row["error"] for row in rows)
+    shown = capsys.readouterr().out
+    assert "later turns: TTFT, ms" in shown
+    assert "| 1P1D | " in shown
+
+
+def test_turns_that_fail_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.jsonl"
+    with serving() as server:
+        server.refuse_all = True
+        arguments = f"disagg --url {server.url} --workloads turns --num-requests 2 --scale 0.002 --json {out}"
+        assert main([*arguments.split(), "--vocab-size=100"]) == 1
+    shown = capsys.readouterr().out
+    assert "2 failed: HTTP 503: the queue is full" in shown
+    assert "2 conversations, 14 not asked" in shown
+    assert json.loads(out.read_text())["requests"][0][6:9] == [None] * 3
+
+
 def test_a_trace_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as server:
         assert main(["disagg", f"--url={server.url}", "--workloads=azure16", f"--data={tmp_path}"]) == 2

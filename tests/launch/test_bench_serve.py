@@ -36,12 +36,15 @@ class FakeServer:
         self.refuse_all = False
         self.roles = ["prefill", "decode"]
         self.timings: dict[str, float] = {}
+        self.more_headers: dict[str, str] = {}
+        self.short_of = 0  # prompts with more ids than this get one token less than they ask for; 0: none does
 
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/nodes", self._nodes)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._chat)
         return app
@@ -55,6 +58,9 @@ class FakeServer:
     async def _tokenize(self, request: web.Request) -> web.Response:
         return web.json_response({"tokens": [5, 6, 7, 8, 8, 5]})
 
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"prompt": " ".join(map(str, (await request.json())["tokens"]))})
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
@@ -63,10 +69,12 @@ class FakeServer:
         if self.refuse_all or first == self.REFUSE:
             return web.json_response({"error": {"message": "the queue is full"}}, status=503)
         response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "x-pd-route": "p-first; reason=default"}
+            headers={"Content-Type": "text/event-stream", "x-pd-route": "p-first; reason=default", **self.more_headers}
         )
         await response.prepare(request)
         events: list[dict[str, Any]] = [{"choices": [{"text": f"w{index} "}]} for index in range(body["max_tokens"])]
+        if body.get("return_token_ids"):
+            events = [{"choices": [{"text": f"{index}", "token_ids": [index]}]} for index in range(body["max_tokens"])]
         if first == self.COALESCE:
             events = [{"choices": [{"text": "everything"}]}]
         elif first == self.BREAK:
@@ -81,7 +89,8 @@ class FakeServer:
         if first in (self.BREAK, self.ERROR):
             await response.write(_frames(events))
             return response
-        usage = {"completion_tokens": body["max_tokens"], "prompt_tokens_details": {"cached_tokens": 2}}
+        is_short = 0 < self.short_of < len(body["prompt"])
+        usage = {"completion_tokens": body["max_tokens"] - is_short, "prompt_tokens_details": {"cached_tokens": 2}}
         if self.timings and body["stream_options"]["include_timings"]:
             usage["timings"] = self.timings
         whole = _frames([*events, {"choices": [], "usage": usage}]) + b"data: [DONE]\n\n"
@@ -92,12 +101,30 @@ class FakeServer:
     async def _chat(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.bodies.append(body)
+        if "tools" in body:
+            return self._call_tool(body)
         shown = body["messages"][0]["content"].split("```")[1]
         events: list[dict[str, Any]] = [
             {"choices": [{"delta": delta}]}
             for delta in ({"role": "assistant", "content": ""}, {"reasoning_content": "So."}, {"content": shown}, {})
         ]
         usage = {"prompt_tokens": 31, "completion_tokens": 17, "prompt_tokens_details": {"cached_tokens": 0}}
+        whole = _frames([*events, {"choices": [], "usage": usage}]) + b"data: [DONE]\n\n"
+        return web.Response(body=whole, content_type="text/event-stream")
+
+    def _call_tool(self, body: dict[str, Any]) -> web.Response:
+        """The first turn gets a call, in two pieces, later ones a text."""
+        is_first = len(body["messages"]) == 2
+        call = {"index": 0, "id": "c1", "function": {"name": "read_file", "arguments": '{"path":'}}
+        rest = {"index": 0, "function": {"arguments": '"a"}'}}
+        deltas: list[dict[str, Any]] = (
+            [{"tool_calls": [call]}, {"tool_calls": [rest]}] if is_first else [{"content": "ab"}]
+        )
+        usage = {
+            "prompt_tokens": 10 * len(body["messages"]), "completion_tokens": body["max_tokens"],
+            "prompt_tokens_details": {"cached_tokens": 0 if is_first else 21},
+        }  # fmt: skip
+        events: list[dict[str, Any]] = [{"choices": [{"delta": delta}]} for delta in deltas]
         whole = _frames([*events, {"choices": [], "usage": usage}]) + b"data: [DONE]\n\n"
         return web.Response(body=whole, content_type="text/event-stream")
 
