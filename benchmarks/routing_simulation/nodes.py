@@ -272,6 +272,6 @@ class SimNode:
             measured = (self.step_s if self.is_mixed else 0.0, TOKEN_S, KEY_S)
         return NodeLoad(
             tokens, self.num_running, len(self._waiting), self.num_slots, 0, 0, 0, *measured, keys,
-            0 if self.is_prefill else self.step_tokens, step_keys=0 if self.is_mixed else STEP_KEYS, num_context=self._context,
-            context_s=CONTEXT_S,
+            0 if self.is_prefill else self.step_tokens, step_keys=0 if self.is_mixed else STEP_KEYS,
+            num_context=self._context, context_s=CONTEXT_S,
         )  # fmt: skip
