@@ -137,7 +137,7 @@ async def test_each_p_hands_over_to_each_d(some: SomeDraft, prefill: str, decode
     assert await some.accepted(prefill) == before[prefill], "P drafts nothing that it hands over"
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.permutations(DECODES, 2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(DECODES, 2)))
 async def test_a_stream_of_each_d_goes_on_at_each_other(some: SomeDraft, first: str, second: str) -> None:
     """Cut at each frame: alone, and with the KV of the prompt and of the known tokens from a P."""
     before = await some.accepted(second)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
@@ -55,6 +56,9 @@ OTHERS = [
 ]
 
 
+DRAFTING = [{"d0"}, {"d1"}, {"d0", "d1"}]
+
+
 @pytest.fixture(scope="module")
 def found() -> Iterator[dict[str, Worker]]:
     with workers("p", "d0", "d1") as found:
@@ -81,8 +85,13 @@ def same(answer: bytes, whole: bytes) -> None:
         assert told(answer) == told(whole)
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 6])
-@pytest.mark.parametrize("drafting", [{"d0"}, {"d1"}, {"d0", "d1"}], ids=lambda names: "+".join(sorted(names)))
+@pytest.mark.parametrize(
+    ("drafting", "step"),
+    [
+        pytest.param({"d0"}, 8, id="the first node, some cuts"),
+        *(pytest.param(names, 1, id="+".join(sorted(names)), marks=pytest.mark.slow) for names in DRAFTING),
+    ],
+)
 async def test_an_answer_goes_on_with_or_without_drafts(
     found: dict[str, Worker], drafting: set[str], step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,19 +99,15 @@ async def test_an_answer_goes_on_with_or_without_drafts(
     monkeypatch.setattr("time.time", lambda: 1.8e9)  # answers say when they were created
     async with running(found, drafting) as nodes:
         first, second, alone = nodes["d0"], nodes["d1"], nodes["p"]
-        asked, runs = await cases(alone), list[int]()
-
-        async def check_whole(case: Case) -> None:
+        asked, runs = (await cases(alone))[:: 1 if step == 1 else 3], dict[str, int]()
+        for case in asked:
             messages = await first.ask(case.path, case.body)
             same(data_of(messages), data_of(await alone.ask(case.path, case.body)))
-            runs.append(longest_run(messages))
-
-        await asyncio.gather(*map(check_whole, asked))
-        runs.sort()
-        assert min(runs) > 1 if "d0" in drafting else max(runs) == 1, runs
+            runs[case.name.partition(" {")[0]] = longest_run(messages)
+        assert min(runs.values()) > 1 if "d0" in drafting else max(runs.values()) == 1, runs
         before = second.num_accepted
         cuts = await asyncio.gather(*(check_cuts(one, first.ask, second.ask, same=same, step=step) for one in asked))
-        assert sum(cuts) == second.num_continued > 100 / step
+        assert second.num_continued > sum(cuts) / 2 > 15 / step, "the others had all tokens"
         assert (second.num_accepted - before > sum(cuts)) == ("d1" in drafting)
 
 
@@ -144,21 +149,21 @@ async def check_routed(router: Router, served: list[CutNode], case: Case, expect
 
 
 ROUTES = [
-    pytest.param("p-first", {"d0"}, id="P-first, a D drafts"),
-    pytest.param("d-first", {"p", "d0"}, id="D-first, P and a D draft"),
-    pytest.param("d-first", {"d1"}, id="D-first, a D drafts", marks=pytest.mark.slow),
-    pytest.param("p-first", {"p"}, id="P-first, P drafts", marks=pytest.mark.slow),
+    pytest.param("p-first", {"d0"}, 31, id="P-first, a D drafts, some cuts"),
+    *(
+        pytest.param(route, drafting, 1, id=f"{route} {'+'.join(sorted(drafting))}", marks=pytest.mark.slow)
+        for route, drafting in product(("p-first", "d-first"), ({"d0"}, {"p", "d0"}, {"p"}))
+    ),
 ]
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 21])
-@pytest.mark.parametrize(("route", "drafting"), ROUTES)
+@pytest.mark.parametrize(("route", "drafting", "step"), ROUTES)
 async def test_no_cut_is_seen_where_only_some_nodes_draft(
     found: dict[str, Worker], route: str, drafting: set[str], step: int
 ) -> None:
     """Through the router: P computes prompts, and those that go on with what is known of their answers."""
     async with running(found, {}) as nodes:
-        asked = (await cases(nodes["d0"]))[:: 1 if step == 1 else 3]
+        asked = (await cases(nodes["d0"]))[:: 1 if step == 1 else 4]
         expected = [data_of(one) for one in await asyncio.gather(*(nodes["d0"].ask(c.path, c.body) for c in asked))]
     async with running(found, drafting) as nodes, routed(nodes, route) as (router, served):
         num = 0
