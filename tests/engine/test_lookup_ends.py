@@ -94,7 +94,7 @@ def test_tokens_that_stop(roomy: Node, whole: list[int]) -> None:
 
 def eos_of(node: Node) -> tuple[SamplingParams, list[int]]:
     """A sampling with an answer that ends by itself after some tokens, and that answer."""
-    for seed in range(200):
+    for seed in range(8, 200):  # 8 was one
         sampling = SamplingParams(max_tokens=40, temperature=1.3, seed=seed, logprobs=2)
         found, _ = answered(node, [sampling])
         if found.reasons["r0", 0] is FinishReason.STOP and len(found.ids["r0", 0]) > 12:

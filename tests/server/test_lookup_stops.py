@@ -30,23 +30,27 @@ def found() -> Iterator[dict[str, Worker]]:
         yield found
 
 
-def ends(text: str) -> Iterator[dict[str, Any]]:
-    """Settings of stop strings in the second half of a text: inside a token, over the border of two, of one letter."""
-    for at in range(len(text) // 2, len(text) - 6, 11):
+def ends(text: str, step: int) -> Iterator[dict[str, Any]]:
+    """Settings of stop strings in the second half of a text, at each `step`th letter.
+
+    They are inside a token, over the border of two, or of one letter.
+    """
+    for at in range(len(text) // 2, len(text) - 6, step):
         for length in (1, 3, 6):
             if text.find(stop := text[at : at + length]) > len(text) // 4:  # the first tokens are in no run
                 yield {"stop": [stop, "zzz"], "include_stop_str_in_output": at % 2 == 0}
     yield {"stop": [text[len(text) // 3 :][:4]], "min_tokens": 25}
 
 
-async def test_stop_strings(found: dict[str, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 23])
+async def test_stop_strings(found: dict[str, Worker], step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 1.8e9)  # answers say when they were created
     lasts = set[int]()
     async with running(found, {"d0"}) as nodes:
         drafting, alone = nodes["d0"].ask, nodes["d1"].ask
         text = text_of(data_of(await alone(CHAT, BASE.body)))
         predicted = BASE.drawn(prediction={"type": "content", "content": text})
-        asked: list[Case] = [predicted.drawn(**end) for end in ends(text)]
+        asked: list[Case] = [predicted.drawn(**end) for end in ends(text, step)]
         asked += [COUNTING.drawn(stop=stop, n=2, min_tokens=9) for stop in ("bc", "ecde", "dec")]
         for case in asked:
             messages, single = await drafting(case.path, case.body), await alone(case.path, case.body)
