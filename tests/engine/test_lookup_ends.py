@@ -37,7 +37,9 @@ class RunBench(Told):
 
     def _collect(self) -> None:
         for message in self.mailbox.outbox:
-            for part in message.sequences if isinstance(message, TokensOut) else ():
+            if not isinstance(message, TokensOut):
+                continue
+            for part in message.sequences:
                 if part.tokens:
                     self.runs.setdefault((message.request_id, part.index), []).append(len(part.tokens))
         super()._collect()
@@ -105,7 +107,7 @@ def eos_of(node: Node) -> tuple[SamplingParams, list[int]]:
 def test_an_end_of_the_text_as_a_draft(roomy: Node) -> None:
     """Where it counts, where it does not, and where least tokens forbid it: then it is a wrong draft."""
     sampling, ended = eos_of(roomy)
-    more = [
+    more: list[dict[str, Any]] = [
         {}, {"ignore_eos": True}, {"min_tokens": len(ended)}, {"min_tokens": len(ended) - 1},
         {"min_tokens": len(ended) + 4}, {"min_tokens": len(ended) - 1, "n": 3},
     ]  # fmt: skip

@@ -36,6 +36,7 @@ pytest.importorskip("llguidance")
 
 COMMIT = "bb375f6fa0dab475b521576c48561e75fbc3b45f"  # its nodes read a stream's frames and tickets as ours do
 ACCEPTED = "pd_spec_decode_num_accepted_tokens_total"
+PREFILLED = 'pd_requests_total{endpoint="prefill",outcome="ok"}'
 PREFILLS, DECODES = ("p-lookup", "p-plain", "p-old"), ("d-lookup", "d-plain", "d-old")
 LONG = {"prompt": STORY, "max_tokens": 36, "ignore_eos": True}
 CASES = [
@@ -71,17 +72,17 @@ class SomeDraft:
     def url(self, name: str) -> str:
         return self.nodes[name].url
 
-    async def accepted(self, name: str) -> float:
-        """Drafts that the node has told of; 0 for one that has none."""
-        return parse_metrics((await fetch(f"{self.url(name)}/metrics")).text).get(ACCEPTED, 0.0)
+    async def told(self, name: str, metric: str = ACCEPTED) -> float:
+        """A sample of the node; 0 for one that has none."""
+        return parse_metrics((await fetch(f"{self.url(name)}/metrics")).text).get(metric, 0.0)
 
-    async def wait_accepted(self, name: str, before: float) -> None:
-        """Until more are told. An engine tells its counters a moment after an answer."""
+    async def wait_more(self, name: str, before: float, metric: str = ACCEPTED) -> None:
+        """Until more is told. An engine tells its counters a moment after an answer."""
 
         async def is_more() -> bool:
-            return await self.accepted(name) > before
+            return await self.told(name, metric) > before
 
-        await until(is_more, f"{name} accepts drafts")
+        await until(is_more, f"{metric} of {name} is more than {before:g}")
 
     def asking(self, name: str, *prefills: str) -> Ask:
         """Asks the node for frames. A stream that goes on there gets an offer of these P."""
@@ -119,7 +120,7 @@ async def test_drafts_are_in_no_version(some: SomeDraft) -> None:
 @pytest.mark.parametrize("prefill", PREFILLS)
 @pytest.mark.parametrize("decode", DECODES)
 async def test_each_p_hands_over_to_each_d(some: SomeDraft, prefill: str, decode: str) -> None:
-    nodes, before = some.nodes, {name: await some.accepted(name) for name in some.nodes}
+    nodes, before = some.nodes, {name: await some.told(name) for name in some.nodes}
     router = some.launcher.router(prefill=[nodes[prefill]], decode=[nodes[decode]])
     asked = [(case.path, case.body | {"cache_salt": f"{prefill} {decode} {case.name}"}) for case in CASES]
     wanted = await asyncio.to_thread(ask_url, some.url("d-plain"), [(case.path, case.body) for case in CASES])
@@ -133,16 +134,18 @@ async def test_each_p_hands_over_to_each_d(some: SomeDraft, prefill: str, decode
             assert found.body["usage"]["completion_tokens"] == expected.body["usage"]["completion_tokens"]
     assert await asyncio.to_thread(router.stop) == 0
     if decode == "d-lookup":
-        await some.wait_accepted(decode, before[decode])
-    assert await some.accepted(prefill) == before[prefill], "P drafts nothing that it hands over"
+        await some.wait_more(decode, before[decode])
+    assert await some.told(prefill) == before[prefill], "P drafts nothing that it hands over"
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(DECODES, 2)))
 async def test_a_stream_of_each_d_goes_on_at_each_other(some: SomeDraft, first: str, second: str) -> None:
-    """Cut at each frame: alone, and with the KV of the prompt and of the known tokens from a P."""
-    before = await some.accepted(second)
-    for case, prefills in zip(CASES, ((), ("p-lookup",), ("p-plain",), ("p-old",)), strict=True):
+    """Cut at each frame. KV of the prompt and of the known tokens comes from a P; two choices are computed at D."""
+    before, legs = await some.told(second), {name: await some.told(name, PREFILLED) for name in PREFILLS}
+    for case, prefills in zip(CASES, (("p-lookup",), (), ("p-plain",), ("p-old",)), strict=True):
         salted = Case(case.name, case.path, case.body | {"cache_salt": f"{first} {second} {case.name}"})
         await check_cuts(salted, some.asking(first), some.asking(second, *prefills), same=same_content)
     if second == "d-lookup":
-        await some.wait_accepted(second, before)
+        await some.wait_more(second, before)
+    for name, num in legs.items():
+        await some.wait_more(name, num, PREFILLED)

@@ -40,7 +40,9 @@ def licence() -> str:
 
 
 def readme() -> str:
-    return str(metadata.metadata("httpx").get_payload())
+    _, _, text = (metadata.distribution("httpx").read_text("METADATA") or "").partition("\n\n")
+    assert text
+    return text
 
 
 def schema(name: str) -> dict[str, Any]:
