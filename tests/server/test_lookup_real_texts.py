@@ -53,7 +53,7 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def asked_of(text: str, **more: Any) -> dict[str, Any]:
-    """About a text, whose beginning is predicted to come again."""
+    """About a text. Its beginning is predicted to come again."""
     shown = text.strip()[:PROMPT_CHARS]
     prediction = {"type": "content", "content": shown[:200]}
     return {"messages": [{"role": "user", "content": f"Repeat:\n{shown}"}], "prediction": prediction} | more
