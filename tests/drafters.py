@@ -124,3 +124,13 @@ def look_up() -> None:
     be_patient()
     made = partial(core.EngineCore, drafter=LookUpDrafter())
     mock.patch.object(core, "EngineCore", lambda *args, **more: at_fixed_prices(made(*args, **more))).start()
+
+
+def look_up_at_fixed_prices() -> None:
+    """In an engine of tests, before it starts: the drafter is the one that its flags name."""
+    from pd_cluster.engine import core
+    from tests.patient_node import be_patient
+
+    be_patient()
+    made = core.EngineCore
+    mock.patch.object(core, "EngineCore", lambda *args, **more: at_fixed_prices(made(*args, **more))).start()
