@@ -149,7 +149,7 @@ def refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...
         spec.write_text(json.dumps({"flags": {"model": model}, "mixed": {"count": 1}}))
         with pytest.raises(StartupError) as caught:
             check_models(read_spec(spec))
-        return {*said, str(caught.value)}
+        return {*said, str(caught.value).removeprefix("flags of mixed: ")}
 
     return told
 

@@ -16,6 +16,7 @@ from pd_cluster.scheduling.prefix_cache import PrefixCache
 from pd_connectors.protocol.feed import FeedDelta, FeedMessage, FeedSnapshot, NodeLoad, StoredBlock
 from pd_connectors.protocol.text_chain import AS_ALWAYS, LastTurn
 from pd_router.calls.body import RequestBody
+from pd_router.nodes.answer_lengths import AnswerLengths
 from pd_router.nodes import prefix_index
 from pd_router.nodes.node_feed import FeedLost, NodeFeed
 from pd_router.nodes.node_table import Node, Role
@@ -209,7 +210,7 @@ def test_two_blocks_of_a_node_may_end_at_one_place() -> None:
 def test_a_prompt_is_looked_up_as_each_kind_of_chat_template_names_it() -> None:
     """Nodes of several models, or of two releases."""
     index: PrefixIndex[Node] = PrefixIndex()
-    table = cast("NodeTable", SimpleNamespace(prefixes=index))
+    table = cast("NodeTable", SimpleNamespace(prefixes=index, answers=AnswerLengths()))
     messages = [{"role": "user", "content": "q" * 600}, {"role": "assistant", "content": "a" * 600}]
     body = RequestBody(json.dumps({"messages": messages}).encode())
     kinds = {a_node("always"): AS_ALWAYS, a_node("by turn"): LastTurn(answers=True)}
