@@ -16,7 +16,7 @@ from pd_cluster.launch.command_parser import REMOVED
 from pd_cluster.launch.flags import config_from, given_flags
 from pd_cluster.launch.model_path import resolve_model
 from pd_cluster.launch.preflight import model_problems, setting_problems
-from pd_cluster.launch.up_flags import PER_NODE
+from pd_cluster.launch.up_flags import MOST_OF_A_ROLE, PER_NODE
 from pd_http.settings import flag_of, in_bounds, refuse
 from pd_router.config import RouterConfig
 
@@ -42,7 +42,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Number of processes of a role, the resources that each reserves, and their flags."""
 
-    count: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0
+    count: Annotated[int, msgspec.Meta(ge=0, le=MOST_OF_A_ROLE)] = 0
     cpus: Amount = 1.0
     gpus: Amount = 0.0  # below 1: a share of one GPU and of its memory; above: as many ranks (--tp)
     resources: dict[str, Amount] = {}  # Ray's custom resources
