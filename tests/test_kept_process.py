@@ -62,7 +62,12 @@ def test_one_that_cannot_be_restored_keeps_no_other_from_it(tmp_path: Path, monk
     changing = ProcessSetting(iter([1, 2]).__next__, refuse)
     known = settings()
     monkeypatch.setattr(kept, "settings", lambda: [*known, changing, known[0]])
-    with pytest.raises(ValueError, match="1"), kept_process():
+
+    @kept_process()
+    def change() -> None:
         os.chdir(tmp_path)
         gc.set_threshold(7)
+
+    with pytest.raises(ValueError, match="1"):
+        change()
     assert (gc.get_threshold(), os.getcwd()) == (before, folder)
