@@ -8,9 +8,9 @@ import os
 import signal
 import socket
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,33 +18,46 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def settings() -> list[tuple[Any, Callable[[Any], object]]]:
-    """Values that a later test could see, each with what sets it."""
-    found: list[tuple[Any, Callable[[Any], object]]] = [
-        (os.getcwd(), os.chdir),
-        (gc.isenabled(), lambda is_on: gc.enable() if is_on else gc.disable()),
-        (gc.get_threshold(), lambda thresholds: gc.set_threshold(*thresholds)),
-        (sys.getswitchinterval(), sys.setswitchinterval),
-        (socket.getdefaulttimeout(), socket.setdefaulttimeout),
-        (logging.root.manager.disable, logging.disable),
-        (logging.root.level, logging.root.setLevel),
+class ProcessSetting(NamedTuple):
+    """A value that a later test could see."""
+
+    read: Callable[[], Any]
+    restore: Callable[[Any], object]
+
+    def restore_if_other(self, value: Any) -> None:
+        if self.read() != value:
+            self.restore(value)
+
+
+def settings() -> list[ProcessSetting]:
+    """All but the working directory, which may have been removed and then has no name."""
+    found = [
+        ProcessSetting(gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
+        ProcessSetting(gc.get_threshold, lambda thresholds: gc.set_threshold(*thresholds)),
+        ProcessSetting(sys.getswitchinterval, sys.setswitchinterval),
+        ProcessSetting(socket.getdefaulttimeout, socket.setdefaulttimeout),
+        ProcessSetting(lambda: logging.root.manager.disable, logging.disable),
+        ProcessSetting(lambda: logging.root.level, logging.root.setLevel),
     ]
-    found += [(signal.getsignal(number), partial(signal.signal, number)) for number in SIGNALS]
+    found += [ProcessSetting(partial(signal.getsignal, one), partial(signal.signal, one)) for one in SIGNALS]
     if torch := sys.modules.get("torch"):
         found += [
-            (torch.get_num_threads(), torch.set_num_threads),
-            (torch.get_default_dtype(), torch.set_default_dtype),
+            ProcessSetting(torch.get_num_threads, torch.set_num_threads),
+            ProcessSetting(torch.get_default_dtype, torch.set_default_dtype),
         ]
     return found
 
 
 @contextmanager
 def kept_process() -> Iterator[None]:
-    """At the end these settings are what they were at the beginning."""
-    before = settings()
-    try:
+    """At the end these settings and the working directory are what they were at the beginning.
+
+    One that cannot be restored raises after all others were.
+    """
+    with ExitStack() as kept:
+        folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        kept.callback(os.close, folder)
+        kept.callback(os.fchdir, folder)
+        for setting in settings():
+            kept.callback(setting.restore_if_other, setting.read())
         yield
-    finally:
-        for (value, restore), (now, _) in zip(before, settings(), strict=False):
-            if now != value:
-                restore(value)

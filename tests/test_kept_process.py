@@ -10,16 +10,22 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
-from tests.kept_process import kept_process, settings
+from tests import kept_process as kept
+from tests.kept_process import ProcessSetting, kept_process, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
+def values() -> list[object]:
+    return [one.read() for one in settings()]
+
+
 def test_the_settings_are_what_they_were(tmp_path: Path) -> None:
-    before = [value for value, _ in settings()]
+    before, folder = values(), os.getcwd()
     with kept_process():
         os.chdir(tmp_path)
         gc.disable()
@@ -31,5 +37,37 @@ def test_the_settings_are_what_they_were(tmp_path: Path) -> None:
         signal.signal(signal.SIGHUP, lambda *_: None)
         torch.set_num_threads(torch.get_num_threads() + 1)
         torch.set_default_dtype(torch.float64)
-        assert sum(now != value for (now, _), value in zip(settings(), before, strict=True)) == 10
-    assert [value for value, _ in settings()] == before
+        assert sum(now != value for now, value in zip(values(), before, strict=True)) == 9
+    assert (values(), os.getcwd()) == (before, folder)
+
+
+def test_a_removed_folder_keeps_nothing_from_being_restored(tmp_path: Path) -> None:
+    before, folder = values(), os.getcwd()
+    (tmp_path / "removed").mkdir()
+    with kept_process():
+        os.chdir(tmp_path / "removed")
+        (tmp_path / "removed").rmdir()
+        gc.set_threshold(7)
+        with kept_process():  # begins there
+            gc.set_threshold(8)
+        assert gc.get_threshold()[0] == 7
+    assert (values(), os.getcwd()) == (before, folder)
+
+
+def test_one_that_cannot_be_restored_keeps_no_other_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(value: object) -> None:
+        raise ValueError(value)
+
+    before, folder = gc.get_threshold(), os.getcwd()
+    changing = ProcessSetting(iter([1, 2]).__next__, refuse)
+    known = settings()
+    monkeypatch.setattr(kept, "settings", lambda: [*known, changing, known[0]])
+
+    @kept_process()
+    def change() -> None:
+        os.chdir(tmp_path)
+        gc.set_threshold(7)
+
+    with pytest.raises(ValueError, match="1"):
+        change()
+    assert (gc.get_threshold(), os.getcwd()) == (before, folder)

@@ -11,6 +11,7 @@ from pd_router.config import RouterConfig
 
 POOL_READY = "pool ready on "  # printed by `pd-cluster pool` before its URL
 POOL_CONNECTORS = ("lmcache", "mooncake")  # `up` and `pd-cluster pool` can start their servers
+MOST_OF_A_ROLE = 1000  # processes of one command or file
 # `up` decides these
 PER_NODE = frozenset(
     {"host", "port", "listen_fd", "role", "node_id", "advertise_host", "control_port"}
@@ -52,10 +53,10 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """argparse type: a whole number, 0 or more."""
+    """argparse type: a number of processes of a role."""
     number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("must be 0 or more")
+    if not 0 <= number <= MOST_OF_A_ROLE:
+        raise argparse.ArgumentTypeError(f"must be 0 to {MOST_OF_A_ROLE}, not {text}")
     return number
 
 

@@ -71,12 +71,15 @@ TRANSLATED_BOUNDS: Final = BodyBounds(
 _LISTED = (
     "messages", "system", "tools", "tool_choice", "documents", "response_format", "chat_template_kwargs", "prediction",
 )  # fmt: skip
-# Half of a UTF-16 pair, after whole pairs and other escapes: JavaScript cuts texts so. msgspec refuses it in fields
-# that it passes over, too, and says of a first half that the body ends too early
-_LONE_SURROGATE = re.compile(
-    rb"(?:[^\\]++|\\(?!u[dD][89a-fA-F]).|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+(\\u[dD][89a-fA-F][0-9a-fA-F]{2})",
-    re.DOTALL,
-)
+# Half of a UTF-16 pair: JavaScript cuts texts so. msgspec refuses it also in fields that it passes over, and tells the
+# byte after it or after the escape that follows it. With less than six bytes after a first half it tells a cut body
+_SURROGATE_ERROR = re.compile(r"(utf-16 surrogate pair|end of hex escape) \(byte (\d+)\)$")
+_CUT_ERROR = "Input data was truncated"
+_FIRST_HALF = rb"\\u[dD][89abAB][0-9a-fA-F]{2}"
+_SECOND_HALF = re.compile(rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_HALF = re.compile(rb"%b|%b" % (_FIRST_HALF, _SECOND_HALF.pattern))
+_HALF_AT_END = re.compile(rb'(?<!\\)(?:\\\\)*(%b)(?=[^"]*").{1,5}\Z' % _FIRST_HALF, re.DOTALL)  # of a string that ends
+_END_BYTES = 256  # in which it is searched, with the backslashes before it
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _SOME_FIELDS = msgspec.json.Decoder(
     msgspec.defstruct("_SomeFields", [(name, Raw | UnsetType, UNSET) for name in (*_LISTED, *TOKEN_FIELDS)])
@@ -207,7 +210,19 @@ def _decoded(raw: bytes | Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
     except msgspec.ValidationError as error:
         raise InvalidRequest("the body must be a JSON object", code="invalid_json") from error
     except BAD_JSON as error:
-        why = f"the body is not valid JSON: {error}"
-        if lone := _LONE_SURROGATE.match(raw):
-            why = f"the body has a lone surrogate, half of a character: {lone[1].decode()} at byte {lone.start(1)}"
-        raise InvalidRequest(why, code="invalid_json") from error
+        raise InvalidRequest(_why(raw, str(error)), code="invalid_json") from error
+
+
+def _why(raw: bytes | Raw, told: str) -> str:
+    """`told`: by msgspec. It looks at a few bytes of the body, where msgspec stopped."""
+    body = memoryview(raw)
+    lone = None
+    if found := _SURROGATE_ERROR.search(told):
+        end = int(found[2])
+        is_last = found[1] == "end of hex escape" or _SECOND_HALF.match(body, end - 6)
+        lone = _HALF.match(body, end - (6 if is_last else 12))
+    elif told == _CUT_ERROR and (at_end := _HALF_AT_END.search(body, max(0, len(body) - _END_BYTES))):
+        lone = _HALF.match(body, at_end.start(1))
+    if lone is None:
+        return f"the body is not valid JSON: {told}"
+    return f"the body has a lone surrogate, half of a character: {lone[0].decode()} at byte {lone.start()}"

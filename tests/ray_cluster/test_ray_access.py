@@ -15,6 +15,7 @@ from pd_cluster.launch.on_ray import connect
 from pd_cluster.launch.on_ray.connect import check_address, prepare_environment
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -91,24 +92,45 @@ def test_a_running_controller_tells_the_mode_without_a_worker(monkeypatch: pytes
     monkeypatch.setattr(connect, "find_controller", {"pd": asked}.__getitem__)
     monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
     monkeypatch.setattr(ray, "remote", _unused)
-    connect._check_authentication("a:1", "pd")
+    connect._check_authentication("a:1", "pd", sends_key=False)
     with pytest.raises(StartupError, match="a:1 runs without token authentication"):
-        connect._check_authentication("a:1", "pd")
+        connect._check_authentication("a:1", "pd", sends_key=False)
     assert not told
 
 
-@pytest.mark.parametrize("why", [StartupError("none"), ray.exceptions.GetTimeoutError(), AttributeError("earlier")])
-def test_without_an_answer_of_a_controller_a_task_tells_the_mode(
-    why: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def find(name: str) -> None:
-        raise why
-
+def _tell_by_tasks(monkeypatch: pytest.MonkeyPatch, find: Callable[[str], object]) -> None:
+    """Tasks on the head tell a mode with a token, then one without."""
     told = ["disabled", "Token"]
     task = SimpleNamespace(remote=lambda: told.pop())
     monkeypatch.setattr(connect, "find_controller", find)
     monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
     monkeypatch.setattr(ray, "remote", lambda **wanted: lambda function: task)
-    connect._check_authentication("a:1", "pd")
+
+
+@pytest.mark.parametrize("why", [StartupError("none"), ray.exceptions.GetTimeoutError(), None])
+def test_without_an_answer_of_a_controller_a_task_tells_the_mode(
+    why: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(name: str) -> object:
+        if why:
+            raise why
+        return SimpleNamespace()  # of an earlier version
+
+    _tell_by_tasks(monkeypatch, find)
+    connect._check_authentication("a:1", "pd", sends_key=False)
     with pytest.raises(StartupError, match="without token authentication"):
-        connect._check_authentication("a:1", "pd")
+        connect._check_authentication("a:1", "pd", sends_key=False)
+
+
+def test_a_mistake_in_asking_a_controller_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    _tell_by_tasks(monkeypatch, lambda name: SimpleNamespace(authentication_mode=SimpleNamespace()))
+    with pytest.raises(AttributeError, match="remote"):
+        connect._check_authentication("a:1", "pd", sends_key=False)
+
+
+def test_no_controller_is_believed_before_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without tokens, any client may start an actor of its name."""
+    _tell_by_tasks(monkeypatch, _unused)
+    connect._check_authentication("a:1", "pd", sends_key=True)
+    with pytest.raises(StartupError, match="without token authentication"):
+        connect._check_authentication("a:1", "pd", sends_key=True)

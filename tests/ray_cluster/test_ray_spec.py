@@ -153,6 +153,14 @@ def test_wrong_flags_of_all_roles_are_told_once_each(tmp_path: Path) -> None:
     ]
 
 
+def test_missing_roles_are_told_beside_wrong_flags(tmp_path: Path) -> None:
+    with pytest.raises(StartupError) as caught:
+        written(tmp_path, "prefill: {count: 2}\nrouter: {count: 0, flags: {workers: 0}}\n")
+    lines = str(caught.value).splitlines()
+    told = ("no node can decode", "there is no router", "flags of router: --workers must be")
+    assert all(part in line for line, part in zip(lines, told, strict=True)), lines
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"cannot read .*none\.yaml"):
         read_spec(tmp_path / "none.yaml")

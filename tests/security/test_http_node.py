@@ -90,7 +90,8 @@ async def real_node() -> AsyncIterator[Target]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 async def test_sixty_readers_that_never_read_free_their_slots(real_node: Target) -> None:
-    """Each asks for 1 MB or more of events; the 16 slots are free again long before that is generated."""
+    """Each asks for 1 MB or more of events and is refused as one that reads nothing: then no request is in flight, the
+    node answers another one, and has given back all memory but 64 MB."""
     assert await real_node.ask() == 200
     before = real_node.resident_bytes()
     request = post(prompt="x", stream=True, max_tokens=1000, ignore_eos=True, logprobs=20)

@@ -57,7 +57,7 @@ def _up(namespace: argparse.Namespace) -> int:
     if not address:
         check_models(spec)  # the machines of another Ray have files of their own
     secret = Secret(os.environ.get(KEY_ENV, "").strip() or secrets.token_hex(32))
-    with connected(spec.name, address, spec.cpus), _interrupts() as stop:
+    with connected(spec.name, address, spec.cpus, sends_key=True), _interrupts() as stop:
         controller = start_controller(spec.name, spec, secret, secrets.token_hex(8))
         if address:
             return _up_there(controller, spec, namespace.timeout_s, stop)

@@ -46,10 +46,11 @@ def prepare_environment(environ: MutableMapping[str, str], home: Path, *, joins:
 
 
 @contextlib.contextmanager
-def connected(name: str, address: str, cpus: float = 0.0) -> Iterator[None]:
+def connected(name: str, address: str, cpus: float = 0.0, *, sends_key: bool = False) -> Iterator[None]:
     """Connect to the Ray cluster at `address` during the block; "": start a Ray on this machine, and end it after.
 
-    `cpus`: what the processes on a started Ray will reserve. Raises StartupError.
+    `cpus`: what the processes on a started Ray will reserve. `sends_key`: the block gives the cluster's key to Ray.
+    Raises StartupError.
     """
     check_address(address)
     prepare_environment(os.environ, Path(os.path.expanduser("~")), joins=bool(address))
@@ -73,7 +74,7 @@ def connected(name: str, address: str, cpus: float = 0.0) -> Iterator[None]:
         hint = "; check that the token is this cluster's" if address else ""
         raise StartupError(f"cannot reach {where}: {_first_line(error)}{hint}") from error
     try:
-        _check_authentication(address, name)
+        _check_authentication(address, name, sends_key=sends_key)
         yield
     finally:
         ray.shutdown()
@@ -92,30 +93,39 @@ def check_address(address: str) -> None:
         raise StartupError(f"no Ray cluster answers at {address}: {error}") from error
 
 
-def _check_authentication(address: str, name: str) -> None:
-    """Raise StartupError when the cluster admits clients without a token."""
-    if _mode_of_head(name).lower() != "token":
+def _check_authentication(address: str, name: str, *, sends_key: bool) -> None:
+    """Raise StartupError when the cluster admits clients without a token.
+
+    Ray's head is asked, because it admits clients; a token on a worker proves nothing. The controller called `name`
+    runs there and tells it in milliseconds, but where no token is needed any client may start an actor of that
+    name: its word does not do where the key is sent.
+    """
+    mode = (None if sends_key else _mode_of_controller(name)) or _mode_of_task()
+    if mode.lower() != "token":
         raise StartupError(
             f"the Ray cluster at {address} runs without token authentication: "
             f"start all its machines with {MODE}=token and one token"
         )
 
 
-def _mode_of_head(name: str) -> str:
-    """The mode of Ray's head, because it admits clients; a token on a worker proves nothing. Raises StartupError.
-
-    The controller called `name` runs there and tells it in milliseconds. Without one a task does: Ray starts a worker
-    for it, which takes 1 s, and tells a mode in no other way.
-    """
+def _mode_of_controller(name: str) -> str | None:
+    """None: there is none, or it does not answer, or an earlier version started it, which had no such method."""
     import ray
 
-    no_answer = (StartupError, AttributeError, ray.exceptions.RayError)  # AttributeError: of an earlier version
-    with contextlib.suppress(*no_answer):
-        mode: str = ray.get(find_controller(name).authentication_mode.remote(), timeout=CONTROLLER_ANSWER_S)
-        return mode
+    try:
+        method = getattr(find_controller(name), "authentication_mode", None)
+        return method and ray.get(method.remote(), timeout=CONTROLLER_ANSWER_S)
+    except (StartupError, ray.exceptions.RayError):
+        return None
+
+
+def _mode_of_task() -> str:
+    """By a task on Ray's head. Ray starts a worker for it, which takes 1 s. Raises StartupError."""
+    import ray
+
     probe = ray.remote(num_cpus=0, resources={HEAD_RESOURCE: 0.001})(authentication_mode)
     try:
-        mode = ray.get(probe.remote(), timeout=PROBE_DEADLINE_S)
+        mode: str = ray.get(probe.remote(), timeout=PROBE_DEADLINE_S)
     except ray.exceptions.RayError as error:
         raise StartupError(f"the Ray cluster cannot run a task: {_first_line(error)}") from error
     return mode

@@ -16,7 +16,7 @@ from pd_cluster.launch.command_parser import REMOVED
 from pd_cluster.launch.flags import config_from, given_flags
 from pd_cluster.launch.model_path import resolve_model
 from pd_cluster.launch.preflight import model_problems, setting_problems
-from pd_cluster.launch.up_flags import PER_NODE
+from pd_cluster.launch.up_flags import MOST_OF_A_ROLE, PER_NODE
 from pd_http.settings import flag_of, in_bounds, refuse
 from pd_router.config import RouterConfig
 
@@ -42,7 +42,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Number of processes of a role, the resources that each reserves, and their flags."""
 
-    count: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0
+    count: Annotated[int, msgspec.Meta(ge=0, le=MOST_OF_A_ROLE)] = 0
     cpus: Amount = 1.0
     gpus: Amount = 0.0  # below 1: a share of one GPU and of its memory; above: as many ranks (--tp)
     resources: dict[str, Amount] = {}  # Ray's custom resources
@@ -127,12 +127,15 @@ def read_spec(path: Path) -> ClusterSpec:
 
 
 def check(spec: ClusterSpec) -> ClusterSpec:
-    """Return `spec` if a cluster can be made from it. Raises StartupError, a line for each mistake of all roles."""
-    check_counts(spec.counts)
+    """Return `spec` if a cluster can be made from it. Raises StartupError, a line for each mistake of all roles.
+
+    Where values of a role contradict each other, its block size and pool are judged once they no longer do.
+    """
     roles = {name: spec.role(name) for name in ROLES}
     found = {name: list(_node_problems({**spec.flags, **roles[name].flags}, roles[name])) for name in NODE_ROLES}
     found[ROUTER] = list(_router_problems(spec.router.flags))
-    refuse(chain(*(_resource_problems(name, role) for name, role in roles.items()), _by_role(found)))
+    of_resources = (_resource_problems(name, role) for name, role in roles.items())
+    refuse(chain(_count_problems(spec.counts), *of_resources, _by_role(found)))
     return spec
 
 
@@ -187,10 +190,14 @@ def check_models(spec: ClusterSpec) -> None:
 
 def check_counts(counts: Mapping[str, int]) -> None:
     """Raise StartupError when these numbers of processes cannot serve a request."""
+    refuse(_count_problems(counts))
+
+
+def _count_problems(counts: Mapping[str, int]) -> Iterator[str]:
     if counts["decode"] + counts["mixed"] == 0:
-        raise StartupError("no node can decode: decode or mixed must be at least 1")
+        yield "no node can decode: decode or mixed must be at least 1"
     if counts[ROUTER] == 0:
-        raise StartupError("there is no router: its count must be at least 1")
+        yield "there is no router: its count must be at least 1"
 
 
 def _node_values(flags: Mapping[str, FlagValue]) -> dict[str, Any]:
