@@ -102,8 +102,15 @@ def seldom_searched_libraries() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment_of_file() -> Iterator[None]:
+    """What fixtures of a file set ends with the file: ranks that share a process set their interface."""
+    with kept_environment(), kept_process():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def own_environment() -> Iterator[None]:
+def own_environment(environment_of_file: None) -> Iterator[None]:
     """Each test has the process's environment and settings for itself."""
     with kept_environment(), kept_process():
         yield
