@@ -118,10 +118,9 @@ class TurnsPreset:
         """So many times the conversations in the same time, for more GPUs."""
         if rate_scale == 1.0:
             return self
-        plan = replace(
-            self.plan, num_conversations=max(1, round(self.plan.num_conversations * rate_scale)),
-            at_once=self.plan.at_once and max(1, round(self.plan.at_once * rate_scale)), rate=self.plan.rate * rate_scale,
-        )  # fmt: skip
+        plan, at_once = self.plan, self.plan.at_once and max(1, round(self.plan.at_once * rate_scale))
+        num_conversations = max(1, round(plan.num_conversations * rate_scale))
+        plan = replace(plan, num_conversations=num_conversations, at_once=at_once, rate=plan.rate * rate_scale)
         return replace(self, title=f"{self.title} x {rate_scale:g}", plan=plan)
 
 

@@ -83,13 +83,23 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
 def _add_turns_flags(turns: argparse._ArgumentGroup) -> None:
     add = turns.add_argument
     add("--turns", type=length, metavar="N|A:B", help="Conversations of so many requests each.")
-    add("--at-once", type=natural, default=0, metavar="N", help="Closed loop: so many run at once. Default: they arrive.")
+    add(
+        "--at-once",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="Closed loop: so many run at once. Default: they arrive.",
+    )
     text = "Tokens before the first turn's new ones, and of the last prompt at most (default: 20000:60000)."
     add("--history", type=length, default=HISTORY, metavar="A:B", help=text)
     add("--head-len", type=int, default=8000, metavar="N", help="Tokens of the history in common (default: 8000).")
     add("--num-heads", type=natural, default=1, metavar="N", help="Different heads (default: 1).")
     add("--tool-s", type=seconds, default=1.0, metavar="X", help="Mean pause before a turn, exponential (default: 1).")
-    add("--text", action="store_true", help="Chats with tools, tokenized anew; answers end by themselves. Default: token ids.")
+    add(
+        "--text",
+        action="store_true",
+        help="Chats with tools, tokenized anew; answers end by themselves. Default: token ids.",
+    )
     add("--later-ttft-ms", type=positive, default=1000.0, metavar="X", help="Target of later turns (default: 1000).")
     add("--longest-gap-ms", type=positive, default=50.0, metavar="X", help="Target of each stream (default: 50).")
 

@@ -26,7 +26,7 @@ async def run_turns(
 ) -> list[RequestRecord]:
     """Hold all conversations: `at_once`, one after the other, or, if that is 0, each at its time.
 
-    A conversation ends with a request that failed, or with an answer of a wrong length or without its ids, which are failures.
+    A conversation ends with a request that failed. So has an answer of a wrong length or without its ids.
     Records are in the order of conversations, then of turns.
     """
     records: list[RequestRecord] = []

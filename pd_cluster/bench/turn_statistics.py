@@ -1,9 +1,9 @@
 """Statistics of conversations: first and later turns apart, and what a prompt found again of the turn before it.
 
-What counts is sent in a window. In a closed loop it ends when there is no conversation to follow one that ends, and the
-first requests of those that begin together are left out: they come at once. In an open loop it begins one conversation's
-mean length after the first arrival, when about as many run as later on, and ends with the last arrival. Rates are of the
-requests that ended in that time. Failures are listed whenever they happen.
+What counts is sent in a window. In a closed loop it ends when there is no conversation to follow one that ends, and
+the first requests of those that begin together are left out: they come at once. In an open loop it begins a
+conversation's mean length after the first arrival, when about as many run as later on, and ends with the last arrival.
+Rates are of the requests that ended in that time. Failures are listed whenever they happen.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def summarize_turns(
         num_output, span_s = sum(record.num_output for record in ended), end_s - begin_s
         whole = replace(whole, duration_s=span_s, request_rate=len(ended) / span_s, output_rate=num_output / span_s)
     parts = {"first turns": [record for record in counted if not record.turn], "later turns": later}
-    parts |= {"left out": left_out} | {route: [one for one in counted if one.ok and one.route == route] for route in sorted(whole.routes)}
+    parts |= {"left out": left_out} | {
+        route: [one for one in counted if one.ok and one.route == route] for route in sorted(whole.routes)
+    }
     soon, steady = {"ttft": later_ttft_ms}, {"longest_gap": gap_ms}
     unasked = _unasked(records, num_planned)
     missed = [one for one in unasked if one.sent_s <= end_s]

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -90,7 +89,9 @@ def test_turns_that_fail_are_counted(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_workloads_with_caches_and_without_do_not_share_a_cluster() -> None:
     script, workloads = Path(__file__).parents[2] / "benchmarks" / "disagg.sh", "1024x256 turns"
-    done = subprocess.run(["bash", script, "."], env=os.environ | {"WORKLOADS": workloads}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", script, "."], env=os.environ | {"WORKLOADS": workloads}, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (2, "WORKLOADS mixes turns and 1024x256, which is without caches\n")
 
 
