@@ -103,10 +103,10 @@ def _run_turns(preset: TurnsPreset, target: Target, setting: str, namespace: arg
         plan = replace(
             plan, num_conversations=namespace.num_requests, at_once=min(plan.at_once, namespace.num_requests)
         )
-    sys.stderr.write(f"{setting}: {preset.title}: {plan.num_requests(namespace.seed)} requests\n")
+    sys.stderr.write(f"{setting}: {preset.title}: {sum(plan.turns_of(namespace.seed))} requests\n")
     vocab_size, seed = namespace.vocab_size, namespace.seed
     target, records = uvloop.run(measure_turns(target, plan, vocab_size, seed, TURN_WARMUPS, is_text=preset.is_text))
-    summary = summarize_turns(records, plan.num_requests(seed), plan.at_once, LATER_TTFT_MS, LONGEST_GAP_MS)
+    summary = summarize_turns(records, plan.turns_of(seed), plan.at_once, LATER_TTFT_MS, LONGEST_GAP_MS)
     fields = {
         "setting": setting, "workload": preset.name, "model": target.model, "note": namespace.note,
         "scale": namespace.scale, "rate_scale": namespace.rate_scale, "seed": namespace.seed,

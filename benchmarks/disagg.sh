@@ -21,7 +21,12 @@ if [ -n "${SLO:-}" ]; then
     node_flags="$node_flags --slo-ttft-ms $ttft --slo-tpot-ms $tpot${itl:+ --slo-itl-ms $itl}"
 fi
 caching=--no-prefix-caching
-if [[ ${WORKLOADS:-} = turns* ]]; then caching=; fi # conversations are about what is cached
+if [[ " ${WORKLOADS:-}" = *" turns"* ]]; then # conversations are about what is cached
+    caching=
+    for one in $WORKLOADS; do
+        [[ $one = turns* ]] || { echo "WORKLOADS mixes turns and $one, which is without caches" >&2; exit 2; }
+    done
+fi
 benchmark="${PYTHON:-python3} -m benchmarks"
 url=http://127.0.0.1:${PORT:-8000}
 work=$(mktemp -d)

@@ -118,20 +118,21 @@ class TurnsPreset:
         """So many times the conversations in the same time, for more GPUs."""
         if rate_scale == 1.0:
             return self
-        plan = replace(
-            self.plan, num_conversations=round(self.plan.num_conversations * rate_scale),
-            at_once=round(self.plan.at_once * rate_scale), rate=self.plan.rate * rate_scale,
-        )  # fmt: skip
+        plan, at_once = self.plan, self.plan.at_once and max(1, round(self.plan.at_once * rate_scale))
+        num_conversations = max(1, round(plan.num_conversations * rate_scale))
+        plan = replace(plan, num_conversations=num_conversations, at_once=at_once, rate=plan.rate * rate_scale)
         return replace(self, title=f"{self.title} x {rate_scale:g}", plan=plan)
 
 
-_CLOSED, _OPEN = TurnsPlan(num_conversations=32, at_once=8), TurnsPlan(num_conversations=32, rate=0.168)
+_CLOSED = TurnsPlan(num_conversations=32, at_once=8, name="turns")
+_OPEN = TurnsPlan(num_conversations=32, rate=0.168, name="turns-open")
+_CHATS = replace(_CLOSED, name="turns-text")
 TURNS = {
     preset.name: preset
     for preset in (
         TurnsPreset("turns", "8 turns, 20k to 60k tokens, 8 conversations at once", _CLOSED),
         TurnsPreset("turns-open", "8 turns, 20k to 60k tokens, 0.168 conversations/s", _OPEN),
-        TurnsPreset("turns-text", "8 turns as chats with tools, 20k to 60k tokens, 8 at once", _CLOSED, is_text=True),
+        TurnsPreset("turns-text", "8 turns as chats with tools, 20k to 60k tokens, 8 at once", _CHATS, is_text=True),
     )
 }
 """By name. The rate of `turns-open` is 0.8 of what two mixed nodes answered in a closed loop (benchmarks/LOG.md)."""

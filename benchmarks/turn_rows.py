@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 HEADERS = (
     "", "requests/s", "output tokens/s", "TTFT of first turns p50/90/99", "of later turns", "TPOT p50/90",
     "longest gap p50/90", "uncached tokens, later turns", "found again: prompts, answers", "targets",
+    "left out: share, TTFT p50/99",
 )  # fmt: skip
 COLUMNS = (
     "conversation", "turn", "sent_s", "num_input", "num_cached", "num_output", "ttft_ms", "tpot_ms", "longest_gap_ms",
@@ -35,6 +36,7 @@ def turn_row(setting: str, summary: TurnsSummary) -> list[str]:
         cell(whole, "longest gap", 50, 90), f"{uncached:.0f}",
         f"{summary.found_history:.0%}, {summary.found_answers:.0%}",
         "/".join(f"{share:.2f}" for share in summary.attained.values()),
+        f"{1 - whole.num_requests / summary.num_requests:.0%} {cell(summary.parts.get('left out'), 'ttft', 50, 99)}",
     ]  # fmt: skip
 
 
@@ -42,10 +44,10 @@ def route_lines(summary: TurnsSummary) -> list[str]:
     """Of each route: its share, TTFT p50/90, and what the router predicted of it."""
     lines = []
     for name, part in summary.parts.items():
-        ttft, ratio = (part.spreads.get(kind) for kind in ("ttft", "predicted of a second"))
-        if name.endswith(" turns") or ttft is None:
+        ttft, ratio = (part.spreads.get(kind) for kind in ("ttft", "real of predicted"))
+        if name.endswith((" turns", "left out")) or ttft is None:
             continue
-        told = f", predicted / real p50 {ratio.p50_ms / 1e3:.2f}, p90 {ratio.p90_ms / 1e3:.2f}" if ratio else ""
+        told = f", real / predicted p50 {ratio.p50_ms / 1e3:.2f}, p90 {ratio.p90_ms / 1e3:.2f}" if ratio else ""
         share = part.num_ok / summary.whole.num_ok
         lines.append(f"{name}: {share:.0%}, TTFT {ttft.p50_ms:.0f}/{ttft.p90_ms:.0f}{told}")
     return lines

@@ -121,7 +121,7 @@ def simulate_turns(
     plan = preset.times((cluster.num_prefill + cluster.num_decode) / 2).scaled(scale)
     conversations = plan.conversations(seed)
     records = TurnsWorld(cluster, conversations, plan.at_once, seed).talk()
-    return summarize_turns(records, len(records), plan.at_once, LATER_TTFT_MS, LONGEST_GAP_MS)
+    return summarize_turns(records, plan.turns_of(seed), plan.at_once, LATER_TTFT_MS, LONGEST_GAP_MS)
 
 
 def _flags() -> argparse.ArgumentParser:

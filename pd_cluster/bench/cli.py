@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from pd_cluster.bench.statistics import OBJECTIVES
 from pd_cluster.bench.turns import HISTORY
 from pd_cluster.bench.workload import Length
+from pd_cluster.errors import StartupError
 
 
 def add_bench_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,8 +19,8 @@ def add_bench_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     kinds = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     text = "Open-loop load on an OpenAI-compatible endpoint: TTFT, ITL, TPOT, goodput."
     serve = kinds.add_parser("serve", help=text, description=text, allow_abbrev=False)
-    serve.set_defaults(run_command=_serve)
     _add_serve_flags(serve)
+    serve.set_defaults(run_command=partial(_serve, serve.parse_args([])))
 
 
 def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
@@ -81,13 +83,23 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
 def _add_turns_flags(turns: argparse._ArgumentGroup) -> None:
     add = turns.add_argument
     add("--turns", type=length, metavar="N|A:B", help="Conversations of so many requests each.")
-    add("--at-once", type=int, default=0, metavar="N", help="Closed loop: so many run at once. Default: they arrive.")
+    add(
+        "--at-once",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="Closed loop: so many run at once. Default: they arrive.",
+    )
     text = "Tokens before the first turn's new ones, and of the last prompt at most (default: 20000:60000)."
     add("--history", type=length, default=HISTORY, metavar="A:B", help=text)
     add("--head-len", type=int, default=8000, metavar="N", help="Tokens of the history in common (default: 8000).")
-    add("--num-heads", type=int, default=1, metavar="N", help="Different heads (default: 1).")
-    add("--tool-s", type=float, default=1.0, metavar="X", help="Mean pause before a turn, exponential (default: 1).")
-    add("--text", action="store_true", help="Chats with tools, tokenized anew each turn. Default: token ids.")
+    add("--num-heads", type=natural, default=1, metavar="N", help="Different heads (default: 1).")
+    add("--tool-s", type=seconds, default=1.0, metavar="X", help="Mean pause before a turn, exponential (default: 1).")
+    add(
+        "--text",
+        action="store_true",
+        help="Chats with tools, tokenized anew; answers end by themselves. Default: token ids.",
+    )
     add("--later-ttft-ms", type=positive, default=1000.0, metavar="X", help="Target of later turns (default: 1000).")
     add("--longest-gap-ms", type=positive, default=50.0, metavar="X", help="Target of each stream (default: 50).")
 
@@ -108,11 +120,35 @@ def _add_report_flags(report: argparse._ArgumentGroup) -> None:
     report.add_argument("--plot", type=Path, metavar="FILE", help="Write a plot (.png, .svg, .pdf).")
 
 
+WITHOUT_TURNS: tuple[str, ...] = (
+    "trace", "workload", "goodput", "slo", "prediction", "max_input_len", "max_output_len", "trace_poisson"
+)  # fmt: skip
+OF_TURNS = (
+    "at_once", "history", "head_len", "num_heads", "tool_s", "text", "later_ttft_ms", "longest_gap_ms"
+)  # fmt: skip
+
+
 def positive(text: str) -> float:
     """argparse type: a number above 0; `inf` counts."""
     number = float(text)
     if not number > 0:
         raise argparse.ArgumentTypeError("must be above 0")
+    return number
+
+
+def natural(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def seconds(text: str) -> float:
+    """argparse type: a finite number of at least 0."""
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError("must be 0 or more")
     return number
 
 
@@ -145,7 +181,14 @@ def slo(text: str) -> tuple[float, float]:
         raise argparse.ArgumentTypeError(f"{text!r}: write TTFT/TPOT in milliseconds, for example 200/10") from error
 
 
-def _serve(namespace: argparse.Namespace) -> int:
+def _serve(defaults: argparse.Namespace, namespace: argparse.Namespace) -> int:
+    """Refuses flags that would do nothing. Raises StartupError."""
+    useless = WITHOUT_TURNS if namespace.turns else OF_TURNS
+    useless += ("rate",) if namespace.turns and namespace.at_once else ()
+    if given := [name for name in useless if getattr(namespace, name) != getattr(defaults, name)]:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        others = "--turns --at-once" if "rate" in given else "--turns"
+        raise StartupError(f"{others} goes with none of: {flags}" if namespace.turns else f"{flags}: set --turns too")
     from pd_cluster.bench.serve import run_serve
     from pd_cluster.bench.serve_turns import run_serve_turns
 

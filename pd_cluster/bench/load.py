@@ -23,6 +23,7 @@ Prompt: TypeAlias = "list[int] | Edit"  # token ids, or a chat
 PROBE_DEADLINE_S = 30.0
 CONNECT_TIMEOUT_S = 30.0
 OUTPUTS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a chat's delta
+ODD = (ValueError, TypeError, LookupError, AttributeError)  # what an answer of an unexpected shape raises
 ALPHABET = "The quick brown fox jumps over the lazy dog while 0123456789 people count every letter of the story again."
 
 
@@ -37,6 +38,7 @@ class Target:
     route: str = ""
     api_key: str = ""
     timeout_s: float = 600.0
+    cache_salt: str = ""  # requests with another one find nothing of these in a cache
     counts_tokens: bool = False  # asks for the tokens of each event, which is some work more for the server
 
     @property
@@ -68,6 +70,7 @@ class Target:
                 "stream_options": {"include_usage": True, "include_timings": True}
                 | ({"continuous_usage_stats": True} if self.counts_tokens else {}),
             }
+            | ({"cache_salt": self.cache_salt} if self.cache_salt else {})
             | fields
         )
 
@@ -85,6 +88,15 @@ async def find_model(session: aiohttp.ClientSession, url: str, headers: dict[str
         return str(answer["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
         raise StartupError(f"{url}/v1/models lists no model: set --model") from error
+
+
+async def find_positions(session: aiohttp.ClientSession, target: Target) -> int | None:
+    """The most tokens of a prompt and its answer. None: the server does not tell it. Raises StartupError."""
+    answer = await fetch(session, "GET", f"{target.url}/v1/models", target.headers, None)
+    try:
+        return next((one.get("max_model_len") for one in answer["data"] if one["id"] == target.model), None)
+    except ODD:
+        return None
 
 
 async def find_vocabulary(session: aiohttp.ClientSession, target: Target) -> list[int]:
@@ -154,7 +166,7 @@ async def send(
                 await _read_stream(response, record, start_s, hear)
     except TimeoutError:
         record.error = f"no complete answer within {target.timeout_s:g} s"
-    except aiohttp.ClientError as error:
+    except (aiohttp.ClientError, *ODD) as error:
         record.error = f"{type(error).__name__}: {error}"
     record.end_s = time.perf_counter() - start_s
 
@@ -191,7 +203,7 @@ def _note(event: dict[str, Any], record: RequestRecord, now_s: float) -> None:
     if has_text:
         record.chunk_times_s.append(now_s)
     if usage:
-        record.num_output = usage.get("completion_tokens", 0)
+        record.num_output = usage.get("completion_tokens") or 0
         if has_text:
             record.tokens_so_far.append(record.num_output)
         record.num_input = record.num_input or usage.get("prompt_tokens", 0)

@@ -115,9 +115,10 @@ def print_turns(summary: TurnsSummary) -> None:
     """Print the tables of conversations."""
     console, whole = report_console(), summary.whole
     window = "all" if summary.window_s is None else "sent from {:.1f} to {:.1f} s".format(*summary.window_s)
+    left_out = 1 - whole.num_requests / summary.num_requests
     console.print(
         f"{summary.num_requests} requests, {summary.num_conversations} conversations, {summary.num_unasked} not asked; "
-        f"{whole.num_requests} count ({window}): {whole.request_rate:.2f} requests/s, "
+        f"{whole.num_requests} count ({window}; {left_out:.0%} left out): {whole.request_rate:.2f} requests/s, "
         f"{whole.output_rate:.0f} output tokens/s, {whole.input_tokens} tokens in ({whole.cached_share:.0%} cached)"
     )
     rows = {_TITLES[name]: whole.spreads.get(name) for name in ("tpot", "longest gap", "client lag")}
@@ -126,8 +127,8 @@ def print_turns(summary: TurnsSummary) -> None:
     console.print(spread_table({title: one for title, one in rows.items() if one}, digits=1))
     for name, part in summary.parts.items():
         uncached = part.input_tokens * (1 - part.cached_share) / max(1, part.num_ok)
-        ratio = part.spreads.get("predicted of a second")
-        told = f", predicted / real p50 {ratio.p50_ms / 1e3:.2f}, p90 {ratio.p90_ms / 1e3:.2f}" if ratio else ""
+        ratio = part.spreads.get("real of predicted")
+        told = f", real / predicted p50 {ratio.p50_ms / 1e3:.2f}, p90 {ratio.p90_ms / 1e3:.2f}" if ratio else ""
         console.print(f"{name}: {part.num_ok} requests, {uncached:.0f} uncached tokens each{told}", markup=False)
     again = f"{summary.found_history:.1%} of the prompts before, {summary.found_answers:.1%} of their answers"
     console.print(f"found again in the cache by later turns: {again}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import uvloop
 
-from pd_cluster.bench.load import Target, fetch, open_session
+from pd_cluster.bench.load import Target, fetch, find_positions, open_session
 from pd_cluster.bench.plot import check_plotting
 from pd_cluster.bench.report import print_turns
 from pd_cluster.bench.serve import prepare, target_of, undisturbed, write_report
@@ -27,8 +28,6 @@ def run_serve_turns(namespace: argparse.Namespace) -> int:
     """Returns 0 when every turn was answered, else 1. Raises StartupError."""
     if namespace.plot:
         check_plotting()
-    if namespace.trace or namespace.workload != "random" or namespace.goodput or namespace.slo:
-        raise StartupError("--turns goes with none of --trace, --workload, --goodput and --slo")
     plan = TurnsPlan(
         num_conversations=namespace.num_requests or CONVERSATIONS, num_turns=namespace.turns, history=namespace.history,
         new=namespace.input_len or NEW, output=namespace.output_len or OUTPUT, num_head=namespace.head_len,
@@ -40,7 +39,7 @@ def run_serve_turns(namespace: argparse.Namespace) -> int:
         measure_turns(target, plan, vocab_size, seed, namespace.warmup, is_text=namespace.text)
     )
     targets_ms = {"ttft": namespace.later_ttft_ms, "longest_gap": namespace.longest_gap_ms}
-    summary = summarize_turns(records, plan.num_requests(seed), plan.at_once, *targets_ms.values())
+    summary = summarize_turns(records, plan.turns_of(seed), plan.at_once, *targets_ms.values())
     print_turns(summary)
     load = f"{plan.at_once} conversations at once" if plan.at_once else f"{plan.rate:g} conversations/s"
     write_report(namespace, target, summary, replace(summary.whole, objectives_ms=targets_ms), records, load)
@@ -51,8 +50,10 @@ async def measure_turns(
     target: Target, plan: TurnsPlan, vocab_size: int, seed: int, num_warmups: int, *, is_text: bool
 ) -> tuple[Target, list[RequestRecord]]:
     """Hold two turns of `num_warmups` others, then all conversations. Their prompts are made before, of ids below
-    `vocab_size`, or, if that is 0, of ordinary text, from the server. `is_text`: see ChatTalk. Raises StartupError.
+    `vocab_size`, or, if that is 0, of ordinary text, from the server. No run finds texts of another in a cache.
+    `is_text`: see ChatTalk; answers end by themselves then. Raises StartupError.
     """
+    target = replace(target, cache_salt=secrets.token_hex(8), ignore_eos=target.ignore_eos and not is_text)
     conversations = plan.conversations(seed)
     others = [
         replace(one, index=-1 - one.index, head=-1 - one.head, at_s=0.0, turns=one.turns[:2])
@@ -60,13 +61,16 @@ async def measure_turns(
     ]
     async with open_session() as session:
         target, vocabulary = await prepare(session, target, vocab_size)
+        longest, positions = plan.history.high + plan.output.high, await find_positions(session, target)
+        if positions is not None and longest > positions:
+            raise StartupError(f"histories and answers of {longest} tokens: {target.model} has {positions} positions")
 
         async def text_of(ids: list[int]) -> str:
             body = {"model": target.model, "tokens": ids}
             return str((await fetch(session, "POST", f"{target.url}/detokenize", target.headers, body))["prompt"])
 
         async def talk_of(conversation: Conversation) -> tuple[Conversation, Talk]:
-            head, *news = draw_texts(conversation, vocabulary, seed)
+            head, *news = draw_texts(conversation, vocabulary, f"{plan.name}/{seed}")
             if is_text:
                 return conversation, ChatTalk(await text_of(head), [await text_of(ids) for ids in news])
             return conversation, IdsTalk(head, news)
@@ -74,5 +78,5 @@ async def measure_turns(
         warmups = [await talk_of(one) for one in others]
         talks = [await talk_of(one) for one in conversations]
     await run_turns(target, warmups, 0)
-    with undisturbed(plan.num_requests(seed)) as bar:
+    with undisturbed(sum(plan.turns_of(seed))) as bar:
         return target, await run_turns(target, talks, plan.at_once, bar.advance)

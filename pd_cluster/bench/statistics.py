@@ -4,7 +4,7 @@ TTFT   sent to first output chunk
 TTST   sent to second output chunk: an early first token does not improve it
 ITL    time between two chunks over the tokens of the later one, once for each of them
 longest gap  of a stream: the longest time between two chunks, however many tokens they have
-predicted    by the router, of TTFT; "of a second": ms for each real second, so that 1000 is right
+predicted    by the router, of TTFT; "real of predicted": real ms of each predicted second, so that 1000 is right
 TPOT   (end-to-end - TTFT) / (output tokens - 1)
 leg    the prefilling node's time to its first token, if the server reports timings
 goodput  requests per second that meet every objective (DistServe, arXiv 2401.09670)
@@ -112,9 +112,9 @@ class RequestRecord:
         return max(self.gaps_s, default=None)
 
     @property
-    def predicted_share(self) -> float | None:
-        """Of the real TTFT that the router predicted."""
-        return None if self.predicted_s is None else self.predicted_s / self.ttft_s
+    def real_by_predicted(self) -> float | None:
+        """TTFT by what the router predicted of it."""
+        return self.ttft_s / self.predicted_s if self.predicted_s else None
 
     def objective_s(self, name: str) -> float | None:
         """The value that this objective limits."""
@@ -192,7 +192,7 @@ def summarize(
         "tpot": [value for record in good if (value := record.tpot_s) is not None],
         "e2e": [record.e2e_s for record in good],
         "predicted": [record.predicted_s for record in good if record.predicted_s is not None],
-        "predicted of a second": [value for record in good if (value := record.predicted_share) is not None],
+        "real of predicted": [value for record in good if (value := record.real_by_predicted) is not None],
         "client lag": [record.lag_s for record in records],
     }
     phases: dict[str, list[float]] = {}

@@ -21,7 +21,7 @@ TOOLS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def draw_texts(conversation: Conversation, vocabulary: Sequence[int], seed: int) -> list[list[int]]:
+def draw_texts(conversation: Conversation, vocabulary: Sequence[int], seed: int | str) -> list[list[int]]:
     """Token ids of the head, then of what each turn adds."""
     head = random.Random(f"{seed}/head/{conversation.head}").choices(vocabulary, k=conversation.num_head)
     return [head] + [
@@ -83,8 +83,8 @@ class ChatTalk:
                 empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
                 call = self._calls.setdefault(piece["index"], empty)
                 call["id"] = piece.get("id") or call["id"]
-                for name, text in (piece.get("function") or {}).items():
-                    call["function"][name] += text or ""
+                for name in call["function"]:
+                    call["function"][name] += (piece.get("function") or {}).get(name) or ""
 
 
 Talk: TypeAlias = IdsTalk | ChatTalk

@@ -26,7 +26,7 @@ async def run_turns(
 ) -> list[RequestRecord]:
     """Hold all conversations: `at_once`, one after the other, or, if that is 0, each at its time.
 
-    A conversation ends with a request that failed, or with an answer of a wrong length, which is a failure.
+    A conversation ends with a request that failed. So has an answer of a wrong length or without its ids.
     Records are in the order of conversations, then of turns.
     """
     records: list[RequestRecord] = []
@@ -57,10 +57,13 @@ async def _ask(
 ) -> None:
     """The body is made while tools run."""
     fields = talk.ask(record.turn)
-    record.num_input = len(fields.get("prompt", ()))  # of a chat the server tells
+    record.num_input = num_sent = len(fields.get("prompt", ()))  # of a chat the server tells
     asked = talk.path, target.body_of(fields, num_asked)
     await asyncio.sleep(max(0.0, start_s + record.scheduled_s - time.perf_counter()))
     await send(session, target, asked, record, start_s, talk.hear)
+    num_heard = len(fields.get("prompt", ())) - num_sent  # ids of the answer, which talk.hear appended
     is_whole = record.num_output == num_asked or (record.num_output < num_asked and not target.ignore_eos)
     if record.ok and not is_whole:
         record.error = f"an answer of a wrong length: {record.num_output} tokens, not {num_asked}"
+    elif record.ok and "prompt" in fields and num_heard != record.num_output:
+        record.error = f"{num_heard} ids for {record.num_output} tokens: does the server know return_token_ids?"

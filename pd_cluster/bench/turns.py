@@ -35,7 +35,8 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnsPlan:
-    """Conversations that arrive at `rate` a second, or, if `at_once` is not 0, so many at once. Lengths in tokens."""
+    """Conversations that arrive at `rate` a second, or, if `at_once` is not 0, so many at once. Lengths in tokens.
+    `name`: plans with other names have other texts."""
 
     num_conversations: int = CONVERSATIONS
     num_turns: Length = EIGHT
@@ -47,6 +48,7 @@ class TurnsPlan:
     tool_s: float = 1.0  # mean of an exponential distribution
     at_once: int = 0
     rate: float = RATE
+    name: str = ""
 
     def scaled(self, factor: float) -> TurnsPlan:
         """The same with other lengths."""
@@ -69,8 +71,9 @@ class TurnsPlan:
         times = poisson(self.num_conversations, self.rate, ONE, ONE, seed)
         return [self._draw(index, 0.0 if self.at_once else time.at_s, seed) for index, time in enumerate(times)]
 
-    def num_requests(self, seed: int) -> int:
-        return sum(len(one.turns) for one in self.conversations(seed))
+    def turns_of(self, seed: int) -> list[int]:
+        """Of each conversation, how many."""
+        return [len(one.turns) for one in self.conversations(seed)]
 
     def _draw(self, index: int, at_s: float, seed: int) -> Conversation:
         rng = random.Random(f"{seed}/conversation/{index}")

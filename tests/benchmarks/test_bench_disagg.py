@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +19,6 @@ from pd_cluster.models.directory import read_json
 from pd_cluster.models.registry import resolve_spec
 from pd_cluster.server.text.tokenizer import Tokenizer
 from tests.launch.test_bench_serve import serving
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TIMINGS = {
     "queue": 9.0, "transfer": 4.0, "admit": 0.2, "first_decode": 6.0, "prefill_leg": 8.0, "announce": 0.2,
@@ -86,6 +85,14 @@ def test_turns_that_fail_are_counted(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "2 failed: HTTP 503: the queue is full" in shown
     assert "2 conversations, 14 not asked" in shown
     assert json.loads(out.read_text())["requests"][0][6:9] == [None] * 3
+
+
+def test_workloads_with_caches_and_without_do_not_share_a_cluster() -> None:
+    script, workloads = Path(__file__).parents[2] / "benchmarks" / "disagg.sh", "1024x256 turns"
+    done = subprocess.run(
+        ["bash", script, "."], env=os.environ | {"WORKLOADS": workloads}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (2, "WORKLOADS mixes turns and 1024x256, which is without caches\n")
 
 
 def test_a_trace_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class FakeServer:
     """Answers every streamed completion with `max_tokens` words. Special prompts misbehave, by their first id."""
 
-    REFUSE, BREAK, ERROR, COALESCE, RUNS = 9001, 9002, 9003, 9004, 9005
+    REFUSE, BREAK, ERROR, COALESCE, RUNS, ODD = 9001, 9002, 9003, 9004, 9005, 9006
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -37,6 +37,8 @@ class FakeServer:
         self.roles = ["prefill", "decode"]
         self.timings: dict[str, float] = {}
         self.more_headers: dict[str, str] = {}
+        self.max_model_len: int | None = None
+        self.ignores_ids = False
         self.short_of = 0  # prompts with more ids than this get one token less than they ask for; 0: none does
 
     def app(self) -> web.Application:
@@ -50,7 +52,7 @@ class FakeServer:
         return app
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "fake-model"}]})
+        return web.json_response({"data": [{"id": "fake-model", "max_model_len": self.max_model_len}]})
 
     async def _nodes(self, request: web.Request) -> web.Response:
         return web.json_response({"nodes": [{"role": role} for role in self.roles]})
@@ -73,7 +75,7 @@ class FakeServer:
         )
         await response.prepare(request)
         events: list[dict[str, Any]] = [{"choices": [{"text": f"w{index} "}]} for index in range(body["max_tokens"])]
-        if body.get("return_token_ids"):
+        if body.get("return_token_ids") and not self.ignores_ids:
             events = [{"choices": [{"text": f"{index}", "token_ids": [index]}]} for index in range(body["max_tokens"])]
         if first == self.COALESCE:
             events = [{"choices": [{"text": "everything"}]}]
@@ -86,6 +88,9 @@ class FakeServer:
         if body["stream_options"].get("continuous_usage_stats"):
             counts = (1, 4, 5, 6) if first == self.RUNS else range(1, len(events) + 1)
             events = [event | {"usage": {"completion_tokens": num}} for event, num in zip(events, counts, strict=True)]
+        if first == self.ODD:
+            await response.write(b'data: {"choices": [{\n\n')
+            return response
         if first in (self.BREAK, self.ERROR):
             await response.write(_frames(events))
             return response
@@ -179,6 +184,16 @@ def test_complete_answers() -> None:
     assert server.bodies[0]["ignore_eos"] is True
     assert server.headers[0]["x-pd-route"] == "p-first"
     assert server.headers[0]["Authorization"] == "Bearer k"
+
+
+def test_an_odd_answer_is_a_failure_of_its_request_only() -> None:
+    with serving() as server:
+        odd, whole = load(server, FakeServer.ODD, 1)
+        server.more_headers = {"x-pd-predicted-ttft": "n/a"}
+        (unread,) = load(server, 1)
+    assert odd.error.startswith("JSONDecodeError: ")
+    assert whole.ok
+    assert unread.error.startswith("ValueError: ")
 
 
 def test_the_server_counts_the_tokens_of_each_event() -> None:

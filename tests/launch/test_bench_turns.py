@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.presets import TURNS
 from benchmarks.routing_simulation.turns import prompt_tokens
+from benchmarks.turn_rows import turn_row
+from pd_cluster.bench.load import Target
+from pd_cluster.bench.serve_turns import measure_turns
 from pd_cluster.bench.statistics import RequestRecord
 from pd_cluster.bench.talk import TOOLS, ChatTalk, IdsTalk, draw_texts
 from pd_cluster.bench.turn_statistics import steady_window, summarize_turns
@@ -92,7 +98,7 @@ def test_chats_send_calls_back_with_results_and_no_reasoning() -> None:
     }  # fmt: skip
     for number, name in enumerate(("read_file", "run_command")):
         for piece in (
-            {"id": f"c{number}", "function": {"name": name, "arguments": ""}},
+            {"id": f"c{number}", "function": {"name": name, "arguments": "", "strict": True}},
             {"function": {"arguments": "{}"}},
         ):
             talk.hear({"choices": [{"delta": {"reasoning_content": "hm", "tool_calls": [piece | {"index": number}]}}]})
@@ -129,22 +135,59 @@ def conversation(index: int, begin_s: float, **more: Any) -> list[RequestRecord]
 
 
 def test_a_closed_loop_counts_while_all_run() -> None:
-    """Two at once: 0 and 1, then 2 and 3 as these end. From 18 s on there is none to follow."""
+    """Two at once: 0 and 1, then 2 and 3 as these end. From 18 s on there is none to follow. A slow start counts."""
     records = [*conversation(0, 0.0), *conversation(1, 0.5), *conversation(2, 9.0), *conversation(3, 9.5)]
-    assert steady_window(records, 2) == (3.5, 18.0)
-    found = summarize_turns(records, 12, 2, 1000.0, 5000.0)
-    assert found.whole.num_requests == 9, "not the first two, nor the one sent at 3.0"
-    assert found.whole.request_rate == pytest.approx(9 / 14.5), "of those that ended meanwhile"
-    assert found.whole.output_rate == pytest.approx(90 / 14.5)
+    assert steady_window(records, 2) == (0.0, 18.0)
+    found = summarize_turns(records, [3] * 4, 2, 1000.0, 5000.0)
+    assert found.whole.num_requests == 10, "not the first two"
+    assert found.whole.request_rate == pytest.approx(11 / 18), "of those that ended meanwhile"
+    assert found.whole.output_rate == pytest.approx(110 / 18)
     assert (found.num_requests, found.num_conversations, found.num_unasked, found.errors) == (12, 4, 0, {})
-    assert steady_window(records, 0) is None
-    assert steady_window(records, 5) is None
-    assert summarize_turns(records, 12, 0, 1000.0, 5000.0).whole.num_requests == 12
+    left_out = found.parts["left out"]
+    assert left_out.num_requests == 2
+    assert left_out.spreads["ttft"].p50_ms == pytest.approx(500.0)
+    assert turn_row("2M", found)[-1] == "17% 500/500"
+
+
+def test_a_stall_at_the_start_of_a_closed_loop_stays_in_view() -> None:
+    records = [*conversation(0, 0.0), *conversation(1, 0.0), *conversation(2, 9.0), *conversation(3, 9.0)]
+    records[3].chunk_times_s, records[3].end_s = [8.0, 9.0], 9.0
+    for one in records[4:6]:
+        one.sent_s, one.end_s, one.chunk_times_s = one.sent_s + 6, one.end_s + 6, [t + 6 for t in one.chunk_times_s]
+    found = summarize_turns(records, [3] * 4, 2, 1000.0, 5000.0)
+    assert found.parts["left out"].spreads["ttft"].max_ms == 8000.0
+    assert found.whole.num_requests == 10, "what the others sent meanwhile"
+
+
+def test_an_open_loop_counts_without_ramp_and_drain() -> None:
+    """Conversations of 9 s, one every 3 s from 0 to 27: from 9 to 27."""
+    records = [one for index in range(10) for one in conversation(index, 3.0 * index)]
+    assert steady_window(records, 0) == (9.0, 27.0)
+    found = summarize_turns(records, [3] * 10, 0, 1000.0, 5000.0)
+    assert found.whole.num_requests == 21, "three at each of seven times"
+    assert found.parts["left out"].num_requests == 9
+    at_once = [one for index in range(3) for one in conversation(index, 0.0)]
+    assert steady_window(at_once, 0) is None, "all arrive at once"
+    assert summarize_turns(at_once, [3] * 3, 0, 1000.0, 5000.0).whole.num_requests == 9
+
+
+@pytest.mark.parametrize(("at_once", "step_s", "share"), [(0, 0.0, 0.5), (0, 3.0, 8 / 18), (5, 0.0, 0.5)])
+def test_turns_that_were_not_asked_attain_nothing(at_once: int, step_s: float, share: float) -> None:
+    """Each second conversation is refused at its first turn, and would have had as many as the others."""
+    records = list[RequestRecord]()
+    for index in range(10):
+        some = conversation(index, step_s * index)
+        if index % 2:
+            some, some[0].error = some[:1], "HTTP 503"
+        records += some
+    found = summarize_turns(records, [3] * 10, at_once, 5000.0, 5000.0)
+    assert found.num_unasked == 10
+    assert found.attained["later TTFT"] == found.attained["both"] == pytest.approx(share)
 
 
 def test_first_and_later_turns_are_apart() -> None:
-    records = [*conversation(0, 0.0, route="direct", predicted_s=1.0), *conversation(1, 20.0, route="p-first")]
-    found = summarize_turns(records, 6, 0, 1000.0, 2000.0)
+    records = [*conversation(0, 0.0, route="direct", predicted_s=1.0), *conversation(1, 0.0, route="p-first")]
+    found = summarize_turns(records, [3, 3], 0, 1000.0, 2000.0)
     first, later = found.parts["first turns"], found.parts["later turns"]
     assert (first.spreads["ttft"].p50_ms, first.num_ok) == pytest.approx((500.0, 2))
     assert (later.spreads["ttft"].p50_ms, later.spreads["ttft"].max_ms) == pytest.approx((1250.0, 2000.0))
@@ -152,7 +195,7 @@ def test_first_and_later_turns_are_apart() -> None:
     assert (found.found_history, found.found_answers) == (1.0, 0.5)
     direct = found.parts["direct"]
     assert direct.spreads["predicted"].p50_ms == 1000.0
-    assert direct.spreads["predicted of a second"].p50_ms == pytest.approx(2000.0), "predicted 1 s, real 0.5 s"
+    assert direct.spreads["real of predicted"].p50_ms == pytest.approx(500.0), "real 0.5 s, predicted 1 s"
     assert "predicted" not in found.parts["p-first"].spreads
     assert found.attained == {"later TTFT": 0.5, "longest gap": pytest.approx(1 / 3), "both": 0.0}
 
@@ -160,11 +203,11 @@ def test_first_and_later_turns_are_apart() -> None:
 def test_failures_are_named_wherever_they_are_and_attain_nothing() -> None:
     records = [*conversation(0, 0.0), *conversation(1, 0.5), *conversation(2, 9.0), *conversation(3, 9.5)]
     records[0].error = records[4].error = "HTTP 503"
-    found = summarize_turns(records, 14, 2, 5000.0, 5000.0)
+    found = summarize_turns(records, [4, 4, 3, 3], 2, 5000.0, 5000.0)
     assert (found.errors, found.num_unasked) == ({"HTTP 503": 2}, 2), "one of them in the warm-up"
     assert found.whole.num_requests - found.whole.num_ok == 1
     assert found.attained["later TTFT"] < 1.0
-    assert found.attained["longest gap"] == pytest.approx(8 / 9)
+    assert found.attained["longest gap"] == pytest.approx(9 / 12)
 
 
 @pytest.mark.long
@@ -223,6 +266,60 @@ def test_a_wrong_length_is_an_error_and_ends_the_conversation(capsys: pytest.Cap
     assert ", 0 not asked" not in shown
 
 
-def test_turns_go_with_no_other_workload(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "--turns=3", "--workload=edits"]) == 2
-    assert "--turns goes with none of" in capsys.readouterr().err
+def test_ids_that_were_not_told_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as server:
+        server.ignores_ids = True
+        assert main(f"bench serve --url {server.url} {SMALL} --rate inf --warmup 0".split()) == 1
+    assert "tokens: does the server know return_token_ids?" in " ".join(capsys.readouterr().out.split())
+
+
+def test_runs_of_one_seed_have_salts_of_their_own_and_plans_other_texts() -> None:
+    plan = TurnsPlan(
+        num_conversations=1, num_turns=Length(1, 1), history=Length(9, 99), new=Length(1, 1), output=Length(1, 1),
+        num_head=9, name="a",
+    )  # fmt: skip
+    with serving() as server:
+        for one in (plan, plan, replace(plan, name="b")):
+            asyncio.run(measure_turns(Target(server.url, "fake-model"), one, 5_000, 0, 0, is_text=False))
+    first, again, other = server.bodies
+    assert len({body["cache_salt"] for body in server.bodies}) == 3
+    assert first["prompt"] == again["prompt"] != other["prompt"]
+    assert len({preset.plan.name for preset in TURNS.values()}) == len(TURNS)
+
+
+@pytest.mark.parametrize(("flag", "ignores"), [("", True), ("--text", False), ("--stop-at-eos", False)])
+def test_texts_end_by_themselves(flag: str, ignores: bool) -> None:
+    with serving() as server:
+        assert main(f"bench serve --url {server.url} {SMALL} --rate inf --warmup 0 {flag}".split()) == 0
+    assert {body["ignore_eos"] for body in server.bodies} == {ignores}
+
+
+def test_a_model_of_too_few_positions_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as server:
+        server.max_model_len = 94
+        assert main(f"bench serve --url {server.url} {SMALL} --rate inf".split()) == 2
+    assert "histories and answers of 95 tokens: fake-model has 94 positions" in capsys.readouterr().err
+    assert not server.bodies
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ("--turns 3 --workload edits", "--turns goes with none of: --workload"),
+        ("--turns 3 --prediction --max-input-len 9", "--turns goes with none of: --prediction, --max-input-len"),
+        ("--turns 3 --at-once 2 --rate 1", "--turns --at-once goes with none of: --rate"),
+        ("--text --at-once 2", "--at-once, --text: set --turns too"),
+        ("--turns 3 --at-once -1", "must be at least 1"),
+        ("--turns 3 --tool-s -3", "must be 0 or more"),
+        ("--turns 3 --tool-s nan", "must be 0 or more"),
+    ],
+)
+def test_flags_that_would_do_nothing(flags: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):  # argparse's own refusal
+        assert main(f"bench serve {flags}".split()) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_fewer_gpus_keep_a_closed_loop() -> None:
+    assert TURNS["turns"].times(0.05).plan.at_once == 1
+    assert TURNS["turns-open"].times(0.05).plan.at_once == 0
