@@ -6,7 +6,7 @@ and 985 ms at the decode node that the router preferred.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from msgspec.structs import replace
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 TOKEN_S, KEY_S = 20e-6, 1.5e-9
 CONTEXT, STEP_S, SHARE, KEYS = 40_000, 0.0107, 251, 6000  # of five streams, each of so many tokens
 PREFILL = NodeLoad(num_slots=64, free_blocks=9000, num_blocks=9000, block_size=64, token_s=TOKEN_S, key_s=KEY_S)
-FREE = replace(PREFILL, itl_s=0.025)
 DECODE = replace(
     PREFILL, num_running=5, step_s=STEP_S, step_tokens=SHARE, step_keys=KEYS, num_context=5 * CONTEXT, context_s=33e-9
 )
@@ -125,38 +124,3 @@ def test_lengths_are_learned_by_model_and_bounded_by_the_client() -> None:
     bodies = (b'{"model": "demo"}', b'{"model": "demo", "max_tokens": 9}', b'{"max_tokens": 900}')
     expected = [prompt_facts(RequestBody(body), made, b"k" * 32).num_output for body in bodies]
     assert expected == [pytest.approx(40, abs=3), 9, 256]
-
-
-# --- a prefill node that is free
-
-
-def test_a_free_prefill_node_keeps_a_stream_that_costs_more_elsewhere() -> None:
-    made = nodes(FREE, replace(DECODE, itl_s=0.025))
-    choice = chosen(made, CONTEXT)
-    assert choice.best(made.nodes[1:], NOW_S) is None, "a decode node takes the handoff, and nothing in its place"
-    assert (choice.text, choice.best(choice.decodes, NOW_S)) == ("direct; reason=prefill-free", made.nodes[0])
-    assert choice.predicted_s(made.nodes[0], NOW_S) == pytest.approx(prefill_s(CONTEXT, 0))
-    made.nodes[0].view.receive(replace(FREE, queued_tokens=1), ())
-    assert choice.best(choice.decodes, NOW_S) is None, "prompts have come meanwhile"
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "settings"),
-    [
-        (PREFILL, DECODE, {}),  # its prompts would hold the stream up without a bound
-        (replace(FREE, queued_tokens=500), DECODE, {}),
-        (replace(FREE, num_running=64), DECODE, {}),
-        (FREE, replace(DECODE, num_running=0, num_context=0), {}),
-        (FREE, DECODE, {"decode_on_prefill": "never"}),
-    ],
-)
-def test_a_stream_is_handed_over_as_ever(prefill: NodeLoad, decode: NodeLoad, settings: dict[str, Any]) -> None:
-    assert chosen(nodes(prefill, decode), CONTEXT, **settings).reason == "default"
-
-
-def test_a_prefill_node_that_is_busy_a_third_of_the_time_keeps_nothing() -> None:
-    made = nodes(FREE)
-    for second in range(30):
-        made.nodes[0].speed.note(40_000, NOW_S - 30 + second, NOW_S - 30 + second + 0.33)
-    assert made.nodes[0].speed.share_at(NOW_S) == pytest.approx(0.33, rel=0.1)
-    assert chosen(made, CONTEXT).reason == "default"

@@ -16,8 +16,8 @@ from pd_cluster.scheduling.prefix_cache import PrefixCache
 from pd_connectors.protocol.feed import FeedDelta, FeedMessage, FeedSnapshot, NodeLoad, StoredBlock
 from pd_connectors.protocol.text_chain import AS_ALWAYS, LastTurn
 from pd_router.calls.body import RequestBody
-from pd_router.nodes.answer_lengths import AnswerLengths
 from pd_router.nodes import prefix_index
+from pd_router.nodes.answer_lengths import AnswerLengths
 from pd_router.nodes.node_feed import FeedLost, NodeFeed
 from pd_router.nodes.node_table import Node, Role
 from pd_router.nodes.prefix_index import PrefixIndex

@@ -181,18 +181,6 @@ class Costs:
                 queue_s = queue_s if queue_s < most_queue_s else most_queue_s
             yield node, cached, tokens, queue_s, own_s
 
-    def keeping(self, nodes: Sequence[Node]) -> list[float]:
-        """Of prefill nodes, if they go on with the prompt. While they compute prompts, each token of the answer waits
-        for a step as long as they allow, and holds those prompts up for as long."""
-        costs_s = self.reading(nodes)
-        for at, node in enumerate(nodes):
-            load, told = node.view.ledger.total, node.view.load
-            step_s = load.streams_s + load.num_sequences * (DECODE_S + load.context_s * self._context)
-            if told is not None:
-                step_s += 2 * node.speed.share_at(self._now_s) * told.itl_s
-            costs_s[at] += self._num_steps * step_s
-        return costs_s
-
     def is_slower(self, node: Node) -> bool:
         """Whether the prefill node's pace is longer than the best one's by more than the error."""
         return node.view.ledger.total.token_s > self._best_reading.even_s

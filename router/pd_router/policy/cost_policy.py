@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pd_router.policy.candidates import Candidates, Pairing
     from pd_router.policy.prompt_facts import PromptFacts
 
-KEPT, FREE, BUSY, TRIED = "decode-late", "prefill-free", "prefill-busy", "prefill-idle"
+KEPT, BUSY, TRIED = "decode-late", "prefill-busy", "prefill-idle"
 
 
 class CostRoute(Route, frozen=True, kw_only=True):
@@ -46,8 +46,6 @@ class CostRoute(Route, frozen=True, kw_only=True):
             return _least(nodes, [direct_s for _, direct_s, _ in costs.decoding(nodes)])
         if self.reason == KEPT:  # no decode node instead of it: those are late, and may not be allowed to read prompts
             return self.otherwise.soonest(self.otherwise.keepers(nodes))
-        if self.reason == FREE:
-            return self.otherwise.freest(nodes, self._prefill_s(now_s))
         return self.sooner([node for node in nodes if node.role is not Role.PREFILL], self._prefill_s(now_s))[0]
 
     def queue_s(self, node: Node) -> float | None:
@@ -96,19 +94,6 @@ class CostRoute(Route, frozen=True, kw_only=True):
         latest_s = min(reading_s, default=0.0) + DOUBT_S
         soon = [node for node, s in zip(ready, reading_s, strict=True) if s <= latest_s]
         return [max(soon, key=lambda node: node.view.num_sequences)] if soon else []
-
-    def freest(self, nodes: Iterable[Node], prefill_s: float) -> Node | None:
-        """The prefill node that has nothing to compute, where the sum to the last token is clearly less than that of a
-        handoff. Only one that bounds its streams' gaps, and has no target by which `keepers` are found."""
-        bounded = [node for node in nodes if (load := node.view.load) is not None and load.itl_s]
-        free = [node for node in bounded if node.role is Role.PREFILL and not node.view.queued_tokens]
-        costs = self.costs
-        if not free or not (decodes := [*self.paired(self.decodes)]):
-            return None
-        sums = zip(costs.keeping(free), costs.decoding(free), strict=True)
-        kept_s = [keeping_s if has_room else math.inf for keeping_s, (_, _, has_room) in sums]
-        handed_s = prefill_s + min(over_s for over_s, _, _ in costs.decoding(decodes))
-        return _least(free, kept_s) if min(kept_s) + DOUBT_S < handed_s else None
 
     def soonest(self, keepers: Sequence[Node]) -> Node | None:
         """The one with room that answers soonest."""
@@ -175,7 +160,7 @@ class CostPolicy:
             candidates.order, reason, prompt, ranked, candidates.decodes, pairing.kv_version, costs=costs,
             slo_ttft_s=self._slo_ttft_s,
         )  # fmt: skip
-        if candidates.may_keep and (kept := _kept(handoff, reading_s[first])) is not None:
+        if candidates.may_keep and (kept := _kept(handoff)) is not None:
             return kept
         is_slow = candidates.may_try and len(ranked) > 1 and costs.is_slower(last)  # last because of its pace
         if is_slow and self._tries(handoff, last, reading_s[last], reading_s[first]):
@@ -236,12 +221,10 @@ def _cheapest(pairings: Sequence[Pairing], costs: Costs) -> Pairing:
     return pairings[0] if len(pairings) == 1 else min(pairings, key=cost_s)
 
 
-def _kept(handoff: CostRoute, prefill_s: float) -> CostRoute | None:
-    """That a prefill node keeps the stream, because the decode nodes would miss their target of time per token, or
-    because it costs less there."""
+def _kept(handoff: CostRoute) -> CostRoute | None:
+    """That a prefill node keeps the stream, because the decode nodes would miss their target of time per token."""
     if not all(map(handoff.costs.is_late, handoff.paired(handoff.decodes))):
-        free = handoff.freest(handoff.prefills, prefill_s)
-        return None if free is None else replace(handoff, order=DIRECT, reason=FREE, decodes=(free,), otherwise=handoff)
+        return None
     keepers = tuple(handoff.keepers(handoff.prefills))
     if handoff.soonest(keepers) is None:
         return None
