@@ -100,6 +100,19 @@ def test_a_stream_goes_where_streams_and_contexts_cost_least() -> None:
     assert best == [made.nodes[2], made.nodes[1]], "each of the thirty would wait for a long context"
 
 
+def test_streams_of_a_node_that_tells_no_contexts_are_as_long_as_those_of_others() -> None:
+    """Counted as 1,200 tokens each, seventy long streams of an older release cost less than five of a new one."""
+    made = nodes(PREFILL, DECODE, replace(DECODE, num_running=70, num_context=0, context_s=0.0))
+    new, old = made.nodes[1:]
+    costs = chosen(made, CONTEXT).costs
+    assert costs.handing_over_s(old) > 10 * costs.handing_over_s(new)
+    assert chosen(made, CONTEXT).best(made.nodes[1:], NOW_S) is new
+    told = old.view.ledger.total.streams_s
+    new.view.receive(replace(DECODE, num_running=0, num_context=0), ())
+    old.view.receive(replace(DECODE, num_running=71, num_context=0, context_s=0.0), ())
+    assert old.view.ledger.total.streams_s == pytest.approx(told * 71 / 70), "an idle node says nothing"
+
+
 def test_the_context_of_a_stream_counts_until_its_node_tells_it() -> None:
     made = nodes(PREFILL, DECODE, DECODE)
     first, second = made.nodes[1:]

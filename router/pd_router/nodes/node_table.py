@@ -21,6 +21,7 @@ from pd_router.nodes.liveness import NodeLiveness
 from pd_router.nodes.node_view import NodeView, TextRatio
 from pd_router.nodes.prefix_index import PrefixIndex
 from pd_router.nodes.speed import ReadingSpeed
+from pd_router.nodes.told_context import ToldContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -148,6 +149,7 @@ class NodeTable:
         self._leaving: list[Node] = []  # removed while they still had requests
         self.ratios: WeakValueDictionary[frozenset[str], TextRatio] = WeakValueDictionary()  # by a node's models
         self.answers = AnswerLengths()
+        self.contexts = ToldContext()
         self.prefixes: PrefixIndex[Node] = PrefixIndex()
         self.router_name = secrets.token_hex(8)  # of this process; a node tells routers apart by it
         self._charge_numbers = itertools.count(1)
@@ -180,7 +182,7 @@ class NodeTable:
         self._longest_body = _NOT_KNOWN
 
     def _make_node(self, spec: NodeSpec) -> Node:
-        view = NodeView(ledger=ChargeLedger(self.router_name, self._charge_numbers))
+        view = NodeView(ledger=ChargeLedger(self.router_name, self._charge_numbers), contexts=self.contexts)
         return Node(url=spec.url, role=spec.role, node_id=spec.node_id or urlsplit(spec.url).netloc, view=view)
 
     def _leave(self, node: Node, source: str) -> None:

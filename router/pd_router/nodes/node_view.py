@@ -7,7 +7,8 @@ from enum import StrEnum
 from math import inf
 from typing import TYPE_CHECKING
 
-from pd_router.nodes.ledger import CONTEXT_S, DECODE_S, USUAL_CONTEXT, ChargeLedger, LoadFigures
+from pd_router.nodes.ledger import CONTEXT_S, DECODE_S, ChargeLedger, LoadFigures
+from pd_router.nodes.told_context import ToldContext
 from pd_router.nodes.trial import IdleTrial
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class NodeView:
     ledger: ChargeLedger = field(default_factory=ChargeLedger)
     ratio: TextRatio = field(default_factory=TextRatio)  # shared by all nodes with the same models
     trial: IdleTrial = field(default_factory=IdleTrial)
+    contexts: ToldContext = field(default_factory=ToldContext)  # shared by all nodes
 
     @property
     def queued_tokens(self) -> int:
@@ -78,7 +80,11 @@ class NodeView:
         """Take a load of the feed, and the numbers of the charges that it includes."""
         self.load = load
         num_sequences, context_s = load.num_running + load.num_waiting, load.context_s or CONTEXT_S
-        context = load.num_context if load.context_s else USUAL_CONTEXT * num_sequences
+        if load.context_s:
+            context: float = load.num_context
+            self.contexts.note(load.num_context, num_sequences)
+        else:  # an older release, or it has measured no steps yet
+            context = self.contexts.mean * num_sequences
         reported = LoadFigures(
             *pace_of(load), load.queued_tokens, load.queued_keys, num_sequences,
             load.num_slots or inf, load.free_blocks * load.block_size if load.block_size else inf,
