@@ -15,6 +15,8 @@ from pd_cluster.scheduling.prefill_budget import PrefillBudget
 from pd_connectors.protocol.feed import NodeLoad
 from pd_router.calls.body import RequestBody
 from pd_router.config import HandoffOrder
+from pd_router.nodes.answer_lengths import AnswerLengths
+from pd_router.nodes.node_table import FLAGS
 from pd_router.policy.charge import Charge
 from pd_router.policy.cost import DOUBT_S, HANDOVER_S
 from pd_router.policy.prompt_facts import prompt_facts
@@ -137,3 +139,33 @@ def test_lengths_are_learned_by_model_and_bounded_by_the_client() -> None:
     bodies = (b'{"model": "demo"}', b'{"model": "demo", "max_tokens": 9}', b'{"max_tokens": 900}')
     expected = [prompt_facts(RequestBody(body), made, b"k" * 32).num_output for body in bodies]
     assert expected == [pytest.approx(40, abs=3), 9, 256]
+
+
+def test_cut_answers_and_huge_ones_hardly_move_the_mean() -> None:
+    """213 answers of one token, which their clients asked for, made the mean 10; 64 of 30,000 made it 19,144."""
+    lengths = AnswerLengths()
+    for _ in range(213):
+        lengths.note("demo", 1.0, 1.0)
+    assert lengths.expected("demo") == 256
+    lengths.note("demo", 300.0, 300.0)
+    assert lengths.expected("demo") > 256, "it would have been longer still"
+    for _ in range(213):
+        lengths.note("demo", 1.0)
+    assert lengths.expected("demo") < 12, "these ended by themselves"
+    for _ in range(64):
+        lengths.note("other", 30_000.0)
+    assert lengths.expected("other") < 256 * 1.05**64
+
+
+def test_lengths_of_models_that_no_node_serves_are_forgotten() -> None:
+    made = nodes()
+    first, second = made.nodes
+    made.set_models(first, frozenset({"a"}))
+    made.set_models(second, frozenset({"a", "b"}))
+    for name in ("", "a", "b"):
+        made.answers.note(name, 512.0)
+    assert [made.answers.expected(name) for name in ("", "a", "b")] == [260, 260, 260]
+    made.set_models(second, frozenset({"a"}))
+    assert [made.answers.expected(name) for name in ("", "a", "b")] == [260, 260, 256]
+    made.apply(FLAGS, ())
+    assert [made.answers.expected(name) for name in ("", "a")] == [260, 256]

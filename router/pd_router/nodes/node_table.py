@@ -175,7 +175,9 @@ class NodeTable:
         self.nodes = tuple(
             sure.get(spec.url) or known.get((spec.url, spec.role)) or self._make_node(spec) for spec in wanted.values()
         )
-        for node in set(before).difference(self.nodes):
+        if left := set(before).difference(self.nodes):
+            self._forget_lengths()
+        for node in left:
             self._leave(node, source)
         for node in set(self.nodes).difference(before):
             self._enter(node, source)
@@ -206,9 +208,15 @@ class NodeTable:
 
     def set_models(self, node: Node, models: frozenset[str] | None) -> None:
         """None: requests for any model may go to the node. Nodes with the same models count text alike."""
-        node.models = models
+        has_changed, node.models = models != node.models, models
+        if has_changed:
+            self._forget_lengths()
         if models is not None:
             node.view.ratio = self.ratios.setdefault(models, TextRatio())
+
+    def _forget_lengths(self) -> None:
+        """Of models that no node serves any more: names come and go with adapters."""
+        self.answers.keep(frozenset().union(*(node.models or () for node in self.nodes)))
 
     def find(self, name: str) -> list[Node]:
         """The nodes with the id or host:port `name`; if there are none, those that are leaving."""

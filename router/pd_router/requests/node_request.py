@@ -105,7 +105,7 @@ class NodeRequest(ABC):
                 )
             if report.num_output_tokens and not (prompt_facts := self.route.prompt).is_several:
                 num_tokens = report.num_output_tokens / prompt_facts.num_sequences
-                self._s.table.answers.note(self._record.model, num_tokens)
+                self._s.table.answers.note(self._record.model, num_tokens, self._body.most_output)
         self._record.reported(report, is_first_node=is_first_node)
 
     def _allowed(self, reported: tuple[int, int]) -> tuple[int, int]:
