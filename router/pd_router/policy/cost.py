@@ -74,7 +74,7 @@ class Costs:
         self._ratio = _COUNTED if prompt.num_tokens else None
         self._num_sequences = prompt.num_sequences
         self._num_steps = STREAM_WEIGHT * prompt.num_output * prompt.num_sequences  # of all sequences of the answer
-        self._context = prompt.num_output / 2 + (prompt.tokens_at(decodes[0]) if decodes else 0.0)  # of one of them
+        self._context = prompt.num_output / 2 + (prompt.context_at(decodes[0]) if decodes else 0.0)  # of one of them
         self._cached = prompt.cached
         self._prefills, self._decodes = prefills, decodes
         self._now_s = now_s
