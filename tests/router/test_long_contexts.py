@@ -89,6 +89,17 @@ def test_predictions_are_those_of_the_steps(num_new: int, num_cached: int) -> No
         assert 0.712 < direct < 0.985
 
 
+def test_what_is_queued_behind_long_contexts_takes_at_most_what_steps_take() -> None:
+    """A step takes 64 tokens of a prompt however many are before them: for all that waits as for the prompt itself."""
+    made = nodes(PREFILL, replace(DECODE, queued_tokens=1000, queued_keys=1000 * CONTEXT))
+    p, d = made.nodes
+    costs = chosen(made, CONTEXT).costs
+    assert costs.queue_s(d) == pytest.approx(1000 * (TOKEN_S + STEP_S / 64 + KEY_S * CONTEXT))
+    pace = d.view.ledger.reported
+    assert costs.queue_s(d) < 0.8 * 1000 * (pace.token_s + pace.key_s * CONTEXT)
+    assert costs.queue_s(p) == 0.0
+
+
 def test_a_stream_goes_where_streams_and_contexts_cost_least() -> None:
     """By the number of streams alone, the node with three long ones were better than that with five short ones."""
     short = replace(DECODE, num_context=5 * 1000)

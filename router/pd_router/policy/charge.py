@@ -92,7 +92,7 @@ class Charge:
             if self._found_idle:
                 view, work = self._node.view, self._entry.work
                 reported = view.ledger.reported
-                view.trial.note(now_s - self._begun_s, work.tokens * reported.token_s + work.keys * reported.key_s)
+                view.trial.note(now_s - self._begun_s, reported.reading_s(work.tokens, work.keys))
         self.prefill_over()
 
     def prefill_over(self) -> None:

@@ -100,7 +100,10 @@ class Costs:
         """Until the node has computed what it was given. None: the speed of no prefill node is known."""
         if not self.knows_speed:
             return None
-        (token_s, key_s), load = self._pace(node), node.view.ledger.total
+        load = node.view.ledger.total
+        if load.token_s:
+            return load.reading_s(load.queued_tokens, load.queued_keys)
+        token_s, key_s = self._guessed_pace(node)
         return load.queued_tokens * token_s + load.queued_keys * key_s
 
     def first_token_s(self, node: Node) -> float | None:
@@ -173,7 +176,7 @@ class Costs:
                 own_s = tokens * (token_s + (cached + tokens / 2) * key_s)
                 last = None if cached or token_s is not best_s else ratio
             queue_s = load.queued_tokens * token_s + load.queued_keys * key_s
-            if most_s := load.most_token_s:  # a step takes so many tokens of a prompt however many are before them
+            if most_s := load.most_token_s:  # `LoadFigures.reading_s`, written out
                 most_key_s, last = load.most_key_s, None
                 most_own_s = tokens * (most_s + (cached + tokens / 2) * most_key_s)
                 most_queue_s = load.queued_tokens * most_s + load.queued_keys * most_key_s
