@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from pd_connectors.protocol.feed import FeedDelta, FeedMessage, FeedSnapshot, NodeLoad
 from pd_router.config import HandoffOrder, RouterConfig
+from pd_router.nodes.ledger import NodeWork
 from pd_router.nodes.node_feed import NodeFeed
 from pd_router.nodes.node_table import Node, NodeTable, Role
 from pd_router.nodes.prefix_index import PrefixIndex
@@ -179,6 +180,24 @@ def test_a_prompt_that_is_computed_before_its_number_comes_leaves_the_queue() ->
     charge.release()
     charge.release()
     assert node.view.num_sequences == 0
+
+
+def test_figures_are_made_when_something_has_changed() -> None:
+    """A message with cached blocks alone, and a node without charges of this router, cost no sums."""
+    view = Node(url="", role=Role.PREFILL, node_id="p").view
+    view.receive(NodeLoad(num_running=3), ())
+    told = view.ledger.reported
+    assert view.ledger.total is told
+    view.receive(NodeLoad(num_running=3), ())
+    assert view.ledger.reported is told
+    entry = view.ledger.open(NodeWork(tokens=10, sequences=1))
+    view.receive(NodeLoad(num_running=3), ())
+    assert view.num_sequences == 4
+    view.receive(NodeLoad(num_running=3), [entry.number])
+    assert view.num_sequences == 3, "the same load, which includes the charge"
+    view.forget()
+    view.receive(NodeLoad(num_running=3), ())
+    assert view.num_sequences == 4, "a boot that knows nothing of it"
 
 
 def test_the_context_of_a_charge_is_corrected_and_bounded_by_what_its_node_takes() -> None:

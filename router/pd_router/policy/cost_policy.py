@@ -29,6 +29,7 @@ class CostRoute(Route, frozen=True, kw_only=True):
 
     costs: Costs
     slo_ttft_s: float = 0.0  # 0: none
+    first_s: float = 0.0  # until `prefills[0]` has read the prompt, when it was chosen
     otherwise: CostRoute | None = None
 
     def pick(self, nodes: Sequence[Node], now_s: float) -> Node | None:
@@ -59,7 +60,9 @@ class CostRoute(Route, frozen=True, kw_only=True):
             return costs.first_token_s(node)
         if not node.view.ledger.reported.token_s and not costs.knows_speed:
             return None
-        return HANDOVER_S + (costs.reading_s(node) if order is P_FIRST else LOOK_S + self._prefill_s(now_s))
+        if order is P_FIRST:  # by the sum that chose it; a retry has another node, and no prediction
+            return HANDOVER_S + (self.first_s if node is self.prefills[0] else costs.reading_s(node))
+        return HANDOVER_S + LOOK_S + self._prefill_s(now_s)
 
     def first_token_s(self, now_s: float) -> float | None:
         costs, is_prompt = self.costs, self.order is PROMPT
@@ -158,13 +161,13 @@ class CostPolicy:
         reason = "cached" if candidates.reason == DEFAULT and prompt.num_cached(first) else candidates.reason
         handoff = CostRoute(
             candidates.order, reason, prompt, ranked, candidates.decodes, pairing.kv_version, costs=costs,
-            slo_ttft_s=self._slo_ttft_s,
+            slo_ttft_s=self._slo_ttft_s, first_s=reading_s[first],
         )  # fmt: skip
         if candidates.may_keep and (kept := _kept(handoff)) is not None:
             return kept
         is_slow = candidates.may_try and len(ranked) > 1 and costs.is_slower(last)  # last because of its pace
         if is_slow and self._tries(handoff, last, reading_s[last], reading_s[first]):
-            return replace(handoff, reason=TRIED, prefills=(last, *ranked[:-1]))
+            return replace(handoff, reason=TRIED, prefills=(last, *ranked[:-1]), first_s=reading_s[last])
         return self._better(handoff, reading_s[first], candidates) if candidates.may_spill else handoff
 
     def _better(self, handoff: CostRoute, prefill_s: float, candidates: Candidates) -> CostRoute:
