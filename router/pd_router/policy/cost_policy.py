@@ -60,9 +60,9 @@ class CostRoute(Route, frozen=True, kw_only=True):
             return costs.first_token_s(node)
         if not node.view.ledger.reported.token_s and not costs.knows_speed:
             return None
-        if order is P_FIRST:  # by the sum that chose it; a retry has another node, and no prediction
-            return HANDOVER_S + (self.first_s if node is self.prefills[0] else costs.reading_s(node))
-        return HANDOVER_S + LOOK_S + self._prefill_s(now_s)
+        if order is D_FIRST:  # P is charged with this prompt before D is asked, so by the sum of the choice
+            return LOOK_S + self.first_s + HANDOVER_S
+        return HANDOVER_S + (self.first_s if node is self.prefills[0] else costs.reading_s(node))
 
     def first_token_s(self, now_s: float) -> float | None:
         costs, is_prompt = self.costs, self.order is PROMPT

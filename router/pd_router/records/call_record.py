@@ -22,8 +22,8 @@ class CallRecord:
 
     __slots__ = (
         "arrived_s", "asked_s", "ended_s", "failures", "first_s", "is_retried", "key", "last_s", "longest_gap_s",
-        "model", "num_gaps", "order", "outcome", "path", "phases", "predicted_s", "prefill_by", "reason", "report", "request_id",
-        "served_by", "status", "stream", "trace", "until_s", "wall_s",
+        "model", "num_gaps", "order", "outcome", "path", "phases", "predicted_s", "prefill_by", "reason", "report",
+        "request_id", "served_by", "status", "stream", "trace", "until_s", "wall_s",
     )  # fmt: skip
 
     def __init__(self, path: str, request_id: str, arrived_s: float, wall_s: float) -> None:
