@@ -99,11 +99,11 @@ class SimulatedNode:
         """As NewsReport tells it."""
         model, scheduler = self.model, self.scheduler
         token_s, key_s = (model.token_s, model.key_s) if model.knows_prompts else (0.0, 0.0)
-        share, num_streams = scheduler.step_tokens, scheduler.num_streams
+        share, (num_streams, num_context) = scheduler.step_tokens, scheduler.streams
         load = replace(
             scheduler.load, step_s=self._decode_s, token_s=token_s, key_s=key_s, step_tokens=share,
             step_keys=self.budget.keys_per_token(scheduler.load.num_running + share) if share else 0,
-            num_context=round(num_streams * self.room.context), context_s=model.context_s,
+            num_context=num_context, context_s=model.context_s,
         )  # fmt: skip
         return self.room.filled_in(load, num_streams)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -93,11 +92,10 @@ class NewsReport:
         model = self._model
         token_s, key_s = (model.token_s, model.key_s) if model.knows_prompts else (0.0, 0.0)
         step_s, share = self._pipeline.decode_s, self._step_tokens
-        num_streams, itl_s = self._scheduler.num_streams, self._budget.targets.itl_s
+        num_streams, num_context = self._scheduler.streams
         load = msgspec.structs.replace(
             load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share,
             step_keys=self._budget.keys_per_token(load.num_running + share) if share else 0,
-            num_context=round(num_streams * self._room.context), context_s=model.context_s if model.is_fitted else 0.0,
-            itl_s=itl_s if itl_s < inf == self._room.tpot_s else 0.0,
+            num_context=num_context, context_s=model.context_s if model.is_fitted else 0.0,
         )  # fmt: skip
         return self._room.filled_in(load, num_streams)

@@ -67,6 +67,7 @@ class BeamSequences:
     def _go_on(self, seq: Sequence, token_id: int) -> None:
         """Let a beam go on in its own sequence."""
         seq.token_ids.append(token_id)
+        self._queues.num_context += 1
         seq.num_pending = 0
         if seq.in_worker:
             self._queues.note_beam_step(seq, seq)
@@ -82,7 +83,9 @@ class BeamSequences:
             blocks.close(seq.table)
         blocks.free_host(seq.host_blocks)
         seq.host_blocks = ()
+        queues.num_context -= seq.num_context
         seq.token_ids, seq.block_hashes = token_ids, parent.block_hashes[:]
+        queues.num_context += seq.num_context
         seq.num_pending = seq.num_computed_tokens = 0
         seq.table = None
         if parent.table is not None:

@@ -83,6 +83,7 @@ class Lifecycle:
             if seq is not lead:
                 seq.part_from(lead)
             seq.append(token.token_id)
+            self._queues.num_context += request.is_stream
             if seq.finish_reason is not None:
                 self.end(seq)
             reports.append(SequenceTokens(seq.index, (token,), seq.finish_reason, seq.stop_token_id))
@@ -108,8 +109,7 @@ class Lifecycle:
     def end(self, seq: Sequence) -> None:
         """End a sequence that has its finish reason. A lead goes on while others wait for their first tokens."""
         request = seq.request
-        request.num_live -= 1
-        self._queues.num_live -= 1
+        self._queues.end_one(seq)
         if request.is_parted:
             self._retire(seq)
         if request.num_live:

@@ -52,6 +52,7 @@ class Queues:
         self.unready = Unready()
         self.num_live = 0  # sequences that have not ended
         self.num_searches = 0  # beam searches
+        self.num_context = 0  # known tokens of the live sequences of requests with `is_stream`
         self.num_queued_keys = 0  # tokens before each of the following, summed
         self.num_queued_tokens = 0  # known tokens that no step has computed and that are not cached, without decodes
 
@@ -113,9 +114,18 @@ class Queues:
         request.group = self._turns.join(request, request.message.group or request.request_id)
         self.sequences.update((seq.seq_id, seq) for seq in request.sequences)
         self.num_live += request.num_live
+        if request.is_stream:
+            self.num_context += sum(seq.num_context for seq in request.sequences)
         self.num_searches += request.beams is not None
         if request.lease_id is not None:
             self.prefills[request.lease_id] = request
+
+    def end_one(self, seq: Sequence) -> None:
+        """Count a sequence that ends, once. It may stay in its queue for others of its request."""
+        seq.request.num_live -= 1
+        self.num_live -= 1
+        if seq.request.is_stream:
+            self.num_context -= seq.num_context
 
     def leave(self, request: Request) -> None:
         """Remove a request that has ended. Its sequences stay registered until `forget`."""

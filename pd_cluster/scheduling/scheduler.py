@@ -123,9 +123,9 @@ class Scheduler:
         return self._queues.load(self._blocks)
 
     @property
-    def num_streams(self) -> int:
-        """See `Queues.num_streams`."""
-        return self._queues.num_streams
+    def streams(self) -> tuple[int, int]:
+        """`Queues.num_streams` and `Queues.num_context`."""
+        return self._queues.num_streams, self._queues.num_context
 
     @property
     def step_tokens(self) -> int:

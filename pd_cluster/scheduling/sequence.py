@@ -81,6 +81,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     num_live: int = 0  # sequences that have not ended
     is_parted: bool = False  # each sequence has its own tokens
+    is_stream: bool = False  # more than a first token is drawn here
     # TAKE_OVER: P samples under parameters other than this request's. P's first tokens are dropped. The prompt's last
     # token is computed here, on the loaded KV of the tokens before it, and the first tokens are drawn from its logits
     redraws: bool = False
@@ -186,6 +187,7 @@ class Request:
         stop_ids = sampling.stop_ids(eos_token_ids)
         num_prompt, known = len(self.prompt_token_ids), self.message.known
         self.is_parted = any(known)
+        self.is_stream = self.work not in (Work.PREFILL, Work.READ)
         self.num_live = self.message.num_sequences
         self.sequences = [
             Sequence(
@@ -281,6 +283,11 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_context(self) -> int:
+        """Known tokens, those of its prompt also before its request has parted."""
+        return max(self.num_prompt_tokens, len(self.token_ids))
 
     @property
     def num_remaining_tokens(self) -> int:

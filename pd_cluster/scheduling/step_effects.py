@@ -66,7 +66,7 @@ class StepEffects:
         updates = self._life.take_entries(result.prompts) if result.prompts else []
         shared: dict[Request, list[SequenceTokens]] = {}  # of requests with several sequences
         samples = result.samples
-        sequences, drafting = self._queues.sequences, self._drafting
+        sequences, drafting, num_drawn = self._queues.sequences, self._drafting, 0
         for chunk in batch.chunks:
             seq = sequences[chunk.seq_id]
             request = seq.request
@@ -107,8 +107,10 @@ class StepEffects:
                 continue
             if len(tokens) == 1:
                 seq.append(tokens[0].token_id)
+                num_drawn += request.is_stream
             else:
                 tokens = seq.append_run(tokens)
+                num_drawn += len(tokens)
                 if len(tokens) > 1 and seq.num_computed_tokens >= seq.table.due:  # type: ignore[union-attr]
                     self._memory.publish_computed(seq)
             if seq.finish_reason is not None:
@@ -118,5 +120,6 @@ class StepEffects:
                 updates.append(Update(request, (report,), request.num_live == 0))
             else:
                 shared.setdefault(request, []).append(report)
+        self._queues.num_context += num_drawn
         updates += [Update(request, tuple(reports), request.finished) for request, reports in shared.items()]
         return updates

@@ -68,6 +68,8 @@ def test_dashboard_has_unique_panels_inside_the_grid() -> None:
         assert max(x for x, _ in cells) < 24
         assert not cells & taken
         taken |= cells
+    rows = {y for _, y in taken}
+    assert len(taken) == 24 * len(rows), "a row with a gap"
 
 
 def test_chart_carries_alerts_and_dashboard_as_they_are() -> None:

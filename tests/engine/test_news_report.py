@@ -161,13 +161,33 @@ def test_a_node_with_a_target_tells_how_many_streams_more_it_holds(
     assert held > 2
     assert (load.tpot_s, load.stream_room) == (1.0, held - 2)
     model = node.core._room._model
-    assert (load.itl_s, load.context_s) == (0.0, model.context_s), "of two targets the other one decides"
-    assert load.num_context == pytest.approx(2 * node.core._room.context, abs=1), "of the two that decode here"
+    assert load.context_s == model.context_s
+    live = [seq for seq in node.core._scheduler._queues.sequences.values() if seq.request.request_id in "ab"]
+    assert 2 * 20 <= load.num_context <= sum(len(seq.token_ids) for seq in live), "of the two that decode here"
     assert bool(load.step_tokens) == bool(load.step_keys)
     for name in "abc":
         node.send(Abort(name))
     node.rest()
     assert node.mirror.load.stream_room == held
+
+
+def test_a_node_tells_the_context_of_a_stream_that_it_has_just_accepted(
+    executor: DeviceExecutor, connector: Connector
+) -> None:
+    """Whatever it served before: an idle node's last steps say nothing of a long stream that comes."""
+    node, one = Node(executor, connector), SamplingParams(max_tokens=9, ignore_eos=True)
+    node.send(ReportNews(True))
+    node.send(AddRequest("short", [5] * 3, one))
+    node.rest()
+    node.send(AddRequest("long", [5] * 90, SamplingParams(max_tokens=9, ignore_eos=True, n=2)))
+    node.send(AddRequest("handed over", [5] * 20, one, Work.PREFILL))
+    node.tell()
+    assert node.mirror.load is not None
+    assert 2 * 90 <= node.mirror.load.num_context <= 2 * 99
+    node.send(Abort("long"))
+    node.send(Abort("handed over"))
+    node.rest()
+    assert node.mirror.load.num_context == 0
 
 
 def test_an_idle_engine_waits_as_long_as_ever(executor: DeviceExecutor, connector: Connector) -> None:

@@ -118,7 +118,7 @@ def test_a_continued_stream_keeps_the_first_node_s_time_whole() -> None:
 
 def test_the_line_is_one_json_object_without_text() -> None:
     one = handed_over()
-    one.failures.append("prefill p1 died")
+    one.failed("prefill p1 died")
     line = orjson.loads(orjson.dumps(one.line()))
     assert line["itl_ms"] == {"mean": 150.0, "max": 200.0}
     assert line["failures"] == ["prefill p1 died"]
@@ -128,34 +128,39 @@ def test_the_line_is_one_json_object_without_text() -> None:
 
 
 def test_a_first_token_is_compared_with_what_was_predicted_for_it() -> None:
-    """The time before the choice is a part of both. None: no prediction, or a leg has failed."""
+    """The time before the choice is a part of both."""
     one = handed_over()
-    assert (one.ttft_ratio, "predicted_ttft_ms" in one.line()) == (None, False)
+    assert "predicted_ttft_ms" not in one.line()
     one.predict(10.1, 1.91)
     assert one.predicted_s == pytest.approx(2.01)
-    assert one.ttft_ratio == pytest.approx(1.01 / 2.01)
     assert one.line()["predicted_ttft_ms"] == 2010.0
-    one.failures.append("prefill p1 died")
-    one.predict(10.9, 0.01)
-    assert one.predicted_s == pytest.approx(2.01)
-    assert one.ttft_ratio is None
+    one.failed("stream d0 died")
+    assert (one.is_retried, one.failures) == (False, ["stream d0 died"]), "its first token had come"
+    early = record()
+    early.predict(10.1, 1.91)
+    early.failed("prefill p1 died")
+    early.predict(10.9, 0.01)
+    assert early.is_retried
+    assert early.predicted_s == pytest.approx(2.01), "the first word is compared"
 
 
 def test_ratios_are_counted_by_order_and_missing_ones_apart() -> None:
     metrics = RouterMetrics(NodeTable(RouterConfig(start_empty=True), lambda: 0.0))
-    right, retried, blind = handed_over(), handed_over(), handed_over()
-    for one in (right, retried):
-        one.predict(10.1, 0.405)
-    retried.failures.append("prefill p1 died")
-    for one in (right, retried, blind, record()):  # the last one has no first token
+    right, continued, retried, blind = (handed_over() for _ in range(4))
+    for one in (right, continued, retried):
+        one.predict(10.1, 0.41)
+    continued.failed("stream d0 died")  # after its first token
+    retried.is_retried = True
+    for one in (right, continued, retried, blind, record()):  # the last one has no first token
         one.order = "p-first"
         metrics.observe(one)
 
     def value(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(f"pd_router_{name}", {"order": "p-first", **labels})
 
-    assert value("time_to_first_token_ratio_sum") == pytest.approx(2.0)
-    assert value("time_to_first_token_ratio_count") == 1
+    assert value("time_to_first_token_ratio_sum") == pytest.approx(2 * 1.01 / 0.51)
+    assert value("time_to_first_token_ratio_count") == value("time_to_first_token_ratio_bucket", le="2.0") == 2
+    assert value("time_to_first_token_ratio_bucket", le="1.5") == 0
     assert [value("unpredicted_requests_total", reason=one) for one in ("retried", "no-figures")] == [1, 1]
 
 

@@ -113,3 +113,17 @@ def test_no_healthy_resume_node() -> None:
     d0.reachable = d1.reachable = False
     assert choose_resume_node(POLICY, nodes, "demo", PROMPT, record(), config(), [d0, d1]) is None
     assert choose_resume_node(POLICY, nodes, "demo", PROMPT, record(), config(), []) is None
+
+
+@pytest.mark.parametrize(
+    ("num_known", "most", "expected"), [(200, float("inf"), 256), (600, 700, 100), (600, 2000, 256), (700, 700, 1)]
+)
+def test_the_rest_of_a_stream_is_expected_to_be_as_long_as_an_answer(
+    num_known: int, most: float, expected: float
+) -> None:
+    """Within what the client allows: by the mean alone, one that is longer than that had one token to come."""
+    nodes = table()
+    for node in nodes.nodes:
+        tell(node)
+    prompt = PromptFacts(4 * NUM_PROMPT, num_output=min(256.0, most), most_output=most)
+    assert resumed(nodes, [nodes.nodes[3]], prompt, num_known).chosen.prompt.num_output == expected

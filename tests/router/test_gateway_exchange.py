@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("grpc", reason="grpcio is not installed")
 
+from pd_connectors.protocol.feed import NodeLoad
 from pd_connectors.protocol.text_chain import MAX_CHAIN_BYTES
 from pd_connectors.protocol.ticket import OFFER_HEADER
 from pd_http.body_turns import LARGE_BODY_BYTES
@@ -72,6 +73,21 @@ def test_a_stream_from_its_headers_to_its_end() -> None:
     echoes = gateway.send(response_body(b"data: a"), response_body(b"", is_last=True))
     assert parts(echoes, "response_body") == [(b"data: a", False), (b"", True)]
     assert gateway.end() == "ok"
+
+
+def test_the_first_token_is_compared_with_what_was_predicted() -> None:
+    gateway = Gateway()
+    for told_s in (0.0, 1e-4):
+        for node in gateway.made.table.nodes:
+            node.view.receive(NodeLoad(num_slots=9, token_s=told_s), ())
+        exchange = GatewayExchange(gateway.made, EndpointPicker(gateway.made, 2), gateway.unfinished)
+        messages = (request_headers(), request_body(completion()), response_headers(), response_body(b"", is_last=True))
+        for message in messages:
+            list(exchange.take(message))
+        exchange.close()
+    read, order = gateway.made.metrics.registry.get_sample_value, {"order": "d-first"}
+    assert read("pd_router_time_to_first_token_ratio_count", order) == 1
+    assert read("pd_router_unpredicted_requests_total", {**order, "reason": "no-figures"}) == 1, "before any told one"
 
 
 def test_a_clients_own_steering_reaches_no_node() -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from pd_connectors.protocol.feed import FeedDelta, FeedMessage, FeedSnapshot, NodeLoad
-from pd_router.config import RouterConfig
+from pd_router.config import HandoffOrder, RouterConfig
+from pd_router.nodes.ledger import NodeWork
 from pd_router.nodes.node_feed import NodeFeed
 from pd_router.nodes.node_table import Node, NodeTable, Role
 from pd_router.nodes.prefix_index import PrefixIndex
-from pd_router.policy.charge import Charge
+from pd_router.policy.charge import Charge, charge_for
+from pd_router.policy.cost import Costs
+from pd_router.policy.prompt_facts import PromptFacts
+from pd_router.policy.route import Route
 
 SIZES = (1, 10)  # prompt tokens of the two requests: the digits of a sum say which are counted, and how often
 
@@ -175,6 +180,41 @@ def test_a_prompt_that_is_computed_before_its_number_comes_leaves_the_queue() ->
     charge.release()
     charge.release()
     assert node.view.num_sequences == 0
+
+
+def test_figures_are_made_when_something_has_changed() -> None:
+    """A message with cached blocks alone, and a node without charges of this router, cost no sums."""
+    view = Node(url="", role=Role.PREFILL, node_id="p").view
+    view.receive(NodeLoad(num_running=3), ())
+    told = view.ledger.reported
+    assert view.ledger.total is told
+    view.receive(NodeLoad(num_running=3), ())
+    assert view.ledger.reported is told
+    entry = view.ledger.open(NodeWork(tokens=10, sequences=1))
+    view.receive(NodeLoad(num_running=3), ())
+    assert view.num_sequences == 4
+    view.receive(NodeLoad(num_running=3), [entry.number])
+    assert view.num_sequences == 3, "the same load, which includes the charge"
+    view.forget()
+    view.receive(NodeLoad(num_running=3), ())
+    assert view.num_sequences == 4, "a boot that knows nothing of it"
+
+
+def test_the_context_of_a_charge_is_corrected_and_bounded_by_what_its_node_takes() -> None:
+    table = NodeTable(RouterConfig(decode=("http://d",), prefill=("http://p",)), lambda: 0.0)
+    p, d = table.nodes
+    table.set_length(d, 8192)
+    prompt = PromptFacts(40_000_000, num_sequences=2)
+    route = Route(HandoffOrder.P_FIRST, "default", prompt, (p,), (d,))
+    with charge_for(route, d, table.clock, reads=False, generates=True) as charge:
+        assert d.view.ledger.own_context == 2 * 8192, "megabytes may be in fields that no node reads"
+        charge.count_prompt(100)
+        assert (d.view.ledger.own_context, d.view.ledger.own_tokens) == (200, 0)
+        charge.count_prompt(20_000)
+        assert d.view.ledger.own_context == 2 * 8192
+    assert d.view.ledger.own_context == 0
+    costs = [Costs(replace(prompt, num_bytes=num), (p,), 0.0, (d,)).handing_over_s(d) for num in (32_768, 40_000_000)]
+    assert costs[0] == costs[1]
 
 
 def test_a_charge_counts_the_prompt_by_its_bytes_until_its_tokens_are_known() -> None:

@@ -6,7 +6,7 @@ and 985 ms at the decode node that the router preferred.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from msgspec.structs import replace
@@ -15,6 +15,8 @@ from pd_cluster.scheduling.prefill_budget import PrefillBudget
 from pd_connectors.protocol.feed import NodeLoad
 from pd_router.calls.body import RequestBody
 from pd_router.config import HandoffOrder
+from pd_router.nodes.answer_lengths import AnswerLengths
+from pd_router.nodes.node_table import FLAGS
 from pd_router.policy.charge import Charge
 from pd_router.policy.cost import DOUBT_S, HANDOVER_S
 from pd_router.policy.prompt_facts import prompt_facts
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 TOKEN_S, KEY_S = 20e-6, 1.5e-9
 CONTEXT, STEP_S, SHARE, KEYS = 40_000, 0.0107, 251, 6000  # of five streams, each of so many tokens
 PREFILL = NodeLoad(num_slots=64, free_blocks=9000, num_blocks=9000, block_size=64, token_s=TOKEN_S, key_s=KEY_S)
-FREE = replace(PREFILL, itl_s=0.025)
 DECODE = replace(
     PREFILL, num_running=5, step_s=STEP_S, step_tokens=SHARE, step_keys=KEYS, num_context=5 * CONTEXT, context_s=33e-9
 )
@@ -88,6 +89,17 @@ def test_predictions_are_those_of_the_steps(num_new: int, num_cached: int) -> No
         assert 0.712 < direct < 0.985
 
 
+def test_what_is_queued_behind_long_contexts_takes_at_most_what_steps_take() -> None:
+    """A step takes 64 tokens of a prompt however many are before them: for all that waits as for the prompt itself."""
+    made = nodes(PREFILL, replace(DECODE, queued_tokens=1000, queued_keys=1000 * CONTEXT))
+    p, d = made.nodes
+    costs = chosen(made, CONTEXT).costs
+    assert costs.queue_s(d) == pytest.approx(1000 * (TOKEN_S + STEP_S / 64 + KEY_S * CONTEXT))
+    pace = d.view.ledger.reported
+    assert pace.reading_s(1000, 1000 * CONTEXT) < 0.8 * 1000 * (pace.token_s + pace.key_s * CONTEXT)
+    assert costs.queue_s(p) == 0.0
+
+
 def test_a_stream_goes_where_streams_and_contexts_cost_least() -> None:
     """By the number of streams alone, the node with three long ones were better than that with five short ones."""
     short = replace(DECODE, num_context=5 * 1000)
@@ -99,6 +111,19 @@ def test_a_stream_goes_where_streams_and_contexts_cost_least() -> None:
     made = nodes(PREFILL, long, many)
     best = [chosen(made, num).pick(made.nodes[1:], NOW_S) for num in (1000, CONTEXT)]
     assert best == [made.nodes[2], made.nodes[1]], "each of the thirty would wait for a long context"
+
+
+def test_streams_of_a_node_that_tells_no_contexts_are_as_long_as_those_of_others() -> None:
+    """Counted as 1,200 tokens each, seventy long streams of an older release cost less than five of a new one."""
+    made = nodes(PREFILL, DECODE, replace(DECODE, num_running=70, num_context=0, context_s=0.0))
+    new, old = made.nodes[1:]
+    costs = chosen(made, CONTEXT).costs
+    assert costs.handing_over_s(old) > 10 * costs.handing_over_s(new)
+    assert chosen(made, CONTEXT).best(made.nodes[1:], NOW_S) is new
+    told = old.view.ledger.total.streams_s
+    new.view.receive(replace(DECODE, num_running=0, num_context=0), ())
+    old.view.receive(replace(DECODE, num_running=71, num_context=0, context_s=0.0), ())
+    assert old.view.ledger.total.streams_s == pytest.approx(told * 71 / 70), "an idle node says nothing"
 
 
 def test_the_context_of_a_stream_counts_until_its_node_tells_it() -> None:
@@ -127,36 +152,31 @@ def test_lengths_are_learned_by_model_and_bounded_by_the_client() -> None:
     assert expected == [pytest.approx(40, abs=3), 9, 256]
 
 
-# --- a prefill node that is free
+def test_cut_answers_and_huge_ones_hardly_move_the_mean() -> None:
+    """213 answers of one token, which their clients asked for, made the mean 10; 64 of 30,000 made it 19,144."""
+    lengths = AnswerLengths()
+    for _ in range(213):
+        lengths.note("demo", 1.0, 1.0)
+    assert lengths.expected("demo") == 256
+    lengths.note("demo", 300.0, 300.0)
+    assert lengths.expected("demo") > 256, "it would have been longer still"
+    for _ in range(213):
+        lengths.note("demo", 1.0)
+    assert lengths.expected("demo") < 12, "these ended by themselves"
+    for _ in range(64):
+        lengths.note("other", 30_000.0)
+    assert lengths.expected("other") < 256 * 1.05**64
 
 
-def test_a_free_prefill_node_keeps_a_stream_that_costs_more_elsewhere() -> None:
-    made = nodes(FREE, replace(DECODE, itl_s=0.025))
-    choice = chosen(made, CONTEXT)
-    assert choice.best(made.nodes[1:], NOW_S) is None, "a decode node takes the handoff, and nothing in its place"
-    assert (choice.text, choice.best(choice.decodes, NOW_S)) == ("direct; reason=prefill-free", made.nodes[0])
-    assert choice.predicted_s(made.nodes[0], NOW_S) == pytest.approx(prefill_s(CONTEXT, 0))
-    made.nodes[0].view.receive(replace(FREE, queued_tokens=1), ())
-    assert choice.best(choice.decodes, NOW_S) is None, "prompts have come meanwhile"
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "settings"),
-    [
-        (PREFILL, DECODE, {}),  # its prompts would hold the stream up without a bound
-        (replace(FREE, queued_tokens=500), DECODE, {}),
-        (replace(FREE, num_running=64), DECODE, {}),
-        (FREE, replace(DECODE, num_running=0, num_context=0), {}),
-        (FREE, DECODE, {"decode_on_prefill": "never"}),
-    ],
-)
-def test_a_stream_is_handed_over_as_ever(prefill: NodeLoad, decode: NodeLoad, settings: dict[str, Any]) -> None:
-    assert chosen(nodes(prefill, decode), CONTEXT, **settings).reason == "default"
-
-
-def test_a_prefill_node_that_is_busy_a_third_of_the_time_keeps_nothing() -> None:
-    made = nodes(FREE)
-    for second in range(30):
-        made.nodes[0].speed.note(40_000, NOW_S - 30 + second, NOW_S - 30 + second + 0.33)
-    assert made.nodes[0].speed.share_at(NOW_S) == pytest.approx(0.33, rel=0.1)
-    assert chosen(made, CONTEXT).reason == "default"
+def test_lengths_of_models_that_no_node_serves_are_forgotten() -> None:
+    made = nodes()
+    first, second = made.nodes
+    made.set_models(first, frozenset({"a"}))
+    made.set_models(second, frozenset({"a", "b"}))
+    for name in ("", "a", "b"):
+        made.answers.note(name, 512.0)
+    assert [made.answers.expected(name) for name in ("", "a", "b")] == [260, 260, 260]
+    made.set_models(second, frozenset({"a"}))
+    assert [made.answers.expected(name) for name in ("", "a", "b")] == [260, 260, 256]
+    made.apply(FLAGS, ())
+    assert [made.answers.expected(name) for name in ("", "a")] == [260, 256]

@@ -23,21 +23,35 @@ CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 7}
 
 
-@pytest.mark.parametrize(("order", "predicted"), [("p-first", "0.044"), ("d-first", "0.046"), ("direct", "0.04")])
+@pytest.mark.parametrize(("order", "predicted"), [("p-first", "0.0440"), ("d-first", "0.0460"), ("direct", "0.0400")])
 async def test_the_answer_says_when_its_first_token_was_predicted(order: str, predicted: str) -> None:
-    """400 tokens of 100 us each; the seconds at the router are added."""
+    """400 tokens of 100 us each; the seconds at the router are added, which are none by a clock that stands."""
     p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
     p.feed, d.feed = (FakeFeed(FeedSnapshot(7, 1, NodeLoad(num_slots=9, token_s=1e-4))) for _ in range(2))
     body = {"model": "demo", "prompt": [7] * 400, "stream": True}
     async with running(p, d), serving([p] if order != "direct" else [], [d]) as router:
         views = [node.view for node in router.services.table.nodes]
         await until(lambda: all(view.ledger.reported.token_s for view in views))
+        now_s = router.services.table.clock()
+        router.services.table.clock = lambda: now_s
         headers = {"x-pd-route": order} if order != "direct" else {}
         async with router.session.post(router.url + "/v1/completions", json=body, headers=headers) as answer:
             await answer.read()
             told = answer.headers["x-pd-predicted-ttft"]
     assert answer.headers["x-pd-route"].startswith(order)
-    assert float(told) >= float(predicted)
+    assert told == predicted
+
+
+async def test_a_refusal_has_no_prediction() -> None:
+    p, d = FakeNode("prefill", fakes.refuse(400)), FakeNode("decode", fakes.decode)
+    p.feed, d.feed = (FakeFeed(FeedSnapshot(7, 1, NodeLoad(num_slots=9, token_s=1e-4))) for _ in range(2))
+    async with running(p, d), serving([p], [d]) as router:
+        views = [node.view for node in router.services.table.nodes]
+        await until(lambda: all(view.ledger.reported.token_s for view in views))
+        async with router.session.post(router.url + CHAT, json=BODY) as answer:
+            await answer.read()
+    assert (answer.status, answer.headers["x-pd-route"]) == (400, "p-first; reason=default")
+    assert "x-pd-predicted-ttft" not in answer.headers, "there is no first token"
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])

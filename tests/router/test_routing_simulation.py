@@ -135,7 +135,8 @@ def test_conversations_are_held_by_their_seed(at_once: int) -> None:
     assert all(one.predicted_s is not None for one in by_time if one.sent_s > by_time[0].end_s)
     busy = worlds[0].events
     busy.run(lambda: not any(node.num_running or node.queue for node in worlds[0].nodes))
-    assert {node.view.ledger.own_tokens for node in worlds[0].routers[0].table.nodes} == {0}  # type: ignore[attr-defined]
+    ledgers = [node.view.ledger for node in worlds[0].routers[0].table.nodes]  # type: ignore[attr-defined]
+    assert {(one.own_tokens, one.own_keys, one.own_context, one.own_sequences) for one in ledgers} == {(0,) * 4}
 
 
 @pytest.mark.long

@@ -383,6 +383,8 @@ class World:
         assert abs(load.queued_keys - num_keys) <= num_tokens, "half a token for each"
         live = [seq for c in self.clients.values() for seq in c.request.sequences if seq.finish_reason is None]
         assert queues.num_live == len(live)
+        streams = [seq for seq in live if seq.request.work not in (Work.PREFILL, Work.READ)]
+        assert queues.num_context == sum(max(seq.num_prompt_tokens, len(seq.token_ids)) for seq in streams)
         assert load.num_running == len(queues.running)
         stats = self.blocks.stats()
         most = load.free_blocks * BLOCK_SIZE

@@ -42,9 +42,8 @@ class NodeLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stream_room: int = 0  # streams more with which every stream is within that target
     late_room: int = 0  # the same for 1.5 times the target
     step_keys: int = 0  # a prompt's token after so many others counts as two of `step_tokens`; 0: always as one
-    num_context: int = 0  # tokens of the sequences that decode here or will, about
+    num_context: int = 0  # known tokens of the sequences that decode here or will
     context_s: float = 0.0  # of a step, for each token of KV that decodes read
-    itl_s: float = 0.0  # the longest step that prompts make beside streams; 0: no bound, or another target as well
 
 
 class StoredBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):

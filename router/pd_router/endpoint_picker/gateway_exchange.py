@@ -198,7 +198,8 @@ class GatewayExchange:
             s.metrics.unchained.inc()
         record.model, record.stream = s.table.known_name(body.model), body.wants_stream
         self._pick = self._picker.pick(self._path, body, self._headers, self._subset)
-        record.until(s.table.clock(), "plan")
+        record.predict(now_s := s.table.clock(), self._pick.predicted_s)
+        record.until(now_s, "plan")
         parts = self._parts
         self._drop_parts()
         if body.had_transfer:

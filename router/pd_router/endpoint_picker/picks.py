@@ -47,6 +47,7 @@ class Pick:
     prefill_charge: Charge | None = None
     prefill_node: Node | None = None  # that the decode node asks first
     shows_reading: bool = False  # the answer begins when the prompt has been read
+    predicted_s: float | None = None  # until the first token; None: not known
 
     @property
     def destination(self) -> str:
@@ -105,6 +106,7 @@ class EndpointPicker:
         route, nodes = self._nodes(route, subset)
         offered = route.offered(s.table.clock(), s.config.offer_size) if route.order is HandoffOrder.D_FIRST else []
         clock, shows_reading = s.table.clock, body.shows_reading
+        predicted_s = route.predicted_s(nodes[0], clock())  # before the charges, which are of this prompt
         decode_charge = charge_for(
             route, nodes[0], clock, reads=not offered, generates=True, shows_reading=shows_reading
         )
@@ -113,10 +115,12 @@ class EndpointPicker:
         if is_name(address := headers.get("x-forwarded-for", "").rpartition(",")[2].strip()):
             reported[CLIENT_HEADER] = client_name("", address)
         if not offered:
-            return Pick(route, nodes, reported, decode_charge, shows_reading=shows_reading)
+            return Pick(
+                route, nodes, reported, decode_charge, shows_reading=shows_reading, predicted_s=predicted_s
+            )  # fmt: skip
         prefill_charge = charge_for(route, offered[0], clock, reads=True, generates=False, shows_reading=shows_reading)
         reported |= {OFFER_HEADER: s.signed_offer(offered), PREFILL_CHARGE_HEADER: prefill_charge.name}
-        return Pick(route, nodes, reported, decode_charge, prefill_charge, offered[0], shows_reading)
+        return Pick(route, nodes, reported, decode_charge, prefill_charge, offered[0], shows_reading, predicted_s)
 
     def _choose(self, model: str | None, prompt: PromptFacts, asked: HandoffOrder | None) -> Route:
         s = self._s

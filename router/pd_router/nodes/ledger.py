@@ -33,6 +33,13 @@ class LoadFigures(msgspec.Struct, frozen=True, gc=False):
     streams_s: float = 0.0  # of a step, by its generations and their contexts
     context_s: float = CONTEXT_S  # of that, for each token
 
+    def reading_s(self, num_tokens: float, num_keys: float) -> float:
+        """Seconds for prompt tokens with so many before them, summed: at the pace, or at the most that one takes."""
+        seconds = num_tokens * self.token_s + num_keys * self.key_s
+        if not self.most_token_s:
+            return seconds
+        return min(seconds, num_tokens * self.most_token_s + num_keys * self.most_key_s)
+
 
 NOTHING_REPORTED = LoadFigures()
 
@@ -133,6 +140,9 @@ class ChargeLedger:
 
     def _add_up(self) -> None:
         load = self.reported
+        if not (self.own_tokens or self.own_sequences):  # without both there is nothing of the rest
+            self.total = load
+            return
         self.total = LoadFigures(
             load.token_s, load.key_s, load.most_token_s, load.most_key_s, load.queued_tokens + self.own_tokens,
             load.queued_keys + self.own_keys, load.num_sequences + self.own_sequences, load.num_slots,

@@ -21,6 +21,7 @@ from pd_router.nodes.liveness import NodeLiveness
 from pd_router.nodes.node_view import NodeView, TextRatio
 from pd_router.nodes.prefix_index import PrefixIndex
 from pd_router.nodes.speed import ReadingSpeed
+from pd_router.nodes.told_context import ToldContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -148,6 +149,7 @@ class NodeTable:
         self._leaving: list[Node] = []  # removed while they still had requests
         self.ratios: WeakValueDictionary[frozenset[str], TextRatio] = WeakValueDictionary()  # by a node's models
         self.answers = AnswerLengths()
+        self.contexts = ToldContext()
         self.prefixes: PrefixIndex[Node] = PrefixIndex()
         self.router_name = secrets.token_hex(8)  # of this process; a node tells routers apart by it
         self._charge_numbers = itertools.count(1)
@@ -173,14 +175,16 @@ class NodeTable:
         self.nodes = tuple(
             sure.get(spec.url) or known.get((spec.url, spec.role)) or self._make_node(spec) for spec in wanted.values()
         )
-        for node in set(before).difference(self.nodes):
+        if left := set(before).difference(self.nodes):
+            self._forget_lengths()
+        for node in left:
             self._leave(node, source)
         for node in set(self.nodes).difference(before):
             self._enter(node, source)
         self._longest_body = _NOT_KNOWN
 
     def _make_node(self, spec: NodeSpec) -> Node:
-        view = NodeView(ledger=ChargeLedger(self.router_name, self._charge_numbers))
+        view = NodeView(ledger=ChargeLedger(self.router_name, self._charge_numbers), contexts=self.contexts)
         return Node(url=spec.url, role=spec.role, node_id=spec.node_id or urlsplit(spec.url).netloc, view=view)
 
     def _leave(self, node: Node, source: str) -> None:
@@ -204,9 +208,15 @@ class NodeTable:
 
     def set_models(self, node: Node, models: frozenset[str] | None) -> None:
         """None: requests for any model may go to the node. Nodes with the same models count text alike."""
-        node.models = models
+        has_changed, node.models = models != node.models, models
+        if has_changed:
+            self._forget_lengths()
         if models is not None:
             node.view.ratio = self.ratios.setdefault(models, TextRatio())
+
+    def _forget_lengths(self) -> None:
+        """Of models that no node serves any more: names come and go with adapters."""
+        self.answers.keep(frozenset().union(*(node.models or () for node in self.nodes)))
 
     def find(self, name: str) -> list[Node]:
         """The nodes with the id or host:port `name`; if there are none, those that are leaving."""

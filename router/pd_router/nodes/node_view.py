@@ -7,11 +7,12 @@ from enum import StrEnum
 from math import inf
 from typing import TYPE_CHECKING
 
-from pd_router.nodes.ledger import CONTEXT_S, DECODE_S, USUAL_CONTEXT, ChargeLedger, LoadFigures
+from pd_router.nodes.ledger import CONTEXT_S, DECODE_S, ChargeLedger, LoadFigures
+from pd_router.nodes.told_context import ToldContext
 from pd_router.nodes.trial import IdleTrial
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
     from pd_connectors.protocol.feed import NodeLoad
 
@@ -58,6 +59,7 @@ class NodeView:
     ledger: ChargeLedger = field(default_factory=ChargeLedger)
     ratio: TextRatio = field(default_factory=TextRatio)  # shared by all nodes with the same models
     trial: IdleTrial = field(default_factory=IdleTrial)
+    contexts: ToldContext = field(default_factory=ToldContext)  # shared by all nodes
 
     @property
     def queued_tokens(self) -> int:
@@ -74,19 +76,26 @@ class NodeView:
         """Generations more with which all are within `NodeLoad.late_room`'s targets; 0: not known."""
         return 0 if self.load is None else self.load.late_room - self.ledger.own_sequences
 
-    def receive(self, load: NodeLoad, charges: Iterable[int]) -> None:
+    def receive(self, load: NodeLoad, charges: Collection[int]) -> None:
         """Take a load of the feed, and the numbers of the charges that it includes."""
-        self.load = load
+        if load != self.load or charges:  # else cached blocks alone have changed
+            self.load = load
+            self.ledger.receive(self._figures(load), charges)
+        if load.queued_tokens:  # also of another router's trial
+            self.trial.begin()
+
+    def _figures(self, load: NodeLoad) -> LoadFigures:
         num_sequences, context_s = load.num_running + load.num_waiting, load.context_s or CONTEXT_S
-        context = load.num_context if load.context_s else USUAL_CONTEXT * num_sequences
-        reported = LoadFigures(
+        if load.context_s:
+            context: float = load.num_context
+            self.contexts.note(load.num_context, num_sequences)
+        else:  # an older release, or it has measured no steps yet
+            context = self.contexts.mean * num_sequences
+        return LoadFigures(
             *pace_of(load), load.queued_tokens, load.queued_keys, num_sequences,
             load.num_slots or inf, load.free_blocks * load.block_size if load.block_size else inf,
             load.stream_room if load.tpot_s else inf, DECODE_S * num_sequences + context_s * context, context_s,
         )  # fmt: skip
-        self.ledger.receive(reported, charges)
-        if load.queued_tokens:  # also of another router's trial
-            self.trial.begin()
 
     def forget(self) -> None:
         """Note that the feed's word no longer holds: only own charges are known until the next snapshot."""

@@ -47,9 +47,5 @@ class ReadingSpeed:
             return (num_bytes + guess * DOUBT_S) / (seconds + DOUBT_S)
         return num_bytes / seconds if seconds > FORGOTTEN_S else None
 
-    def share_at(self, now_s: float) -> float:
-        """Of the time lately, what the node's prompts took."""
-        return min(1.0, self._seconds * self._fade(now_s) / FORGET_S)
-
     def _fade(self, now_s: float) -> float:
         return math.exp((self._last_s - now_s) / FORGET_S)

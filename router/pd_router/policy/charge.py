@@ -67,10 +67,11 @@ class Charge:
     def count_prompt(self, num_tokens: int) -> None:
         """Note the prompt's exact length, which a ticket or the head of a stream tells."""
         self._node.view.ratio.note(num_tokens, self._num_bytes)
-        work = self._entry.work
-        if work.tokens:
-            rest = max(0, num_tokens - work.cached_tokens)
-            counted = NodeWork(rest, work.cached_tokens, work.sequences, work.sequences * num_tokens)
+        work, most = self._entry.work, self._node.max_model_len
+        if work.tokens or work.sequences:  # a handoff's sequences read nothing here
+            rest = max(0, num_tokens - work.cached_tokens) if work.tokens else 0
+            context = num_tokens if most is None else min(num_tokens, most)
+            counted = NodeWork(rest, work.cached_tokens, work.sequences, work.sequences * context)
             self._node.view.ledger.change(self._entry, counted)
 
     def hide_prefill(self, expected_s: float | None) -> None:
@@ -91,7 +92,7 @@ class Charge:
             if self._found_idle:
                 view, work = self._node.view, self._entry.work
                 reported = view.ledger.reported
-                view.trial.note(now_s - self._begun_s, work.tokens * reported.token_s + work.keys * reported.key_s)
+                view.trial.note(now_s - self._begun_s, reported.reading_s(work.tokens, work.keys))
         self.prefill_over()
 
     def prefill_over(self) -> None:
@@ -129,7 +130,7 @@ def charge_for(
     charge = Charge(
         node, clock, prefill_bytes=prompt.num_bytes if reads else 0, prompt_tokens=work.tokens,
         cached_tokens=work.cached_tokens, sequences=prompt.num_sequences if generates else 0,
-        context=int(prompt.tokens_at(node)) if generates else 0,
+        context=int(prompt.context_at(node)) if generates else 0,
     )  # fmt: skip
     if reads and not shows_reading:
         charge.hide_prefill(route.queue_s(node))

@@ -74,7 +74,7 @@ class Costs:
         self._ratio = _COUNTED if prompt.num_tokens else None
         self._num_sequences = prompt.num_sequences
         self._num_steps = STREAM_WEIGHT * prompt.num_output * prompt.num_sequences  # of all sequences of the answer
-        self._context = prompt.num_output / 2 + (prompt.tokens_at(decodes[0]) if decodes else 0.0)  # of one of them
+        self._context = prompt.num_output / 2 + (prompt.context_at(decodes[0]) if decodes else 0.0)  # of one of them
         self._cached = prompt.cached
         self._prefills, self._decodes = prefills, decodes
         self._now_s = now_s
@@ -100,7 +100,10 @@ class Costs:
         """Until the node has computed what it was given. None: the speed of no prefill node is known."""
         if not self.knows_speed:
             return None
-        (token_s, key_s), load = self._pace(node), node.view.ledger.total
+        load = node.view.ledger.total
+        if load.token_s:
+            return load.reading_s(load.queued_tokens, load.queued_keys)
+        token_s, key_s = self._guessed_pace(node)
         return load.queued_tokens * token_s + load.queued_keys * key_s
 
     def first_token_s(self, node: Node) -> float | None:
@@ -173,25 +176,13 @@ class Costs:
                 own_s = tokens * (token_s + (cached + tokens / 2) * key_s)
                 last = None if cached or token_s is not best_s else ratio
             queue_s = load.queued_tokens * token_s + load.queued_keys * key_s
-            if most_s := load.most_token_s:  # a step takes so many tokens of a prompt however many are before them
+            if most_s := load.most_token_s:  # `LoadFigures.reading_s`, written out
                 most_key_s, last = load.most_key_s, None
                 most_own_s = tokens * (most_s + (cached + tokens / 2) * most_key_s)
                 most_queue_s = load.queued_tokens * most_s + load.queued_keys * most_key_s
                 own_s = own_s if own_s < most_own_s else most_own_s
                 queue_s = queue_s if queue_s < most_queue_s else most_queue_s
             yield node, cached, tokens, queue_s, own_s
-
-    def keeping(self, nodes: Sequence[Node]) -> list[float]:
-        """Of prefill nodes, if they go on with the prompt. While they compute prompts, each token of the answer waits
-        for a step as long as they allow, and holds those prompts up for as long."""
-        costs_s = self.reading(nodes)
-        for at, node in enumerate(nodes):
-            load, told = node.view.ledger.total, node.view.load
-            step_s = load.streams_s + load.num_sequences * (DECODE_S + load.context_s * self._context)
-            if told is not None:
-                step_s += 2 * node.speed.share_at(self._now_s) * told.itl_s
-            costs_s[at] += self._num_steps * step_s
-        return costs_s
 
     def is_slower(self, node: Node) -> bool:
         """Whether the prefill node's pace is longer than the best one's by more than the error."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pd_router.policy.candidates import Candidates, Pairing
     from pd_router.policy.prompt_facts import PromptFacts
 
-KEPT, FREE, BUSY, TRIED = "decode-late", "prefill-free", "prefill-busy", "prefill-idle"
+KEPT, BUSY, TRIED = "decode-late", "prefill-busy", "prefill-idle"
 
 
 class CostRoute(Route, frozen=True, kw_only=True):
@@ -29,6 +29,7 @@ class CostRoute(Route, frozen=True, kw_only=True):
 
     costs: Costs
     slo_ttft_s: float = 0.0  # 0: none
+    first_s: float = 0.0  # until `prefills[0]` has read the prompt, when it was chosen
     otherwise: CostRoute | None = None
 
     def pick(self, nodes: Sequence[Node], now_s: float) -> Node | None:
@@ -46,8 +47,6 @@ class CostRoute(Route, frozen=True, kw_only=True):
             return _least(nodes, [direct_s for _, direct_s, _ in costs.decoding(nodes)])
         if self.reason == KEPT:  # no decode node instead of it: those are late, and may not be allowed to read prompts
             return self.otherwise.soonest(self.otherwise.keepers(nodes))
-        if self.reason == FREE:
-            return self.otherwise.freest(nodes, self._prefill_s(now_s))
         return self.sooner([node for node in nodes if node.role is not Role.PREFILL], self._prefill_s(now_s))[0]
 
     def queue_s(self, node: Node) -> float | None:
@@ -61,7 +60,9 @@ class CostRoute(Route, frozen=True, kw_only=True):
             return costs.first_token_s(node)
         if not node.view.ledger.reported.token_s and not costs.knows_speed:
             return None
-        return HANDOVER_S + (costs.reading_s(node) if order is P_FIRST else LOOK_S + self._prefill_s(now_s))
+        if order is D_FIRST:  # P is charged with this prompt before D is asked, so by the sum of the choice
+            return LOOK_S + self.first_s + HANDOVER_S
+        return HANDOVER_S + (self.first_s if node is self.prefills[0] else costs.reading_s(node))
 
     def first_token_s(self, now_s: float) -> float | None:
         costs, is_prompt = self.costs, self.order is PROMPT
@@ -96,19 +97,6 @@ class CostRoute(Route, frozen=True, kw_only=True):
         latest_s = min(reading_s, default=0.0) + DOUBT_S
         soon = [node for node, s in zip(ready, reading_s, strict=True) if s <= latest_s]
         return [max(soon, key=lambda node: node.view.num_sequences)] if soon else []
-
-    def freest(self, nodes: Iterable[Node], prefill_s: float) -> Node | None:
-        """The prefill node that has nothing to compute, where the sum to the last token is clearly less than that of a
-        handoff. Only one that bounds its streams' gaps, and has no target by which `keepers` are found."""
-        bounded = [node for node in nodes if (load := node.view.load) is not None and load.itl_s]
-        free = [node for node in bounded if node.role is Role.PREFILL and not node.view.queued_tokens]
-        costs = self.costs
-        if not free or not (decodes := [*self.paired(self.decodes)]):
-            return None
-        sums = zip(costs.keeping(free), costs.decoding(free), strict=True)
-        kept_s = [keeping_s if has_room else math.inf for keeping_s, (_, _, has_room) in sums]
-        handed_s = prefill_s + min(over_s for over_s, _, _ in costs.decoding(decodes))
-        return _least(free, kept_s) if min(kept_s) + DOUBT_S < handed_s else None
 
     def soonest(self, keepers: Sequence[Node]) -> Node | None:
         """The one with room that answers soonest."""
@@ -173,13 +161,13 @@ class CostPolicy:
         reason = "cached" if candidates.reason == DEFAULT and prompt.num_cached(first) else candidates.reason
         handoff = CostRoute(
             candidates.order, reason, prompt, ranked, candidates.decodes, pairing.kv_version, costs=costs,
-            slo_ttft_s=self._slo_ttft_s,
+            slo_ttft_s=self._slo_ttft_s, first_s=reading_s[first],
         )  # fmt: skip
-        if candidates.may_keep and (kept := _kept(handoff, reading_s[first])) is not None:
+        if candidates.may_keep and (kept := _kept(handoff)) is not None:
             return kept
         is_slow = candidates.may_try and len(ranked) > 1 and costs.is_slower(last)  # last because of its pace
         if is_slow and self._tries(handoff, last, reading_s[last], reading_s[first]):
-            return replace(handoff, reason=TRIED, prefills=(last, *ranked[:-1]))
+            return replace(handoff, reason=TRIED, prefills=(last, *ranked[:-1]), first_s=reading_s[last])
         return self._better(handoff, reading_s[first], candidates) if candidates.may_spill else handoff
 
     def _better(self, handoff: CostRoute, prefill_s: float, candidates: Candidates) -> CostRoute:
@@ -236,12 +224,10 @@ def _cheapest(pairings: Sequence[Pairing], costs: Costs) -> Pairing:
     return pairings[0] if len(pairings) == 1 else min(pairings, key=cost_s)
 
 
-def _kept(handoff: CostRoute, prefill_s: float) -> CostRoute | None:
-    """That a prefill node keeps the stream, because the decode nodes would miss their target of time per token, or
-    because it costs less there."""
+def _kept(handoff: CostRoute) -> CostRoute | None:
+    """That a prefill node keeps the stream, because the decode nodes would miss their target of time per token."""
     if not all(map(handoff.costs.is_late, handoff.paired(handoff.decodes))):
-        free = handoff.freest(handoff.prefills, prefill_s)
-        return None if free is None else replace(handoff, order=DIRECT, reason=FREE, decodes=(free,), otherwise=handoff)
+        return None
     keepers = tuple(handoff.keepers(handoff.prefills))
     if handoff.soonest(keepers) is None:
         return None

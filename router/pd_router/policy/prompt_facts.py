@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,11 +26,17 @@ class PromptFacts(msgspec.Struct, frozen=True):
     shows_logprobs: bool = False  # of the prompt: the node that generates computes every position
     cached: Mapping[Node, int] = {}  # tokens of its prefix; nodes without any are absent
     num_output: float = USUAL_OUTPUT  # tokens that each answer is expected to have
+    most_output: float = inf  # that the client allows each
     num_tokens: int = 0  # of a prompt of token ids, which the router counts; 0: estimated from the bytes
 
     def tokens_at(self, node: Node) -> float:
         """Tokens of the prompt, estimated unless they were counted."""
         return self.num_tokens or self.num_bytes * node.view.ratio.value
+
+    def context_at(self, node: Node) -> float:
+        """`tokens_at`, as far as the node takes them: a body may have megabytes in fields that no node reads."""
+        num_tokens, most = self.tokens_at(node), node.max_model_len
+        return num_tokens if most is None or num_tokens < most else most
 
     def num_cached(self, node: Node) -> int:
         """Tokens of the prompt that the node has cached, by its feed."""
@@ -60,4 +67,6 @@ def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts
     num_output, most = table.answers.expected(body.model or ""), body.most_output
     if most < num_output:
         num_output = max(1.0, most)
-    return PromptFacts(body.prompt_bytes, body.num_samples, several, shows_logprobs, cached, num_output, num_tokens)
+    return PromptFacts(
+        body.prompt_bytes, body.num_samples, several, shows_logprobs, cached, num_output, most, num_tokens
+    )  # fmt: skip

@@ -21,9 +21,9 @@ class CallRecord:
     """
 
     __slots__ = (
-        "arrived_s", "asked_s", "ended_s", "failures", "first_s", "key", "last_s", "longest_gap_s", "model", "num_gaps",
-        "order", "outcome", "path", "phases", "predicted_s", "prefill_by", "reason", "report", "request_id",
-        "served_by", "status", "stream", "trace", "until_s", "wall_s",
+        "arrived_s", "asked_s", "ended_s", "failures", "first_s", "is_retried", "key", "last_s", "longest_gap_s",
+        "model", "num_gaps", "order", "outcome", "path", "phases", "predicted_s", "prefill_by", "reason", "report",
+        "request_id", "served_by", "status", "stream", "trace", "until_s", "wall_s",
     )  # fmt: skip
 
     def __init__(self, path: str, request_id: str, arrived_s: float, wall_s: float) -> None:
@@ -40,6 +40,7 @@ class CallRecord:
         self.stream = False
         self.prefill_by = self.served_by = ""  # nodes
         self.failures: list[str] = []  # of legs: which leg, the node, the kind
+        self.is_retried = False  # a leg failed before the first token
         self.phases: dict[str, float] = {}  # until the first token, one after the other
         self.predicted_s: float | None = None  # `ttft_s`, told before a node was asked; None: no figures yet
         self.report: NodeReport | None = None  # of the node that ended the answer
@@ -55,8 +56,13 @@ class CallRecord:
 
     def predict(self, now_s: float, left_s: float | None) -> None:
         """The first token is expected `left_s` from now; None: not known. Ignored when a leg has failed."""
-        if not self.failures:
+        if not self.is_retried:
             self.predicted_s = None if left_s is None else now_s - self.arrived_s + left_s
+
+    def failed(self, leg: str) -> None:
+        """A leg failed: which one, the node, the kind. A stream that has begun had its first token as predicted."""
+        self.failures.append(leg)
+        self.is_retried = self.is_retried or not self.first_s
 
     def answered(self, now_s: float, node: str) -> None:
         """The answer of the decode node that was asked at the last `until` has begun."""
@@ -110,12 +116,6 @@ class CallRecord:
         if self.first_s:
             return self.first_s - self.arrived_s
         return sum(self.phases.values()) if self.report is not None else None
-
-    @property
-    def ttft_ratio(self) -> float | None:
-        """`ttft_s` / `predicted_s`. None: one of them is not known, or the request was tried again."""
-        ttft_s = self.ttft_s
-        return None if self.failures or not self.predicted_s or ttft_s is None else ttft_s / self.predicted_s
 
     @property
     def tpot_s(self) -> float | None:

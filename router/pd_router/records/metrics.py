@@ -14,6 +14,7 @@ from pd_http.errors import NodesDied, NodesFrozen
 from pd_http.metrics import HttpMetrics
 from pd_router.nodes.node_view import FeedState
 from pd_router.records.model_metrics import ModelMetrics
+from pd_router.records.prediction_metrics import PredictionMetrics
 from pd_router.records.slo import NO_SLO, Slo
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from pd_router.sources.discovery import FollowedSource
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_RATIOS = (0.1, 0.25, 0.5, 0.67, 0.75, 0.9, 1.0, 1.1, 1.2, 1.33, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
 class RouterMetrics:
@@ -51,15 +51,7 @@ class RouterMetrics:
         self.ttft_s = histogram(
             "time_to_first_token", "Streams: from arrival until the first piece goes to the client.", "model", "order"
         )
-        self.ttft_ratio = Histogram(
-            "pd_router_time_to_first_token_ratio",
-            "Of each answer: time to the first token, by what the router predicted when it chose.",
-            ["order"], buckets=_RATIOS, registry=registry,
-        )  # fmt: skip
-        self.unpredicted = counter(
-            "unpredicted_requests",
-            "Answers without such a ratio: no figures of the nodes yet, or a leg failed (retried).", "order", "reason",
-        )  # fmt: skip
+        self.predictions = PredictionMetrics(registry)
         self.longest_gap_s = histogram(
             "longest_gap", "Of each stream: the longest time between two pieces with tokens, however many.", "model"
         )
@@ -123,11 +115,8 @@ class RouterMetrics:
         self._child(self.request_s, record.order).observe(record.ended_s - record.arrived_s)
         if (report := record.report) is not None:
             self.models.of(record.model).count(report)
-        if (ratio := record.ttft_ratio) is not None:
-            self._child(self.ttft_ratio, record.order).observe(ratio)
-        elif record.ttft_s is not None:
-            reason = "retried" if record.failures else "no-figures"
-            self._child(self.unpredicted, record.order, reason).inc()
+        if (ttft_s := record.ttft_s) is not None:
+            self.predictions.count(record, ttft_s)
         if record.num_gaps:
             self._child(self.longest_gap_s, record.model).observe(record.longest_gap_s)
         if self._slo.is_set and (result := self._slo.result(record)):

@@ -50,7 +50,8 @@ def choose_resume_node(
     num_tokens = num_prompt + record.num_tokens
     # the known tokens at as many bytes each as those of the prompt: from the bytes a node's speed is learned
     num_bytes = prompt.num_bytes * num_tokens // num_prompt
-    num_output = max(1.0, prompt.num_output - record.num_tokens / prompt.num_sequences)
+    # one that is longer than the mean already has about as much to come as any
+    num_output = max(1.0, min(prompt.num_output, prompt.most_output - record.num_tokens / prompt.num_sequences))
     facts = replace(prompt, num_bytes=num_bytes, num_tokens=num_tokens, num_output=num_output, shows_logprobs=False)
     try:
         candidates = to_generate(table, model, facts, settings, turn=0, resume_nodes=frozenset(resume_nodes))

@@ -15,7 +15,7 @@ from pd_connectors.protocol.feed import CHARGE_HEADER
 from pd_http.errors import NodesDied, PdError
 from pd_http.node_answers import FailureKind, usage_in
 from pd_http.reply import JSON_TYPE
-from pd_router.calls.headers import PREDICTED, ROUTE, Headers
+from pd_router.calls.headers import ROUTE, Headers
 from pd_router.config import HandoffOrder
 from pd_router.errors import NodeFailed, NoNode
 from pd_router.nodes.upstream import Answer, LegFailed, Refused
@@ -105,7 +105,7 @@ class NodeRequest(ABC):
                 )
             if report.num_output_tokens and not (prompt_facts := self.route.prompt).is_several:
                 num_tokens = report.num_output_tokens / prompt_facts.num_sequences
-                self._s.table.answers.note(self._record.model, num_tokens)
+                self._s.table.answers.note(self._record.model, num_tokens, self._body.most_output)
         self._record.reported(report, is_first_node=is_first_node)
 
     def _allowed(self, reported: tuple[int, int]) -> tuple[int, int]:
@@ -215,7 +215,7 @@ class NodeRequest(ABC):
 
     def _note(self, leg: str, failure: LegFailed) -> None:
         self._s.metrics.leg_failures.labels(leg, failure.node.node_id, failure.kind.value).inc()
-        self._record.failures.append(f"{leg} {failure.node.node_id} {failure.kind.value}")
+        self._record.failed(f"{leg} {failure.node.node_id} {failure.kind.value}")
         if failure.wait:
             self._s.metrics.waits.labels(failure.wait, failure.node.node_id).inc()
         if failure.kind in _JUDGED:
@@ -262,8 +262,6 @@ class NodeRequest(ABC):
 
     def _name_route(self) -> None:
         self._reply.headers[ROUTE] = self.route.text
-        if (predicted_s := self._record.predicted_s) is not None:
-            self._reply.headers[PREDICTED] = str(round(predicted_s, 4))
 
 
 def may_be_tried_again(failure: LegFailed) -> bool:

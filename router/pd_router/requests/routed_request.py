@@ -10,7 +10,7 @@ import orjson
 from pd_connectors.protocol.feed import CHARGE_HEADER, PREFILL_CHARGE_HEADER
 from pd_http.node_answers import FailureKind
 from pd_http.sse import SSE_DONE
-from pd_router.calls.headers import DECODE_BY, PREFILL_BY, TICKET
+from pd_router.calls.headers import DECODE_BY, PREDICTED, PREFILL_BY, TICKET
 from pd_router.config import HandoffOrder
 from pd_router.errors import NodeFailed
 from pd_router.nodes.node_table import DECODERS, READERS, Role
@@ -228,6 +228,8 @@ class RoutedRequest(NodeRequest):
         self.phase, self._whole, self._writer = "stream", leg.whole, leg.node
         self._record.prefill_by = leg.prefilled_by or (prefill_by or leg.node).node_id
         self._name_route()
+        if (predicted_s := self._record.predicted_s) is not None:
+            self._reply.headers[PREDICTED] = f"{predicted_s:.4f}"
         try:
             last = await send_answer(leg, self._reply, nodes, s.config.idle_timeout_s, self._stream, on_piece)
             self._reported(last, is_first_node=last is leg)
