@@ -110,7 +110,7 @@ class StepEffects:
                 num_drawn += request.is_stream
             else:
                 tokens = seq.append_run(tokens)
-                num_drawn += len(tokens)
+                num_drawn += request.is_stream * len(tokens)
                 if len(tokens) > 1 and seq.num_computed_tokens >= seq.table.due:  # type: ignore[union-attr]
                     self._memory.publish_computed(seq)
             if seq.finish_reason is not None:

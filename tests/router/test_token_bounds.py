@@ -111,6 +111,7 @@ async def test_a_false_report_is_counted_and_costs_what_is_possible(
         if script is not whole:
             assert router.count("pd_router_generation_tokens_total", model="demo") == 500
             assert 0 <= router.count("pd_router_cached_tokens_total", model="demo") <= 5 * 4200
+        assert router.services.table.answers.expected("demo") == 256, "each was cut by its client's limit"
         assert router.services.admission is not None
         limits = router.services.admission._limits["one"]
         assert limits.running == 0
