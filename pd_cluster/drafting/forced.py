@@ -83,4 +83,5 @@ class ForcedDrafts:
 
     def check(self) -> None:
         """Raise AssertionError if anything is kept of a sequence. Call it while there is none."""
-        assert not self.known and not self._offered, "forced tokens of an ended sequence are kept"
+        assert not self.known, "forced tokens of an ended sequence are kept"
+        assert not self._offered, "an offer to an ended sequence is kept"

@@ -86,7 +86,8 @@ class LookupDrafter:
 
     def check(self) -> None:
         """See `Drafter`."""
-        assert not self._drafted and not self._behind, "a sequence has ended and is still drafted"
+        assert not self._drafted, "a sequence has ended and is still drafted"
+        assert not self._behind, "a sequence has ended and is still indexed"
         assert not self._indexes.num_bytes, "an index of an ended sequence is kept"
 
     def _take_memory(self, one: _Drafted) -> bool:
