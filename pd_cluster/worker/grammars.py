@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAX_KEPT = 64  # compiled grammars; a copy takes 22 us, compiling 1.6 ms at the median
 MAX_DRAFTED = 16  # of them with another matcher for drafts: a hostile one may have 100 MB, and is soon made again
+MOST_DRAFT_LEXERS = 32  # of those, and of dropped ones that rows still use, up to which a search begins one
 MOST_TOLD = 1024  # runs of forced tokens that were not taken; older ones are dropped
 NUM_THREADS = 2  # a slow compilation does not delay a quick one
 # Of llguidance for masks. 64 rows on a host of 32 cores take 0.63, 0.43, 0.35, 0.35 and 0.31 ms with 1, 2, 4, 8 and 16;
@@ -157,8 +158,7 @@ class Grammars:
         self._of_drafts = OrderedDict[str, Any]()  # states at the beginning; the thread of drafts alone uses it
         self._draft_lexers = WeakSet[GrammarState]()  # all that were such states, and are used by drafts of a row
         self.forced = deque["ForcedTokens"](maxlen=MOST_TOLD)  # that were found, newest last
-        self.seeks_forced = False  # from the first `take_forced` on
-        self._cannot_seek = False
+        self._is_sought, self._cannot_seek = False, False
         self._lock = Lock()  # of `_compiled`: the step loop prepares, and threads of masks restart
         self._refusal = ""
         if importlib.util.find_spec("llguidance") is None:
@@ -238,11 +238,11 @@ class Grammars:
         return copy
 
     def may_seek(self, grammar: str) -> bool:
-        """Whether a search may begin a draft state: those of all rows together have at most 2 MAX_DRAFTED lexers.
+        """Whether a search may begin a draft state. One for drafts may in any case.
 
-        A row that has drafts needs its own. Called on the thread of drafts.
+        Called on the thread of drafts.
         """
-        return grammar in self._of_drafts or len(self._draft_lexers) < 2 * MAX_DRAFTED
+        return grammar in self._of_drafts or len(self._draft_lexers) < MOST_DRAFT_LEXERS
 
     def forget_drafts(self, grammar: str) -> None:
         """Have the grammar compiled for the next draft state, because one has an error."""
@@ -250,12 +250,17 @@ class Grammars:
 
     def take_forced(self) -> list[ForcedTokens]:
         """See `Executor.take_forced`."""
-        self.seeks_forced = not self._cannot_seek
+        self._is_sought = True
         return [self.forced.popleft() for _ in range(len(self.forced))]
+
+    @property
+    def seeks_forced(self) -> bool:
+        """Whether what is forced is to be found: from the first `take_forced` on, until `seek_no_more`."""
+        return self._is_sought and not self._cannot_seek
 
     def seek_no_more(self, error: BaseException) -> None:
         """Give up what is forced, because the library has failed at it."""
-        self._cannot_seek, self.seeks_forced = True, False
+        self._cannot_seek = True
         logger.warning("tokens that grammars force are not drafted from now on: %r", error)
 
     def masks_after(self, states: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[Mask | str]:

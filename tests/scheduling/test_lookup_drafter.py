@@ -278,7 +278,12 @@ def test_sequences_without_new_tokens_are_not_looked_at(monkeypatch: pytest.Monk
     for seq_id, token_ids in outputs.items():
         drafter.offer(seq_id, token_ids, 0, 4)
     index = Lookup.index
-    monkeypatch.setattr(Lookup, "index", lambda self, *least: (looked.append(self), index(self, *least))[1])
+
+    def noted(self: Lookup, *least: int) -> None:
+        looked.append(self)
+        index(self, *least)
+
+    monkeypatch.setattr(Lookup, "index", noted)
     for _ in range(3):
         drafter.prepare(lambda: False)
     assert looked == [drafter._drafted[1].lookup]

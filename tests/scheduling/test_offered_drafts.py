@@ -86,3 +86,22 @@ def test_nothing_forced_is_asked_for_before_steps_are_priced() -> None:
     are_priced = True
     world.start_step()
     assert asked == [True]
+
+
+def test_a_step_without_drafts_does_not_take_the_next_one_s_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps overlap it ends after the next one was planned. Of that one the node would learn nothing."""
+    world = World(drafts=True)
+    drafting = drafting_of(world)
+    drafting._drafter = TokenDrafter()
+    monkeypatch.setattr(TokenDrafter, "offer", lambda *_: None)
+    noted = list[tuple[int, ...]]()
+
+    def note(_: ForcedDrafts, *counts: int) -> bool:
+        noted.append(counts)
+        return False
+
+    monkeypatch.setattr(ForcedDrafts, "note", note)
+    request = world.submit(message("a", prompt(9), max_tokens=8, grammar="g"))
+    while not request.finished:
+        world.start_step()
+    assert noted == []

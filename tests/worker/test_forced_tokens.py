@@ -136,7 +136,7 @@ def test_at_the_beginning_of_an_output_nothing_is_sought(
 
 def test_nothing_is_sought_before_it_is_asked_for(rows: Rows, ids: dict[str, int], searches: list[list[int]]) -> None:
     """As without drafts."""
-    rows.grammars.seeks_forced = False
+    rows.grammars._is_sought = False
     rows.start(0, NAMES)
     settle(rows, 0)
     note(rows, of(ids, "1"))
@@ -297,6 +297,7 @@ def test_searches_begin_no_more_lexers_than_are_allowed(
 ) -> None:
     """Those of rows that run count. A grammar that has one is sought again; ended rows make room."""
     monkeypatch.setattr(grammars_module, "MAX_DRAFTED", 1)
+    monkeypatch.setattr(grammars_module, "MOST_DRAFT_LEXERS", 2)
     for row in range(4):
         rows.start(row, f'start: "{row}" "1234"')
         settle(rows, row)
