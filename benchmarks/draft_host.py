@@ -9,7 +9,7 @@ draft is right if it is the recorded token. So many sequences draft at once; `no
 
 A step's time is the CPU time of this thread in `schedule` and `update`, its median over the steps of a round. What
 drafts add is the difference of a round's two medians; it holds the further tokens that come out of each step. What
-`lookup` does meanwhile, while the device computes, is not in it.
+`lookup` does meanwhile, while the device computes, is not in it: at most SPARE_S a step.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ TOKEN = re.compile(r"[A-Za-z]{1,5}|[0-9]{1,3}| *[^\sA-Za-z0-9]|\s+")  # about th
 FILE_TOKENS, BLOCK, MOST_LEN = 1200, 64, 4096
 WARM_STEPS, STEPS = 40, 100  # of decodes in a round: those that do not count, and those that do
 GAP_S = 0.5e-3  # in which the device waits for the host after a step with drafts
+SPARE_S = 8e-3  # of the host while the device computes a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class RecordedNode:
         planned_s = time.thread_time()
         result = self._draw(batch)
         drawn_s = time.thread_time()
-        self._scheduler.hash_ahead()  # as while the device computes
+        self._scheduler.hash_ahead(time.monotonic() + SPARE_S)  # as while the device computes
         rested_s = time.thread_time()
         self._scheduler.update(batch, result)
         found.seconds.append(time.thread_time() - rested_s + planned_s - started_s)

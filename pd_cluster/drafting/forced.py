@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 PRIOR, NUM_PRIOR = 0.98, 8.0  # of one token: all are right, but none is accepted after a mask that is late
 MEMORY = 0.97  # of what was noted, at each run: about 33 runs count
+# And at each offer of which a step has taken nothing, so that a node tries again: 700 after the worst, then one in 50
+RETURN = 0.998
 
 
 class ForcedTokens(NamedTuple):
@@ -45,7 +47,8 @@ class ForcedDrafts:
         self, seq_id: int, token_ids: list[int], num_ahead: int, most: int, offer: DraftOffer | None
     ) -> DraftOffer | None:
         """A drafter's offer and the known forced tokens. The arguments are those of `Drafter.offer`, and its answer."""
-        self._offered.pop(seq_id, None)
+        if self._offered.pop(seq_id, None):
+            self._right, self._tried = RETURN * self._right, RETURN * self._tried
         _, start, known = self.known[seq_id]
         drawn = len(token_ids) - start
         if not 0 <= drawn < len(known) or list(known[:drawn]) != token_ids[start:]:
@@ -56,15 +59,16 @@ class ForcedDrafts:
             return offer
         chance = (self._right + NUM_PRIOR * PRIOR) / (self._tried + NUM_PRIOR)
         chances = np.float32(chance) ** np.arange(1, num + 1, dtype=np.float32)
-        goes_on = offer is not None and len(offer.chances) > num and list(offer.first(num)) == ahead
+        # After many places a chance may be 0
+        goes_on = offer is not None and bool(np.any(offer.chances[num:])) and list(offer.first(num)) == ahead
         self._offered[seq_id] = num, goes_on
         if offer is None or not goes_on:
             return DraftOffer(ahead, chances)
-        later = offer.chances[num:] * (chances[-1] / offer.chances[num - 1])
+        later = offer.chances[num:] / offer.chances[num - 1] * chances[-1]
         return DraftOffer(offer.text, np.concatenate([chances, later]), offer.start)
 
     def note(self, seq_id: int, num_drafts: int, num_right: int) -> bool:
-        """Note a step's drafts as `Drafter.note`. -> whether they were those of the drafter."""
+        """Note a step's drafts, at least one, as `Drafter.note`. -> whether they were those of the drafter."""
         num_forced, goes_on = self._offered.pop(seq_id, (0, True))
         if tried := min(num_drafts, num_forced):
             right = min(num_right, tried)
@@ -76,3 +80,8 @@ class ForcedDrafts:
         """Note that a sequence has ended."""
         self.known.pop(seq_id, None)
         self._offered.pop(seq_id, None)
+
+    def check(self) -> None:
+        """Raise AssertionError if anything is kept of a sequence. Call it while there is none."""
+        assert not self.known, "forced tokens of an ended sequence are kept"
+        assert not self._offered, "an offer to an ended sequence is kept"

@@ -84,11 +84,16 @@ class Lookup:
             if text is None and self._num_indexed == end > 1:
                 self._search()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether `index` has something to do."""
+        return self._num_taken - self._num_indexed >= LEAST
+
     def index(self, least: int = LEAST) -> None:
-        """Index the next tokens, a piece, if there are so many."""
+        """Index the next tokens that `advance` has taken, a piece, if there are so many."""
         token_ids, first = self._token_ids, self._num_indexed
-        if len(token_ids) - first >= least:
-            last = self._num_indexed = min(len(token_ids), first + PIECE)
+        if self._num_taken - first >= least:
+            last = self._num_indexed = min(self._num_taken, first + PIECE)
             if self._output is not None:
                 self._output.take(token_ids[first - 1], token_ids[first:last])
 

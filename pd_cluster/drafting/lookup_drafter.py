@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from pd_cluster.drafting.chances import Chances
@@ -38,6 +37,7 @@ class LookupDrafter:
         self._indexes = indexes or Indexes()
         self._chances = Chances()
         self._drafted: dict[int, _Drafted] = {}
+        self._behind: dict[int, Lookup] = {}  # what `prepare` indexes a piece of, by sequence: it has room for it
 
     def expect(self, known: Mapping[int, list[int]], prediction: Sequence[int], num_prompt: int) -> None:
         """See `Drafter`."""
@@ -56,7 +56,10 @@ class LookupDrafter:
         lookup = one.lookup or self._begin(one, token_ids)
         if lookup is None or (len(token_ids) > one.room and not self._take_memory(one)):
             return None
-        return lookup.offer(num_ahead, most)
+        offer = lookup.offer(num_ahead, most)
+        if lookup.is_behind:
+            self._behind[seq_id] = lookup
+        return offer
 
     def note(self, seq_id: int, num_drafts: int, num_right: int) -> None:
         """See `Drafter`."""
@@ -66,15 +69,17 @@ class LookupDrafter:
 
     def prepare(self, is_late: Callable[[], bool]) -> None:
         """See `Drafter`."""
-        indexed = (one.lookup.index for one in self._drafted.values() if one.lookup is not None)
-        for piece in chain((runs.correct for runs in self._chances.all), indexed):
+        for runs in self._chances.all:
             if is_late():
                 return
-            piece()
+            runs.correct()
+        while self._behind and not is_late():
+            self._behind.popitem()[1].index()
 
     def forget(self, seq_id: int) -> None:
         """See `Drafter`."""
         one = self._drafted.pop(seq_id)
+        self._behind.pop(seq_id, None)
         self._indexes.give(OUTPUT_BYTES * (one.room - one.texts[0].num_tokens))
         for text in one.texts:
             self._indexes.release(text)
@@ -82,6 +87,7 @@ class LookupDrafter:
     def check(self) -> None:
         """See `Drafter`."""
         assert not self._drafted, "a sequence has ended and is still drafted"
+        assert not self._behind, "a sequence has ended and is still indexed"
         assert not self._indexes.num_bytes, "an index of an ended sequence is kept"
 
     def _take_memory(self, one: _Drafted) -> bool:

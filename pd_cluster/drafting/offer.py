@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     import numpy as np
     import numpy.typing as npt
@@ -26,3 +27,10 @@ class DraftOffer(NamedTuple):
     def first(self, num_tokens: int) -> tuple[int, ...]:
         """So many of the tokens."""
         return tuple(self.text[self.start : self.start + num_tokens])
+
+    def until(self, ends: AbstractSet[int]) -> DraftOffer:
+        """The offer without what is after the first of these tokens."""
+        tokens = self.first(len(self.chances))
+        if ends.isdisjoint(tokens):
+            return self
+        return self._replace(chances=self.chances[: 1 + next(at for at, one in enumerate(tokens) if one in ends)])

@@ -14,25 +14,33 @@ if TYPE_CHECKING:
 
     from pd_cluster.drafting.offer import DraftOffer
 
-# Steps in a row that are decided alike. Two of 258 without their drafts cost 0.8% of the most that drafts can gain
+# Steps that are decided alike. Two of 258 without their drafts cost 0.8% of the most that drafts can gain
 MOST_ALIKE = 256
 NUM_PLAIN = 2  # at a time: where steps overlap the first one after drafts holds its launch, and teaches nothing
 
 
 class Trials:
-    """Counts the steps in a row of which drafts were worth it, or of which none was."""
+    """Counts the steps of which drafts were worth it, and those in a row of which none was.
+
+    One without drafts teaches little where the next one has some: only NUM_PLAIN of them do, so it resets no count.
+    """
 
     def __init__(self) -> None:
-        self._num_alike, self._were_worth = 0, False
+        self._num_with = self._num_without = 0
 
     def decided(self, counts: list[int], offers: Sequence[DraftOffer], most: int) -> list[int]:
         """The drafts of each offer that a step has, where `counts` are worth it. `most`: of a step, above 0."""
-        are_worth = any(counts)
-        self._num_alike = self._num_alike + 1 if are_worth is self._were_worth else 1
-        self._were_worth = are_worth
-        if self._num_alike <= MOST_ALIKE:
+        if any(counts):
+            self._num_without = 0
+            self._num_with += 1
+            if self._num_with <= MOST_ALIKE:
+                return counts
+            if self._num_with == MOST_ALIKE + NUM_PLAIN:
+                self._num_with = 0
+            return [0] * len(counts)
+        self._num_without += 1
+        if self._num_without <= MOST_ALIKE:
             return counts
-        if self._num_alike == MOST_ALIKE + (NUM_PLAIN if are_worth else 1):
-            self._num_alike = 0
-        best = None if are_worth else max(offers, key=lambda one: one.trust * one.chances[0])
+        self._num_without = 0
+        best = max(offers, key=lambda one: one.trust * one.chances[0])
         return [min(len(one.chances), most) if one is best else 0 for one in offers]

@@ -142,7 +142,7 @@ class Drafting:
     def check(self) -> None:
         """Raise AssertionError if anything is kept of a sequence. Call it while there is none."""
         assert not self._expected, "a sequence has ended and may still have drafts"
-        assert not self._forced.known, "forced tokens of an ended sequence are kept"
+        self._forced.check()
         self._drafter.check()
 
     def take(self, seq: Sequence, chunk: SequenceChunk, num_samples: int) -> None:
@@ -154,7 +154,8 @@ class Drafting:
             self._num_runs[num_right] += 1
             request.num_drafts += num_drafts
             request.num_accepted_drafts += num_right
-            if request.sampling.grammar and self._forced.note(chunk.seq_id, num_drafts, num_right):
+            # One without drafts may end after the next one was offered for, and those are noted later
+            if num_drafts and request.sampling.grammar and self._forced.note(chunk.seq_id, num_drafts, num_right):
                 self._drafter.note(chunk.seq_id, num_drafts, num_right)
         if not seq.num_uncertain:
             assert seq.table is not None
@@ -162,11 +163,11 @@ class Drafting:
 
     def add(self, builder: BatchBuilder) -> None:
         """Turn decodes of the step, which is planned otherwise, into decodes with drafts, and order its chunks."""
-        self._forced.take(self._expected)
         chunks, sequences, unready, share = builder.chunks, self._queues.sequences, builder.unready, builder.prompts
         most = min(builder.budget, builder.rows, share.cost_left if share.is_limited else builder.budget)
         if most <= 0 or not self._costs.is_priced():
             return
+        self._forced.take(self._expected)  # from the first call on they are sought
         offers, decodes = list["DraftOffer"](), list[tuple[int, "Sequence"]]()
         expected, offer_of, known = self._expected, self._drafter.offer, self._forced.known
         for at, chunk in enumerate(chunks):
@@ -181,7 +182,7 @@ class Drafting:
                 if seq_id in known:
                     offer = self._forced.joined(*asked, offer)
                 if offer is not None:
-                    offers.append(offer)
+                    offers.append(offer.until(seq.stop_ids))  # of the rest no client gets any
                     decodes.append((at, seq))
         if not offers:
             return
@@ -231,8 +232,6 @@ class Drafting:
         """The chunk with the first of the drafts: as many as there are blocks for."""
         table, start, count, new_blocks = seq.table, chunk.start + 1, len(drafts), chunk.new_blocks
         assert table is not None
-        if not seq.stop_ids.isdisjoint(drafts):  # no client gets what is after a token that ends the sequence
-            count = 1 + next(at for at, token in enumerate(drafts) if token in seq.stop_ids)
         if start + count > table.capacity:
             count = self._fit(table, start, count, builder)
         seq.num_uncertain = count

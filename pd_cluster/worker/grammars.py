@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections import OrderedDict
+import logging
+from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
@@ -25,8 +27,12 @@ if TYPE_CHECKING:
     from pd_cluster.drafting.forced import ForcedTokens
     from pd_cluster.worker.draw_places import Mask
 
+logger = logging.getLogger(__name__)
+
 MAX_KEPT = 64  # compiled grammars; a copy takes 22 us, compiling 1.6 ms at the median
 MAX_DRAFTED = 16  # of them with another matcher for drafts: a hostile one may have 100 MB, and is soon made again
+MOST_DRAFT_LEXERS = 32  # of those, and of dropped ones that rows still use, up to which a search begins one
+MOST_TOLD = 1024  # runs of forced tokens that were not taken; older ones are dropped
 NUM_THREADS = 2  # a slow compilation does not delay a quick one
 # Of llguidance for masks. 64 rows on a host of 32 cores take 0.63, 0.43, 0.35, 0.35 and 0.31 ms with 1, 2, 4, 8 and 16;
 # its own choice is four of five cores, which other threads of the engine then wait for
@@ -76,6 +82,7 @@ class GrammarState:
     def __init__(self, matcher: Any, users: list[None] | None = None) -> None:
         self.matcher = matcher  # llguidance's
         self.users = [] if users is None else users  # of its lexer: the masks that are computed now
+        self.first: GrammarState | None = None  # of the state of a row's drafts: the one that it is a copy of
 
     def copy(self) -> GrammarState:
         """A state at the same place. What it takes leaves no trace in this one, unless the lexer's limits are exceeded.
@@ -149,7 +156,9 @@ class Grammars:
         self.mask_threads = MaskThreads()
         self._compiled: OrderedDict[str, Future[Any]] = OrderedDict()
         self._of_drafts = OrderedDict[str, Any]()  # states at the beginning; the thread of drafts alone uses it
-        self.forced: list[ForcedTokens] | None = None  # that were found, newest last; None: they are not sought
+        self._draft_lexers = WeakSet[GrammarState]()  # all that were such states, and are used by drafts of a row
+        self.forced = deque["ForcedTokens"](maxlen=MOST_TOLD)  # that were found, newest last
+        self._is_sought, self._cannot_seek = False, False
         self._lock = Lock()  # of `_compiled`: the step loop prepares, and threads of masks restart
         self._refusal = ""
         if importlib.util.find_spec("llguidance") is None:
@@ -223,7 +232,17 @@ class Grammars:
         state = self._of_drafts[grammar] = self._of_drafts.pop(grammar, None) or self._compile(grammar)
         if len(self._of_drafts) > MAX_DRAFTED:
             self._of_drafts.popitem(last=False)
-        return GrammarState.copy(state)
+        self._draft_lexers.add(state)
+        copy = GrammarState.copy(state)
+        copy.first = state
+        return copy
+
+    def may_seek(self, grammar: str) -> bool:
+        """Whether a search may begin a draft state. One for drafts may in any case.
+
+        Called on the thread of drafts.
+        """
+        return grammar in self._of_drafts or len(self._draft_lexers) < MOST_DRAFT_LEXERS
 
     def forget_drafts(self, grammar: str) -> None:
         """Have the grammar compiled for the next draft state, because one has an error."""
@@ -231,8 +250,18 @@ class Grammars:
 
     def take_forced(self) -> list[ForcedTokens]:
         """See `Executor.take_forced`."""
-        found, self.forced = self.forced, []
-        return found or []
+        self._is_sought = True
+        return [self.forced.popleft() for _ in range(len(self.forced))]
+
+    @property
+    def seeks_forced(self) -> bool:
+        """Whether what is forced is to be found: from the first `take_forced` on, until `seek_no_more`."""
+        return self._is_sought and not self._cannot_seek
+
+    def seek_no_more(self, error: BaseException) -> None:
+        """Give up what is forced, because the library has failed at it."""
+        self._cannot_seek = True
+        logger.warning("tokens that grammars force are not drafted from now on: %r", error)
 
     def masks_after(self, states: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[Mask | str]:
         """Advance each state by its tokens. -> of each the mask of its next token, or why it cannot go on.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from heapq import heappop, heappush
@@ -26,6 +27,7 @@ SLOW_S = 0.002  # CPU time of one mask
 # Of a call for several; it includes waits for cores and for the interpreter's lock. A call for 64 rows takes 1.3 ms at
 # the median and 4.5 at p99; with 3 ms here rows were narrowed down that were not slow, and 1% of the draws were sat out
 SLOW_GROUP_S = 0.006
+MOST_SEARCHES = 16  # that wait for masks after drafts. Older ones are dropped: their rows have gone on
 CALM = 16  # quick masks of a slow row until it joins the others: each slow one among them delays all
 
 
@@ -58,6 +60,7 @@ class MaskThreads:
         self._pools = {pace: ThreadPoolExecutor(count, f"{pace.name.lower()}-mask") for pace, count in threads.items()}
         self._following = ThreadPoolExecutor(1, "draft-mask")
         self._followed = list[Any]()  # calls for masks after drafts, in the order in which they end
+        self._searches = deque["Callable[[], None]"](maxlen=MOST_SEARCHES)
         self._refused = set[ThreadPoolExecutor]()  # the system has refused a thread of these
         self._ended = Condition()  # masks are ready
         self._wake: Callable[[], None] | None = None
@@ -68,6 +71,7 @@ class MaskThreads:
     def close(self) -> None:
         """End the threads. Waits for the masks under way."""
         for pool in (*self._pools.values(), self._following):  # it last, because the others submit to it
+            self._searches.clear()
             pool.shutdown(wait=True, cancel_futures=True)
 
     def begin(self, tasks: Sequence[Task], compute: Callable[[Sequence[Task]], Sequence[Task]]) -> None:
@@ -113,6 +117,14 @@ class MaskThreads:
             self._followed.append(future)
         future.add_done_callback(self._end_followed)
         return future
+
+    def seek(self, search: Callable[[], None]) -> None:
+        """Call `search` on the thread of drafts when the next masks are ready and none after drafts is to be computed.
+
+        It must not raise, and ends early where masks after drafts are `followed` by then: those are waited for, and
+        it is not. Called while masks are computed.
+        """
+        self._searches.append(search)
 
     @property
     def followed(self) -> Future[None] | None:
@@ -165,7 +177,8 @@ class MaskThreads:
         self._end((task,))
 
     def _end_followed(self, future: Future[None]) -> None:
-        self._followed.remove(future)
+        with self._ended:
+            self._followed.remove(future)
         self._end(())
 
     def _end(self, tasks: Sequence[Task]) -> None:
@@ -174,3 +187,6 @@ class MaskThreads:
         with self._ended:
             self._ended.notify_all()
         self.ring()
+        with self._ended:
+            while self._searches and not self._followed and self._following not in self._refused:
+                self._submit(self._following, self._searches.popleft())

@@ -127,7 +127,7 @@ def test_forced_tokens_are_accepted(
         with monkeypatch.context() as patch:
             if not is_sought:
                 patch.setattr(roomy.executor, "take_forced", list)
-                roomy.executor._grammars.forced = None
+                roomy.executor._grammars._is_sought = False
             bench = roomy.bench(LOOKUP, mode)
         sampling = msgspec.structs.replace(WANTED.samplings[index], n=1)
         bench.send(AddRequest("r", list(PROMPTS[1]), sampling))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from pd_cluster.drafting.offer import DraftOffer
@@ -38,3 +40,11 @@ def test_a_step_of_the_other_kind_begins_the_count_of_drafts_that_are_not_worth_
     for _ in range(4):
         assert not any(any(trials.decided([0, 0], OFFERS, 8)) for _ in range(MOST_ALIKE))
         assert trials.decided([1, 0], OFFERS, 8) == [1, 0]
+
+
+def test_a_step_that_is_not_worth_it_resets_no_count_of_those_with_drafts() -> None:
+    """One in 100: with fewer than 256 in a row a node would never have learned what its decodes take."""
+    trials = Trials()
+    decided = [any(trials.decided([0, 0] if at % 100 == 99 else [2, 1], OFFERS, 8)) for at in range(4000)]
+    pairs = sum(not one and not other for one, other in pairwise(decided))
+    assert pairs >= 4000 // (MOST_ALIKE + NUM_PLAIN + 4)

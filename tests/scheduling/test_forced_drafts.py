@@ -105,3 +105,47 @@ def test_nothing_is_kept_of_an_ended_sequence() -> None:
     assert not forced.known
     assert forced.note(0, 2, 2), "nor of its last offer"
     forced.forget(0)
+
+
+def test_a_chance_that_fell_returns_and_a_bad_grammar_costs_little() -> None:
+    """A step takes them while the chance is above one half. At first masks are late, then again and again."""
+    forced = drafts_of(ForcedTokens(0, 3, [4, 5, 6]))
+
+    def taken(num_offers: int, num_right: int) -> list[int]:
+        """The offers of which a step takes its drafts."""
+        found = []
+        for at in range(num_offers):
+            offer = forced.joined(0, KNOWN, 0, 3, None)
+            assert offer is not None
+            if offer.chances[0] > 0.5:
+                found.append(at)
+                forced.note(0, 3, num_right)
+        return found
+
+    assert len(taken(60, 0)) < 12
+    assert len(taken(10_000, 0)) < 0.03 * 10_000, "of a grammar that stays bad"
+    first, *rest = taken(400, 3)
+    assert first < 100
+    assert len(rest) > 300
+
+
+def test_a_drafter_s_chance_of_zero_leaves_the_others_alone() -> None:
+    """Chances of fp32 underflow after many places, and one that is no number would end the drafts of all streams."""
+    many = [*range(4, 24)]
+    forced = drafts_of(ForcedTokens(0, 3, many[:-2]))
+    for chance in (0.0, 1e-3, 5e-3):
+        offer = forced.joined(0, KNOWN, 0, 20, offered(*many, chance=chance))
+        assert offer is not None
+        assert list(offer.first(18)) == many[:-2]
+        assert np.isfinite(offer.chances).all()
+        assert (np.diff(offer.chances) <= 0).all()
+
+
+def test_an_offer_of_an_ended_sequence_is_found() -> None:
+    forced = drafts_of(ForcedTokens(0, 3, [4, 5]))
+    forced.joined(0, KNOWN, 0, 4, None)
+    forced.known.clear()
+    with pytest.raises(AssertionError):
+        forced.check()
+    forced.forget(0)
+    forced.check()

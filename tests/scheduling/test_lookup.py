@@ -164,6 +164,34 @@ def test_an_output_that_was_not_looked_up_is_indexed_in_pieces() -> None:
     assert lookup._num_indexed == len(token_ids)
 
 
+@given(FEW, FEW, st.lists(st.integers(1, 9), min_size=1, max_size=40))
+def test_what_is_indexed_while_no_step_waits_changes_no_offer(
+    prompt: list[int], answer: list[int], steps: list[int]
+) -> None:
+    """Before the next tokens are taken, or after that."""
+    plain, *others = (lookup_of(prompt) for _ in range(3))
+    done = 0
+    for num in steps:
+        for token_ids, _ in (plain, *others):
+            token_ids += answer[done:][:num]
+        done += num
+        others[0][1].index(1)
+        found = [offered(lookup) for _, lookup in (plain, *others)]
+        others[1][1].index(1)
+        assert found[1:] == [found[0]] * 2
+
+
+def test_a_match_that_breaks_at_an_indexed_token_is_searched() -> None:
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 6, 20, 21, 22, 23, 24, 25]
+    token_ids, lookup = lookup_of(prompt)
+    found = []
+    for token in (2, 3, 4, 5, 6, 20):
+        token_ids.append(token)
+        lookup.index()
+        found.append(offered(lookup))
+    assert found[-1] == [21, 22, 23, 24]
+
+
 def test_a_sequence_rests_behind_a_right_draft_without_a_mask() -> None:
     """Verification accepted less than what was drawn: it had no mask. A wrong draft is no such thing."""
     token_ids, lookup = lookup_of([*range(400)])

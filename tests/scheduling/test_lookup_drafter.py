@@ -14,7 +14,7 @@ from pd_cluster.config import SchedulerConfig
 from pd_cluster.drafting import indexes as indexing
 from pd_cluster.drafting.chances import LEAST_NEW, LONGEST
 from pd_cluster.drafting.indexes import TEXT_BYTES, IndexedText, Indexes
-from pd_cluster.drafting.lookup import LAG, LEAST, PIECE
+from pd_cluster.drafting.lookup import LAG, LEAST, PIECE, Lookup
 from pd_cluster.drafting.lookup_drafter import OUTPUT_BYTES, OUTPUT_PIECE, LookupDrafter
 from pd_cluster.drafting.token_index import TOKEN_BYTES, OutputIndex, TokenIndex
 from pd_cluster.engine.replies import reply_of
@@ -241,6 +241,52 @@ def test_while_no_step_waits_outputs_are_indexed_and_chances_learned(monkeypatch
     for seq_id in outputs:
         drafter.forget(seq_id)
     drafter.check()
+
+
+def test_while_memory_is_full_no_output_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor beyond what was counted, where tokens have come without offers."""
+    drafter = lookup_drafter()
+    token_ids = [*REPEATED, 0]
+    drafter.expect({0: REPEATED}, (), len(REPEATED))
+    assert drafter.offer(0, token_ids, 0, 4) is not None
+    lookup = drafter._drafted[0].lookup
+    assert lookup is not None
+    token_ids += [at % 20 for at in range(1, 3 * OUTPUT_PIECE)]
+    for _ in range(5):
+        drafter.offer(0, token_ids, 0, 4)
+        drafter.prepare(lambda: False)
+        assert lookup._num_indexed <= drafter._drafted[0].room
+    monkeypatch.setattr(indexing, "MOST_BYTES", 0)
+    for at in range(4 * OUTPUT_PIECE):
+        token_ids.append(at % 20)
+        drafter.offer(0, token_ids, 0, 4)
+        drafter.prepare(lambda: False)
+    assert lookup._num_indexed <= drafter._drafted[0].room
+    assert drafter.offer(0, token_ids, 0, 4) is None
+    drafter.forget(0)
+    drafter.check()
+
+
+def test_sequences_without_new_tokens_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no step waits. Each of 1,024 took as long as an index of its token."""
+    drafter, looked = lookup_drafter(), list[Lookup]()
+    outputs = {seq_id: [*REPEATED, 0] for seq_id in range(3)}
+    for seq_id, token_ids in outputs.items():
+        drafter.expect({seq_id: REPEATED}, (), len(REPEATED))
+        drafter.offer(seq_id, token_ids, 0, 4)
+    outputs[1] += range(1, 1 + LEAST)
+    for seq_id, token_ids in outputs.items():
+        drafter.offer(seq_id, token_ids, 0, 4)
+    index = Lookup.index
+
+    def noted(self: Lookup, *least: int) -> None:
+        looked.append(self)
+        index(self, *least)
+
+    monkeypatch.setattr(Lookup, "index", noted)
+    for _ in range(3):
+        drafter.prepare(lambda: False)
+    assert looked == [drafter._drafted[1].lookup]
 
 
 def test_what_was_drafted_and_accepted_is_counted_by_place() -> None:

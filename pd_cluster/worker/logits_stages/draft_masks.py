@@ -3,8 +3,8 @@
 Copies of a state of llguidance share a lexer, which one thread uses at a time: a row's own token would wait for a mask
 after its drafts, up to 38 ms. So drafts have states and lexers of their own, which one thread uses. Drafts that
 exhaust a lexer end no row. Then the drafts of its rows rest for CALM tokens, and begin again with another lexer.
-The same thread finds what a grammar forces after a row's drafts, or where the mask of a row without any allows one
-token. No mask of a row waits for that, and no draw.
+The same thread finds what a grammar forces after a row's drafts. Where the mask of a row without any allows one token
+it searches when no masks after drafts wait; those that come meanwhile wait for one call. No mask of a row waits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_FORCED = 64  # tokens that are told at a time: those of a few steps
-FORCED_S = 0.001  # of the masks before: to find thousands takes as long, with the interpreter's lock; of few 10 us
+FORCED_S = 0.001  # of the mask before: to find thousands takes as long, with the interpreter's lock; of few 10 us
 
 
 @dataclass(slots=True, eq=False)
@@ -82,14 +82,24 @@ class DraftBranch:
         word, bit = divmod(self.drafts[count - 1], 32)
         return bool(mask[word] >> bit & 1)
 
-    def tell_forced(self, mask: Mask) -> None:
-        """Tell what the grammar leaves no choice about after all of the drafts. `mask`: of that place."""
-        one = self.one
-        if one.grammars.forced is not None and allows_one(mask) and (forced := self.state.forced[:MOST_FORCED]):
+    def tell_forced(self, mask: Mask, took_s: float) -> None:
+        """Tell what the grammar leaves no choice about after all of the drafts.
+
+        mask, took_s: of that place. A search that finds nothing, or would take long, rests for CALM tokens.
+        """
+        one, forced = self.one, list[int]()
+        if not one.grammars.seeks_forced or not allows_one(mask):
+            return
+        if took_s < FORCED_S:
+            try:
+                forced = self.state.forced[:MOST_FORCED]
+            except BaseException as error:  # another version of llguidance, or a panic
+                one.grammars.seek_no_more(error)
+        if forced:
             place = one.num_prompt + self.place
             one.grammars.forced.append(ForcedTokens(one.seq_id, place, (*self.drafts, *forced)))
-            if not self.drafts:  # or else it is so only if these are right
-                one.root.seeks_from = self.place + len(forced)
+        if not self.drafts:  # or else it is so only if these are right
+            one.root.seeks_from = self.place + (len(forced) or CALM)
 
     def begin_again(self) -> None:
         """Drop these drafts, rest, and then follow the output from its beginning with another lexer."""
@@ -108,24 +118,48 @@ def allows_one(mask: Mask) -> bool:
 def try_drafts(rows: Iterable[DraftedRow]) -> None:
     """Begin to compute the masks after the drafts of some rows, which have their own masks.
 
-    Not of slow rows: no draft is worth the time. And see what is forced where a row without drafts has no choice.
+    Not of slow rows: no draft is worth the time.
     """
+    drafted = [DraftBranch(one, one.masks, one.drafts, one.num_taken) for one in rows if one.drafts]
+    for group in _groups(drafted):
+        tried = group[0].one.grammars.mask_threads.follow(partial(_compute_after, group))
+        for branch in group:
+            branch.one.tried = tried
+
+
+def seek_forced(rows: Iterable[DraftedRow]) -> None:
+    """Have it found where rows without drafts have no choice, when their masks are ready. Of slow rows nothing is."""
+    places = [(one, one.masks, one.num_taken) for one in rows if not one.drafts and one.grammars.seeks_forced]
+    if places:
+        places[0][0].grammars.mask_threads.seek(partial(_seek, places))
+
+
+def _seek(places: Sequence[tuple[DraftedRow, dict[tuple[int, ...], Mask], int]]) -> None:
+    """Find what is forced at the places of rows, given with their masks; no more once masks after drafts wait."""
+    branches = [
+        DraftBranch(one, masks, (), place)
+        for one, masks, place in places
+        if one.masks is masks and place >= one.root.seeks_from and allows_one(masks[()])
+    ]
+    for group in _groups(branches):
+        grammars = group[0].one.grammars
+        if grammars.mask_threads.followed is not None:
+            break
+        if group[0].one.root.state is not None or grammars.may_seek(group[0].one.grammar):
+            _compute_after(group)
+
+
+def _groups(branches: Iterable[DraftBranch]) -> list[list[DraftBranch]]:
+    """Those that are computed in one call each."""
     groups, together = list[list[DraftBranch]](), list[DraftBranch]()
-    for one in rows:
-        if one.error or one.pace is Pace.SLOW or one.num_taken < one.root.rests_until:
-            continue
-        is_sought = one.grammars.forced is not None and one.num_taken >= one.root.seeks_from
-        if one.drafts or (is_sought and allows_one(one.masks[()])):
-            branch = DraftBranch(one, one.masks, one.drafts, one.num_taken)
+    for branch in branches:
+        one = branch.one
+        if not one.error and one.pace is not Pace.SLOW and branch.place >= one.root.rests_until:
             if one.root.is_lone:
                 groups.append([branch])
             else:
                 together.append(branch)
-    for group in (*groups, together):
-        if group:
-            tried = group[0].one.grammars.mask_threads.follow(partial(_compute_after, group))
-            for branch in group:
-                branch.one.tried = tried
+    return [*groups, together] if together else groups
 
 
 def _branch_off(branches: Sequence[DraftBranch]) -> None:
@@ -169,8 +203,8 @@ def _compute_after(branches: Sequence[DraftBranch]) -> None:
                 branch.one.root.is_lone = is_slow
                 if not isinstance(mask, str):
                     branch.masks.setdefault(branch.drafts[:count], mask)
-                    if count == len(branch.drafts) and took_s < FORCED_S:
-                        branch.tell_forced(mask)
+                    if count == len(branch.drafts):
+                        branch.tell_forced(mask, took_s / len(going))
             if is_slow:
                 if len(branches) == 1:
                     branches[0].one.root.rests_until = branches[0].place + CALM

@@ -10,7 +10,7 @@ import numpy as np
 
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.worker.draw_places import mask_words
-from pd_cluster.worker.logits_stages.draft_masks import DraftRoot, try_drafts
+from pd_cluster.worker.logits_stages.draft_masks import DraftRoot, seek_forced, try_drafts
 from pd_cluster.worker.logits_stages.stage import CapturedStage, LateStage
 from pd_cluster.worker.mask_threads import Pace
 from pd_cluster.worker.verification import NO_TOKEN
@@ -138,6 +138,7 @@ def compute_masks(constraints: Sequence[Constraint]) -> list[Constraint]:
         else:
             masks[one], one.masks = mask, {(): mask}
     try_drafts(masks)
+    seek_forced(masks)
     return [one for one in constraints if one in masks or one.ends_with(errors[one])]
 
 

@@ -1,0 +1,107 @@
+"""What a step takes of the offered drafts, and what is done for them before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pd_cluster.drafting.forced import ForcedDrafts
+from pd_cluster.drafting.offer import DraftOffer
+from pd_cluster.scheduling.drafts import Speculation
+from tests.drafters import TokenDrafter
+from tests.scheduling.simulation import BLOCK_SIZE, message, prompt
+from tests.scheduling.test_lookup_drafter import drafting_of
+from tests.scheduling.world import World
+
+if TYPE_CHECKING:
+    import pytest
+
+    from pd_cluster.drafting.forced import ForcedTokens
+
+END = 3  # a stop token
+
+
+def test_hashes_come_before_drafts_while_no_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step waits for those in any case, and takes little longer where drafts are not prepared."""
+    world = World(drafts=True)
+    world.submit(message("a", prompt(4 * BLOCK_SIZE)))
+    world.scheduler.schedule()
+    order = list[str]()
+
+    def hashed(_: float) -> bool:
+        order.append("hashes")
+        return True
+
+    monkeypatch.setattr(world.scheduler._hashes, "run", hashed)
+    monkeypatch.setattr(TokenDrafter, "prepare", lambda *_: order.append("drafts"))
+    drafting_of(world)._drafter = TwoOffers()
+    assert world.scheduler.hash_ahead(), "hashes are left"
+    assert order == ["hashes", "drafts"]
+
+
+class TwoOffers(TokenDrafter):
+    """Of the prompts that begin with 1 the drafts end with a token for the end, and are surer."""
+
+    def offer(self, seq_id: int, token_ids: list[int], num_ahead: int, most: int) -> DraftOffer | None:
+        drafts = [5, END, *range(5, 19)] if token_ids[0] == 1 else [*range(5, 21)]
+        chance = 0.99 if token_ids[0] == 1 else 0.9
+        chances = np.power(chance, np.arange(1, 1 + len(drafts))).astype(np.float32)
+        return DraftOffer(drafts, chances[:most])
+
+
+def test_drafts_after_an_end_displace_no_others() -> None:
+    """A step has as many as it has room for: ten."""
+    world = World(drafts=True, max_num_seqs=10)
+    drafter = TwoOffers()
+    drafting = drafting_of(world)
+    drafting._drafter = drafter
+    drafting._costs = Speculation(drafter)
+    more: dict[str, Any] = {"max_tokens": 60, "stop_token_ids": (END,)}
+    requests = [world.submit(message(f"{first}", [first] * 9, **more)) for first in (1, 2)]
+    for _ in range(2):
+        world.start_step()
+    chunks = {chunk.seq_id: chunk for chunk in world.scheduler.schedule().chunks}
+    ends, goes_on = (chunks[one.sequences[0].seq_id].drafts for one in requests)
+    assert ends == (5, END)
+    assert goes_on == (*range(5, 13),)
+
+
+def test_nothing_forced_is_asked_for_before_steps_are_priced() -> None:
+    """The first call has the worker search."""
+    asked, are_priced = list[bool](), False
+
+    def told() -> list[ForcedTokens]:
+        asked.append(are_priced)
+        return []
+
+    world = World(drafts=True)
+    drafting = drafting_of(world)
+    drafting._costs = Speculation(drafting._drafter, is_priced=lambda: are_priced)
+    drafting._forced = ForcedDrafts(told)
+    world.submit(message("a", prompt(9), max_tokens=40))
+    for _ in range(3):
+        world.start_step()
+    assert asked == []
+    are_priced = True
+    world.start_step()
+    assert asked == [True]
+
+
+def test_a_step_without_drafts_does_not_take_the_next_one_s_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps overlap it ends after the next one was planned. Of that one the node would learn nothing."""
+    world = World(drafts=True)
+    drafting = drafting_of(world)
+    drafting._drafter = TokenDrafter()
+    monkeypatch.setattr(TokenDrafter, "offer", lambda *_: None)
+    noted = list[tuple[int, ...]]()
+
+    def note(_: ForcedDrafts, *counts: int) -> bool:
+        noted.append(counts)
+        return False
+
+    monkeypatch.setattr(ForcedDrafts, "note", note)
+    request = world.submit(message("a", prompt(9), max_tokens=8, grammar="g"))
+    while not request.finished:
+        world.start_step()
+    assert noted == []
