@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from tests.cluster import LaunchFailed
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
@@ -31,8 +33,10 @@ PORTS = 20_000, 32_000  # Ray's workers have those from 10,002 to 19,999
 # What Ray starts beside a head or worker, and no test looks at: 9 s of CPU
 LEFT_OUT = ("--include-log-monitor=false", "--disable-usage-stats")
 LEFT_OUT_OF_HEAD = ("--include-dashboard=false", "--no-monitor")
-# Ray waits 5 s for its head and for its raylet: on a crowded core a start took longer in one of nine runs
+# Ray waits 5 s for its head and its raylet, and a raylet 30 s for its agents, before it ends: in one of nine runs on
+# crowded cores a start took longer
 PATIENT = {
+    "RAY_agent_register_timeout_ms": "120000",
     "RAY_gcs_rpc_server_connect_timeout_s": "120", "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_raylet_client_connect_timeout_milliseconds": "120000", "RAY_raylet_start_wait_time_s": "120",
 }  # fmt: skip
@@ -63,7 +67,11 @@ class Machines:
             f"--ray-client-server-port={free_port()}",  # it cannot be left out, and is 10001 for each head else
             f"--temp-dir={root}",
         )
-        found = re.search(r"'([\d.]+:\d+)'", head.wait_line("--address=", START_DEADLINE_S))
+        try:
+            line = head.wait_line("--address=", START_DEADLINE_S)
+        except LaunchFailed as error:
+            raise LaunchFailed(f"{error}\n{last_words(root)}") from error
+        found = re.search(r"'([\d.]+:\d+)'", line)
         assert found, head.output
         self.address = found.group(1)
 
@@ -125,6 +133,12 @@ class Machines:
         machine = self.start("ray node", command)
         self.running.append(machine)
         return machine
+
+
+def last_words(root: Path) -> str:
+    """The ends of what Ray's own processes logged, which are gone with the folder."""
+    logs = [path for name in ("raylet.*", "gcs_server.*", "*agent.*") for path in root.glob(f"session_*/logs/{name}")]
+    return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in logs)
 
 
 def free_port() -> int:
