@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TELLS = """
-import json, os, random, sys, tempfile, threading
+import json, os, random, sys, tempfile, threading, time
 import numpy, pytest
 
 IMPORTED_BY = os.getpid()
@@ -37,6 +37,12 @@ def test_it(number, tmp_path, worker_id, capfd):
     told["files"] = {number: file_of(number) for number in os.listdir("/proc/self/fd")}
     told["main"], told["argv"] = vars(sys.modules["__main__"]).get("__file__"), sys.argv
     open(os.path.join(os.environ["LOG"], f"{worker_id}-{number}"), "w").write(json.dumps(told))
+    # both have their files open: a number of one that is closed is used again, and would be the same name
+    other = {"gw0": "gw1", "gw1": "gw0"}[worker_id]
+    end_s = time.monotonic() + 60
+    while not os.path.exists(os.path.join(os.environ["LOG"], f"{other}-{number}")):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
     os.system("echo printed by the child of " + worker_id)
     assert number == 0
 
@@ -74,7 +80,7 @@ def test_workers_are_forked_after_one_collection_and_share_nothing(
     for name in ("first", "second"):
         (tmp_path / f"test_{name}.py").write_text(TELLS)
     status, output = run(tmp_path, monkeypatch)
-    assert status == 1
+    assert status == 1, output
     assert "2 failed, 2 passed" in output
     assert all(output.count(f"printed by the child of {worker}") == 1 for worker in ("gw0", "gw1")), output
     one, two = told = [json.loads((tmp_path / f"{worker}-0").read_text()) for worker in ("gw0", "gw1")]
