@@ -93,10 +93,8 @@ class Scheduler:
         self._memory = KvMemory(blocks, self._queues, retract, clock)
         self._load_memory = LoadMemory(blocks, self._queues, self._memory)
         yielding = Yielding(self._turns, self._queues, self._memory)
-        drafting: Drafting | None = None
-        if speculation is not None:
-            drafting = Drafting(speculation, config.max_drafts, blocks, self._memory, self._queues, step_budget)
-        self._drafting = drafting
+        parts = config.max_drafts, blocks, self._memory, self._queues, step_budget
+        self._drafting = drafting = None if speculation is None else Drafting(speculation, *parts)
         self._planner = Planner(config, blocks, self._queues, self._memory, yielding, clock, step_budget, drafting)
         self._life = Lifecycle(self._queues, blocks, clock, drafting)
         self._beams = BeamSequences(self._queues, blocks, self._life)

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.kv_memory import KvMemory
     from pd_cluster.scheduling.lifecycle import Lifecycle
     from pd_cluster.scheduling.queues import Queues
-    from pd_cluster.scheduling.sequence import Request
+    from pd_cluster.scheduling.sequence import Request, Sequence
     from pd_connectors.base import PublishSpec
+    from pd_connectors.protocol.messages import SampledToken
 
 FINISHED = SequenceStatus.FINISHED
 
@@ -65,8 +66,7 @@ class StepEffects:
         self.num_sat_out += len(result.absent)
         updates = self._life.take_entries(result.prompts) if result.prompts else []
         shared: dict[Request, list[SequenceTokens]] = {}  # of requests with several sequences
-        samples = result.samples
-        sequences, drafting, num_drawn = self._queues.sequences, self._drafting, 0
+        samples, sequences, drafting, num_drawn = result.samples, self._queues.sequences, self._drafting, 0
         for chunk in batch.chunks:
             seq = sequences[chunk.seq_id]
             request = seq.request
@@ -107,12 +107,9 @@ class StepEffects:
                 continue
             if len(tokens) == 1:
                 seq.append(tokens[0].token_id)
-                num_drawn += request.is_stream
             else:
-                tokens = seq.append_run(tokens)
-                num_drawn += request.is_stream * len(tokens)
-                if len(tokens) > 1 and seq.num_computed_tokens >= seq.table.due:  # type: ignore[union-attr]
-                    self._memory.publish_computed(seq)
+                tokens = self._append_run(seq, tokens)
+            num_drawn += request.is_stream * len(tokens)
             if seq.finish_reason is not None:
                 self._life.end(seq)
             report = SequenceTokens(seq.index, tokens, seq.finish_reason, seq.stop_token_id)
@@ -123,3 +120,10 @@ class StepEffects:
         self._queues.num_context += num_drawn
         updates += [Update(request, tuple(reports), request.finished) for request, reports in shared.items()]
         return updates
+
+    def _append_run(self, seq: Sequence, tokens: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
+        """Append accepted drafts and the token after them, which may name computed blocks. -> those that were."""
+        tokens = seq.append_run(tokens)
+        if len(tokens) > 1 and seq.num_computed_tokens >= seq.table.due:  # type: ignore[union-attr]
+            self._memory.publish_computed(seq)
+        return tokens
