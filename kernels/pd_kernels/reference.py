@@ -166,6 +166,26 @@ def decode_attention(
     return prefill_attention(query, cache, block_tables, starts, seq_lens, scale, window)
 
 
+def draft_attention(
+    query: torch.Tensor,
+    cache: KeysValues,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int = 0,
+) -> torch.Tensor:
+    """Attention of decodes with drafts: `prefill_attention`, with padding.
+
+    Sequences of length 0 have no rows. Rows after the last sequence's give zeros.
+    """
+    count, num_rows = int((seq_lens > 0).sum()), int(query_starts[-1])
+    found = prefill_attention(
+        query[:num_rows], cache, block_tables, query_starts[: count + 1], seq_lens[:count], scale, window
+    )
+    return torch.cat((found, torch.zeros_like(query[num_rows:])))
+
+
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
     """`target[pairs[i, 1]] = source[pairs[i, 0]]`; whole blocks, `pairs` int64 [n, 2], no target twice.
 

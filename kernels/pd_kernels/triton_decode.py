@@ -35,25 +35,33 @@ if TYPE_CHECKING:
     from pd_kernels.decode_tiling import DecodeTiling
     from pd_kernels.values import KeysValues, NewTokens
 
-_LOG2_E = 1.4426950408889634
-_MERGED = 8192  # most elements of parts that a merging program holds at a time
+LOG2_E = 1.4426950408889634
+MERGED = 8192  # most elements of parts that a merging program holds at a time
 
 
 # Numbers that change from step to step are not specialized on: a variant costs a second or two to compile
 @triton.jit(do_not_specialize=["num_seqs"])
 def _plan_kernel(
-    seq_lens, ends, num_seqs, NUM_KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    seq_lens, query_starts, ends, num_seqs, NUM_KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SETUP: tl.constexpr, LEAST: tl.constexpr, PARTS: tl.constexpr, PROGRAMS: tl.constexpr, PROCESSORS: tl.constexpr,
-    SEQS: tl.constexpr,
+    SEQS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Write ends[i]: units of one head of the sequences 0..i; after the last: a program's share of all units."""
+    """Write ends[i]: units of one head of the sequences 0..i; after the last: a program's share of all units.
+
+    QUERIES: 0, or the queries of a pair where sequences have several (see `triton_draft_attention`).
+    """
     seq = tl.arange(0, SEQS)
     length = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
     units = (length + TILE - 1) // TILE + tl.where(length > 0, SETUP, 0)
+    pairs, lowest = 1, length - WINDOW
+    if QUERIES > 0:
+        start = tl.load(query_starts + seq, mask=seq < num_seqs, other=0)
+        num_queries = tl.load(query_starts + seq + 1, mask=seq < num_seqs, other=0) - start
+        pairs, lowest = (num_queries + QUERIES - 1) // QUERIES, lowest - num_queries + 1
     if WINDOW > 0:
-        units -= tl.maximum(length - WINDOW, 0) // TILE
-    tl.store(ends + seq, tl.cumsum(units, 0), mask=seq < num_seqs)
-    total = tl.sum(units, 0) * NUM_KV_HEADS
+        units -= tl.maximum(lowest, 0) // TILE
+    tl.store(ends + seq, tl.cumsum(units * pairs, 0), mask=seq < num_seqs)
+    total = tl.sum(units * pairs, 0) * NUM_KV_HEADS
     share = tl.minimum(tl.cdiv(tl.max(units, 0), PARTS), tl.cdiv(total, PROCESSORS))
     tl.store(ends + num_seqs, tl.maximum(tl.maximum(tl.cdiv(total, PROGRAMS), share), LEAST))
 
@@ -73,25 +81,28 @@ def _attend_part(
         k, v, seen = load_tile(
             keys, values, table, begin, length, lowest, block_stride, SIZE, BLOCK_SIZE, WINDOW, TILE, COLUMNS
         )  # fmt: skip
-        top, total, sums, odd = add_tile(q, k, v, seen, top, total, sums, odd, scale, HAS_PAIRS, PRECISION)
+        top, total, sums, odd = add_tile(q, k, v, seen[None, :], top, total, sums, odd, scale, HAS_PAIRS, PRECISION)
     return mean_of(top, total, sums, odd, HAS_PAIRS)
 
 
 @triton.jit
-def _merge_parts(
-    parts, part_logs, target, first, last, GROUP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+def merged_parts(
+    parts, part_logs, first, last, count, GROUP: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
     MEMBERS: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts that programs [first, last] wrote for one (sequence, KV head) into `target` [GROUP, SIZE]."""
+    """Merge the parts [GROUP, SIZE] that programs [first, last] wrote for one pair. -> [MEMBERS, COLUMNS].
+
+    The first `count` rows of the parts were written.
+    """
     member, column = tl.arange(0, MEMBERS), tl.arange(0, COLUMNS)
-    inside = (member < GROUP)[:, None] & (column < SIZE)[None, :]
+    inside = (member < count)[:, None] & (column < SIZE)[None, :]
     top = tl.full([MEMBERS], -1e30, tl.float32)
     total = tl.zeros([MEMBERS], tl.float32)
     sums = tl.zeros([MEMBERS, COLUMNS], tl.float32)
     for begin in range(first, last + 1, MERGED):
         program = begin + tl.arange(0, MERGED)
         slot = (2 * program + (program == first).to(tl.int32))[:, None] * GROUP + member[None, :]
-        known = (program <= last)[:, None] & (member < GROUP)[None, :]
+        known = (program <= last)[:, None] & (member < count)[None, :]
         log = tl.load(part_logs + slot, mask=known, other=-1e30, cache_modifier=".cg")
         at = slot[:, :, None] * SIZE + column[None, None, :]
         mask = (program <= last)[:, None, None] & inside[None, :, :]
@@ -102,8 +113,7 @@ def _merge_parts(
         total = total * shrink + tl.sum(weight, 0)
         sums = sums * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
         top = higher
-    merged = sums / total[:, None]
-    tl.store(target + member[:, None] * SIZE + column[None, :], merged.to(target.dtype.element_ty), mask=inside)
+    return sums / total[:, None]
 
 
 @triton.jit
@@ -133,9 +143,13 @@ def _attend_pair(
         tl.store(part_logs + slot + row, log, mask=row < GROUP)
         tl.debug_barrier()  # the whole part is written before its arrival is counted
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == last_program - first_program:
-            _merge_parts(
-                parts, part_logs, target, first_program, last_program, GROUP, SIZE, COLUMNS, MEMBERS, MERGED
+            merged = merged_parts(
+                parts, part_logs, first_program, last_program, GROUP, GROUP, SIZE, COLUMNS, MEMBERS, MERGED
             )  # fmt: skip
+            member = tl.arange(0, MEMBERS)
+            there = (member < GROUP)[:, None] & (column < SIZE)[None, :]
+            place = target + member[:, None] * SIZE + column[None, :]
+            tl.store(place, merged.to(target.dtype.element_ty), mask=there)
             tl.store(counter, 0)  # for the next layer
 
 
@@ -234,15 +248,26 @@ class DecodePlan:
 def plan_decode(seq_lens: torch.Tensor, num_kv_heads: int, window: int, tiling: DecodeTiling) -> DecodePlan:
     """Plan the attention of decodes with lengths `seq_lens` int32 [S]. Two launches; does not wait for the device."""
     num_seqs, processors = len(seq_lens), num_processors(seq_lens.device)
-    ends = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
-    _plan_kernel[(1,)](
-        seq_lens, ends, num_seqs, num_kv_heads, window, tiling.tile, tiling.setup, tiling.least, tiling.parts,
-        tiling.programs_per_processor * processors, processors, next_power_of_2(num_seqs), num_warps=4,
-    )  # fmt: skip
+    ends = plan_shares(seq_lens, num_kv_heads, window, tiling, next_power_of_2(num_seqs))
     arrived = torch.zeros((2, num_seqs, num_kv_heads), dtype=torch.int32, device=seq_lens.device)
     at_once = processors if seq_lens.is_cuda else num_seqs * num_kv_heads * tiling.splits  # the interpreter needs none
     splits = tiling.splits_pairs(num_seqs * num_kv_heads, at_once)
     return DecodePlan(tiling, window, ends, arrived[0], arrived[1] if splits else None)
+
+
+def plan_shares(
+    seq_lens: torch.Tensor, num_kv_heads: int, window: int, tiling: DecodeTiling, most_seqs: int,
+    query_starts: torch.Tensor | None = None, num_queries: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """`DecodePlan.ends`. `most_seqs`: a power of 2. `num_queries`: of a pair, with `query_starts`; 0: each has one."""
+    num_seqs, processors = len(seq_lens), num_processors(seq_lens.device)
+    ends = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
+    _plan_kernel[(1,)](
+        seq_lens, seq_lens if query_starts is None else query_starts, ends, num_seqs, num_kv_heads, window, tiling.tile,
+        tiling.setup, tiling.least, tiling.parts, tiling.programs_per_processor * processors, processors, most_seqs,
+        num_queries, num_warps=4,
+    )  # fmt: skip
+    return ends
 
 
 def decode_attention(
@@ -275,7 +300,7 @@ def decode_attention(
     columns, members = max(next_power_of_2(size), 16), next_power_of_2(group)
     seqs = next_power_of_2(num_seqs)
     usual = next_power_of_2(programs // (seqs * num_kv_heads) + 1)  # parts of a pair if lengths are equal
-    merged = max(min(usual, _MERGED // (members * columns)), 1)
+    merged = max(min(usual, MERGED // (members * columns)), 1)
     if value_cache.dtype is FP8:
         value_cache = value_cache.view(torch.int16)  # pairs; strides are still in numbers
     token, rotary, eps = [query] * 5, 0, 0.0
@@ -286,7 +311,7 @@ def decode_attention(
     _decode_kernel[(programs,)](
         query, *token, key_cache, value_cache, block_tables, seq_lens, plan.ends, plan.arrived, out, parts, part_logs,
         num_seqs, query.stride(0), block_tables.stride(0), key_cache.stride(0), key_cache.stride(1),
-        scale * _LOG2_E, eps,
+        scale * LOG2_E, eps,
         num_kv_heads, group, size, block_size, plan.window, tiling.tile, seqs,
         max(members, 16), columns, programs, members, merged,
         "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages,

@@ -67,10 +67,10 @@ def load_tile(
 def add_tile(q, k, v, seen, top, total, sums, odd, scale, HAS_PAIRS: tl.constexpr, PRECISION: tl.constexpr):
     """The softmax with the tokens that are `seen`: highest score, sum of exponentials, weighted sums of values.
 
-    With HAS_PAIRS `sums` has the even columns, `odd` the others.
+    `seen`: [1, TILE], or of each row. With HAS_PAIRS `sums` has the even columns, `odd` the others.
     """
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * scale
-    scores = tl.where(seen[None, :], scores, -1e30)
+    scores = tl.where(seen, scores, -1e30)
     higher = tl.maximum(top, tl.max(scores, 1))
     weights = tl.exp2(scores - higher[:, None])
     shrink = tl.exp2(top - higher)

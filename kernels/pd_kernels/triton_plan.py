@@ -1,5 +1,7 @@
 """Attention of a step in Triton: one launch for decodes, another for prefill chunks, in plain and in captured steps.
 
+Captured steps of decodes with drafts have a launch of their own, and in plain steps these attend as chunks.
+
 The device plans decodes from lengths in its memory. The host cuts chunks into tiles. A captured step gets its tiles
 with its other inputs, as many as a step of its size may need. Unused tiles belong to an empty padding sequence, and the
 kernel ends at once for a tile without tokens. So a replay may have other lengths than the capture.
@@ -17,6 +19,12 @@ from pd_kernels.chunk_tiles import ChunkTiles
 from pd_kernels.decode_tiling import DecodeTiling, decode_tiling
 from pd_kernels.launch_sizes import num_processors
 from pd_kernels.triton_decode import DecodePlan, decode_attention, plan_decode
+from pd_kernels.triton_draft_attention import (
+    DraftAttentionPlan,
+    draft_attention,
+    plan_draft_attention,
+    queries_of_pair,
+)
 from pd_kernels.triton_prefill import (
     LargeTiles,
     PrefillPlan,
@@ -27,7 +35,7 @@ from pd_kernels.triton_prefill import (
     unshared_if_many,
 )
 from pd_kernels.triton_split_decode import split_attention
-from pd_kernels.values import PackedSequences, PrefillTiling
+from pd_kernels.values import DRAFT_QUERIES, PackedSequences, PrefillTiling
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +72,9 @@ class TritonAttention:
 
     def captured(self, size: StepSize) -> TritonReplayable | None:
         """See GroupAttention."""
+        fewer = [queries_of_pair(self.shape, each) for each in DRAFT_QUERIES if each < size.num_queries]
+        if queries_of_pair(self.shape, size.num_queries) in fewer:
+            return None
         if not size.num_chunks:
             return TritonReplayable(self, size, ChunkTiles(1, 0), None)
         num_rows, far_keys = size.num_tokens * self.shape.num_heads, 0 if self.shape.window else _FAR_KEYS
@@ -76,15 +87,22 @@ class TritonAttention:
             self, size, ChunkTiles(num_tokens, size.num_tokens // num_tokens + size.num_chunks), tiling
         )
 
-    def plan_captured(self, step: StepOnDevice, num_tokens: int, tiling: PrefillTiling | None) -> TritonAttentionPlan:
+    def plan_captured(self, step: StepOnDevice, size: StepSize, tiling: PrefillTiling | None) -> TritonAttentionPlan:
         """A plan that does not depend on lengths. `tiling`: how chunks are tiled; None: the step has no chunks."""
+        num_tokens, window = size.num_tokens, self.shape.window
         packed = PackedSequences(0, step.query_starts, step.seq_lens, step.block_tables, _VOID, _VOID)
+        if size.num_queries:
+            num_queries = queries_of_pair(self.shape, size.num_queries)
+            drafts = plan_draft_attention(
+                self.shape, self.decode, num_queries, step.seq_lens, step.query_starts, num_tokens
+            )
+            return TritonAttentionPlan(num_tokens, packed, step.decode_lens, window, None, None, drafts)
         prefill = None
         if tiling is not None:
             room = room_for_parts(self.shape, tiling, step.tiles.shape[1], self.device)
             prefill = PrefillPlan(tiling, step.tiles, room, self.large_tiles)
         decode = self._plan(step.decode_lens)
-        return TritonAttentionPlan(num_tokens, packed, step.decode_lens, self.shape.window, decode, prefill)
+        return TritonAttentionPlan(num_tokens, packed, step.decode_lens, window, decode, prefill)
 
     def _plan(self, decode_lens: torch.Tensor) -> DecodePlan | None:
         if not len(decode_lens):
@@ -117,7 +135,7 @@ class TritonReplayable:
 
     def plan(self, step: StepOnDevice) -> TritonAttentionPlan:
         """See Replayable. Output rows without a sequence keep their values or become 0."""
-        return self.attention.plan_captured(step, self.size.num_tokens, self.tiling)
+        return self.attention.plan_captured(step, self.size, self.tiling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +148,7 @@ class TritonAttentionPlan:
     window: int
     decode: DecodePlan | None  # None without decodes
     prefill: PrefillPlan | None  # None without chunks
+    drafts: DraftAttentionPlan | None = None  # of a captured step of decodes with drafts, which has no other plan
 
     def run(
         self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
@@ -146,6 +165,8 @@ class TritonAttentionPlan:
             decode_attention(query[rows], cache, packed.block_tables, lens, self.decode, out[rows], scale)
         if self.prefill is not None:
             prefill_attention(query, cache, packed, self.prefill, out, scale, self.window)
+        if self.drafts is not None:
+            draft_attention(query, cache, packed.block_tables, self.drafts, out, scale)
         return out
 
     @property

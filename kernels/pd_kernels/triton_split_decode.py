@@ -90,12 +90,12 @@ def _split_kernel(
     top, total, sums, odd = one_token(q, key, value, is_last, scale, ROWS, NUM_SUMS, HAS_PAIRS)
     if HAS_PAIRS:
         q = beside_fp8(q)
-    top, total, sums, odd = add_tile(q, k, v, seen, top, total, sums, odd, scale, HAS_PAIRS, PRECISION)
+    top, total, sums, odd = add_tile(q, k, v, seen[None, :], top, total, sums, odd, scale, HAS_PAIRS, PRECISION)
     for at in tl.range(begin + SPLITS * TILE, num_stored, SPLITS * TILE, num_stages=STAGES):
         k, v, seen = load_tile(
             keys, values, table, at, num_stored, lowest, block_stride, SIZE, BLOCK_SIZE, WINDOW, TILE, COLUMNS
         )  # fmt: skip
-        top, total, sums, odd = add_tile(q, k, v, seen, top, total, sums, odd, scale, HAS_PAIRS, PRECISION)
+        top, total, sums, odd = add_tile(q, k, v, seen[None, :], top, total, sums, odd, scale, HAS_PAIRS, PRECISION)
     mean, log = mean_of(top, total, sums, odd, HAS_PAIRS)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     part = (pair * SPLITS + split) * GROUP

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 
+DRAFT_QUERIES = (4, 8, 16)  # tokens of a decode with drafts for which attention can be tuned
 FEW_ROWS = (16, 64)  # the most rows of kernels for few rows; experts have both
 
 # a packed batch: the tokens of all sequences in one dimension, decodes first
@@ -50,10 +51,22 @@ class StepSize:
     """The capacity of a captured step."""
 
     num_tokens: int
-    num_seqs: int  # at most num_tokens; most rows of logits, too: a decode with drafts has several
+    num_seqs: int  # at most num_tokens
     num_chunks: int  # most sequences that attend as prefill chunks
     has_decodes: bool  # whether sequences may attend as decodes
     is_far: bool = False  # tuned for chunks that follow many keys; correct for all chunks
+    # For decodes with drafts alone, and tuned for so many tokens of each: one of DRAFT_QUERIES; 0: for other steps
+    num_queries: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Most rows of logits. Beside prompts there are as many as sequences, also if some of these have drafts."""
+        return self.num_tokens if self.num_queries else self.num_seqs
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each sequence has one token."""
+        return not self.num_chunks and not self.num_queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,7 @@ class StepOnDevice:
     """The lengths and tables of a captured step, on the device. The host does not know their values at capture.
 
     S = num_seqs of the StepSize. Sequences are numbered as in PackedSequences. Those after the last real one are empty.
+    Steps of decodes alone, with or without drafts, may leave the empty sequence S out.
     """
 
     decode_lens: torch.Tensor  # int32 [S], [0] without decodes: cached tokens of sequences that attend as decodes

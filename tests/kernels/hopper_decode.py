@@ -18,6 +18,7 @@ from triton.compiler import compile as compile_source
 from pd_kernels.attention import AttentionShape
 from pd_kernels.decode_tiling import decode_tiling
 from pd_kernels.triton_decode import _decode_kernel
+from pd_kernels.triton_draft_attention import _draft_kernel
 from pd_kernels.triton_split_decode import _NUM_WARPS, _split_kernel
 
 if TYPE_CHECKING:
@@ -42,6 +43,15 @@ def compile_split(shape: AttentionShape, tiling: DecodeTiling) -> str:
     return _compile(_split_kernel, shape, tiling, types, constants, _NUM_WARPS)
 
 
+def compile_drafts(shape: AttentionShape, tiling: DecodeTiling, num_queries: int) -> str:
+    """PTX of the kernel for decodes with drafts, as `compile_decode`."""
+    types = {"query": "*bf16", "query_starts": "*i32", "ends": "*i32"}
+    types |= dict.fromkeys(("num_seqs", "num_tokens", "query_stride"), "i32")
+    rows = num_queries * shape.heads_per_kv_head
+    constants = {"SEQS": 128, "PROGRAMS": 528, "QUERIES": num_queries, "MERGED": max(8192 // rows // shape.head_dim, 1)}
+    return _compile(_draft_kernel, shape, tiling, types, constants | {"SETUP": tiling.setup, "ROWS": rows}, tiling.num_warps)
+
+
 def _compile(
     kernel: JITFunction[Any], shape: AttentionShape, tiling: DecodeTiling, own_types: dict[str, str],
     own_constants: dict[str, int], num_warps: int,
@@ -56,10 +66,12 @@ def _compile(
         **dict.fromkeys(("scale", "eps"), "fp32"),
     }
     constants = {
-        **own_constants, "NUM_KV_HEADS": shape.num_kv_heads, "GROUP": shape.heads_per_kv_head, "SIZE": shape.head_dim,
+        "NUM_KV_HEADS": shape.num_kv_heads, "GROUP": shape.heads_per_kv_head, "SIZE": shape.head_dim,
         "BLOCK_SIZE": shape.block_size, "WINDOW": 0, "TILE": tiling.tile, "ROWS": 16, "COLUMNS": shape.head_dim,
         "PRECISION": "tf32", "STAGES": tiling.num_stages, "ROTARY": shape.head_dim, "NORM": True, "EARLY": True,
-    }  # fmt: skip
+    } | own_constants  # fmt: skip
+    types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     names, unaligned = kernel.arg_names, ("arrived", "num_seqs", "table_stride", "scale", "eps")
     source = ASTSource(
         kernel,

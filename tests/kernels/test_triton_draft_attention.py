@@ -1,0 +1,115 @@
+"""Attention of decodes with drafts against the float64 oracle: interpreted on small shapes, on a GPU on real ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the Triton kernels need triton")
+
+from pd_kernels import reference
+from pd_kernels.fp8_cache import FP8
+from pd_kernels.triton_draft_attention import queries_of_pair
+from pd_kernels.values import DRAFT_QUERIES, StepOnDevice, StepSize
+from tests.kernels.paged import Paged, Shape, attention_shape, make_paged
+from tests.kernels.test_triton_attention import DEVICE, SMALL_DECODE, TOLERANCE, attention_of, on_device
+
+if TYPE_CHECKING:
+    from pd_kernels.decode_tiling import DecodeTiling
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+# Contexts of several tiles of 16 and of one token, tiles that drafts begin, and more queries than a pair has
+SHAPES = {
+    "group-1": Shape(2, 2, 64, 16, (2, 1, 5, 17), (66, 1, 5, 50), 0),
+    "group-2": Shape(4, 2, 80, 16, (3, 4, 1, 9), (130, 17, 33, 9), 0),
+    "group-4": Shape(4, 1, 64, 32, (4, 1, 2, 5, 17), (20, 16, 18, 100, 65), 0),
+    "group-6": Shape(6, 1, 96, 64, (2, 7), (129, 64), 0),
+    "group-8": Shape(8, 1, 64, 16, (1, 4, 17), (90, 34, 40), 0),
+}
+REAL = {
+    "8b": Shape(32, 8, 128, 64, (*(4,) * 30, *range(1, 18)), (*range(5, 3005, 100), *range(1024, 1041)), 0),
+    "8b-one": Shape(32, 8, 128, 64, (8,), (15000,), 0),
+    "30b-a3b": Shape(32, 4, 128, 64, (*(2,) * 40, 9, 17, 1), (*range(3, 4003, 100), 4000, 7000, 16), 0),
+    "head-256": Shape(8, 1, 256, 64, (1, 4, 9), (1025, 2000, 700), 0),
+    "many": Shape(4, 1, 64, 16, (2,) * 250, tuple(np.random.default_rng(0).integers(2, 300, 250).tolist()), 0),
+}
+
+
+def padded(paged: Paged, size: StepSize) -> StepOnDevice:
+    """The step, with room for more sequences."""
+    packed, count, num_seqs = paged.packed, paged.packed.num_seqs, size.num_seqs
+    lens = torch.zeros(num_seqs, dtype=torch.int32, device=DEVICE)
+    lens[:count] = packed.seq_lens
+    starts = torch.full((num_seqs + 1,), int(packed.query_starts[-1]), dtype=torch.int32, device=DEVICE)
+    starts[: count + 1] = packed.query_starts
+    tables = torch.full((num_seqs, packed.block_tables.shape[1]), 10**6, dtype=torch.int32, device=DEVICE)
+    tables[:count] = packed.block_tables
+    nothing = lens.new_empty(0)
+    return StepOnDevice(nothing, lens, starts, tables, nothing.reshape(2, 0))
+
+
+def check(paged: Paged, num_queries: int, window: int = 0, tiling: DecodeTiling | None = None, room: int = 3) -> None:
+    """The rows of a step with padding. Unseen blocks are not read: their entries of the table are far outside."""
+    paged, count = on_device(paged), len(paged.query)
+    size = StepSize(count + room, paged.packed.num_seqs + room, 0, has_decodes=True, num_queries=num_queries)
+    replayable = attention_of(paged, window, tiling).captured(size)
+    if replayable is None:
+        assert num_queries > DRAFT_QUERIES[0]
+        return
+    step = padded(paged, size)
+    query = torch.full((size.num_tokens, *paged.query.shape[1:]), torch.nan, dtype=paged.query.dtype, device=DEVICE)
+    query[:count] = paged.query
+    plan, scale = replayable.plan(step), query.shape[2] ** -0.5
+    assert not plan.may_rotate
+    found = [plan.run(query, paged.cache, scale, torch.full_like(query, torch.nan)) for _ in range(2)]
+    assert torch.equal(found[0], found[1]), "counters are 0 again for the next layer"
+    expected = reference.draft_attention(
+        query.double(), paged.wide_cache, step.block_tables, step.query_starts, step.seq_lens, scale, window
+    )
+    assert (found[0].double() - expected).abs().max() < TOLERANCE[query.dtype]
+
+
+@pytest.mark.parametrize(("name", "window"), [(name, index % 2 * 20) for index, name in enumerate(SHAPES)])
+@pytest.mark.parametrize("num_queries", [4, 16])
+def test_small_tiles_equal_the_oracle(name: str, window: int, num_queries: int) -> None:
+    """Tiles far smaller than the contexts: shares end within pairs, parts are merged, rows see no token of a part."""
+    check(make_paged(SHAPES[name], torch.float32), num_queries, window, SMALL_DECODE)
+
+
+@pytest.mark.parametrize(("name", "window"), [("group-4", 0), ("group-4", 20), ("group-2", 0)])
+def test_an_fp8_cache_is_widened_exactly(name: str, window: int) -> None:
+    check(make_paged(SHAPES[name], torch.float32, cache_dtype=FP8), 4, window, SMALL_DECODE)
+
+
+def test_an_fp8_cache_beside_queries_of_two_bytes() -> None:
+    check(make_paged(SHAPES["group-4"], torch.float16, cache_dtype=FP8), 8)
+
+
+@pytest.mark.parametrize(("setup", "least"), [(0, 1), (1, 5), (5, 2)])
+def test_any_shares_equal_the_oracle(setup: int, least: int) -> None:
+    check(make_paged(SHAPES["group-4"], torch.float32), 8, 20, replace(SMALL_DECODE, setup=setup, least=least), 0)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 6, 8, 16, 64])
+def test_a_pair_fills_the_least_tile_and_no_more_than_a_warpgroup_has(group: int) -> None:
+    shape = attention_shape(make_paged(Shape(group, 1, 16, 16, (1,), (1,), 0)))
+    for num_queries in DRAFT_QUERIES:
+        rows = queries_of_pair(shape, num_queries) * group
+        assert min(num_queries * group, 64 - group + 1) <= rows <= 64
+        assert rows > 16 - group
+
+
+@pytest.mark.parametrize("num_queries", DRAFT_QUERIES)
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("window", [0, 500])
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+def test_real_steps_equal_the_oracle(
+    name: str, num_queries: int, cache_dtype: torch.dtype | None, window: int
+) -> None:
+    check(make_paged(REAL[name], torch.bfloat16, cache_dtype=cache_dtype), num_queries, window, room=5)
