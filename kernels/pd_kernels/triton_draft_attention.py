@@ -159,8 +159,8 @@ def queries_of_pair(shape: AttentionShape, num_queries: int) -> int:
 
     The rows fill the least tile of the matrix unit, and take the registers of one warpgroup at most.
     """
-    group = shape.heads_per_kv_head
-    return max(min(max(num_queries, 16 // group), 64 // group), 1)
+    group, most = shape.heads_per_kv_head, 64 if shape.head_dim <= 128 else 32
+    return max(min(max(num_queries, 16 // group), most // group), 1)
 
 
 def plan_draft_attention(

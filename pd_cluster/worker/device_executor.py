@@ -182,7 +182,9 @@ class DeviceCached(DeviceState):
                     choose_step_products(weights.model, limits, weights.owned, plan.progress)
                     weights.has_products = True
                 agree = None if plan.place is None else plan.place.reduce.agree
-                capture_steps(weights.model, runner.graphs, runner.draws, limits, plan.progress, agree)
+                capture_steps(
+                    weights.model, runner.graphs, runner.draws, limits, plan.progress, agree, plan.most_drafts
+                )
         except torch.OutOfMemoryError as error:
             hint = "lower --gpu-memory-utilization or --max-graph-tokens"
             raise StartupError(f"{device} has no room for captured steps: {hint} ({error})") from error

@@ -52,15 +52,15 @@ class DrawPlaces(NamedTuple):
 class DrawLayout:
     """The sizes of the array. The inputs of limits come first, those of changes to the logits after them."""
 
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
-        """`num_rows`: M, the rows of InputBatch; row M is that of padding."""
+    def __init__(self, num_rows: int, vocab_size: int, padding_row: int) -> None:
+        """`num_rows`: M, the most rows of logits. `padding_row`: of InputBatch."""
         self.num_rows = num_rows
         self.vocab_size = vocab_size
         self.num_entries = ENTRIES + ENTRIES_PER_ROW * num_rows
         self.length = _WORDS * num_rows + self.num_entries + self.num_entries // 2  # of the array, in int64
         self._padding = np.zeros(self.length, np.int64)
         places = self.places(self._padding, np.float32)
-        places.owners[:] = places.counted[:] = num_rows
+        places.owners[:] = places.counted[:] = padding_row
         places.top_k[:], places.top_p[:] = vocab_size, 1
         places.settings[:, 0] = 1
         places.masks[:] = -1

@@ -59,7 +59,7 @@ class ModelRunner:
         self._caches, self._last_group = cache.layer_caches, spec.group_windows.index(spec.windows[-1])
         block_sizes = [group.block_size for group in cache.layout.groups]
         num_rows = limits.max_num_seqs
-        layout = DrawLayout(num_rows, vocab_size)
+        layout = DrawLayout(num_rows * (2 if plan.most_drafts else 1), vocab_size, num_rows)
         # Up to 50 bytes a token and 8 for each further group, 200 a sequence, block tables of all sequences and of
         # those that sample, a draw's inputs, a mask for each sequence. Arrays that do not fit are copied one by one
         num_blocks = sum(table_width(max_len, size) for size in block_sizes)

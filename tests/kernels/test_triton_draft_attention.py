@@ -105,11 +105,10 @@ def test_a_pair_fills_the_least_tile_and_no_more_than_a_warpgroup_has(group: int
 
 @pytest.mark.parametrize("num_queries", DRAFT_QUERIES)
 @pytest.mark.parametrize("name", REAL)
-@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("window", [0, 500])
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
-def test_real_steps_equal_the_oracle(
-    name: str, num_queries: int, cache_dtype: torch.dtype | None, window: int
-) -> None:
-    check(make_paged(REAL[name], torch.bfloat16, cache_dtype=cache_dtype), num_queries, window, room=5)
+def test_real_steps_equal_the_oracle(name: str, num_queries: int) -> None:
+    """Every second one with a float8 cache, and others with a window."""
+    at = list(REAL).index(name) + DRAFT_QUERIES.index(num_queries)
+    paged = make_paged(REAL[name], torch.bfloat16, cache_dtype=FP8 if at % 2 else None)
+    check(paged, num_queries, 500 if at % 4 > 1 else 0, room=5)

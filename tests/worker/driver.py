@@ -27,14 +27,15 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
 
 def make_executor(
-    model: Path | str, *, num_blocks: int = 256, block_size: int = 16, max_num_seqs: int = 16, **options: Any
-) -> DeviceExecutor:
+    model: Path | str, *, num_blocks: int = 256, block_size: int = 16, max_num_seqs: int = 16,
+    speculation: str = "none", **options: Any,
+) -> DeviceExecutor:  # fmt: skip
     """An executor on CPU in float32. `options` go to ModelConfig."""
     model_options: dict[str, Any] = {"model": str(model), "device": "cpu", "dtype": "float32", **options}
     config = NodeConfig(
         model=ModelConfig(**model_options),
         cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, swap_gb=0.001),
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=512),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=512, speculation=speculation),
     )
     return DeviceExecutor.started(config, lambda _: None)
 

@@ -46,7 +46,8 @@ class ReferenceAttention:
         if size.is_far and not self.differs:
             return None
         window = self.inner.shape.window
-        return ReferenceReplayable(window, ChunkTiles(1 << 20, size.num_chunks * (2 if window else 1)))
+        tiles = ChunkTiles(1 << 20, size.num_chunks * (2 if window else 1))
+        return ReferenceReplayable(window, tiles, has_drafts=size.num_queries > 0)
 
 
 def reference_attentions(executor: DeviceExecutor) -> list[ReferenceAttention]:
@@ -65,9 +66,12 @@ class ReferenceReplayable:
 
     window: int
     tiles: ChunkTiles
+    has_drafts: bool
 
     def plan(self, step: StepOnDevice) -> AttentionPlan:
         assert step.tiles.shape == (2, self.tiles.count), "tiles of another group"
+        if self.has_drafts:
+            return DraftsPlan(step, self.window)
         return StepPlan(step, self.window) if self.tiles.count else DecodesPlan(step, self.window)
 
 
@@ -95,6 +99,22 @@ class DecodesPlan:
 
     def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> None:
         """Always None."""
+
+
+@dataclass(frozen=True)
+class DraftsPlan(DecodesPlan):
+    """Of a step of decodes with drafts alone."""
+
+    def run(
+        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert out is None
+        step = self.step
+        assert not len(step.decode_lens)
+        tables = step.block_tables.clamp(min=0)
+        return reference.draft_attention(
+            query, cache, tables, step.query_starts, step.seq_lens, scale, self.window
+        )
 
 
 @dataclass(frozen=True)

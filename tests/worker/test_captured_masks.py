@@ -54,7 +54,7 @@ def draw_both_ways(grammars: Grammars, settings: list[dict[str, Any]]) -> tuple[
         params = SamplingParams(max_tokens=99, **each)
         state.start(row, SequenceStart(row, (5,) * 10, 10, (), params, 77 + row))
     tables = next(stage for stage in stages if isinstance(stage, Penalties)).tables()
-    layout = DrawLayout(NUM_ROWS, VOCAB_SIZE)
+    layout = DrawLayout(NUM_ROWS, VOCAB_SIZE, NUM_ROWS)
     draws = DrawGraphs(layout, torch.zeros(NUM_ROWS + 1, dtype=torch.int64), lambda: tables, TORCH)
     logits = torch.randn(NUM_ROWS, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)).mul_(2)
     with torch.inference_mode():

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pd_kernels.values import Ints
 
 NUM_ROWS, VOCAB_SIZE, CPU = 4, 700, torch.device("cpu")
-LAYOUT = DrawLayout(NUM_ROWS, VOCAB_SIZE)
+LAYOUT = DrawLayout(NUM_ROWS, VOCAB_SIZE, NUM_ROWS)
 
 
 def make_state(*settings: dict[str, Any]) -> SamplingState:

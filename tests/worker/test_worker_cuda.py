@@ -25,11 +25,11 @@ pytestmark = [
 LENGTHS = (1, 15, 16, 17, 70, 40)
 
 
-def cuda_executor(model: Path | str, **options: Any) -> DeviceExecutor:
+def cuda_executor(model: Path | str, *, speculation: str = "none", **options: Any) -> DeviceExecutor:
     config = NodeConfig(
         model=ModelConfig(model=str(model), device="cuda", **{"dtype": "float32", **options}),
         cache=CacheConfig(num_blocks=256, block_size=16, swap_gb=0.001),
-        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
+        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512, speculation=speculation),
     )
     return DeviceExecutor.started(config, lambda _: None)
 

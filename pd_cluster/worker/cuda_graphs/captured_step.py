@@ -5,7 +5,8 @@ where the graph computes them, so each graph keeps its own logits and a replay c
 
 `MixedStep` serves steps with prefill chunks. It has room for a number of tokens, of sequences, and of chunks among the
 sequences. A size without decodes has no attention of decodes. Only the tokens that sample get logits. The graph copies
-the logits to a tensor that all mixed steps share, because there are many sizes.
+the logits to a tensor that all mixed steps share, because there are many sizes. It also serves steps of decodes with
+drafts alone: every token of these samples, and attention needs lengths and places of queries only.
 
 All calls of attention for captured steps are in this file.
 """
@@ -36,25 +37,25 @@ if TYPE_CHECKING:
 class StepPlaces(NamedTuple):
     """The inputs of a captured step, as parts of the host buffer's first array.
 
-    The parts are numpy views on the host, torch views on the device. T, S: the size's num_tokens and num_seqs. G: the
-    number of KV groups.
+    The parts are numpy views on the host, torch views on the device. T, S, R: the size's num_tokens, num_seqs and
+    num_rows. G: the number of KV groups.
     """
 
     tokens: Any  # [T]: places in InputBatch.token_choices
     positions: Any  # [T]
     slots: Any  # [G, T]
-    owners: Any  # [S]: rows in InputBatch that continue with what is drawn
-    temperatures: Any  # float32 in the first half of [S]; 0 for a row that is drawn outside the graph
-    seeds: Any  # [S]: see Draws, as for `lengths`
-    lengths: Any  # [S]
+    owners: Any  # [R]: rows in InputBatch that continue with what is drawn
+    temperatures: Any  # float32 in the first half of [R]; 0 for a row that is drawn outside the graph
+    seeds: Any  # [R]: see Draws, as for `lengths`
+    lengths: Any  # [R]
     attention: Any  # MixedPlaces or None
 
 
 class MixedPlaces(NamedTuple):
     """The inputs that only mixed steps have. StepOnDevice describes all of them but `sampled`."""
 
-    sampled: Any  # [S]: places among the T of the tokens after which one is sampled
-    decode_lens: Any  # [S], [0] without decodes
+    sampled: Any  # [S]: places among the T of the tokens after which one is sampled; [0] with drafts: all
+    decode_lens: Any  # [S], [0] without decodes, and with drafts
     seq_lens: Any  # [S + 1]
     query_starts: Any  # [S + 2]
     tiles: Mapping[ChunkTiles, Any]  # [2, count] for each ChunkTiles of the KV groups
@@ -146,7 +147,7 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class MixedStep:
-    """A captured step with prefill chunks. The last sequence is padding and owns the unused tiles."""
+    """A captured step with prefill chunks or with drafts. The last sequence is padding and owns the unused tiles."""
 
     size: StepSize
     attentions: tuple[Replayable, ...]  # by KV group
@@ -156,14 +157,15 @@ class MixedStep:
 
     @classmethod
     def of(cls, size: StepSize, attentions: tuple[Replayable, ...], outputs: ReplayOutputs) -> MixedStep:
-        num_tokens, num_seqs = size.num_tokens, size.num_seqs
-        num_decodes = num_seqs if size.has_decodes else 0
+        num_tokens, num_seqs, num_rows = size.num_tokens, size.num_seqs, size.num_rows
+        num_decodes = num_seqs if size.has_decodes and size.num_chunks else 0
+        num_sampled = num_rows if size.num_chunks else 0
         tiles = tuple(dict.fromkeys(attention.tiles for attention in attentions))
         lengths = (
-            num_tokens, num_tokens, num_tokens * len(attentions), *[num_seqs] * 5, num_decodes, num_seqs + 1,
-            num_seqs + 2, *(2 * each.count for each in tiles),
+            num_tokens, num_tokens, num_tokens * len(attentions), num_rows, num_sampled, *[num_rows] * 3, num_decodes,
+            num_seqs + 1, num_seqs + 2, *(2 * each.count for each in tiles),
         )  # fmt: skip
-        shared = ReplayOutputs(outputs.logits[:num_seqs], outputs.token_ids[:num_seqs])
+        shared = ReplayOutputs(outputs.logits[:num_rows], outputs.token_ids[:num_rows])
         return cls(size, attentions, tiles, shared, tuple(pairwise((0, *accumulate(lengths)))))
 
     @property
@@ -192,17 +194,19 @@ class MixedStep:
     ) -> None:
         parts: MixedPlaces = places.attention
         count, num_decodes, query_ends = len(lens), leading_ones(lens), np.cumsum(lens)
+        parts.seq_lens[:count] = ends
+        parts.query_starts[1 : count + 1] = query_ends
+        parts.query_starts[count + 1 :] = query_ends[-1]
+        if not self.size.num_chunks:
+            return
         sampling = np.flatnonzero([chunk.num_samples > 0 for chunk in chunks])
         sampled = samples.with_logits(query_ends[sampling])
         parts.sampled[: len(sampled)] = sampled
         parts.decode_lens[:num_decodes] = ends[:num_decodes]
-        parts.seq_lens[:count] = ends
-        parts.query_starts[1 : count + 1] = query_ends
-        parts.query_starts[count + 1 :] = query_ends[-1]
         for tiles, place in parts.tiles.items():
             place[:] = tiles.cut(lens, ends, num_decodes, padding_seq=self.size.num_seqs)
 
-    def plan(self, places: StepPlaces, block_tables: Sequence[torch.Tensor]) -> tuple[list[AttentionPlan], Tail]:
+    def plan(self, places: StepPlaces, block_tables: Sequence[torch.Tensor]) -> tuple[list[AttentionPlan], Tail | None]:
         parts: MixedPlaces = places.attention
         decode_lens, seq_lens, query_starts = (
             numbers.to(torch.int32) for numbers in (parts.decode_lens, parts.seq_lens, parts.query_starts)
@@ -212,7 +216,7 @@ class MixedStep:
             attention.plan(StepOnDevice(decode_lens, seq_lens, query_starts, tables[:num_seqs], cut[attention.tiles]))
             for attention, tables in zip(self.attentions, block_tables, strict=True)
         ]
-        return plans, Tail(parts.sampled, plan=None)
+        return plans, Tail(parts.sampled, plan=None) if self.size.num_chunks else None
 
     def keep(self, logits: torch.Tensor, token_ids: torch.Tensor) -> ReplayOutputs:
         self.outputs.logits.copy_(logits)
@@ -227,10 +231,10 @@ def make_captured_steps(
 
     Steps with decodes only come first. Of each kind the largest step comes first.
     """
-    decodes = sorted((size for size in sizes if not size.num_chunks), key=lambda size: -size.num_seqs)
+    decodes = sorted((size for size in sizes if size.is_plain), key=lambda size: -size.num_seqs)
     mixed = sorted(
-        (size for size in sizes if size.num_chunks),
-        key=lambda size: (-size.num_tokens, -size.num_seqs, size.is_far),
+        (size for size in sizes if not size.is_plain),
+        key=lambda size: (-size.num_tokens, -size.num_seqs, size.num_queries, size.is_far),
     )
     return [*_decode_steps(decodes, model, attentions), *_mixed_steps(mixed, model, attentions, num_columns)]
 
@@ -248,7 +252,7 @@ def _decode_steps(
 def _mixed_steps(
     sizes: Sequence[StepSize], model: Model, attentions: Sequence[GroupAttention], num_columns: int
 ) -> Iterator[MixedStep]:
-    most, device = max((size.num_seqs for size in sizes), default=0), model.device
+    most, device = max((size.num_rows for size in sizes), default=0), model.device
     outputs = ReplayOutputs(
         torch.empty((most, num_columns), dtype=model.dtype, device=device),
         torch.empty(most, dtype=torch.int64, device=device),

@@ -6,7 +6,7 @@ inputs from one array (`DrawLayout`), masks of tokens, and the tables of penalti
 it draws. Rows with a late stage, as grammars have, are drawn by a replay of their own, in which the others are padding.
 
 There are graphs for each number of decodes, because each graph of decodes keeps logits of its own, and as many for the
-logits that graphs of steps with prompts share. Each number has eight: with and without changes to the logits, which
+logits that all other graphs of steps share, with more rows where these have drafts. Each number has eight: with and without changes to the logits, which
 need a copy in float32, logprobs, which need the best 20 tokens, and masks.
 """
 
@@ -39,7 +39,7 @@ VARIANTS = tuple(DrawVariant(*reversed(told)) for told in product((False, True),
 class _Draw(NamedTuple):
     """A draw of all rows of one tensor of logits."""
 
-    has_chunks: bool  # of the logits that steps with prompts share
+    is_shared: bool  # of the logits that steps share, which are not decodes alone
     num_rows: int
     variant: DrawVariant
 
@@ -80,14 +80,14 @@ class DrawGraphs:
         Call it once. Until the first replay the draws' inputs are those of padding.
         """
         started_s, free, tables = time.perf_counter(), recorder.free_bytes, self._penalty_tables()
-        for has_chunks, rows in self._sources(logits):
+        for is_shared, rows in self._sources(logits):
             for variant in VARIANTS:
                 if not recorder.has_room():
                     self._graphs.clear()
                     progress("no memory for graphs of draws: top k, penalties and logprobs take more launches")
                     return
                 run = partial(self._run, rows, variant, tables)
-                self._graphs[_Draw(has_chunks, len(rows), variant)] = recorder(run)
+                self._graphs[_Draw(is_shared, len(rows), variant)] = recorder(run)
         used_gb = (free - recorder.free_bytes) / 1e9
         progress(f"{len(self._graphs)} graphs of draws in {time.perf_counter() - started_s:.1f} s and {used_gb:.2f} GB")
 
@@ -97,18 +97,19 @@ class DrawGraphs:
         if draw.masks is not None:
             self._masks[: len(draw.masks)].copy_(draw.masks)
         num_rows = size.num_seqs
-        if size.num_chunks:
-            num_rows = min(each.num_rows for each in self._graphs if each.has_chunks and each.num_rows >= count)
-        replay, sampled = self._graphs[_Draw(bool(size.num_chunks), num_rows, draw.variant)]
+        if not size.is_plain:
+            num_rows = min(each.num_rows for each in self._graphs if each.is_shared and each.num_rows >= count)
+        replay, sampled = self._graphs[_Draw(not size.is_plain, num_rows, draw.variant)]
         replay()
         return sampled.first(count)
 
     def _sources(self, logits: dict[StepSize, torch.Tensor]) -> Iterator[tuple[bool, torch.Tensor]]:
-        """Yield the logits to draw from, the largest first, each with whether steps with prompts share them."""
-        sources = [(False, rows) for size, rows in logits.items() if not size.num_chunks]
-        if shared := [rows for size, rows in logits.items() if size.num_chunks]:
-            largest = max(shared, key=len)
-            sources += [(True, largest[:num_rows]) for num_rows in bucket_sizes(len(largest))]
+        """Yield the logits to draw from, the largest first, each with whether steps share them."""
+        sources = [(False, rows) for size, rows in logits.items() if size.is_plain]
+        if shared := {size: rows for size, rows in logits.items() if not size.is_plain}:
+            largest, seqs = max(shared.values(), key=len), max(size.num_seqs for size in shared)
+            buckets = {*bucket_sizes(seqs), *(size.num_tokens for size in shared if size.num_queries)}
+            sources += [(True, largest[:num_rows]) for num_rows in buckets]
         yield from sorted(sources, key=lambda source: -len(source[1]))
 
     def _run(self, logits: torch.Tensor, variant: DrawVariant, tables: PenaltyTables) -> Sampled:

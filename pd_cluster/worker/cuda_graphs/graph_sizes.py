@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pd_kernels.values import StepSize
+from pd_kernels.values import DRAFT_QUERIES, StepSize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,6 +18,8 @@ FEW_SEQS = 64  # most steps have fewer; room for more costs time where only the 
 # second number of tokens as fit. Where programs share keys, empty tiles cost 0.1 ms in a step of 192 tokens (8B, one
 # H200), elsewhere nothing
 NEAR_CHUNKS, FAR_CHUNKS = (8, 16), (4, 32)
+# What a sequence costs in attention that is tuned for so many tokens of each: one with more is read several times
+QUERY_COSTS = dict(zip(DRAFT_QUERIES, (1.0, 1.1, 1.4), strict=True))
 _MOST_PADDING = 256  # tokens; computing more takes the device longer than the host takes to launch the step unpadded
 
 
@@ -29,18 +32,19 @@ class GraphSizes:
     def __init__(self, sizes: Iterable[StepSize]) -> None:
         """`sizes`: the sizes that every rank has captured."""
         self.sizes = tuple(sizes)
-        self._decodes = sorted((size for size in self.sizes if not size.num_chunks), key=lambda size: size.num_seqs)
+        self._decodes = sorted((size for size in self.sizes if size.is_plain), key=lambda size: size.num_seqs)
+        self._drafts = sorted((size for size in self.sizes if size.num_queries), key=lambda size: size.num_tokens)
         self._steps = [size for size in self.sizes if size.num_chunks]
 
     def choose(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
         """The smallest size that serves a step of these chunks; None: launch the step without a graph.
 
-        Steps with decodes only prefer a size for decodes only. None also when all sizes are far too large, as for many
-        chunks of few tokens, or when no memory was left for smaller sizes.
+        Steps with decodes only prefer a size for decodes only, with drafts or without. None also when all sizes are far
+        too large, as for many chunks of few tokens, or when no memory was left for smaller sizes.
         """
         if not chunks or not self.sizes:
             return None
-        return self._choose_decodes(chunks) or self._choose_step(chunks)
+        return self._choose_decodes(chunks) or self._choose_drafts(chunks) or self._choose_step(chunks)
 
     def _choose_decodes(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
         if not self._decodes or len(chunks) > self._decodes[-1].num_seqs:
@@ -49,6 +53,20 @@ class GraphSizes:
             if chunk.num_tokens != 1 or chunk.num_samples != 1 or chunk.reads:
                 return None
         return next(size for size in self._decodes if size.num_seqs >= len(chunks))
+
+    def _choose_drafts(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
+        if not chunks[-1].drafts:  # prompts come last
+            return None
+        lens = [chunk.num_tokens for chunk in chunks if chunk.is_decode and chunk.num_samples == 1 and not chunk.reads]
+        num_tokens = sum(lens)
+        fitting = [
+            size for size in self._drafts
+            if 0 <= size.num_tokens - num_tokens < _MOST_PADDING and size.num_seqs >= len(chunks)
+        ]  # fmt: skip
+        if len(lens) < len(chunks) or not fitting:
+            return None
+        least = [size for size in fitting if size.num_tokens == fitting[0].num_tokens]
+        return min(least, key=lambda size: QUERY_COSTS[size.num_queries] * sum(-(-n // size.num_queries) for n in lens))
 
     def _choose_step(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
         num_tokens = num_decodes = num_rows = 0
@@ -76,6 +94,29 @@ class GraphSizes:
 def decode_sizes(limit: int) -> list[StepSize]:
     """Sizes of steps with decodes only, one for each of `bucket_sizes`."""
     return [StepSize(size, size, 0, has_decodes=True) for size in bucket_sizes(limit)]
+
+
+def draft_sizes(limit: int, max_seqs: int, most: int) -> list[StepSize]:
+    """Sizes of steps of decodes with drafts alone, up to `limit` tokens. `most`: drafts of a sequence; 0: none.
+
+    Each of `draft_buckets` has one for each of DRAFT_QUERIES up to the longest decode. All serve any such step. Where
+    sequences have other numbers of tokens than attention is tuned for, it only takes longer.
+    """
+    sizes = []
+    for num_tokens in draft_buckets(limit) if most else ():
+        longest = min(num_tokens, 1 + most)
+        for shorter, num_queries in pairwise((1, *DRAFT_QUERIES)):
+            if shorter < longest:
+                sizes.append(StepSize(num_tokens, min(num_tokens, max_seqs), 0, True, num_queries=num_queries))
+    return sizes
+
+
+def draft_buckets(limit: int) -> list[int]:
+    """Numbers of tokens in steps with drafts: those of `token_buckets`, and 2, 4 and 8.
+
+    A mixture reads other experts for each row, also of padding.
+    """
+    return [size for size in (2, 4, 8, *token_buckets(limit)) if size <= limit]
 
 
 def bucket_sizes(limit: int) -> list[int]:

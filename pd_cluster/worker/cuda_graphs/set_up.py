@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes, decode_sizes, step_sizes, token_buckets
+from pd_cluster.worker.cuda_graphs.graph_sizes import bucket_sizes, decode_sizes, draft_sizes, step_sizes, token_buckets
 from pd_cluster.worker.cuda_graphs.recorder import CudaRecorder
 from pd_cluster.worker.kernel_selection import choose_products
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pd_kernels.backends import Kernels
 
 GRAPH_BYTES = 1.0e9  # memory of captured steps besides the logits: 0.8 GB were measured (8B, 0.6B)
+DRAFT_GRAPH_BYTES = 0.3e9  # and of those with drafts
 
 
 def capturable(
@@ -58,8 +59,9 @@ def captured_bytes(limits: SchedulerConfig, bytes_per_row: int) -> float:
     Each decode graph keeps its own logits. Graphs of steps with prompts compute their logits in one shared tensor and
     leave them in another. Draws share a copy in float32, which takes as much as two in bfloat16.
     """
-    num_rows = sum(bucket_sizes(_max_decodes(limits))) + 4 * limits.max_num_seqs
-    return GRAPH_BYTES + num_rows * bytes_per_row
+    drafts = limits.speculation != "none"
+    num_rows = sum(bucket_sizes(_max_decodes(limits))) + 4 * (_most_rows(limits) if drafts else limits.max_num_seqs)
+    return GRAPH_BYTES + DRAFT_GRAPH_BYTES * drafts + num_rows * bytes_per_row
 
 
 def choose_step_products(
@@ -80,8 +82,11 @@ def capture_steps(
     limits: SchedulerConfig,
     progress: Callable[[str], None],
     agree: Callable[[bool], bool] | None = None,
+    most_drafts: int = 0,
 ) -> None:
     """Capture as many steps as there is memory for, and the draws from their logits. Their products must be chosen.
+
+    `most_drafts`: of a sequence in a step; 0: there are none.
 
     `agree`: whether all ranks say yes; None: there is one rank. With several, draws are not captured, because rank 0
     alone has their inputs.
@@ -91,9 +96,15 @@ def capture_steps(
     limit = min(limits.max_graph_tokens, limits.max_num_batched_tokens)
     mixed = step_sizes(limit, limits.max_num_seqs) if limit else []
     recorder = CudaRecorder(model.device, agree)
-    graphs.capture([*decode_sizes(_max_decodes(limits)), *mixed], recorder, progress)
+    drafts = draft_sizes(min(_most_rows(limits), limits.max_num_batched_tokens), limits.max_num_seqs, most_drafts)
+    graphs.capture([*decode_sizes(_max_decodes(limits)), *drafts, *mixed], recorder, progress)
     if agree is None:
         draws.capture(graphs.logits, recorder, progress)
+
+
+def _most_rows(limits: SchedulerConfig) -> int:
+    """The most rows of captured steps: a step has at most as many drafts as there may be sequences."""
+    return limits.max_num_seqs + _max_decodes(limits)
 
 
 def _max_decodes(limits: SchedulerConfig) -> int:

@@ -137,7 +137,7 @@ class StepGraphs:
         plans, tail = step.plan(places, self._block_tables)
         inputs = ForwardInputs(token_ids, places.positions, places.slots.unbind(), plans, tail)
         logits = self._model.forward(inputs, self._caches)
-        temperatures = places.temperatures.view(torch.float32)[: step.size.num_seqs]
+        temperatures = places.temperatures.view(torch.float32)[: step.size.num_rows]
         chosen = self._sampler.draw(logits, Draws(temperatures, places.seeds, places.lengths))
         rows.last_tokens.index_copy_(0, places.owners, chosen)
         return step.keep(logits, chosen)
@@ -145,9 +145,11 @@ class StepGraphs:
 
 def _describe(sizes: Sequence[StepSize]) -> str:
     """The numbers and largest sizes of the graphs, in words."""
-    decodes = [size.num_seqs for size in sizes if not size.num_chunks]
+    decodes = [size.num_seqs for size in sizes if size.is_plain]
     mixed = [size.num_tokens for size in sizes if size.num_chunks]
+    drafts = [size.num_tokens for size in sizes if size.num_queries]
+    told = f", {len(drafts)} of decodes with drafts, up to {max(drafts)} tokens," if drafts else ""
     return (
-        f"{len(decodes)} graphs of up to {max(decodes, default=0)} decodes and {len(mixed)} of steps with prompts, up "
-        f"to {max(mixed, default=0)} tokens,"
+        f"{len(decodes)} graphs of up to {max(decodes, default=0)} decodes{told} and {len(mixed)} of steps with "
+        f"prompts, up to {max(mixed, default=0)} tokens,"
     )
