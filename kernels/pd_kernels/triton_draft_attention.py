@@ -2,8 +2,8 @@
 """Attention of decodes with drafts: a sequence's last tokens are queries, and see the cache up to their own places.
 
 The work is divided as in `triton_decode`. There a pair is a (sequence, KV head); here it is that with up to QUERIES of
-the sequence's queries, whose heads are the rows of one matrix product. A sequence with more has several such pairs, each
-of which reads its keys. So any step may have any numbers of queries, and QUERIES decides no more than the time.
+the sequence's queries, whose heads are the rows of one matrix product. A sequence with more has several such pairs,
+each of which reads its keys. So a step may have any numbers of queries, and QUERIES decides no more than the time.
 
 The keys and values of the step's own tokens are in the cache: another launch has written them.
 """

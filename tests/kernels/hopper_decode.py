@@ -49,7 +49,9 @@ def compile_drafts(shape: AttentionShape, tiling: DecodeTiling, num_queries: int
     types |= dict.fromkeys(("num_seqs", "num_tokens", "query_stride"), "i32")
     rows = num_queries * shape.heads_per_kv_head
     constants = {"SEQS": 128, "PROGRAMS": 528, "QUERIES": num_queries, "MERGED": max(8192 // rows // shape.head_dim, 1)}
-    return _compile(_draft_kernel, shape, tiling, types, constants | {"SETUP": tiling.setup, "ROWS": rows}, tiling.num_warps)
+    return _compile(
+        _draft_kernel, shape, tiling, types, constants | {"SETUP": tiling.setup, "ROWS": rows}, tiling.num_warps
+    )
 
 
 def _compile(

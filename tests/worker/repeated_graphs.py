@@ -112,9 +112,7 @@ class DraftsPlan(DecodesPlan):
         step = self.step
         assert not len(step.decode_lens)
         tables = step.block_tables.clamp(min=0)
-        return reference.draft_attention(
-            query, cache, tables, step.query_starts, step.seq_lens, scale, self.window
-        )
+        return reference.draft_attention(query, cache, tables, step.query_starts, step.seq_lens, scale, self.window)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ pytest.importorskip("triton", reason="tiles are those of the Triton kernels")
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, NewBlocks, SequenceChunk, SequenceStart
 from pd_cluster.worker.cuda_graphs.captured_step import MixedStep
-from pd_cluster.worker.cuda_graphs.graph_sizes import FAR_KEYS, GraphSizes, decode_sizes, step_sizes
+from pd_cluster.worker.cuda_graphs.graph_sizes import FAR_KEYS, GraphSizes, decode_sizes, draft_sizes, step_sizes
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.host_buffer import HostBuffer
 from pd_cluster.worker.input_batch import InputBatch
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pd_cluster.worker.cuda_graphs.captured_step import StepPlaces
+    from pd_cluster.worker.step_inputs import ReplayInputs
+    from pd_kernels.values import StepSize
 
 MAX_LEN, BLOCK_SIZE, CPU = FAR_KEYS + 700, 16, torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
@@ -137,7 +140,8 @@ def make_graphs(problem: Problem, rows: InputBatch, host_buffer: HostBuffer) -> 
     )
     decodes = decode_sizes(problem.max_seqs) if problem.with_decode_sizes else []
     mixed = (step_sizes if problem.with_far else near_sizes)(problem.limit, problem.max_seqs)
-    steps.capture([*decodes, *mixed], NoRecorder(), lambda _: None)
+    drafts = draft_sizes(2 * problem.max_seqs, problem.max_seqs, 16)
+    steps.capture([*decodes, *drafts, *mixed], NoRecorder(), lambda _: None)
     return steps
 
 
@@ -153,10 +157,10 @@ def check_tokens(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places: St
         assert torch.equal(slots[:count], expected)
         assert set(slots[count:].tolist()) <= {padding_slot}
     assert not token_ids[count:].any(), "padding needs no last token"
-    samples = plain.samples
-    assert places.lengths.tolist()[: len(samples)] == samples.positions.tolist()
-    assert places.owners.tolist()[: len(samples)] == samples.rows.tolist()
-    assert set(places.owners.tolist()[len(samples) :]) <= {rows.padding_row}
+    rows_drawn, positions = plain.samples.draw_rows.tolist(), plain.samples.draw_positions.tolist()
+    assert places.lengths.tolist()[: len(positions)] == positions
+    assert places.owners.tolist()[: len(rows_drawn)] == rows_drawn
+    assert set(places.owners.tolist()[len(rows_drawn) :]) <= {rows.padding_row}
 
 
 def check_sequences(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places: StepPlaces, tables: Any) -> None:
@@ -170,11 +174,15 @@ def check_sequences(rows: InputBatch, chunks: tuple[SequenceChunk, ...], places:
         assert places.lengths.tolist()[:count] == packed.host_seq_lens.tolist()
         assert not places.lengths[count:].any()
         return
-    expected = torch.arange(count) if plain.tail is None else plain.tail.rows
-    assert parts.sampled[: len(expected)].tolist() == expected.tolist()
-    decodes = parts.decode_lens.tolist()
-    assert decodes[: packed.num_decodes] == packed.host_seq_lens[: packed.num_decodes].tolist()
-    assert not any(decodes[packed.num_decodes :])
+    if chunks[-1].drafts:
+        assert plain.tail is None, "all tokens sample"
+        assert not len(parts.sampled) + len(parts.decode_lens)
+    else:
+        expected = torch.arange(count) if plain.tail is None else plain.tail.rows
+        assert parts.sampled[: len(expected)].tolist() == expected.tolist()
+        decodes = parts.decode_lens.tolist()
+        assert decodes[: packed.num_decodes] == packed.host_seq_lens[: packed.num_decodes].tolist()
+        assert not any(decodes[packed.num_decodes :])
     assert parts.seq_lens.tolist()[:count] == packed.host_seq_lens.tolist()
     assert not parts.seq_lens[count:].any()
     starts = parts.query_starts.tolist()
@@ -232,8 +240,45 @@ def test_a_step_in_any_place_is_the_step(problem: Problem) -> None:
     assert [len(part) for part in places[:2]] == [size.num_tokens] * 2
     assert places.slots.shape == (3, size.num_tokens)
     assert [len(part) for part in places[3:7]] == [size.num_seqs] * 4
+    check_step(rows, steps, chunks, size, inputs)
+
+
+def check_step(
+    rows: InputBatch, steps: StepGraphs, chunks: tuple[SequenceChunk, ...], size: StepSize, inputs: ReplayInputs
+) -> None:
+    step = steps._graphs[size].step
+    places = step.places(rows._host_buffer.first(step.length))
     padding_slot = 3 * BLOCK_SIZE  # after the only slabs, of a block each
     check_tokens(rows, chunks, places, padding_slot)
     check_sequences(rows, chunks, places, inputs.block_tables)
-    if isinstance(step, MixedStep):
+    if isinstance(step, MixedStep) and size.num_chunks:
         check_tiles(step, chunks, places)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.data())
+def test_a_step_with_drafts_in_any_place_is_the_step(problem: Problem, data: st.DataObject) -> None:
+    """Decodes, each with up to as many drafts as there may be sequences; some last tokens are on the device only."""
+    parts = tuple(replace(part, num_tokens=1, rest=0) for part in problem.parts)
+    rows, host_buffer, decodes = make_rows(replace(problem, parts=parts))
+    left, chunks = problem.max_seqs, list[SequenceChunk]()
+    for chunk in decodes:
+        left -= (count := data.draw(st.integers(0, min(left, 16))))
+        drafts = tuple(data.draw(st.lists(st.integers(0, 98), min_size=count, max_size=count)))
+        new = tuple(
+            NewBlocks(group, 0, tuple(range(-(-(chunk.start + 1 + count) // BLOCK_SIZE)))) for group in range(3)
+        )
+        chunks.append(msgspec.structs.replace(chunk, num_tokens=1 + count, drafts=drafts, new_blocks=new))
+    chunks.sort(key=lambda chunk: chunk.num_tokens)
+    rows.apply(Batch(1, (), tuple(chunks)))
+    steps = make_graphs(problem, rows, host_buffer)
+    size = GraphSizes(steps.sizes).choose(tuple(chunks))
+    num_tokens = sum(chunk.num_tokens for chunk in chunks)
+    if num_tokens == len(chunks):
+        return
+    assert size is not None
+    assert size.num_queries
+    host_buffer.begin()
+    inputs = steps.build(tuple(chunks), size, None)
+    assert size.num_tokens == size.num_rows >= num_tokens
+    check_step(rows, steps, tuple(chunks), size, inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import torch
 
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, SequenceChunk, SequenceStart
-from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, decode_sizes
+from pd_cluster.worker.cuda_graphs.graph_sizes import GraphSizes, decode_sizes, draft_sizes
 from pd_cluster.worker.logits_stages.penalties import Penalties
 from tests.drafters import KINDS, bent
 from tests.worker.conftest import VOCAB_SIZE
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     Single = tuple[list[list[SampledToken]], list[torch.Tensor]]
 
 NUM_TOKENS, MOST, MAX_SEQS = 14, 4, 32
-SIZES = [*decode_sizes(8), *near_sizes(64, MAX_SEQS)]
+SIZES = [*decode_sizes(8), *draft_sizes(64, MAX_SEQS, MOST), *near_sizes(64, MAX_SEQS)]
 PROMPTS = random_prompts((20, 5, 33, 15, 9, 70, 3), VOCAB_SIZE, 3)
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -116,7 +117,7 @@ def driven(
 
 @pytest.fixture(scope="module")
 def executor(models: ModelStore) -> Iterator[DeviceExecutor]:
-    executor = make_executor(models.get("qwen3").directory, max_num_seqs=MAX_SEQS)
+    executor = make_executor(models.get("qwen3").directory, max_num_seqs=MAX_SEQS, speculation="lookup")
     yield executor
     executor.close()
 
@@ -162,7 +163,9 @@ def test_drafts_change_no_token(executor: DeviceExecutor, single: Single, kind: 
     else:
         assert 20 < drive.num_accepted < drive.num_drafts
     if has_graphs:
-        assert len([size for size in replayed if size.num_chunks]) > 5
+        kinds = Counter((size.num_chunks > 0, size.num_queries > 0) for size in replayed)
+        assert kinds[True, False] > 2, "beside prompts"
+        assert kinds[False, True] > 2, "alone"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,8 +6,8 @@ inputs from one array (`DrawLayout`), masks of tokens, and the tables of penalti
 it draws. Rows with a late stage, as grammars have, are drawn by a replay of their own, in which the others are padding.
 
 There are graphs for each number of decodes, because each graph of decodes keeps logits of its own, and as many for the
-logits that all other graphs of steps share, with more rows where these have drafts. Each number has eight: with and without changes to the logits, which
-need a copy in float32, logprobs, which need the best 20 tokens, and masks.
+logits that all other graphs of steps share, with more rows where these have drafts. Each number has eight: with and
+without changes to the logits, which need a copy in float32, logprobs, which need the best 20 tokens, and masks.
 """
 
 from __future__ import annotations
