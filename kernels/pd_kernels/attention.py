@@ -87,7 +87,6 @@ class GroupAttention(Protocol):
         """Attention of captured steps of `size`.
 
         None when such steps cannot be captured, or when `size.is_far` and the same size without `is_far` is as fast.
-        None too when the next lower one of DRAFT_QUERIES in place of `size.num_queries` makes the same step.
         """
 
 

@@ -19,12 +19,7 @@ from pd_kernels.chunk_tiles import ChunkTiles
 from pd_kernels.decode_tiling import DecodeTiling, decode_tiling
 from pd_kernels.launch_sizes import num_processors
 from pd_kernels.triton_decode import DecodePlan, decode_attention, plan_decode
-from pd_kernels.triton_draft_attention import (
-    DraftAttentionPlan,
-    draft_attention,
-    plan_draft_attention,
-    queries_of_pair,
-)
+from pd_kernels.triton_draft_attention import DraftAttentionPlan, draft_attention, plan_draft_attention
 from pd_kernels.triton_prefill import (
     LargeTiles,
     PrefillPlan,
@@ -35,7 +30,7 @@ from pd_kernels.triton_prefill import (
     unshared_if_many,
 )
 from pd_kernels.triton_split_decode import split_attention
-from pd_kernels.values import DRAFT_QUERIES, PackedSequences, PrefillTiling
+from pd_kernels.values import PackedSequences, PrefillTiling
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +67,6 @@ class TritonAttention:
 
     def captured(self, size: StepSize) -> TritonReplayable | None:
         """See GroupAttention."""
-        fewer = [queries_of_pair(self.shape, each) for each in DRAFT_QUERIES if each < size.num_queries]
-        if queries_of_pair(self.shape, size.num_queries) in fewer:
-            return None
         if not size.num_chunks:
             return TritonReplayable(self, size, ChunkTiles(1, 0), None)
         num_rows, far_keys = size.num_tokens * self.shape.num_heads, 0 if self.shape.window else _FAR_KEYS
@@ -91,11 +83,8 @@ class TritonAttention:
         """A plan that does not depend on lengths. `tiling`: how chunks are tiled; None: the step has no chunks."""
         num_tokens, window = size.num_tokens, self.shape.window
         packed = PackedSequences(0, step.query_starts, step.seq_lens, step.block_tables, _VOID, _VOID)
-        if size.num_queries:
-            num_queries = queries_of_pair(self.shape, size.num_queries)
-            drafts = plan_draft_attention(
-                self.shape, self.decode, num_queries, step.seq_lens, step.query_starts, num_tokens
-            )
+        if size.has_drafts:
+            drafts = plan_draft_attention(self.shape, self.decode, step.seq_lens, step.query_starts, num_tokens)
             return TritonAttentionPlan(num_tokens, packed, step.decode_lens, window, None, None, drafts)
         prefill = None
         if tiling is not None:

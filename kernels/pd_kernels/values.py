@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 
-DRAFT_QUERIES = (4, 8, 16)  # tokens of a decode with drafts for which attention can be tuned
 FEW_ROWS = (16, 64)  # the most rows of kernels for few rows; experts have both
 
 # a packed batch: the tokens of all sequences in one dimension, decodes first
@@ -55,18 +54,17 @@ class StepSize:
     num_chunks: int  # most sequences that attend as prefill chunks
     has_decodes: bool  # whether sequences may attend as decodes
     is_far: bool = False  # tuned for chunks that follow many keys; correct for all chunks
-    # For decodes with drafts alone, and tuned for so many tokens of each: one of DRAFT_QUERIES; 0: for other steps
-    num_queries: int = 0
+    has_drafts: bool = False  # for decodes with drafts alone
 
     @property
     def num_rows(self) -> int:
         """Most rows of logits. Beside prompts there are as many as sequences, also if some of these have drafts."""
-        return self.num_tokens if self.num_queries else self.num_seqs
+        return self.num_tokens if self.has_drafts else self.num_seqs
 
     @property
     def is_plain(self) -> bool:
         """Whether each sequence has one token."""
-        return not self.num_chunks and not self.num_queries
+        return not self.num_chunks and not self.has_drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,8 +183,9 @@ class DeviceCached(DeviceState):
                     weights.has_products = True
                 agree = None if plan.place is None else plan.place.reduce.agree
                 capture_steps(
-                    weights.model, runner.graphs, runner.draws, limits, plan.progress, agree, plan.most_drafts
-                )
+                    weights.model, runner.graphs, runner.draws, limits, plan.progress, agree,
+                    has_drafts=plan.most_drafts > 0,
+                )  # fmt: skip
         except torch.OutOfMemoryError as error:
             hint = "lower --gpu-memory-utilization or --max-graph-tokens"
             raise StartupError(f"{device} has no room for captured steps: {hint} ({error})") from error

@@ -47,7 +47,7 @@ class ReferenceAttention:
             return None
         window = self.inner.shape.window
         tiles = ChunkTiles(1 << 20, size.num_chunks * (2 if window else 1))
-        return ReferenceReplayable(window, tiles, has_drafts=size.num_queries > 0)
+        return ReferenceReplayable(window, tiles, has_drafts=size.has_drafts)
 
 
 def reference_attentions(executor: DeviceExecutor) -> list[ReferenceAttention]:

@@ -140,7 +140,7 @@ def make_graphs(problem: Problem, rows: InputBatch, host_buffer: HostBuffer) -> 
     )
     decodes = decode_sizes(problem.max_seqs) if problem.with_decode_sizes else []
     mixed = (step_sizes if problem.with_far else near_sizes)(problem.limit, problem.max_seqs)
-    drafts = draft_sizes(2 * problem.max_seqs, problem.max_seqs, 16)
+    drafts = draft_sizes(2 * problem.max_seqs, problem.max_seqs)
     steps.capture([*decodes, *drafts, *mixed], NoRecorder(), lambda _: None)
     return steps
 
@@ -277,7 +277,7 @@ def test_a_step_with_drafts_in_any_place_is_the_step(problem: Problem, data: st.
     if num_tokens == len(chunks):
         return
     assert size is not None
-    assert size.num_queries
+    assert size.has_drafts
     host_buffer.begin()
     inputs = steps.build(tuple(chunks), size, None)
     assert size.num_tokens == size.num_rows >= num_tokens

@@ -11,7 +11,6 @@ from pd_cluster.worker.cuda_graphs.graph_sizes import (
     GraphSizes,
     bucket_sizes,
     decode_sizes,
-    draft_buckets,
     draft_sizes,
     step_sizes,
     token_buckets,
@@ -116,19 +115,13 @@ def test_a_size_has_room_for_the_rows_of_drafts() -> None:
 
 
 def test_draft_sizes() -> None:
-    assert draft_buckets(40) == [2, 4, 8, 16, 32, 40]
-    assert draft_buckets(3) == [2, 3]
-    sizes = draft_sizes(40, 6, 16)
-    assert [(size.num_tokens, size.num_queries) for size in sizes] == [
-        (2, 4), (4, 4), (8, 4), (8, 8), *((tokens, queries) for tokens in (16, 32, 40) for queries in (4, 8, 16))
-    ]  # fmt: skip
-    assert {(size.num_tokens, size.num_seqs, size.num_rows) for size in sizes} == {
+    sizes = draft_sizes(40, 6)
+    assert [(size.num_tokens, size.num_seqs, size.num_rows) for size in sizes] == [
         (2, 2, 2), (4, 4, 4), (8, 6, 8), (16, 6, 16), (32, 6, 32), (40, 6, 40)
-    }  # fmt: skip
+    ]  # fmt: skip
     assert not any(size.num_chunks or size.is_plain for size in sizes)
-    assert {size.num_queries for size in draft_sizes(512, 256, 3)} == {4}
-    assert draft_sizes(512, 256, 0) == []
-    assert len(draft_sizes(512, 256, 16)) == 34
+    assert [size.num_tokens for size in draft_sizes(3, 2)] == [2, 3]
+    assert len(draft_sizes(512, 256)) == 13
 
 
 @pytest.mark.parametrize("max_seqs", [1, 6, 256])
@@ -136,38 +129,26 @@ def test_draft_sizes() -> None:
 @given(st.data())
 def test_every_step_of_decodes_with_drafts_has_a_size(max_seqs: int, data: st.DataObject) -> None:
     """As many drafts in all as there may be sequences. It is the smallest size, and of decodes alone."""
-    most = data.draw(st.integers(1, 16))
-    choose = GraphSizes(
-        [*decode_sizes(max_seqs), *near_sizes(64, max_seqs), *draft_sizes(2 * max_seqs, max_seqs, most)]
-    )
-    counts = data.draw(st.lists(st.integers(0, min(most, max_seqs)), min_size=1, max_size=max_seqs))
+    own = draft_sizes(2 * max_seqs, max_seqs)
+    choose = GraphSizes([*decode_sizes(max_seqs), *near_sizes(64, max_seqs), *own]).choose
+    counts = data.draw(st.lists(st.integers(0, min(16, max_seqs)), min_size=1, max_size=max_seqs))
     while sum(counts) > max_seqs:
         counts.pop()
     counts = counts or [1]
-    size, num_tokens = choose.choose(drafts(*sorted(counts))), len(counts) + sum(counts)
+    size, num_tokens = choose(drafts(*sorted(counts))), len(counts) + sum(counts)
     assert size is not None
-    assert bool(size.num_queries) == (num_tokens > len(counts))
-    if size.num_queries:
-        assert size.num_tokens == min(each for each in draft_buckets(2 * max_seqs) if each >= num_tokens)
+    assert size.has_drafts == (num_tokens > len(counts))
+    if size.has_drafts:
+        assert size.num_tokens == min(each.num_tokens for each in own if each.num_tokens >= num_tokens)
         assert len(counts) <= size.num_seqs
 
 
-def test_attention_of_drafts_is_tuned_for_most_of_them() -> None:
-    choose = GraphSizes([*draft_sizes(64, 32, 16), *near_sizes(64, 32)]).choose
-
-    def tuned_for(*counts: int) -> tuple[int, int]:
-        size = choose(drafts(*counts))
-        assert size is not None
-        return size.num_tokens, size.num_queries
-
-    assert tuned_for(1) == (2, 4)
-    assert tuned_for(*[0] * 12, 3) == (16, 4)
-    assert tuned_for(*[0] * 20, 16) == (64, 4), "one sequence is read five times"
-    assert tuned_for(*[7] * 4) == (32, 8)
-    assert tuned_for(*[15] * 3) == (64, 16)
+def test_only_decodes_alone_have_the_sizes_of_drafts() -> None:
+    own = draft_sizes(512, 256)
+    choose = GraphSizes([*own, *near_sizes(64, 32)]).choose
     with_prompt = choose((*drafts(1, 1), SequenceChunk(9, 0, 6)))
     assert with_prompt is not None
     assert with_prompt.num_chunks
     assert choose((*drafts(1), SequenceChunk(8, 9, 2, num_samples=1, reads=True, drafts=(5,)))) is None
-    few = GraphSizes(draft_sizes(512, 256, 16)[-1:])
-    assert few.choose(drafts(15)) is None, "no memory was left for smaller ones"
+    assert GraphSizes(own).choose(drafts(*[2] * 256)) is None, "more drafts than sequences: launched without a graph"
+    assert GraphSizes(own[-1:]).choose(drafts(15)) is None, "no memory was left for smaller ones"

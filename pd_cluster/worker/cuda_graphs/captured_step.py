@@ -234,7 +234,7 @@ def make_captured_steps(
     decodes = sorted((size for size in sizes if size.is_plain), key=lambda size: -size.num_seqs)
     mixed = sorted(
         (size for size in sizes if not size.is_plain),
-        key=lambda size: (-size.num_tokens, -size.num_seqs, size.num_queries, size.is_far),
+        key=lambda size: (-size.num_tokens, -size.num_seqs, size.is_far),
     )
     return [*_decode_steps(decodes, model, attentions), *_mixed_steps(mixed, model, attentions, num_columns)]
 

@@ -108,7 +108,7 @@ class DrawGraphs:
         sources = [(False, rows) for size, rows in logits.items() if size.is_plain]
         if shared := {size: rows for size, rows in logits.items() if not size.is_plain}:
             largest, seqs = max(shared.values(), key=len), max(size.num_seqs for size in shared)
-            buckets = {*bucket_sizes(seqs), *(size.num_tokens for size in shared if size.num_queries)}
+            buckets = {*bucket_sizes(seqs), *(size.num_tokens for size in shared if size.has_drafts)}
             sources += [(True, largest[:num_rows]) for num_rows in buckets]
         yield from sorted(sources, key=lambda source: -len(source[1]))
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pd_kernels.values import DRAFT_QUERIES, StepSize
+from pd_kernels.values import StepSize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,8 +17,6 @@ FEW_SEQS = 64  # most steps have fewer; room for more costs time where only the 
 # second number of tokens as fit. Where programs share keys, empty tiles cost 0.1 ms in a step of 192 tokens (8B, one
 # H200), elsewhere nothing
 NEAR_CHUNKS, FAR_CHUNKS = (8, 16), (4, 32)
-# What a sequence costs in attention that is tuned for so many tokens of each: one with more is read several times
-QUERY_COSTS = dict(zip(DRAFT_QUERIES, (1.0, 1.1, 1.4), strict=True))
 _MOST_PADDING = 256  # tokens; computing more takes the device longer than the host takes to launch the step unpadded
 
 
@@ -33,7 +30,7 @@ class GraphSizes:
         """`sizes`: the sizes that every rank has captured."""
         self.sizes = tuple(sizes)
         self._decodes = sorted((size for size in self.sizes if size.is_plain), key=lambda size: size.num_seqs)
-        self._drafts = sorted((size for size in self.sizes if size.num_queries), key=lambda size: size.num_tokens)
+        self._drafts = sorted((size for size in self.sizes if size.has_drafts), key=lambda size: size.num_tokens)
         self._steps = [size for size in self.sizes if size.num_chunks]
 
     def choose(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
@@ -57,16 +54,14 @@ class GraphSizes:
     def _choose_drafts(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
         if not chunks[-1].drafts:  # prompts come last
             return None
-        lens = [chunk.num_tokens for chunk in chunks if chunk.is_decode and chunk.num_samples == 1 and not chunk.reads]
-        num_tokens = sum(lens)
-        fitting = [
+        if any(not chunk.is_decode or chunk.num_samples != 1 or chunk.reads for chunk in chunks):
+            return None
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        fitting = (
             size for size in self._drafts
             if 0 <= size.num_tokens - num_tokens < _MOST_PADDING and size.num_seqs >= len(chunks)
-        ]  # fmt: skip
-        if len(lens) < len(chunks) or not fitting:
-            return None
-        least = [size for size in fitting if size.num_tokens == fitting[0].num_tokens]
-        return min(least, key=lambda size: QUERY_COSTS[size.num_queries] * sum(-(-n // size.num_queries) for n in lens))
+        )  # fmt: skip
+        return next(fitting, None)
 
     def _choose_step(self, chunks: tuple[SequenceChunk, ...]) -> StepSize | None:
         num_tokens = num_decodes = num_rows = 0
@@ -96,27 +91,10 @@ def decode_sizes(limit: int) -> list[StepSize]:
     return [StepSize(size, size, 0, has_decodes=True) for size in bucket_sizes(limit)]
 
 
-def draft_sizes(limit: int, max_seqs: int, most: int) -> list[StepSize]:
-    """Sizes of steps of decodes with drafts alone, up to `limit` tokens. `most`: drafts of a sequence; 0: none.
-
-    Each of `draft_buckets` has one for each of DRAFT_QUERIES up to the longest decode. All serve any such step. Where
-    sequences have other numbers of tokens than attention is tuned for, it only takes longer.
-    """
-    sizes = []
-    for num_tokens in draft_buckets(limit) if most else ():
-        longest = min(num_tokens, 1 + most)
-        for shorter, num_queries in pairwise((1, *DRAFT_QUERIES)):
-            if shorter < longest:
-                sizes.append(StepSize(num_tokens, min(num_tokens, max_seqs), 0, True, num_queries=num_queries))
-    return sizes
-
-
-def draft_buckets(limit: int) -> list[int]:
-    """Numbers of tokens in steps with drafts: those of `token_buckets`, and 2, 4 and 8.
-
-    A mixture reads other experts for each row, also of padding.
-    """
-    return [size for size in (2, 4, 8, *token_buckets(limit)) if size <= limit]
+def draft_sizes(limit: int, max_seqs: int) -> list[StepSize]:
+    """Sizes of steps of decodes with drafts alone: those of `token_buckets`, and 2, 4 and 8 tokens."""
+    buckets = [size for size in (2, 4, 8, *token_buckets(limit)) if size <= limit]
+    return [StepSize(size, min(size, max_seqs), 0, has_decodes=True, has_drafts=True) for size in buckets]
 
 
 def bucket_sizes(limit: int) -> list[int]:

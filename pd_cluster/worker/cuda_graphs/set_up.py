@@ -82,11 +82,10 @@ def capture_steps(
     limits: SchedulerConfig,
     progress: Callable[[str], None],
     agree: Callable[[bool], bool] | None = None,
-    most_drafts: int = 0,
+    *,
+    has_drafts: bool = False,
 ) -> None:
     """Capture as many steps as there is memory for, and the draws from their logits. Their products must be chosen.
-
-    `most_drafts`: of a sequence in a step; 0: there are none.
 
     `agree`: whether all ranks say yes; None: there is one rank. With several, draws are not captured, because rank 0
     alone has their inputs.
@@ -96,7 +95,8 @@ def capture_steps(
     limit = min(limits.max_graph_tokens, limits.max_num_batched_tokens)
     mixed = step_sizes(limit, limits.max_num_seqs) if limit else []
     recorder = CudaRecorder(model.device, agree)
-    drafts = draft_sizes(min(_most_rows(limits), limits.max_num_batched_tokens), limits.max_num_seqs, most_drafts)
+    most_rows = min(_most_rows(limits), limits.max_num_batched_tokens)
+    drafts = draft_sizes(most_rows, limits.max_num_seqs) if has_drafts else []
     graphs.capture([*decode_sizes(_max_decodes(limits)), *drafts, *mixed], recorder, progress)
     if agree is None:
         draws.capture(graphs.logits, recorder, progress)

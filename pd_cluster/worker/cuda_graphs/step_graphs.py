@@ -147,7 +147,7 @@ def _describe(sizes: Sequence[StepSize]) -> str:
     """The numbers and largest sizes of the graphs, in words."""
     decodes = [size.num_seqs for size in sizes if size.is_plain]
     mixed = [size.num_tokens for size in sizes if size.num_chunks]
-    drafts = [size.num_tokens for size in sizes if size.num_queries]
+    drafts = [size.num_tokens for size in sizes if size.has_drafts]
     told = f", {len(drafts)} of decodes with drafts, up to {max(drafts)} tokens," if drafts else ""
     return (
         f"{len(decodes)} graphs of up to {max(decodes, default=0)} decodes{told} and {len(mixed)} of steps with "
