@@ -162,6 +162,13 @@ def queries_of_pair(shape: AttentionShape) -> int:
     return max((64 if shape.head_dim <= 128 else 32) // shape.heads_per_kv_head, 1)
 
 
+def draft_tiling(tiling: DecodeTiling) -> DecodeTiling:
+    """How the keys are cut, where decodes are cut by `tiling`."""
+    if tiling.num_warps >= 4:
+        return tiling
+    return replace(tiling, num_warps=4, num_stages=5, programs_per_processor=2)  # the sums would not fit into registers
+
+
 def plan_draft_attention(
     shape: AttentionShape, tiling: DecodeTiling, seq_lens: torch.Tensor, query_starts: torch.Tensor, num_tokens: int
 ) -> DraftAttentionPlan:
@@ -170,8 +177,7 @@ def plan_draft_attention(
     `tiling`: of decodes.
     """
     window, num_seqs, num_queries = shape.window, _num_seqs(seq_lens), queries_of_pair(shape)
-    if tiling.num_warps < 4:  # the sums would not fit into registers
-        tiling = replace(tiling, num_warps=4, num_stages=5, programs_per_processor=2)
+    tiling = draft_tiling(tiling)
     ends = plan_shares(seq_lens, shape.num_kv_heads, window, tiling, num_seqs, query_starts, num_queries)
     arrived = torch.zeros((num_tokens, shape.num_kv_heads), dtype=torch.int32, device=seq_lens.device)
     return DraftAttentionPlan(tiling, window, num_queries, seq_lens, query_starts, ends, arrived)

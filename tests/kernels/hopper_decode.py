@@ -1,4 +1,6 @@
-"""Compile decode attention that takes new tokens from the QKV product for a Hopper GPU; print its PTX as JSON.
+"""Compile decode attention for a Hopper GPU, where new tokens come from the QKV product and where there are drafts.
+
+Prints the PTX as JSON.
 
 No GPU is needed. A process of its own: where the tests run in Triton's interpreter, its kernels cannot be compiled.
 """
@@ -18,7 +20,7 @@ from triton.compiler import compile as compile_source
 from pd_kernels.attention import AttentionShape
 from pd_kernels.decode_tiling import decode_tiling
 from pd_kernels.triton_decode import _decode_kernel
-from pd_kernels.triton_draft_attention import _draft_kernel
+from pd_kernels.triton_draft_attention import _draft_kernel, draft_tiling, queries_of_pair
 from pd_kernels.triton_split_decode import _NUM_WARPS, _split_kernel
 
 if TYPE_CHECKING:
@@ -43,15 +45,15 @@ def compile_split(shape: AttentionShape, tiling: DecodeTiling) -> str:
     return _compile(_split_kernel, shape, tiling, types, constants, _NUM_WARPS)
 
 
-def compile_drafts(shape: AttentionShape, tiling: DecodeTiling, num_queries: int) -> str:
+def compile_drafts(shape: AttentionShape, tiling: DecodeTiling) -> str:
     """PTX of the kernel for decodes with drafts, as `compile_decode`."""
+    tiling, num_queries = draft_tiling(tiling), queries_of_pair(shape)
     types = {"query": "*bf16", "query_starts": "*i32", "ends": "*i32"}
     types |= dict.fromkeys(("num_seqs", "num_tokens", "query_stride"), "i32")
     rows = num_queries * shape.heads_per_kv_head
-    constants = {"SEQS": 128, "PROGRAMS": 528, "QUERIES": num_queries, "MERGED": max(8192 // rows // shape.head_dim, 1)}
-    return _compile(
-        _draft_kernel, shape, tiling, types, constants | {"SETUP": tiling.setup, "ROWS": rows}, tiling.num_warps
-    )
+    constants = {"SEQS": 256, "PROGRAMS": 264, "QUERIES": num_queries, "MERGED": max(8192 // rows // shape.head_dim, 1)}
+    constants |= {"SETUP": tiling.setup, "ROWS": rows}
+    return _compile(_draft_kernel, shape, tiling, types, constants, tiling.num_warps)
 
 
 def _compile(
@@ -88,7 +90,8 @@ def _compile(
 def main() -> None:
     knobs.nvidia.dump_ptxas_log = True
     tiling = decode_tiling(SHAPE)
-    json.dump({"shares": compile_decode(SHAPE, tiling), "splits": compile_split(SHAPE, tiling)}, sys.stdout)
+    found = {"shares": compile_decode(SHAPE, tiling), "splits": compile_split(SHAPE, tiling)}
+    json.dump(found | {"drafts": compile_drafts(SHAPE, tiling)}, sys.stdout)
 
 
 if __name__ == "__main__":

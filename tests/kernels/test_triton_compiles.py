@@ -76,8 +76,11 @@ def test_sums_over_ranks_publish_what_is_written_and_read_what_has_come(tmp_path
 
 @pytest.mark.slow
 def test_new_tokens_wait_for_the_product_and_old_ones_do_not(tmp_path: Path) -> None:
-    """No barrier but those of conversions that the matrix unit needs stands between the product and its use."""
-    found, _ = kernels_by("tests.kernels.hopper_decode", tmp_path)
+    """No barrier but those of conversions that the matrix unit needs stands between the product and its use.
+
+    Decodes with drafts have no new tokens: another kernel writes these, and no program reads anything before it ends.
+    """
+    found, log = kernels_by("tests.kernels.hopper_decode", tmp_path)
     ahead, behind = found["shares"].split("griddepcontrol.wait", 1)
     ahead = ahead.rpartition("bra ")[2]  # of this pair
     assert "st.global" not in ahead
@@ -86,6 +89,21 @@ def test_new_tokens_wait_for_the_product_and_old_ones_do_not(tmp_path: Path) -> 
     assert "rsqrt" in rotation
     assert rotation.count("bar.sync") <= 8
     assert_parts_are_published(found["splits"])
+    assert_a_warpgroup_multiplies(found["drafts"])
+    assert re.findall(r"properties for _draft_kernel\s.*?(\d+) bytes spill stores", log) == ["0"]
+
+
+def assert_a_warpgroup_multiplies(ptx: str) -> None:
+    """Rows of drafts, and parts of them are counted after a barrier and read past the L1 cache."""
+    ahead, behind = ptx.split("griddepcontrol.wait", 1)
+    assert "griddepcontrol.launch_dependents" in ahead
+    assert not re.search(r"st\.global|atom\.", ahead)
+    assert re.search(r"wgmma\.mma_async\S+m64n\d+k16\.f32\.bf16", behind)
+    assert "mma.sync" not in behind
+    assert_registers_are_read(ptx, "drafts")
+    written, merged = behind.split("atom.global.gpu.acq_rel.add", 1)
+    assert "bar.sync" in written.rpartition("st.global")[2]
+    assert len(re.findall(r"ld\.global\.cg\.v4\.b32", merged)) >= 16
 
 
 def assert_parts_are_published(ptx: str) -> None:

@@ -210,6 +210,7 @@ class FakeWorker:
                 row.put(new)
         assert len(batch.chunks) <= len(self.rows) <= self.max_num_seqs
         assert batch.num_tokens <= self.max_num_tokens
+        assert sum(max(chunk.num_rows - 1, 0) for chunk in batch.chunks) <= self.max_num_seqs, "rows beyond one each"
         assert len({chunk.seq_id for chunk in batch.chunks}) == len(batch.chunks)
         result = StepResult(batch.step, {})
         for chunk in batch.chunks:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     Single = tuple[list[list[SampledToken]], list[torch.Tensor]]
 
-NUM_TOKENS, MOST, MAX_SEQS = 14, 4, 32
-SIZES = [*decode_sizes(8), *draft_sizes(64, MAX_SEQS), *near_sizes(64, MAX_SEQS)]
+NUM_TOKENS, MOST, MAX_SEQS = 14, 4, 12
+SIZES = [*decode_sizes(8), *draft_sizes(2 * MAX_SEQS, MAX_SEQS), *near_sizes(64, MAX_SEQS)]
 PROMPTS = random_prompts((20, 5, 33, 15, 9, 70, 3), VOCAB_SIZE, 3)
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -166,6 +166,7 @@ def test_drafts_change_no_token(executor: DeviceExecutor, single: Single, kind: 
         kinds = Counter((size.num_chunks > 0, size.has_drafts) for size in replayed)
         assert kinds[True, False] > 2, "beside prompts"
         assert kinds[False, True] > 2, "alone"
+        assert max(size.num_rows for size in replayed) > MAX_SEQS, "draws have more rows than there are sequences"
 
 
 @pytest.mark.parametrize("kind", KINDS)
