@@ -43,7 +43,7 @@ from pd_cluster.errors import StartupError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from benchmarks.closed_loop import LoopResult, LoopStream
+    from benchmarks.closed_loop import LoopResult
     from benchmarks.recorded_texts import RecordedAnswer
 
 MIXED, BESIDE = "+".join(TASKS), f"rewrite+{UNMATCHED}"
@@ -81,14 +81,14 @@ class RecordedRound:
     counts: dict[str, int]  # by name of COUNTERS
     num_right: int  # streams that wrote what is recorded
     num_streams: int
-    tpot_ms: dict[str, tuple[float, ...]]  # of streams with two events or more, by task
+    tpot_ms: dict[str, tuple[float, ...]]  # of streams that ended, by task
     run: float  # tokens of a stream's event
 
     @classmethod
     def of(cls, result: LoopResult) -> RecordedRound:
         tpot, streams = dict[str, list[float]](), result.streams
         for stream in streams:
-            if (seconds := stream.tpot_s) is not None:
+            if stream.is_over and (seconds := stream.tpot_s) is not None:
                 tpot.setdefault(stream.answer.task, []).append(1e3 * seconds)
         return cls(
             rate=result.rate,
@@ -134,15 +134,14 @@ class RecordedResult:
     def row(self) -> list[str]:
         """Of the table."""
         case, none, lookup = self.case, self.none[-1], self.lookup[-1]
-        tpots = [one.tpot(tasks) for tasks in ((), (UNMATCHED,)) for one in (none, lookup)]
-        shown = [f"{p50:.2f} {p99:.2f}" for p50, p99 in tpots]
-        quiet = shown[2:] if UNMATCHED in none.tpot_ms else ["", ""]
-        share = "" if self.acceptance is None else f"{self.acceptance:.0%}"
+        rounds, share = (none, lookup), "" if self.acceptance is None else f"{self.acceptance:.0%}"
+        p50s, p99s = zip(*(one.tpot() for one in rounds), strict=True)
+        quiet = [one.tpot((UNMATCHED,))[1] for one in rounds] if UNMATCHED in none.tpot_ms else []
         return [
-            f"{case.shape} {case.context} B {case.batch} {case.name}", f"{none.rate:,.0f}", f"{lookup.rate:,.0f}",
-            f"{self.ratio:.3f}", f"{lookup.run:.2f}", share, str(lookup.counts["drafts"]),
-            str(none.counts["steps"]), str(lookup.counts["steps"]), *shown[:2], *quiet,
-            "" if self.is_right else "WRONG",
+            f"{case.shape} {case.context} B {case.batch} {case.name}", _pair([one.rate for one in rounds], 0),
+            f"{self.ratio:.3f}", f"{lookup.run:.2f}", share,
+            _pair([one.counts["steps"] for one in rounds], 0), str(lookup.counts["drafts"]),
+            _pair(p50s, 2), _pair(p99s, 2), _pair(quiet, 2), "" if self.is_right else "WRONG",
         ]  # fmt: skip
 
     def record(self) -> dict[str, Any]:
@@ -157,9 +156,13 @@ class RecordedResult:
 
 
 COLUMNS = (
-    "case", "tokens/s none", "lookup", "ratio", "a run", "accepted", "drafts", "steps none", "lookup",
-    "TPOT none p50 p99", "lookup", "quiet none", "lookup", "",
+    "case", "tokens/s", "ratio", "a run", "accepted", "steps", "drafts", "TPOT p50", "p99", "quiet p99", "",
 )  # fmt: skip
+
+
+def _pair(numbers: Sequence[float], digits: int) -> str:
+    """Without drafts and with."""
+    return " / ".join(f"{number:,.{digits}f}" for number in numbers)
 
 
 def _recorded(one: RecordedRound) -> dict[str, Any]:
@@ -180,7 +183,7 @@ class RecordedBench:
 
     def measure(self, case: RecordedCase) -> RecordedResult:
         """Raises RuntimeError."""
-        num = max(case.batch, self.least)
+        num = max(case.batch, self.least, len(case.task.split("+")))
         answers = self.maker.answers(case.task, num, case.context // BLOCK * BLOCK + 1, self.output_len)
         self.recorded.set(answers)
         fill_cache(self.engine, answers, self.recorded.seeds)
@@ -204,7 +207,7 @@ def node_config(directory: Path, namespace: argparse.Namespace) -> NodeConfig:
     """Of a node that drafts, with random weights."""
     on_gpu = namespace.device == "cuda"
     most, longest = max(namespace.batches), _longest(namespace)
-    num_blocks = 2 * max(most, namespace.least) * (-(-longest // BLOCK) + 1) + 8
+    num_blocks = 2 * max(most, namespace.least, len(TASKS)) * (-(-longest // BLOCK) + 1) + 8
     cache = CacheConfig(gpu_memory_utilization=0.9) if on_gpu else CacheConfig(num_blocks=num_blocks, block_size=BLOCK)
     return NodeConfig(
         model=ModelConfig(
@@ -228,7 +231,7 @@ def measure_recorded(shape: str, namespace: argparse.Namespace) -> Iterator[Reco
     started_s = time.perf_counter()
     vocab_size = CONFIGS[shape]["vocab_size"]
     maker = AnswerMaker(encoder(namespace.tokenizer, vocab_size), vocab_size)
-    num_answers = max(*namespace.batches, namespace.least)
+    num_answers = max(*namespace.batches, namespace.least, len(TASKS) + 1)
     recorded = RecordedTokens(num_answers, _longest(namespace), namespace.device)
     with tempfile.TemporaryDirectory(prefix="pd-bench-") as directory:
         Path(directory, "config.json").write_text(json.dumps(CONFIGS[shape]), encoding="utf-8")

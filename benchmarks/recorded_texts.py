@@ -2,7 +2,7 @@
 
     rewrite   a piece of a file and a change; the answer is the changed piece
     patch     the same; the answer is search-and-replace hunks
-    json      records, one a line; the answer is the next ones
+    json      records, one a line, and the beginning of one; the answer is the rest of it and the next one
     code      the first half of a piece of code; the answer is the second half
     prose     the same of the documentation
     message   a change; the answer is its commit message
@@ -42,7 +42,7 @@ PIECE = re.compile(r" ?[A-Za-z]{1,7}|[0-9]{1,3}| ?[^\sA-Za-z0-9]{1,2}|\n *|\s+")
 NUM_TEXTS = 48  # of a task
 LEAST, MOST = 900, 2200  # characters of a piece: 1k tokens have room for it and its change
 NUM_BESIDE = 20  # lines before and after a change
-LONGEST_RECORD = 400  # characters of a JSON record
+LONGEST_RECORD, MOST_RECORDS = 1500, 100  # characters of a line of JSON, and lines of a file
 COMMITS = 600  # the newest ones, of which changes are taken
 
 
@@ -108,9 +108,9 @@ class AnswerMaker:
         self._other = encode("\n".join(path.read_text(encoding="utf-8") for path in paths[::3])[:1_500_000])
 
     def answers(self, task: str, num: int, length: int, longest: int) -> list[RecordedAnswer]:
-        """So many, each with a prompt of `length` tokens. `longest`: tokens of an answer. `task`: or those that "+" joins.
+        """So many, each with a prompt of `length` tokens. `longest`: tokens of an answer.
 
-        Prompts differ, where texts come again, in what is before these.
+        task: one, or several that "+" joins and that take turns. Where texts come again, what is before them differs.
         """
         tasks = task.split("+")
         return [self._answer(tasks[at % len(tasks)], at, length, longest) for at in range(num)]
@@ -175,31 +175,15 @@ def _halves(root: Path, folder: str, pattern: str) -> list[RecordedText]:
 
 
 def _record_texts(root: Path) -> list[RecordedText]:
-    """Neighbouring records of lists in the files of results: the first ones, and the next ones."""
-    found = []
+    """Neighbouring lines of files of results, cut somewhere in the fourth one."""
+    found, rng = list[RecordedText](), random.Random(1)
     for path in sorted((root / "benchmarks" / "results").glob("*.jsonl")):
-        lists = [each for line in path.read_text(encoding="utf-8").splitlines() for each in _lists(json.loads(line))]
-        for records in lists[:40]:
-            lines = [json.dumps(record)[:LONGEST_RECORD] for record in records]
-            sizes, at = 0, 0
-            while at < len(lines) and sizes < MOST // 2:
-                sizes += len(lines[at])
-                at += 1
-            if at < len(lines) - 1:
-                found.append(RecordedText("\n".join(lines[:at]) + "\n", "\n".join(lines[at : at + 12])))
+        lines = [line[:LONGEST_RECORD] for line in path.read_text(encoding="utf-8").splitlines()]
+        for at in range(0, min(len(lines), MOST_RECORDS) - 4, 5):
+            text = "\n".join(lines[at : at + 5])
+            cut = len("\n".join(lines[at : at + 3])) + 1 + rng.randrange(len(lines[at + 3]))
+            found.append(RecordedText(text[max(0, cut - MOST) : cut], text[cut : cut + MOST]))
     return found
-
-
-def _lists(value: Any) -> Iterator[list[Any]]:
-    """Lists of records in a value."""
-    if isinstance(value, list):
-        if len(value) > 5 and all(isinstance(one, dict) for one in value):
-            yield value
-        for one in value:
-            yield from _lists(one)
-    if isinstance(value, dict):
-        for one in value.values():
-            yield from _lists(one)
 
 
 def _git(*arguments: str) -> str:
