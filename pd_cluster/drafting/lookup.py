@@ -74,14 +74,16 @@ class Lookup:
 
     def advance(self) -> None:
         """Take the tokens that have come."""
-        token_ids, start, text = self._token_ids, self._num_taken, self._text
+        token_ids, start = self._token_ids, self._num_taken
         end = self._num_taken = len(token_ids)
-        if end > start and text is not None:
-            self._follow(text, token_ids[start:end])
-            text = self._text
-        if end - self._num_indexed >= (1 if text is None else LAG):
+        if end > start and self._text is not None:
+            self._follow(self._text, token_ids[start:end])
+        if self._text is not None:
+            if end - self._num_indexed >= LAG:
+                self.index(1)
+        elif end > self._num_indexed:
             self.index(1)
-            if text is None and self._num_indexed == end > 1:
+            if self._num_indexed == end > 1:
                 self._search()
 
     @property
