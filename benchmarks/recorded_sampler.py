@@ -40,9 +40,10 @@ class RecordedTokens:
     `seeds`: of the requests, by the number of their answer.
     """
 
-    def __init__(self, num_answers: int, max_len: int, device: str) -> None:
+    def __init__(self, num_answers: int, max_len: int, vocab_size: int, device: str) -> None:
         self.seeds = _seeds(num_answers)
-        self._table = torch.zeros((num_answers, max_len), dtype=torch.int64, device=device)
+        # Any tokens, until answers are set: the start measures steps, and equal tokens would choose equal experts
+        self._table = torch.randint(vocab_size, (num_answers, max_len), device=device)
 
     def set(self, answers: Sequence[RecordedAnswer]) -> None:
         """From now on the request with `seeds[i]` writes `answers[i]`."""

@@ -47,7 +47,7 @@ COMMITS = 600  # the newest ones, of which changes are taken
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedText:
+class TaskText:
     """What is asked, and the answer that is written to it."""
 
     prompt: str
@@ -63,20 +63,20 @@ class RecordedAnswer:
     answer: tuple[int, ...]
 
 
-def make_texts(root: Path = ROOT) -> dict[str, list[RecordedText]]:
+def make_texts(root: Path = ROOT) -> dict[str, list[TaskText]]:
     """At most NUM_TEXTS of each of TASKS, the same at each call. Raises StartupError."""
     try:
         changes = [json.loads(line) for line in CHANGES.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise StartupError(f"there are no recorded changes: {error}") from error
-    texts: dict[str, list[RecordedText]] = {task: [] for task in TASKS}
+    texts: dict[str, list[TaskText]] = {task: [] for task in TASKS}
     for change in changes[:NUM_TEXTS]:
         before, after = change["before"], _applied(change)
         asked = f"{before}\nChange {change['path']}: {change['message']}\n"
-        texts["rewrite"].append(RecordedText(asked, after))
-        texts["patch"].append(RecordedText(asked, _hunks(before, after)))
+        texts["rewrite"].append(TaskText(asked, after))
+        texts["patch"].append(TaskText(asked, _hunks(before, after)))
         told = "".join(_difference(before, after, 3))
-        texts["message"].append(RecordedText(f"{told}\nThe message of this commit:\n", change["message"]))
+        texts["message"].append(TaskText(f"{told}\nThe message of this commit:\n", change["message"]))
     texts["json"] = _chosen(_record_texts(root))
     texts["code"] = _chosen(_halves(root, "pd_cluster", "*.py"))
     texts["prose"] = _chosen(_halves(root, "docs", "*.md"))
@@ -157,11 +157,11 @@ def _hunks(before: str, after: str) -> str:
     return "".join(told)
 
 
-def _chosen(texts: list[RecordedText]) -> list[RecordedText]:
+def _chosen(texts: list[TaskText]) -> list[TaskText]:
     return random.Random(1).sample(texts, min(NUM_TEXTS, len(texts)))
 
 
-def _halves(root: Path, folder: str, pattern: str) -> list[RecordedText]:
+def _halves(root: Path, folder: str, pattern: str) -> list[TaskText]:
     """Pieces of files, cut at a line in the middle."""
     found = []
     for path in sorted((root / folder).rglob(pattern)):
@@ -170,19 +170,19 @@ def _halves(root: Path, folder: str, pattern: str) -> list[RecordedText]:
             piece = text[start : start + 2 * MOST]
             half = piece.find("\n", MOST)
             if half > 0:
-                found.append(RecordedText(piece[: half + 1], piece[half + 1 :]))
+                found.append(TaskText(piece[: half + 1], piece[half + 1 :]))
     return found
 
 
-def _record_texts(root: Path) -> list[RecordedText]:
+def _record_texts(root: Path) -> list[TaskText]:
     """Neighbouring lines of files of results, cut somewhere in the fourth one."""
-    found, rng = list[RecordedText](), random.Random(1)
+    found, rng = list[TaskText](), random.Random(1)
     for path in sorted((root / "benchmarks" / "results").glob("*.jsonl")):
         lines = [line[:LONGEST_RECORD] for line in path.read_text(encoding="utf-8").splitlines()]
         for at in range(0, min(len(lines), MOST_RECORDS) - 4, 5):
             text = "\n".join(lines[at : at + 5])
             cut = len("\n".join(lines[at : at + 3])) + 1 + rng.randrange(len(lines[at + 3]))
-            found.append(RecordedText(text[max(0, cut - MOST) : cut], text[cut : cut + MOST]))
+            found.append(TaskText(text[max(0, cut - MOST) : cut], text[cut : cut + MOST]))
     return found
 
 
