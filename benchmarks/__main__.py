@@ -16,6 +16,7 @@ USAGE_ERROR = 2
 BENCHMARKS = {
     "engine": "throughput of the engine on CPU beside transformers, in the same run",
     "drafts": "answers of a model with drafts by lookup and without, in turn: equality, acceptance, tokens a second",
+    "recorded_answers": "drafts by lookup beside none, where random weights write recorded answers: tokens a second",
     "draft_host": "host time of steps with 64 drafting sequences beside steps without drafts, without a model",
     "gpu": "the engine on a GPU: decode, prefill and a mixed load beside the device's ceilings",
     "gpu_grammars": "decode steps of a GPU with rows that follow schemas, beside free ones",

@@ -149,6 +149,21 @@ class OfflineEngine:
         finally:
             executor._graph_sizes = sizes
 
+    @contextmanager
+    def without_drafts(self) -> Iterator[None]:
+        """Meanwhile requests are served as with `--speculation none`. There must be none at its begin and its end."""
+        scheduler = self.core._scheduler
+        assert scheduler.idle
+        owners = (scheduler, scheduler._planner, scheduler._life, scheduler._effects)
+        drafting = scheduler._drafting
+        for owner in owners:
+            owner._drafting = None
+        try:
+            yield
+        finally:
+            for owner in owners:
+                owner._drafting = drafting
+
     def close(self) -> None:
         """Idempotent."""
         self._cleanup.close()

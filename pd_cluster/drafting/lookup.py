@@ -30,9 +30,11 @@ PIECE = 512  # tokens that are indexed at a time, 0.1 ms: a sequence without dra
 # Tokens that need no index while a match is followed: 16 at once take as long as 6 one by one. While no step waits
 # fewer are indexed, so that a search finds nothing left to do
 LAG, LEAST = 16, 4
-# Of what was expected and what was right in a sequence, at each token after a match: some ten count. And what its
-# matches are trusted for at first, in right tokens
-OWN_MEMORY, OWN_PRIOR = 0.9, 2.0
+# Of what was expected and what was right in a sequence, at each token after a match: some ten count
+OWN_MEMORY = 0.9
+# And what counts as right and as expected before them. A sequence is trusted for half at first: trusted at once, short
+# answers that repeat nothing had 0.98 of the tokens a second of `none`, and others no more than now
+OWN_RIGHT, OWN_EXPECTED = 1.0, 2.0
 REST, MOST_REST = 16, 1024  # tokens without drafts, after a right one that was not verified
 
 
@@ -74,14 +76,16 @@ class Lookup:
 
     def advance(self) -> None:
         """Take the tokens that have come."""
-        token_ids, start, text = self._token_ids, self._num_taken, self._text
+        token_ids, start = self._token_ids, self._num_taken
         end = self._num_taken = len(token_ids)
-        if end > start and text is not None:
-            self._follow(text, token_ids[start:end])
-            text = self._text
-        if end - self._num_indexed >= (1 if text is None else LAG):
+        if end > start and self._text is not None:
+            self._follow(self._text, token_ids[start:end])
+        if self._text is not None:
+            if end - self._num_indexed >= LAG:
+                self.index(1)
+        elif end > self._num_indexed:
             self.index(1)
-            if text is None and self._num_indexed == end > 1:
+            if self._num_indexed == end > 1:
                 self._search()
 
     @property
@@ -111,9 +115,8 @@ class Lookup:
                 if num <= num_ahead:
                     return None
         self._num_ahead = num_ahead
-        trust, right, expected = 1.0, self._own_right, self._own_expected
-        if right < expected:  # the node's chances are of all sequences: of edits, and of prose beside them
-            trust = (right + OWN_PRIOR) / (expected + OWN_PRIOR)
+        # The node's chances are of all sequences: of edits, and of prose beside them
+        trust = min(1.0, (self._own_right + OWN_RIGHT) / (self._own_expected + OWN_EXPECTED))
         return DraftOffer(text, self._runs.reached[num_ahead:num], start + num_ahead, trust)
 
     def note(self, num_drafts: int, num_right: int) -> None:

@@ -30,7 +30,7 @@ class DraftOffer(NamedTuple):
 
     def until(self, ends: AbstractSet[int]) -> DraftOffer:
         """The offer without what is after the first of these tokens."""
-        tokens = self.first(len(self.chances))
+        tokens = self.text[self.start : self.start + len(self.chances)]
         if ends.isdisjoint(tokens):
             return self
         return self._replace(chances=self.chances[: 1 + next(at for at, one in enumerate(tokens) if one in ends)])
