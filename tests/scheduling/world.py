@@ -141,7 +141,7 @@ class World:
             watch(drafting)
         self.blocks.news.switch(is_on=True)
         self.named: dict[int, StoredBlock] = {}  # as a router knows them
-        self.prefixes: dict[bytes, list[bytes]] = {}  # the hashes of all that was asked for in whole blocks, by the last
+        self.prefixes: dict[bytes, list[bytes]] = {}  # hashes of what was asked for in whole blocks, by the last
         self.worker = FakeWorker(
             self.max_num_seqs, self.max_num_batched_tokens, self.longest_run, self.are_late, groups, slabs.per_slab
         )
