@@ -3,7 +3,7 @@
     pytest                        the server (forked_command.py)            a child
       ForkServer.start: arguments,
         environment, cwd, streams ──► imports once, then forks ───────────► takes these, and runs cli.main as __main__
-      Forked ◄── pid and pidfd ────── waits for it                          a node forks its engine, see SpareEngine
+      Forked ◄── pid and pidfd ────── waits for it                          a node forks its engine, see Spare
              ◄── exit status ────────
 
 A child is like a process of its own: it has one thread, no descriptor of the server, its own random numbers and exactly

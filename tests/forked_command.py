@@ -16,8 +16,10 @@ import io
 import json
 import os
 import runpy
+import select
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -30,10 +32,12 @@ from tests.forking_server import MAX_ORDER_BYTES, ForkingServer
 from tests.nursery import Nursery
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd_cluster.config import NodeConfig
 
 CLI_MODULE = "pd_cluster.launch.cli"
-ENGINE_MODULE = "pd_cluster.engine.process"
+ENGINE_MODULE, RANK_MODULE = "pd_cluster.engine.process", "pd_cluster.worker.rank"
 NODES = ("prefill", "decode", "mixed")
 ENGINE_HOOK_ENV, NODE_HOOK_ENV = "PD_TEST_ENGINE_HOOK", "PD_TEST_NODE_HOOK"
 FORK_SAFE_THREAD = "jemalloc_bg_thd"  # of pyarrow, if transformers finds it; jemalloc takes its locks around a fork
@@ -52,6 +56,7 @@ MODULES = (
     "uvicorn.loops.uvloop",
     CLI_MODULE,
     ENGINE_MODULE,
+    RANK_MODULE,
     "pd_cluster.launch.node_process",
     "pd_cluster.launch.preflight",
     "pd_cluster.launch.node_commands",
@@ -85,44 +90,44 @@ class Command:
             os.close(fd)
         renew(self._environment)
         if self._module == CLI_MODULE and self._arguments[0] in NODES:
-            fork_engine()
+            fork_engine(self._arguments)
         elif self._module == CLI_MODULE and self._arguments[0] == "up":
             asyncio.create_subprocess_exec = Nursery(run_nursed).create_subprocess_exec  # type: ignore[assignment]
         run_module(self._module, [], self._arguments)
 
 
-class SpareEngine:
+class Spare:
     """A child of the node that is forked before the node has a thread, and becomes its engine when one is spawned.
 
-    It ends when the node ends without an engine.
+    So does a child of the engine become a rank. It ends when its parent ends without ordering it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, become: Callable[[dict[str, Any]], None]) -> None:
+        """`become`: called in the child with what it is told; it raises SystemExit, as a process of its own does."""
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pid = os.fork()
         if self._pid == 0:
             self._orders.close()
-            _become_engine(theirs)  # raises SystemExit, and so ends as a process of its own does
+            become(_wait_for_order(name, theirs))
         theirs.close()
 
-    def spawn(self, config: NodeConfig, address: str) -> SpawnedEngine:
-        """As `pd_cluster.engine.process.spawn_engine`."""
+    def spawn(self, start: object, **told: str) -> Spawned:
+        """`start`: comes as the first line of its standard input."""
         import msgspec
 
         theirs, ours = os.pipe()
         with self._orders, suppress(BrokenPipeError):
-            order = json.dumps({"address": address, "environment": dict(os.environ)}).encode()
-            socket.send_fds(self._orders, [order], [theirs])
+            socket.send_fds(self._orders, [json.dumps({**told, "environment": dict(os.environ)}).encode()], [theirs])
         os.close(theirs)
-        engine = SpawnedEngine(self._pid, ours)
+        child = Spawned(self._pid, ours)
         with suppress(BrokenPipeError):
-            engine.stdin.write(msgspec.json.encode(config) + b"\n")
-            engine.stdin.flush()
-        return engine
+            child.stdin.write(msgspec.json.encode(start) + b"\n")
+            child.stdin.flush()
+        return child
 
 
-class SpawnedEngine:
-    """What a node uses of `subprocess.Popen`, for a child that exists already."""
+class Spawned:
+    """What a node and an engine use of `subprocess.Popen`, for a child that exists already."""
 
     def __init__(self, pid: int, stdin: int) -> None:
         self.pid = pid
@@ -132,7 +137,16 @@ class SpawnedEngine:
     def poll(self) -> int | None:
         return self._look(os.WNOHANG)
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        if timeout is not None and self.returncode is None:
+            pidfd, ends = os.pidfd_open(self.pid), select.poll()
+            try:
+                ends.register(pidfd, select.POLLIN)
+                if not ends.poll(timeout * 1000):
+                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            finally:
+                os.close(pidfd)
         status = self._look(0)
         assert status is not None
         return status
@@ -149,10 +163,30 @@ class SpawnedEngine:
         return self.returncode
 
 
-def fork_engine() -> None:
+def fork_engine(arguments: list[str]) -> None:
     """This process is to become a node: its engine is forked from it. Call it before it has a thread."""
-    importlib.import_module(ENGINE_MODULE).spawn_engine = SpareEngine().spawn  # type: ignore[attr-defined]
+    tp = max([1, *(int(one.partition("=")[2]) for one in arguments if one.startswith("--tp="))])
+    engine = Spare("engine", lambda told: _become_engine(told, num_others=tp - 1))
+
+    def spawn(config: NodeConfig, address: str) -> Spawned:
+        return engine.spawn(config, address=address)
+
+    importlib.import_module(ENGINE_MODULE).spawn_engine = spawn  # type: ignore[attr-defined]
     call_hook(NODE_HOOK_ENV)
+
+
+def fork_ranks(count: int) -> None:
+    """This process is to become an engine: its other ranks are forked from it. Call it before it has a thread."""
+    spares = [Spare("rank", _become_rank) for _ in range(count)]
+    ranks: Any = importlib.import_module("pd_cluster.worker.ranks")
+    execute = ranks.Ranks._spawn
+
+    def spawn(self: Any, rank: int, store_port: int) -> Any:
+        if not spares:
+            return execute(self, rank, store_port)
+        return spares.pop().spawn(ranks.RankStart(self.config, rank, self._address, store_port))
+
+    ranks.Ranks._spawn = spawn
 
 
 def call_hook(name: str) -> None:
@@ -167,27 +201,38 @@ def run_nursed(arguments: list[str], environment: dict[str, str]) -> None:
     del sys.path[0]  # because of -P
     renew(environment)
     if arguments[0] in NODES:
-        fork_engine()
+        fork_engine(arguments)
     run_module(CLI_MODULE, ["-P"], arguments)
 
 
-def _become_engine(orders: socket.socket) -> None:
-    """As `python -P -m pd_cluster.engine.process ADDRESS`, once the node orders it."""
+def _wait_for_order(name: str, orders: socket.socket) -> dict[str, Any]:
+    """What it is told, once standard input and the environment are as ordered. Never returns when its parent ends."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    show_command([sys.executable, "-c", "a spare engine"])
+    show_command([sys.executable, "-c", f"a spare {name}"])
     with orders:
         order, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 1)
     if not order:
         os._exit(0)
     for number, handler in before.items():
         signal.signal(number, handler)
-    del sys.path[0]  # because of -P
     os.dup2(fds[0], 0)
     os.close(fds[0])
-    told = json.loads(order)
+    told: dict[str, Any] = json.loads(order)
     renew(told["environment"])
+    return told
+
+
+def _become_engine(told: dict[str, Any], num_others: int) -> None:
+    """As `python -P -m pd_cluster.engine.process ADDRESS`."""
+    del sys.path[0]  # because of -P
+    fork_ranks(num_others)
     call_hook(ENGINE_HOOK_ENV)
     run_module(ENGINE_MODULE, ["-P"], [told["address"]])
+
+
+def _become_rank(told: dict[str, Any]) -> None:
+    """As `python -P -m pd_cluster.worker.rank`, which the engine's path and environment are made for already."""
+    run_module(RANK_MODULE, ["-P"], [])
 
 
 def renew(environment: dict[str, str]) -> None:

@@ -34,6 +34,7 @@ PLUGIN = "forked-worker"
 # Imported when a test first loads a model: 2.4 s of CPU, once before the fork and not once in each worker
 SHARED = ("transformers.modeling_utils",)
 MANY_TESTS = 1000  # some of so many load one, on all workers
+READ_ALL = ("record_seconds", "record_slow", "durations", "xmlpath")  # options that need each report of a test
 LATE = ("helm_python",)  # packages that start threads when they are imported
 NO_THREADS_ENV = "TOKENIZERS_PARALLELISM"  # read when text is tokenized, which a test file does when it is imported
 
@@ -156,6 +157,10 @@ class ForkedWorker:
         [interactor] = [one for one in self._config.pluginmanager.get_plugins() if _is_interactor(one)] or [None]
         if interactor is None:
             os._exit(0)  # the process that runs pytest is gone
+        tell = interactor.sendevent
+        interactor.sendevent = lambda name, **event: (
+            tell(name, **event) if is_told(self._config.option, name, event) else None
+        )
         interactor.pytest_sessionstart(session=session)
         interactor.pytest_collection()
         for hook, call in self._collected:
@@ -208,6 +213,18 @@ class ForkedWorker:
         self._has_ended.set()
         self._is_released.wait()
         end_process(0)
+
+
+def is_told(option: Any, name: str, event: dict[str, Any]) -> bool:
+    """Whether the process that runs pytest needs an event of a worker.
+
+    Not a setup or an end that passed and wrote nothing, unless times or a report in XML are wanted: two of six messages
+    of a test, and the larger ones.
+    """
+    if name != "testreport" or any(getattr(option, one, None) for one in READ_ALL):
+        return True
+    report = event["data"]
+    return bool(report["when"] == "call" or report["outcome"] != "passed" or report["sections"])
 
 
 def _is_interactor(plugin: object) -> bool:

@@ -258,6 +258,27 @@ def test_a_nodes_engine_is_its_child_and_calls_the_hook(launcher: Launcher) -> N
     assert node.leftovers() == []
 
 
+SPARE = f"""
+import os, subprocess, sys
+from tests.forked_command import Spare
+def become(told):
+    print(told["b"], input(), flush=True)
+    sys.stdin.read()
+    os._exit(7)
+child = Spare("process", become).spawn({{"a": 1}}, b="B")
+try:
+    child.wait(0.0)
+except subprocess.TimeoutExpired:
+    child.stdin.close()
+assert child.wait({HANG_S}) == child.poll() == 7
+"""
+
+
+def test_a_spare_process_is_waited_for_as_one_of_subprocess() -> None:
+    done = subprocess.run([sys.executable, "-c", SPARE], env=base_environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, 'B {"a":1}\n'), done.stderr
+
+
 def test_a_node_that_starts_no_engine_leaves_no_spare_one(launcher: Launcher) -> None:
     node = launcher.node("mixed", "--block-size=-1", wait=False)
     node.family()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -14,7 +15,7 @@ import pytest
 
 from tests.cluster import READY_DEADLINE_S
 from tests.deadlines import HANG_S, wait_until
-from tests.forked_worker import PLUGIN
+from tests.forked_worker import PLUGIN, READ_ALL, is_told
 from tests.forked_workers import ROOT
 
 if TYPE_CHECKING:
@@ -130,6 +131,18 @@ def test_no_worker_stays_when_the_run_is_killed(tmp_path: Path, monkeypatch: pyt
         assert len(family) >= 5, "two stand-ins, the process that forks and two workers"
         os.kill(process.pid, signal.SIGKILL)
     assert psutil.wait_procs(family, timeout=HANG_S)[1] == []
+
+
+def test_what_nothing_reads_of_a_test_is_not_told() -> None:
+    def told(when: str, outcome: str = "passed", sections: tuple[str, ...] = (), name: str = "testreport") -> bool:
+        return is_told(SimpleNamespace(), name, {"data": {"when": when, "outcome": outcome, "sections": sections}})
+
+    assert [told(when) for when in ("setup", "call", "teardown")] == [False, True, False]
+    assert all(told(when, outcome) for when in ("setup", "teardown") for outcome in ("failed", "skipped"))
+    assert told("teardown", sections=("printed",))
+    assert told("setup", name="logstart")
+    passed = {"data": {"when": "setup", "outcome": "passed", "sections": []}}
+    assert all(is_told(SimpleNamespace(**{option: "1"}), "testreport", passed) for option in READ_ALL)
 
 
 def test_this_worker_is_forked(request: pytest.FixtureRequest) -> None:

@@ -200,6 +200,7 @@ def test_the_questions_for_one_group_of_full_attention(num_stored: int) -> None:
 GROUPS = (FULL, WINDOW, LATENT, STATE, msgspec.structs.replace(WINDOW, window=70))
 
 
+@pytest.mark.long
 @given(st.lists(st.sampled_from(GROUPS), min_size=1, max_size=3, unique=True), st.data())
 @settings(deadline=None)
 def test_a_search_finds_what_a_model_finds(groups: list[KVGroup], data: st.DataObject) -> None:
@@ -238,6 +239,7 @@ def test_a_search_finds_what_a_model_finds(groups: list[KVGroup], data: st.DataO
     assert len(questions) <= 4
 
 
+@pytest.mark.long
 @given(st.lists(st.sampled_from(GROUPS), min_size=1, max_size=3, unique=True), st.data())
 @settings(deadline=None)
 def test_what_is_loaded_in_part_can_be_continued(groups: list[KVGroup], data: st.DataObject) -> None:

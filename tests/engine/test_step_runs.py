@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import Connector
 
+# An answer alone takes 8 blocks: it would be the same of 14, and nothing is preempted
+ALONE = pytest.mark.parametrize("executor", [64], indirect=True)
 Answers = dict[tuple[str, int], list[int]]
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 LONGEST = 4
@@ -73,6 +75,7 @@ def test_runs_change_no_answer(executor: DeviceExecutor, connector: Connector) -
 
 
 @pytest.mark.long
+@ALONE
 def test_a_run_ends_where_the_answer_does(executor: DeviceExecutor, connector: Connector) -> None:
     """By length, by a stop token and by the end of the context, in every place of a run."""
     whole, _ = answer(bench_of(executor, connector, 1), GREEDY)
@@ -87,6 +90,7 @@ def test_a_run_ends_where_the_answer_does(executor: DeviceExecutor, connector: C
     assert len(ends) > LONGEST
 
 
+@ALONE
 def test_the_context_ends_inside_a_run(executor: DeviceExecutor, connector: Connector) -> None:
     length = len(PROMPTS[0])
     for most in range(length + 20, length + 25):
@@ -99,6 +103,7 @@ def test_the_context_ends_inside_a_run(executor: DeviceExecutor, connector: Conn
         assert (len(answers[1][0]), answers[1][1]) == (most - length, FinishReason.LENGTH)
 
 
+@ALONE
 def test_an_answer_goes_on_after_known_tokens_of_a_run(executor: DeviceExecutor, connector: Connector) -> None:
     drawn = greedy(temperature=0.9, seed=11, frequency_penalty=0.7)
     whole, _ = answer(bench_of(executor, connector, 1), drawn)
@@ -108,7 +113,7 @@ def test_an_answer_goes_on_after_known_tokens_of_a_run(executor: DeviceExecutor,
         assert (rest, reason) == (whole[num_known:], FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("executor", [64], indirect=True)
+@ALONE
 def test_runs_after_a_handoff(executor: DeviceExecutor, connector: Connector) -> None:
     expected: Answers = generate(bench_of(executor, connector, 1))
     bench = bench_of(executor, connector, LONGEST, prefix_caching=False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +121,13 @@ def rank_process(node: Launched, rank: int) -> psutil.Process:
 
 def num_swapped(node: Launched) -> float:
     return parse_metrics(httpx.get(f"{node.url}/metrics", trust_env=False).text)["pd_preemptions_swap_total"]
+
+
+def test_a_rank_is_a_child_of_the_engine(ranked: Launched) -> None:
+    """Forked by tests/forked_command.py, not executed, and like a rank of a real command in this."""
+    engine, rank = rank_process(ranked, 0), rank_process(ranked, 1)
+    assert rank.ppid() == engine.pid
+    assert rank.cmdline() == [sys.executable, "-P", "-m", "pd_cluster.worker.rank"]
 
 
 def test_answers_equal_those_of_one_rank(plain: Launched, ranked: Launched) -> None:

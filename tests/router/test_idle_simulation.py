@@ -155,7 +155,7 @@ def test_a_prefill_node_of_other_hardware_gets_what_its_speed_is_worth(slow: flo
     assert lost_ms < sum(one.ttft_ms for one in served) * (slow / MOST if dear else 1.5 * SAVED)
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("setting", ["1P1D", "2P1D"])
 def test_a_pace_that_is_no_longer_true_is_found_out(setting: str) -> None:
     """The prefill nodes were slow once, as beside another process, and get nothing by their word of then."""

@@ -85,6 +85,7 @@ def same(answer: bytes, whole: bytes) -> None:
         assert told(answer) == told(whole)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("drafting", "step"),
     [
@@ -157,6 +158,7 @@ ROUTES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("route", "drafting", "step"), ROUTES)
 async def test_no_cut_is_seen_where_only_some_nodes_draft(
     found: dict[str, Worker], route: str, drafting: set[str], step: int

@@ -67,7 +67,8 @@ def logprobs(last: int) -> list[float]:
     """The log-probability of each token after a history."""
     digest = blake2b(str(last).encode(), digest_size=2 * VOCAB_SIZE).digest()
     weights = [math.exp(int.from_bytes(digest[at : at + 2], "little") / 8192) for at in range(0, 2 * VOCAB_SIZE, 2)]
-    return [math.log(weight / sum(weights)) for weight in weights]
+    total = sum(weights)
+    return [math.log(weight / total) for weight in weights]
 
 
 def continuation(

@@ -110,6 +110,7 @@ def test_searches_end_with_the_best_answers_whatever_memory_and_slots_they_get(
         world.check_empty()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv", SETS)
 def test_a_search_alone_ends_in_little_memory(kv: str) -> None:
     """A beam that lacks a block may free no slab if it yields: it shares its blocks with those that wait for it."""

@@ -216,6 +216,7 @@ def test_a_table_gives_back_only_what_is_after() -> None:
     assert blocks.idle
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv", ["full", *(name for name, one in SETS.items() if not one.has_state and name != "full")])
 @pytest.mark.parametrize("seed", range(6))
 def test_with_drafts_that_are_all_wrong_every_plan_is_that_without_drafts(seed: int, kv: str) -> None:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from math import inf
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,6 +57,7 @@ def best_counts(offers: list[DraftOffer], price: StepPrice) -> list[int]:
     return [sum(one[2] == owner for one in every[:best]) for owner in range(len(offers))]
 
 
+@pytest.mark.long
 @given(
     st.lists(st.tuples(CHANCES, TRUSTS), min_size=1, max_size=6),
     st.lists(st.sampled_from([0.0625, 0.5, 1.0, 3.0]), min_size=5, max_size=5),

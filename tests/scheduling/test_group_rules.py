@@ -88,6 +88,7 @@ def test_no_block_is_evicted_in_a_slab_that_stays_another_groups(name: str, num_
     assert all(block_id in pool.cache for pool, block_id in kept)
 
 
+@pytest.mark.long
 @QUICK
 @given(st.sampled_from(SEVERAL), st.integers(2, 9), st.randoms(use_true_random=False))
 def test_room_without_some_tables_is_the_room_when_they_are_closed(
@@ -104,6 +105,7 @@ def test_room_without_some_tables_is_the_room_when_they_are_closed(
     assert told == [blocks.has_room(needs) for needs in asked]
 
 
+@pytest.mark.long
 @QUICK
 @given(st.sampled_from(SEVERAL), st.integers(3, 7), st.sampled_from(["prompt", "load", "prefix"]), st.randoms())
 def test_the_cache_of_an_idle_engine_is_in_no_request_s_way(
@@ -283,6 +285,7 @@ def test_a_pool_is_told_by_group_what_is_here() -> None:
     world.check()
 
 
+@pytest.mark.long
 @QUICK
 @given(st.sampled_from(SEVERAL), st.integers(0, 2), st.integers(1, 2), st.booleans(), st.booleans())
 def test_a_prefix_is_loaded_after_what_each_group_has(
@@ -351,6 +354,7 @@ def test_what_shares_all_of_its_blocks_with_a_lease_is_not_preempted() -> None:
 PREEMPTIONS = ("preemptions_recompute_total", "preemptions_swap_total")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_preemption_for_a_sequence_makes_room_for_it(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,6 +375,7 @@ def test_a_preemption_for_a_sequence_makes_room_for_it(name: str, seed: int, mon
     random_walk(100 + seed, num_steps=120, kv=name)
 
 
+@pytest.mark.long
 @QUICK
 @given(st.integers(1, 5 * BLOCK_SIZE), st.integers(1, 8 * BLOCK_SIZE), st.integers(4, 80))
 def test_a_lease_keeps_what_it_hands_over_until_it_ends(window: int, length: int, budget: int) -> None:

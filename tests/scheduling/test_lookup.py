@@ -75,6 +75,7 @@ def longest_match(token_ids: list[int], prediction: list[int]) -> int:
     return max(lengths) if max(lengths) > 1 else 0
 
 
+@pytest.mark.long
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=60), FEW.map(lambda tokens: [10 * one for one in tokens]))
 def test_a_search_finds_the_longest_match(answer: list[int], prediction: list[int]) -> None:
     """Where no pair stands in more places than are tried."""
@@ -91,6 +92,7 @@ def test_a_search_finds_the_longest_match(answer: list[int], prediction: list[in
             assert not longest or lookup._length == longest
 
 
+@pytest.mark.long
 @given(FEW, FEW, st.lists(st.integers(1, 40), min_size=1), st.integers(0, 2))
 def test_offers_are_what_stands_behind_a_match(
     prompt: list[int], answer: list[int], steps: list[int], num_ahead: int
@@ -164,6 +166,7 @@ def test_an_output_that_was_not_looked_up_is_indexed_in_pieces() -> None:
     assert lookup._num_indexed == len(token_ids)
 
 
+@pytest.mark.long
 @given(FEW, FEW, st.lists(st.integers(1, 9), min_size=1, max_size=40))
 def test_what_is_indexed_while_no_step_waits_changes_no_offer(
     prompt: list[int], answer: list[int], steps: list[int]

@@ -291,7 +291,7 @@ def run_machine(name: str, max_examples: int) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.long_cases
+@pytest.mark.long
 @pytest.mark.parametrize("name", SETS)
 def test_blocks_and_slabs_are_conserved_and_hits_are_the_largest(name: str) -> None:
     run_machine(name, 25)
@@ -390,6 +390,7 @@ def test_a_group_gives_an_empty_slab_back() -> None:
     assert [owned(pool) for pool in blocks.pools] == [0, 0]
 
 
+@pytest.mark.long
 def test_a_tie_of_room_is_never_lost_in_the_order_of_taking() -> None:
     """Whatever the state, a growth that the room test admits succeeds in every group."""
     for seed in range(200):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.block_manager import BlockManager
 
 
+@pytest.mark.long
 @QUICK
 @given(st.sampled_from(SEVERAL), st.integers(2, 9), st.randoms(use_true_random=False))
 def test_what_was_in_use_least_recently_is_evicted_first(name: str, num_slabs: int, rng: random.Random) -> None:

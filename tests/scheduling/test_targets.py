@@ -65,6 +65,7 @@ def test_recorded_steps(table: dict[int, float], least: int, most: int) -> None:
     assert 0.999 * PROLONGED * alone_s <= usual_gap_s(model) <= MOST_PROLONGED * alone_s
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factor", [0.5, 0.75, 1.5, 2.0])
 def test_a_step_at_start_that_took_another_time(factor: float) -> None:
     """A node keeps its first times, and one of them may be wrong: what position costs stays within its bounds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,12 @@ def steps_of(message: AddRequest) -> tuple[tuple[int, int], ...]:
     """Names for every other block of the prompt."""
     ends = range(BLOCK_SIZE, len(message.prompt_token_ids) + 1, 2 * BLOCK_SIZE)
     return tuple((end, hash((message.salt, *message.prompt_token_ids[:end])) % 2**64) for end in ends)
+
+
+@cache
+def hashes_of(salt: str, token_ids: tuple[int, ...]) -> list[bytes]:
+    """Of each whole block. A world checks some sequences thousands of times: to hash was a third of a check."""
+    return extend_hashes(root_hash(salt), token_ids, BLOCK_SIZE)
 
 
 def is_hit(blocks: BlockManager, hashes: list[bytes], end: int) -> bool:
@@ -134,6 +141,7 @@ class World:
             watch(drafting)
         self.blocks.news.switch(is_on=True)
         self.named: dict[int, StoredBlock] = {}  # as a router knows them
+        self.prefixes: dict[bytes, list[bytes]] = {}  # hashes of what was asked for in whole blocks, by the last
         self.worker = FakeWorker(
             self.max_num_seqs, self.max_num_batched_tokens, self.longest_run, self.are_late, groups, slabs.per_slab
         )
@@ -178,6 +186,8 @@ class World:
             self.leases[request.lease_id] = request
         outputs = [list(known) for known in message.known] or [[] for _ in range(message.sampling.n)]
         self.clients[request.request_id] = Client(request, outputs, [None] * message.sampling.n)
+        hashes = hashes_of(message.salt, tuple(message.prompt_token_ids))
+        self.prefixes |= {hashes[end - 1]: hashes[:end] for end in range(1, len(hashes) + 1)}
         return request
 
     def take(self, *updates: Update | None) -> None:
@@ -404,7 +414,7 @@ class World:
     def check_hashes(self) -> None:
         """Every hash is that of tokens that the sequence has."""
         for seq in self.scheduler._queues.sequences.values():
-            known = extend_hashes(root_hash(seq.request.salt), seq.token_ids, BLOCK_SIZE)
+            known = hashes_of(seq.request.salt, tuple(seq.token_ids[: len(seq.token_ids) // BLOCK_SIZE * BLOCK_SIZE]))
             assert seq.block_hashes == known[: len(seq.block_hashes)]
             assert len(seq.block_hashes) <= len(known)
 
@@ -416,11 +426,7 @@ class World:
         for one in stored:
             assert one.block not in self.named
             self.named[one.block] = one
-        hits = set()
-        for client in self.clients.values():
-            prompt = client.request.prompt_token_ids
-            hashes = extend_hashes(root_hash(client.request.salt), prompt, BLOCK_SIZE)
-            hits |= {feed_id(hashes[end - 1]) for end in range(1, len(hashes) + 1) if self.is_hit(hashes, end)}
+        hits = {feed_id(hashes[-1]) for hashes in self.prefixes.values() if self.is_hit(hashes, len(hashes))}
         assert self.named.keys() <= hits
         for seq in self.scheduler._queues.running:
             for num_tokens, _ in seq.request.message.steps:

@@ -78,6 +78,7 @@ async def told_by(
     return found, engine
 
 
+@pytest.mark.long
 async def test_each_token_of_a_run_has_its_logprobs_and_offset(served: tuple[DeviceExecutor, Connector]) -> None:
     _, engine = await told_by(served, None)
     found, engine = await told_by(served, ScriptedDrafter.of(engine.answers, "right"))
@@ -99,6 +100,7 @@ async def test_each_token_of_a_run_has_its_logprobs_and_offset(served: tuple[Dev
     assert offsets[0] == 0
 
 
+@pytest.mark.long
 async def test_texts_with_drafts(served: tuple[DeviceExecutor, Connector], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 1.8e9)  # answers say when they were created
     single, engine = await told_by(served, None)

@@ -110,6 +110,7 @@ async def test_a_process_that_cannot_be_started_is_a_503(monkeypatch: pytest.Mon
     checks.close()
 
 
+@pytest.mark.long
 async def test_answers_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checks, "MAX_KEPT", 2)
     checks = GrammarChecks(MODEL_DIR, 3072)

@@ -28,6 +28,7 @@ def has_ended(process: psutil.Process) -> bool:
     return process.status() == psutil.STATUS_ZOMBIE and len(list(Path(f"/proc/{process.pid}/task").iterdir())) == 1
 
 
+@pytest.mark.long
 async def test_a_fork_that_died_between_checks_refuses_no_grammar() -> None:
     checks = GrammarChecks(MODEL_DIR, 3072)
     assert await checks.grammar(A, 1)

@@ -128,6 +128,7 @@ async def streamed(client: Any, asked: dict[str, Any]) -> tuple[dict[int, str], 
     return texts, usage and usage.model_dump()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names", [pytest.param(tuple(CASES), id="all", marks=pytest.mark.slow), pytest.param(SOME, id="some")]
 )

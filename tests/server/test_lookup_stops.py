@@ -42,6 +42,7 @@ def ends(text: str, step: int) -> Iterator[dict[str, Any]]:
     yield {"stop": [text[len(text) // 3 :][:4]], "min_tokens": 25}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 23])
 async def test_stop_strings(found: dict[str, Worker], step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 1.8e9)  # answers say when they were created

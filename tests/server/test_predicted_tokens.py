@@ -64,6 +64,7 @@ def test_exact_numbers(prediction: str, answer: str, num_accepted: int) -> None:
     assert (one.num_accepted, one.num_rejected) == (num_accepted, len(prediction) - num_accepted)
 
 
+@pytest.mark.long
 @given(prediction=few | large, answer=few | large, cuts=st.sets(st.integers(0, 30)))
 @settings(max_examples=400)
 def test_it_is_what_the_rule_says_in_whatever_pieces_the_answer_comes(

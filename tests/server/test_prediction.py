@@ -122,6 +122,7 @@ async def test_a_stream_says_it_in_its_last_chunk_and_in_each_if_asked(node: Nod
             assert sum(details.values()) == len(ids)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "value",
     [
@@ -150,6 +151,7 @@ NINES = "9" * 5000
 HOSTILE = ["1e999", NINES, f"-{NINES}", '{"a": 1e400}', "[[1e400]]", '"\udcff"', '{"\udcff": 1}']
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda value: value[:12].encode(errors="backslashreplace").decode())
 @pytest.mark.parametrize("place", ["prediction", "prediction.content[]"])
 async def test_what_is_ignored_is_not_read(value: str, place: str, node: Node) -> None:
@@ -248,6 +250,7 @@ async def test_other_apis_read_it_and_their_usage_has_no_place_for_it(path: str,
     assert node.engine.requests[0].prediction == tuple(ids)
 
 
+@pytest.mark.long
 async def test_a_stream_that_goes_on_at_another_node_counts_the_whole_answer() -> None:
     """Cut after each of its frames."""
     case, texts, end = next(one for one in SCRIPTED if str(one[0]) == "a prediction")

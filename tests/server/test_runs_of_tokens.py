@@ -92,6 +92,7 @@ def test_what_a_stream_tells_does_not_depend_on_its_events() -> None:
     assert told(events(say("ab"))) != told(events(say("b"), say("a")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [pytest.param(one, id=one[0].name) for one in CASES])
 async def test_runs_tell_the_answer_of_single_tokens(case: tuple[Case, tuple[str, ...], bool]) -> None:
     ask, texts, end = case

@@ -11,8 +11,7 @@ from pd_cluster.worker.rank import RankProcess, main
 
 
 def resident_bytes() -> int:
-    """Bytes of the storages of all tensors that live in this process."""
-    gc.unfreeze()  # frozen objects are not listed
+    """Bytes of the storages of all tensors that live in this process, but for those that are frozen."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     storages: dict[object, int] = {}
     for tensor in tensors:
@@ -25,6 +24,7 @@ def resident_bytes() -> int:
 
 class WeighedRank(RankProcess):
     def _phase_resident(self) -> int:
+        gc.unfreeze()  # a rank has frozen what it has made; what a process of tests has frozen is older than the test
         return resident_bytes()
 
 
