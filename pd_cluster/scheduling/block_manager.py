@@ -55,7 +55,7 @@ class BlockManager:
         self.has_free, self.num_units = self._memory.has_free, self._memory.units_of
         self._mortal = tuple(pool for pool in self.pools if not pool.is_tree)  # their blocks die
         self._hits = Hits(self.pools, self.block_size)
-        self.news = CacheNews()
+        self.news = CacheNews([pool.index for pool in self.pools if pool.is_tree])
         for pool in self.pools:
             pool.on_evicted = self.news.evicted if pool.is_tree else partial(self.news.evicted_in, pool.index)
         self._tables: set[BlockTable] = set()

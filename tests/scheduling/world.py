@@ -410,7 +410,7 @@ class World:
 
     def check_names(self) -> None:
         """A router knows named hits, and no other. With one tree: all of them."""
-        evicted, stored = self.blocks.news.take()
+        evicted, stored, _ = self.blocks.news.take()
         for block in evicted:
             del self.named[block]
         for one in stored:
