@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.errors import StartupError
-from pd_cluster.worker.host_blocks import HostBlocks
+from pd_cluster.worker.host_memory import HostMemory
 from pd_cluster.worker.plain_memory import plain_memory
 from pd_connectors.base import CacheDescription
 from pd_connectors.protocol.slabs import KvSlabs
@@ -43,7 +43,7 @@ class KVCache:
     slabs: KvSlabs
     memory: torch.Tensor  # uint8 [n]: the slabs, and after them room for a block of padding
     tensors: tuple[torch.Tensor, ...]  # by group: [num_blocks + padding, *group.rank_shape(tp_size)], views of `memory`
-    host: HostBlocks
+    host: HostMemory
     layer_caches: Mapping[int, KeysValues]  # by layer; layers of no group are absent
 
     @classmethod
@@ -64,7 +64,7 @@ class KVCache:
                 memory = torch.zeros(slabs.num_bytes + padding, dtype=torch.uint8, device=device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             raise StartupError(f"cannot allocate {slabs.num_bytes / 1e9:.2f} GB of KV cache: {error}") from error
-        host = HostBlocks(shapes, dtypes, num_host_blocks + num_later, device)
+        host = HostMemory(shapes, dtypes, num_host_blocks + num_later, device)
         host.fill(num_host_blocks)
         tensors = tuple(
             _blocks(memory, slabs.num_blocks(index) + _NUM_PADDING_BLOCKS, slabs.stride(index), shape, dtype)

@@ -9,6 +9,7 @@ import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.worker.block_tables import table_width
+from pd_cluster.worker.copy_stream import CopyStream
 from pd_cluster.worker.cuda_graphs.draw_graphs import DrawGraphs
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.draw_places import DrawLayout
@@ -22,7 +23,6 @@ from pd_cluster.worker.prompt_outputs import PromptReader
 from pd_cluster.worker.rank_sampler import RankSampler
 from pd_cluster.worker.sampler import Sampled, WholeSampler
 from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
-from pd_cluster.worker.side_stream import SideStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ class ModelRunner:
         limits, spec, vocab_size = plan.config.scheduler, model.spec, model.spec.vocab_size
         kernels, device, place = plan.kernels, plan.device, plan.place
         self._model, self.cache, self.kernels, self._attentions = model, cache, kernels, plan.attentions
-        self._side = SideStream(device)
+        self._side = CopyStream(device)
         self._caches, self._last_group = cache.layer_caches, spec.group_windows.index(spec.windows[-1])
         block_sizes = [group.block_size for group in cache.layout.groups]
         num_rows = limits.max_num_seqs

@@ -252,7 +252,7 @@ def test_an_allocation_that_fails_for_want_of_host_memory_leaves_none(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(sum(one() is not None for one in made)))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", noted)
-        patch.setattr("pd_cluster.worker.host_blocks.ctypes.memset", no_room)
+        patch.setattr("pd_cluster.worker.host_memory.ctypes.memset", no_room)
         try:
             allocate(loaded, NUM_BLOCKS, NUM_HOST_BLOCKS)
         except StartupError:

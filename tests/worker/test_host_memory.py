@@ -15,8 +15,8 @@ import torch
 
 from pd_cluster.errors import StartupError
 from pd_cluster.scheduling.batch import BlockCopies
-from pd_cluster.worker import host_blocks
-from pd_cluster.worker.host_blocks import HostBlocks
+from pd_cluster.worker import host_memory
+from pd_cluster.worker.host_memory import HostMemory
 from pd_cluster.worker.host_room import HOST_RESERVE_BYTES
 from pd_cluster.worker.kv_cache import KVCache
 from pd_connectors.protocol.layout import BlockLayout, KVGroup, KVKind
@@ -43,7 +43,7 @@ PER_PIECE = 4  # blocks of each group that end with a page
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_blocks, "PIECE_BYTES", 1)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 1)
 
 
 @dataclass
@@ -60,8 +60,8 @@ class Gate:
         return self.free
 
 
-def blocks_of(gate: Gate, num_blocks: int = 3 * PER_PIECE + 1) -> HostBlocks:
-    return HostBlocks(SHAPES, DTYPES, num_blocks, CPU, gate)
+def blocks_of(gate: Gate, num_blocks: int = 3 * PER_PIECE + 1) -> HostMemory:
+    return HostMemory(SHAPES, DTYPES, num_blocks, CPU, gate)
 
 
 def test_pieces_are_ready_one_after_the_other() -> None:
@@ -85,7 +85,7 @@ def test_pieces_are_ready_one_after_the_other() -> None:
 
 
 def test_no_blocks_need_no_thread() -> None:
-    blocks = HostBlocks(SHAPES, DTYPES, 0, CPU, Gate())
+    blocks = HostMemory(SHAPES, DTYPES, 0, CPU, Gate())
     blocks.start()
     assert blocks._thread is None
     assert [tuple(tensor.shape) for tensor in blocks.tensors] == [(0, *shape) for shape in SHAPES]
@@ -130,7 +130,7 @@ def test_what_a_start_needs_and_cannot_have_ends_it(monkeypatch: pytest.MonkeyPa
             blocks.fill(2)
     assert blocks.tensors == ()
     with pytest.raises(StartupError, match=r"cannot reserve .* GB of host memory"):
-        HostBlocks(SHAPES, DTYPES, 1 << 55, CPU)
+        HostMemory(SHAPES, DTYPES, 1 << 55, CPU)
 
 
 def test_the_end_waits_for_a_piece_no_longer_than_its_deadline(
@@ -140,7 +140,7 @@ def test_the_end_waits_for_a_piece_no_longer_than_its_deadline(
     blocks = blocks_of(gate)
     blocks.start()
     wait_until(lambda: gate.num_waits == 1)
-    monkeypatch.setattr(host_blocks, "STOP_S", 0.01)
+    monkeypatch.setattr(host_memory, "STOP_S", 0.01)
     blocks.close()
     assert "host memory is still being pinned after 0.01 s, and stays" in caplog.messages
     assert blocks.tensors, "a piece may be written yet"
@@ -182,13 +182,13 @@ class FakeDriver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     driver = FakeDriver()
     cuda = SimpleNamespace(cudart=lambda: driver, check_error=driver.check, set_device=lambda device: None)
-    monkeypatch.setattr(host_blocks, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
+    monkeypatch.setattr(host_memory, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda}))
     yield driver
     assert driver.ranges == {}
 
 
 def test_no_block_is_copied_over_two_pinned_pieces(driver: FakeDriver) -> None:
-    blocks = HostBlocks(SHAPES, DTYPES, 3 * PER_PIECE, torch.device("cuda"), lambda: MUCH)
+    blocks = HostMemory(SHAPES, DTYPES, 3 * PER_PIECE, torch.device("cuda"), lambda: MUCH)
     blocks.fill(2 * PER_PIECE)
     blocks.start()
     wait_until(lambda: blocks.num_ready == 3 * PER_PIECE)
@@ -202,7 +202,7 @@ def test_no_block_is_copied_over_two_pinned_pieces(driver: FakeDriver) -> None:
 
 def test_what_the_driver_refuses_is_given_back_at_the_end(driver: FakeDriver) -> None:
     driver.most = 3  # the second group's part of the second piece is refused
-    blocks = HostBlocks(SHAPES, DTYPES, 3 * PER_PIECE, torch.device("cuda"), lambda: MUCH)
+    blocks = HostMemory(SHAPES, DTYPES, 3 * PER_PIECE, torch.device("cuda"), lambda: MUCH)
     blocks.start()
     assert blocks._thread is not None
     blocks._thread.join(HANG_S)

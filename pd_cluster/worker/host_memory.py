@@ -30,7 +30,7 @@ PIECE_BYTES = 64 << 20  # a piece holds the driver's locks, and the end of the t
 STOP_S = 5.0  # for the piece that is being pinned when the memory is given back
 
 
-class HostBlocks:
+class HostMemory:
     """A pool of blocks of each KV group. Not thread-safe, apart from `num_ready`."""
 
     def __init__(
@@ -80,7 +80,7 @@ class HostBlocks:
     def start(self) -> None:
         """Make the rest ready on a thread. If a piece cannot be had, the pool stays as large as it is."""
         if self._thread is None and self.num_ready < self.num_blocks:
-            self._thread = threading.Thread(target=self._fill_all, name="host-blocks", daemon=True)
+            self._thread = threading.Thread(target=self._fill_all, name="host-memory", daemon=True)
             self._thread.start()
 
     def close(self, *, unpins: bool = True) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class SideStream:
+class CopyStream:
     """Orders the work of one step after another. A step without such work costs nothing.
 
     On a CPU the work runs in the launch: after the forward, or before it.
