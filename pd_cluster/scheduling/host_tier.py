@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.sequence import Sequence
     from pd_connectors.base import CachedBlock
 
-# Blocks of a step without streams, and beside them. Of 8 MiB (8B) these loads take 40 and 1.2 ms; prompts fill 128 blocks
-# in a step of 8,192 tokens
+# Blocks of a step without streams, and beside them. Of 8 MiB (8B) these loads take 40 and 1.2 ms; prompts fill 128
+# blocks in a step of 8,192 tokens
 LOADS, SAVES = (256, 8), (128, 8)
 AHEAD_SHARE = 16  # 1 / AHEAD_SHARE of a group's blocks, the next to be evicted, are copied: 54,000 tokens of 105 GiB
 LEAST_AHEAD = 8  # blocks
