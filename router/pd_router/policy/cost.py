@@ -61,8 +61,8 @@ class Costs:
     """
 
     __slots__ = (
-        "_best_decoding", "_best_reading", "_cached", "_context", "_decodes", "_now_s", "_num_sequences", "_num_steps",
-        "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
+        "_best_decoding", "_best_reading", "_cached", "_context", "_decodes", "_lower", "_now_s", "_num_sequences",
+        "_num_steps", "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
     )  # fmt: skip
 
     def __init__(
@@ -75,7 +75,7 @@ class Costs:
         self._num_sequences = prompt.num_sequences
         self._num_steps = STREAM_WEIGHT * prompt.num_output * prompt.num_sequences  # of all sequences of the answer
         self._context = prompt.num_output / 2 + (prompt.context_at(decodes[0]) if decodes else 0.0)  # of one of them
-        self._cached = prompt.cached
+        self._cached, self._lower = prompt.cached, prompt.lower
         self._prefills, self._decodes = prefills, decodes
         self._now_s = now_s
         self._usual_s: float | None = None
@@ -158,7 +158,7 @@ class Costs:
         these. One loop: for 100 nodes, calls would cost half as much as the sums.
         """
         (best_s, best_key_s, even_s), cached_of = best, self._cached.get
-        num_units, own_ratio, last = self._num_units, self._ratio, None
+        num_units, own_ratio, lower, last = self._num_units, self._ratio, self._lower, None
         for node in nodes:
             view = node.view
             load = view.ledger.total
@@ -182,6 +182,8 @@ class Costs:
                 most_queue_s = load.queued_tokens * most_s + load.queued_keys * most_key_s
                 own_s = own_s if own_s < most_own_s else most_own_s
                 queue_s = queue_s if queue_s < most_queue_s else most_queue_s
+            if lower and cached:
+                own_s += _loading_s(node, lower.get(node, 0), cached, token_s, key_s)
             yield node, cached, tokens, queue_s, own_s
 
     def is_slower(self, node: Node) -> bool:
@@ -285,6 +287,16 @@ class Costs:
             known = (_known_s(node, self._now_s) for node in self._prefills)
             self._usual_s = min((token_s for token_s in known if token_s is not None), default=TOKEN_S)
         return self._usual_s
+
+
+def _loading_s(node: Node, num_tokens: int, cached: int, token_s: float, key_s: float) -> float:
+    """For the last `num_tokens` of the `cached` ones, which the device lacks: by the node's word.
+
+    Never more than to compute them, which is what a node does that cannot load them sooner.
+    """
+    load, computing_s = node.view.load, num_tokens * (token_s + (cached - num_tokens / 2) * key_s)
+    loading_s = 0.0 if load is None else num_tokens * load.host_token_s
+    return loading_s if 0.0 < loading_s < computing_s else computing_s
 
 
 def _known_s(node: Node, now_s: float) -> float | None:
