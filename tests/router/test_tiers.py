@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd_router.nodes.node_table import NodeTable
+    from pd_router.policy.cost_policy import CostRoute
 
 HOST_TOKEN_S = 2.5e-6  # 128 KiB at 53 GB/s
 
@@ -67,20 +68,23 @@ def test_a_prompt_goes_where_it_lies_in_host_memory_rather_than_where_it_is_comp
     p0, p1 = nodes.nodes[:2]
     for node in nodes.nodes:
         tell(node, host_token_s=HOST_TOKEN_S)
-    held = {"cached": {p1: 8000}, "lower": {p1: 8000}}
-    choice = chosen(nodes, 9000, **held)
-    assert choice.prefills[0] is p1
-    on_device = chosen(nodes, 9000, cached={p1: 8000})
-    loading_s = choice.costs.reading_s(p1) - on_device.costs.reading_s(p1)
+
+    def choice(cached: dict[Node, int], lower: dict[Node, int]) -> CostRoute:
+        return chosen(nodes, 9000, cached=cached, lower=lower)
+
+    below, on_device = choice({p1: 8000}, {p1: 8000}), choice({p1: 8000}, {})
+    assert below.prefills[0] is p1
+    loading_s = below.costs.reading_s(p1) - on_device.costs.reading_s(p1)
     assert loading_s == pytest.approx(8000 * HOST_TOKEN_S)
-    predicted_s = choice.predicted_s(p1, NOW_S)
-    assert predicted_s == pytest.approx(on_device.predicted_s(p1, NOW_S) + loading_s), "the prediction has it too"
-    assert chosen(nodes, 9000, cached={p0: 8000, p1: 8000}, lower={p1: 8000}).prefills[0] is p0
-    assert chosen(nodes, 9000, cached={p0: 8000, p1: 8000}, lower={p0: 4000, p1: 4001}).prefills[0] is p0
+    predictions = below.predicted_s(p1, NOW_S), on_device.predicted_s(p1, NOW_S)
+    assert predictions[0] == pytest.approx((predictions[1] or 0.0) + loading_s), "the prediction has it too"
+    both = {p0: 8000, p1: 8000}
+    assert choice(both, {p1: 8000}).prefills[0] is p0
+    assert choice(both, {p0: 4001, p1: 4000}).prefills[0] is p1
     tell(p1, host_token_s=HOST_TOKEN_S, queued_tokens=6000)
-    assert chosen(nodes, 9000, **held).prefills[0] is p1
+    assert choice({p1: 8000}, {p1: 8000}).prefills[0] is p1
     tell(p1, host_token_s=1.0, queued_tokens=1000)
-    assert chosen(nodes, 9000, **held).prefills[0] is p0, "loading so slowly is computing"
+    assert choice({p1: 8000}, {p1: 8000}).prefills[0] is p0, "loading so slowly is computing"
 
 
 def test_a_pace_that_shrinks_beside_streams_bounds_what_is_computed_and_not_what_is_loaded() -> None:

@@ -100,7 +100,7 @@ class PrefixIndex(Generic[N]):
             elif len(mine.blocks) >= MAX_BLOCKS:
                 continue
             mine.blocks[stored.block] = place = self._place(stored)
-            if place.tier:
+            if stored.tier:
                 self.num_lower += 1
             bit = mine.bit
             if place.nodes & bit:
@@ -198,7 +198,7 @@ class PrefixIndex(Generic[N]):
 
     def _leave(self, mine: _NodeBlocks, place: _Place) -> None:
         """Take one block of a node from its place, and what is empty then from the index."""
-        if place.tier:
+        if self.num_lower and place.tier:
             self.num_lower -= 1
         if more := mine.more.get(id(place)):
             if more == 1:
