@@ -90,7 +90,7 @@ def measure(
 
     def choice() -> None:
         cached = index.hits(chain)
-        ready = index.hits(chain, on_device=True) if index.num_lower else cached
+        ready = index.hits_on_device(chain) if index.num_lower else cached
         lower = {node: num - ready.get(node, 0) for node, num in cached.items()} if index.num_lower else {}
         prompt = PromptFacts(STEP_BYTES * len(chain), cached=cached, lower=lower)
         policy.choose(prompt, to_generate(table, "model", prompt, settings, next(turns)), table.clock())

@@ -124,7 +124,7 @@ def a_node(name: str) -> Node:
 
 def told(index: PrefixIndex[Node], node: Node) -> Truth:
     hits = {prompt: index.hits(chain(prompt)) for prompt in PROMPTS}
-    ready = {prompt: index.hits(chain(prompt), on_device=True) for prompt in PROMPTS}
+    ready = {prompt: index.hits_on_device(chain(prompt)) for prompt in PROMPTS}
     return {prompt: (found[node], ready[prompt].get(node, 0)) for prompt, found in hits.items() if node in found}
 
 

@@ -189,6 +189,6 @@ def test_all_that_a_node_of_the_release_before_names_is_on_its_device() -> None:
     old = OldSnapshot(1, 1, load, (OldBlock(1, 50, 64),)), OldDelta(2, load, (), (OldBlock(2, 51, 128),))
     for message in parser.feed(b"".join(map(encode_message, old))):
         apply(feed, message)
-    assert index.hits([50, 51]) == index.hits([50, 51], on_device=True) == {node: 128}
+    assert index.hits([50, 51]) == index.hits_on_device([50, 51]) == {node: 128}
     assert node.view.load is not None
     assert (index.num_lower, node.view.load.host_token_s) == (0, 0.0)

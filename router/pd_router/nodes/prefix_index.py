@@ -146,9 +146,8 @@ class PrefixIndex(Generic[N]):
                 self._forgotten.pop()
         return bool(self._forgotten)
 
-    def hits(self, steps: Sequence[int], *, on_device: bool = False) -> dict[N, int]:
-        """Tokens that each node has cached of a prompt with this text chain, in any tier or only those up to which its
-        device has all. Nodes without a hit are absent."""
+    def hits(self, steps: Sequence[int]) -> dict[N, int]:
+        """Tokens that each node has cached of a prompt with this text chain. Nodes without a hit are absent."""
         left = self._bits
         find = self._steps.get
         found: dict[N, int] = {}
@@ -158,8 +157,6 @@ class PrefixIndex(Generic[N]):
                 continue
             left ^= here
             for place in step.places:  # the first place of a node is its longest
-                if on_device and place.tier:
-                    continue
                 hit = place.nodes & here
                 here ^= hit
                 while hit:
@@ -168,7 +165,23 @@ class PrefixIndex(Generic[N]):
                     found[self._by_bit[at]] = place.num_tokens  # type: ignore[index]  # a bit in use has its node
                 if not here:
                     break
-            left |= here
+            if not left:
+                break
+        return found
+
+    def hits_on_device(self, steps: Sequence[int]) -> dict[N, int]:
+        """The same up to where the node's device has all. Only with `num_lower` it differs from `hits`."""
+        left = self._bits
+        found: dict[N, int] = {}
+        for step_hash in reversed(steps):
+            step = self._steps.get(step_hash)
+            for place in step.places if step is not None and step.nodes & left else ():
+                hit = 0 if place.tier else place.nodes & left
+                left ^= hit
+                while hit:
+                    at = hit.bit_length() - 1
+                    hit ^= 1 << at
+                    found[self._by_bit[at]] = place.num_tokens  # type: ignore[index]  # as in `hits`
             if not left:
                 break
         return found

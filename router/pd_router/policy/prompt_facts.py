@@ -64,7 +64,7 @@ def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts
     cached = _longest(table.prefixes.hits(chain) for chain in chains)
     lower: dict[Node, int] = {}
     if cached and table.prefixes.num_lower:
-        ready = _longest(table.prefixes.hits(chain, on_device=True) for chain in chains)
+        ready = _longest(table.prefixes.hits_on_device(chain) for chain in chains)
         lower = {node: rest for node, num in cached.items() if (rest := num - ready.get(node, 0))}
     several, num_tokens = body.has_several_prompts, body.num_token_ids
     num_output, most = table.answers.expected(body.model or ""), body.most_output
