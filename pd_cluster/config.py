@@ -110,8 +110,8 @@ class CacheConfig:
     swap_gb: float = setting(0.0, "Host memory for preempted sequences in GB, on each rank. 0: preemption recomputes.")
     host_cache_gb: float = setting(
         0.0,
-        "Host memory in GB, on each rank, that keeps the blocks of prefixes that the cache has no room for. It is pinned "
-        "while the node serves. Preempted sequences share it: swap_gb is a part of it. 0: none.",
+        "Host memory in GB, on each rank, that keeps blocks of prefixes for which the cache has no room. It is pinned "
+        "while the node serves. swap_gb is a part of it. 0: none.",
     )
     prefix_caching: bool = setting(True, "Reuse the blocks of equal prefixes.")
 
