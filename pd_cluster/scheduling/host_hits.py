@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.hits import Hits
+from pd_cluster.scheduling.two_tiers import TwoTiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from pd_cluster.scheduling.block_table import BlockTable
-    from pd_cluster.scheduling.host_tier import HostBlocks, HostTier
-    from pd_cluster.scheduling.prefix_cache import PrefixCache
+    from pd_cluster.scheduling.host_tier import HostTier
     from pd_cluster.scheduling.slab_memory import SlabMemory
-
-
-class TwoTiers:
-    """What is cached of a group on the device or in host memory."""
-
-    def __init__(self, cache: PrefixCache, host: HostBlocks) -> None:
-        self._cache, self._host = cache, host
-
-    def __len__(self) -> int:
-        return len(self._cache) + len(self._host.cached)
-
-    def find(self, block_hash: bytes) -> int | None:
-        """The block with this content, of the tier that has it."""
-        found = self._cache.find(block_hash)
-        return self._host.find(block_hash) if found is None else found
-
-    def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest cached run of `hashes`."""
-        return list(takewhile(lambda block: block is not None, map(self.find, hashes)))  # type: ignore[arg-type]
 
 
 class HostHits:
