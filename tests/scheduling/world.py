@@ -265,7 +265,7 @@ class World:
         for chunk in batch.chunks:
             table = self.scheduler._queues.sequences[chunk.seq_id].table
             assert table is not None
-            assert table not in self.blocks.host.pending, "a sequence is computed whose blocks are loaded"
+            assert table not in self.blocks.host.pending, "a sequence is computed while its blocks are loaded"
             for pool, one in zip(self.blocks.pools, table.groups, strict=True):
                 held |= {(pool.index, block_id) for block_id in one.ids}
                 first = max(0, chunk.start // pool.block_size - one.first)
