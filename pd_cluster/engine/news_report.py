@@ -45,7 +45,9 @@ class NewsReport:
         clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
-        self._news = blocks.news
+        self._news, self._host = blocks.news, blocks.host
+        # Of a hit's token, on all ranks: windows need their last blocks alone
+        self._token_bytes = sum(pool.group.block_bytes / pool.block_size for pool in blocks.pools if pool.is_tree)
         self._pipeline = pipeline
         self._model = model
         self._room = room
@@ -81,8 +83,9 @@ class NewsReport:
         self._is_due = is_new and now_s - self._sent_at_s < NEWS_S
         if is_new and not self._is_due:
             self._sent, self._sent_at_s = reported, now_s
-            evicted, stored = self._news.take()
-            self._mailbox.send(EngineNews(self.num_taken, self._timed(reported[1]), evicted, stored, self._serial))
+            evicted, stored, moved = self._news.take()
+            load = self._timed(reported[1])
+            self._mailbox.send(EngineNews(self.num_taken, load, evicted, stored, self._serial, moved))
 
     def _timed(self, load: NodeLoad) -> NodeLoad:
         """The load with the times of steps, as far as they are measured, and contexts. That these change is no news.
@@ -97,5 +100,6 @@ class NewsReport:
             load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share,
             step_keys=self._budget.keys_per_token(load.num_running + share) if share else 0,
             num_context=num_context, context_s=model.context_s if model.is_fitted else 0.0,
+            host_token_s=self._token_bytes / (self._host.gb_s * 1e9) if self._host.is_cache else 0.0,
         )  # fmt: skip
         return self._room.filled_in(load, num_streams)

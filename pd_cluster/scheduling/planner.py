@@ -102,6 +102,9 @@ class Planner:
         self._passed.note(prefills, builder.best_priority, is_turn=has_turn)
         if self._drafting is not None:
             self._drafting.add(builder)
+        if (host := self._blocks.host).is_cache:  # last: nothing else may take what these copies read
+            has_streams = any(map(is_stream, self._queues.running))
+            builder.save, builder.load = host.plan_copies(has_streams=has_streams)
         batch = builder.batch(self._queues.take_departures(), self._queues.take_beam_steps(), loads)
         if builder.preempted and not builder.held and not batch.moves_worker:
             return self.plan(loads)  # what has yielded never ran: the next step can begin at once
@@ -130,6 +133,8 @@ class Planner:
         """Plan every decode. Returns the running sequences with more than one token left."""
         step, chunks, prefills = builder.step, builder.chunks, []
         running = tuple(self._queues.running)
+        if pending := self._blocks.host.pending:
+            running = tuple(seq for seq in running if seq.table not in pending)
         if builder.unready:
             now_s = self._clock()
             running = tuple(seq for seq in running if not builder.unready.holds(seq, now_s))
@@ -296,7 +301,9 @@ class Planner:
             return False
         builder.swap_in += copies
         self._queues.run(seq)
-        if not builder.unready.holds(seq, self._clock()):  # not yet with a prompt that is cached but for its last token
+        if seq.table in self._blocks.host.pending:
+            seq.planned_step = builder.step  # it computes from the next step on, or a later one
+        elif not builder.unready.holds(seq, self._clock()):  # else it may be cached but for its last token
             builder.add_chunk(seq, self._blocks)
         return True
 

@@ -173,6 +173,10 @@ class SlabPool(BlockPool):
         self.num_takeable = 0  # free blocks
         self.let_go_at = [0] * len(self.refs)  # of cached ones
 
+    @property
+    def num_spare(self) -> int:
+        return self.num_takeable + len(self._memory.unowned) * self.per_slab
+
     def take(self) -> int:
         memory, slab = self._memory, next(iter(self.open), None)
         if slab is None:
@@ -191,7 +195,7 @@ class SlabPool(BlockPool):
 
     def evict_subtree(self, block_id: int) -> None:
         """Evict an unreferenced block, and what hangs below it."""
-        for evicted, block_hash in self.cache.evict_subtree(block_id):
+        for evicted, block_hash in reversed(self.cache.evict_subtree(block_id)):  # tails first, as elsewhere
             self.on_evicted(block_hash)
             self.num_evicted += 1
             self._put_free(evicted)
