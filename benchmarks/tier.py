@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.model import write_model
 from benchmarks.offline import OfflineEngine, offline_context
 from benchmarks.records import RESULTS, append_record
+from benchmarks.shapes import CONFIGS
 from benchmarks.tier_copies import CopyClock
 from benchmarks.tier_streams import EngineClient
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
@@ -311,7 +311,7 @@ def main(arguments: Sequence[str]) -> int:
     if namespace.device == "cuda" and not torch.cuda.is_available():
         raise StartupError("torch finds no CUDA device")
     with tempfile.TemporaryDirectory(prefix="pd-bench-") as directory:
-        write_model(namespace.shape, Path(directory))
+        Path(directory, "config.json").write_text(json.dumps(CONFIGS[namespace.shape]), encoding="utf-8")
         measure_tier(node_config(directory, namespace), namespace)
     return 0
 
@@ -320,8 +320,8 @@ def node_config(directory: str, namespace: argparse.Namespace) -> NodeConfig:
     """The engine's settings."""
     return NodeConfig(
         model=ModelConfig(
-            model=directory, load_format="dummy", dtype="bfloat16", device=namespace.device, max_model_len=16_384,
-            seed=namespace.seed,
+            model=directory, load_format="dummy", dtype="bfloat16", device=namespace.device,
+            max_model_len=min(16_384, 16 * namespace.num_blocks), seed=namespace.seed,
         ),
         cache=CacheConfig(num_blocks=namespace.num_blocks, host_cache_gb=namespace.host_gb),
         scheduler=SchedulerConfig(max_num_seqs=128, max_num_batched_tokens=2048),

@@ -24,16 +24,14 @@ class CopyClock:
     """Times every launch of copies beside steps, on the host and on the device."""
 
     host_s: list[float] = field(default_factory=list)
-    events: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = field(
-        default_factory=list
-    )  # blocks, begin and end on the device
+    events: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)  # blocks, begin, end
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         run = KVCache.run_copies_beside
 
         def timed(cache: KVCache, copies: BlockCopies, kernels: Kernels) -> None:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             started_s = time.perf_counter()
             begin.record()
             run(cache, copies, kernels)

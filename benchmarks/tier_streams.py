@@ -39,9 +39,9 @@ class EngineClient:
             self._turn()
 
     def run_tokens(self, ids: Sequence[str], num_tokens: int) -> None:
-        """Wait until each of the requests has so many tokens more."""
+        """Wait until each of the requests has so many tokens more, or has ended."""
         wanted = {request: len(self.tokens[request]) + num_tokens for request in ids}
-        self.run_while(lambda: any(len(self.tokens[request]) < wanted[request] for request in ids))
+        self.run_while(lambda: any(len(self.tokens[one]) < wanted[one] for one in self._open.intersection(ids)))
 
     def run_while(self, holds: Callable[[], bool]) -> None:
         while holds():

@@ -50,7 +50,8 @@ class HostMemory:
         self._sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         # Pieces end with a page in every group: a page cannot be pinned twice, nor a block be copied over two pieces
         whole = max(mmap.PAGESIZE // gcd(mmap.PAGESIZE, size) for size in self._sizes)
-        self.per_piece = whole * max(1, PIECE_BYTES // (whole * sum(self._sizes)))
+        most = max(1, min(PIECE_BYTES // sum(self._sizes), num_blocks))
+        self.per_piece = whole * -(-most // whole)
         self._memory = [self._reserve(size) for size in self._sizes]
         self.tensors = tuple(
             memory[: num_blocks * size].view(dtype).view(num_blocks, *shape)
