@@ -48,7 +48,7 @@ class EngineClient:
             self._turn()
 
     def gaps_of(self, ids: Sequence[str], work: Callable[[], None]) -> dict[str, float]:
-        """Milliseconds between two replies of a stream during `work`: the median, p99 and the longest."""
+        """Milliseconds between two replies of a stream during `work`: the median, p99 and the longest, if one came."""
         begins = {request: len(self.times[request]) - 1 for request in ids}
         work()
         gaps = sorted(
@@ -56,6 +56,8 @@ class EngineClient:
             for request in ids
             for earlier, later in pairwise(self.times[request][begins[request] :])
         )
+        if not gaps:
+            return {}
         return {"gap_p50_ms": gaps[len(gaps) // 2], "gap_p99_ms": gaps[len(gaps) * 99 // 100], "gap_max_ms": gaps[-1]}
 
     def end(self, ids: Sequence[str]) -> None:

@@ -43,8 +43,8 @@ class HostMemory:
     ) -> None:
         """Reserve addresses for `num_blocks` blocks of every group, given by shape and dtype of one block.
 
-        device: that copies from and to the memory, for which it is pinned; on a CPU it is only filled. free_bytes: of this machine, before
-        each piece that the thread takes. Raises StartupError.
+        device: it copies from and to the memory, which is pinned for it; for a CPU it is only filled. free_bytes: of
+        this machine, before each piece that the thread takes. Raises StartupError.
         """
         self.num_blocks, self._device, self._free_bytes = num_blocks, device, free_bytes
         self._sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
