@@ -13,7 +13,7 @@ import mmap
 import threading
 import time
 from contextlib import suppress
-from math import gcd, prod
+from math import gcd, inf, prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_cluster.host")
 
 PIECE_BYTES = 64 << 20  # a piece holds the driver's locks, and the end of the thread waits for one
-STOP_S = 5.0  # for the piece that is being pinned when the memory is given back
+STOP_S = 2.0  # for the piece that is being pinned when the memory is given back
+UNPIN_S = 3.0  # at the end of a node: all of it has 8 s
 
 
 class HostMemory:
@@ -84,10 +85,10 @@ class HostMemory:
             self._thread = threading.Thread(target=self._fill_all, name="host-memory", daemon=True)
             self._thread.start()
 
-    def close(self, *, unpins: bool = True) -> None:
-        """End the thread and give the memory back, after the last copy. `unpins`: not on a device that has failed.
+    def close(self, unpin_s: float = inf) -> None:
+        """End the thread and give the memory back, after the last copy. Idempotent.
 
-        Idempotent. Tensors of before keep their pages until they are gone.
+        unpin_s: for that; what is pinned then stays until the process ends, which takes the driver as long.
         """
         self._ends.set()
         if self._thread is not None:
@@ -95,9 +96,11 @@ class HostMemory:
             if self._thread.is_alive():
                 logger.error("host memory is still being pinned after %g s, and stays", STOP_S)
                 return
-        while unpins and self._pinned:
+        until_s = time.monotonic() + unpin_s
+        while self._pinned and time.monotonic() < until_s:
             torch.cuda.check_error(_driver().cudaHostUnregister(self._pinned.pop()))
-        self._memory, self.tensors = [], ()
+        if not self._pinned:
+            self._memory, self.tensors = [], ()
 
     def _reserve(self, size: int) -> torch.Tensor:
         """Bytes for whole pieces of one group's blocks. Raises StartupError."""
