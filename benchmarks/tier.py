@@ -31,7 +31,7 @@ from benchmarks.offline import OfflineEngine, offline_context
 from benchmarks.records import RESULTS, append_record
 from benchmarks.shapes import CONFIGS
 from benchmarks.tier_copies import CopyClock
-from benchmarks.tier_streams import EngineClient
+from benchmarks.tier_streams import OfflineClient
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.errors import StartupError
@@ -139,7 +139,7 @@ class TierBench:
 
     def pinning(self) -> None:
         """Gaps of streams without pinning, while the engine's own memory is pinned, and by size of a piece."""
-        client = EngineClient(self.engine)
+        client = OfflineClient(self.engine)
         ids = self._streams(client)
         quiet = client.gaps_of(ids, lambda: client.run_tokens(ids, 300))
         self.note("streams, nothing is pinned", **quiet)
@@ -157,7 +157,7 @@ class TierBench:
                 host_memory.PIECE_BYTES = usual
         client.end(ids)
 
-    def _pin_more(self, client: EngineClient, ids: list[str], name: str) -> None:
+    def _pin_more(self, client: OfflineClient, ids: list[str], name: str) -> None:
         """Pin memory beside the engine's, and give it back while the streams go on."""
         executor, gb = self.executor, self.namespace.piece_gb
         group = executor.layout.groups[0]
@@ -185,7 +185,7 @@ class TierBench:
         if host.num_ready < host.num_blocks:
             raise StartupError(f"only {host.num_ready} of {host.num_blocks} host blocks could be pinned")
 
-    def _streams(self, client: EngineClient) -> list[str]:
+    def _streams(self, client: OfflineClient) -> list[str]:
         ids = [
             client.send(prompt, self.namespace.most_tokens)
             for prompt in self.prompts([self.namespace.context] * STREAMS)
@@ -239,7 +239,7 @@ class TierBench:
         self.restart(has_tier=True, role="decode")
         for tensor in self.executor._cache.hosts:
             tensor.view(torch.uint8).fill_(0xFF)  # NaN in every float format here
-        client, length = EngineClient(self.engine), self.namespace.prompt
+        client, length = OfflineClient(self.engine), self.namespace.prompt
         client.finish([client.send(prompt, 2) for prompt in self.prompts([length, 100, 1000])])
         prompts = self.prompts([length + 7 * i for i in range(NUM_PROMPTS)])
         answers = {}
@@ -271,7 +271,7 @@ class TierBench:
         return {name: value - before.get(name, 0.0) for name, value in self._tier_counters().items()}
 
     def _answers(
-        self, client: EngineClient, prompts: list[list[int]], num_tokens: int = 32
+        self, client: OfflineClient, prompts: list[list[int]], num_tokens: int = 32
     ) -> tuple[list[float], list[list[int]]]:
         """Send one prompt after the other. -> milliseconds to the first tokens, and the answers."""
         ttfts_ms, answers = [], []
@@ -283,7 +283,7 @@ class TierBench:
             answers.append(client.tokens[request])
         return ttfts_ms, answers
 
-    def _evict(self, client: EngineClient) -> None:
+    def _evict(self, client: OfflineClient) -> None:
         """Fill the GPU's cache with other prompts."""
         tokens = self.executor.slabs.num_blocks(0) * self.executor.block_size
         length = min(4096, self.namespace.prompt)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from benchmarks.offline import OfflineEngine
 
 
-class EngineClient:
+class OfflineClient:
     """Turns the engine's step loop while it waits."""
 
     def __init__(self, engine: OfflineEngine) -> None:
