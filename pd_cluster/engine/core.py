@@ -367,7 +367,7 @@ class EngineCore:
             **scheduler.counters,
             **self._transfers.counters,
         }
-        gauges = {"orphaned_loads": float(self._transfers.num_orphans)}
+        gauges = {"orphaned_loads": float(self._transfers.num_orphans), **self._blocks.host.gauges}
         for name, value in self._connector.stats().items():
             (counters if name.partition("|")[0].endswith("_total") else gauges)[name] = value
         stats = EngineStats(

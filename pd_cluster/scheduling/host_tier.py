@@ -133,6 +133,17 @@ class HostTier:
             "host_cache_saved_bytes_total": float(self.num_saved_bytes),
         }
 
+    @property
+    def gauges(self) -> dict[str, float]:
+        """By metric name without prefix, and labels."""
+        if not self.is_cache:
+            return {}
+        return {
+            "host_cache_blocks|state=ready": float(self.num_blocks * len(self.groups)),
+            "host_cache_blocks|state=cached": float(self.num_cached),
+            "host_cache_bytes_per_second": self.gb_s * 1e9,
+        }
+
     def grow(self, num_blocks: int) -> None:
         """Have `num_blocks` of each group, no fewer than before. The new ones can be copied from now on."""
         assert num_blocks >= self.num_blocks, "host memory that may be in use is taken away"
