@@ -100,6 +100,7 @@ class TierBench:
     def copies(self) -> None:
         """Steps alone, and beside copies. The device's blocks are the last ones, the host's the first."""
         self.wait_pinned()
+        self.restart(has_tier=False)
         clock, most, context = CopyClock(), 256, self.namespace.context
         with clock.installed():
             for way in ("save", "load"):
