@@ -20,6 +20,7 @@ from pd_cluster.launch.preflight import (
     machine_problems,
     model_problems,
     setting_problems,
+    shared_memory_problems,
 )
 from tests.cluster import READY_DEADLINE_S, ROOT, SOURCES
 
@@ -67,6 +68,17 @@ def test_host_memory_that_the_machine_lacks_is_refused(tp: int, cache: CacheConf
     assert len(found) == len(problems)
     for line, begin in zip(found, problems, strict=True):
         assert line.startswith(begin + "this machine, or its control group, has 100.0 GB free")
+
+
+def test_the_nodes_of_a_machine_share_its_memory() -> None:
+    nodes = [
+        NodeConfig(cache=CacheConfig(host_cache_gb=40)),
+        NodeConfig(model=ModelConfig(tp=2), cache=CacheConfig(host_cache_gb=20, swap_gb=28)),
+        NodeConfig(cache=CacheConfig(swap_gb=90)),
+    ]
+    assert list(shared_memory_problems(nodes, KnownMachine())) == []
+    [line] = shared_memory_problems([*nodes, NodeConfig(cache=CacheConfig(host_cache_gb=0.5))], KnownMachine())
+    assert line.startswith("--host-cache-gb, of all nodes 96.5: this machine, or its control group, has 100.0 GB free")
 
 
 def test_the_defaults_are_right() -> None:
