@@ -106,7 +106,9 @@ def plan_nodes(
         name, devices = f"{role}-{index}", ",".join(gpus[rank] for rank in dealt[place]) if gpus else None
         host_gb = roles[role].host_cache_gb
         own = [f"--tp={tp}"] if host_gb is None else [f"--tp={tp}", f"--host-cache-gb={host_gb:g}"]
-        plans.append(NodePlan(name, role, (*flags, *own, *shared, f"--node-id={name}"), devices))
+        # One node a directory; the name is the same at the next start, which finds the files
+        every = [f"{flag}/{name}" if flag.startswith("--disk-cache-dir=") else flag for flag in flags]
+        plans.append(NodePlan(name, role, (*every, *own, *shared, f"--node-id={name}"), devices))
     return plans
 
 

@@ -130,6 +130,12 @@ def test_a_role_has_its_own_host_cache_or_that_of_all() -> None:
         plans_of("--decode=0", "--mixed=1", "--decode-host-cache-gb=2")
 
 
+def test_each_node_has_a_directory_of_its_own_on_the_disk() -> None:
+    plans = plan_nodes(ROLES, ["--disk-cache-dir=/var/cache/pd", "--disk-cache-gb=9"], [], 8)
+    assert [plan.flags[0] for plan in plans] == [f"--disk-cache-dir=/var/cache/pd/{plan.name}" for plan in plans]
+    assert all(plan.flags[1] == "--disk-cache-gb=9" for plan in plans)
+
+
 @pytest.mark.parametrize("degree", ["0", "-1", "two"])
 def test_a_degree_below_one_is_refused(degree: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
