@@ -30,7 +30,7 @@ from pd_connectors.registry import check_connector
 from pd_http.settings import in_bounds, number_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from pd_cluster.config import ModelConfig, NodeConfig
     from pd_cluster.models.spec import ModelSpec
@@ -131,6 +131,13 @@ def machine_problems(config: NodeConfig, machine: MachineFacts) -> Iterator[str]
             return  # the engine reports it
         if 0 < count < tp:  # without a GPU the ranks run on the CPU
             yield f"--tp {tp}: each rank needs a GPU of its own, and {count} {'are' if count > 1 else 'is'} visible"
+
+
+def shared_memory_problems(nodes: Iterable[NodeConfig], machine: MachineFacts) -> Iterator[str]:
+    """What several nodes, each of which this machine can serve, cannot have at once."""
+    wanted_gb = sum(node.cache.host_gb * node.model.tp for node in nodes if node.cache.host_cache_gb)
+    if why := host_problem("--host-cache-gb, of all nodes", wanted_gb, 1, machine.free_host_bytes()):
+        yield why
 
 
 def key_problems(key_file: str) -> Iterator[str]:

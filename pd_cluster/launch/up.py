@@ -64,6 +64,8 @@ def run_up(namespace: argparse.Namespace) -> int:
         *role_problems(roles, config, preflight.setting_problems),
         *role_problems(roles, config, lambda settings: preflight.machine_problems(settings, machine)),
     ]
+    nodes = [plan.settings(config) for plan in roles.values() for _ in range(plan.count)]
+    problems = problems or [*preflight.shared_memory_problems(nodes, machine)]
     problems += preflight.tls_problems(config)  # of the router: nodes get no certificate
     refuse([*problems, *(preflight.key_problems(key_file) if key_file else ())])
     if api_keys := getattr(namespace, "api_keys", ""):
@@ -78,9 +80,9 @@ def run_up(namespace: argparse.Namespace) -> int:
         flags += [f"--model={model}", *(f"--served-model-name={name}" for name in names)]
         plans = plan_nodes(roles, flags, gpus, len(os.sched_getaffinity(0)))
         addresses = [sockets.enter_context(contextlib.closing(reserve(NODE_HOST))) for _ in plans]
-        nodes = [replace(plan, port=port_of(address)) for plan, address in zip(plans, addresses, strict=True)]
+        plans = [replace(plan, port=port_of(address)) for plan, address in zip(plans, addresses, strict=True)]
         display = sockets.enter_context(Display(quiet=namespace.quiet))
-        return asyncio.run(_Cluster(namespace, config, nodes, listener, names[0], display).run())
+        return asyncio.run(_Cluster(namespace, config, plans, listener, names[0], display).run())
 
 
 def abilities(plans: Sequence[NodePlan]) -> dict[str, list[str]]:

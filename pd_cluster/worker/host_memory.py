@@ -13,7 +13,7 @@ import mmap
 import threading
 import time
 from contextlib import suppress
-from math import gcd, prod
+from math import gcd, inf, prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pd_cluster.host")
 
 PIECE_BYTES = 64 << 20  # a piece holds the driver's locks, and the end of the thread waits for one
-STOP_S = 5.0  # for the piece that is being pinned when the memory is given back
+STOP_S = 2.0  # for the piece that is being pinned when the memory is given back
+UNPIN_S = 3.0  # at the end of a node: all of it has 8 s
 
 
 class HostMemory:
@@ -43,14 +44,15 @@ class HostMemory:
     ) -> None:
         """Reserve addresses for `num_blocks` blocks of every group, given by shape and dtype of one block.
 
-        device: whose copies the memory is pinned for; on a CPU it is only filled. free_bytes: of this machine, before
-        each piece that the thread takes. Raises StartupError.
+        device: it copies from and to the memory, which is pinned for it; for a CPU it is only filled. free_bytes: of
+        this machine, before each piece that the thread takes. Raises StartupError.
         """
         self.num_blocks, self._device, self._free_bytes = num_blocks, device, free_bytes
         self._sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         # Pieces end with a page in every group: a page cannot be pinned twice, nor a block be copied over two pieces
         whole = max(mmap.PAGESIZE // gcd(mmap.PAGESIZE, size) for size in self._sizes)
-        self.per_piece = whole * max(1, PIECE_BYTES // (whole * sum(self._sizes)))
+        most = max(1, min(PIECE_BYTES // sum(self._sizes), num_blocks))
+        self.per_piece = whole * -(-most // whole)
         self._memory = [self._reserve(size) for size in self._sizes]
         self.tensors = tuple(
             memory[: num_blocks * size].view(dtype).view(num_blocks, *shape)
@@ -83,10 +85,10 @@ class HostMemory:
             self._thread = threading.Thread(target=self._fill_all, name="host-memory", daemon=True)
             self._thread.start()
 
-    def close(self, *, unpins: bool = True) -> None:
-        """End the thread and give the memory back, after the last copy. `unpins`: not on a device that has failed.
+    def close(self, unpin_s: float = inf) -> None:
+        """End the thread and give the memory back, after the last copy. Idempotent.
 
-        Idempotent. Tensors of before keep their pages until they are gone.
+        unpin_s: for that; what is pinned then stays until the process ends, which takes the driver as long.
         """
         self._ends.set()
         if self._thread is not None:
@@ -94,9 +96,11 @@ class HostMemory:
             if self._thread.is_alive():
                 logger.error("host memory is still being pinned after %g s, and stays", STOP_S)
                 return
-        while unpins and self._pinned:
+        until_s = time.monotonic() + unpin_s
+        while self._pinned and time.monotonic() < until_s:
             torch.cuda.check_error(_driver().cudaHostUnregister(self._pinned.pop()))
-        self._memory, self.tensors = [], ()
+        if not self._pinned:
+            self._memory, self.tensors = [], ()
 
     def _reserve(self, size: int) -> torch.Tensor:
         """Bytes for whole pieces of one group's blocks. Raises StartupError."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from pd_cluster.errors import PdError
+from pd_cluster.worker.host_memory import UNPIN_S
 from pd_cluster.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class DeviceState:
             if waits:
                 self._synchronize()
             if self._cache is not None:
-                self._cache.host.close(unpins=waits)
+                self._cache.host.close(UNPIN_S if waits else 0.0)
 
     def left_for(self, state: NextState) -> NextState:
         """Leave this state. -> `state`, which owns from now on what this one did."""

@@ -20,6 +20,7 @@ from pd_cluster.launch.preflight import (
     machine_problems,
     model_problems,
     setting_problems,
+    shared_memory_problems,
 )
 from tests.cluster import READY_DEADLINE_S, ROOT, SOURCES
 
@@ -32,10 +33,11 @@ GARBAGE = bytes(range(128, 256))
 class KnownMachine(MachineFacts):
     """Has all modules but `missing`, no usable CUDA device when `cuda` says why, and `gpus` that a rank may use."""
 
-    def __init__(self, *missing: str, cuda: str = "", gpus: int = 0) -> None:
+    def __init__(self, *missing: str, cuda: str = "", gpus: int = 0, free_gb: float = 100) -> None:
         self._missing = missing
         self._cuda = cuda
         self._gpus = gpus
+        self._free_gb = free_gb
 
     def has_module(self, name: str) -> bool:
         return name not in self._missing
@@ -45,6 +47,38 @@ class KnownMachine(MachineFacts):
 
     def num_cuda_devices(self) -> int:
         return self._gpus
+
+    def free_host_bytes(self) -> int:
+        return int(self._free_gb * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cache", "problems"),
+    [
+        (1, CacheConfig(host_cache_gb=96), []),
+        (1, CacheConfig(host_cache_gb=97), ["--host-cache-gb 97: "]),
+        (2, CacheConfig(host_cache_gb=49), ["--host-cache-gb 49 for each of 2 ranks: "]),
+        (1, CacheConfig(host_cache_gb=1, swap_gb=97), ["--swap-gb 97: "]),
+        (1, CacheConfig(swap_gb=97), []),  # without a tier it is as before
+    ],
+)
+def test_host_memory_that_the_machine_lacks_is_refused(tp: int, cache: CacheConfig, problems: list[str]) -> None:
+    config = NodeConfig(model=ModelConfig(device="cpu", tp=tp), cache=cache)
+    found = list(machine_problems(config, KnownMachine()))
+    assert len(found) == len(problems)
+    for line, begin in zip(found, problems, strict=True):
+        assert line.startswith(begin + "this machine, or its control group, has 100.0 GB free")
+
+
+def test_the_nodes_of_a_machine_share_its_memory() -> None:
+    nodes = [
+        NodeConfig(cache=CacheConfig(host_cache_gb=40)),
+        NodeConfig(model=ModelConfig(tp=2), cache=CacheConfig(host_cache_gb=20, swap_gb=28)),
+        NodeConfig(cache=CacheConfig(swap_gb=90)),
+    ]
+    assert list(shared_memory_problems(nodes, KnownMachine())) == []
+    [line] = shared_memory_problems([*nodes, NodeConfig(cache=CacheConfig(host_cache_gb=0.5))], KnownMachine())
+    assert line.startswith("--host-cache-gb, of all nodes 96.5: this machine, or its control group, has 100.0 GB free")
 
 
 def test_the_defaults_are_right() -> None:

@@ -207,7 +207,11 @@ def test_what_the_driver_refuses_is_given_back_at_the_end(driver: FakeDriver) ->
     assert blocks._thread is not None
     blocks._thread.join(HANG_S)
     assert (blocks.num_ready, len(driver.ranges)) == (PER_PIECE, 3)
+    blocks.close(0.0)
+    assert len(driver.ranges) == 3, "of a device that has failed nothing is asked"
+    assert blocks.tensors, "the driver may know the pages yet"
     blocks.close()
+    assert blocks.tensors == ()
 
 
 def test_copies_reach_blocks_of_every_piece_and_group() -> None:

@@ -32,9 +32,9 @@ def pairs(sources: tuple[int, ...], targets: tuple[int, ...]) -> tuple[tuple[int
 def run_tier(
     executor: Executor, beside: SamplingParams = GREEDY, before_load: Callable[[], None] = lambda: None
 ) -> list[int]:
-    """Tokens of a sequence whose blocks went to the host and came back into others. Two steps are under way.
+    """Tokens of a sequence, the blocks of which went to the host and came back into others. Two steps are under way.
 
-    beside: of the sequence whose prompt is computed in the steps with copies.
+    beside: of the sequence the prompt of which is computed in the steps with copies.
     """
     prompts = random_prompts([LENGTH, 33, 48], 3000, seed=3)
     tokens: list[int] = []

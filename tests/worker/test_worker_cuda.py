@@ -12,8 +12,10 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, BlockCopies, NewBlocks, SequenceChunk, SequenceStart
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_kernels import sampling
+from tests.shallow_model import shallow_model
 from tests.worker.conftest import MODELS, VOCAB_SIZE, ModelStore
-from tests.worker.driver import Driver, make_executor, random_prompts
+from tests.worker.driver import Driver, make_executor, poison, random_prompts
+from tests.worker.test_side_copies import run_tier
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,6 +66,18 @@ def test_seeded_tokens_equal_the_cpus(models: ModelStore) -> None:
             driver.add(random_prompts([30], VOCAB_SIZE)[0], params, seed)
         outputs.append(driver.run())
     assert outputs[0] == outputs[1]
+
+
+def test_blocks_that_were_saved_and_loaded_beside_steps_serve() -> None:
+    """Those of the host that are not written are NaN."""
+    executor = cuda_executor(shallow_model())
+    host = executor._cache.host
+    assert all(tensor.is_pinned() for tensor in host.tensors)
+    for tensor in host.tensors:
+        poison(tensor)
+    assert run_tier(executor) == run_tier(make_executor(shallow_model()))
+    executor.close()
+    assert host.tensors == ()
 
 
 def test_random_bits_equal_the_cpus() -> None:
