@@ -13,9 +13,8 @@ import torch
 from pd_cluster.worker.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from pd_cluster.scheduling.batch import BlockCopies
     from pd_kernels.backends import Kernels
 
 
@@ -28,22 +27,29 @@ class CopyClock:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        run = KVCache.run_copies_beside
+        runs = {name: getattr(KVCache, name) for name in ("save", "load")}
 
-        def timed(cache: KVCache, copies: BlockCopies, kernels: Kernels) -> None:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            started_s = time.perf_counter()
-            begin.record()
-            run(cache, copies, kernels)
-            end.record()
-            self.host_s.append(time.perf_counter() - started_s)
-            self.events.append((len(copies.save) + len(copies.load), begin, end))
+        def timed(name: str) -> Callable[[KVCache, Sequence[tuple[int, int, int]], Kernels], None]:
+            def run(cache: KVCache, copies: Sequence[tuple[int, int, int]], kernels: Kernels) -> None:
+                if not copies:
+                    return
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                started_s = time.perf_counter()
+                begin.record()
+                runs[name](cache, copies, kernels)
+                end.record()
+                self.host_s.append(time.perf_counter() - started_s)
+                self.events.append((len(copies), begin, end))
 
-        KVCache.run_copies_beside = timed  # type: ignore[method-assign,assignment]
+            return run
+
+        for name in runs:
+            setattr(KVCache, name, timed(name))
         try:
             yield
         finally:
-            KVCache.run_copies_beside = run  # type: ignore[method-assign]
+            for name, run in runs.items():
+                setattr(KVCache, name, run)
 
     def take(self, block_bytes: int) -> dict[str, float]:
         """GB/s and host microseconds a block, the medians since the last call."""

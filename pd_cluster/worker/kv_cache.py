@@ -93,29 +93,36 @@ class KVCache:
 
     def run_copies(self, copies: BlockCopies, kernels: Kernels) -> None:
         """Run the copies of a batch before its forward: swap out, then swap in, then copy on write."""
-        self._exchange(copies.swap_out, copies.swap_in, kernels)
+        self.save(copies.swap_out, kernels)
+        self.load(copies.swap_in, kernels)
         for part in independent(copies.copy_on_write, self.slabs.per_slab):
             for group, pairs in _by_group(part):
                 tensor = self.tensors[group]
                 kernels.copy_blocks(tensor, tensor, torch.tensor(pairs, dtype=torch.int64))
 
-    def run_copies_beside(self, copies: BlockCopies, kernels: Kernels) -> None:
-        """Run the copies of a batch beside its forward."""
-        self._exchange(copies.save, copies.load, kernels)
+    def save(self, copies: Sequence[tuple[int, int, int]], kernels: Kernels) -> None:
+        """Copy blocks (group, device, host) to host memory."""
+        _copy(copies, self.tensors, self.hosts, kernels)
 
-    def _exchange(
-        self, out: Sequence[tuple[int, int, int]], back: Sequence[tuple[int, int, int]], kernels: Kernels
-    ) -> None:
-        """Copy blocks out to the host, then others from there."""
-        for moved, sources, targets in ((out, self.tensors, self.hosts), (back, self.hosts, self.tensors)):
-            for group, pairs in _by_group(moved):
-                kernels.copy_blocks(sources[group], targets[group], torch.tensor(pairs, dtype=torch.int64))
+    def load(self, copies: Sequence[tuple[int, int, int]], kernels: Kernels) -> None:
+        """Copy blocks (group, host, device) from host memory."""
+        _copy(copies, self.hosts, self.tensors, kernels)
 
     def clear(self, blocks: Sequence[torch.Tensor | None]) -> None:
         """Zero blocks (int64 [n] by group) before they are filled in part: no read may depend on their old content."""
         for tensor, fresh in zip(self.tensors, blocks, strict=True):
             if fresh is not None:
                 indexable(tensor).index_fill_(0, fresh, 0)
+
+
+def _copy(
+    copies: Sequence[tuple[int, int, int]],
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    kernels: Kernels,
+) -> None:
+    for group, pairs in _by_group(copies):
+        kernels.copy_blocks(sources[group], targets[group], torch.tensor(pairs, dtype=torch.int64))
 
 
 def _blocks(

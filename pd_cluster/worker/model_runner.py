@@ -9,7 +9,7 @@ import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.worker.block_tables import table_width
-from pd_cluster.worker.copy_stream import CopyStream
+from pd_cluster.worker.copy_streams import CopyStreams
 from pd_cluster.worker.cuda_graphs.draw_graphs import DrawGraphs
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.draw_places import DrawLayout
@@ -57,7 +57,7 @@ class ModelRunner:
         limits, spec, vocab_size = plan.config.scheduler, model.spec, model.spec.vocab_size
         kernels, device, place = plan.kernels, plan.device, plan.place
         self._model, self.cache, self.kernels, self._attentions = model, cache, kernels, plan.attentions
-        self._side = CopyStream(device)
+        self._side = CopyStreams(device)
         self._caches, self._last_group = cache.layer_caches, spec.group_windows.index(spec.windows[-1])
         block_sizes = [group.block_size for group in cache.layout.groups]
         num_rows = limits.max_num_seqs
@@ -123,7 +123,9 @@ class ModelRunner:
         self._side.join()
         self.cache.run_copies(copies, self.kernels)
         if copies.save or copies.load:
-            self._side.begin(lambda: self.cache.run_copies_beside(copies, self.kernels))
+            self._side.begin(
+                lambda: self.cache.load(copies.load, self.kernels), lambda: self.cache.save(copies.save, self.kernels)
+            )
 
     def draw_late(self) -> float:
         """Draw the late rows of the newest step, if they wait, after the draw of its other rows. -> seconds waited.

@@ -11,7 +11,7 @@ import pytest
 
 from pd_cluster.protocol.messages import AddRequest
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.worker.copy_stream import CopyStream
+from pd_cluster.worker.copy_streams import CopyStreams
 from pd_cluster.worker.device_executor import DeviceExecutor
 from tests.engine.drafting_node import Node, Told, expect_same, roomy
 from tests.engine.test_core_pipeline import CONFIG, make_connector
@@ -101,7 +101,7 @@ def test_hits_in_host_memory_alter_no_answer(
     small: Node, single: Answered, kind: str, mode: str, runs_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside preemptions and swaps; with steps that overlap, and with drafts."""
-    monkeypatch.setattr(CopyStream, "runs_early", runs_early)
+    monkeypatch.setattr(CopyStreams, "runs_early", runs_early)
     bench = tiered(small, kind, mode)
     expect_same(serve(bench, ASKED), single)
     expect_hits(bench, 100)
@@ -113,7 +113,7 @@ def test_hits_in_host_memory_alter_no_answer(
 def test_hits_alter_none_of_500_answers(
     roomy: Node, small: Node, runs_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CopyStream, "runs_early", runs_early)
+    monkeypatch.setattr(CopyStreams, "runs_early", runs_early)
     asked = requests(500, seed=2)
     single = serve(roomy.bench(prefix_caching=False), asked)
     bench = tiered(small, mode="on")

@@ -18,8 +18,9 @@ from pd_cluster.protocol.messages import FinishReason, FromEngine, NeedsPrefill,
 from pd_connectors.base import CachedBlock, LoadSpec, Pool, PrefixFound, PrefixLoaded
 from pd_connectors.null import NullConnector
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
+from tests.scheduling.side_stream import GARBAGE
 from tests.scheduling.simulated_client import Client
-from tests.scheduling.simulation import BLOCK_SIZE, GARBAGE, history, message, prompt
+from tests.scheduling.simulation import BLOCK_SIZE, history, message, prompt
 from tests.scheduling.world import World
 
 if TYPE_CHECKING:

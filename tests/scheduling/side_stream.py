@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ class SideStream:
         assert len(set(devices)) == len(devices), "two loads into one block"
         self.num_saved += len(copies.save)
         self.num_loaded += len(copies.load)
-        runs = [lambda copy=copy: self._save(*copy) for copy in copies.save]
-        runs += [lambda copy=copy: self._load(*copy) for copy in copies.load]
+        runs: list[Callable[[], None]] = [partial(self._save, *copy) for copy in copies.save]
+        runs += [partial(self._load, *copy) for copy in copies.load]
         for group, _, block in copies.save:
             self.host.update(((group, block, slot), GARBAGE) for slot in range(self.groups[group].block_size))
         for group, _, block in copies.load:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from pd_cluster.errors import StartupError
-from pd_cluster.scheduling.batch import BlockCopies
 from pd_cluster.worker import host_memory
 from pd_cluster.worker.host_memory import HostMemory
 from pd_cluster.worker.host_room import HOST_RESERVE_BYTES
@@ -228,10 +227,10 @@ def test_copies_reach_blocks_of_every_piece_and_group() -> None:
         for place in range(3):
             cache.tensors[group][blocks[place]] = 10 * group + place
     saved = tuple((g, blocks[i], places[i]) for i in range(3) for g, blocks in enumerate((windows, full)))
-    cache.run_copies_beside(BlockCopies(save=saved), TORCH)
+    cache.save(saved, TORCH)
     cache.memory.view(torch.float32).fill_(torch.nan)
     back = tuple((g, places[i], blocks[2 - i]) for i in range(3) for g, blocks in enumerate((windows, full)))
-    cache.run_copies_beside(BlockCopies(load=back), TORCH)
+    cache.load(back, TORCH)
     for group, blocks in enumerate((windows, full)):
         for i in range(3):
             assert set(cache.tensors[group][blocks[i]].flatten().tolist()) == {10 * group + 2 - i}

@@ -8,7 +8,7 @@ import pytest
 
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.batch import Batch, BlockCopies, SequenceChunk, SequenceStart
-from pd_cluster.worker.copy_stream import CopyStream
+from pd_cluster.worker.copy_streams import CopyStreams
 from tests.shallow_model import shallow_model
 from tests.worker.driver import make_executor, poison, random_prompts
 from tests.worker.tables import table
@@ -102,7 +102,7 @@ def test_a_sequence_goes_on_from_loaded_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Whether copies run before the forward or after it. Blocks of the host that are not written are NaN."""
-    monkeypatch.setattr(CopyStream, "runs_early", runs_early)
+    monkeypatch.setattr(CopyStreams, "runs_early", runs_early)
     for tensor in executor._cache.hosts:
         poison(tensor)
     for block in BACK:

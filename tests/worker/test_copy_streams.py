@@ -1,4 +1,4 @@
-"""What runs before what on a device's two streams, by streams that only note it."""
+"""What runs before what on a device's three streams, by streams that only note it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.worker import copy_stream
-from pd_cluster.worker.copy_stream import CopyStream
+from pd_cluster.worker import copy_streams
+from pd_cluster.worker.copy_streams import CopyStreams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class NotedStream:
     """In place of a stream: work that ends before what is issued next, as far as it is certain."""
 
-    def __init__(self, device: object = None) -> None:
+    def __init__(self) -> None:
         self.done: set[str] = set()
         self.num_calls = 0
 
@@ -44,27 +44,32 @@ class NotedStream:
     wait_stream = wait_event
 
 
-class TwoStreams:
-    """A main stream, the copy stream, and a launch of steps as ModelRunner does it."""
+class ThreeStreams:
+    """A main stream, the copy streams, and a launch of steps as ModelRunner does it."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.main = self.current = NotedStream()
-        cuda = SimpleNamespace(Stream=NotedStream, current_stream=lambda: self.current, stream=self._use)
-        patch.setattr(copy_stream, "torch", SimpleNamespace(cuda=cuda))
-        self.copies = CopyStream(torch.device("cuda"))
+        self.noted: list[NotedStream] = []
+        cuda = SimpleNamespace(Stream=self._make, current_stream=lambda: self.current, stream=self._use)
+        patch.setattr(copy_streams, "torch", SimpleNamespace(cuda=cuda))
+        self.copies = CopyStreams(torch.device("cuda"))
         self.before: dict[str, set[str]] = {}
+
+    def _make(self, device: object) -> NotedStream:
+        self.noted.append(NotedStream())
+        return self.noted[-1]
 
     def launch(self, step: int, *, copies: bool, waits: bool) -> Any:
         """-> the step's end, which a step that `waits` for late rows has when they are drawn."""
         self.copies.join()
         self._run(f"swap {step}")
         if copies:
-            self.copies.begin(lambda: self._run(f"copy {step}"))
+            self.copies.begin(lambda: self._run(f"load {step}"), lambda: self._run(f"save {step}"))
         self._run(f"forward {step}")
         if not waits:
             return self.copies.end()
         self.copies.issue()
-        assert not copies or f"copy {step}" in self.before, "late rows may wait for long"
+        assert not copies or self.before.keys() >= copies_of(step), "late rows may wait for long"
         self._run(f"draw {step}")
         return self.copies.end()
 
@@ -78,41 +83,46 @@ class TwoStreams:
         self.current = self.main
 
 
+def copies_of(step: int) -> set[str]:
+    return {f"load {step}", f"save {step}"}
+
+
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=8))
 def test_copies_are_beside_their_step_and_between_the_others(steps: list[tuple[bool, bool]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        streams = TwoStreams(patch)
+        streams = ThreeStreams(patch)
         for step, (copies, waits) in enumerate(steps):
             end = streams.launch(step, copies=copies, waits=waits)
-            own = {f"swap {step}", f"forward {step}", *[f"copy {step}"] * copies, *[f"draw {step}"] * waits}
+            own = {f"swap {step}", f"forward {step}", *list(copies_of(step)) * copies, *[f"draw {step}"] * waits}
             earlier = streams.before[f"swap {step}"]
             assert end.done >= own | earlier, "whatever the step reads or writes is over at its end"
             if copies:
-                assert streams.before[f"copy {step}"] >= {f"swap {step}", *earlier}
-                assert f"forward {step}" not in streams.before[f"copy {step}"]
-                assert f"copy {step}" not in streams.before[f"forward {step}"]
+                for copy in copies_of(step):
+                    assert streams.before[copy] >= {f"swap {step}", *earlier}
+                    assert streams.before[copy].isdisjoint({f"forward {step}", *copies_of(step)})
+                    assert copy not in streams.before[f"forward {step}"]
             if step and steps[step - 1][0]:
-                assert f"copy {step - 1}" in earlier
+                assert copies_of(step - 1) <= earlier
 
 
 def test_steps_without_copies_cost_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = TwoStreams(monkeypatch)
+    streams = ThreeStreams(monkeypatch)
     streams.launch(0, copies=True, waits=False)
     streams.launch(1, copies=False, waits=False)
-    calls, others = streams.main.num_calls, streams.copies._stream
-    assert isinstance(others, NotedStream)
-    before = others.num_calls
+    calls = streams.main.num_calls
+    before = [others.num_calls for others in streams.noted]
     streams.launch(2, copies=False, waits=False)
-    assert (streams.main.num_calls - calls, others.num_calls - before) == (1, 0)
+    assert streams.main.num_calls - calls == 1
+    assert [others.num_calls for others in streams.noted] == before
 
 
 @pytest.mark.parametrize("runs_early", [False, True])
 def test_a_cpu_copies_once_in_the_launch(runs_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CopyStream, "runs_early", runs_early)
-    copies, order = CopyStream(torch.device("cpu")), list[str]()
+    monkeypatch.setattr(CopyStreams, "runs_early", runs_early)
+    copies, order = CopyStreams(torch.device("cpu")), list[str]()
     copies.join()
-    copies.begin(lambda: order.append("copy"))
+    copies.begin(lambda: order.append("load"), lambda: order.append("save"))
     order.append("forward")
     assert copies.end() is None
     copies.issue()
-    assert order == (["copy", "forward"] if runs_early else ["forward", "copy"])
+    assert order == (["load", "save", "forward"] if runs_early else ["forward", "load", "save"])
