@@ -40,6 +40,7 @@ class NewsMirror:
         self._untaken: deque[_Untaken] = deque()
         self._new: dict[int, StoredBlock] = {}  # since the last `take_news`
         self._evicted: list[int] = []
+        self._moved: dict[int, int] = {}  # block -> tier, of those that are not new
 
     def switch(self, *, is_on: bool) -> ReportNews:
         """Forget everything, and keep up with the engine from its next news on, or not. Send it what this returns."""
@@ -61,11 +62,11 @@ class NewsMirror:
             num_waiting=load.num_waiting + sum(one.num_sequences for one in untaken),
         )
 
-    def take_news(self) -> tuple[tuple[int, ...], tuple[StoredBlock, ...]]:
-        """Evicted and stored blocks since the last call. A reader takes the evicted ones first."""
-        evicted, stored = tuple(self._evicted), tuple(self._new.values())
-        self._evicted, self._new = [], {}
-        return evicted, stored
+    def take_news(self) -> tuple[tuple[int, ...], tuple[StoredBlock, ...], tuple[tuple[int, int], ...]]:
+        """Evicted and stored blocks since the last call, and (block, tier) of those that moved, in this order."""
+        evicted, stored, moved = tuple(self._evicted), tuple(self._new.values()), tuple(self._moved.items())
+        self._evicted, self._new, self._moved = [], {}, {}
+        return evicted, stored, moved
 
     def note_sent(self, request: AddRequest) -> None:
         """Count a request until the engine says that it has taken it."""
@@ -86,11 +87,23 @@ class NewsMirror:
         while self._untaken and self._untaken[0].number <= news.num_taken:
             self._untaken.popleft()
         for block in news.evicted:
+            self._moved.pop(block, None)
             if self.stored.pop(block, None) is not None and self._new.pop(block, None) is None:
                 self._evicted.append(block)
         for stored in news.stored:
             self.stored[stored.block] = self._new[stored.block] = stored
+        for block, tier in news.moved:
+            self._move(block, tier)
         self.on_change()
+
+    def _move(self, block: int, tier: int) -> None:
+        if (before := self.stored.get(block)) is None:
+            return
+        self.stored[block] = moved = msgspec.structs.replace(before, tier=tier)
+        if block in self._new:
+            self._new[block] = moved
+        else:
+            self._moved[block] = tier
 
 
 def _ignore() -> None:

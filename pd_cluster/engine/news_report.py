@@ -81,8 +81,9 @@ class NewsReport:
         self._is_due = is_new and now_s - self._sent_at_s < NEWS_S
         if is_new and not self._is_due:
             self._sent, self._sent_at_s = reported, now_s
-            evicted, stored = self._news.take()
-            self._mailbox.send(EngineNews(self.num_taken, self._timed(reported[1]), evicted, stored, self._serial))
+            evicted, stored, moved = self._news.take()
+            load = self._timed(reported[1])
+            self._mailbox.send(EngineNews(self.num_taken, load, evicted, stored, self._serial, moved))
 
     def _timed(self, load: NodeLoad) -> NodeLoad:
         """The load with the times of steps, as far as they are measured, and contexts. That these change is no news.

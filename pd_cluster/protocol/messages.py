@@ -318,7 +318,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
 class EngineNews(msgspec.Struct, frozen=True, tag=True):
     """What has changed for routers; sent at most every NEWS_S, and before the engine waits, while they are wanted.
 
-    A reader removes `evicted`, then adds `stored`. After ReportNews all names are new.
+    A reader removes `evicted`, adds `stored`, then takes the tiers of `moved`. After ReportNews all names are new.
     """
 
     num_taken: int  # AddRequests since boot; `load` includes them
@@ -326,6 +326,7 @@ class EngineNews(msgspec.Struct, frozen=True, tag=True):
     evicted: tuple[int, ...] = ()
     stored: tuple[StoredBlock, ...] = ()
     serial: int = 0  # of the last ReportNews that the engine has taken: names of an older one are forgotten already
+    moved: tuple[tuple[int, int], ...] = ()  # `StoredBlock.block`, and its tier from now on
 
 
 class SilenceAllowed(msgspec.Struct, frozen=True, tag=True):

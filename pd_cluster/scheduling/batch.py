@@ -77,11 +77,19 @@ class SequenceChunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies to run before the forward, in this order. Each is (KV group, from, to)."""
+    """Copies between blocks. Each is (KV group, from, to).
+
+    The first three run before the forward, in this order. `save` and `load` run on a side stream, in any order, from
+    the end of the step before to the end of this one: the side stream first waits for all that the main stream did
+    before this step's forward, and the next step's copies and forward wait for the side stream. So this step writes no
+    block that they touch, and reads none of their targets; later steps may do both.
+    """
 
     swap_out: tuple[tuple[int, int, int], ...] = ()  # device -> host
     swap_in: tuple[tuple[int, int, int], ...] = ()  # host -> device
     copy_on_write: tuple[tuple[int, int, int], ...] = ()  # device -> device; one may write what those before it read
+    save: tuple[tuple[int, int, int], ...] = ()  # device -> host, of cached blocks
+    load: tuple[tuple[int, int, int], ...] = ()  # host -> device
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,8 @@ class Batch:
         """Whether the worker has anything to do. A start comes with its first chunk."""
         copies = self.copies
         has_rows = self.chunks or self.departures or self.beam_steps
-        return bool(has_rows or copies.swap_out or copies.swap_in or copies.copy_on_write)
+        before_forward = copies.swap_out or copies.swap_in or copies.copy_on_write
+        return bool(has_rows or before_forward or copies.save or copies.load)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ class BatchBuilder:
     swap_out: list[tuple[int, int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int, int]] = field(default_factory=list)
     copy_on_write: list[tuple[int, int, int]] = field(default_factory=list)
+    save: list[tuple[int, int, int]] = field(default_factory=list)
+    load: list[tuple[int, int, int]] = field(default_factory=list)
     begun: list[PublishSpec] = field(default_factory=list)
     publishes: list[PublishSpec] = field(default_factory=list)
     preempted: bool = False
@@ -58,7 +60,9 @@ class BatchBuilder:
             chunks=tuple(self.chunks),
             beam_steps=beam_steps,
             departures=departures,
-            copies=BlockCopies(tuple(self.swap_out), tuple(self.swap_in), tuple(self.copy_on_write)),
+            copies=BlockCopies(
+                tuple(self.swap_out), tuple(self.swap_in), tuple(self.copy_on_write), tuple(self.save), tuple(self.load)
+            ),
             loads=tuple(loads),
             begun=tuple(self.begun),
             publishes=tuple(self.publishes),

@@ -10,7 +10,7 @@ of the blocks that groups have in one.
 from __future__ import annotations
 
 from bisect import bisect_left
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
@@ -19,6 +19,8 @@ from pd_cluster.scheduling.batch import NewBlocks
 from pd_cluster.scheduling.block_table import BlockTable, GroupBlocks, Growth
 from pd_cluster.scheduling.cache_news import CacheNews
 from pd_cluster.scheduling.hits import Hits
+from pd_cluster.scheduling.host_hits import HostHits
+from pd_cluster.scheduling.host_tier import HostTier
 from pd_cluster.scheduling.sequence_room import cache_tokens
 from pd_cluster.scheduling.slab_memory import SlabMemory
 from pd_connectors.protocol.layout import BlockRun
@@ -39,9 +41,15 @@ class BlockManager:
     """The pools of all groups, with the tables, leases and quarantines that refer to their blocks."""
 
     def __init__(
-        self, groups: Sequence[KVGroup], slabs: KvSlabs, *, num_host_blocks: int = 0, prefix_caching: bool = True
+        self,
+        groups: Sequence[KVGroup],
+        slabs: KvSlabs,
+        *,
+        num_host_blocks: int = 0,
+        host_cache: bool = False,
+        prefix_caching: bool = True,
     ) -> None:
-        """`num_host_blocks`: of each group, for swapping."""
+        """`num_host_blocks`: of each group, for swapping, and with `host_cache` for a tier of the prefix cache."""
         # its tables would begin empty, hits and handoffs would leave it out, and nothing of it would be published
         assert not any(group.optional for group in groups), "no model has an optional KV group yet"
         self.block_size = min(group.block_size for group in groups)  # tokens; of hashes
@@ -55,14 +63,13 @@ class BlockManager:
         self.has_free, self.num_units = self._memory.has_free, self._memory.units_of
         self._mortal = tuple(pool for pool in self.pools if not pool.is_tree)  # their blocks die
         self._hits = Hits(self.pools, self.block_size)
-        self.news = CacheNews()
-        for pool in self.pools:
-            pool.on_evicted = self.news.evicted if pool.is_tree else partial(self.news.evicted_in, pool.index)
+        self.news = CacheNews([pool.index for pool in self.pools if pool.is_tree])
+        self.host = HostTier(self.pools, self.news, num_host_blocks, is_cache=host_cache and prefix_caching)
+        self._host_hits = HostHits(self._memory, self.block_size, self._hits, self.host)
+        self.match_host = self._host_hits.extend
         self._tables: set[BlockTable] = set()
         self._leases: dict[str, BlockTable] = {}
         self._quarantines: dict[str, list[list[int]]] = {}  # by group
-        self._num_host_blocks = num_host_blocks
-        self.host_free = [list(range(num_host_blocks - 1, -1, -1)) for _ in groups]
 
     # sizes
 
@@ -128,6 +135,7 @@ class BlockManager:
     def close(self, table: BlockTable) -> None:
         """Release all blocks of the table. Idempotent."""
         self._tables.discard(table)
+        self.host.cancel(table)
         self.truncate(table, 0)
 
     def needs(self, table: BlockTable, start: int, end: int) -> list[int]:
@@ -232,7 +240,7 @@ class BlockManager:
 
     def num_cached(self, hashes: Iterable[bytes]) -> int:
         """The number of tokens up to the largest boundary of `hashes` that is a hit."""
-        return self._hits.num_cached(hashes) * self.block_size
+        return self._host_hits.num_cached(hashes) * self.block_size
 
     def match(self, table: BlockTable, hashes: Iterable[bytes]) -> int:
         """Let a table that holds nothing but cached blocks hold those of the largest boundary of `hashes`.
@@ -261,6 +269,8 @@ class BlockManager:
         if self.prefix_caching:
             for pool in self.pools:
                 pool.publish(table.groups[pool.index], hashes, news)
+            if self.host.is_cache:
+                self.host.note_raised(news)
         return news
 
     def num_published(self, table: BlockTable) -> int:
@@ -272,7 +282,8 @@ class BlockManager:
         return self.news.name(steps, first, hashes, self.block_size, self._hits.needed)
 
     def forget_unused(self) -> None:
-        """Free all cached blocks that nothing refers to."""
+        """Free all cached blocks that nothing refers to, and those in host memory."""
+        self.host.clear()
         for pool in self.pools:
             pool.forget_unused()
 
@@ -320,9 +331,11 @@ class BlockManager:
     # host pool
 
     def can_swap_out(self, table: BlockTable, num_tokens: int) -> bool:
-        """Whether the table has blocks of the first `num_tokens`, and the host memory room for them."""
+        """Whether the table has blocks of the first `num_tokens`, all loaded, and the host memory room for them."""
+        if not num_tokens or table in self.host.pending:
+            return False
         needs = (pool.blocks_for(num_tokens) - held.first for pool, held in self._by_group(table))
-        return num_tokens > 0 and all(num <= len(free) for num, free in zip(needs, self.host_free, strict=True))
+        return all(num <= own.num_takeable for num, own in zip(needs, self.host.groups, strict=True))
 
     def swap_out(self, table: BlockTable, num_tokens: int) -> tuple[list[Copy], tuple[BlockRun, ...]]:
         """Reserve host blocks for the first `num_tokens` and close the table.
@@ -330,10 +343,11 @@ class BlockManager:
         Returns the copies (group, device, host), and the host blocks by group.
         """
         copies, runs = [], []
-        for (pool, held), free in zip(self._by_group(table), self.host_free, strict=True):
-            pairs = [(pool.index, own, free.pop()) for own in held.ids[: pool.blocks_for(num_tokens) - held.first]]
-            copies += pairs
-            runs.append(BlockRun(held.first, tuple(host for _, _, host in pairs)))
+        for pool, held in self._by_group(table):
+            ids = held.ids[: pool.blocks_for(num_tokens) - held.first]
+            taken = self.host.take(pool.index, len(ids))
+            copies += [(pool.index, *pair) for pair in zip(ids, taken, strict=True)]
+            runs.append(BlockRun(held.first, tuple(taken)))
         self.close(table)
         return copies, tuple(runs)
 
@@ -354,16 +368,15 @@ class BlockManager:
         return copies
 
     def free_host(self, host_blocks: tuple[BlockRun, ...]) -> None:
-        for free, run in zip(self.host_free, host_blocks, strict=False):
-            free += run.block_ids
+        for own, run in zip(self.host.groups, host_blocks, strict=False):
+            own.give_back(run.block_ids)
 
     # proof
 
     @property
     def idle(self) -> bool:
         """No table, lease or quarantine is left, and no host block is in use."""
-        is_host_free = all(len(free) == self._num_host_blocks for free in self.host_free)
-        return is_host_free and not (self._tables or self._leases or self._quarantines)
+        return self.host.idle and not (self._tables or self._leases or self._quarantines)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for once. O(blocks); run when idle and in tests."""
@@ -373,6 +386,6 @@ class BlockManager:
             leased = [table.groups[pool.index] for table in self._leases.values()]
             quarantined = [block_id for taken in self._quarantines.values() for block_id in taken[pool.index]]
             pool.check(tables, leased, quarantined)
-            host_free = self.host_free[pool.index]
-            assert len(set(host_free)) == len(host_free), "a host block is free twice"
+        assert self.host.pending.keys() <= self._tables, "a closed table is loaded"
+        self.host.check()
         self._memory.check()

@@ -60,6 +60,11 @@ class BlockPool:
     def num_free(self) -> int:
         return sum(map(len, self.free_in.values()))
 
+    @property
+    def num_spare(self) -> int:
+        """Blocks that can be taken before one is evicted."""
+        return len(self.free)
+
     def stats(self, num_quarantined: int = 0) -> KvGroupStats:
         free, cached = self.num_free, self.cache.num_evictable
         return KvGroupStats(

@@ -1,4 +1,4 @@
-"""Which cached prefixes have a name for routers, and what of that has changed: named, and evicted.
+"""Which cached prefixes have a name for routers, and what of that has changed: named, evicted, in another tier.
 
 A name is a step of a prompt's text chain (`AddRequest.steps`) at a block boundary. It is known only for prompts that
 came while routers listened, so at first no block has one. Blocks of generated tokens get theirs when a later prompt
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pd_connectors.protocol.feed import StoredBlock
+from msgspec.structs import replace
+
+from pd_connectors.protocol.feed import DEVICE, HOST, StoredBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,11 +31,15 @@ class CacheNews:
 
     - a named boundary is a hit: each group has the blocks that a sequence needs to continue there (`hits`). The name
       goes with the first of them. In a tree that is the boundary's own block, which goes before its ancestors;
-    - a reader that removes `evicted` and then adds `stored` of each `take`, in order, has exactly the named boundaries.
+    - a reader that removes `evicted`, adds `stored` and then changes the tiers of `moved` of each `take`, in order, has
+      exactly the named boundaries, each with its tier: the lowest one of the blocks that it needs of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trees: Sequence[int] = (0,)) -> None:
+        """`trees`: the groups in which a boundary needs all blocks before it."""
         self.is_on = False  # routers listen
+        self._trees = trees
+        self._tiers: dict[tuple[int, bytes], int] = {}  # of (group, hash) that is not on the device, named or not
         self._clear()
 
     def _clear(self) -> None:
@@ -41,10 +47,11 @@ class CacheNews:
         self._named: dict[bytes, list[tuple[int, bytes]]] = {}
         self._stored: dict[bytes, StoredBlock] = {}  # since the last `take`
         self._evicted: list[int] = []
+        self._moved: dict[bytes, None] = {}  # named boundaries of which a block has moved
         self._needing: dict[tuple[int, bytes], set[bytes]] = {}  # the same the other way round
 
     def __bool__(self) -> bool:
-        return bool(self._stored or self._evicted)
+        return bool(self._stored or self._evicted or self._moved)
 
     def switch(self, *, is_on: bool) -> None:
         """Forget all names, and take new ones or not."""
@@ -76,24 +83,54 @@ class CacheNews:
         return at
 
     def evicted(self, block_hash: bytes) -> None:
-        """Note that the boundary after this block is no hit any more."""
+        """Note that the boundary after this block is no hit any more: no tier has the block."""
+        for group in self._trees if self._tiers else ():
+            self._tiers.pop((group, block_hash), None)
         if (blocks := self._named.pop(block_hash, None)) is None:
             return
         for block in blocks:  # another boundary may need it for long
             self._needing[block].remove(block_hash)
             if not self._needing[block]:
                 del self._needing[block]
+        self._moved.pop(block_hash, None)
         if self._stored.pop(block_hash, None) is None:
             self._evicted.append(block_id(block_hash))
 
     def evicted_in(self, group: int, block_hash: bytes) -> None:
         """Note that no boundary that needs this block of a WINDOW or STATE group is a hit any more."""
+        self._tiers.pop((group, block_hash), None)
         for boundary in tuple(self._needing.get((group, block_hash), ())):
             self.evicted(boundary)
 
-    def take(self) -> tuple[tuple[int, ...], tuple[StoredBlock, ...]]:
-        """Evicted and stored blocks since the last call. A reader takes the evicted ones first."""
-        evicted, stored = tuple(self._evicted), tuple(self._stored.values())
-        self._evicted.clear()
-        self._stored.clear()
-        return evicted, stored
+    def lowered(self, group: int, block_hash: bytes, tier: int = HOST) -> None:
+        """Note that the device has this block of any group no more, and that a lower tier has it. Idempotent."""
+        self._tiers[group, block_hash] = tier
+        self._note_moved(group, block_hash)
+
+    def raised(self, group: int, block_hash: bytes) -> None:
+        """Note that the device has this block: it was loaded, or computed again. Nothing if it had it already."""
+        if self._tiers.pop((group, block_hash), None) is not None:
+            self._note_moved(group, block_hash)
+
+    def _note_moved(self, group: int, block_hash: bytes) -> None:
+        named = (block_hash,) if group in self._trees else self._needing.get((group, block_hash), ())
+        self._moved.update((boundary, None) for boundary in named if boundary in self._named)
+
+    def _tier(self, boundary: bytes) -> int:
+        """The lowest one of the blocks that the boundary needs, but those of the boundaries before it."""
+        if not (tiers := self._tiers):
+            return DEVICE
+        blocks = [*((group, boundary) for group in self._trees), *self._named[boundary]]
+        return max(tiers.get(block, DEVICE) for block in blocks)
+
+    def take(self) -> tuple[tuple[int, ...], tuple[StoredBlock, ...], tuple[tuple[int, int], ...]]:
+        """Evicted and stored blocks since the last call, and (block, tier) of those that moved, in this order."""
+        evicted, stored, moved = tuple(self._evicted), self._stored, self._moved
+        self._evicted, self._stored, self._moved = [], {}, {}
+        if self._tiers:
+            names = ((name, self._tier(boundary)) for boundary, name in stored.items())
+            told = tuple(replace(name, tier=tier) if tier else name for name, tier in names)
+        else:
+            told = tuple(stored.values())
+        still = (boundary for boundary in moved if boundary not in stored)
+        return evicted, told, tuple((block_id(boundary), self._tier(boundary)) for boundary in still)

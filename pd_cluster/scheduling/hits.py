@@ -16,12 +16,18 @@ if TYPE_CHECKING:
 
     from pd_cluster.scheduling.block_pool import BlockPool
     from pd_cluster.scheduling.block_table import BlockTable
+    from pd_cluster.scheduling.host_hits import TwoTiers
+    from pd_cluster.scheduling.prefix_cache import PrefixCache
 
 
 class Hits:
     """The hits in the caches of all groups. Lengths are in blocks of `block_size`, the smallest."""
 
-    def __init__(self, pools: Sequence[BlockPool], block_size: int) -> None:
+    def __init__(
+        self, pools: Sequence[BlockPool], block_size: int, caches: Sequence[PrefixCache | TwoTiers] | None = None
+    ) -> None:
+        """`caches`: by group, what to look into; None: what is on the device. Only that can be held."""
+        self._caches = [pool.cache for pool in pools] if caches is None else caches
         self._pools = pools
         self._block_size = block_size
         self._trees = [pool for pool in pools if pool.is_tree]
@@ -31,19 +37,23 @@ class Hits:
 
     def num_cached(self, hashes: Iterable[bytes]) -> int:
         """The length of the largest boundary."""
-        return len(self._trees[0].cache.match(hashes)) if self._is_lone else self._find(hashes)[0]
+        return len(self._caches[0].match(hashes)) if self._is_lone else self.find(hashes)[0]
 
     def hold(self, table: BlockTable, hashes: Iterable[bytes]) -> int:
         """Let the table hold what a sequence that continues at the largest boundary needs. Returns its length."""
         if self._is_lone:
             self._trees[0].hold(table.groups[0], 0, hashes)
             return len(table.groups[0].ids)
-        boundary, known = self._find(hashes)
+        boundary, known = self.find(hashes)
+        self.hold_at(table, known, boundary)
+        return boundary
+
+    def hold_at(self, table: BlockTable, hashes: Sequence[bytes], boundary: int) -> None:
+        """Let the table hold what a sequence that continues at this boundary, a hit, needs."""
         for tree in self._trees:  # may hold more
             tree.truncate(table.groups[tree.index], boundary // tree.ratio)
         firsts = [pool.group.first_block(boundary * self._block_size) for pool in self._pools]
-        self.hold_runs(table, known[:boundary], firsts)
-        return boundary
+        self.hold_runs(table, hashes[:boundary], firsts)
 
     def hold_runs(self, table: BlockTable, hashes: Iterable[bytes], firsts: Sequence[int]) -> None:
         """Let the table hold, of each group alone, the longest cached run of blocks from index `firsts[group]` on."""
@@ -59,22 +69,24 @@ class Hits:
         missing, needed = self._look_up(hashes, boundary)
         return needed if missing is None and not boundary % self._unit else None
 
-    def _find(self, hashes: Iterable[bytes]) -> tuple[int, list[bytes]]:
+    def find(self, hashes: Iterable[bytes]) -> tuple[int, list[bytes]]:
         """The largest boundary, and the hashes that were looked at: as few as the first tree allows.
 
         Without a tree: all, since the end of a prompt may be cached while its beginning is not; none if nothing is.
         """
         known: list[bytes] = []
         first = self._trees[0] if self._trees else None
-        if first is None and not any(len(pool.cache) for pool in self._others):
+        if first is None and not any(len(self._caches[pool.index]) for pool in self._others):
             return 0, known
+        cache, ratio = (None, 1) if first is None else (self._caches[first.index], first.ratio)
         for block_hash in hashes:
             known.append(block_hash)
-            if first is not None and not len(known) % first.ratio and first.cache.find(block_hash) is None:
+            if cache is not None and not len(known) % ratio and cache.find(block_hash) is None:
                 break
         boundary = len(known)
         for tree in self._trees:
-            boundary = min(boundary, tree.ratio * len(tree.cache.match(known[tree.ratio - 1 :: tree.ratio])))
+            found = self._caches[tree.index].match(known[tree.ratio - 1 :: tree.ratio])
+            boundary = min(boundary, tree.ratio * len(found))
         missing: int | None = boundary
         while missing is not None:  # every boundary between the missing block's start and the last one needs it too
             boundary = missing - missing % self._unit
@@ -87,7 +99,7 @@ class Hits:
         for pool in self._others:
             for index in range(pool.group.first_block(boundary * self._block_size), boundary // pool.ratio):
                 block_hash = hashes[(index + 1) * pool.ratio - 1]
-                if pool.cache.find(block_hash) is None:
+                if self._caches[pool.index].find(block_hash) is None:
                     return index * pool.ratio, []
                 needed.append((pool.index, block_hash))
         return None, needed

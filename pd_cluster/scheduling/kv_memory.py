@@ -41,13 +41,20 @@ class KvMemory:
     """
 
     def __init__(
-        self, blocks: BlockManager, queues: Queues, retract: Callable[[str], int | None], clock: Callable[[], float]
+        self,
+        blocks: BlockManager,
+        queues: Queues,
+        retract: Callable[[str], int | None],
+        clock: Callable[[], float],
+        prefill_s: Callable[[int, int], float],
     ) -> None:
+        """`prefill_s`: the predicted seconds of so many tokens of a prompt, after so many others."""
         self.counters = dict.fromkeys((*PREEMPTIONS, *HITS), 0.0)
         self._blocks = blocks
         self._queues = queues
         self._retract = retract
         self._clock = clock
+        self._prefill_s = prefill_s
         self._watermark = [max(1, len(pool.refs) // WATERMARK_SHARE) for pool in blocks.pools]  # by group
         self._refused: Sequence | None = None
         self._news: list[CachedBlock] = []
@@ -201,11 +208,22 @@ class KvMemory:
             seq.host_blocks = ()
         else:
             self._name(seq, start // size)
+            num_on_device, start = start, self._go_on_in_host(seq, table, start)
             seq.num_computed_tokens = seq.num_scheduled_tokens = start
-            self._count_hit(seq)
+            self._count_hit(seq, start - num_on_device)
         blocks.grow(table, start, len(seq.token_ids))
         seq.table = table
         return copies
+
+    def _go_on_in_host(self, seq: Sequence, table: BlockTable, start: int) -> int:
+        """Queue the loads that let a sequence begin after more tokens than the `start` that are on the device."""
+        blocks, size = self._blocks, self._blocks.block_size
+
+        def loads_sooner(num_whole: int, num_bytes: int) -> bool:
+            return blocks.host.loads_sooner(num_bytes, self._prefill_s(num_whole * size - start, start))
+
+        hashes = seq.iter_hashes(seq.num_reusable_tokens // size, size)
+        return blocks.match_host(table, hashes, start // size, len(seq.token_ids), loads_sooner) * size
 
     def hold_with_room(
         self, request: Request, table: BlockTable, hold: Callable[[int], int], num_whole: int, end: int
@@ -265,7 +283,7 @@ class KvMemory:
             hashes = seq.hash_blocks(num_blocks, self._blocks.block_size)
             request.num_named = self._blocks.name(steps, request.num_named, hashes)
 
-    def _count_hit(self, seq: Sequence) -> None:
+    def _count_hit(self, seq: Sequence, num_in_host: int) -> None:
         """Count the prefix-cache hit of a request's first admission. After a preemption it finds its own KV."""
         marks = seq.request.marks
         if marks.scheduled_s is None and marks.loaded_s is None:
@@ -273,6 +291,7 @@ class KvMemory:
             seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             self.counters["prefix_cache_queried_tokens_total"] += seq.num_prompt_tokens
             self.counters["prefix_cache_hit_tokens_total"] += seq.num_cached_tokens
+            self._blocks.host.num_hit_tokens += num_in_host
 
     @property
     def _is_nothing_active(self) -> bool:

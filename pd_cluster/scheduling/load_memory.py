@@ -36,7 +36,8 @@ class LoadMemory:
         """The hashes of a parked prompt's whole blocks, to search a pool for, and by group up to which block of its own
         it is cached here. That is pinned.
 
-        The block of the last token is left out, because it must be computed for its logits. ([], ()): do not search.
+        The block of the last token is left out, because it must be computed for its logits. ([], ()): do not search. So
+        it is where the host memory has the rest, which is loaded when the prompt is admitted.
         """
         blocks, table = self._blocks, request.table
         num_whole = request.sequences[0].num_reusable_tokens // blocks.block_size
@@ -46,6 +47,8 @@ class LoadMemory:
         assert table is not None
         request.num_cached_before = num_here * blocks.block_size
         hashes = request.sequences[0].hash_blocks(num_whole, blocks.block_size)[:]
+        if blocks.num_cached(hashes) == num_whole * blocks.block_size:
+            return [], ()
         blocks.match_runs(table, hashes, request.num_cached_before)  # a group may have more than all have
         return hashes, tuple(held.end for held in table.groups)
 

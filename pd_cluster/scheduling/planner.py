@@ -102,6 +102,7 @@ class Planner:
         self._passed.note(prefills, builder.best_priority, is_turn=has_turn)
         if self._drafting is not None:
             self._drafting.add(builder)
+        self._blocks.host.plan_copies(builder, self._queues.running)
         batch = builder.batch(self._queues.take_departures(), self._queues.take_beam_steps(), loads)
         if builder.preempted and not builder.held and not batch.moves_worker:
             return self.plan(loads)  # what has yielded never ran: the next step can begin at once
@@ -130,6 +131,8 @@ class Planner:
         """Plan every decode. Returns the running sequences with more than one token left."""
         step, chunks, prefills = builder.step, builder.chunks, []
         running = tuple(self._queues.running)
+        if pending := self._blocks.host.pending:
+            running = tuple(seq for seq in running if seq.table not in pending)
         if builder.unready:
             now_s = self._clock()
             running = tuple(seq for seq in running if not builder.unready.holds(seq, now_s))
@@ -296,7 +299,9 @@ class Planner:
             return False
         builder.swap_in += copies
         self._queues.run(seq)
-        if not builder.unready.holds(seq, self._clock()):  # not yet with a prompt that is cached but for its last token
+        if seq.table in self._blocks.host.pending:
+            seq.planned_step = builder.step  # it computes from the next step on, or a later one
+        elif not builder.unready.holds(seq, self._clock()):  # else it may be cached but for its last token
             builder.add_chunk(seq, self._blocks)
         return True
 

@@ -15,6 +15,7 @@ other unreferenced node is evicted with its subtree. Nodes that are inserted wit
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -45,6 +46,7 @@ class PrefixCache:
         self._by_hash: dict[bytes, PrefixNode] = {}
         self._by_block: dict[int, PrefixNode] = {}
         self._evictable: OrderedDict[int, PrefixNode] = OrderedDict()  # block id -> node, least recently used first
+        self._num_let_go = 0  # since boot
 
     def __len__(self) -> int:
         return len(self._by_hash)
@@ -87,6 +89,7 @@ class PrefixCache:
     def let_go(self, block_id: int) -> None:
         """Make the node of this block evictable, as the most recently used one. The block must have no reference."""
         self._evictable[block_id] = self._by_block[block_id]
+        self._num_let_go += 1
 
     def take_up(self, block_id: int) -> None:
         """Make the node of this block not evictable, because the block got its first reference."""
@@ -103,6 +106,15 @@ class PrefixCache:
     def evictable(self) -> Iterable[int]:
         """The blocks of the unreferenced nodes, least recently used first."""
         return self._evictable
+
+    @property
+    def num_left(self) -> int:
+        """Nodes that were evictable and are not any more, since boot."""
+        return self._num_let_go - len(self._evictable)
+
+    def oldest(self, num: int) -> Iterable[tuple[int, bytes]]:
+        """The blocks and hashes of the next so many nodes to be evicted."""
+        return ((block_id, node.hash) for block_id, node in islice(self._evictable.items(), num))
 
     def evict(self) -> tuple[int, bytes]:
         """Forget the least recently used unreferenced leaf and return its block and hash. There must be one."""

@@ -90,7 +90,7 @@ class Scheduler:
         self._order = order
         self._turns = Turns()
         self._queues = Queues(config.max_num_seqs, self._turns)
-        self._memory = KvMemory(blocks, self._queues, retract, clock)
+        self._memory = KvMemory(blocks, self._queues, retract, clock, step_budget.model.prefill_s)
         self._load_memory = LoadMemory(blocks, self._queues, self._memory)
         yielding = Yielding(self._turns, self._queues, self._memory)
         parts = config.max_drafts, blocks, self._memory, self._queues, step_budget
@@ -158,12 +158,10 @@ class Scheduler:
     @property
     def counters(self) -> dict[str, float]:
         """Totals since boot, by metric name without prefix."""
-        own = {
-            "prefix_cache_evicted_blocks_total": self._blocks.num_evicted,
-            "draws_sat_out_total": self._effects.num_sat_out,
-        }
+        own = {"prefix_cache_evicted_blocks_total": float(self._blocks.num_evicted)}
+        own["draws_sat_out_total"] = float(self._effects.num_sat_out)
         drafted = {} if self._drafting is None else self._drafting.counters
-        return self._memory.counters | {name: float(count) for name, count in own.items()} | drafted
+        return self._memory.counters | self._blocks.host.counters | own | drafted
 
     # admission
 
@@ -349,6 +347,7 @@ class Scheduler:
 
     def update(self, batch: Batch, result: StepResult) -> list[Update]:
         """Take a step's result: cache its computed blocks, append its sampled tokens, end the sequences that ended."""
+        self._blocks.host.note_saved(batch.copies.save)
         return self._effects.take(batch, result)
 
     def check(self) -> None:

@@ -173,6 +173,10 @@ class SlabPool(BlockPool):
         self.num_takeable = 0  # free blocks
         self.let_go_at = [0] * len(self.refs)  # of cached ones
 
+    @property
+    def num_spare(self) -> int:
+        return self.num_takeable + len(self._memory.unowned) * self.per_slab
+
     def take(self) -> int:
         memory, slab = self._memory, next(iter(self.open), None)
         if slab is None:

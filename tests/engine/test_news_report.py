@@ -82,7 +82,7 @@ class Node:
             elif isinstance(message, RequestFailed) or (isinstance(message, TokensOut) and message.finished):
                 self.live.discard(message.request_id)
         self.mailbox.outbox.clear()
-        evicted, stored = self.mirror.take_news()
+        evicted, stored, _ = self.mirror.take_news()
         for block in evicted:
             del self.known[block]
         self.known |= {one.block: one for one in stored}

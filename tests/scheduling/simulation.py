@@ -25,6 +25,7 @@ from pd_connectors.protocol.layout import KVKind
 from pd_connectors.protocol.messages import SampledToken, TopLogprob
 from tests.drafters import TokenDrafter
 from tests.scheduling.kv_groups import ONE_FULL
+from tests.scheduling.side_stream import GARBAGE, Cell, SideStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +38,6 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 160
 VOCAB_SIZE = 23
 EOS = 0
-GARBAGE = -1
-Cell = tuple[int, int, int]  # (group, block, slot)
 
 
 def history(tokens: Sequence[int], previous: int = 17) -> list[int]:
@@ -194,6 +193,9 @@ class FakeWorker:
     num_drafts: int = 0
     num_accepted: int = 0
 
+    def __post_init__(self) -> None:
+        self.side = SideStream(self.groups, self.device, self.host, self._write)
+
     def execute(self, batch: Batch) -> StepResult:
         rows = {step.seq_id: (self.rows[step.parent], step.token_id) for step in batch.beam_steps}
         for seq_id, (parent, token_id) in rows.items():
@@ -201,7 +203,9 @@ class FakeWorker:
             self.rows[seq_id] = Row(start, [*known, token_id], tuple(map(dict, parent.tables)))
         for seq_id in batch.departures:
             del self.rows[seq_id]
+        self.side.finish(batch.step - 1)
         self._copy(batch)
+        self.side.begin(batch.step, batch.copies)
         for start in batch.starts:
             assert start.seq_id not in self.rows, "a sequence entered twice"
             assert [new.group for new in start.tables] == list(range(len(self.groups)))

@@ -242,13 +242,13 @@ def test_swapping_keeps_what_the_cache_still_has() -> None:
     table = full_table(blocks, 1, 2)
     blocks.grow(table, 2 * SIZE, 2 * SIZE + 3)
     out, host = blocks.swap_out(table, 2 * SIZE + 3)
-    assert len(blocks.host_free[0]) == 1
+    assert len(blocks.host.groups[0].free) == 1
     blocks.check()
     again = blocks.open_table()
     assert blocks.match(again, hashes(1, 2)) == 2
     back = blocks.swap_in(again, host, [1])
     assert [host for _, host, _ in back] == [out[2][2]]
-    assert len(blocks.host_free[0]) == 4
+    assert len(blocks.host.groups[0].free) == 4
     blocks.check()
 
 

@@ -309,7 +309,7 @@ def test_a_swapped_sequence_can_be_aborted() -> None:
     while victim.sequences[0].status is not SequenceStatus.SWAPPED:
         world.start_step()
     world.take(world.scheduler.abort(victim))
-    assert len(world.blocks.host_free[0]) == 6
+    assert len(world.blocks.host.groups[0].free) == 6
     world.run_until_idle()
     world.check_empty()
 

@@ -51,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(5, 16),
         num_host_blocks=st.sampled_from([0, 0, 3, 8]),
+        host_cache=st.booleans(),
         max_num_seqs=st.integers(1, 5),
         budget=st.sampled_from([5, 16, 24, 64]),
         prefix_caching=st.sampled_from([True, True, False]),
@@ -69,13 +70,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, num_blocks: int, num_host_blocks: int, max_num_seqs: int, budget: int, prefix_caching: bool, depth: int,
         limit: int, keys_per_token: int, longest_run: int = 1, lateness: float = 0.0,
         tpot_s: float = 0.0, shortest_first: bool = False, unreadiness: float = 0.0, kv: str = "full",
-        num_bent: int = -1,
+        num_bent: int = -1, host_cache: bool = False,
     ) -> None:  # fmt: skip
         is_unready = self.late_rows(unreadiness)
         self.world = World(
             num_blocks=num_blocks,
             kv=SETS[kv],
             num_host_blocks=num_host_blocks,
+            host_cache=host_cache,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_waiting=8,
@@ -307,6 +309,7 @@ def random_walk(seed: int, num_steps: int, **fixed: Any) -> World:
         "tpot_s": rng.choice([0.0, 0.01, 3.0]),
         "shortest_first": rng.random() < 0.5,
         "num_bent": (-1, 1, 5, 0, 1)[seed % 5],
+        "host_cache": seed % 2 == 1,
     }
     machine.boot(**drawn | fixed)
     for _ in range(num_steps):

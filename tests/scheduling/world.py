@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -57,15 +58,19 @@ def steps_of(message: AddRequest) -> tuple[tuple[int, int], ...]:
     return tuple((end, hash((message.salt, *message.prompt_token_ids[:end])) % 2**64) for end in ends)
 
 
-def is_hit(blocks: BlockManager, hashes: list[bytes], end: int) -> bool:
-    """Whether a prompt can be continued after its first `end` blocks, by what each group's cache has."""
+def is_hit(blocks: BlockManager, hashes: list[bytes], end: int, *, in_host: bool = False) -> bool:
+    """Whether a prompt can be continued after its first `end` blocks, by what each group's cache has.
+
+    `in_host`: or its host memory.
+    """
     num_tokens = end * blocks.block_size
     for pool in blocks.pools:
         if num_tokens % pool.block_size:
             return False
         needed = range(pool.group.first_block(num_tokens), num_tokens // pool.block_size)
         own = hashes[pool.ratio - 1 :: pool.ratio]
-        if any(own[index] not in pool.cache._by_hash for index in needed):
+        host = blocks.host.groups[pool.index].cached if in_host else {}
+        if any(own[index] not in pool.cache._by_hash and own[index] not in host for index in needed):
             return False
     return True
 
@@ -80,6 +85,7 @@ class World:
     num_blocks: int = 32
     kv: GroupSet = ONE_FULL
     num_host_blocks: int = 0
+    host_cache: bool = False
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 64
     max_waiting: int = 64
@@ -108,8 +114,10 @@ class World:
         self.now_s = 0.0
         groups, slabs = self.kv.groups(BLOCK_SIZE), self.kv.slabs(self.num_blocks)
         self.blocks = BlockManager(
-            groups, slabs, num_host_blocks=self.num_host_blocks, prefix_caching=self.prefix_caching
-        )
+            groups, slabs, num_host_blocks=self.num_host_blocks, host_cache=self.host_cache,
+            prefix_caching=self.prefix_caching,
+        )  # fmt: skip
+        self.blocks.host.gb_s, self.blocks.host.wait_s = inf, 0.0  # whatever is there is loaded
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
@@ -199,6 +207,7 @@ class World:
         self._ask_readiness()
         batch = self.scheduler.schedule()
         copies = batch.copies.swap_out, batch.copies.swap_in, batch.copies.copy_on_write
+        self._check_side_copies(batch)
         tokens = {(chunk.seq_id, chunk.start, chunk.num_tokens - len(chunk.drafts)) for chunk in batch.chunks}
         self.plans.append((tokens, set(batch.departures), tuple(map(len, copies))))
         if self.hashes and batch.step % 2:
@@ -248,12 +257,31 @@ class World:
                     assert pool.refs[block_id] == 1, f"block {block_id} is shared, and written"
                     assert block_id not in pool.cache, f"block {block_id} is cached, and written"
 
+    def _check_side_copies(self, batch: Batch) -> None:
+        """What runs beside the step touches no block that it writes, and loads nothing that it reads."""
+        written = set[tuple[int, int]]()
+        held = set[tuple[int, int]]()
+        for chunk in batch.chunks:
+            table = self.scheduler._queues.sequences[chunk.seq_id].table
+            assert table is not None
+            assert table not in self.blocks.host.pending, "a sequence is computed whose blocks are loaded"
+            for pool, one in zip(self.blocks.pools, table.groups, strict=True):
+                held |= {(pool.index, block_id) for block_id in one.ids}
+                first = max(0, chunk.start // pool.block_size - one.first)
+                written |= {(pool.index, block_id) for block_id in one.ids[first:]}
+        written |= {(group, to) for group, _, to in batch.copies.copy_on_write + batch.copies.swap_in}
+        for group, device, _ in batch.copies.save:
+            assert device in self.blocks.pools[group].cache, "a save of a block that is not cached"
+            assert (group, device) not in written, "a block is saved and written in one step"
+        assert not {copy[::2] for copy in batch.copies.load} & (held | written), "a block is loaded and read in one step"
+
     def settle(self) -> None:
         while self._running:
             self._retire()
 
     def _retire(self) -> None:
         batch, result = self._running.popleft()
+        self.worker.side.finish(batch.step)
         for publish in self.scheduler.publishes(batch, result):
             request = self.leases.get(publish.lease_id)
             if request is not None and publish.generation == request.lease_generation:
@@ -323,6 +351,7 @@ class World:
 
     def write_load(self, load: LoadSpec, request: Request, *, good: bool) -> None:
         known = request.message.known
+        self.worker.side.finish(self.scheduler._planner._next_step)  # a transfer begins when the steps have retired
         self.worker.write_load(load, [*request.prompt_token_ids, *(known[0] if known else ())], good=good)
 
     def fail_load(self, load: LoadSpec) -> None:
@@ -410,7 +439,7 @@ class World:
 
     def check_names(self) -> None:
         """A router knows named hits, and no other. With one tree: all of them."""
-        evicted, stored = self.blocks.news.take()
+        evicted, stored, _ = self.blocks.news.take()
         for block in evicted:
             del self.named[block]
         for one in stored:
@@ -432,7 +461,7 @@ class World:
 
     def is_hit(self, hashes: list[bytes], end: int) -> bool:
         """Whether a prompt can be continued after its first `end` blocks, by what each cache has."""
-        return is_hit(self.blocks, hashes, end)
+        return is_hit(self.blocks, hashes, end, in_host=True)
 
     def check_empty(self) -> None:
         """Nothing is left but the prefix cache."""

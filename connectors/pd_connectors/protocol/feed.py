@@ -20,6 +20,9 @@ CHARGE_HEADER = "x-pd-charge"
 # Header of GET /pd/feed: milliseconds that a node waits between two messages to its routers, at most MAX_WAIT_MS
 WAIT_HEADER = "x-pd-feed-wait-ms"
 MAX_WAIT_MS = 250
+# Tiers, of which each takes longer to load from than the one before. "Not on the device" is all that a reader may
+# conclude from a number that it does not know.
+DEVICE, HOST = 0, 1
 PREFILL_CHARGE_HEADER = "x-pd-prefill-charge"  # of a request to D: the CHARGE_HEADER of D's request to a P
 
 
@@ -44,6 +47,7 @@ class NodeLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     step_keys: int = 0  # a prompt's token after so many others counts as two of `step_tokens`; 0: always as one
     num_context: int = 0  # known tokens of the sequences that decode here or will
     context_s: float = 0.0  # of a step, for each token of KV that decodes read
+    host_token_s: float = 0.0  # to load the KV of a token from host memory; 0: no such tier, or it is not known
 
 
 class StoredBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -52,6 +56,7 @@ class StoredBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
     block: int  # first 64 bits of the block's hash
     step: int  # hash of the text chain at that step (`text_chain`)
     num_tokens: int  # of the prompt, up to the end of this block
+    tier: int = DEVICE  # the lowest one of what a prompt needs to continue here beside the stored blocks before it
 
 
 class FeedSnapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
@@ -68,7 +73,7 @@ class FeedSnapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot")
 
 
 class FeedDelta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
-    """What changed since the message before. Evictions come before the stored blocks of the same message."""
+    """What changed since the message before. Evictions come first, then stored blocks, then those that moved."""
 
     number: int
     load: NodeLoad
@@ -79,6 +84,7 @@ class FeedDelta(msgspec.Struct, frozen=True, array_like=True, tag="delta"):
     role_changes: int = 0
     is_last: bool = False  # the node ends by order: what of it is gone then has not died
     is_frozen: bool = False  # its engine makes no progress; /health says why
+    moved: tuple[tuple[int, int], ...] = ()  # `StoredBlock.block`, and its tier from now on
 
 
 FeedMessage = FeedSnapshot | FeedDelta

@@ -29,7 +29,7 @@ BATCH_S = 0.005
 LINGER_S = 60.0
 FIRST_NEWS_S = 10.0  # the engine says its load between two steps
 MAX_READERS = 64  # routers; each costs an encoded message for each batch
-MAX_UNREAD_BYTES = 8 << 20  # of one reader: more than a snapshot of MAX_NAMED blocks, 24 bytes each
+MAX_UNREAD_BYTES = 8 << 20  # of one reader: more than a snapshot of MAX_NAMED blocks, 25 bytes each
 MAX_NAMED = 1 << 18  # named blocks of a snapshot, the newest; routers keep no more
 MAX_NAME_CHARS = 64
 
@@ -252,14 +252,14 @@ class FeedHub:
             if timer is not None:
                 timer.cancel()
         self._batch = self._beat = None
-        load, (evicted, stored) = self._engine.news.load, self._engine.news.take_news()
+        load, (evicted, stored, moved) = self._engine.news.load, self._engine.news.take_news()
         if load is None or not self._readers:
             return
         self._number += 1
         self._sent_s = asyncio.get_running_loop().time()
         delta = FeedDelta(
             self._number, load, evicted, stored, role=self._role.name, role_changes=self._role.changes, is_last=is_last,
-            is_frozen=bool(self._engine.frozen),
+            is_frozen=bool(self._engine.frozen), moved=moved,
         )  # fmt: skip
         plain = encode_message(delta)
         for reader in tuple(self._readers):

@@ -1,0 +1,105 @@
+"""How a hit goes on in host memory: the largest boundary of which each group has what it needs in either tier."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from pd_cluster.scheduling.hits import Hits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pd_cluster.scheduling.block_table import BlockTable
+    from pd_cluster.scheduling.host_tier import HostBlocks, HostTier
+    from pd_cluster.scheduling.prefix_cache import PrefixCache
+    from pd_cluster.scheduling.slab_memory import SlabMemory
+
+
+class TwoTiers:
+    """What is cached of a group on the device or in host memory."""
+
+    def __init__(self, cache: PrefixCache, host: HostBlocks) -> None:
+        self._cache, self._host = cache, host
+
+    def __len__(self) -> int:
+        return len(self._cache) + len(self._host.cached)
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block with this content, of the tier that has it."""
+        found = self._cache.find(block_hash)
+        return self._host.find(block_hash) if found is None else found
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest cached run of `hashes`."""
+        return list(takewhile(lambda block: block is not None, map(self.find, hashes)))  # type: ignore[arg-type]
+
+
+class HostHits:
+    """Hits over both tiers, and how a table gets them."""
+
+    def __init__(self, memory: SlabMemory, block_size: int, device: Hits, tier: HostTier) -> None:
+        """`device`: the hits in what is on the device."""
+        self._memory, self._pools, self._size = memory, memory.pools, block_size
+        self._device, self._tier = device, tier
+        caches = [TwoTiers(pool.cache, own) for pool, own in zip(memory.pools, tier.groups, strict=True)]
+        self._both = Hits(memory.pools, block_size, caches)
+
+    def num_cached(self, hashes: Iterable[bytes]) -> int:
+        """The length of the largest boundary, in blocks."""
+        return (self._both if self._tier.num_cached else self._device).num_cached(hashes)
+
+    def extend(
+        self,
+        table: BlockTable,
+        hashes: Iterable[bytes],
+        start: int,
+        end: int,
+        loads_sooner: Callable[[int, int], bool] = lambda boundary, num_bytes: True,
+    ) -> int:
+        """Let a table that holds the device's hit of `start` blocks, and has room up to `end` tokens, hold the largest
+        one of both tiers. What the device has not of it is queued to be loaded.
+
+        While the table is in `HostTier.pending` no step may compute it. `loads_sooner`: whether a hit of so many blocks
+        is worth so many bytes to load. Returns the hit in blocks; `start` also where there is no room, as where slabs
+        of another group hold a part of it.
+        """
+        if not self._tier.num_cached:
+            return start
+        boundary, known = self._both.find(hashes)
+        if boundary <= start:
+            return start
+        firsts = [pool.group.first_block(boundary * self._size) for pool in self._pools]
+        self._device.hold_runs(table, known[:boundary], firsts)
+        needs, rests, num_bytes = [], [], 0
+        for pool, held, first in zip(self._pools, table.groups, firsts, strict=True):
+            rest = known[(first + len(held.ids) + 1) * pool.ratio - 1 : boundary : pool.ratio]
+            found = [pool.cache.find(one) for one in rest]  # in a tree nothing
+            on_device = [block_id for block_id in found if block_id is not None]
+            for block_id in on_device:
+                pool.acquire(block_id)  # nothing may evict it
+            rests.append(list(zip(rest, found, strict=True)))
+            needs.append(pool.blocks_for(end) - first - len(held.ids) - len(on_device))
+            num_bytes += (len(found) - len(on_device)) * pool.group.block_bytes
+        if self._memory.has_room(needs) and loads_sooner(boundary, num_bytes):
+            self._place(table, rests, needs)
+            return boundary
+        for pool, one in zip(self._pools, rests, strict=True):
+            for _, found_id in one:
+                if found_id is not None:
+                    pool.drop(found_id)
+        self._device.hold_at(table, known, start)
+        return start
+
+    def _place(self, table: BlockTable, rests: list[list[tuple[bytes, int | None]]], needs: list[int]) -> None:
+        """Give the table blocks for what it lacks of a hit: by group the (hash, block of the device or None) of it."""
+        self._memory.free_for(needs)
+        loads = []
+        for pool, held, rest in zip(self._pools, table.groups, rests, strict=True):
+            for block_hash, block_id in rest:
+                if block_id is None:
+                    block_id = pool.take()
+                    loads.append((pool.index, block_hash, block_id))
+                held.ids.append(block_id)
+        if loads:
+            self._tier.queue(table, loads)

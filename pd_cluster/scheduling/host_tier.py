@@ -1,0 +1,307 @@
+"""The host blocks of all KV groups: those of swapped sequences, and the prefix cache's tier in host memory.
+
+    a host block is   when
+    free              nothing is in it that counts
+    cached            it has the content of a hash; evicted when a block is wanted and none is free, the first in order
+    taken             a swapped sequence, or a reader of files, has it
+
+What is about to leave the device is copied here ahead (`plan_saves`), and what a prompt finds here is loaded into
+blocks that its table has taken (`queue`, `plan_loads`). These copies run on a side stream beside the forward of their
+step (`BlockCopies`), and both are planned last in a step. Why no copy needs more of a fence:
+
+    a save's source     is cached, so nothing writes it until it is taken, by a later step, which waits for the side
+                        stream. A transfer that writes it starts when this step has retired, its side copies with it
+    a load's target     belongs to a table that this step does not compute; later steps wait for the side stream. If
+                        the table is closed first, whatever takes the block waits likewise
+    a host block        that is saved by one step is found from the next one on: its loads follow the save on one
+                        stream. A swap into a block that a side copy reads or writes is of a later step. Queued loads
+                        pin their sources, and a save pins its target until its step has retired: till then nothing
+                        outside the streams may read it
+
+Evicted is first what the device has as well since it was loaded, then in the order in which it left the device. There
+a tail goes before its head, so what is left here of a prompt mostly begins where the device's part ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pd_cluster.scheduling.step_budget import is_stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pd_cluster.scheduling.batch_builder import BatchBuilder
+    from pd_cluster.scheduling.block_pool import BlockPool
+    from pd_cluster.scheduling.block_table import BlockTable
+    from pd_cluster.scheduling.cache_news import CacheNews
+    from pd_cluster.scheduling.sequence import Sequence
+    from pd_connectors.base import CachedBlock
+
+LOADS_ALONE, LOADS_BESIDE = 256, 8  # blocks a step without and beside streams: 8 MiB each take 40 ms and 1.2 ms (8B)
+SAVES_ALONE, SAVES_BESIDE = 128, 8  # prompts fill 128 blocks of 64 tokens in the longest step
+AHEAD_SHARE = 16  # 1 / AHEAD_SHARE of a group's blocks, the next to be evicted, are copied: 54,000 tokens of 105 GiB
+LEAST_AHEAD = 8  # blocks
+HOST_GB_S = 25.0  # of all ranks. An H200 copies 53 GB/s each way; forwards beside it and the other way take their part
+LOAD_WAIT_S = 0.002  # until the step after one that only loads: it is planned, launched and retired
+
+
+class HostBlocks:
+    """The host blocks of one KV group."""
+
+    def __init__(self) -> None:
+        self.free: list[int] = []
+        self.cached: OrderedDict[bytes, int] = OrderedDict()  # the first is evicted first
+        self.taken: set[int] = set()
+        self.pins: Counter[int] = Counter()  # of cached blocks and of `orphans`
+        self.orphans: set[int] = set()  # pinned blocks that are cached no more
+
+    @property
+    def num_takeable(self) -> int:
+        return len(self.free) + len(self.cached) - len(self.pins) + len(self.orphans)
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The host block with this content."""
+        return self.cached.get(block_hash)
+
+    def pin(self, block: int) -> None:
+        """Keep a cached block from being evicted."""
+        self.pins[block] += 1
+
+    def unpin(self, block: int) -> None:
+        self.pins[block] -= 1
+        if not self.pins[block]:
+            del self.pins[block]
+            if block in self.orphans:
+                self.orphans.remove(block)
+                self.free.append(block)
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """Free taken blocks."""
+        self.taken.difference_update(blocks)
+        self.free += blocks
+
+    def check(self, num_blocks: int) -> None:
+        """Raise AssertionError unless every block is accounted for once."""
+        held = [*self.free, *self.cached.values(), *self.taken, *self.orphans]
+        assert sorted(held) == list(range(num_blocks)), f"host blocks lost, or held twice: {sorted(held)}"
+        assert self.pins.keys() <= {*self.cached.values(), *self.orphans}, "a host block is pinned and not cached"
+        assert self.orphans <= self.pins.keys(), "an orphan without a pin"
+
+
+class HostTier:
+    """The host blocks by group, and the copies to and from them that wait for a step.
+
+    on_evicted: called with the group, hash and block of each cached one that the tier gives up. By default it tells the
+    news if the device has it not.
+    """
+
+    def __init__(self, pools: tuple[BlockPool, ...], news: CacheNews, num_blocks: int, *, is_cache: bool) -> None:
+        """`num_blocks`: of each group.  `is_cache`: whether anything but swapped sequences has some."""
+        self._pools, self._news = pools, news
+        self.is_cache = is_cache
+        for pool in pools:
+            pool.on_evicted = partial(self._note_lowered if is_cache else self._note_gone, pool)
+        self.groups = tuple(HostBlocks() for _ in pools)
+        self.num_blocks = 0  # of each group
+        self.gb_s, self.wait_s = HOST_GB_S, LOAD_WAIT_S
+        self.on_evicted: Callable[[int, bytes, int], None] = self._note_evicted
+        self.pending: OrderedDict[BlockTable, deque[tuple[int, bytes, int, int]]] = OrderedDict()
+        self._clean_to = [0] * len(pools)  # see `_mark`
+        self.num_hit_tokens = self.num_loaded = self.num_saved = self.num_unsaved = 0
+        self.num_loaded_bytes = self.num_saved_bytes = 0
+        self.grow(num_blocks)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks of all groups."""
+        return sum(len(one.cached) for one in self.groups)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Totals since boot, by metric name without prefix. Bytes are those of all ranks."""
+        if not self.is_cache:
+            return {}
+        return {
+            "host_cache_hit_tokens_total": float(self.num_hit_tokens),
+            "host_cache_loaded_blocks_total": float(self.num_loaded),
+            "host_cache_saved_blocks_total": float(self.num_saved),
+            "host_cache_evicted_unsaved_blocks_total": float(self.num_unsaved),
+            "host_cache_loaded_bytes_total": float(self.num_loaded_bytes),
+            "host_cache_saved_bytes_total": float(self.num_saved_bytes),
+        }
+
+    def grow(self, num_blocks: int) -> None:
+        """Have `num_blocks` of each group, no fewer than before. The new ones can be copied from now on."""
+        assert num_blocks >= self.num_blocks, "host memory that may be in use is taken away"
+        for one in self.groups:
+            one.free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)
+        self.num_blocks = num_blocks
+
+    def take(self, group: int, num: int) -> list[int]:
+        """Blocks for a swapped sequence, or for what is read from files: until `give_back` or `add`.
+
+        So many are takeable.
+        """
+        blocks = [block for block in (self._take(group) for _ in range(num)) if block is not None]
+        assert len(blocks) == num
+        self.groups[group].taken.update(blocks)
+        return blocks
+
+    def _take(self, group: int) -> int | None:
+        own = self.groups[group]
+        if own.free:
+            return own.free.pop()
+        for block_hash, block in own.cached.items():
+            if block not in own.pins:
+                del own.cached[block_hash]
+                self.on_evicted(group, block_hash, block)
+                return block
+        return None
+
+    def add(self, group: int, block_hash: bytes, block: int) -> None:
+        """Cache a taken block that has been filled. It is free if another one has this content."""
+        own = self.groups[group]
+        own.taken.remove(block)
+        if block_hash in own.cached:
+            own.free.append(block)
+        else:
+            own.cached[block_hash] = block
+
+    def _note_gone(self, pool: BlockPool, block_hash: bytes) -> None:
+        """No tier has the block."""
+        if pool.is_tree:
+            self._news.evicted(block_hash)
+        else:
+            self._news.evicted_in(pool.index, block_hash)
+
+    def _note_lowered(self, pool: BlockPool, block_hash: bytes) -> None:
+        """The device gives the block up. If it is here it becomes the last in the order."""
+        cached = self.groups[pool.index].cached
+        if block_hash in cached:
+            cached.move_to_end(block_hash)
+            self._news.lowered(pool.index, block_hash)
+        else:
+            self.num_unsaved += 1
+            self._note_gone(pool, block_hash)
+
+    def _note_evicted(self, group: int, block_hash: bytes, _: int) -> None:
+        if self._pools[group].cache.find(block_hash) is None:
+            self._note_gone(self._pools[group], block_hash)
+
+    def note_raised(self, blocks: Iterable[CachedBlock]) -> None:
+        """Note that the device has these blocks (again)."""
+        for one in blocks:
+            self._news.raised(one.group, one.hash)
+
+    def clear(self) -> None:
+        """Forget all cached blocks. Loads that are queued go on: their prompts were found before.
+
+        The caller forgets those of the device next, which count as unsaved.
+        """
+        for group, own in enumerate(self.groups):
+            cached = own.cached
+            own.cached = OrderedDict()
+            for block_hash, block in cached.items():
+                self.on_evicted(group, block_hash, block)
+                (own.orphans.add if block in own.pins else own.free.append)(block)
+        self._clean_to = [0] * len(self._pools)
+
+    # copies
+
+    def loads_sooner(self, num_bytes: int, compute_s: float) -> bool:
+        """Whether blocks of so many bytes are loaded before they would be computed."""
+        return num_bytes / (self.gb_s * 1e9) + self.wait_s < compute_s
+
+    def queue(self, table: BlockTable, loads: Iterable[tuple[int, bytes, int]]) -> None:
+        """Load blocks (group, hash, device block) of a table, which no step may compute while it is in `pending`."""
+        queued: deque[tuple[int, bytes, int, int]] = deque()
+        for group, block_hash, device in loads:
+            own = self.groups[group]
+            host = own.cached[block_hash]
+            own.cached.move_to_end(block_hash)  # pinned blocks last: `_take` does not search
+            own.pin(host)
+            queued.append((group, block_hash, host, device))
+        self.pending[table] = queued
+
+    def cancel(self, table: BlockTable) -> None:
+        """Forget what is not loaded yet of a table that is closed. Idempotent."""
+        for group, _, host, _ in self.pending.pop(table, ()):
+            self.groups[group].unpin(host)
+
+    def plan_copies(self, builder: BatchBuilder, running: Iterable[Sequence]) -> None:
+        """Add its saves and loads to a step of which all else is planned. When it retires, `note_saved` is due."""
+        if not self.is_cache:
+            return
+        has_streams = any(map(is_stream, running))
+        loads = self._plan_loads(LOADS_BESIDE if has_streams else LOADS_ALONE)
+        for pool in self._pools:
+            self._mark(pool, SAVES_BESIDE if has_streams else SAVES_ALONE, builder.save)
+        builder.load = [(group, host, device) for group, _, host, device in loads]
+        for group, block_hash, host, _ in loads:  # not before the saves: these two run in any order
+            own = self.groups[group]
+            own.unpin(host)
+            if own.cached.get(block_hash) == host:  # not after `clear`
+                own.cached.move_to_end(block_hash, last=False)  # the device has it, as its newest
+
+    def _plan_loads(self, most: int) -> list[tuple[int, bytes, int, int]]:
+        """The next loads, first those that were queued first. Their sources stay pinned."""
+        loads: list[tuple[int, bytes, int, int]] = []
+        while self.pending and len(loads) < most:
+            table, queued = next(iter(self.pending.items()))
+            while queued and len(loads) < most:
+                loads.append(queued.popleft())
+                self.num_loaded_bytes += self._pools[loads[-1][0]].group.block_bytes
+            if not queued:
+                del self.pending[table]
+        self.num_loaded += len(loads)
+        return loads
+
+    def _mark(self, pool: BlockPool, most: int, saves: list[tuple[int, int, int]]) -> None:
+        """Save those of a group's next blocks to be evicted that are not here, while `saves` are not more than `most`.
+
+        Looked at are as many as the next prompts may take; not more than half as many as the tier has, or it would
+        copy the same ones again and again. `_clean_to`: of all blocks that have left the order of eviction or will, so
+        many have a copy. So the order is looked at again only when a part of them has left it.
+        """
+        ahead = min(max(LEAST_AHEAD, len(pool.refs) // AHEAD_SHARE), self.num_blocks // 2) - pool.num_spare
+        cache, own, spare = pool.cache, self.groups[pool.index], ahead // 4
+        if ahead <= 0 or cache.num_left + ahead <= self._clean_to[pool.index]:
+            return
+        for block_id, block_hash in cache.oldest(ahead + spare):
+            if block_hash in own.cached:
+                own.cached.move_to_end(block_hash)
+                continue
+            if len(saves) >= most or (host := self._take(pool.index)) is None:
+                return
+            own.cached[block_hash] = host
+            own.pin(host)
+            saves.append((pool.index, block_id, host))
+            self.num_saved += 1
+            self.num_saved_bytes += pool.group.block_bytes
+        self._clean_to[pool.index] = cache.num_left + ahead + spare
+
+    def note_saved(self, saves: Iterable[tuple[int, int, int]]) -> None:
+        """Note that the step of these saves has retired."""
+        for group, _, host in saves:
+            self.groups[group].unpin(host)
+
+    # proof
+
+    @property
+    def idle(self) -> bool:
+        """No host block is taken or pinned."""
+        return not (self.pending or any(one.taken or one.pins for one in self.groups))
+
+    def check(self) -> None:
+        """Raise AssertionError unless every host block is accounted for once, and every pin has its reason."""
+        for own in self.groups:
+            own.check(self.num_blocks)
+            assert self.is_cache or not own.cached
+        for queued in self.pending.values():
+            for group, block_hash, host, _ in queued:
+                own = self.groups[group]
+                assert own.pins[host], "the source of a queued load may be evicted"
+                assert host in own.orphans or own.cached[block_hash] == host, "a queued load reads another block"
