@@ -41,6 +41,7 @@ class TimedExecutor:
     step_s: float
     launched_s: list[float] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)
+    num_host_blocks: int = 0
 
     def follow(self, batch: Batch, graph: object, staged: object) -> TimedStep:
         self.launched_s.append(time.monotonic())

@@ -107,8 +107,18 @@ class CacheConfig:
         1.0, "Part of the GPU that this node has where several nodes share the GPU; `up` and Ray set it.",
         most=1, positive=True,
     )  # fmt: skip
-    swap_gb: float = setting(0.0, "Host memory for preempted sequences in GB. 0: preemption recomputes.")
+    swap_gb: float = setting(0.0, "Host memory for preempted sequences in GB, on each rank. 0: preemption recomputes.")
+    host_cache_gb: float = setting(
+        0.0,
+        "Host memory in GB, on each rank, that keeps blocks of prefixes for which the cache has no room. It is pinned "
+        "while the node serves. swap_gb is a part of it. 0: none.",
+    )
     prefix_caching: bool = setting(True, "Reuse the blocks of equal prefixes.")
+
+    @property
+    def host_gb(self) -> float:
+        """GB of host memory for blocks, on each rank."""
+        return max(self.host_cache_gb, self.swap_gb)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

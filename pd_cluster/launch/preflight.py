@@ -22,6 +22,7 @@ from pd_cluster.models.model_task import read_task
 from pd_cluster.models.registry import choose_implementation
 from pd_cluster.models.shard import Shard
 from pd_cluster.server.params.sampling import SamplingDefaults
+from pd_cluster.worker.host_room import free_host_bytes, host_problem
 from pd_connectors.pool_url import DEFAULT_URLS, read_pool_url
 from pd_connectors.protocol.errors import ConnectorUnavailable
 from pd_connectors.protocol.keys import load_cluster_key
@@ -72,6 +73,10 @@ class MachineFacts:
         except subprocess.TimeoutExpired:
             return f"the CUDA driver does not answer within {DRIVER_DEADLINE_S:g} s"
 
+    def free_host_bytes(self) -> int:
+        """Host memory that may still be taken here."""
+        return free_host_bytes()
+
     def num_cuda_devices(self) -> int:
         """CUDA devices that a process may use here; 0 also without a driver. Raises subprocess.TimeoutExpired."""
         command = [sys.executable, "-P", "-c", _COUNT_DEVICES]
@@ -112,6 +117,11 @@ def machine_problems(config: NodeConfig, machine: MachineFacts) -> Iterator[str]
             check_connector(name, machine.has_module)
         except ConnectorUnavailable as error:
             yield f"{flag}: {error}"
+    cache = in_bounds(config.cache)
+    if cache.host_cache_gb:
+        flag = "--host-cache-gb" if cache.host_cache_gb >= cache.swap_gb else "--swap-gb"
+        if why := host_problem(flag, cache.host_gb, in_bounds(config.model).tp, machine.free_host_bytes()):
+            yield why
     if config.model.device == "cuda" and (why := machine.cuda_problem()):
         yield f"--device cuda: {why}"
     elif (tp := in_bounds(config.model).tp) > 1 and config.model.device != "cpu":

@@ -124,16 +124,19 @@ class DeviceLoaded(DeviceState):
             free -= captured_bytes(limits, plan.model.vocab_size * DTYPES[plan.model.dtype].itemsize)
         return max(0, int(free))
 
-    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> DeviceCached:
-        """Allocate every rank's cache. Raises StartupError."""
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int, num_later: int = 0) -> DeviceCached:
+        """Allocate every rank's cache, and host blocks. `num_later`: further ones, which are pinned after `connect`.
+
+        Raises StartupError.
+        """
         plan = self._plan
-        with without_locals(), self._on_all("allocate", slabs, num_host_blocks):
+        with without_locals(), self._on_all("allocate", slabs, num_host_blocks, num_later):
             room, limit = cache_tokens(plan.layout.groups, slabs), plan.model.max_model_len
             longest = longest_sequence(plan.config.model.max_model_len, limit, room)
             if longest < limit:
                 plan.progress(f"max_model_len {longest} (the KV cache has no room for the model's {limit} tokens)")
             torch.cuda.empty_cache()  # an attempt that failed may have left memory
-            cache = KVCache.allocate(plan.layout, slabs, num_host_blocks, plan.device)
+            cache = KVCache.allocate(plan.layout, slabs, num_host_blocks, plan.device, num_later)
         return self.left_for(DeviceCached(plan, self._weights, cache, replace(plan.model, max_model_len=longest)))
 
     def unload(self) -> DeviceDescribed:
@@ -149,9 +152,11 @@ class DeviceLoaded(DeviceState):
 class DeviceCached(DeviceState):
     """The cache exists, zeroed."""
 
+    _cache: KVCache
+
     def __init__(self, plan: DevicePlan, weights: Weights, cache: KVCache, model: ModelDescription) -> None:
-        super().__init__(plan, weights)
-        self._cache, self._model = cache, model
+        super().__init__(plan, weights, cache)
+        self._model = model
 
     def warm_up(self) -> DeviceExecutor:
         """Run the first steps, capture graphs, measure steps. The cache is zero again. Raises StartupError.
@@ -208,13 +213,13 @@ class DeviceCached(DeviceState):
 class DeviceExecutor(DeviceState):
     """See Executor."""
 
+    _cache: KVCache
+
     def __init__(self, plan: DevicePlan, weights: Weights, runner: ModelRunner, model: ModelDescription) -> None:
-        super().__init__(plan, weights)
+        super().__init__(plan, weights, runner.cache)
         self.model, self._grammars = model, plan.grammars  # `measure` completes `model`
-        self._runner, self._cache = runner, runner.cache
-        cache = runner.cache
-        self.slabs, self.num_host_blocks, self.block_size = cache.slabs, cache.num_host_blocks, plan.layout.block_size
-        self.cache = cache.describe()
+        self._runner, self.block_size = runner, plan.layout.block_size
+        self.slabs, self.cache = runner.cache.slabs, runner.cache.describe()
         self.start_profile, self.stop_profile = plan.profiler.start, plan.profiler.stop
         self.graph_sizes = runner.graphs.sizes  # the captured ones
         self._graph_sizes = GraphSizes(self.graph_sizes)
@@ -257,8 +262,25 @@ class DeviceExecutor(DeviceState):
         """
         return self._back_to("sleep", DeviceLoaded(self._plan, self._weights))
 
+    @property
+    def num_host_blocks(self) -> int:
+        host = self._cache.host
+        if self._ranks is None:
+            return host.num_ready
+        return min(host.num_ready, max(host.num_filled, self._ranks.link.num_host_blocks))
+
+    @property
+    def most_host_blocks(self) -> int:
+        return self._cache.host.num_blocks
+
     def connect(self, name: str, context: ConnectorContext) -> tuple[RankPort, ...]:
-        return () if self._ranks is None else self._ranks.connect(name, context)
+        ports = () if self._ranks is None else self._ranks.connect(name, context)
+        self.pin_rest()
+        return ports
+
+    def pin_rest(self) -> None:
+        """The part of `connect` that every rank runs: begin to pin the host blocks that are not ready."""
+        self._cache.host.start()
 
     def check(self, sampling: SamplingParams) -> None:
         for kind in self._plan.outside_stages:
@@ -325,7 +347,8 @@ def run_phases(described: DeviceDescribed, config: CacheConfig, progress: Callab
         state = loaded = described.load()
         slabs = make_slabs(loaded.layout, config.num_blocks, loaded.free_kv_bytes)
         progress(describe_slabs(slabs, loaded.layout))
-        state = cached = loaded.allocate(slabs, blocks_in(config.swap_gb * 1e9, loaded.layout))
+        host, swap = (blocks_in(gb * 1e9, loaded.layout) for gb in (config.host_gb, config.swap_gb))
+        state = cached = loaded.allocate(slabs, swap, host - swap)
         progress("warm-up")
         return cached.warm_up()
     except BaseException:

@@ -74,9 +74,20 @@ class Executor(Closes, Protocol):
     model: ModelDescription  # its sequences are no longer than the cache
     layout: BlockLayout  # of one rank's blocks
     slabs: KvSlabs  # the memory of the cache
-    num_host_blocks: int  # of each group, in the host memory for preempted sequences
     block_size: int  # tokens per block
     cache: CacheDescription  # of the cache in this process, which is rank 0's, for a connector
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of each group in host memory that are ready on every rank: those with ids below it.
+
+        At first those for preempted sequences. It grows from `connect` on, and what the steps up to a moment have told
+        of it is known then.
+        """
+
+    @property
+    def most_host_blocks(self) -> int:
+        """What `num_host_blocks` will be, if the machine has the memory."""
 
     def connect(self, name: str, context: ConnectorContext) -> tuple[RankPort, ...]:
         """Start what the connector `name` needs on the further ranks. -> the ways to them, by rank.

@@ -1,6 +1,6 @@
 """The paged KV cache: one memory, with a tensor over it for each group of layers, the block as first dimension.
 
-A pool of the same blocks in host memory takes the blocks of preempted sequences.
+A pool of the same blocks in host memory takes the blocks of preempted sequences, and cached blocks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pd_cluster.errors import StartupError
+from pd_cluster.worker.host_memory import HostMemory
 from pd_cluster.worker.plain_memory import plain_memory
 from pd_connectors.base import CacheDescription
 from pd_connectors.protocol.slabs import KvSlabs
@@ -42,30 +43,29 @@ class KVCache:
     slabs: KvSlabs
     memory: torch.Tensor  # uint8 [n]: the slabs, and after them room for a block of padding
     tensors: tuple[torch.Tensor, ...]  # by group: [num_blocks + padding, *group.rank_shape(tp_size)], views of `memory`
-    hosts: tuple[torch.Tensor, ...]  # by group: [num_host_blocks, as above], pinned when the cache is on a GPU
+    host: HostMemory
     layer_caches: Mapping[int, KeysValues]  # by layer; layers of no group are absent
-    num_host_blocks: int  # of each group
 
     @classmethod
-    def allocate(cls, layout: BlockLayout, slabs: KvSlabs, num_host_blocks: int, device: torch.device) -> KVCache:
+    def allocate(
+        cls, layout: BlockLayout, slabs: KvSlabs, num_host_blocks: int, device: torch.device, num_later: int = 0
+    ) -> KVCache:
         """Allocate the cache of a rank, zeroed. Raises StartupError when memory is short.
+
+        num_later: further host blocks, which are not ready.
 
         Attention multiplies the value of a masked slot by 0, and 0 times uninitialized memory may be NaN.
         """
-        is_pinned = device.type == "cuda" and num_host_blocks > 0
         padding = _NUM_PADDING_BLOCKS * max(map(slabs.stride, range(len(layout.groups))))
         shapes = [group.rank_shape(layout.tp_size) for group in layout.groups]
         dtypes = [KV_DTYPES[group.dtype] for group in layout.groups]
         try:
             with plain_memory(device):
                 memory = torch.zeros(slabs.num_bytes + padding, dtype=torch.uint8, device=device)
-            hosts = tuple(
-                torch.zeros((num_host_blocks, *shape), dtype=dtype, pin_memory=is_pinned)
-                for shape, dtype in zip(shapes, dtypes, strict=True)
-            )
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            size_gb = (slabs.num_bytes + num_host_blocks * layout.rank_bytes) / 1e9
-            raise StartupError(f"cannot allocate {size_gb:.2f} GB of KV cache: {error}") from error
+            raise StartupError(f"cannot allocate {slabs.num_bytes / 1e9:.2f} GB of KV cache: {error}") from error
+        host = HostMemory(shapes, dtypes, num_host_blocks + num_later, device)
+        host.fill(num_host_blocks)
         tensors = tuple(
             _blocks(memory, slabs.num_blocks(index) + _NUM_PADDING_BLOCKS, slabs.stride(index), shape, dtype)
             for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
@@ -75,7 +75,12 @@ class KVCache:
             for group, tensor in zip(layout.groups, tensors, strict=True)
             for place, layer in enumerate(group.layers)
         }
-        return cls(layout, slabs, memory, tensors, hosts, caches, num_host_blocks)
+        return cls(layout, slabs, memory, tensors, host, caches)
+
+    @property
+    def hosts(self) -> tuple[torch.Tensor, ...]:
+        """By group: [num_host_blocks, as in `tensors`], pinned when the cache is on a GPU."""
+        return self.host.tensors
 
     def padding_block(self, group: int) -> int:
         """The id of the block that padding writes to, after all slabs. No sequence owns it, and it is never read."""
@@ -87,17 +92,24 @@ class KVCache:
         return CacheDescription(tensors, self.layout)
 
     def run_copies(self, copies: BlockCopies, kernels: Kernels) -> None:
-        """Run the copies of a batch: swap out, then swap in, then copy on write."""
-        for moved, sources, targets in (
-            (copies.swap_out, self.tensors, self.hosts),
-            (copies.swap_in, self.hosts, self.tensors),
-        ):
-            for group, pairs in _by_group(moved):
-                kernels.copy_blocks(sources[group], targets[group], torch.tensor(pairs, dtype=torch.int64))
+        """Run the copies of a batch before its forward: swap out, then swap in, then copy on write."""
+        self._exchange(copies.swap_out, copies.swap_in, kernels)
         for part in independent(copies.copy_on_write, self.slabs.per_slab):
             for group, pairs in _by_group(part):
                 tensor = self.tensors[group]
                 kernels.copy_blocks(tensor, tensor, torch.tensor(pairs, dtype=torch.int64))
+
+    def run_copies_beside(self, copies: BlockCopies, kernels: Kernels) -> None:
+        """Run the copies of a batch beside its forward."""
+        self._exchange(copies.save, copies.load, kernels)
+
+    def _exchange(
+        self, out: Sequence[tuple[int, int, int]], back: Sequence[tuple[int, int, int]], kernels: Kernels
+    ) -> None:
+        """Copy blocks out to the host, then others from there."""
+        for moved, sources, targets in ((out, self.tensors, self.hosts), (back, self.hosts, self.tensors)):
+            for group, pairs in _by_group(moved):
+                kernels.copy_blocks(sources[group], targets[group], torch.tensor(pairs, dtype=torch.int64))
 
     def clear(self, blocks: Sequence[torch.Tensor | None]) -> None:
         """Zero blocks (int64 [n] by group) before they are filled in part: no read may depend on their old content."""

@@ -9,6 +9,7 @@ import torch
 
 from pd_cluster.models.forward_inputs import ForwardInputs, Tail
 from pd_cluster.worker.block_tables import table_width
+from pd_cluster.worker.copy_stream import CopyStream
 from pd_cluster.worker.cuda_graphs.draw_graphs import DrawGraphs
 from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
 from pd_cluster.worker.draw_places import DrawLayout
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.errors import PdError
     from pd_cluster.models.model import Model
-    from pd_cluster.scheduling.batch import Batch
+    from pd_cluster.scheduling.batch import Batch, BlockCopies
     from pd_cluster.worker.device_plan import DevicePlan
     from pd_cluster.worker.draw_places import CapturedDraw
     from pd_cluster.worker.input_batch import Staged
@@ -56,6 +57,7 @@ class ModelRunner:
         limits, spec, vocab_size = plan.config.scheduler, model.spec, model.spec.vocab_size
         kernels, device, place = plan.kernels, plan.device, plan.place
         self._model, self.cache, self.kernels, self._attentions = model, cache, kernels, plan.attentions
+        self._side = CopyStream(device)
         self._caches, self._last_group = cache.layer_caches, spec.group_windows.index(spec.windows[-1])
         block_sizes = [group.block_size for group in cache.layout.groups]
         num_rows = limits.max_num_seqs
@@ -110,10 +112,18 @@ class ModelRunner:
         self._prompts.apply(batch)
         if announce is not None:
             announce(self.rows.staged(batch.starts))
-        self.cache.run_copies(batch.copies, self.kernels)
+        self._run_copies(batch.copies)
         if not batch.chunks:
             return self._launched(self._begun(batch))
-        return self._compute(batch) if graph is None else self._replay(batch, graph)
+        pending = self._compute(batch) if graph is None else self._replay(batch, graph)
+        self._side.issue()  # if late rows wait, the step's end may be far
+        return pending
+
+    def _run_copies(self, copies: BlockCopies) -> None:
+        self._side.join()
+        self.cache.run_copies(copies, self.kernels)
+        if copies.save or copies.load:
+            self._side.begin(lambda: self.cache.run_copies_beside(copies, self.kernels))
 
     def draw_late(self) -> float:
         """Draw the late rows of the newest step, if they wait, after the draw of its other rows. -> seconds waited.
@@ -263,9 +273,7 @@ class ModelRunner:
 
     def _launched(self, pending: PendingStep) -> PendingStep:
         """Note that all of the step's work is on its way to the device."""
-        if self.cache.memory.is_cuda:
-            pending.retired = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            pending.retired.record()
+        pending.retired = self._side.end()
         pending.is_launched = True
         return pending
 

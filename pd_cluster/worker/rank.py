@@ -56,7 +56,7 @@ logger = logging.getLogger("pd_cluster.ranks")
 ORPHAN_EXIT_CODE = 3
 # Phases that take the executor's state to the next one, with the types of their arguments
 MOVES: dict[str, Any] = dict.fromkeys(("unload", "capture", "free", "sleep"), tuple[()])
-MOVES |= {"load": tuple[NodeConfig], "allocate": tuple[KvSlabs, int]}
+MOVES |= {"load": tuple[NodeConfig], "allocate": tuple[KvSlabs, int, int]}
 PR_SET_PDEATHSIG = 1
 SWITCH_INTERVAL_S = 0.0001  # an acknowledgement must not wait 5 ms for a launch, see `engine/process.py`
 
@@ -179,6 +179,7 @@ class RankProcess:
         values["kv_ports"] = values["kv_ports"] and tuple(values["kv_ports"])
         context = ConnectorContext(layout=self._state.layout, rank=self._start.rank, **values)
         self._reader = rank_reader(name, context, self._state.cache, self._port)
+        self._state.pin_rest()
 
     # steps
 
@@ -223,7 +224,8 @@ class RankProcess:
                     self._state.use_device()
                 pending.wait()
                 self._num_retired += 1
-                self._sockets.answer(StepRetired(self._start.rank, pending.digest()))
+                num_host_blocks = self._state.num_host_blocks
+                self._sockets.answer(StepRetired(self._start.rank, pending.digest(), num_host_blocks))
                 del pending  # it holds the cache, which may be freed before the next step
         except Exception as error:
             logger.exception("a step failed")

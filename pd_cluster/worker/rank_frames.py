@@ -93,6 +93,7 @@ class StepRetired(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     digest: int
+    num_host_blocks: int = 0  # that are ready on it
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

@@ -77,6 +77,7 @@ class RankLink:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._retired: dict[int, deque[int]] = {rank: deque() for rank in self._ranks}  # digests that were not taken
         self._num_taken = 0
+        self._host_blocks = dict.fromkeys(self._ranks, 0)  # that each rank's last retired step told of
         self.ports = tuple(LinkPort(rank, self._send_message) for rank in self._ranks)
         self.lost: PdError | None = None
         # The watching thread's
@@ -109,8 +110,9 @@ class RankLink:
         self._silence_s = self._serving_silence_s
 
     def rest(self) -> None:
-        """Until `serve` a rank may be silent as at the start."""
+        """Until `serve` a rank may be silent as at the start. What steps have told of host memory is forgotten."""
         self._silence_s = START_SILENCE_S
+        self._host_blocks = dict.fromkeys(self._ranks, 0)
 
     def send(self, frame: ToRank) -> None:
         """Send a frame to every rank. Neither waits nor raises."""
@@ -127,6 +129,11 @@ class RankLink:
             self._steps.append((number, self._clock(), deadline_s))
         self.send(frame)
         return number
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Host blocks that are ready on every rank, as far as retired steps have told."""
+        return min(self._host_blocks.values())
 
     def results(self) -> list[Any]:
         """Wait until every rank has ended its phase. -> their results, by rank. Raises `lost`."""
@@ -209,6 +216,7 @@ class RankLink:
         answer: RankAnswer = _ANSWERS.decode(self._answers.recv())
         if isinstance(answer, StepRetired):
             self._retired[answer.rank].append(answer.digest)
+            self._host_blocks[answer.rank] = answer.num_host_blocks
         return answer
 
     # the watching thread

@@ -52,9 +52,11 @@ class DeviceState:
     A transition leaves it only when the next state is complete, and owns the same and more.
     """
 
-    def __init__(self, plan: DevicePlan, weights: Weights) -> None:
-        """`weights`: empty before they are loaded."""
-        self._plan, self._weights = plan, weights
+    _cache: KVCache | None
+
+    def __init__(self, plan: DevicePlan, weights: Weights, cache: KVCache | None = None) -> None:
+        """`weights`: empty before they are loaded. `cache`: None before it is allocated."""
+        self._plan, self._weights, self._cache = plan, weights, cache
         self.layout, self.config = plan.layout, plan.config
         self._ranks = None if plan.place is None else plan.place.ranks
 
@@ -70,6 +72,8 @@ class DeviceState:
         with self._plan.owned, self._weights.owned:
             if waits:
                 self._synchronize()
+            if self._cache is not None:
+                self._cache.host.close(unpins=waits)
 
     def left_for(self, state: NextState) -> NextState:
         """Leave this state. -> `state`, which owns from now on what this one did."""
@@ -93,6 +97,8 @@ class DeviceState:
         """Leave this state for one that owns less, and give the memory to the device."""
         with self._on_all(phase):
             self._synchronize()
+            if self._cache is not None:
+                self._cache.host.close()
             if released is not None:
                 released.close()
         self.left_for(state)

@@ -438,7 +438,10 @@ class World:
             assert len(seq.block_hashes) <= len(known)
 
     def check_names(self) -> None:
-        """A router knows named hits, and no other. With one tree: all of them."""
+        """A router knows named hits, and no other. With one tree: all of them.
+
+        A name in host memory stays where a block before it was evicted unsaved.
+        """
         evicted, stored, _ = self.blocks.news.take()
         for block in evicted:
             del self.named[block]
@@ -450,6 +453,8 @@ class World:
             prompt = client.request.prompt_token_ids
             hashes = extend_hashes(root_hash(client.request.salt), prompt, BLOCK_SIZE)
             hits |= {feed_id(hashes[end - 1]) for end in range(1, len(hashes) + 1) if self.is_hit(hashes, end)}
+        for pool, own in zip(self.blocks.pools, self.blocks.host.groups, strict=True):
+            hits |= {feed_id(one) for one in own.cached if pool.is_tree}
         assert self.named.keys() <= hits
         for seq in self.scheduler._queues.running:
             for num_tokens, _ in seq.request.message.steps:

@@ -49,11 +49,15 @@ class FakeExecutor:
     fails: bool = False
     launched: int = 0
 
+    @property
+    def num_host_blocks(self) -> int:
+        return 10 * self.rank + self.launched
+
     def free_kv_bytes(self) -> int:
         return 1000 * self.rank
 
-    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> None:
-        raise StartupError(f"no room for {slabs.num_blocks(0)} and {num_host_blocks} blocks")
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int, num_later: int) -> None:
+        raise StartupError(f"no room for {slabs.num_blocks(0)}, {num_host_blocks} and {num_later} blocks")
 
     def follow(self, batch: Batch, graph: object, staged: object) -> FakePending:
         if self.fails:

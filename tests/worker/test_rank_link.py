@@ -133,6 +133,10 @@ def test_phases_steps_and_ports(tmp_path: Path) -> None:
         assert link.take_retired() == {1: 11, 2: 11}
         ranks.send(2, b"end")
         assert link.take_retired() == {1: 12, 2: 12}
+        assert link.num_host_blocks == 12, "the least, by the last step"
+        link.rest()
+        assert link.num_host_blocks == 0, "the next phase may give the memory back"
+        link.serve()
         # A message takes its place among the steps; those that came before a handler are kept
         ranks.send(2, b"early")
         heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -188,10 +192,10 @@ def test_a_step_that_does_not_retire_ends_all(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_the_failure_of_a_rank_is_told(tmp_path: Path) -> None:
     with running_ranks(tmp_path) as ranks:
-        ranks.link.send(PhaseFrame("allocate", (slabs_of(5), 6)))
-        with pytest.raises(StartupError, match=r"rank [12]: no room for 5 and 6 blocks"):
+        ranks.link.send(PhaseFrame("allocate", (slabs_of(5), 6, 7)))
+        with pytest.raises(StartupError, match=r"rank [12]: no room for 5, 6 and 7 blocks"):
             ranks.link.results()
-        assert "no room for 5 and 6 blocks" in ranks.loss()
+        assert "no room for 5, 6 and 7 blocks" in ranks.loss()
 
 
 @pytest.mark.integration

@@ -36,6 +36,7 @@ from tests.worker.driver import random_prompts
 from tests.worker.reads import read_prompt
 from tests.worker.tables import slabs_of, table
 from tests.worker.test_drafted_steps import driven, ids_of
+from tests.worker.test_side_copies import run_tier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -134,15 +135,12 @@ class OverlappedDriver:
 def make_sequences(wanted: Sequence[SamplingParams], seed: int = 0) -> list[Run]:
     """Prompts of 1 to 130 tokens with blocks in no order, some of which begin later."""
     prompts = random_prompts([(i * 53 + 7) % 130 + 1 for i in range(len(wanted))], 3000, seed)
-    blocks = iter(random_order(10 * len(wanted)))
+    count = 10 * len(wanted)
+    blocks = iter([i * 7919 % count for i in range(count)])
     return [
         Run(prompt, one, [next(blocks) for _ in range(10)], begins=i % 4)
         for i, (prompt, one) in enumerate(zip(prompts, wanted, strict=True))
     ]
-
-
-def random_order(count: int) -> list[int]:
-    return [i * 7919 % count for i in range(count)] if count % 7919 else list(range(count))
 
 
 def make_config(tp: int, **model: Any) -> NodeConfig:
@@ -156,7 +154,7 @@ def make_config(tp: int, **model: Any) -> NodeConfig:
             logits_stages=("tests.ban_token:BanToken",),
             **model,
         ),
-        cache=CacheConfig(kv_cache_gb=0.04, block_size=BLOCK_SIZE, swap_gb=0.002),
+        cache=CacheConfig(kv_cache_gb=0.04, block_size=BLOCK_SIZE, swap_gb=0.002, host_cache_gb=0.005),
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
     )
 
@@ -373,6 +371,14 @@ def test_ranks_verify_drafts_alike(one: DeviceExecutor, several: DeviceExecutor,
 def drafting(several: DeviceExecutor) -> Iterator[Node]:
     for connector in make_connector(several):
         yield Node(several, connector)
+
+
+@pytest.mark.integration
+def test_every_rank_saves_and_loads(one: DeviceExecutor, several: DeviceExecutor, drafting: Node) -> None:
+    """`drafting` has connected the ranks."""
+    swap = several._cache.host.num_filled
+    assert run_tier(several) == run_tier(one)
+    assert several.num_host_blocks == several.most_host_blocks > 2 * swap > 0
 
 
 @pytest.mark.integration

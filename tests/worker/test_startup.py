@@ -65,8 +65,8 @@ class Phases:
         self._note("free_kv_bytes")
         return self.free_blocks * self.layout.block_bytes + 7
 
-    def allocate(self, slabs: KvSlabs, num_host_blocks: int) -> Phases:
-        self._note("allocate", slabs.num_blocks(0), num_host_blocks)
+    def allocate(self, slabs: KvSlabs, num_host_blocks: int, num_later: int) -> Phases:
+        self._note("allocate", slabs.num_blocks(0), num_host_blocks, num_later)
         return self
 
     def warm_up(self) -> Phases:
@@ -85,15 +85,23 @@ def start(phases: Phases, config: CacheConfig, lines: list[str] | None = None) -
 def test_phases_run_once_and_in_order() -> None:
     executor, lines = Phases(), list[str]()
     assert start(executor, CacheConfig(), lines) is executor
-    assert executor.calls == [("load",), ("free_kv_bytes",), ("allocate", 5, 0), ("warm_up",)]
+    assert executor.calls == [("load",), ("free_kv_bytes",), ("allocate", 5, 0, 0), ("warm_up",)]
     assert lines == ["cache 5 blocks of 16 tokens in float32", "warm-up"]
 
 
 def test_nothing_is_measured_when_the_blocks_are_configured() -> None:
     executor = Phases()
-    swap_gb = 3.5 * executor.layout.block_bytes / 1e9
-    start(executor, CacheConfig(num_blocks=9, swap_gb=swap_gb))
-    assert executor.calls == [("load",), ("allocate", 9, 3), ("warm_up",)]
+    block_gb = executor.layout.block_bytes / 1e9
+    start(executor, CacheConfig(num_blocks=9, swap_gb=3.5 * block_gb))
+    assert executor.calls == [("load",), ("allocate", 9, 3, 0), ("warm_up",)]
+
+
+@pytest.mark.parametrize(("swap", "host", "blocks"), [(3.5, 10.2, (3, 7)), (3.5, 2, (3, 0)), (0, 6.1, (0, 6))])
+def test_preempted_sequences_have_a_part_of_the_host_memory(swap: float, host: float, blocks: tuple[int, int]) -> None:
+    executor = Phases()
+    block_gb = executor.layout.block_bytes / 1e9
+    start(executor, CacheConfig(num_blocks=9, swap_gb=swap * block_gb, host_cache_gb=host * block_gb))
+    assert executor.calls[1] == ("allocate", 9, *blocks)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -121,13 +129,13 @@ def test_groups_share_the_memory_in_slabs(monkeypatch: pytest.MonkeyPatch) -> No
     slab = KvSlabs.of_blocks(layout, 1).slab_bytes
     executor, lines = Phases(free_blocks=5 * slab // layout.block_bytes), list[str]()
     start(executor, CacheConfig(), lines)
-    assert executor.calls[2] == ("allocate", 20, 0)
+    assert executor.calls[2] == ("allocate", 20, 0, 0)
     assert lines[0] == (
         "cache 5 slabs of 0.0 MB in float32, each 4 blocks of 16 tokens (window 500) or 1 blocks of 16 tokens (full)"
     )
     executor = Phases()
     start(executor, CacheConfig(num_blocks=8))
-    assert executor.calls[1] == ("allocate", 40, 0), "two slabs hold 8 blocks of the window, eight those of the other"
+    assert executor.calls[1] == ("allocate", 40, 0, 0), "two slabs hold 8 blocks of the window, eight of the other"
     for few in (1, 2):
         with pytest.raises(StartupError, match=r"give it more memory"):
             start(Phases(free_blocks=few * slab // layout.block_bytes), CacheConfig())

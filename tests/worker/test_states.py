@@ -240,17 +240,19 @@ def test_an_allocation_that_fails_for_want_of_host_memory_leaves_none(
 ) -> None:
     zeros, given, made, emptied = torch.zeros, list[Any](), list[Any](), list[int]()
 
-    def fail_on_host(*arguments: Any, **options: Any) -> torch.Tensor:
-        if "pin_memory" in options:
-            raise RuntimeError("no room")
+    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
         tensor = zeros(*arguments, **options)
         made.append(weakref.ref(tensor))
         return tensor
 
+    def no_room(*arguments: Any) -> None:
+        raise MemoryError("no room")
+
     loaded = described.load()
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(sum(one() is not None for one in made)))
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", fail_on_host)
+        patch.setattr(torch, "zeros", noted)
+        patch.setattr("pd_cluster.worker.host_memory.ctypes.memset", no_room)
         try:
             allocate(loaded, NUM_BLOCKS, NUM_HOST_BLOCKS)
         except StartupError:

@@ -1,0 +1,98 @@
+"""The tier in host memory under random requests: each gets its own tokens, whatever moment side copies take.
+
+The simulated worker runs side copies as late, or as early, as streams allow, and until then their targets hold garbage
+(`side_stream`). It checks every token of KV that a step reads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from pd_cluster.errors import InvalidRequest, Overloaded
+from pd_cluster.protocol.messages import Work
+from pd_cluster.protocol.sampling_params import BeamParams
+from tests.scheduling.kv_groups import SETS
+from tests.scheduling.simulation import begun, message, prompt
+from tests.scheduling.test_scheduler_machine import SchedulerMachine
+
+NUM_HEADS, NUM_TAILS = 3, 4
+
+
+def arrive(machine: SchedulerMachine, rng: random.Random) -> None:
+    """A prompt with one of a few heads and tails, of a tenant or of none."""
+    world, number = machine.world, machine.num_requests
+    machine.num_requests += 1
+    tokens = prompt(rng.choice([16, 32, 48, 64]), rng.randrange(NUM_HEADS))
+    tokens += [token % 7 + 1 for token in prompt(rng.randint(1, 40), rng.randrange(NUM_TAILS))]
+    work = rng.choice([Work.GENERATE] * 6 + [Work.PREFILL, Work.TAKE_OVER])
+    width = 2 if work is Work.GENERATE and rng.random() < 0.1 else 0
+    asked = message(
+        f"t{number}", tokens, work=work, max_tokens=rng.randint(1, 12), n=rng.choice([1, 1, 1, 2]),
+        salt=rng.choice(["", "", "one", "other"]), priority=int(rng.random() < 0.2), group=rng.choice(["", "a", "b"]),
+        beams=BeamParams(width=2) if width else None, seed=rng.randrange(4),
+    )  # fmt: skip
+    if work is Work.GENERATE and not width and rng.random() < 0.2:
+        asked = begun(asked, rng.randint(1, 5))
+    try:
+        world.submit(asked)
+    except (InvalidRequest, Overloaded):
+        assert f"t{number}" not in world.clients
+
+
+def walk(seed: int, kv: str, num_steps: int) -> Counter[str]:
+    """Requests, ends and resets of all kinds over a small cache with a tier. Returns the tier's counters."""
+    rng = random.Random(f"{seed}/{kv}")
+    machine = SchedulerMachine()
+    machine.boot(
+        num_blocks=rng.randint(10, 24), num_host_blocks=rng.choice([0, 4, 16, 60]), max_num_seqs=rng.randint(1, 5),
+        budget=rng.choice([16, 24, 64]), prefix_caching=True, depth=rng.randint(1, 2), limit=rng.choice([0, 0, 20]),
+        keys_per_token=0, lateness=rng.choice([0.0, 0.3]), unreadiness=rng.choice([0.0, 0.3]), kv=kv, host_cache=True,
+        num_bent=rng.choice([-1, 1]),
+    )  # fmt: skip
+    world = machine.world
+    world.worker.side.rng = rng
+    for _ in range(num_steps):
+        pick = rng.randrange(8)
+        match rng.choices(range(10), [24, 60, 2, 10, 6, 10, 3, 5, 10, 1])[0]:
+            case 0:
+                arrive(machine, rng)
+            case 1:
+                machine.step(rng.randint(1, 8))
+            case 2:
+                machine.abort(pick, rng.choice([None, 0, 1]))
+            case 3:
+                machine.reserve(pick, rng.random() < 0.5)
+            case 4:
+                machine.first_tokens_come(pick)
+            case 5:
+                machine.load_ends(pick, rng.random() < 0.7)
+            case 6:
+                machine.bytes_land(pick)
+            case 7:
+                machine.fall_back(pick)
+            case 8:
+                machine.lease_ends(pick)
+            case 9 if rng.random() < 0.3:
+                world.blocks.forget_unused()
+            case 9:
+                world.blocks.host.grow(world.blocks.host.num_blocks + rng.randint(0, 6))
+        machine.accounts_balance()
+    machine.teardown()
+    assert world.worker.side.num_loaded == world.blocks.host.num_loaded
+    totals = Counter({name: int(count) for name, count in world.blocks.host.counters.items()})
+    totals["swaps"] = int(world.scheduler.counters["preemptions_swap_total"])
+    return totals
+
+
+@pytest.mark.long_cases
+@pytest.mark.parametrize("kv", SETS)
+def test_no_order_of_side_copies_changes_a_token(kv: str) -> None:
+    totals = Counter[str]()
+    for seed in range(6):
+        totals += walk(seed, kv, num_steps=150)
+    assert totals["host_cache_loaded_blocks_total"] > 20
+    assert totals["host_cache_hit_tokens_total"] > 100
+    assert totals["swaps"] > 0
