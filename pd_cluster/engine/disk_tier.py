@@ -1,0 +1,157 @@
+"""The prefix cache's tier on disk, after host memory: blocks go there before the host gives them up, and come back to it.
+
+A request whose prompt goes on in files is parked while they are read into host blocks. Then it goes on as if it had just
+come, and finds there what has landed. If it ends first its blocks are cached all the same.
+
+What the host will give up next is written ahead: each is pinned while a thread reads it. A block that is not written when
+the host gives it up is counted, and lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import TYPE_CHECKING
+
+from pd_cluster.worker.disk_cache.disk_cache import BlockName, DiskRead
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.scheduling.block_manager import BlockManager
+    from pd_cluster.scheduling.scheduler import Scheduler
+    from pd_cluster.scheduling.sequence import Request
+    from pd_cluster.worker.disk_cache.disk_cache import DiskCache, DiskWritten
+
+AHEAD = 128  # blocks of a group that are written before the host gives them up: as many as one step may take
+MOST_WRITES, WRITE_BYTES = 32, 256 << 20  # at once, and of them together: so many host blocks are pinned
+DISK_GB_S = 2.0  # until a read was measured
+SLOWEST_GB_S, MEASURED_BYTES = (
+    0.5,
+    64 << 20,
+)  # of what is believed, so that the disk is tried again; of a read that tells
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """`go_on` is called once with the request, which is still parked then; None: it has ended."""
+
+    request: Request | None
+    go_on: Callable[[Request], None]
+    taken: list[tuple[int, bytes, int]]  # (group, hash, host block)
+    begin_s: float
+
+
+class DiskTier:
+    """Runs on the step loop's thread. `host_block`: the memory of a (group, host block)."""
+
+    def __init__(
+        self,
+        disk: DiskCache,
+        blocks: BlockManager,
+        scheduler: Scheduler,
+        host_block: Callable[[int, int], memoryview],
+        prefill_s: Callable[[int, int], float],
+        clock: Callable[[], float],
+    ) -> None:
+        """`prefill_s`: the predicted seconds of so many tokens of a prompt, after so many others."""
+        self._disk, self._blocks, self._scheduler = disk, blocks, scheduler
+        self._host_block, self._prefill_s, self._clock = host_block, prefill_s, clock
+        self._host = blocks.host
+        self._give_up, self._host.on_evicted = self._host.on_evicted, self._note_evicted
+        self._serials = count(1)
+        self._reads: dict[str, _Reading] = {}
+        self._writes: dict[BlockName, int] = {}  # -> the pinned host block
+        self._most_writes = max(1, min(MOST_WRITES, WRITE_BYTES // max(p.group.block_bytes for p in blocks.pools)))
+        self._seen = -1  # blocks that had gone to the host when all that it gives up next was written
+        self._num_unwritten = 0
+        self._gb_s = DISK_GB_S
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """See `Connector.stats`."""
+        return {**self._disk.stats(), "disk_unwritten_total": float(self._num_unwritten)}
+
+    def admit(self, request: Request, go_on: Callable[[Request], None]) -> bool:
+        """Park a request while blocks of its prompt are read, if that is sooner than to compute them in their turn.
+
+        Returns False, and never calls `go_on`, if there are none. Raises Overloaded.
+        """
+        blocks, seq, size = self._blocks, request.sequences[0], self._blocks.block_size
+        hashes = seq.hash_blocks(seq.num_reusable_tokens // size, size)[:]
+        end, lacking = blocks.lacking(hashes, lambda group, one: self._disk.has(BlockName(one, group)))
+        num_bytes = sum(blocks.pools[group].group.block_bytes for group, _ in lacking)
+        if not lacking or not self._is_sooner(num_bytes, blocks.num_cached(hashes), end * size):
+            return False
+        for group, own in enumerate(self._host.groups):  # what it has there must not go for what it lacks
+            for one in hashes:
+                if one in own.cached:
+                    own.cached.move_to_end(one)
+            if sum(index == group for index, _ in lacking) > own.num_takeable:
+                return False
+        self._scheduler.park(request)
+        taken = [(group, one, self._host.take(group, 1)[0]) for group, one in lacking]
+        read_id = f"{request.request_id}@{next(self._serials)}"
+        self._reads[read_id] = _Reading(request, go_on, taken, self._clock())
+        names, buffers = (
+            [BlockName(one, group) for group, one in lacking],
+            [self._host_block(g, b) for g, _, b in taken],
+        )
+        self._disk.read(read_id, names, buffers)
+        return True
+
+    def _is_sooner(self, num_bytes: int, start: int, end: int) -> bool:
+        """Whether a prompt's tokens from `start` to `end` are read before they would be computed, after what waits."""
+        compute_s = self._prefill_s(end - start, start) + self._prefill_s(self._scheduler.load.queued_tokens, 0)
+        return num_bytes / (self._gb_s * 1e9) < compute_s
+
+    def forget(self, request: Request) -> None:
+        """Forget a request that has ended. Idempotent."""
+        for reading in self._reads.values():
+            if reading.request is request:
+                reading.request = None
+
+    def turn(self) -> None:
+        """Take what the disk has done, and give it more to write. Call it between plans."""
+        for event in self._disk.poll():
+            if isinstance(event, DiskRead):
+                self._take_read(event)
+            else:
+                self._take_written(event)
+        if self._host.num_saved != self._seen:
+            self._write_ahead()
+
+    def _take_read(self, event: DiskRead) -> None:
+        reading = self._reads.pop(event.read_id)
+        for (group, block_hash, block), has_landed in zip(reading.taken, event.landed, strict=True):
+            if has_landed:
+                self._host.add(group, block_hash, block)
+            else:
+                self._host.groups[group].give_back([block])
+        num_bytes = sum(self._blocks.pools[group].group.block_bytes for group, *_ in reading.taken)
+        if all(event.landed) and num_bytes >= MEASURED_BYTES:
+            gb_s = num_bytes / 1e9 / max(1e-6, self._clock() - reading.begin_s)
+            self._gb_s = max(SLOWEST_GB_S, 0.8 * self._gb_s + 0.2 * gb_s)
+        if reading.request is not None:
+            reading.go_on(reading.request)
+
+    def _take_written(self, event: DiskWritten) -> None:
+        self._host.groups[event.name.group].unpin(self._writes.pop(event.name))
+        self._seen = -1
+
+    def _write_ahead(self) -> None:
+        for group, own in enumerate(self._host.groups):
+            if len(own.free) >= AHEAD:
+                continue  # it gives up nothing soon
+            for block_hash, block in islice(own.cached.items(), AHEAD):
+                if len(self._writes) >= self._most_writes:
+                    return
+                name = BlockName(block_hash, group)
+                if block not in own.pins and self._disk.write(name, self._host_block(group, block)):
+                    own.pin(block)
+                    self._writes[name] = block
+        self._seen = self._host.num_saved
+
+    def _note_evicted(self, group: int, block_hash: bytes, block: int) -> None:
+        self._num_unwritten += not self._disk.has(BlockName(block_hash, group))
+        self._give_up(group, block_hash, block)
