@@ -98,8 +98,10 @@ class EngineCore:
             executor.layout.groups,
             executor.slabs,
             num_host_blocks=executor.num_host_blocks,
+            host_cache=config.cache.host_cache_gb > 0,
             prefix_caching=config.cache.prefix_caching,
         )
+        self._blocks.host.gb_s *= executor.layout.tp_size  # each rank copies its share
         self._step_model = StepModel(executor.model.step_times)
         self._targets = Targets.of(config.scheduler)
         # What no client asks for is decided by the steps at start: the first steps of a node that measured none are few
@@ -224,6 +226,7 @@ class EngineCore:
 
     def _plan(self) -> Batch:
         scheduler = self._scheduler
+        self._blocks.host.grow(self._executor.num_host_blocks)
         scheduler.sit_out(self._pipeline.absent)
         if unready := scheduler.unready:
             for seq_id in scheduler.note_ready(self._executor.ready(unready, self._mailbox.wake)):

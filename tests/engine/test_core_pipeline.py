@@ -98,13 +98,13 @@ class Bench:
 
     def __init__(
         self, executor: Executor, connector: Connector, mode: str, prefix_caching: bool = True, max_num_seqs: int = 6,
-        drafter: Drafter | None = None,
+        drafter: Drafter | None = None, host_cache_gb: float = 0.0,
     ) -> None:  # fmt: skip
         self.mailbox = FakeMailbox()
         config = replace(
             CONFIG,
             scheduler=replace(CONFIG.scheduler, async_scheduling=mode, max_num_seqs=max_num_seqs),
-            cache=replace(CONFIG.cache, prefix_caching=prefix_caching),
+            cache=replace(CONFIG.cache, prefix_caching=prefix_caching, host_cache_gb=host_cache_gb),
         )
         self.core = at_fixed_prices(EngineCore(config, executor, connector, self.mailbox, drafter=drafter))
         self.tokens: dict[tuple[str, int], list[int]] = {}

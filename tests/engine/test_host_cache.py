@@ -1,0 +1,139 @@
+"""The engine with the real worker on CPU and a tiny cache before a tier in host memory: no answer is altered."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from pd_cluster.protocol.messages import AddRequest, TicketOpened, Work
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.worker.copy_stream import CopyStream
+from pd_cluster.worker.device_executor import DeviceExecutor
+from tests.engine.drafting_node import Node, Told, expect_same, roomy
+from tests.engine.test_core_pipeline import CONFIG, make_connector
+from tests.worker.driver import poison
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.engine.drafting_node import Answered
+
+__all__ = ["roomy"]
+
+HOST_GB = 0.004
+SALTS = ("", "", "one", "other")
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Node]:
+    """A cache of 14 blocks, and more of them in host memory."""
+    cache = replace(CONFIG.cache, num_blocks=14, swap_gb=HOST_GB, host_cache_gb=HOST_GB)
+    executor = DeviceExecutor.started(replace(CONFIG, cache=cache), lambda _: None)
+    for connector in make_connector(executor):
+        assert executor.num_host_blocks == executor.most_host_blocks > 14
+        yield Node(executor, connector)
+    executor.close()
+
+
+def requests(num: int, seed: int) -> list[AddRequest]:
+    """Prompts of a few heads and tails, by several tenants."""
+    rng = random.Random(seed)
+    heads = [[rng.randrange(5, 200) for _ in range(64)] for _ in range(4)]
+    asked = []
+    for index in range(num):
+        prompt = rng.choice(heads)[: rng.choice((32, 48, 64))] + [rng.randrange(5, 200)] * rng.choice((5, 20, 37))
+        sampling = SamplingParams(
+            max_tokens=rng.randint(2, 24), temperature=rng.choice((0.0, 0.9)), seed=index, ignore_eos=True, logprobs=1
+        )
+        asked.append(AddRequest(f"r{index}", prompt, sampling, salt=rng.choice(SALTS)))
+    return asked
+
+
+ASKED = requests(24, seed=1)
+
+
+def serve(bench: Told, asked: list[AddRequest], wave: int = 8) -> Answered:
+    """The answers to requests of which so many are open at once."""
+    for first in range(0, len(asked), wave):
+        for one in asked[first : first + wave]:
+            bench.send(one)
+        bench.run()
+    return bench.answered()
+
+
+def tiered(node: Node, kind: str = "", mode: str = "off") -> Told:
+    """A bench that loads whatever is there, with NaN in all host memory."""
+    for tensor in node.executor._cache.hosts:
+        poison(tensor)
+    bench = node.bench(kind, mode, host_cache_gb=HOST_GB)
+    host = bench.core._blocks.host
+    host.gb_s, host.wait_s = inf, 0.0
+    return bench
+
+
+def expect_hits(bench: Told, num_tokens: int) -> None:
+    assert bench.stats is not None
+    counters = bench.stats.counters
+    assert counters["host_cache_hit_tokens_total"] >= num_tokens
+    assert counters["host_cache_loaded_blocks_total"] >= num_tokens // CONFIG.cache.block_size
+    assert bench.core._blocks.host.idle
+    assert bench.core._blocks.idle
+
+
+@pytest.fixture(scope="module")
+def single(roomy: Node, small: Node) -> Answered:
+    """Without any cache of prefixes. Drafters know the answers."""
+    found = serve(roomy.bench(prefix_caching=False), ASKED)
+    prompts = {one.request_id: one.prompt_token_ids for one in ASKED}
+    small.answers = [[*prompts[name], *ids] for (name, _), ids in found.ids.items()]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "runs_early"), [("", "off", False), ("", "on", True), ("", "on", False), ("mixed", "on", False)]
+)
+def test_hits_in_host_memory_alter_no_answer(
+    small: Node, single: Answered, kind: str, mode: str, runs_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside preemptions and swaps; with steps that overlap, and with drafts."""
+    monkeypatch.setattr(CopyStream, "runs_early", runs_early)
+    bench = tiered(small, kind, mode)
+    expect_same(serve(bench, ASKED), single)
+    expect_hits(bench, 100)
+
+
+def test_a_prefill_hands_over_what_it_has_loaded(small: Node, single: Answered) -> None:
+    """P and D are one engine: D's prompt is read from P's blocks."""
+    bench = tiered(small)
+    by_name = {f"p{one.request_id[1:]}": one for one in ASKED}
+
+    def take_over(message: TicketOpened) -> None:
+        asked = by_name[message.request_id]
+        name = f"d{message.request_id[1:]}"
+        bench.send(msgspec.structs.replace(asked, request_id=name, work=Work.TAKE_OVER, ticket=message.ticket))
+
+    bench.on_ticket = take_over
+    asked = [msgspec.structs.replace(one, request_id=name, work=Work.PREFILL) for name, one in by_name.items()]
+    found = serve(bench, asked, wave=3)
+    found.answers = {key: tokens for key, tokens in found.answers.items() if key[0][0] == "d"}
+    expect_same(found, single, "d")
+    expect_hits(bench, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("runs_early", [False, True])
+def test_hits_alter_none_of_500_answers(
+    roomy: Node, small: Node, runs_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CopyStream, "runs_early", runs_early)
+    asked = requests(500, seed=2)
+    single = serve(roomy.bench(prefix_caching=False), asked)
+    bench = tiered(small, mode="on")
+    expect_same(serve(bench, asked), single)
+    expect_hits(bench, 3000)
