@@ -325,6 +325,10 @@ class NodeConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     http: NodeHttpLimits = field(default_factory=NodeHttpLimits)
 
+    def __post_init__(self) -> None:
+        if self.cache.disk_cache_dir and self.model.tp > 1:
+            raise StartupError("--disk-cache-dir serves nodes with --tp 1 alone")
+
     @property
     def drafts(self) -> bool:
         """Whether the node may guess tokens. A stage of logits from outside draws one token of a sequence in a step."""

@@ -1,10 +1,10 @@
-"""The prefix cache's tier on disk, after host memory: blocks go there before the host gives them up, and come back to it.
+"""The tier on disk, after host memory: blocks are written before the host gives them up, and read into it.
 
-A request whose prompt goes on in files is parked while they are read into host blocks. Then it goes on as if it had just
-come, and finds there what has landed. If it ends first its blocks are cached all the same.
+A request whose prompt goes on in files is parked while they are read. Then it goes on as if it had just come, and finds
+in host memory what has landed. If it ends first, its blocks are cached all the same.
 
-What the host will give up next is written ahead: each is pinned while a thread reads it. A block that is not written when
-the host gives it up is counted, and lost.
+What the host gives up next is written ahead: each block is pinned while a thread reads it. A block that is not written
+when the host gives it up is lost, and counted.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 AHEAD = 128  # blocks of a group that are written before the host gives them up: as many as one step may take
 MOST_WRITES, WRITE_BYTES = 32, 256 << 20  # at once, and of them together: so many host blocks are pinned
 DISK_GB_S = 2.0  # until a read was measured
-SLOWEST_GB_S, MEASURED_BYTES = (
-    0.5,
-    64 << 20,
-)  # of what is believed, so that the disk is tried again; of a read that tells
+SLOWEST_GB_S = 0.5  # that is believed: so that the disk is tried again
+MEASURED_BYTES = 64 << 20  # of a read that tells how fast the disk is
 
 
 @dataclass(slots=True, eq=False)
@@ -72,13 +70,15 @@ class DiskTier:
         """See `Connector.stats`."""
         return {**self._disk.stats(), "disk_unwritten_total": float(self._num_unwritten)}
 
-    def admit(self, request: Request, go_on: Callable[[Request], None]) -> bool:
-        """Park a request while blocks of its prompt are read, if that is sooner than to compute them in their turn.
+    def start(self, request: Request, go_on: Callable[[Request], None]) -> bool:
+        """Read blocks of a parked prompt, if that is sooner than to compute them in their turn.
 
-        Returns False, and never calls `go_on`, if there are none. Raises Overloaded.
+        Returns False, and never calls `go_on`, if there are none.
         """
-        blocks, seq, size = self._blocks, request.sequences[0], self._blocks.block_size
-        hashes = seq.hash_blocks(seq.num_reusable_tokens // size, size)[:]
+        blocks, size = self._blocks, self._blocks.block_size
+        hashes, _ = self._scheduler.missing(request)
+        if not hashes:
+            return False
         end, lacking = blocks.lacking(hashes, lambda group, one: self._disk.has(BlockName(one, group)))
         num_bytes = sum(blocks.pools[group].group.block_bytes for group, _ in lacking)
         if not lacking or not self._is_sooner(num_bytes, blocks.num_cached(hashes), end * size):
@@ -89,7 +89,6 @@ class DiskTier:
                     own.cached.move_to_end(one)
             if sum(index == group for index, _ in lacking) > own.num_takeable:
                 return False
-        self._scheduler.park(request)
         taken = [(group, one, self._host.take(group, 1)[0]) for group, one in lacking]
         read_id = f"{request.request_id}@{next(self._serials)}"
         self._reads[read_id] = _Reading(request, go_on, taken, self._clock())

@@ -48,8 +48,8 @@ from pd_connectors.protocol.messages import NO_PREFILL, PrefillFacts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.engine.disk_tier import DiskTier
+    from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.scheduler import Scheduler, Update
     from pd_cluster.scheduling.sequence import Request
     from pd_connectors.base import PublishSpec

@@ -57,13 +57,12 @@ class PoolSearches:
 
     def admit(self, request: Request) -> None:
         """Queue a request for prefill here, after a read of the disk and a search of the pool. Raises Overloaded."""
-        if self._disk is not None and self._disk.admit(request, self._go_on):
-            return
-        if self._pool is None:
+        if self._pool is None and self._disk is None:
             self._scheduler.add(request)
             return
         self._scheduler.park(request)
-        self._go_on(request)
+        if self._disk is None or not self._disk.start(request, self._go_on):
+            self._go_on(request)
 
     def _go_on(self, request: Request) -> None:
         if not self.start(request, self._scheduler.fall_back_to_local):
