@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.sequence import Sequence
     from pd_connectors.base import CachedBlock
 
-LOADS_ALONE, LOADS_BESIDE = 256, 8  # blocks a step without and beside streams: 8 MiB each take 40 ms and 1.2 ms (8B)
-SAVES_ALONE, SAVES_BESIDE = 128, 8  # prompts fill 128 blocks of 64 tokens in the longest step
+# Blocks of a step without streams, and beside them. Of 8 MiB (8B) these loads take 40 and 1.2 ms; prompts fill 128
+# blocks in a step of 8,192 tokens
+LOADS, SAVES = (256, 8), (128, 8)
 AHEAD_SHARE = 16  # 1 / AHEAD_SHARE of a group's blocks, the next to be evicted, are copied: 54,000 tokens of 105 GiB
 LEAST_AHEAD = 8  # blocks
 HOST_GB_S = 25.0  # of all ranks. An H200 copies 53 GB/s each way; forwards beside it and the other way take their part
@@ -107,6 +108,7 @@ class HostTier:
         self.groups = tuple(HostBlocks() for _ in pools)
         self.num_blocks = 0  # of each group
         self.gb_s, self.wait_s = HOST_GB_S, LOAD_WAIT_S
+        self.most_loads, self.most_saves = LOADS, SAVES
         self.on_evicted: Callable[[int, bytes, int], None] = self._note_evicted
         self.pending: OrderedDict[BlockTable, deque[tuple[int, bytes, int, int]]] = OrderedDict()
         self._clean_to = [0] * len(pools)  # see `_mark`
@@ -236,9 +238,9 @@ class HostTier:
         if not self.is_cache:
             return
         has_streams = any(map(is_stream, running))
-        loads = self._plan_loads(LOADS_BESIDE if has_streams else LOADS_ALONE)
+        loads = self._plan_loads(self.most_loads[has_streams])
         for pool in self._pools:
-            self._mark(pool, SAVES_BESIDE if has_streams else SAVES_ALONE, builder.save)
+            self._mark(pool, self.most_saves[has_streams], builder.save)
         builder.load = [(group, host, device) for group, _, host, device in loads]
         for group, block_hash, host, _ in loads:  # not before the saves: these two run in any order
             own = self.groups[group]

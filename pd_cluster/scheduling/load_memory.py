@@ -56,7 +56,8 @@ class LoadMemory:
         """Reserve blocks for the part of a parked prompt that is not cached. Returns None when they are refused.
 
         `prefix`: reserve for the first `prefix` tokens only, which a search has found. It is given up, with a load of
-        nothing, if blocks die and less is cached than at the search: the pool was not asked for what was cached then.
+        nothing, if host memory has as much, or if blocks die and less is cached than at the search: the pool was not
+        asked for what was cached then.
         """
         blocks, table = self._blocks, request.table
         assert request.load_id is not None
@@ -65,7 +66,9 @@ class LoadMemory:
         num_tokens = request.num_loaded_tokens
         if prefix is not None:  # more of the prompt may be cached since the search found `prefix`
             is_given_up = num_cached < request.num_cached_before and blocks.has_mortal
-            num_tokens = num_cached if is_given_up else max(prefix, num_cached)
+            hashes = request.sequences[0].iter_hashes(num_tokens // blocks.block_size, blocks.block_size)
+            is_here = prefix <= blocks.num_cached(hashes)  # in host memory
+            num_tokens = num_cached if is_given_up or is_here else max(prefix, num_cached)
         self._queues.stop_reserving(request)
         request.sequences[0].num_cached_tokens = num_cached
         if not self._is_next(request) or not self._take_load_blocks(request, num_tokens, is_prefix=prefix is not None):

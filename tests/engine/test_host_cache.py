@@ -7,10 +7,9 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 
-from pd_cluster.protocol.messages import AddRequest, TicketOpened, Work
+from pd_cluster.protocol.messages import AddRequest
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.copy_stream import CopyStream
 from pd_cluster.worker.device_executor import DeviceExecutor
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["roomy"]
 
 HOST_GB = 0.004
+WAVE = 8
 SALTS = ("", "", "one", "other")
 
 
@@ -57,10 +57,10 @@ def requests(num: int, seed: int) -> list[AddRequest]:
 ASKED = requests(24, seed=1)
 
 
-def serve(bench: Told, asked: list[AddRequest], wave: int = 8) -> Answered:
-    """The answers to requests of which so many are open at once."""
-    for first in range(0, len(asked), wave):
-        for one in asked[first : first + wave]:
+def serve(bench: Told, asked: list[AddRequest]) -> Answered:
+    """The answers to requests of which WAVE are open at once."""
+    for first in range(0, len(asked), WAVE):
+        for one in asked[first : first + WAVE]:
             bench.send(one)
         bench.run()
     return bench.answered()
@@ -104,24 +104,6 @@ def test_hits_in_host_memory_alter_no_answer(
     monkeypatch.setattr(CopyStream, "runs_early", runs_early)
     bench = tiered(small, kind, mode)
     expect_same(serve(bench, ASKED), single)
-    expect_hits(bench, 100)
-
-
-def test_a_prefill_hands_over_what_it_has_loaded(small: Node, single: Answered) -> None:
-    """P and D are one engine: D's prompt is read from P's blocks."""
-    bench = tiered(small)
-    by_name = {f"p{one.request_id[1:]}": one for one in ASKED}
-
-    def take_over(message: TicketOpened) -> None:
-        asked = by_name[message.request_id]
-        name = f"d{message.request_id[1:]}"
-        bench.send(msgspec.structs.replace(asked, request_id=name, work=Work.TAKE_OVER, ticket=message.ticket))
-
-    bench.on_ticket = take_over
-    asked = [msgspec.structs.replace(one, request_id=name, work=Work.PREFILL) for name, one in by_name.items()]
-    found = serve(bench, asked, wave=3)
-    found.answers = {key: tokens for key, tokens in found.answers.items() if key[0][0] == "d"}
-    expect_same(found, single, "d")
     expect_hits(bench, 100)
 
 

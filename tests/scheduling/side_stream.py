@@ -1,4 +1,4 @@
-"""The side stream of a simulated worker: copies that run beside a step's forward, at the worst moment that is allowed."""
+"""The side stream of a simulated worker: copies beside a step's forward, at the worst moment that is allowed."""
 
 from __future__ import annotations
 

@@ -54,6 +54,8 @@ def walk(seed: int, kv: str, num_steps: int) -> Counter[str]:
     )  # fmt: skip
     world = machine.world
     world.worker.side.rng = rng
+    world.blocks.host.most_loads = rng.choice([(1, 1), (2, 1), (256, 8)])
+    world.blocks.host.most_saves = rng.choice([(2, 1), (128, 8)])
     for _ in range(num_steps):
         pick = rng.randrange(8)
         match rng.choices(range(10), [24, 60, 2, 10, 6, 10, 3, 5, 10, 1])[0]:

@@ -273,7 +273,8 @@ class World:
         for group, device, _ in batch.copies.save:
             assert device in self.blocks.pools[group].cache, "a save of a block that is not cached"
             assert (group, device) not in written, "a block is saved and written in one step"
-        assert not {copy[::2] for copy in batch.copies.load} & (held | written), "a block is loaded and read in one step"
+        targets = {copy[::2] for copy in batch.copies.load}
+        assert not targets & (held | written), "a block is loaded and read in one step"
 
     def settle(self) -> None:
         while self._running:

@@ -1,0 +1,269 @@
+"""Host blocks and hits over both tiers, case by case. Random walks are in `test_host_tier_walks`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pd_cluster.scheduling.block_manager import BlockManager
+from pd_cluster.scheduling.host_tier import LEAST_AHEAD, HostTier
+from pd_connectors.protocol.feed import HOST
+from tests.scheduling.kv_groups import FULL_WINDOW, ONE_FULL, GroupSet
+from tests.scheduling.test_shared_kv_memory import SIZE, hashes_of
+from tests.scheduling.world import is_hit
+
+if TYPE_CHECKING:
+    from pd_cluster.scheduling.block_table import BlockTable
+
+
+def manager(num_blocks: int, num_host: int, kv: GroupSet = ONE_FULL) -> BlockManager:
+    return BlockManager(kv.groups(SIZE), kv.slabs(num_blocks), num_host_blocks=num_host, host_cache=True)
+
+
+def computed(blocks: BlockManager, family: int, length: int) -> BlockTable:
+    table = blocks.open_table()
+    blocks.grow(table, 0, length)
+    blocks.publish(table, hashes_of(family, length))
+    blocks.let_go(table, length)
+    return table
+
+
+def step(blocks: BlockManager, *, retires: bool = True) -> Any:
+    """The side copies of a step of which all else is planned."""
+    builder: Any = SimpleNamespace(save=[], load=[])
+    blocks.host.plan_copies(builder, ())
+    if retires:
+        blocks.host.note_saved(builder.save)
+    blocks.check()
+    return builder
+
+
+def fill(blocks: BlockManager, family: int, length: int) -> None:
+    """Compute a prompt and let it go, and save what is about to be evicted."""
+    blocks.close(computed(blocks, family, length))
+    step(blocks)
+
+
+def test_what_is_about_to_be_evicted_is_saved_and_found_again() -> None:
+    """Twelve blocks hold one prompt of eight; the second one takes the place of most of the first."""
+    blocks = manager(12, 40)
+    fill(blocks, 0, 8 * SIZE)
+    fill(blocks, 2, 8 * SIZE)
+    fill(blocks, 4, 8 * SIZE)
+    hashes = hashes_of(0, 8 * SIZE)
+    assert not is_hit(blocks, hashes, 1)
+    assert blocks.num_cached(hashes) == 8 * SIZE
+    assert blocks.host.num_unsaved == 0
+    table = blocks.open_table()
+    assert blocks.match(table, hashes) == 0
+    assert blocks.match_host(table, hashes, 0, 9 * SIZE) == 8
+    assert table in blocks.host.pending
+    assert len(table.groups[0].ids) == 8
+    loads = step(blocks).load
+    assert [device for _, _, device in loads] == table.groups[0].ids
+    assert table not in blocks.host.pending
+    blocks.grow(table, 8 * SIZE, 9 * SIZE)
+    blocks.publish(table, hashes)
+    assert is_hit(blocks, hashes, 8)
+    blocks.close(table)
+    blocks.check()
+    assert blocks.idle
+
+
+def test_nothing_is_saved_while_there_is_room() -> None:
+    blocks = manager(40, 40)
+    fill(blocks, 0, 8 * SIZE)
+    assert not blocks.host.num_saved
+
+
+def test_the_device_goes_first_and_the_host_goes_on() -> None:
+    blocks = manager(12, 40)
+    fill(blocks, 0, 8 * SIZE)
+    blocks.close(computed(blocks, 2, 7 * SIZE))  # the tail of the first prompt goes
+    hashes = hashes_of(0, 8 * SIZE)
+    table = blocks.open_table()
+    start = blocks.match(table, hashes)
+    assert 0 < start < 8
+    assert blocks.match_host(table, hashes, start, 9 * SIZE) == 8
+    assert len(table.groups[0].path) == start
+    assert len(step(blocks).load) == 8 - start
+    blocks.close(table)
+
+
+def test_an_eviction_without_a_copy_is_counted_and_a_reset_is_none() -> None:
+    blocks = manager(4, 40)
+    blocks.close(computed(blocks, 0, 4 * SIZE))
+    blocks.close(computed(blocks, 2, 3 * SIZE))
+    assert blocks.host.num_unsaved == 3
+    step(blocks)
+    blocks.forget_unused()
+    assert blocks.num_cached(hashes_of(2, 3 * SIZE)) == 0
+    blocks.check()
+
+
+def test_what_does_not_pay_is_computed() -> None:
+    blocks = manager(12, 40)
+    for family in (0, 2, 4):
+        fill(blocks, family, 8 * SIZE)
+    table, hashes, asked = blocks.open_table(), hashes_of(0, 8 * SIZE), []
+    before = blocks.stats()
+
+    def loads_sooner(boundary: int, num_bytes: int) -> bool:
+        asked.append((boundary, num_bytes))
+        return False
+
+    assert blocks.match_host(table, hashes, 0, 9 * SIZE, loads_sooner) == 0
+    assert asked == [(8, 8 * blocks.pools[0].group.block_bytes)]
+    assert blocks.stats() == before
+    blocks.close(table)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "compute_s", "sooner"), [(25e9, 1.1, True), (25e9, 1.0, False), (1, 1e-3, False)]
+)
+def test_loads_are_worth_their_seconds(num_bytes: float, compute_s: float, *, sooner: bool) -> None:
+    """25 GB/s, and two milliseconds of a step more."""
+    tier = manager(4, 4).host
+    assert tier.loads_sooner(int(num_bytes), compute_s) == sooner
+
+
+def test_swap_takes_cached_blocks_but_none_that_is_loaded() -> None:
+    blocks = manager(12, 8)
+    for family in (0, 2, 4):
+        fill(blocks, family, 8 * SIZE)
+    held = blocks.open_table()
+    hashes = hashes_of(4, 8 * SIZE)
+    first = blocks.match(held, hashes)
+    assert first == 8
+    num_cached = blocks.host.num_cached
+    assert num_cached > 4
+    assert blocks.can_swap_out(held, 8 * SIZE)
+    copies, runs = blocks.swap_out(held, 8 * SIZE)
+    assert len({host for _, _, host in copies}) == 8
+    assert blocks.host.num_cached == 0
+    blocks.check()
+    blocks.free_host(runs)
+    blocks.check()
+    assert blocks.idle
+
+
+def test_a_queued_load_outlives_a_reset_and_swaps() -> None:
+    blocks = manager(12, 8)
+    for family in (0, 2, 4):
+        fill(blocks, family, 8 * SIZE)
+    own = blocks.host.groups[0]
+    hashes = next(hashes_of(family, 8 * SIZE) for family in (0, 2) if hashes_of(family, 8 * SIZE)[0] in own.cached)
+    table = blocks.open_table()
+    start = blocks.match(table, hashes)
+    end = blocks.match_host(table, hashes, start, 9 * SIZE)
+    assert end > start
+    sources = {host for *_, host, _ in blocks.host.pending[table]}
+    blocks.forget_unused()
+    blocks.check()
+    assert blocks.num_cached(hashes) == start * SIZE, "a reset forgets what only a queued load holds"
+    assert not sources & set(blocks.host.take(0, own.num_takeable)), "the source of a load was taken"
+    own.give_back(list(own.taken))
+    assert {host for _, host, _ in step(blocks).load} == sources
+    blocks.close(table)
+    blocks.check()
+    assert blocks.idle
+
+
+def test_a_table_that_is_closed_is_not_loaded() -> None:
+    blocks = manager(12, 40)
+    for family in (0, 2, 4):
+        fill(blocks, family, 8 * SIZE)
+    table, hashes = blocks.open_table(), hashes_of(0, 8 * SIZE)
+    blocks.match_host(table, hashes, 0, 9 * SIZE)
+    assert not blocks.can_swap_out(table, 8 * SIZE), "it has not its content yet"
+    blocks.close(table)
+    assert not step(blocks).load
+    assert blocks.idle
+
+
+def test_a_save_keeps_its_target_until_its_step_has_retired() -> None:
+    blocks = manager(8, 4)
+    blocks.close(computed(blocks, 0, 8 * SIZE))
+    builder = step(blocks, retires=False)
+    assert len(builder.save) == 2, "half of the tier, so that it does not copy the same blocks for ever"
+    assert blocks.host.groups[0].num_takeable == 2
+    blocks.host.note_saved(builder.save)
+    assert blocks.host.groups[0].num_takeable == 4
+    assert not step(blocks).save
+
+
+def test_streams_bound_the_copies_of_a_step() -> None:
+    blocks = manager(20, 40)
+    blocks.host.most_loads, blocks.host.most_saves = (3, 1), (2, 1)
+    for family in (0, 2, 4, 6):
+        blocks.close(computed(blocks, family, 5 * SIZE))
+    saves = [len(step(blocks).save) for _ in range(8)]
+    assert max(saves) == 2
+    assert sum(saves) >= LEAST_AHEAD
+
+
+def test_host_memory_grows_while_it_is_used() -> None:
+    blocks = manager(12, 0)
+    fill(blocks, 0, 12 * SIZE)
+    assert not blocks.host.num_saved
+    for num in (2, 2, 6, 30):
+        blocks.host.grow(num)
+        step(blocks)
+    assert blocks.host.num_saved >= LEAST_AHEAD
+    with pytest.raises(AssertionError):
+        blocks.host.grow(29)
+
+
+def test_a_window_needs_its_last_blocks_of_either_tier() -> None:
+    """Window of six tokens: two blocks before a boundary, one evicted to the host and one still on the device."""
+    blocks = manager(30, 60, FULL_WINDOW)
+    blocks.close(computed(blocks, 0, 20))
+    hashes = hashes_of(0, 20)
+    window, own = blocks.pools[1], blocks.host.groups[1]
+    for index in (3, 4):
+        block_id = window.cache.find(hashes[index])
+        assert block_id is not None
+    [host] = blocks.host.take(1, 1)
+    blocks.host.add(1, hashes[3], host)
+    window.evict_subtree(window.cache.find(hashes[3]))  # type: ignore[attr-defined]
+    table = blocks.open_table()
+    start = blocks.match(table, hashes)
+    assert start < 5
+    assert blocks.match_host(table, hashes, start, 21) == 5
+    assert len(step(blocks).load) == 1
+    held = table.groups[1]
+    assert held.first == 3
+    assert held.ids[1] == window.cache.find(hashes[4])
+    assert own.find(hashes[3]) == host
+    blocks.grow(table, 20, 21)
+    blocks.publish(table, hashes)
+    assert held.path == held.ids[:2]
+    assert is_hit(blocks, hashes, 5)
+    blocks.close(table)
+    blocks.check()
+
+
+def test_names_stay_until_the_last_tier_lets_go() -> None:
+    blocks = manager(8, 40)
+    blocks.news.switch(is_on=True)
+    hashes = hashes_of(0, 4 * SIZE)
+    table = computed(blocks, 0, 4 * SIZE)
+    blocks.name([(4 * SIZE, 77)], 0, hashes)
+    blocks.close(table)
+    step(blocks)
+    (), (named,), _ = blocks.news.take()
+    fill(blocks, 2, 8 * SIZE)
+    assert blocks.news.take() == ((), (), ((named.block, HOST),))
+    blocks.forget_unused()
+    assert blocks.news.take()[0] == (named.block,)
+
+
+def test_a_tier_for_swaps_alone_caches_nothing() -> None:
+    blocks = BlockManager(ONE_FULL.groups(SIZE), ONE_FULL.slabs(8), num_host_blocks=8)
+    fill(blocks, 0, 8 * SIZE)
+    fill(blocks, 2, 8 * SIZE)
+    assert isinstance(blocks.host, HostTier)
+    assert not blocks.host.num_cached
+    assert not blocks.host.counters
