@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 AHEAD = 128  # blocks of a group that are written before the host gives them up: as many as one step may take
 MOST_WRITES, WRITE_BYTES = 32, 256 << 20  # at once, and of them together: so many host blocks are pinned
+PINNED_SHARE = 4  # and at most 1 / PINNED_SHARE of a small host memory
 DISK_GB_S = 2.0  # until a read was measured
 SLOWEST_GB_S = 0.5  # that is believed: so that the disk is tried again
 MEASURED_BYTES = 64 << 20  # of a read that tells how fast the disk is
@@ -143,7 +144,7 @@ class DiskTier:
             if len(own.free) >= AHEAD:
                 continue  # it gives up nothing soon
             for block_hash, block in islice(own.cached.items(), AHEAD):
-                if len(self._writes) >= self._most_writes:
+                if len(self._writes) >= min(self._most_writes, self._host.num_blocks // PINNED_SHARE):
                     return
                 name = BlockName(block_hash, group)
                 if block not in own.pins and self._disk.write(name, self._host_block(group, block)):

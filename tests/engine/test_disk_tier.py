@@ -148,6 +148,19 @@ def test_files_of_another_key_are_not_read(small: Node, single: Answered, tmp_pa
     bench.close()
 
 
+def hang(method: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """From now on calls of this method of CacheFolder wait for the event, and then do what they do."""
+    gate, real = threading.Event(), getattr(CacheFolder, method)
+
+    def wait(*args: Any) -> bool:
+        assert gate.wait(HANG_S)
+        is_done: bool = real(*args)
+        return is_done
+
+    monkeypatch.setattr(CacheFolder, method, wait)
+    return gate
+
+
 def _damage(folder: Path) -> None:
     for number, path in enumerate(sorted((folder / "rank-0").iterdir())):
         if number % 3 == 0:
@@ -171,11 +184,6 @@ def test_damaged_files_alter_no_answer(small: Node, single: Answered, tmp_path: 
     bench.close()
 
 
-def _hang(*_: Any, gate: Any) -> bool:
-    assert gate.wait(HANG_S)
-    return False
-
-
 @pytest.mark.parametrize("method", ["read", "write"])
 def test_a_disk_that_hangs_fails_no_request(
     small: Node, single: Answered, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -183,8 +191,7 @@ def test_a_disk_that_hangs_fails_no_request(
     bench = DiskedBench(small, tmp_path)
     bench.serve(ASKED)
     bench.close()
-    gate = threading.Event()
-    monkeypatch.setattr(CacheFolder, method, partial(_hang, gate=gate))
+    gate = hang(method, monkeypatch)
     bench = DiskedBench(small, tmp_path)
     monkeypatch.setattr(bench.disk, "read", partial(bench.disk.read, deadline_s=0.05))
     for one in ASKED:
@@ -221,13 +228,7 @@ def test_a_request_that_ends_while_it_is_read_leaves_its_blocks(
     bench = DiskedBench(small, tmp_path)
     bench.serve(ASKED)
     bench.close()
-    gate, real = threading.Event(), CacheFolder.read
-
-    def wait(*args: Any) -> bool:
-        assert gate.wait(HANG_S)
-        return real(*args)
-
-    monkeypatch.setattr(CacheFolder, "read", wait)
+    gate = hang("read", monkeypatch)
     bench = DiskedBench(small, tmp_path)
     monkeypatch.setattr(bench.disk, "read", partial(bench.disk.read, deadline_s=HANG_S))
     bench.send(ASKED[0])

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from pd_cluster.errors import StartupError
 from pd_cluster.worker.disk_cache.cache_folder import PAGE_BYTES, CacheFolder, aligned
 from pd_connectors.store import HEADER_BYTES, ObjectName, Seal
 
@@ -112,6 +113,8 @@ class DiskCache:
         layout = context.layout
         self._block_bytes = [group.rank_bytes(layout.tp_size) for group in layout.groups]
         self._file_bytes = [aligned(PAGE_BYTES + num_bytes) for num_bytes in self._block_bytes]
+        if max_bytes < NUM_THREADS * max(self._file_bytes):
+            raise StartupError(f"the disk cache needs {NUM_THREADS * max(self._file_bytes) / 1e9:.3g} GB at least")
         self._seal = Seal(FILE_MAGIC, context, b"%d" % layout.tp_size)
         self._rank, self._wake, self._clock = context.rank, wake, clock
         self._folder = CacheFolder(folder / f"rank-{context.rank}", max_bytes)
