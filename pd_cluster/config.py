@@ -122,11 +122,6 @@ class CacheConfig:
     disk_cache_gb: float = setting(100.0, "Size of these files in GB.", positive=True)
     prefix_caching: bool = setting(True, "Reuse the blocks of equal prefixes.")
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        if self.disk_cache_dir and not (self.host_cache_gb and self.prefix_caching):
-            raise StartupError("--disk-cache-dir needs --host-cache-gb, through which blocks go, and --prefix-caching")
-
     @property
     def host_gb(self) -> float:
         """GB of host memory for blocks, on each rank."""
@@ -324,10 +319,6 @@ class NodeConfig:
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     http: NodeHttpLimits = field(default_factory=NodeHttpLimits)
-
-    def __post_init__(self) -> None:
-        if self.cache.disk_cache_dir and self.model.tp > 1:
-            raise StartupError("--disk-cache-dir serves nodes with --tp 1 alone")
 
     @property
     def drafts(self) -> bool:

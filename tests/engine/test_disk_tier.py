@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig
-from pd_cluster.errors import StartupError
 from pd_cluster.protocol.messages import Abort, AddRequest, ResetCache
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.device_executor import DeviceExecutor
-from pd_cluster.worker.disk_cache import disk_cache
 from pd_cluster.worker.disk_cache.cache_folder import CacheFolder
 from pd_cluster.worker.disk_cache.disk_cache import DiskCache
 from pd_connectors.base import ConnectorContext
@@ -245,11 +242,3 @@ def test_a_request_that_ends_while_it_is_read_leaves_its_blocks(
     bench.send(ResetCache())
     bench.run()
     bench.close()
-
-
-def test_what_a_disk_needs_is_said_at_the_start() -> None:
-    with pytest.raises(StartupError, match="needs --host-cache-gb"):
-        CacheConfig(disk_cache_dir="/kv")
-    with pytest.raises(StartupError, match="--tp 1"):
-        NodeConfig(model=ModelConfig(tp=2), cache=CacheConfig(disk_cache_dir="/kv", host_cache_gb=1.0))
-    assert disk_cache.NUM_THREADS == 4
