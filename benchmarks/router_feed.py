@@ -15,7 +15,7 @@ import tracemalloc
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pd_connectors.protocol.feed import FeedDelta, FeedMessage, FeedSnapshot, NodeLoad, StoredBlock
+from pd_connectors.protocol.feed import DEVICE, HOST, FeedDelta, FeedMessage, FeedSnapshot, NodeLoad, StoredBlock
 from pd_connectors.protocol.stream_codec import StreamParser, encode_message
 from pd_connectors.protocol.text_chain import STEP_BYTES
 from pd_router.config import RouterConfig
@@ -38,10 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=100, help="Number of nodes (default: %(default)s).")
     parser.add_argument("--blocks", type=int, default=5000, help="Named blocks of a node (default: %(default)s).")
     parser.add_argument("--steps", type=int, default=100, help="Steps of the prompt (default: %(default)s).")
+    parser.add_argument("--host-share", type=float, default=0, help="Of them, those that the device has no more.")
     given = parser.parse_args(arguments)
     chain = [name() for _ in range(given.steps)]
     for title, shared in SHARED.items():
-        for line in measure(given.nodes, given.blocks, chain, shared):
+        for line in measure(given.nodes, given.blocks, chain, shared, given.host_share):
             sys.stdout.write(f"{title}: {line}\n")
     return 0
 
@@ -58,7 +59,9 @@ def name() -> int:
     return _draw.getrandbits(64)
 
 
-def measure(num_nodes: int, num_blocks: int, chain: list[int], shared: Callable[[int, int], int]) -> list[str]:
+def measure(
+    num_nodes: int, num_blocks: int, chain: list[int], shared: Callable[[int, int], int], host_share: float = 0.0
+) -> list[str]:
     """Lines of results."""
     urls = [f"http://node-{at}:1" for at in range(num_nodes)]
     settings = RouterConfig(prefill=tuple(urls[::2]), decode=tuple(urls[1::2]))
@@ -69,7 +72,11 @@ def measure(num_nodes: int, num_blocks: int, chain: list[int], shared: Callable[
     for at, feed in enumerate(feeds):
         steps = [*chain[: shared(at, len(chain))]]
         steps += [name() for _ in range(num_blocks - len(steps))]
-        blocks = tuple(StoredBlock(name(), step, BLOCK_TOKENS * (n + 1)) for n, step in enumerate(steps))
+        tiers = [HOST if _draw.random() < host_share else DEVICE for _ in steps]
+        blocks = tuple(
+            StoredBlock(name(), step, BLOCK_TOKENS * (n + 1), tier)
+            for n, (step, tier) in enumerate(zip(steps, tiers, strict=True))
+        )
         take(feed, encode_message(FeedSnapshot(1, 0, NodeLoad(), blocks)))
     memory = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
@@ -82,7 +89,10 @@ def measure(num_nodes: int, num_blocks: int, chain: list[int], shared: Callable[
     turns, policy = itertools.count(), CostPolicy(settings)
 
     def choice() -> None:
-        prompt = PromptFacts(STEP_BYTES * len(chain), cached=index.hits(chain))
+        cached = index.hits(chain)
+        ready = index.hits_on_device(chain) if index.num_lower else cached
+        lower = {node: num - ready.get(node, 0) for node, num in cached.items()} if index.num_lower else {}
+        prompt = PromptFacts(STEP_BYTES * len(chain), cached=cached, lower=lower)
         policy.choose(prompt, to_generate(table, "model", prompt, settings, next(turns)), table.clock())
 
     lines.append(f"hits and a choice {least_s(choice) * 1e6:.0f} us")

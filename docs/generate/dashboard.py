@@ -191,6 +191,28 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "Host cache (nodes with --host-cache-gb)",
+        (
+            Panel("Hits by tier", "Share of prompt tokens found on the device, and in host memory.",
+                  ((f"({by_role(rate('pd_prefix_cache_hit_tokens_total'))}"
+                    f" - {by_role(rate('pd_host_cache_hit_tokens_total'))})"
+                    f" / {by_role(rate('pd_prefix_cache_queried_tokens_total'))}", "{{role}} device"),
+                   (f"{by_role(rate('pd_host_cache_hit_tokens_total'))}"
+                    f" / {by_role(rate('pd_prefix_cache_queried_tokens_total'))}", "{{role}} host")), "percentunit"),
+            Panel("Copies", "Bytes per second to and from host memory.",
+                  ((by_role(rate("pd_host_cache_loaded_bytes_total")), "{{role}} loaded"),
+                   (by_role(rate("pd_host_cache_saved_bytes_total")), "{{role}} saved"),
+                   (f"min(pd_host_cache_bytes_per_second{{{NS}}})", "speed of a node's loads, least")), "Bps"),
+            Panel("Blocks saved and lost", "Lost: given up by the device before they had a copy. Many of them: prompts "
+                  "come faster than copies.",
+                  ((by_role(rate("pd_host_cache_saved_blocks_total")), "{{role}} saved"),
+                   (by_role(rate("pd_host_cache_evicted_unsaved_blocks_total")), "{{role}} lost"))),
+            Panel("Host memory", "Blocks that are pinned so far, and those with a content.",
+                  ((by_role(f'pd_host_cache_blocks{{{NS},state="ready"}}'), "{{role}} ready"),
+                   (by_role(f'pd_host_cache_blocks{{{NS},state="cached"}}'), "{{role}} cached"))),
+        ),
+    ),
+    (
         "Drafts (nodes with --speculation)",
         (
             Panel("Drafts", "Runs of drafts, of one sequence in one step, and tokens in them.",

@@ -162,7 +162,8 @@ class Row(NamedTuple):
 def rows() -> list[Row]:
     """The matrix. Raises ValueError when a list of this module contradicts the code."""
     seen = [_access(), _seeing(), _gateways(), _clients()]
-    return [_models(), _dtypes(), _gpus(), _parallelism(), _drafts(), _failures(), _connectors(), *seen, *_areas()]
+    nodes = [_models(), _dtypes(), _gpus(), _parallelism(), _drafts(), _host_cache()]
+    return [*nodes, _failures(), _connectors(), *seen, *_areas()]
 
 
 def _models() -> Row:
@@ -205,6 +206,13 @@ def _drafts() -> Row:
     names = [code(f"--speculation {name}") for name in _choices(SchedulerConfig, "speculation") if name != "none"]
     texts = "of prompt, output and `prediction`; answers stay the same (off by default; not measured on GPUs)"
     return Row("[drafts](docs/drafts.md)", [], [f"{', '.join(names)}: {texts}"], [])
+
+
+def _host_cache() -> Row:
+    if "host_cache_gb" not in SETTINGS:
+        raise ValueError("nodes have no --host-cache-gb: correct docs/generate/matrix.py")
+    texts = "prefixes that leave the GPU go on in host memory, and routers know it (off by default; gains simulated)"
+    return Row("[host cache](docs/host_cache.md)", [], [f"`--host-cache-gb`: {texts}"], [])
 
 
 def _failures() -> Row:

@@ -42,6 +42,19 @@ ENGINE: dict[str, Meaning] = {
     "prefix_cache_queried_tokens_total": Meaning("Prompt tokens for which the node's prefix cache was asked."),
     "prefix_cache_hit_tokens_total": Meaning("Prompt tokens that it had."),
     "prefix_cache_evicted_blocks_total": Meaning("Blocks that the prefix cache gave up for others."),
+    "host_cache_hit_tokens_total": Meaning(
+        "With `--host-cache-gb`: prompt tokens that were loaded from host memory, or will be. "
+        "`pd_prefix_cache_hit_tokens_total` has them too."
+    ),
+    "host_cache_loaded_blocks_total": Meaning("Blocks that were copied from host memory to the device."),
+    "host_cache_saved_blocks_total": Meaning("Blocks that were copied from the device to host memory."),
+    "host_cache_evicted_unsaved_blocks_total": Meaning("Blocks that the device gave up before they had a copy."),
+    "host_cache_loaded_bytes_total": Meaning("Bytes that were loaded, of all ranks."),
+    "host_cache_saved_bytes_total": Meaning("Bytes that were saved, of all ranks."),
+    "host_cache_blocks": Meaning(
+        "Blocks of host memory: `ready` (pinned so far), `cached` (with a content that may be found).", "state"
+    ),
+    "host_cache_bytes_per_second": Meaning("The speed of loads that the node reckons with, of all ranks."),
     "prefills_local_total": Meaning("Requests with a handoff that this node prefilled by itself."),
     "prefills_remote_total": Meaning("Requests with KV from another node."),
     "first_token_redraws_total": Meaning("First tokens that D drew because P sampled otherwise.", "reason"),

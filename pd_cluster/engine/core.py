@@ -378,7 +378,7 @@ class EngineCore:
             **scheduler.counters,
             **self._transfers.counters,
         }
-        gauges = {"orphaned_loads": float(self._transfers.num_orphans)}
+        gauges = {"orphaned_loads": float(self._transfers.num_orphans), **self._blocks.host.gauges}
         disk = {} if self._disk is None else self._disk.stats
         for name, value in (*self._connector.stats().items(), *disk.items()):
             (counters if name.partition("|")[0].endswith("_total") else gauges)[name] = value

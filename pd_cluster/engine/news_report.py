@@ -45,7 +45,9 @@ class NewsReport:
         clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
-        self._news = blocks.news
+        self._news, self._host = blocks.news, blocks.host
+        # Of a hit's token, on all ranks: windows need their last blocks alone
+        self._token_bytes = sum(pool.group.block_bytes / pool.block_size for pool in blocks.pools if pool.is_tree)
         self._pipeline = pipeline
         self._model = model
         self._room = room
@@ -98,5 +100,6 @@ class NewsReport:
             load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share,
             step_keys=self._budget.keys_per_token(load.num_running + share) if share else 0,
             num_context=num_context, context_s=model.context_s if model.is_fitted else 0.0,
+            host_token_s=self._token_bytes / (self._host.gb_s * 1e9) if self._host.is_cache else 0.0,
         )  # fmt: skip
         return self._room.filled_in(load, num_streams)

@@ -43,21 +43,30 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """How many nodes of a role to start, and the ranks (`--tp`) of each."""
+    """How many nodes of a role to start, the ranks (`--tp`) of each, and a rank's host cache; None: that of all."""
 
     count: int
     tp: int = 1
+    host_cache_gb: float | None = None
+
+    def settings(self, config: NodeConfig) -> NodeConfig:
+        """Those of the role's nodes, of which `config` are those of all."""
+        cache = config.cache if self.host_cache_gb is None else replace(config.cache, host_cache_gb=self.host_cache_gb)
+        return replace(config, model=replace(config.model, tp=self.tp), cache=cache)
 
 
 def role_plans(namespace: argparse.Namespace, default_tp: int) -> dict[str, RolePlan]:
     """The roles of which there are nodes. Raises StartupError when none can decode, or a flag would have no effect."""
     roles: dict[str, RolePlan] = {}
     for role in ROLES:
-        count, tp = getattr(namespace, role), getattr(namespace, f"{role}_tp", None)
-        if count == 0 and tp is not None:
-            raise StartupError(f"--{role}-tp {tp}: there are no {role} nodes (--{role} 0)")
+        count = getattr(namespace, role)
+        own = {name: getattr(namespace, f"{role}_{name}", None) for name in ("tp", "host_cache_gb")}
+        given = {name: value for name, value in own.items() if value is not None}
+        for name, value in () if count else given.items():
+            flag = f"--{role}-{name.replace('_', '-')}"
+            raise StartupError(f"{flag} {value:g}: there are no {role} nodes (--{role} 0)")
         if count:
-            roles[role] = RolePlan(count, default_tp if tp is None else tp)
+            roles[role] = RolePlan(count, **{"tp": default_tp, **given})
     if not roles.keys() & {"decode", "mixed"}:
         raise StartupError("no node can decode: --decode or --mixed must be at least 1")
     return roles
@@ -67,10 +76,10 @@ def role_problems(
     roles: Mapping[str, RolePlan], config: NodeConfig, find: Callable[[NodeConfig], Iterable[str]]
 ) -> Iterator[str]:
     """What `find` finds wrong in the settings of each role. Names the roles that have a problem, unless all have it."""
-    degrees = dict.fromkeys(plan.tp for plan in roles.values())
-    found = {tp: list(find(replace(config, model=replace(config.model, tp=tp)))) for tp in degrees}
+    kinds = dict.fromkeys(replace(plan, count=1) for plan in roles.values())
+    found = {kind: list(find(kind.settings(config))) for kind in kinds}
     for problem in dict.fromkeys(chain.from_iterable(found.values())):
-        having = [role for role, plan in roles.items() if problem in found[plan.tp]]
+        having = [role for role, plan in roles.items() if problem in found[replace(plan, count=1)]]
         yield problem if len(having) == len(roles) else f"{' and '.join(having)} nodes: {problem}"
 
 
@@ -95,7 +104,11 @@ def plan_nodes(
     plans: list[NodePlan] = []
     for place, (role, index, tp) in enumerate(nodes):
         name, devices = f"{role}-{index}", ",".join(gpus[rank] for rank in dealt[place]) if gpus else None
-        plans.append(NodePlan(name, role, (*flags, f"--tp={tp}", *shared, f"--node-id={name}"), devices))
+        host_gb = roles[role].host_cache_gb
+        own = [f"--tp={tp}"] if host_gb is None else [f"--tp={tp}", f"--host-cache-gb={host_gb:g}"]
+        # One node a directory; the name is the same at the next start, which finds the files
+        every = [f"{flag}/{name}" if flag.startswith("--disk-cache-dir=") else flag for flag in flags]
+        plans.append(NodePlan(name, role, (*every, *own, *shared, f"--node-id={name}"), devices))
     return plans
 
 

@@ -37,6 +37,12 @@ def add_up_flags(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"Ranks, and GPUs, of each {role} node. Default: that of --tp, which mixed nodes always have.",
         )
+        cluster.add_argument(
+            f"--{role}-host-cache-gb",
+            type=float,
+            metavar="GB",
+            help=f"Host cache of each {role} node. Default: --host-cache-gb, which mixed nodes always have.",
+        )
     cluster.add_argument("--host", default="127.0.0.1", help="Address of the router (default: 127.0.0.1).")
     text = "Port of the router (default: 8000)."
     cluster.add_argument("--port", type=port_number, default=8000, metavar="N", help=text)

@@ -30,7 +30,8 @@ class CacheNews:
     Invariants:
 
     - a named boundary is a hit: each group has the blocks that a sequence needs to continue there (`hits`). The name
-      goes with the first of them. In a tree that is the boundary's own block, which goes before its ancestors;
+      goes with the first of them. In a tree that is the boundary's own block, which goes before its ancestors. Below
+      the device a name may stay though a block before it was lost without a copy: a router then expects too much;
     - a reader that removes `evicted`, adds `stored` and then changes the tiers of `moved` of each `take`, in order, has
       exactly the named boundaries, each with its tier: the lowest one of the blocks that it needs of its own.
     """

@@ -87,7 +87,7 @@ class HostBlocks:
     def check(self, num_blocks: int) -> None:
         """Raise AssertionError unless every block is accounted for once."""
         held = [*self.free, *self.cached.values(), *self.taken, *self.orphans]
-        assert sorted(held) == list(range(num_blocks)), f"host blocks lost, or held twice: {sorted(held)}"
+        assert len(held) == len(set(held)) == num_blocks, f"{len(held)} of {num_blocks} host blocks held, some twice"
         assert self.pins.keys() <= {*self.cached.values(), *self.orphans}, "a host block is pinned and not cached"
         assert self.orphans <= self.pins.keys(), "an orphan without a pin"
 
@@ -133,6 +133,17 @@ class HostTier:
             "host_cache_evicted_unsaved_blocks_total": float(self.num_unsaved),
             "host_cache_loaded_bytes_total": float(self.num_loaded_bytes),
             "host_cache_saved_bytes_total": float(self.num_saved_bytes),
+        }
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """By metric name without prefix, and labels."""
+        if not self.is_cache:
+            return {}
+        return {
+            "host_cache_blocks|state=ready": float(self.num_blocks * len(self.groups)),
+            "host_cache_blocks|state=cached": float(self.num_cached),
+            "host_cache_bytes_per_second": self.gb_s * 1e9,
         }
 
     def grow(self, num_blocks: int) -> None:

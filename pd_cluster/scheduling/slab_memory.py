@@ -195,7 +195,7 @@ class SlabPool(BlockPool):
 
     def evict_subtree(self, block_id: int) -> None:
         """Evict an unreferenced block, and what hangs below it."""
-        for evicted, block_hash in self.cache.evict_subtree(block_id):
+        for evicted, block_hash in reversed(self.cache.evict_subtree(block_id)):  # tails first, as elsewhere
             self.on_evicted(block_hash)
             self.num_evicted += 1
             self._put_free(evicted)

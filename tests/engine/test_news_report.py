@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from pd_cluster.engine.core import EngineCore
@@ -25,6 +26,7 @@ from pd_cluster.protocol.messages import (
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.step_model import StepModel, StepWork
 from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_connectors.protocol.feed import DEVICE, HOST
 from tests.engine.test_core_pipeline import CONFIG, FakeMailbox, make_connector
 
 if TYPE_CHECKING:
@@ -82,10 +84,12 @@ class Node:
             elif isinstance(message, RequestFailed) or (isinstance(message, TokensOut) and message.finished):
                 self.live.discard(message.request_id)
         self.mailbox.outbox.clear()
-        evicted, stored, _ = self.mirror.take_news()
+        evicted, stored, moved = self.mirror.take_news()
         for block in evicted:
             del self.known[block]
         self.known |= {one.block: one for one in stored}
+        for block, tier in moved:
+            self.known[block] = msgspec.structs.replace(self.known[block], tier=tier)
         assert self.known == self.mirror.stored
 
     def tell(self) -> None:
@@ -139,6 +143,39 @@ def test_the_reported_load_ends_at_nothing_and_names_are_those_of_the_cache(
     num_news = node.num_news
     node.rest()
     assert node.num_news == num_news, "an idle engine has no news"
+
+
+def test_names_have_their_tiers_and_the_load_its_seconds() -> None:
+    """The real worker with a tiny cache before a tier in host memory: names move down and up."""
+    cache = replace(CONFIG.cache, num_blocks=14, swap_gb=0.004, host_cache_gb=0.004)
+    config = replace(CONFIG, cache=cache)
+    executor, rng = DeviceExecutor.started(config, lambda text: None), random.Random(3)
+    heads = [[rng.randrange(5, 200) for _ in range(4 * SIZE)] for _ in range(4)]
+    for connector in make_connector(executor):
+        node = Node(executor, connector, config)
+        host, pool = node.core._blocks.host, node.core._blocks.pools[0]
+        host.wait_s, host.gb_s = 0.0, 1e6  # nothing is computed sooner
+        node.send(ReportNews(True))
+        for index in range(24):
+            head = heads[index % 4] if index < 16 else heads[0]
+            prompt = [*head, *([5 + index % 5] * SIZE), 7]
+            steps = tuple((end, hash((*prompt[:end],))) for end in range(SIZE, len(prompt), SIZE))
+            node.send(AddRequest(f"r{index}", prompt, SamplingParams(max_tokens=2, ignore_eos=True), steps=steps))
+            while node.live:
+                node.turn()
+                node.now_s += NEWS_S
+        node.rest()
+        tiers = {block: one.tier for block, one in node.known.items()}
+        on_device = {int.from_bytes(one[:8], "little") for one in pool.cache._by_hash}
+        in_host = {int.from_bytes(one[:8], "little") for one in host.groups[0].cached}
+        assert {block for block, tier in tiers.items() if tier == DEVICE} == tiers.keys() & on_device
+        assert {block for block, tier in tiers.items() if tier == HOST} == tiers.keys() & in_host - on_device
+        assert set(tiers.values()) == {DEVICE, HOST}
+        assert host.num_loaded, "names have moved up, too"
+        assert node.mirror.load is not None
+        size = pool.group.block_bytes / SIZE
+        assert node.mirror.load.host_token_s == pytest.approx(size / 1e15)
+    executor.close()
 
 
 def test_a_node_with_a_target_tells_how_many_streams_more_it_holds(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cluster.config import ModelConfig, NodeConfig
+from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.launch import preflight
 from pd_cluster.launch.cli import build_parser
@@ -109,6 +109,31 @@ def test_a_role_has_its_own_degree_or_that_of_all() -> None:
         "prefill": RolePlan(1, 2), "decode": RolePlan(1, 4), "mixed": RolePlan(1, 2)
     }  # fmt: skip
     assert plans_of("--prefill=0", "--decode=0", "--mixed=2") == {"mixed": RolePlan(2)}
+
+
+def test_a_role_has_its_own_host_cache_or_that_of_all() -> None:
+    roles = plans_of("--mixed=1", "--host-cache-gb=4", "--prefill-host-cache-gb=64.5")
+    assert [roles[role].host_cache_gb for role in ("prefill", "decode", "mixed")] == [64.5, None, None]
+    flags = {plan.role: plan.flags for plan in plan_nodes(roles, ["--host-cache-gb=4"], [], 8)}
+    assert flags["prefill"][:3] == ("--host-cache-gb=4", "--tp=1", "--host-cache-gb=64.5"), "the last one holds"
+    assert [flag for flag in flags["decode"] if "host-cache" in flag] == ["--host-cache-gb=4"]
+    seen: list[tuple[int, float]] = []
+
+    def problems(settings: NodeConfig) -> list[str]:
+        seen.append((settings.model.tp, settings.cache.host_cache_gb))
+        return ["too much"] if settings.cache.host_cache_gb > 5 else []
+
+    config = NodeConfig(cache=CacheConfig(host_cache_gb=4))
+    assert list(role_problems(roles, config, problems)) == ["prefill nodes: too much"]
+    assert seen == [(1, 64.5), (1, 4)], "each kind of node is judged once"
+    with pytest.raises(StartupError, match=r"--decode-host-cache-gb 2: there are no decode nodes \(--decode 0\)"):
+        plans_of("--decode=0", "--mixed=1", "--decode-host-cache-gb=2")
+
+
+def test_each_node_has_a_directory_of_its_own_on_the_disk() -> None:
+    plans = plan_nodes(ROLES, ["--disk-cache-dir=/var/cache/pd", "--disk-cache-gb=9"], [], 8)
+    assert [plan.flags[0] for plan in plans] == [f"--disk-cache-dir=/var/cache/pd/{plan.name}" for plan in plans]
+    assert all(plan.flags[1] == "--disk-cache-gb=9" for plan in plans)
 
 
 @pytest.mark.parametrize("degree", ["0", "-1", "two"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from pd_cluster.scheduling.prefix_cache import PrefixCache
-from pd_connectors.protocol.feed import FeedDelta, FeedMessage, FeedSnapshot, NodeLoad, StoredBlock
+from pd_connectors.protocol.feed import DEVICE, HOST, FeedDelta, FeedMessage, FeedSnapshot, NodeLoad, StoredBlock
 from pd_connectors.protocol.text_chain import AS_ALWAYS, LastTurn
 from pd_router.calls.body import RequestBody
 from pd_router.nodes import prefix_index
@@ -26,6 +26,7 @@ from pd_router.policy.prompt_facts import prompt_facts
 if TYPE_CHECKING:
     from pd_router.nodes.node_table import NodeTable
 
+Truth = dict[str, tuple[int, int]]  # prompt -> tokens that the caches have, and those of them on the device
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 12  # of a node: fewer than the prompts have, so that it evicts
 # Prompts as documents that branch: the words of one prompt are its blocks.
@@ -49,60 +50,82 @@ def chain(prompt: str) -> list[int]:
 
 @dataclass
 class SimulatedNode:
-    """A node with a real prefix cache, and the messages of its feed."""
+    """A node with a real prefix cache, a tier below it, and the messages of its feed."""
 
     seed: int
+    num_below: int = 0  # blocks of the lower tier
     cache: PrefixCache = field(default_factory=PrefixCache)
     free: list[int] = field(default_factory=lambda: list(range(NUM_BLOCKS)))
     stored: dict[int, str] = field(default_factory=dict)  # block of the cache -> its prefix
+    below: dict[str, None] = field(default_factory=dict)  # prefixes
     epoch: int = 0
     number: int = 0
 
     def snapshot(self) -> FeedSnapshot:
         self.number += 1
-        return FeedSnapshot(self.epoch, self.number, NodeLoad(), tuple(map(self._name, self.stored.values())))
+        stored = (*map(self._name, self.stored.values()), *(self._name(prefix, HOST) for prefix in self.below))
+        return FeedSnapshot(self.epoch, self.number, NodeLoad(), stored)
 
     def restart(self) -> None:
-        self.cache, self.free, self.stored = PrefixCache(), list(range(NUM_BLOCKS)), {}
+        self.cache, self.free, self.stored, self.below = PrefixCache(), list(range(NUM_BLOCKS)), {}, {}
         self.epoch += 1
 
     def compute(self, prompt: str) -> FeedDelta:
-        """Compute a prompt: what it evicts and stores."""
+        """Compute a prompt, and load what lies below: what it evicts, stores and moves."""
         held = self.cache.match(prefix.encode() for prefix in prefixes(prompt))
         for block in held:
             self.cache.take_up(block)
-        evicted, stored = [], []
+        evicted, stored, moved = [], [], {}
         for prefix in prefixes(prompt)[len(held) :]:
             if not self.free:
                 gone, _ = self.cache.evict()
-                evicted.append(name_of(self.stored.pop(gone), "block"))
+                prefix_gone = self.stored.pop(gone)
                 self.free.append(gone)
+                if len(self.below) < self.num_below:
+                    self.below[prefix_gone] = None
+                    moved[name_of(prefix_gone, "block")] = HOST
+                else:  # the lower tier's hits on it end too
+                    for one in (prefix_gone, *filter(lambda one: one.startswith(prefix_gone), tuple(self.below))):
+                        self.below.pop(one, None)
+                        moved.pop(name_of(one, "block"), None)
+                        evicted.append(name_of(one, "block"))
             block = self.free.pop()
             self.cache.insert(prefix.encode(), block, held[-1] if held else None)
             self.stored[block] = prefix
-            stored.append(self._name(prefix))
+            if prefix in self.below:
+                del self.below[prefix]
+                moved[name_of(prefix, "block")] = DEVICE
+            else:
+                stored.append(self._name(prefix))
             held.append(block)
         for block in reversed(held):
             self.cache.let_go(block)
         self.number += 1
-        return FeedDelta(self.number, NodeLoad(), tuple(evicted), tuple(stored))
+        return FeedDelta(self.number, NodeLoad(), tuple(evicted), tuple(stored), moved=tuple(moved.items()))
 
-    def truth(self) -> dict[str, int]:
-        """Tokens that the cache has of each prompt."""
-        found = {p: len(self.cache.match(prefix.encode() for prefix in prefixes(p))) for p in PROMPTS}
-        return {prompt: num_blocks * BLOCK_TOKENS for prompt, num_blocks in found.items() if num_blocks}
+    def truth(self) -> Truth:
+        found = {}
+        for prompt in PROMPTS:
+            on_device = len(self.cache.match(prefix.encode() for prefix in prefixes(prompt)))
+            num_blocks = on_device
+            while prefixes(prompt)[num_blocks : num_blocks + 1] and prefixes(prompt)[num_blocks] in self.below:
+                num_blocks += 1
+            if num_blocks:
+                found[prompt] = num_blocks * BLOCK_TOKENS, on_device * BLOCK_TOKENS
+        return found
 
-    def _name(self, prefix: str) -> StoredBlock:
-        return StoredBlock(name_of(prefix, "block"), name_of(prefix, "step1"), len(prefix) * BLOCK_TOKENS)
+    def _name(self, prefix: str, tier: int = DEVICE) -> StoredBlock:
+        return StoredBlock(name_of(prefix, "block"), name_of(prefix, "step1"), len(prefix) * BLOCK_TOKENS, tier)
 
 
 def a_node(name: str) -> Node:
     return Node(url=name, role=Role.PREFILL, node_id=name)
 
 
-def told(index: PrefixIndex[Node], node: Node) -> dict[str, int]:
+def told(index: PrefixIndex[Node], node: Node) -> Truth:
     hits = {prompt: index.hits(chain(prompt)) for prompt in PROMPTS}
-    return {prompt: found[node] for prompt, found in hits.items() if node in found}
+    ready = {prompt: index.hits_on_device(chain(prompt)) for prompt in PROMPTS}
+    return {prompt: (found[node], ready[prompt].get(node, 0)) for prompt, found in hits.items() if node in found}
 
 
 def apply(feed: NodeFeed, message: FeedMessage) -> None:
@@ -117,11 +140,11 @@ def test_the_index_knows_what_the_caches_held_at_the_last_message(seed: int) -> 
     draw = random.Random(seed)
     index: PrefixIndex[Node] = PrefixIndex()
     nodes = [a_node(str(n)) for n in range(3)]
-    sims = [SimulatedNode(seed) for _ in nodes]
+    sims = [SimulatedNode(seed, num_below) for num_below in (0, 4, 12)]
     feeds = [NodeFeed(index, node) for node in nodes]
-    wires: list[deque[tuple[FeedMessage, dict[str, int]]]] = [deque([(s.snapshot(), s.truth())]) for s in sims]
-    known: list[dict[str, int]] = [{} for _ in nodes]  # at the last message that was taken
-    num_lost = num_hits = 0
+    wires: list[deque[tuple[FeedMessage, Truth]]] = [deque([(s.snapshot(), s.truth())]) for s in sims]
+    known: list[Truth] = [{} for _ in nodes]  # at the last message that was taken
+    num_lost = num_hits = num_below = 0
     for _ in range(400):
         at = draw.randrange(len(nodes))
         sim, wire = sims[at], wires[at]
@@ -153,17 +176,20 @@ def test_the_index_knows_what_the_caches_held_at_the_last_message(seed: int) -> 
                 known[at] = truth
         assert told(index, nodes[at]) == known[at]
         num_hits += len(known[at])
+        num_below += sum(num_tokens > on_device for num_tokens, on_device in known[at].values())
     for node, sim, feed in zip(nodes, sims, feeds, strict=True):
         feed.begin()
         apply(feed, sim.snapshot())
         assert told(index, node) == sim.truth()
     assert num_lost
     assert num_hits
+    assert num_below
     for node in nodes:
         index.forget(node)
     while index.sweep(3):
         assert not any(told(index, node) for node in nodes), "forgotten at once"
     assert len(index) == 0, "nothing is left of nodes that are gone"
+    assert index.num_lower == 0
 
 
 def test_all_nodes_are_found_by_one_look_up() -> None:

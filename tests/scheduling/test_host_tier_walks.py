@@ -30,7 +30,7 @@ def arrive(machine: SchedulerMachine, rng: random.Random) -> None:
     work = rng.choice([Work.GENERATE] * 6 + [Work.PREFILL, Work.TAKE_OVER])
     width = 2 if work is Work.GENERATE and rng.random() < 0.1 else 0
     asked = message(
-        f"t{number}", tokens, work=work, max_tokens=rng.randint(1, 12), n=rng.choice([1, 1, 1, 2]),
+        f"t{number}", tokens, work=work, max_tokens=rng.randint(1, 30), n=rng.choice([1, 1, 1, 2]),
         salt=rng.choice(["", "", "one", "other"]), priority=int(rng.random() < 0.2), group=rng.choice(["", "a", "b"]),
         beams=BeamParams(width=2) if width else None, seed=rng.randrange(4),
     )  # fmt: skip
@@ -47,7 +47,7 @@ def walk(seed: int, kv: str, num_steps: int) -> Counter[str]:
     rng = random.Random(f"{seed}/{kv}")
     machine = SchedulerMachine()
     machine.boot(
-        num_blocks=rng.randint(10, 24), num_host_blocks=rng.choice([0, 4, 16, 60]), max_num_seqs=rng.randint(1, 5),
+        num_blocks=rng.randint(8, 18), num_host_blocks=rng.choice([0, 4, 16, 60]), max_num_seqs=rng.randint(1, 5),
         budget=rng.choice([16, 24, 64]), prefix_caching=True, depth=rng.randint(1, 2), limit=rng.choice([0, 0, 20]),
         keys_per_token=0, lateness=rng.choice([0.0, 0.3]), unreadiness=rng.choice([0.0, 0.3]), kv=kv, host_cache=True,
         num_bent=rng.choice([-1, 1]),
@@ -89,12 +89,22 @@ def walk(seed: int, kv: str, num_steps: int) -> Counter[str]:
     return totals
 
 
+def walks(kv: str, seeds: range) -> None:
+    totals = Counter[str]()
+    for seed in seeds:
+        totals += walk(seed, kv, num_steps=150)
+    assert all(totals[name] for name in ("host_cache_hit_tokens_total", "host_cache_evicted_unsaved_blocks_total"))
+    assert totals["swaps"]
+
+
 @pytest.mark.long_cases
 @pytest.mark.parametrize("kv", SETS)
 def test_no_order_of_side_copies_changes_a_token(kv: str) -> None:
-    totals = Counter[str]()
-    for seed in range(6):
-        totals += walk(seed, kv, num_steps=150)
-    assert totals["host_cache_loaded_blocks_total"] > 20
-    assert totals["host_cache_hit_tokens_total"] > 100
-    assert totals["swaps"] > 0
+    walks(kv, range(4))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kv", SETS)
+def test_no_order_of_side_copies_changes_a_token_in_many_walks(kv: str) -> None:
+    walks(kv, range(4, 84))

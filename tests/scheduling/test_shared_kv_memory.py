@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from itertools import product, takewhile
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import hypothesis.strategies as st
 import pytest
@@ -77,10 +78,13 @@ class BlocksMachine(RuleBasedStateMachine):
 
     kv: GroupSet = ONE_FULL
 
-    @initialize(num_blocks=st.integers(2, 9), num_host_blocks=st.integers(0, 6))
-    def boot(self, num_blocks: int, num_host_blocks: int) -> None:
+    @initialize(num_blocks=st.integers(2, 9), num_host_blocks=st.integers(0, 6), host_cache=st.booleans())
+    def boot(self, num_blocks: int, num_host_blocks: int, *, host_cache: bool) -> None:
         self.slabs = self.kv.slabs(num_blocks)
-        self.blocks = BlockManager(self.kv.groups(SIZE), self.slabs, num_host_blocks=num_host_blocks)
+        num_host_blocks *= 3 if host_cache else 1
+        self.blocks = BlockManager(
+            self.kv.groups(SIZE), self.slabs, num_host_blocks=num_host_blocks, host_cache=host_cache
+        )
         self.holders: list[Holder] = []
         self.swapped: list[tuple[int, int, tuple[BlockRun, ...]]] = []
         self.names: set[str] = set()
@@ -113,8 +117,43 @@ class BlocksMachine(RuleBasedStateMachine):
     def compute(self, family: int, length: int, step: int) -> None:
         """A prompt is computed in steps, as far as there is room."""
         holder = self.enter(family, length)
+        self.go_on_in_host(holder, length)
         while holder.computed < length and self.advance(holder, min(length, holder.computed + step)):
             pass
+
+    def go_on_in_host(self, holder: Holder, length: int) -> None:
+        """If there is room for the rest, the table gets the largest boundary of both tiers, and loads what it lacks."""
+        blocks, start = self.blocks, holder.length // SIZE
+        hashes, end = hashes_of(holder.family, length), holder.length
+        if not self.may_grow(holder.table, holder.length, length + 1):
+            return
+        before = blocks.stats()
+        end = blocks.match_host(holder.table, hashes, start, length + 1)
+        best = max((n for n in range(1, len(hashes) + 1) if is_hit(blocks, hashes, n, in_host=True)), default=0)
+        assert blocks.num_cached(hashes) == best * SIZE
+        if len(blocks.pools) == 1 or end > start:
+            assert end == best
+        if end == start:
+            assert blocks.stats() == before
+            return
+        assert blocks.can_grow(holder.table, end * SIZE, length + 1), "the rest has no room"
+        loaded = {(group, device): one for group, one, _, device in blocks.host.pending[holder.table]}
+        for pool, held in zip(blocks.pools, holder.table.groups, strict=True):
+            assert held.first == pool.group.first_block(end * SIZE)
+            assert held.end == end // pool.ratio
+            for index, block_id in enumerate(held.ids, held.first):
+                own = hashes[(index + 1) * pool.ratio - 1]
+                assert own == loaded.get((pool.index, block_id)) or block_id == pool.cache.find(own)
+        self.tick()
+        assert not blocks.host.pending
+        holder.length = holder.computed = end * SIZE
+
+    @rule()
+    def tick(self) -> None:
+        """A step is planned and retires."""
+        builder: Any = SimpleNamespace(save=[], load=[])
+        self.blocks.host.plan_copies(builder, ())
+        self.blocks.host.note_saved(builder.save)
 
     @rule(pick=PICK, step=st.integers(1, 9))
     def decode(self, pick: int, step: int) -> None:

@@ -22,6 +22,7 @@ from pd_cluster.scheduling.sequence import Request, Sequence
 from pd_cluster.scheduling.step_budget import StepBudget
 from pd_cluster.scheduling.step_model import StepModel
 from pd_cluster.scheduling.targets import AIM, Targets
+from pd_connectors.protocol.feed import DEVICE
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from pd_connectors.protocol.messages import SampledToken
 from tests.scheduling.draft_watch import watch
@@ -443,17 +444,22 @@ class World:
 
         A name in host memory stays where a block before it was evicted unsaved.
         """
-        evicted, stored, _ = self.blocks.news.take()
+        evicted, stored, moved = self.blocks.news.take()
         for block in evicted:
             del self.named[block]
         for one in stored:
             assert one.block not in self.named
             self.named[one.block] = one
+        for block, tier in moved:
+            self.named[block] = msgspec.structs.replace(self.named[block], tier=tier)
         hits = set()
         for client in self.clients.values():
             prompt = client.request.prompt_token_ids
             hashes = extend_hashes(root_hash(client.request.salt), prompt, BLOCK_SIZE)
             hits |= {feed_id(hashes[end - 1]) for end in range(1, len(hashes) + 1) if self.is_hit(hashes, end)}
+            for end in range(1, len(hashes) + 1):
+                if (named := self.named.get(feed_id(hashes[end - 1]))) is not None:
+                    assert (named.tier == DEVICE) == is_hit(self.blocks, hashes, end), "a name in another tier"
         for pool, own in zip(self.blocks.pools, self.blocks.host.groups, strict=True):
             hits |= {feed_id(one) for one in own.cached if pool.is_tree}
         assert self.named.keys() <= hits

@@ -28,6 +28,7 @@ NAMES = {
     "pd_generation_tokens": ("generation_tokens",),
     "pd_prefix_cache_queried_tokens": ("prefix_cache_queries",),
     "pd_prefix_cache_hit_tokens": ("prefix_cache_hits",),
+    "pd_host_cache_hit_tokens": ("external_prefix_cache_hits",),  # ours are among `prefix_cache_hits`, theirs are not
     "pd_spec_decode_num_drafts": ("spec_decode_num_drafts",),
     "pd_spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens",),
     "pd_spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens",),

@@ -66,6 +66,8 @@ class NodeFeed:
         for start in range(SLICE_BLOCKS, len(message.stored), SLICE_BLOCKS):
             yield
             self._index.store(self._node, message.stored[start : start + SLICE_BLOCKS])
+        if isinstance(message, FeedDelta):
+            self._index.move(self._node, message.moved)
 
     def forget(self) -> Iterator[None]:
         """Forget what the node said, at once; the steps free its memory."""

@@ -8,14 +8,15 @@ look-up serves all nodes.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 import msgspec
+
+from pd_connectors.protocol.feed import DEVICE, HOST, StoredBlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from pd_connectors.protocol.feed import StoredBlock
     from pd_connectors.protocol.text_chain import LastTurn
 
 N = TypeVar("N", bound=Hashable)
@@ -37,11 +38,19 @@ class _Step(msgspec.Struct, eq=False, gc=False):
 
 
 class _Place(msgspec.Struct, eq=False, gc=False):
-    """The blocks of all nodes that end at this token of the chain."""
+    """The blocks of all nodes that end at this token of the chain, and that the devices have."""
+
+    tier: ClassVar[int] = DEVICE  # of the class, so that a name costs no memory for its tier
 
     step: _Step
     num_tokens: int
     nodes: int = 0  # bits
+
+
+class _LowerPlace(_Place):
+    """Those of which the device lacks something."""
+
+    tier: ClassVar[int] = HOST
 
 
 class _NodeBlocks(msgspec.Struct, eq=False):
@@ -67,6 +76,7 @@ class PrefixIndex(Generic[N]):
         self._by_bit: list[N | None] = []
         self._bits = 0  # of all nodes
         self._forgotten: list[_NodeBlocks] = []  # still in the steps, and not found
+        self.num_lower = 0  # blocks that are not on the device
 
     def __len__(self) -> int:
         """Number of steps."""
@@ -90,6 +100,8 @@ class PrefixIndex(Generic[N]):
             elif len(mine.blocks) >= MAX_BLOCKS:
                 continue
             mine.blocks[stored.block] = place = self._place(stored)
+            if stored.tier:
+                self.num_lower += 1
             bit = mine.bit
             if place.nodes & bit:
                 mine.more[id(place)] = mine.more.get(id(place), 0) + 1
@@ -105,6 +117,13 @@ class PrefixIndex(Generic[N]):
         for block in blocks:
             if (place := mine.blocks.pop(block, None)) is not None:
                 self._leave(mine, place)
+
+    def move(self, node: N, moved: Iterable[tuple[int, int]]) -> None:
+        """Change the tiers of blocks. Those that are not stored are ignored."""
+        mine = self._of_node.get(node)
+        for block, tier in moved if mine else ():
+            if (place := mine.blocks.get(block)) is not None:  # type: ignore[union-attr]
+                self.store(node, (StoredBlock(block, place.step.hash, place.num_tokens, tier),))
 
     def forget(self, node: N) -> None:
         """Find nothing of a node any more. `sweep` then frees its memory: 260,000 blocks would take half a second."""
@@ -150,6 +169,23 @@ class PrefixIndex(Generic[N]):
                 break
         return found
 
+    def hits_on_device(self, steps: Sequence[int]) -> dict[N, int]:
+        """The same up to where the node's device has all. Only with `num_lower` it differs from `hits`."""
+        left = self._bits
+        found: dict[N, int] = {}
+        for step_hash in reversed(steps):
+            step = self._steps.get(step_hash)
+            for place in step.places if step is not None and step.nodes & left else ():
+                hit = 0 if place.tier else place.nodes & left
+                left ^= hit
+                while hit:
+                    at = hit.bit_length() - 1
+                    hit ^= 1 << at
+                    found[self._by_bit[at]] = place.num_tokens  # type: ignore[index]  # as in `hits`
+            if not left:
+                break
+        return found
+
     def _enter(self, node: N) -> _NodeBlocks:
         if None in self._by_bit:
             at = self._by_bit.index(None)
@@ -165,15 +201,18 @@ class PrefixIndex(Generic[N]):
         step = self._steps.get(stored.step)
         if step is None:
             step = self._steps[stored.step] = _Step(stored.step)
+        kind = _LowerPlace if stored.tier else _Place
         for place in step.places:
-            if place.num_tokens == stored.num_tokens:
+            if place.num_tokens == stored.num_tokens and type(place) is kind:
                 return place
-        place = _Place(step, stored.num_tokens)
+        place = kind(step, stored.num_tokens)
         step.places = tuple(sorted((*step.places, place), key=lambda one: -one.num_tokens))
         return place
 
     def _leave(self, mine: _NodeBlocks, place: _Place) -> None:
         """Take one block of a node from its place, and what is empty then from the index."""
+        if self.num_lower and place.tier:
+            self.num_lower -= 1
         if more := mine.more.get(id(place)):
             if more == 1:
                 del mine.more[id(place)]

@@ -61,8 +61,8 @@ class Costs:
     """
 
     __slots__ = (
-        "_best_decoding", "_best_reading", "_cached", "_context", "_decodes", "_now_s", "_num_sequences", "_num_steps",
-        "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
+        "_best_decoding", "_best_reading", "_cached", "_context", "_decodes", "_lower", "_now_s", "_num_sequences",
+        "_num_steps", "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
     )  # fmt: skip
 
     def __init__(
@@ -75,7 +75,7 @@ class Costs:
         self._num_sequences = prompt.num_sequences
         self._num_steps = STREAM_WEIGHT * prompt.num_output * prompt.num_sequences  # of all sequences of the answer
         self._context = prompt.num_output / 2 + (prompt.context_at(decodes[0]) if decodes else 0.0)  # of one of them
-        self._cached = prompt.cached
+        self._cached, self._lower = prompt.cached, prompt.lower
         self._prefills, self._decodes = prefills, decodes
         self._now_s = now_s
         self._usual_s: float | None = None
@@ -155,8 +155,25 @@ class Costs:
 
     def _sums(self, nodes: Iterable[Node], best: _BestPace) -> Iterator[tuple[Node, int, float, float, float]]:
         """Each node with the prompt's tokens that it has cached, those to compute, the seconds before these, and for
-        these. One loop: for 100 nodes, calls would cost half as much as the sums.
-        """
+        these, with what it has to load first."""
+        sums = self._computing(nodes, best)
+        if not self._lower:
+            return sums
+        return (
+            (node, cached, tokens, queue_s, own_s + self._loading_s(node))
+            for node, cached, tokens, queue_s, own_s in sums
+        )
+
+    def _loading_s(self, node: Node) -> float:
+        """For the cached tokens that are not on the device: by the node's word, and never more than to compute them,
+        which is what a node does that cannot load them sooner."""
+        num_tokens, (token_s, key_s), load = self._lower.get(node, 0), self._pace(node), node.view.load
+        computing_s = num_tokens * (token_s + (self._cached.get(node, 0) - num_tokens / 2) * key_s)
+        loading_s = 0.0 if load is None else num_tokens * load.host_token_s
+        return loading_s if 0.0 < loading_s < computing_s else computing_s
+
+    def _computing(self, nodes: Iterable[Node], best: _BestPace) -> Iterator[tuple[Node, int, float, float, float]]:
+        """`_sums` without loads. One loop: for 100 nodes, calls would cost half as much as the sums."""
         (best_s, best_key_s, even_s), cached_of = best, self._cached.get
         num_units, own_ratio, last = self._num_units, self._ratio, None
         for node in nodes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ class PromptFacts(msgspec.Struct, frozen=True):
     num_output: float = USUAL_OUTPUT  # tokens that each answer is expected to have
     most_output: float = inf  # that the client allows each
     num_tokens: int = 0  # of a prompt of token ids, which the router counts; 0: estimated from the bytes
+    lower: Mapping[Node, int] = {}  # of `cached`, what the device lacks; nodes that lack nothing are absent
 
     def tokens_at(self, node: Node) -> float:
         """Tokens of the prompt, estimated unless they were counted."""
@@ -59,14 +60,24 @@ def prompt_facts(body: RequestBody, table: NodeTable, key: bytes) -> PromptFacts
     """
     shows_logprobs = body.wants_prompt_logprobs
     has_use = len(table.prefixes) and not shows_logprobs
-    cached: dict[Node, int] = {}
-    for last_turn in table.prefixes.last_turns if has_use else ():
-        for node, num_tokens in table.prefixes.hits(body.text_chain(key, last_turn)).items():
-            cached[node] = max(num_tokens, cached.get(node, 0))
+    chains = [body.text_chain(key, last_turn) for last_turn in table.prefixes.last_turns] if has_use else []
+    cached = _longest(table.prefixes.hits(chain) for chain in chains)
+    lower: dict[Node, int] = {}
+    if cached and table.prefixes.num_lower:
+        ready = _longest(table.prefixes.hits_on_device(chain) for chain in chains)
+        lower = {node: rest for node, num in cached.items() if (rest := num - ready.get(node, 0))}
     several, num_tokens = body.has_several_prompts, body.num_token_ids
     num_output, most = table.answers.expected(body.model or ""), body.most_output
     if most < num_output:
         num_output = max(1.0, most)
     return PromptFacts(
-        body.prompt_bytes, body.num_samples, several, shows_logprobs, cached, num_output, most, num_tokens
+        body.prompt_bytes, body.num_samples, several, shows_logprobs, cached, num_output, most, num_tokens, lower
     )  # fmt: skip
+
+
+def _longest(hits: Iterable[dict[Node, int]]) -> dict[Node, int]:
+    longest: dict[Node, int] = {}
+    for found in hits:
+        for node, num_tokens in found.items():
+            longest[node] = max(num_tokens, longest.get(node, 0))
+    return longest
