@@ -94,6 +94,7 @@ class SimulatedNode:
         )  # fmt: skip
         self._decode_s = 0.0  # of the last step with decodes only
         self.on_token: dict[str, Callable[[], None]] = {}
+        self.before_plan: Callable[[], None] = lambda: None
         self._flights: deque[tuple[Batch, StepWork, float, float]] = deque()  # begin, end
         self._is_awake = False
 
@@ -125,6 +126,7 @@ class SimulatedNode:
     def _plan(self) -> None:
         self._is_awake = False
         world = self.world
+        self.before_plan()
         if not self.scheduler.has_work or len(self._flights) > 1:
             return
         batch = self.scheduler.schedule()

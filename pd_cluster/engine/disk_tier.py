@@ -3,16 +3,19 @@
 A request whose prompt goes on in files is parked while they are read. Then it goes on as if it had just come, and finds
 in host memory what has landed. If it ends first, its blocks are cached all the same.
 
-What the host gives up next is written ahead: each block is pinned while a thread reads it. A block that is not written
-when the host gives it up is lost, and counted.
+What the host has got is written in that order, which is nearly the one in which it gives it up: so writes may lag by
+the minutes that blocks stay there. A block is pinned while a thread reads it. One that is not written when the host
+gives it up is lost, and counted.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 from typing import TYPE_CHECKING
 
+from pd_cluster.worker.disk_cache.cache_folder import MAX_FILES
 from pd_cluster.worker.disk_cache.disk_cache import BlockName, DiskRead
 
 if TYPE_CHECKING:
@@ -21,9 +24,8 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.scheduler import Scheduler
     from pd_cluster.scheduling.sequence import Request
-    from pd_cluster.worker.disk_cache.disk_cache import DiskCache, DiskWritten
+    from pd_cluster.worker.disk_cache.disk_cache import DiskCache
 
-AHEAD = 128  # blocks of a group that are written before the host gives them up: as many as one step may take
 MOST_WRITES, WRITE_BYTES = 32, 256 << 20  # at once, and of them together: so many host blocks are pinned
 PINNED_SHARE = 4  # and at most 1 / PINNED_SHARE of a small host memory
 DISK_GB_S = 2.0  # until a read was measured
@@ -62,7 +64,8 @@ class DiskTier:
         self._reads: dict[str, _Reading] = {}
         self._writes: dict[BlockName, int] = {}  # -> the pinned host block
         self._most_writes = max(1, min(MOST_WRITES, WRITE_BYTES // max(p.group.block_bytes for p in blocks.pools)))
-        self._seen = -1  # blocks that had gone to the host when all that it gives up next was written
+        self._unwritten: deque[tuple[int, bytes]] = deque(maxlen=MAX_FILES)  # (group, hash) that the host has got
+        self._host.on_saved = lambda group, block_hash: self._unwritten.append((group, block_hash))
         self._num_unwritten = 0
         self._gb_s = DISK_GB_S
 
@@ -117,9 +120,8 @@ class DiskTier:
             if isinstance(event, DiskRead):
                 self._take_read(event)
             else:
-                self._take_written(event)
-        if self._host.num_saved != self._seen:
-            self._write_ahead()
+                self._host.groups[event.name.group].unpin(self._writes.pop(event.name))
+        self._write()
 
     def _take_read(self, event: DiskRead) -> None:
         reading = self._reads.pop(event.read_id)
@@ -135,22 +137,19 @@ class DiskTier:
         if reading.request is not None:
             reading.go_on(reading.request)
 
-    def _take_written(self, event: DiskWritten) -> None:
-        self._host.groups[event.name.group].unpin(self._writes.pop(event.name))
-        self._seen = -1
-
-    def _write_ahead(self) -> None:
-        for group, own in enumerate(self._host.groups):
-            if len(own.free) >= AHEAD:
-                continue  # it gives up nothing soon
-            for block_hash, block in islice(own.cached.items(), AHEAD):
-                if len(self._writes) >= min(self._most_writes, self._host.num_blocks // PINNED_SHARE):
-                    return
-                name = BlockName(block_hash, group)
-                if block not in own.pins and self._disk.write(name, self._host_block(group, block)):
-                    own.pin(block)
-                    self._writes[name] = block
-        self._seen = self._host.num_saved
+    def _write(self) -> None:
+        most = min(self._most_writes, self._host.num_blocks // PINNED_SHARE)
+        while self._unwritten and len(self._writes) < most:
+            group, block_hash = self._unwritten[0]
+            own = self._host.groups[group]
+            block = own.cached.get(block_hash)
+            if block in own.pins:
+                return  # till its save has retired
+            self._unwritten.popleft()
+            name = BlockName(block_hash, group)
+            if block is not None and self._disk.write(name, self._host_block(group, block)):
+                own.pin(block)
+                self._writes[name] = block
 
     def _note_evicted(self, group: int, block_hash: bytes, block: int) -> None:
         self._num_unwritten += not self._disk.has(BlockName(block_hash, group))
