@@ -262,14 +262,19 @@ class HostTier:
                 own.cached.move_to_end(block_hash, last=False)  # the device has it, as its newest
 
     def _plan_loads(self, most: int) -> list[tuple[int, bytes, int, int]]:
-        """The next loads, first those that were queued first. Their sources stay pinned."""
+        """The next loads. Tables that wait take turns, or a long prompt would hold up short ones for a second.
+
+        Their sources stay pinned.
+        """
         loads: list[tuple[int, bytes, int, int]] = []
         while self.pending and len(loads) < most:
             table, queued = next(iter(self.pending.items()))
             while queued and len(loads) < most:
                 loads.append(queued.popleft())
                 self.num_loaded_bytes += self._pools[loads[-1][0]].group.block_bytes
-            if not queued:
+            if queued:
+                self.pending.move_to_end(table)
+            else:
                 del self.pending[table]
         self.num_loaded += len(loads)
         return loads

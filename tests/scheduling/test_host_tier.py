@@ -10,6 +10,7 @@ import pytest
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.host_tier import LEAST_AHEAD, HostTier
 from pd_connectors.protocol.feed import HOST
+from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from tests.scheduling.kv_groups import FULL_WINDOW, ONE_FULL, GroupSet
 from tests.scheduling.test_shared_kv_memory import SIZE, hashes_of
 from tests.scheduling.world import is_hit
@@ -267,3 +268,36 @@ def test_a_tier_for_swaps_alone_caches_nothing() -> None:
     assert isinstance(blocks.host, HostTier)
     assert not blocks.host.num_cached
     assert not blocks.host.counters
+
+
+def test_no_tenant_finds_what_another_one_left() -> None:
+    blocks = BlockManager(ONE_FULL.groups(16), ONE_FULL.slabs(12), num_host_blocks=40, host_cache=True)
+    tokens = list(range(128))
+    for salt in ("one", "other", "third"):
+        hashes = extend_hashes(root_hash(salt), tokens, 16)
+        assert blocks.num_cached(hashes) == 0
+        table = blocks.open_table()
+        blocks.grow(table, 0, len(tokens))
+        blocks.publish(table, hashes)
+        blocks.close(table)
+        step(blocks)
+    assert blocks.num_cached(extend_hashes(root_hash("one"), tokens, 16)) == len(tokens)
+    assert blocks.num_cached(extend_hashes(root_hash(""), tokens, 16)) == 0
+
+
+def test_tables_that_are_loaded_take_turns() -> None:
+    """Two blocks a step: the second table is not held up by the first one's eight."""
+    blocks = manager(24, 80)
+    for family in (0, 2, 4, 6, 8, 10):
+        fill(blocks, family, 8 * SIZE)
+    blocks.host.most_loads = (2, 1)
+    tables = []
+    for family, num in ((0, 8), (2, 2)):
+        tables.append(blocks.open_table())
+        assert blocks.match_host(tables[-1], hashes_of(family, num * SIZE), 0, 9 * SIZE) == num
+    assert [len(step(blocks).load) for _ in range(2)] == [2, 2]
+    assert tables[1] not in blocks.host.pending
+    assert [len(step(blocks).load) for _ in range(4)] == [2, 2, 2, 0]
+    for table in tables:
+        blocks.close(table)
+    assert blocks.idle
