@@ -409,5 +409,17 @@ def test_a_lower_bound_holds_from_the_start(tmp_path: Path) -> None:
     assert cache_folder.MAX_FILES == 262_144
 
 
+def test_what_was_read_last_stays_after_a_restart(tmp_path: Path) -> None:
+    names = names_of(20)[::2]  # of one size
+    with disk_bench(tmp_path) as node:
+        assert all(node.store(names))
+        used = node.stat("disk_bytes")
+        for path in files(tmp_path):
+            os.utime(path, ns=(1, 1))
+        assert all(node.recall(names[:5]))
+    with disk_bench(tmp_path, max_bytes=int(used / 2)) as node:
+        assert [node.disk.has(name) for name in names] == [True] * 5 + [False] * 5
+
+
 def _name(path: Path, names: list[Any]) -> Any:
     return next(name for name in names if name.hash.hex() in path.name)
