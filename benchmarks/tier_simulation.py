@@ -188,7 +188,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--gpu-gib", type=positive, default=GPU_GIB, metavar="X", help="KV on the GPU (default: 105).")
     parser.add_argument(
-        "--stretch", type=positive, default=1.5, metavar="X", help="Arrivals so many times slower (default: 1.5)."
+        "--stretch", type=positive, default=3.0, metavar="X", help="Arrivals so many times slower (default: 3)."
     )
     parser.add_argument("--note", default="", metavar="TEXT", help="Written to the record.")
     parser.add_argument("--json", type=Path, default=RECORD, metavar="FILE", help="Lines are appended (%(default)s).")

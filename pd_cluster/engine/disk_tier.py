@@ -1,7 +1,7 @@
 """The tier on disk, after host memory: blocks are written before the host gives them up, and read into it.
 
-A request whose prompt goes on in files is parked while they are read. Then it goes on as if it had just come, and finds
-in host memory what has landed. If it ends first, its blocks are cached all the same.
+A prompt that goes on in files parks its request while they are read. Then that goes on as if it had just come, and
+finds in host memory what has landed. If it ends first, its blocks are cached all the same.
 
 What the host has got is written in that order, which is nearly the one in which it gives it up: so writes may lag by
 the minutes that blocks stay there. A block is pinned while a thread reads it. One that is not written when the host

@@ -1,4 +1,4 @@
-"""What the simulated tiers find of a trace whose hits are known."""
+"""What the simulated tiers find of a trace with hits that are known."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_a_killed_node_finds_its_files_again(launcher: Launcher, tmp_path: Path)
         process.send_signal(signal.SIGKILL)
     node.wait(HANG_S)
     node = launcher.node("mixed", *flags)
-    assert metric(node, "pd_disk_files") > 40
+    wait_until(lambda: metric(node, "pd_disk_files") > 40)
     assert answers(node) == first
     wait_until(lambda: metric(node, "pd_disk_read_bytes_total") > 0)
-    assert metric(node, "pd_disk_up") == 1
+    wait_until(lambda: metric(node, "pd_disk_up") == 1)
