@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from pd_cluster.scheduling.block_pool import BlockPool
     from pd_cluster.scheduling.block_table import BlockTable
-    from pd_cluster.scheduling.host_hits import TwoTiers
     from pd_cluster.scheduling.prefix_cache import PrefixCache
+    from pd_cluster.scheduling.two_tiers import TwoTiers
 
 
 class Hits:

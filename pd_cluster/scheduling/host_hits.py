@@ -3,52 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.hits import Hits
+from pd_cluster.scheduling.two_tiers import ThreeTiers, TwoTiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pd_cluster.scheduling.block_table import BlockTable
-    from pd_cluster.scheduling.host_tier import HostBlocks, HostTier
-    from pd_cluster.scheduling.prefix_cache import PrefixCache
+    from pd_cluster.scheduling.host_tier import HostTier
     from pd_cluster.scheduling.slab_memory import SlabMemory
-
-
-class TwoTiers:
-    """What is cached of a group on the device or in host memory."""
-
-    def __init__(self, cache: PrefixCache, host: HostBlocks) -> None:
-        self._cache, self._host = cache, host
-
-    def __len__(self) -> int:
-        return len(self._cache) + len(self._host.cached)
-
-    def find(self, block_hash: bytes) -> int | None:
-        """The block with this content, of the tier that has it."""
-        found = self._cache.find(block_hash)
-        return self._host.find(block_hash) if found is None else found
-
-    def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest cached run of `hashes`."""
-        return list(takewhile(lambda block: block is not None, map(self.find, hashes)))  # type: ignore[arg-type]
-
-
-class _ThreeTiers(TwoTiers):
-    """Or in a third tier, which says what it `has`; such a block has the number -1."""
-
-    def __init__(self, cache: PrefixCache, host: HostBlocks, has: Callable[[bytes], bool]) -> None:
-        super().__init__(cache, host)
-        self._has = has
-
-    def __len__(self) -> int:
-        return super().__len__() + 1  # else nothing is looked for where blocks die
-
-    def find(self, block_hash: bytes) -> int | None:
-        found = super().find(block_hash)
-        return -1 if found is None and self._has(block_hash) else found
 
 
 class HostHits:
@@ -73,7 +38,7 @@ class HostHits:
         The latter are (group, hash), of each group in the prompt's order.
         """
         caches = [
-            _ThreeTiers(pool.cache, own, partial(has, pool.index))
+            ThreeTiers(pool.cache, own, partial(has, pool.index))
             for pool, own in zip(self._pools, self._tier.groups, strict=True)
         ]
         boundary, known = Hits(self._pools, self._size, caches).find(hashes)

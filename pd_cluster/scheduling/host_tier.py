@@ -24,20 +24,18 @@ a tail goes before its head, so what is left here of a prompt mostly begins wher
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pd_cluster.scheduling.step_budget import is_stream
+from pd_cluster.scheduling.host_blocks import HostBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pd_cluster.scheduling.batch_builder import BatchBuilder
     from pd_cluster.scheduling.block_pool import BlockPool
     from pd_cluster.scheduling.block_table import BlockTable
     from pd_cluster.scheduling.cache_news import CacheNews
-    from pd_cluster.scheduling.sequence import Sequence
     from pd_connectors.base import CachedBlock
 
 # Blocks of a step without streams, and beside them. Of 8 MiB (8B) these loads take 40 and 1.2 ms; prompts fill 128
@@ -47,49 +45,6 @@ AHEAD_SHARE = 16  # 1 / AHEAD_SHARE of a group's blocks, the next to be evicted,
 LEAST_AHEAD = 8  # blocks
 HOST_GB_S = 25.0  # of all ranks. An H200 copies 53 GB/s each way; forwards beside it and the other way take their part
 LOAD_WAIT_S = 0.002  # until the step after one that only loads: it is planned, launched and retired
-
-
-class HostBlocks:
-    """The host blocks of one KV group."""
-
-    def __init__(self) -> None:
-        self.free: list[int] = []
-        self.cached: OrderedDict[bytes, int] = OrderedDict()  # the first is evicted first
-        self.taken: set[int] = set()
-        self.pins: Counter[int] = Counter()  # of cached blocks and of `orphans`
-        self.orphans: set[int] = set()  # pinned blocks that are cached no more
-
-    @property
-    def num_takeable(self) -> int:
-        return len(self.free) + len(self.cached) - len(self.pins) + len(self.orphans)
-
-    def find(self, block_hash: bytes) -> int | None:
-        """The host block with this content."""
-        return self.cached.get(block_hash)
-
-    def pin(self, block: int) -> None:
-        """Keep a cached block from being evicted."""
-        self.pins[block] += 1
-
-    def unpin(self, block: int) -> None:
-        self.pins[block] -= 1
-        if not self.pins[block]:
-            del self.pins[block]
-            if block in self.orphans:
-                self.orphans.remove(block)
-                self.free.append(block)
-
-    def give_back(self, blocks: Iterable[int]) -> None:
-        """Free taken blocks."""
-        self.taken.difference_update(blocks)
-        self.free += blocks
-
-    def check(self, num_blocks: int) -> None:
-        """Raise AssertionError unless every block is accounted for once."""
-        held = [*self.free, *self.cached.values(), *self.taken, *self.orphans]
-        assert len(held) == len(set(held)) == num_blocks, f"{len(held)} of {num_blocks} host blocks held, some twice"
-        assert self.pins.keys() <= {*self.cached.values(), *self.orphans}, "a host block is pinned and not cached"
-        assert self.orphans <= self.pins.keys(), "an orphan without a pin"
 
 
 class HostTier:
@@ -246,20 +201,20 @@ class HostTier:
         for group, _, host, _ in self.pending.pop(table, ()):
             self.groups[group].unpin(host)
 
-    def plan_copies(self, builder: BatchBuilder, running: Iterable[Sequence]) -> None:
-        """Add its saves and loads to a step of which all else is planned. When it retires, `note_saved` is due."""
+    def plan_copies(self, *, has_streams: bool) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """The saves and loads of a step of which all else is planned. When it retires, `note_saved` is due."""
         if not self.is_cache:
-            return
-        has_streams = any(map(is_stream, running))
+            return [], []
         loads = self._plan_loads(self.most_loads[has_streams])
+        saves: list[tuple[int, int, int]] = []
         for pool in self._pools:
-            self._mark(pool, self.most_saves[has_streams], builder.save)
-        builder.load = [(group, host, device) for group, _, host, device in loads]
+            self._mark(pool, self.most_saves[has_streams], saves)
         for group, block_hash, host, _ in loads:  # not before the saves: these two run in any order
             own = self.groups[group]
             own.unpin(host)
             if own.cached.get(block_hash) == host:  # not after `clear`
                 own.cached.move_to_end(block_hash, last=False)  # the device has it, as its newest
+        return saves, [(group, host, device) for group, _, host, device in loads]
 
     def _plan_loads(self, most: int) -> list[tuple[int, bytes, int, int]]:
         """The next loads. Tables that wait take turns, or a long prompt would hold up short ones for a second.

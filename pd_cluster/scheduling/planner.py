@@ -102,7 +102,9 @@ class Planner:
         self._passed.note(prefills, builder.best_priority, is_turn=has_turn)
         if self._drafting is not None:
             self._drafting.add(builder)
-        self._blocks.host.plan_copies(builder, self._queues.running)
+        if (host := self._blocks.host).is_cache:  # last: nothing else may take what these copies read
+            has_streams = any(map(is_stream, self._queues.running))
+            builder.save, builder.load = host.plan_copies(has_streams=has_streams)
         batch = builder.batch(self._queues.take_departures(), self._queues.take_beam_steps(), loads)
         if builder.preempted and not builder.held and not batch.moves_worker:
             return self.plan(loads)  # what has yielded never ran: the next step can begin at once

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
@@ -19,6 +18,13 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.block_table import BlockTable
 
 
+class SideCopies(NamedTuple):
+    """Of a step."""
+
+    save: list[tuple[int, int, int]]
+    load: list[tuple[int, int, int]]
+
+
 def manager(num_blocks: int, num_host: int, kv: GroupSet = ONE_FULL) -> BlockManager:
     return BlockManager(kv.groups(SIZE), kv.slabs(num_blocks), num_host_blocks=num_host, host_cache=True)
 
@@ -31,14 +37,13 @@ def computed(blocks: BlockManager, family: int, length: int) -> BlockTable:
     return table
 
 
-def step(blocks: BlockManager, *, retires: bool = True) -> Any:
+def step(blocks: BlockManager, *, retires: bool = True) -> SideCopies:
     """The side copies of a step of which all else is planned."""
-    builder: Any = SimpleNamespace(save=[], load=[])
-    blocks.host.plan_copies(builder, ())
+    saves, loads = blocks.host.plan_copies(has_streams=False)
     if retires:
-        blocks.host.note_saved(builder.save)
+        blocks.host.note_saved(saves)
     blocks.check()
-    return builder
+    return SideCopies(saves, loads)
 
 
 def fill(blocks: BlockManager, family: int, length: int) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from itertools import product, takewhile
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hypothesis.strategies as st
 import pytest
@@ -151,9 +150,8 @@ class BlocksMachine(RuleBasedStateMachine):
     @rule()
     def tick(self) -> None:
         """A step is planned and retires."""
-        builder: Any = SimpleNamespace(save=[], load=[])
-        self.blocks.host.plan_copies(builder, ())
-        self.blocks.host.note_saved(builder.save)
+        saves, _ = self.blocks.host.plan_copies(has_streams=False)
+        self.blocks.host.note_saved(saves)
 
     @rule(pick=PICK, step=st.integers(1, 9))
     def decode(self, pick: int, step: int) -> None:

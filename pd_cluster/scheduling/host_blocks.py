@@ -1,0 +1,52 @@
+"""The host blocks of one KV group, and what is in each. See `host_tier`."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class HostBlocks:
+    """The host blocks of one KV group."""
+
+    def __init__(self) -> None:
+        self.free: list[int] = []
+        self.cached: OrderedDict[bytes, int] = OrderedDict()  # the first is evicted first
+        self.taken: set[int] = set()
+        self.pins: Counter[int] = Counter()  # of cached blocks and of `orphans`
+        self.orphans: set[int] = set()  # pinned blocks that are cached no more
+
+    @property
+    def num_takeable(self) -> int:
+        return len(self.free) + len(self.cached) - len(self.pins) + len(self.orphans)
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The host block with this content."""
+        return self.cached.get(block_hash)
+
+    def pin(self, block: int) -> None:
+        """Keep a cached block from being evicted."""
+        self.pins[block] += 1
+
+    def unpin(self, block: int) -> None:
+        self.pins[block] -= 1
+        if not self.pins[block]:
+            del self.pins[block]
+            if block in self.orphans:
+                self.orphans.remove(block)
+                self.free.append(block)
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """Free taken blocks."""
+        self.taken.difference_update(blocks)
+        self.free += blocks
+
+    def check(self, num_blocks: int) -> None:
+        """Raise AssertionError unless every block is accounted for once."""
+        held = [*self.free, *self.cached.values(), *self.taken, *self.orphans]
+        assert len(held) == len(set(held)) == num_blocks, f"{len(held)} of {num_blocks} host blocks held, some twice"
+        assert self.pins.keys() <= {*self.cached.values(), *self.orphans}, "a host block is pinned and not cached"
+        assert self.orphans <= self.pins.keys(), "an orphan without a pin"
