@@ -113,6 +113,13 @@ class CacheConfig:
         "Host memory in GB, on each rank, that keeps blocks of prefixes for which the cache has no room. It is pinned "
         "while the node serves. swap_gb is a part of it. 0: none.",
     )
+    disk_cache_dir: str = setting(
+        "",
+        "Directory of this node alone, for files of blocks for which host_cache_gb has no room. They survive restarts "
+        "with the same cluster key. Default: none.",
+        metavar="DIR",
+    )
+    disk_cache_gb: float = setting(100.0, "Size of these files in GB.", positive=True)
     prefix_caching: bool = setting(True, "Reuse the blocks of equal prefixes.")
 
     @property

@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from benchmarks.slo.device import Device
-    from pd_cluster.scheduling.batch import Batch
+    from pd_cluster.scheduling.batch import Batch, BlockCopies
     from pd_connectors.protocol.feed import NodeLoad
 
 SEQS, BLOCK, BLOCKS = 256, 64, 14_000
 NO_TARGETS = Targets()
+HOST_BYTES_S = 50e9  # of copies, one way; measured: 53
 NOISE, LEAD_S = 0.02, 0.7e-3  # of a step; planning begins so long before the running step ends
 
 
@@ -70,12 +71,14 @@ class SimulatedNode:
     """A scheduler and its device. `prompts_first`: it is a prefill node."""
 
     def __init__(
-        self, world: VirtualTime, rule: Rule, device: Device, *, prompts_first: bool = False, is_measured: bool = True
-    ) -> None:
-        """`is_measured`: its steps' model is fitted at start, else to its first steps."""
+        self, world: VirtualTime, rule: Rule, device: Device, *, prompts_first: bool = False, is_measured: bool = True,
+        blocks: BlockManager | None = None,
+    ) -> None:  # fmt: skip
+        """`is_measured`: its steps' model is fitted at start, else to its first steps. `blocks`: default: no cache."""
         self.world, self.device = world, device
         group = KVGroup(KVKind.FULL, (0,), (1, 1, 2, BLOCK, 1), "float32", BLOCK)
-        self.blocks = BlockManager((group,), KvSlabs(1, BLOCKS * group.block_bytes, (BLOCKS,)), prefix_caching=False)
+        slabs = KvSlabs(1, BLOCKS * group.block_bytes, (BLOCKS,))
+        self.blocks = blocks or BlockManager((group,), slabs, prefix_caching=False)
         times = steps_at_start(device) if is_measured else ()
         self.model = StepModel(times)
         self.room = StreamRoom(rule.targets.tpot_s, SEQS, self.model, lambda: world.now_s)
@@ -91,6 +94,7 @@ class SimulatedNode:
         )  # fmt: skip
         self._decode_s = 0.0  # of the last step with decodes only
         self.on_token: dict[str, Callable[[], None]] = {}
+        self.before_plan: Callable[[], None] = lambda: None
         self._flights: deque[tuple[Batch, StepWork, float, float]] = deque()  # begin, end
         self._is_awake = False
 
@@ -122,6 +126,7 @@ class SimulatedNode:
     def _plan(self) -> None:
         self._is_awake = False
         world = self.world
+        self.before_plan()
         if not self.scheduler.has_work or len(self._flights) > 1:
             return
         batch = self.scheduler.schedule()
@@ -129,10 +134,16 @@ class SimulatedNode:
             return
         work = StepWork.of(batch.chunks)
         begin_s = max([world.now_s, *(flight[3] for flight in self._flights)])
-        end_s = begin_s + self.device.seconds(work) * world.rng.gauss(1.0, NOISE)
+        seconds = self.device.seconds(work) * world.rng.gauss(1.0, NOISE) if batch.chunks else 0.0
+        end_s = begin_s + max(seconds, self._side_s(batch.copies))
         self._flights.append((batch, work, begin_s, end_s))
         world.at(end_s, self._retire)
         world.at(max(begin_s, end_s - LEAD_S), self._plan)
+
+    def _side_s(self, copies: BlockCopies) -> float:
+        """Of the copies to and from host memory that run beside a step, each way by itself."""
+        size = self.blocks.pools[0].group.block_bytes
+        return max(len(copies.save), len(copies.load)) * size / HOST_BYTES_S
 
     def _retire(self) -> None:
         batch, work, begin_s, end_s = self._flights.popleft()

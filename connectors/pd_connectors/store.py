@@ -91,6 +91,32 @@ class KVStore(ABC):
         """Idempotent."""
 
 
+class Seal:
+    """Keyed digests of one kind of object, which `magic` (16 bytes) names.
+
+    scope: hex; different for any two nodes with KV of another meaning, layout, key or `more`.
+    """
+
+    def __init__(self, magic: bytes, context: ConnectorContext, *more: bytes) -> None:
+        self._magic, self._key = magic, context.cluster_key
+        scope = blake2b(digest_size=16, person=b"pd-pool-scope")
+        key_id = blake2b(context.cluster_key, digest_size=16, person=b"pd-pool-key-id").digest()
+        for field in (magic, context.fingerprint.encode(), context.layout.digest(), key_id, *more):
+            scope.update(len(field).to_bytes(8, "little") + field)
+        self.scope = scope.hexdigest()
+
+    def header(self, name: str, content: memoryview) -> bytes:
+        """HEADER_BYTES that stand before this content of the object `name`."""
+        digest = blake2b(digest_size=DIGEST_BYTES, key=self._key, person=b"pd-pool-object")
+        digest.update(name.encode())
+        digest.update(content)
+        return self._magic + digest.digest()
+
+    def is_of(self, header: memoryview, name: str, content: memoryview) -> bool:
+        """Whether a node of this cluster sealed exactly this content as `name`."""
+        return header[: len(self._magic)] == self._magic and compare_digest(header, self.header(name, content))
+
+
 class Sealer:
     """Names, seals and opens the objects of one rank. `parts` are those of each block, by group.
 
@@ -98,35 +124,21 @@ class Sealer:
     """
 
     def __init__(self, context: ConnectorContext) -> None:
-        self._key = context.cluster_key
         self.parts = head_parts(context.layout, context.rank)
-        scope = blake2b(digest_size=16, person=b"pd-pool-scope")
-        key_id = blake2b(context.cluster_key, digest_size=16, person=b"pd-pool-key-id").digest()
-        for field in (OBJECT_MAGIC, context.fingerprint.encode(), context.layout.digest(), key_id):
-            scope.update(len(field).to_bytes(8, "little") + field)
-        self._scope = scope.hexdigest()
+        self._seal = Seal(OBJECT_MAGIC, context)
 
     def names(self, block_hash: bytes, group: int = 0) -> list[ObjectName]:
         """The objects, in the order of `parts`, of the group's block that this chained hash names."""
-        return [ObjectName(self._scope, block_hash, group, part.number) for part in self.parts[group]]
+        return [ObjectName(self._seal.scope, block_hash, group, part.number) for part in self.parts[group]]
 
     def seal(self, name: ObjectName, block: memoryview) -> bytes:
         """The object that holds `block` (its bytes)."""
-        return b"".join((OBJECT_MAGIC, self._digest(name, block), block))
+        return b"".join((self._seal.header(str(name), block), block))
 
     def open(self, name: ObjectName, sealed: bytearray) -> memoryview | None:
         """The block's bytes; None unless a node of this cluster sealed exactly this object as `name`."""
         view = memoryview(sealed)
-        if (
-            len(view) != HEADER_BYTES + self.parts[name.group][0].num_bytes  # all parts of a group are of one size
-            or view[: len(OBJECT_MAGIC)] != OBJECT_MAGIC
-        ):
+        if len(view) != HEADER_BYTES + self.parts[name.group][0].num_bytes:  # all parts of a group are of one size
             return None
         block = view[HEADER_BYTES:]
-        return block if compare_digest(view[len(OBJECT_MAGIC) : HEADER_BYTES], self._digest(name, block)) else None
-
-    def _digest(self, name: ObjectName, block: memoryview) -> bytes:
-        digest = blake2b(digest_size=DIGEST_BYTES, key=self._key, person=b"pd-pool-object")
-        digest.update(str(name).encode())
-        digest.update(block)
-        return digest.digest()
+        return block if self._seal.is_of(view[:HEADER_BYTES], str(name), block) else None

@@ -88,6 +88,17 @@ ENGINE: dict[str, Meaning] = {
     "pool_blocks_dropped_total": Meaning("Blocks that were not stored.", "reason"),
     "pool_backlog_bytes": Meaning("Copied blocks that wait to be sent to the pool."),
     "pool_searches": Meaning("Searches under way."),
+    "disk_up": Meaning("With `--disk-cache-dir`: 1 while files are read and written, 0 after the disk has failed."),
+    "disk_files": Meaning("Files of blocks."),
+    "disk_bytes": Meaning("Their bytes. `--disk-cache-gb` bounds them."),
+    "disk_evicted_total": Meaning("Files that were deleted for others."),
+    "disk_written_total": Meaning("Blocks that were written."),
+    "disk_dropped_total": Meaning("Blocks that were not.", "reason"),
+    "disk_unwritten_total": Meaning("Blocks that host memory gave up before they were written."),
+    "disk_backlog_bytes": Meaning("Blocks in host memory that wait to be written."),
+    "disk_read_bytes_total": Meaning("Bytes of blocks that were read and whole."),
+    "disk_read_seconds_total": Meaning("Time of the threads that read them, digests included."),
+    "disk_misses_total": Meaning("Blocks that were to be read and did not come.", "reason"),
 }
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.drafting.lookup_drafter import LookupDrafter
 from pd_cluster.engine.admission import Admission, refusal
+from pd_cluster.engine.disk_tier import DiskTier
 from pd_cluster.engine.kv_transfers import KvTransfers
 from pd_cluster.engine.news_report import NewsReport
 from pd_cluster.engine.pipeline import Pipeline
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.batch import Batch
     from pd_cluster.scheduling.drafts import Drafter
     from pd_cluster.scheduling.sequence import Request
+    from pd_cluster.worker.disk_cache.disk_cache import DiskCache
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import Connector
 
@@ -85,9 +87,11 @@ class EngineCore:
         mailbox: Mailbox,
         clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
+        disk: DiskCache | None = None,
     ) -> None:
         """`config`: with what the worker has decided.
 
+        disk: the tier after host memory, which the caller closes, too.
         drafter: in place of the config's. Either is used if the model and the logits stages allow it.
         """
         self._executor = executor
@@ -118,9 +122,14 @@ class EngineCore:
             eos_token_ids=executor.model.eos_token_ids,
             check_sampling=executor.check,
         )
+        self._disk = None
+        if disk is not None:
+            parts = self._blocks, self._scheduler, executor.host_block, self._step_model.prefill_s, clock
+            self._disk = DiskTier(disk, *parts)
         self._transfers = KvTransfers(
-            connector, self._scheduler, mailbox.send, self._report, connector.pool, config.model.logits_stages
-        )
+            connector, self._scheduler, mailbox.send, self._report, connector.pool, config.model.logits_stages,
+            self._disk,
+        )  # fmt: skip
         self._pipeline = self._make_pipeline(config)
         self._news = NewsReport(
             self._scheduler, self._blocks, self._pipeline, self._step_model, self._room, self._step_budget,
@@ -206,6 +215,8 @@ class EngineCore:
         for message in self._mailbox.receive():
             self._take(message)
         self._transfers.take_events()
+        if self._disk is not None:
+            self._disk.turn()
         self._transfers.reserve()
         self._news.send()
         self._mailbox.flush()
@@ -368,7 +379,8 @@ class EngineCore:
             **self._transfers.counters,
         }
         gauges = {"orphaned_loads": float(self._transfers.num_orphans), **self._blocks.host.gauges}
-        for name, value in self._connector.stats().items():
+        disk = {} if self._disk is None else self._disk.stats
+        for name, value in (*self._connector.stats().items(), *disk.items()):
             (counters if name.partition("|")[0].endswith("_total") else gauges)[name] = value
         stats = EngineStats(
             kv=self._blocks.stats(),

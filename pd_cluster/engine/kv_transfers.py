@@ -48,6 +48,7 @@ from pd_connectors.protocol.messages import NO_PREFILL, PrefillFacts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from pd_cluster.engine.disk_tier import DiskTier
     from pd_cluster.protocol.sampling_params import SamplingParams
     from pd_cluster.scheduling.scheduler import Scheduler, Update
     from pd_cluster.scheduling.sequence import Request
@@ -114,11 +115,12 @@ class KvTransfers:
         report: Callable[[Update], None],
         pool: Pool | None = None,
         logits_stages: Sequence[str] = (),
+        disk: DiskTier | None = None,
     ) -> None:
         self._connector = connector
         self._scheduler = scheduler
         self._logits_stages = logits_stages
-        self._searches = PoolSearches(pool, scheduler)
+        self._searches = PoolSearches(pool, scheduler, disk)
         self._reply = reply
         self._report = report
         self._intakes: dict[str, Intake] = {}  # by request id

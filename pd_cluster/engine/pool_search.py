@@ -23,6 +23,7 @@ from pd_connectors.base import PrefixFound, PrefixLoaded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pd_cluster.engine.disk_tier import DiskTier
     from pd_cluster.scheduling.scheduler import Scheduler
     from pd_cluster.scheduling.sequence import Request
     from pd_connectors.base import Pool
@@ -41,8 +42,8 @@ class PoolSearch:
 class PoolSearches:
     """The searches of one engine. Without a pool there are none."""
 
-    def __init__(self, pool: Pool | None, scheduler: Scheduler) -> None:
-        self._pool = pool
+    def __init__(self, pool: Pool | None, scheduler: Scheduler, disk: DiskTier | None = None) -> None:
+        self._pool, self._disk = pool, disk
         self._scheduler = scheduler
         self._serials = count(1)
         self._by_load: dict[str, PoolSearch | None] = {}  # None: an orphan
@@ -55,11 +56,15 @@ class PoolSearches:
         return len(self._by_load) - len(self._by_request)
 
     def admit(self, request: Request) -> None:
-        """Queue a request for prefill on this node, after a search of the pool. Raises Overloaded."""
-        if self._pool is None:
+        """Queue a request for prefill here, after a read of the disk and a search of the pool. Raises Overloaded."""
+        if self._pool is None and self._disk is None:
             self._scheduler.add(request)
             return
         self._scheduler.park(request)
+        if self._disk is None or not self._disk.start(request, self._go_on):
+            self._go_on(request)
+
+    def _go_on(self, request: Request) -> None:
         if not self.start(request, self._scheduler.fall_back_to_local):
             self._scheduler.fall_back_to_local(request)
 
@@ -104,6 +109,8 @@ class PoolSearches:
 
     def forget(self, request: Request) -> None:
         """Cancel the search of a request that has ended. Idempotent."""
+        if self._disk is not None:
+            self._disk.forget(request)
         search = self._by_request.pop(request, None)
         if search is not None:
             assert self._pool is not None

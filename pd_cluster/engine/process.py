@@ -18,6 +18,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,6 +30,7 @@ from pd_cluster.engine.ipc import EngineSockets, SignsOfLife, send_last_words
 from pd_cluster.errors import PdError
 from pd_cluster.protocol.messages import EngineDied, EngineReady, StartupProgress
 from pd_cluster.scheduling.sequence_room import cache_tokens
+from pd_cluster.worker.disk_cache.disk_cache import DiskCache
 from pd_connectors.base import ConnectorContext
 from pd_connectors.protocol.errors import HandoffError
 from pd_connectors.protocol.keys import load_cluster_key
@@ -169,7 +171,11 @@ def _build(config: NodeConfig, address: str, mailbox: Mailbox, cleanup: ExitStac
     connector = create_connector(config.handoff.connector, context)
     cleanup.callback(connector.close)
     connector.register_kv_cache(executor.cache)
-    core = EngineCore(executor.config, executor, connector, mailbox)
+    disk = None
+    if folder := config.cache.disk_cache_dir:
+        disk = DiskCache(Path(folder), int(config.cache.disk_cache_gb * 1e9), context, mailbox.wake)
+        cleanup.callback(disk.close)
+    core = EngineCore(executor.config, executor, connector, mailbox, disk=disk)
     ready = EngineReady(
         engine_id=context.engine_id,
         epoch=epoch,

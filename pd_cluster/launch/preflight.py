@@ -122,6 +122,11 @@ def machine_problems(config: NodeConfig, machine: MachineFacts) -> Iterator[str]
         flag = "--host-cache-gb" if cache.host_cache_gb >= cache.swap_gb else "--swap-gb"
         if why := host_problem(flag, cache.host_gb, in_bounds(config.model).tp, machine.free_host_bytes()):
             yield why
+    if cache.disk_cache_dir:
+        if not (cache.host_cache_gb and cache.prefix_caching):
+            yield "--disk-cache-dir needs --host-cache-gb, through which its blocks go, and --prefix-caching"
+        if config.model.tp > 1:
+            yield "--disk-cache-dir serves nodes with --tp 1 only"
     if config.model.device == "cuda" and (why := machine.cuda_problem()):
         yield f"--device cuda: {why}"
     elif (tp := in_bounds(config.model).tp) > 1 and config.model.device != "cpu":

@@ -66,7 +66,7 @@ class BlockManager:
         self.news = CacheNews([pool.index for pool in self.pools if pool.is_tree])
         self.host = HostTier(self.pools, self.news, num_host_blocks, is_cache=host_cache and prefix_caching)
         self._host_hits = HostHits(self._memory, self.block_size, self._hits, self.host)
-        self.match_host = self._host_hits.extend
+        self.match_host, self.lacking = self._host_hits.extend, self._host_hits.lacking
         self._tables: set[BlockTable] = set()
         self._leases: dict[str, BlockTable] = {}
         self._quarantines: dict[str, list[list[int]]] = {}  # by group

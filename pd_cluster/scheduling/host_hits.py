@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.hits import Hits
-from pd_cluster.scheduling.two_tiers import TwoTiers
+from pd_cluster.scheduling.two_tiers import ThreeTiers, TwoTiers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from pd_cluster.scheduling.block_table import BlockTable
     from pd_cluster.scheduling.host_tier import HostTier
@@ -22,12 +23,31 @@ class HostHits:
         """`device`: the hits in what is on the device."""
         self._memory, self._pools, self._size = memory, memory.pools, block_size
         self._device, self._tier = device, tier
-        caches = [TwoTiers(pool.cache, own) for pool, own in zip(memory.pools, tier.groups, strict=True)]
-        self._both = Hits(memory.pools, block_size, caches)
+        self._caches = [TwoTiers(pool.cache, own) for pool, own in zip(memory.pools, tier.groups, strict=True)]
+        self._both = Hits(memory.pools, block_size, self._caches)
 
     def num_cached(self, hashes: Iterable[bytes]) -> int:
         """The length of the largest boundary, in blocks."""
         return (self._both if self._tier.num_cached else self._device).num_cached(hashes)
+
+    def lacking(
+        self, hashes: Sequence[bytes], has: Callable[[int, bytes], bool]
+    ) -> tuple[int, list[tuple[int, bytes]]]:
+        """The largest boundary, in blocks, with what a third tier `has` of a group, and what of it these two lack.
+
+        The latter are (group, hash), of each group in the prompt's order.
+        """
+        caches = [
+            ThreeTiers(pool.cache, own, partial(has, pool.index))
+            for pool, own in zip(self._pools, self._tier.groups, strict=True)
+        ]
+        boundary, known = Hits(self._pools, self._size, caches).find(hashes)
+        lacking = []
+        for pool, cache in zip(self._pools, self._caches, strict=True):
+            first = pool.group.first_block(boundary * self._size)
+            rest = known[(first + 1) * pool.ratio - 1 : boundary : pool.ratio]
+            lacking += [(pool.index, one) for one in rest if cache.find(one) is None]
+        return boundary, lacking
 
     def extend(
         self,

@@ -50,6 +50,7 @@ LOAD_WAIT_S = 0.002  # until the step after one that only loads: it is planned, 
 class HostTier:
     """The host blocks by group, and the copies to and from them that wait for a step.
 
+    on_saved: called with the group and hash of each block of which a save is planned.
     on_evicted: called with the group, hash and block of each cached one that the tier gives up. By default it tells the
     news if the device has it not.
     """
@@ -65,6 +66,7 @@ class HostTier:
         self.gb_s, self.wait_s = HOST_GB_S, LOAD_WAIT_S
         self.most_loads, self.most_saves = LOADS, SAVES
         self.on_evicted: Callable[[int, bytes, int], None] = self._note_evicted
+        self.on_saved: Callable[[int, bytes], None] = lambda group, block_hash: None
         self.pending: OrderedDict[BlockTable, deque[tuple[int, bytes, int, int]]] = OrderedDict()
         self._clean_to = [0] * len(pools)  # see `_mark`
         self.num_hit_tokens = self.num_loaded = self.num_saved = self.num_unsaved = 0
@@ -252,6 +254,7 @@ class HostTier:
             own.cached[block_hash] = host
             own.pin(host)
             saves.append((pool.index, block_id, host))
+            self.on_saved(pool.index, block_hash)
             self.num_saved += 1
             self.num_saved_bytes += pool.group.block_bytes
         self._clean_to[pool.index] = cache.num_left + ahead + spare

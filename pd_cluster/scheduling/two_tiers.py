@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from pd_cluster.scheduling.host_blocks import HostBlocks
     from pd_cluster.scheduling.prefix_cache import PrefixCache
@@ -29,3 +29,18 @@ class TwoTiers:
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """Blocks of the longest cached run of `hashes`."""
         return list(takewhile(lambda block: block is not None, map(self.find, hashes)))  # type: ignore[arg-type]
+
+
+class ThreeTiers(TwoTiers):
+    """Or in a third tier, which says what it `has`; such a block has the number -1."""
+
+    def __init__(self, cache: PrefixCache, host: HostBlocks, has: Callable[[bytes], bool]) -> None:
+        super().__init__(cache, host)
+        self._has = has
+
+    def __len__(self) -> int:
+        return super().__len__() + 1  # else nothing is looked for where blocks die
+
+    def find(self, block_hash: bytes) -> int | None:
+        found = super().find(block_hash)
+        return -1 if found is None and self._has(block_hash) else found

@@ -276,6 +276,9 @@ class DeviceExecutor(DeviceState):
     def most_host_blocks(self) -> int:
         return self._cache.host.num_blocks
 
+    def host_block(self, group: int, block: int) -> memoryview:
+        return self._cache.host.tensors[group][block].reshape(-1).view(torch.uint8).numpy().data
+
     def connect(self, name: str, context: ConnectorContext) -> tuple[RankPort, ...]:
         ports = () if self._ranks is None else self._ranks.connect(name, context)
         self.pin_rest()

@@ -89,6 +89,9 @@ class Executor(Closes, Protocol):
     def most_host_blocks(self) -> int:
         """What `num_host_blocks` will be, if the machine has the memory."""
 
+    def host_block(self, group: int, block: int) -> memoryview:
+        """The bytes of this rank's host block, below `num_host_blocks`. No copy of a step may be under way with it."""
+
     def connect(self, name: str, context: ConnectorContext) -> tuple[RankPort, ...]:
         """Start what the connector `name` needs on the further ranks. -> the ways to them, by rank.
 

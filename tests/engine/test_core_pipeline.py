@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.scheduling.batch import Batch, StepResult
     from pd_cluster.scheduling.drafts import Drafter
+    from pd_cluster.worker.disk_cache.disk_cache import DiskCache
     from pd_cluster.worker.executor import Executor
     from pd_connectors.base import PublishSpec
     from pd_connectors.protocol.messages import SampledToken
@@ -99,14 +100,16 @@ class Bench:
     def __init__(
         self, executor: Executor, connector: Connector, mode: str, prefix_caching: bool = True, max_num_seqs: int = 6,
         drafter: Drafter | None = None, host_cache_gb: float = 0.0,
+        open_disk: Callable[[Callable[[], None]], DiskCache] | None = None,
     ) -> None:  # fmt: skip
         self.mailbox = FakeMailbox()
+        disk = None if open_disk is None else open_disk(self.mailbox.wake)
         config = replace(
             CONFIG,
             scheduler=replace(CONFIG.scheduler, async_scheduling=mode, max_num_seqs=max_num_seqs),
             cache=replace(CONFIG.cache, prefix_caching=prefix_caching, host_cache_gb=host_cache_gb),
         )
-        self.core = at_fixed_prices(EngineCore(config, executor, connector, self.mailbox, drafter=drafter))
+        self.core = at_fixed_prices(EngineCore(config, executor, connector, self.mailbox, drafter=drafter, disk=disk))
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], FinishReason] = {}
         self.open: set[str] = set()

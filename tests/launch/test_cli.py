@@ -104,6 +104,7 @@ WRONG = ["--tp=0", "--kv-cache-gb=-1", "--max-waiting=-2"]  # of three sections
         ]),
         (["up", "--swap-gb=-1", "--block-size=17"], ["--swap-gb must", "--block-size 17 is not"]),
         (["mixed", "--block-size=-5"], ["--block-size must"]),
+        (["mixed", "--disk-cache-dir=/kv", "--tp=2", "--device=cpu"], ["--disk-cache-dir needs", "-dir serves"]),
         (
             ["router", "--start-empty", "--workers=0", "--max-headers=0", "--max-held-mb=0"],
             ["--workers must", "--max-headers must", "--max-held-mb must"],

@@ -1,0 +1,310 @@
+"""KV blocks of one rank on the machine's own disk: written and read by threads, so no step waits for the disk.
+
+A file's name has the block's chained hash, its group, the rank, and the scope: the model's fingerprint, layout, cluster
+key and degree. Its digest is keyed and covers the name: as with objects of a pool, what lies there is not trusted.
+
+    write    the buffer must stay as it is until DiskWritten
+    read     blocks land in the buffers, each when its digest was checked, until DiskRead and never after it. A deadline
+             ends a read, too: a thread that hangs in the disk has a buffer of its own, and what it brings is dropped
+    off      an error of the disk, a full one too, ends the tier until the next start: nothing is found or written
+
+Each read, and each write that was taken, ends with one event.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from mmap import mmap
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pd_cluster.errors import StartupError
+from pd_cluster.worker.disk_cache.cache_folder import PAGE_BYTES, CacheFolder, aligned
+from pd_connectors.store import HEADER_BYTES, ObjectName, Seal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from pd_connectors.base import ConnectorContext
+
+    _Job = Callable[[int, memoryview], None]  # (number of the thread, its pages)
+
+logger = logging.getLogger(__name__)
+
+FILE_MAGIC = b"pd-kv-file/1\0\0\0\0"
+NUM_THREADS = 4  # that read, and as many that write: one digests 0.9 GB/s; 8B loads sooner than it computes above 2.0
+DEADLINE_S = 2.0  # of a read: what has landed by then is found
+BACKLOG_BYTES = 512 << 20  # of blocks that wait for a writing thread: they stay in host memory
+BACKLOG_BLOCKS = 1024
+CLOSE_S = 3.0
+
+
+class BlockName(NamedTuple):
+    """A block by its content."""
+
+    hash: bytes  # of the prompt up to the block's end
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRead:
+    """A read is over: which of its blocks are whole in their buffers. The other buffers are as they were."""
+
+    read_id: str
+    landed: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskWritten:
+    """The disk does not need the buffer of this block any more."""
+
+    name: BlockName
+    is_stored: bool
+
+
+class _Read:
+    """Its lock puts the end and each landing in an order."""
+
+    def __init__(self, read_id: str, names: Sequence[BlockName], buffers: Sequence[memoryview], due_s: float) -> None:
+        self.read_id, self.names, self.buffers, self.due_s = read_id, names, buffers, due_s
+        self.landed, self.num_left = [False] * len(names), len(names)
+        self.is_over = False
+        self.timer: threading.Timer | None = None
+        self._lock = threading.Lock()
+
+    def land(self, index: int, content: memoryview | None) -> bool:
+        """Copy a block into its buffer; None: it is a miss. Returns whether it was the last one."""
+        with self._lock:
+            if self.is_over:
+                return False
+            if content is not None:
+                # without the interpreter's lock, for which a step would wait 1 ms a block
+                np.copyto(np.frombuffer(self.buffers[index], np.uint8), np.frombuffer(content, np.uint8))
+                self.landed[index] = True
+            self.num_left -= 1
+            return not self.num_left
+
+    def finish(self) -> bool:
+        """Nothing lands after this. False: it was over."""
+        with self._lock:
+            was_over, self.is_over = self.is_over, True
+            return not was_over
+
+
+class DiskCache:
+    """`wake` is called when there is an event. Raises StartupError. One thread calls it, the step loop's."""
+
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int,
+        context: ConnectorContext,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        layout = context.layout
+        self._block_bytes = [group.rank_bytes(layout.tp_size) for group in layout.groups]
+        self._file_bytes = [aligned(PAGE_BYTES + num_bytes) for num_bytes in self._block_bytes]
+        if max_bytes < NUM_THREADS * max(self._file_bytes):
+            raise StartupError(f"the disk cache needs {NUM_THREADS * max(self._file_bytes) / 1e9:.3g} GB at least")
+        self._seal = Seal(FILE_MAGIC, context, b"%d" % layout.tp_size)
+        self._rank, self._wake, self._clock = context.rank, wake, clock
+        self._folder = CacheFolder(folder / f"rank-{context.rank}", max_bytes)
+        self._lock = threading.Lock()  # of what follows, but for the queues
+        self._reads: dict[str, _Read] = {}
+        self._writing: set[BlockName] = set()
+        self._num_backlog_bytes = 0
+        self._counts = dict.fromkeys(_COUNTS, 0.0)
+        self._is_off = False
+        self._held: list[_Read | None] = [None] * NUM_THREADS  # what each reading thread works on, over or not
+        self._events: deque[DiskRead | DiskWritten] = deque()
+        self._to_read: SimpleQueue[_Job | None] = SimpleQueue()
+        self._to_write: SimpleQueue[_Job | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, args=(index, jobs), name=f"pd-disk-{what}-{index}", daemon=True)
+            for what, jobs in (("read", self._to_read), ("write", self._to_write))
+            for index in range(NUM_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # the step loop's side
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the tier works: it is not off, and not every reading thread hangs."""
+        now_s = self._clock()
+        return not self._is_off and any(held is None or now_s < held.due_s for held in self._held)
+
+    def has(self, name: BlockName) -> bool:
+        """Whether the block can be asked for. It may be gone, or no good, when it is read."""
+        return self._file_name(name) in self._folder and self.is_up
+
+    def read(
+        self, read_id: str, names: Sequence[BlockName], buffers: Sequence[memoryview], deadline_s: float = DEADLINE_S
+    ) -> None:
+        """Read blocks, in this order, into buffers of their sizes. Ends with DiskRead, for which buffers must stay."""
+        read = _Read(read_id, names, buffers, self._clock() + deadline_s)
+        with self._lock:
+            assert read_id not in self._reads, read_id
+            self._reads[read_id] = read
+        if not names or not self.is_up:
+            self._end(read, "unavailable")
+            return
+        read.timer = threading.Timer(deadline_s, self._end, (read, "late"))
+        read.timer.daemon = True
+        read.timer.start()
+        for index in range(len(names)):
+            self._to_read.put(partial(self._read_block, read, index))
+
+    def write(self, name: BlockName, buffer: memoryview) -> bool:
+        """Store a block. False, and no event: it is stored or waits for it already, or the backlog is full, counted."""
+        size = self._block_bytes[name.group]
+        assert buffer.nbytes == size, (buffer.nbytes, size)
+        with self._lock:
+            if name in self._writing or self._file_name(name) in self._folder:
+                return False
+            is_full = self._num_backlog_bytes + size > BACKLOG_BYTES or len(self._writing) >= BACKLOG_BLOCKS
+            if is_full or self._is_off:
+                self._counts[f"disk_dropped_total|reason={'unavailable' if self._is_off else 'backlog'}"] += 1
+                return False
+            self._num_backlog_bytes += size
+            self._writing.add(name)
+        self._to_write.put(partial(self._write_block, name, buffer))
+        return True
+
+    def poll(self) -> list[DiskRead | DiskWritten]:
+        """The events since the last call."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges by the names of their metrics."""
+        folder, backlog = self._folder, self._num_backlog_bytes
+        return {
+            **self._counts,
+            "disk_up": float(self.is_up),
+            "disk_files": float(len(folder)),
+            "disk_bytes": float(folder.num_bytes),
+            "disk_backlog_bytes": float(backlog),
+            "disk_evicted_total": float(folder.num_evicted),
+        }
+
+    def close(self) -> None:
+        """End every read, drop what was not written, join the threads. Idempotent."""
+        if not self._threads:
+            return
+        self._is_off = True
+        for read in list(self._reads.values()):
+            self._end(read, "unavailable")
+        for _ in range(NUM_THREADS):
+            self._to_read.put(None)
+            self._to_write.put(None)
+        end_s = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            logger.error("the disk cache did not end within %g s", CLOSE_S)  # its lock ends with the process
+        else:
+            self._folder.close()
+        self._threads.clear()
+
+    # threads
+
+    def _file_name(self, name: BlockName) -> str:
+        return str(ObjectName(self._seal.scope, name.hash, name.group, self._rank))
+
+    def _count(self, name: str, number: float = 1) -> None:
+        with self._lock:
+            self._counts[name] += number
+
+    def _run(self, index: int, jobs: SimpleQueue[_Job | None]) -> None:
+        pages = memoryview(mmap(-1, max(self._file_bytes)))
+        while (job := jobs.get()) is not None:
+            try:
+                job(index, pages)
+            except Exception as error:  # of the disk, or a bug, which must not leave a request waiting
+                self._switch_off(error)
+
+    def _read_block(self, read: _Read, place: int, index: int, pages: memoryview) -> None:
+        if read.is_over:
+            return
+        self._held[index] = read
+        content = None
+        try:
+            content = self._load(read.names[place], pages)
+        except OSError:
+            self._count("disk_misses_total|reason=unavailable")
+            raise
+        finally:
+            if read.land(place, content):
+                self._end(read)
+            self._held[index] = None
+
+    def _load(self, name: BlockName, pages: memoryview) -> memoryview | None:
+        """The block's bytes, in the thread's pages. None: there is no such block, any more."""
+        file_name, start_s, size = self._file_name(name), self._clock(), self._block_bytes[name.group]
+        content = pages[PAGE_BYTES : PAGE_BYTES + size]
+        if not self._folder.read(file_name, pages[: self._file_bytes[name.group]]):
+            self._count("disk_misses_total|reason=lost")
+            return None
+        if not self._seal.is_of(pages[:HEADER_BYTES], file_name, content):
+            self._folder.discard(file_name)
+            self._count("disk_misses_total|reason=damaged")
+            return None
+        self._count("disk_read_bytes_total", size)
+        self._count("disk_read_seconds_total", self._clock() - start_s)
+        return content
+
+    def _write_block(self, name: BlockName, source: memoryview, index: int, pages: memoryview) -> None:
+        del index
+        is_stored = False
+        try:
+            is_stored = not self._is_off and self._store(name, source, pages)
+        finally:
+            with self._lock:
+                self._num_backlog_bytes -= source.nbytes
+                self._writing.discard(name)
+                self._counts["disk_written_total" if is_stored else "disk_dropped_total|reason=unavailable"] += 1
+            self._events.append(DiskWritten(name, is_stored))
+            self._wake()
+
+    def _store(self, name: BlockName, source: memoryview, pages: memoryview) -> bool:
+        file_name, content = self._file_name(name), pages[PAGE_BYTES : PAGE_BYTES + source.nbytes]
+        np.copyto(np.frombuffer(content, np.uint8), np.frombuffer(source, np.uint8))
+        pages[:HEADER_BYTES] = self._seal.header(file_name, content)
+        return self._folder.write(file_name, pages[: self._file_bytes[name.group]])
+
+    def _switch_off(self, error: Exception) -> None:
+        with self._lock:
+            was_off, self._is_off = self._is_off, True
+        if not was_off:
+            trace = error if not isinstance(error, OSError) else None
+            logger.error("the disk cache %s is off until the next start: %s", self._folder.path, error, exc_info=trace)
+
+    def _end(self, read: _Read, miss: str = "") -> None:
+        """End a read. Only the first call has an effect."""
+        if not read.finish():
+            return
+        if read.timer is not None:
+            read.timer.cancel()
+        with self._lock:
+            del self._reads[read.read_id]
+            if miss:
+                self._counts[f"disk_misses_total|reason={miss}"] += read.num_left
+        self._events.append(DiskRead(read.read_id, tuple(read.landed)))
+        self._wake()
+
+
+_COUNTS = (
+    *(f"disk_misses_total|reason={miss}" for miss in ("lost", "damaged", "late", "unavailable")),
+    *(f"disk_dropped_total|reason={reason}" for reason in ("backlog", "unavailable")),
+    *(f"disk_{name}_total" for name in ("read_bytes", "read_seconds", "written")),
+)

@@ -1,0 +1,62 @@
+"""What the simulated tiers find of a trace with hits that are known."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.routing_simulation.trace import BLOCK_TOKENS, read_trace
+from benchmarks.tier_simulation import GROUP, main, simulate_tiers
+from pd_cluster.engine import disk_tier
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ROUND, LONG = 40, 1  # prompts, and blocks of the trace in each: prompts that take few blocks at once are saved in time
+GIB = 2**30
+PROMPT_BYTES = LONG * BLOCK_TOKENS // GROUP.block_size * GROUP.block_bytes
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Forty prompts, one after the other, three times: a cache that has fewer of them finds none again."""
+    rows = [
+        {
+            "timestamp": 1000 * (ROUND * turn + number), "input_length": LONG * BLOCK_TOKENS + 9, "output_length": 1,
+            "hash_ids": [LONG * number + k for k in range(LONG + 1)],
+        }
+        for turn in range(3) for number in range(ROUND)
+    ]  # fmt: skip
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_each_tier_finds_what_fits_into_it(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = read_trace(trace)
+    gpu_gib, all_gb, few_gb = 12 * PROMPT_BYTES / GIB, 50 * PROMPT_BYTES / 1e9, 12 * PROMPT_BYTES / 1e9
+    most = 2 / 3 * LONG * BLOCK_TOKENS / (LONG * BLOCK_TOKENS + 9)
+    alone = simulate_tiers(requests, 0, gpu_gib, 1.0)
+    assert alone.hits == alone.host_hits == alone.saved_s == 0
+    host = simulate_tiers(requests, all_gb, gpu_gib, 1.0)
+    assert host.hits == pytest.approx(most)
+    assert host.host_hits == pytest.approx(most)
+    assert host.mean_ttft_s < alone.mean_ttft_s
+    assert host.unsaved_blocks == 0
+    few = simulate_tiers(requests, few_gb, gpu_gib, 1.0)
+    assert few.hits < most / 2
+    slow = simulate_tiers(requests, few_gb, gpu_gib, 1.0, disk_gb=100, disk_gb_s=2)
+    assert slow.hits == few.hits  # an idle node computes 512 tokens sooner
+    monkeypatch.setattr(disk_tier, "DISK_GB_S", 20.0)
+    disk = simulate_tiers(requests, few_gb, gpu_gib, 1.0, disk_gb=100, disk_gb_s=20)
+    assert disk.hits > 0.9 * most
+
+
+def test_rows_are_recorded(trace: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    flags = ["--data", str(trace.parent), "--traces", trace.name, "--host-gb", "0", "5", "--gpu-gib", "1"]
+    assert main([*flags, "--disk-gb", "9", "--json", str(record)]) == 0
+    rows = [json.loads(line)["figures"] for line in record.read_text().splitlines()]
+    assert [(row["host_gb"], row["disk_gb"]) for row in rows] == [(0, 0), (5, 0), (5, 9)]

@@ -1,0 +1,244 @@
+"""The engine with the real worker on CPU, a tiny cache, a tiny host memory, and files: no answer is altered."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pd_cluster.protocol.messages import Abort, AddRequest, ResetCache
+from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_cluster.worker.disk_cache.cache_folder import CacheFolder
+from pd_cluster.worker.disk_cache.disk_cache import DiskCache
+from pd_connectors.base import ConnectorContext
+from tests.deadlines import HANG_S
+from tests.engine.drafting_node import Node, Told, expect_same, roomy
+from tests.engine.test_core_pipeline import CONFIG, make_connector
+from tests.worker.driver import poison
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.engine.drafting_node import Answered
+
+__all__ = ["roomy"]
+
+HOST_GB = 0.001
+SALTS = ("", "", "one", "other")
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Node]:
+    """A cache of 14 blocks, and about as many in host memory."""
+    cache = replace(CONFIG.cache, num_blocks=14, swap_gb=HOST_GB, host_cache_gb=HOST_GB)
+    executor = DeviceExecutor.started(replace(CONFIG, cache=cache), lambda _: None)
+    for connector in make_connector(executor):
+        yield Node(executor, connector)
+    executor.close()
+
+
+def requests(num: int, seed: int) -> list[AddRequest]:
+    """Prompts of a few heads and tails, by several tenants."""
+    rng = random.Random(seed)
+    heads = [[rng.randrange(5, 200) for _ in range(64)] for _ in range(6)]
+    asked = []
+    for index in range(num):
+        prompt = rng.choice(heads)[: rng.choice((48, 64))] + [rng.randrange(5, 200)] * rng.choice((5, 20, 37))
+        sampling = SamplingParams(
+            max_tokens=rng.randint(2, 8), temperature=rng.choice((0.0, 0.9)), seed=index, ignore_eos=True, logprobs=1
+        )
+        asked.append(AddRequest(f"r{index}", prompt, sampling, salt=rng.choice(SALTS)))
+    return asked
+
+
+ASKED = requests(24, seed=1)
+
+
+class DiskedBench(Told):
+    """A node on a directory, with NaN in all its host memory, that reads whatever is there. Close it."""
+
+    def __init__(self, node: Node, folder: Path, mode: str = "off", key: bytes = b"k" * 32) -> None:
+        for tensor in node.executor._cache.hosts:
+            poison(tensor)
+        context = ConnectorContext(
+            "node", 1, node.executor.model.fingerprint, node.executor.layout, key, "127.0.0.1", 0
+        )
+        self.disk: DiskCache
+
+        def open_disk(wake: Callable[[], None]) -> DiskCache:
+            self.disk = DiskCache(folder, 10**9, context, wake)
+            return self.disk
+
+        super().__init__(node.executor, node.connector, mode, host_cache_gb=HOST_GB, open_disk=open_disk)
+        host, tier = self.core._blocks.host, self.core._disk
+        assert tier is not None
+        host.gb_s, host.wait_s = inf, 0.0
+        tier._is_sooner = lambda *_: True  # type: ignore[method-assign]
+
+    def serve(self, asked: list[AddRequest], wave: int = 6) -> Answered:
+        """The answers to requests of which so many are open at once. All that is to be written is."""
+        for first in range(0, len(asked), wave):
+            for one in asked[first : first + wave]:
+                self.send(one)
+            self.run()
+        return self.settled()
+
+    def settled(self) -> Answered:
+        tier = self.core._disk
+        assert tier is not None
+        while tier._reads or tier._writes:
+            assert self.mailbox.wait(HANG_S)
+            self.core.turn()
+        assert self.core._blocks.host.idle
+        self.core.settle()
+        return self.answered()
+
+    def counter(self, name: str) -> float:
+        assert self.stats is not None
+        return {**self.stats.counters, **self.stats.gauges}[name]
+
+    def close(self) -> None:
+        self.disk.close()
+
+
+@pytest.fixture(scope="module")
+def single(roomy: Node) -> Answered:
+    """Without any cache of prefixes."""
+    bench = roomy.bench(prefix_caching=False)
+    for one in ASKED:
+        bench.send(one)
+    bench.run()
+    return bench.answered()
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_files_alter_no_answer_and_are_found_after_a_restart(
+    small: Node, single: Answered, mode: str, tmp_path: Path
+) -> None:
+    bench = DiskedBench(small, tmp_path, mode)
+    expect_same(bench.serve(ASKED), single)
+    assert bench.counter("disk_written_total") > 20
+    assert bench.counter("disk_read_bytes_total") > 0
+    bench.close()
+    bench = DiskedBench(small, tmp_path, mode)
+    expect_same(bench.serve(ASKED), single)
+    assert bench.counter("host_cache_hit_tokens_total") > 300
+    assert bench.counter("disk_read_bytes_total") > 0
+    bench.close()
+
+
+def test_files_of_another_key_are_not_read(small: Node, single: Answered, tmp_path: Path) -> None:
+    bench = DiskedBench(small, tmp_path)
+    bench.serve(ASKED)
+    bench.close()
+    bench = DiskedBench(small, tmp_path, key=b"o" * 32)
+    bench.serve(ASKED[:1])
+    assert bench.counter("disk_read_bytes_total") == 0
+    bench.close()
+
+
+def hang(method: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """From now on calls of this method of CacheFolder wait for the event, and then do what they do."""
+    gate, real = threading.Event(), getattr(CacheFolder, method)
+
+    def wait(*args: Any) -> bool:
+        assert gate.wait(HANG_S)
+        is_done: bool = real(*args)
+        return is_done
+
+    monkeypatch.setattr(CacheFolder, method, wait)
+    return gate
+
+
+def _damage(folder: Path) -> None:
+    for number, path in enumerate(sorted((folder / "rank-0").iterdir())):
+        if number % 3 == 0:
+            os.truncate(path, 100)
+        elif number % 3 == 1:
+            with path.open("r+b") as file:
+                file.seek(5000)
+                file.write(b"\xff" * 200)
+
+
+def test_damaged_files_alter_no_answer(small: Node, single: Answered, tmp_path: Path) -> None:
+    bench = DiskedBench(small, tmp_path)
+    bench.serve(ASKED)
+    bench.close()
+    _damage(tmp_path)
+    bench = DiskedBench(small, tmp_path)
+    expect_same(bench.serve(ASKED), single)
+    assert bench.counter("disk_misses_total|reason=damaged") > 0
+    assert bench.counter("disk_misses_total|reason=lost") > 0
+    assert bench.counter("disk_up") == 1
+    bench.close()
+
+
+@pytest.mark.parametrize("method", ["read", "write"])
+def test_a_disk_that_hangs_fails_no_request(
+    small: Node, single: Answered, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = DiskedBench(small, tmp_path)
+    bench.serve(ASKED)
+    bench.close()
+    gate = hang(method, monkeypatch)
+    bench = DiskedBench(small, tmp_path)
+    monkeypatch.setattr(bench.disk, "read", partial(bench.disk.read, deadline_s=0.05))
+    for one in ASKED:
+        bench.send(one)
+    bench.run()
+    if method == "read":
+        assert bench.counter("disk_misses_total|reason=late") > 0
+        assert bench.counter("disk_up") == 0
+    gate.set()
+    expect_same(bench.settled(), single)
+    bench.close()
+
+
+@pytest.mark.parametrize("method", ["read", "write"])
+def test_a_disk_that_fails_fails_no_request(
+    small: Node, single: Answered, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bool:
+        raise OSError(5, "the disk is broken")
+
+    bench = DiskedBench(small, tmp_path)
+    bench.serve(ASKED)
+    bench.close()
+    monkeypatch.setattr(CacheFolder, method, fail)
+    bench = DiskedBench(small, tmp_path)
+    expect_same(bench.serve([*ASKED]), single)
+    assert bench.counter("disk_up") == 0
+    bench.close()
+
+
+def test_a_request_that_ends_while_it_is_read_leaves_its_blocks(
+    small: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = DiskedBench(small, tmp_path)
+    bench.serve(ASKED)
+    bench.close()
+    gate = hang("read", monkeypatch)
+    bench = DiskedBench(small, tmp_path)
+    monkeypatch.setattr(bench.disk, "read", partial(bench.disk.read, deadline_s=HANG_S))
+    bench.send(ASKED[0])
+    bench.core.turn()
+    tier = bench.core._disk
+    assert tier is not None
+    assert len(tier._reads) == 1
+    bench.send(Abort(ASKED[0].request_id))
+    bench.run()
+    assert not bench.core._blocks.host.idle
+    gate.set()
+    bench.settled()
+    assert bench.core._blocks.host.num_cached > 0
+    bench.send(ResetCache())
+    bench.run()
+    bench.close()
