@@ -59,7 +59,7 @@ def _engine_counters() -> set[str]:
 
 
 def _engine_gauges() -> set[str]:
-    """The other keys of `stats` methods and of the step loop's gauges."""
+    """The other keys of methods `stats` and `gauges`, and of the step loop's gauges."""
     return {key for key in _strings() if not key.partition("|")[0].endswith("_total")}
 
 
@@ -76,7 +76,7 @@ def _written() -> Iterator[str]:
     ):
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.FunctionDef) and node.name in ("stats", "_send_stats", "counters"):
+                if isinstance(node, ast.FunctionDef) and node.name in ("stats", "_send_stats", "counters", "gauges"):
                     yield from _keys(node)
                 elif isinstance(node, ast.Constant) and str(node.value).endswith("_total"):
                     yield str(node.value)

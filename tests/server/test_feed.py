@@ -10,6 +10,7 @@ import time
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from pd_cluster.errors import EngineUnavailable, Overloaded
@@ -18,7 +19,9 @@ from pd_cluster.server.node import feed_hub
 from pd_cluster.server.node.feed_hub import FeedReader
 from pd_connectors.protocol.feed import (
     CHARGE_HEADER,
+    DEVICE,
     FEED_TYPE,
+    HOST,
     MAX_WAIT_MS,
     WAIT_HEADER,
     FeedDelta,
@@ -86,6 +89,8 @@ class Reader:
         self.number = message.number
         self.load = message.load
         self.blocks |= {stored.block: stored for stored in message.stored}
+        for block, tier in message.moved if isinstance(message, FeedDelta) else ():
+            self.blocks[block] = msgspec.structs.replace(self.blocks[block], tier=tier)
         self.charges += message.charges
         return message
 
@@ -147,6 +152,9 @@ async def test_a_snapshot_and_numbered_deltas() -> None:
         await reader.next()  # both in one
         assert reader.load.queued_tokens == 9
         assert list(reader.blocks) == [1, 2]
+        tell(EngineNews(0, LOAD, (), (StoredBlock(4, 8, 64, HOST),), 0, ((1, HOST), (9, HOST))))
+        await reader.next()
+        assert {block: one.tier for block, one in reader.blocks.items()} == {1: HOST, 2: DEVICE, 4: HOST}
         async with reading(node, "r2") as other:
             assert other.blocks == reader.blocks
         await reader.next()
