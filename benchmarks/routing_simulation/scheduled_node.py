@@ -30,7 +30,7 @@ Lease: TypeAlias = "tuple[ScheduledNode, str]"
 
 
 class ScheduledNode(SimulatedNode):
-    """Serves what `SimNode` does. An answer's tokens are those of its conversation, so that the next turn finds them."""
+    """Serves what `SimNode` does. Every answer has the same tokens, so that the next turn finds them."""
 
     def __init__(
         self, world: VirtualTime, role: str, num_blocks: int, leases: dict[SimRequest, Lease], shape: str = SHAPES[0]

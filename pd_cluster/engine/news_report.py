@@ -96,6 +96,7 @@ class NewsReport:
         load = msgspec.structs.replace(
             load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share,
             step_keys=self._budget.keys_per_token(load.num_running + share) if share else 0,
-            prompts_share=self._room.share, num_context=num_context, context_s=model.context_s if model.is_fitted else 0.0,
+            num_context=num_context, context_s=model.context_s if model.is_fitted else 0.0,
+            prompts_share=self._room.share,
         )  # fmt: skip
         return self._room.filled_in(load, num_streams, num_promised)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec.structs import replace
 
-from pd_connectors.protocol.feed import NodeLoad
 from pd_router.config import HandoffOrder
 from pd_router.policy.charge import Charge
 from tests.router.test_choice import NOW_S, chosen, table
 from tests.router.test_long_contexts import CONTEXT, DECODE, PREFILL, nodes
+
+if TYPE_CHECKING:
+    from pd_connectors.protocol.feed import NodeLoad
 
 FREE = replace(PREFILL, kept_tokens=250_000, prompts_share=0.3, step_s=0.0042, context_s=33e-9)
 MOST = {"most_output": 400.0}
@@ -38,7 +40,7 @@ def test_a_free_prefill_node_keeps_a_stream_that_costs_more_elsewhere() -> None:
         (replace(FREE, free_blocks=10), DECODE, {}),
         (replace(FREE, prompts_share=0.7), DECODE, {}),
         (replace(FREE, prompts_share=1.0), DECODE, {}),
-        (FREE, replace(DECODE, num_running=1, num_context=CONTEXT), {}),
+        (FREE, replace(DECODE, num_running=1, num_context=CONTEXT, step_s=0.0055), {}),
         (replace(FREE, num_running=3, num_context=3 * CONTEXT, step_s=0.0082), DECODE, {}),
         (FREE, DECODE, {"asked": HandoffOrder.P_FIRST}),
         (FREE, DECODE, {"decode_on_prefill": "never"}),

@@ -135,9 +135,8 @@ def test_a_prompt_behind_as_many_tokens_as_long_streams_has_nearly_its_usual_sha
     model = StepModel()
     budget = decoding(model)
     usual, now = tokens(budget, num_decodes), tokens(budget, num_decodes, context, context)
-    before = PrefillBudget.beside(num_decodes, 2048, *budget._limits(num_decodes, 1024 * num_decodes)).take(
-        context, 9999
-    )
+    limits = budget._limits(num_decodes, 1024 * num_decodes)
+    before = PrefillBudget.beside(num_decodes, 2048, *limits).take(context, 9999)
     assert before <= now <= 1.1 * usual
     step = StepWork(num_decodes, num_decodes * context, now, keys_of(now, context))
     within = model.seconds(step) <= 1.05 * KEPT_GAP_S

@@ -44,7 +44,7 @@ class NodeLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     step_keys: int = 0  # a prompt's token after so many others counts as two of `step_tokens`; 0: always as one
     num_context: int = 0  # known tokens of the sequences that decode here or will
     context_s: float = 0.0  # of a step, for each token of KV that decodes read
-    # Tokens that further streams may hold to their ends, if a prefill node with time to spare keeps them; 0: it keeps none
+    # Tokens of KV that further streams of a prefill node without a target may have at their ends; 0: it keeps none
     kept_tokens: int = 0
     prompts_share: float = 0.0  # of the time lately, what prompts took beside streams, or alone
 

@@ -36,8 +36,10 @@ ERROR_FACTOR = 1.1
 # Of a second of a stream, beside one until a first token. Where streams are alike the answer loses as much to them as
 # they lose to it, so half of the sum is one of the two: 50 us a step at 1,200 tokens. `STREAM_SHARE` is beside that
 STREAM_WEIGHT = 0.5
-KEPT_MARGIN = 0.1  # of its own time at a decode node, what a stream must save all in all to go on at a prefill node
-MOST_BUSY = 0.9  # of a prefill node's time: above that prompts leave it nothing for streams
+SOONER = (
+    1.1  # times as soon as from a decode node a stream must have its tokens where its gaps are longer, beside prompts
+)
+MOST_BUSY = 0.9  # of a node's time, that prompts take: what a longer queue says of an answer is no more
 FEW_NODES = 16  # so few are summed up sooner than compared
 ENDING_S = 2.5  # of a sequence, in place of which another can run: 256 steps of 10 ms
 TOKEN_S = 25e-6  # where no speed is known: then only ratios count
@@ -186,37 +188,37 @@ class Costs:
                 queue_s = queue_s if queue_s < most_queue_s else most_queue_s
             yield node, cached, tokens, queue_s, own_s
 
-    def keeping(self, nodes: Sequence[Node]) -> list[float]:
-        """Of prefill nodes, if they go on with the prompt, to the last token; inf where one does not keep it."""
-        costs_s = []
+    def may_keep(self, node: Node) -> bool:
+        """Whether the prefill node has memory for the answer to its end, by its own word and what is on its way."""
+        most, told = self._num_sequences * self._prompt.most_context_at(node), node.view.load
+        return told is not None and told.kept_tokens >= most + node.view.ledger.own_context
+
+    def keeping(self, nodes: Sequence[Node], decode: Node) -> list[float]:
+        """Of prefill nodes, if they go on with the prompt, to the last token; inf where one does not keep it, or the
+        client had its tokens later than from this decode node."""
+        costs_s, latest_s = [], self.token_s(decode)
         sums = self._sums(nodes, self._best_reading)
         for (node, _, _, queue_s, own_s), (_, _, has_room) in zip(sums, self.decoding(nodes), strict=True):
-            told, ledger, load = node.view.load, node.view.ledger, node.view.ledger.total
-            most = self._num_sequences * self._prompt.most_context_at(node)
-            waits_s = self.waiting_s(node, queue_s)
-            if told is None or not has_room or told.kept_tokens < most + ledger.own_context or waits_s == inf:
-                costs_s.append(inf)
-                continue
-            streams_s = load.streams_s + load.num_sequences * (DECODE_S + load.context_s * self._context)
-            costs_s.append(queue_s + own_s + self._num_steps * streams_s + waits_s)
+            load = node.view.ledger.total
+            lost_s = load.num_sequences * (DECODE_S + load.context_s * self._context)
+            answer_s = self._num_steps * (load.streams_s + lost_s) + self.waiting_s(node, queue_s)
+            keeps = has_room and self.may_keep(node) and SOONER * self.token_s(node, queue_s) <= latest_s
+            costs_s.append(queue_s + own_s + answer_s if keeps else inf)
         return costs_s
 
-    def margin_s(self, decode: Node) -> float:
-        """The least saving for which a stream leaves this decode node: its gaps are longer beside prompts."""
-        return 0.0 if decode.view.load is None else 2 * self._num_steps * KEPT_MARGIN * decode.view.load.step_s
+    def token_s(self, node: Node, queue_s: float = 0.0) -> float:
+        """Of a token of the answer, if prompts take as much of the node's time as lately, and as what queues."""
+        told, own_step_s = node.view.load, DECODE_S + node.view.ledger.total.context_s * self._context
+        step_s = own_step_s + (0.0 if told is None else told.step_s)
+        answer_s = 2 * self._num_steps * step_s
+        return step_s / (1.0 - min(MOST_BUSY, max(told.prompts_share if told else 0.0, queue_s / (queue_s + answer_s))))
 
     def waiting_s(self, node: Node, queue_s: float = 0.0) -> float:
-        """What the answer and the streams of the node wait for its prompts, each token of theirs, if these take as much
-        of its time as lately, and as what queues; inf: they leave no time."""
-        told, num_streams = node.view.load, node.view.num_sequences
-        if told is None:
-            return 0.0
+        """What the answer and the streams of the node wait for its prompts, with each token of theirs."""
         own_step_s = DECODE_S + node.view.ledger.total.context_s * self._context
-        step_s = told.step_s + own_step_s
-        busy = max(told.prompts_share, queue_s / (queue_s + 2 * self._num_steps * step_s))
-        if busy > MOST_BUSY:
-            return inf
-        return self._num_steps * (step_s + num_streams * own_step_s) * busy / (1.0 - busy)
+        step_s = own_step_s + (0.0 if node.view.load is None else node.view.load.step_s)
+        waits = self.token_s(node, queue_s) / step_s - 1.0
+        return self._num_steps * waits * (step_s + node.view.num_sequences * own_step_s)
 
     def is_slower(self, node: Node) -> bool:
         """Whether the prefill node's pace is longer than the best one's by more than the error."""

@@ -48,7 +48,7 @@ class CostRoute(Route, frozen=True, kw_only=True):
         if self.reason == KEPT:  # no decode node instead of it: those are late, and may not be allowed to read prompts
             return self.otherwise.soonest(self.otherwise.keepers(nodes))
         if self.reason == FREE:
-            return self.otherwise.freest(nodes, math.inf)[0]
+            return self.otherwise.freest(nodes, math.inf)
         return self.sooner([node for node in nodes if node.role is not Role.PREFILL], self._prefill_s(now_s))[0]
 
     def queue_s(self, node: Node) -> float | None:
@@ -100,18 +100,15 @@ class CostRoute(Route, frozen=True, kw_only=True):
         soon = [node for node, s in zip(ready, reading_s, strict=True) if s <= latest_s]
         return [max(soon, key=lambda node: node.view.num_sequences)] if soon else []
 
-    def freest(self, nodes: Iterable[Node], most_s: float) -> tuple[Node | None, float]:
+    def freest(self, nodes: Iterable[Node], most_s: float) -> Node | None:
         """The prefill node that keeps the stream where that costs clearly less than a handoff and than `most_s`."""
         costs, free = self.costs, [node for node in nodes if node.role is Role.PREFILL]
-        kept_s = costs.keeping(free)
-        least_s = min(kept_s, default=math.inf)
-        if least_s == math.inf or not (decodes := [*self.paired(self.decodes)]):
-            return None, math.inf
+        if not any(map(costs.may_keep, free)) or not (decodes := [*self.paired(self.decodes)]):
+            return None
         over_s = [one_s for one_s, _, _ in costs.decoding(decodes)]
-        best = _least(decodes, over_s)
+        kept_s = costs.keeping(free, best := _least(decodes, over_s))
         handed_s = min(costs.reading(self.prefills)) + min(over_s) + costs.waiting_s(best)
-        is_less = least_s + max(DOUBT_S, costs.margin_s(best)) < min(handed_s, most_s)
-        return (_least(free, kept_s) if is_less else None), least_s
+        return _least(free, kept_s) if min(kept_s) + DOUBT_S < min(handed_s, most_s) else None
 
     def soonest(self, keepers: Sequence[Node]) -> Node | None:
         """The one with room that answers soonest."""
@@ -256,7 +253,7 @@ def _freed(handoff: CostRoute, route: CostRoute, now_s: float) -> CostRoute:
     direct = route.best(route.decodes, now_s) if route.order is DIRECT else None
     costs = handoff.costs
     direct_s = math.inf if direct is None else costs.direct_s(direct) + costs.waiting_s(direct)
-    free, _ = handoff.freest(handoff.prefills, direct_s)
+    free = handoff.freest(handoff.prefills, direct_s)
     return route if free is None else replace(handoff, order=DIRECT, reason=FREE, decodes=(free,), otherwise=handoff)
 
 
