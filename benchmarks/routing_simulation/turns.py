@@ -46,8 +46,9 @@ class TurnsWorld(SimWorld):
         self, cluster: Cluster, conversations: Sequence[Conversation], at_once: int, seed: int, shape: str = SHAPES[0]
     ) -> None:
         self._leases: dict[SimRequest, Lease] = {}
-        self._shape = shape
-        super().__init__(cluster, (), Random(seed), VirtualTime(seed))
+        self._time, self._shape = VirtualTime(seed), shape
+        self._scheduled: list[ScheduledNode] = []
+        super().__init__(cluster, (), Random(seed), self._time)
         self._num_turns = sum(len(one.turns) for one in conversations)
         self._records: list[RequestRecord] = []
         self._is_closed = at_once > 0
@@ -58,12 +59,13 @@ class TurnsWorld(SimWorld):
     def _make_node(self, number: int) -> ScheduledNode:  # type: ignore[override]
         cluster = self.cluster
         role = "prefill" if number < cluster.num_prefill else "decode" if cluster.num_prefill else "mixed"
-        node = ScheduledNode(self.events, role, cluster.num_blocks, self._leases, self._shape)
+        node = ScheduledNode(self._time, role, cluster.num_blocks, self._leases, self._shape)
         node.changed = lambda: self._change(number)
+        self._scheduled.append(node)
         return node
 
     def _make_router(self, turn: int) -> LookingRouter:
-        return LookingRouter(self.nodes, self.cluster.num_prefill, lambda: self.events.now_s, turn)
+        return LookingRouter(self._scheduled, self.cluster.num_prefill, lambda: self.events.now_s, turn)
 
     def talk(self) -> list[RequestRecord]:
         """Until all turns are answered. Records are in the order of conversations, then of turns."""

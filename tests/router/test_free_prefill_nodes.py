@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.feed import NodeLoad
 
 FREE = replace(PREFILL, kept_tokens=250_000, prompts_share=0.3, step_s=0.0042, context_s=33e-9)
-MOST = {"most_output": 400.0}
+MOST: dict[str, Any] = {"most_output": 400.0}
 
 
 def test_a_free_prefill_node_keeps_a_stream_that_costs_more_elsewhere() -> None:
