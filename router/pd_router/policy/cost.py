@@ -39,8 +39,8 @@ AGAIN = 1.0
 # Of a second of a stream, beside one until a first token. Where streams are alike the answer loses as much to them as
 # they lose to it, so half of the sum is one of the two: 50 us a step at 1,200 tokens. `STREAM_SHARE` is beside that
 STREAM_WEIGHT = 0.5
-# Times as soon as from a decode node a stream must have its tokens to go on at a prefill node, where its gaps are longer.
-# With 1.0 Azure's answers at 28/s had a TPOT p99 of 11.5 ms for 7.7, with 1.1 8.6 (simulated)
+# Times as soon as from a decode node a stream must have its tokens to go on at a prefill node: its gaps are longer
+# there. With 1.0 Azure's answers at 28/s had a TPOT p99 of 11.5 ms for 7.7, with 1.1 8.6 (simulated)
 SOONER = 1.1
 MOST_BUSY = 0.9  # of a node's time, that prompts take: what a longer queue says of an answer is no more
 FEW_NODES = 16  # so few are summed up sooner than compared
@@ -68,8 +68,8 @@ class Costs:
     """
 
     __slots__ = (
-        "_best_decoding", "_best_reading", "_cached", "_context", "_decodes", "_most_cached", "_now_s", "_num_sequences", "_num_steps",
-        "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
+        "_best_decoding", "_best_reading", "_cached", "_context", "_decodes", "_most_cached", "_now_s",
+        "_num_sequences", "_num_steps", "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
     )  # fmt: skip
 
     def __init__(
