@@ -124,7 +124,7 @@ def simulate_tiers(
     num_host = int(host_gb * 1e9 // GROUP.block_bytes)
     blocks = BlockManager((GROUP,), slabs, num_host_blocks=num_host, host_cache=num_host > 0)
     world = VirtualTime(seed=0)
-    node = SimulatedNode(world, Rule("tier", shortest=True), DenseDevice(), prompts_first=True, blocks=blocks)
+    node = SimulatedNode(world, Rule("tier", shortest=True), DenseDevice(), role="prefill", blocks=blocks)
     scheduler = node.scheduler
     disk = VirtualDisk(world, node.wake, int(disk_gb * 1e9 // GROUP.block_bytes), disk_gb_s * 1e9)
     tier = DiskTier(

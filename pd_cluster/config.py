@@ -158,7 +158,8 @@ class SchedulerConfig:
         0.0,
         "Target of the longest time between two tokens in ms: what cuts prompts into pieces beside streams. "
         "0: 3 x slo_tpot_ms; without that, on a decode node's GPU 1.44 times as long as 32 decodes take (for 8B on an "
-        "H200 7.7: a step of 192 tokens with 32 decodes), else none.",
+        "H200 7.7: a step of 192 tokens with 32 decodes), beside long streams as long as so many tokens of a prompt "
+        "like theirs take, up to 38; on a prefill node's GPU 38, beside streams that it keeps; else none.",
     )
     queue: str = setting(
         "shortest",

@@ -32,6 +32,7 @@ from benchmarks.routing_simulation.report import COST, HEADER, LEAST_LOADED, Pol
 from benchmarks.routing_simulation.trace import SimRequest, copied, read_trace, scaled
 from benchmarks.routing_simulation.turns import NUM_BLOCKS, TurnsWorld, cluster_of
 from benchmarks.routing_simulation.world import POLICIES, Cluster, SimWorld
+from benchmarks.slo.device import SHAPES
 from benchmarks.turn_rows import HEADERS, route_lines, turn_row
 from pd_cluster.bench.cli import positive
 from pd_cluster.bench.turn_statistics import TurnsSummary, summarize_turns
@@ -101,12 +102,15 @@ def _print_turns(preset: TurnsPreset, namespace: argparse.Namespace) -> None:
     lines = []
     for setting in namespace.settings:
         for seed in range(namespace.seeds):
-            summary = simulate_turns(preset, setting, seed, namespace.scale, namespace.num_blocks or NUM_BLOCKS)
+            summary = simulate_turns(
+                preset, setting, seed, namespace.scale, namespace.num_blocks or NUM_BLOCKS, namespace.shape
+            )
             sys.stdout.write(f"| {' | '.join(turn_row(setting, summary))} |\n")
             sys.stdout.flush()
             lines += [f"{setting}, seed {seed}: {line}" for line in route_lines(summary)]
             fields = {
                 "workload": preset.name, "setting": setting, "seed": seed, "scale": namespace.scale,
+                "shape": namespace.shape,
                 "note": namespace.note, "summary": asdict(summary),
             }  # fmt: skip
             append_record(namespace.json, "routing_simulation_turns", fields)
@@ -114,13 +118,14 @@ def _print_turns(preset: TurnsPreset, namespace: argparse.Namespace) -> None:
 
 
 def simulate_turns(
-    preset: TurnsPreset, setting: str, seed: int, scale: float = 1.0, num_blocks: int = NUM_BLOCKS
-) -> TurnsSummary:
+    preset: TurnsPreset, setting: str, seed: int, scale: float = 1.0, num_blocks: int = NUM_BLOCKS,
+    shape: str = SHAPES[0],
+) -> TurnsSummary:  # fmt: skip
     """The preset is for two GPUs. Raises StartupError."""
     cluster = cluster_of(setting, num_blocks)
     plan = preset.times((cluster.num_prefill + cluster.num_decode) / 2).scaled(scale)
     conversations = plan.conversations(seed)
-    records = TurnsWorld(cluster, conversations, plan.at_once, seed).talk()
+    records = TurnsWorld(cluster, conversations, plan.at_once, seed, shape).talk()
     return summarize_turns(records, plan.turns_of(seed), plan.at_once, LATER_TTFT_MS, LONGEST_GAP_MS)
 
 
@@ -130,6 +135,7 @@ def _flags() -> argparse.ArgumentParser:
     add("--trace", type=Path, nargs="+", default=[], metavar="PATH", help="Mooncake's .jsonl or Azure's .csv.")
     add("--turns", nargs="+", default=[], choices=tuple(TURNS), metavar="NAME", help=f"Of {', '.join(TURNS)}.")
     add("--settings", nargs="+", default=["1P1D", "2M", "2P2D", "4M"], metavar="NAME", help="Clusters for --turns.")
+    add("--shape", choices=SHAPES, default=SHAPES[0], help=f"The model's, for --turns (default: {SHAPES[0]}).")
     add("--scale", type=positive, default=1.0, metavar="X", help="Factor for the lengths of --turns.")
     add("--copies", type=int, default=1, metavar="N", help="Of each trace, at once; each has other text (default: 1).")
     add(

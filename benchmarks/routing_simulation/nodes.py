@@ -13,7 +13,7 @@ from pd_connectors.protocol.feed import NodeLoad, StoredBlock
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from benchmarks.routing_simulation.clock import EventQueue
+    from benchmarks.event_queue import EventQueue
 
 Ended: TypeAlias = "Callable[[Sequence[float]], None]"  # an answer is complete: ends of its steps, but for the prompt's
 
@@ -260,6 +260,11 @@ class SimNode:
 
     # --- what it tells
 
+    @property
+    def has_prompts(self) -> bool:
+        return bool(self.queue) or self.current is not None
+
+    @property
     def load(self) -> NodeLoad:
         tokens = sum(one.rest for one in self.queue)
         keys = sum(one.keys for one in self.queue)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from benchmarks.routing_simulation.nodes import SimNode
+    from benchmarks.routing_simulation.scheduled_node import ScheduledNode
     from benchmarks.routing_simulation.trace import SimRequest
     from pd_connectors.protocol.feed import NodeLoad, StoredBlock
 
@@ -62,17 +63,19 @@ class CostRouter:
     """The product's table, index, ledger and choice. `decode_reads`: whether decode nodes may read prompts."""
 
     def __init__(
-        self, num_prefill: int, num_decode: int, clock: Callable[[], float], *, decode_reads: bool = True, turn: int = 0
-    ) -> None:
+        self, num_prefill: int, num_decode: int, clock: Callable[[], float], *, decode_reads: bool = True,
+        prefill_decodes: bool = False, turn: int = 0,
+    ) -> None:  # fmt: skip
         self.config = RouterConfig(
             prefill=tuple(f"http://p{number}:1" for number in range(num_prefill)),
             decode=tuple(f"http://d{number}:1" for number in range(num_decode)),
             prefill_on_decode="auto" if decode_reads else "never",
-            decode_on_prefill="never",  # not simulated
+            decode_on_prefill="auto" if prefill_decodes else "never",
         )
         self.table = NodeTable(self.config, clock)
         self.index: PrefixIndex[Node] = PrefixIndex()
         self._policy = CostPolicy(self.config)
+        self.most_output = 512.0
         self._turn = turn
         self._numbers = {node: number for number, node in enumerate(self.table.nodes)}
         for node in self.table.nodes:
@@ -80,7 +83,9 @@ class CostRouter:
 
     def route(self, arrival: SimRequest) -> SimRoute:
         self._turn += 1
-        facts = PromptFacts(arrival.num_tokens * BYTES_PER_TOKEN, cached=self.cached(arrival))
+        facts = PromptFacts(
+            arrival.num_tokens * BYTES_PER_TOKEN, cached=self.cached(arrival), most_output=self.most_output
+        )
         clock = self.table.clock
         candidates = to_generate(self.table, None, facts, self.config, self._turn)
         choice = self._policy.choose(facts, candidates, clock())
@@ -135,7 +140,7 @@ class OracleRouter(CostRouter):
 
     def route(self, arrival: SimRequest) -> SimRoute:
         for node, sim in zip(self.table.nodes, self._sim, strict=True):
-            node.view.receive(sim.load(), list(node.view.ledger._entries))
+            node.view.receive(sim.load, list(node.view.ledger._entries))
         return super().route(arrival)
 
     def cached(self, arrival: SimRequest) -> dict[Node, int]:
@@ -147,6 +152,18 @@ class OracleRouter(CostRouter):
         charges: Sequence[int],
     ) -> None:  # fmt: skip
         """It needs no feed."""
+
+
+class LookingRouter(CostRouter):
+    """The same choice, which knows the caches of scheduled nodes at the moment of the choice, and their loads late."""
+
+    def __init__(self, nodes: Sequence[ScheduledNode], num_prefill: int, clock: Callable[[], float], turn: int) -> None:
+        super().__init__(num_prefill, len(nodes) - num_prefill, clock, prefill_decodes=True, turn=turn)
+        self._looked = nodes
+
+    def cached(self, arrival: SimRequest) -> dict[Node, int]:
+        pairs = zip(self.table.nodes, self._looked, strict=True)
+        return {node: hit for node, looked in pairs if (hit := looked.num_cached(arrival))}
 
 
 @dataclass(slots=True, eq=False)

@@ -27,6 +27,7 @@ class SimRequest:
     num_output: int
     blocks: tuple[int, ...]  # names of its whole blocks of BLOCK_TOKENS, each with all text before it
     answered: tuple[int, ...] = ()  # the same of the prompt with its answer; (): the answer is not asked for again
+    text: tuple[int, int, int] = (0, 0, 0)  # of a conversation: its head, tokens of that, and its own number
 
 
 def read_trace(path: Path) -> list[SimRequest]:

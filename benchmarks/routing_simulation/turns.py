@@ -1,7 +1,7 @@
 """Conversations of `bench serve --turns` over simulated nodes: the same draws, records and statistics.
 
-An answer's blocks are in the cache of the node that decoded it. Not simulated: memory of running sequences, text that
-is tokenized anew, prefill nodes that decode.
+Nodes are the engine's scheduler over a virtual device, routers know their caches at the moment and their loads late.
+Not simulated: text that is tokenized anew, HTTP, what launches and the network take.
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ from itertools import accumulate
 from random import Random
 from typing import TYPE_CHECKING
 
+from benchmarks.routing_simulation.routers import LookingRouter
+from benchmarks.routing_simulation.scheduled_node import ScheduledNode
 from benchmarks.routing_simulation.trace import BLOCK_TOKENS, SimRequest
 from benchmarks.routing_simulation.world import Cluster, SimAnswer, SimWorld
+from benchmarks.slo.device import SHAPES
+from benchmarks.slo.node import VirtualTime
 from pd_cluster.bench.statistics import RequestRecord
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from benchmarks.routing_simulation.scheduled_node import Lease
     from pd_cluster.bench.turns import Conversation
 
 NUM_BLOCKS = 1640  # 105 GiB of 8B, bf16
@@ -37,14 +42,30 @@ def cluster_of(setting: str, num_blocks: int = NUM_BLOCKS) -> Cluster:
 class TurnsWorld(SimWorld):
     """Holds conversations on a cluster: `at_once` of them, or, if that is 0, each from its time on."""
 
-    def __init__(self, cluster: Cluster, conversations: Sequence[Conversation], at_once: int, seed: int) -> None:
-        super().__init__(cluster, (), Random(seed))
+    def __init__(
+        self, cluster: Cluster, conversations: Sequence[Conversation], at_once: int, seed: int, shape: str = SHAPES[0]
+    ) -> None:
+        self._leases: dict[SimRequest, Lease] = {}
+        self._time, self._shape = VirtualTime(seed), shape
+        self._scheduled: list[ScheduledNode] = []
+        super().__init__(cluster, (), Random(seed), self._time)
         self._num_turns = sum(len(one.turns) for one in conversations)
         self._records: list[RequestRecord] = []
         self._is_closed = at_once > 0
         self._later = iter(conversations[at_once:] if at_once else ())
         for one in conversations[: at_once or None]:
             self._wait(one, 0, one.at_s)
+
+    def _make_node(self, number: int) -> ScheduledNode:  # type: ignore[override]
+        cluster = self.cluster
+        role = "prefill" if number < cluster.num_prefill else "decode" if cluster.num_prefill else "mixed"
+        node = ScheduledNode(self._time, role, cluster.num_blocks, self._leases, self._shape)
+        node.changed = lambda: self._change(number)
+        self._scheduled.append(node)
+        return node
+
+    def _make_router(self, turn: int) -> LookingRouter:
+        return LookingRouter(self._scheduled, self.cluster.num_prefill, lambda: self.events.now_s, turn)
 
     def talk(self) -> list[RequestRecord]:
         """Until all turns are answered. Records are in the order of conversations, then of turns."""
@@ -63,6 +84,7 @@ class TurnsWorld(SimWorld):
         request = SimRequest(
             self.events.now_s, num_input, num_output, _blocks(conversation, num_input),
             _blocks(conversation, num_input + num_output),
+            (-1 - conversation.head & 0xFFFF, conversation.num_head, conversation.index + 100),
         )  # fmt: skip
         self._arrive(request, 0, lambda answer: self._hear(conversation, number, request, answer))
 

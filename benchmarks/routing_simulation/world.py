@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.routing_simulation.clock import EventQueue
+from benchmarks.event_queue import EventQueue
 from benchmarks.routing_simulation.nodes import LruBlocks, Prompt, SimNode
 from benchmarks.routing_simulation.routers import CostRouter, LeastLoadedRouter, OracleRouter
 
@@ -66,9 +66,11 @@ class Outcome:
 class SimWorld:
     """Runs one trace through one cluster."""
 
-    def __init__(self, cluster: Cluster, arrivals: Sequence[SimRequest], random: Random) -> None:
+    def __init__(
+        self, cluster: Cluster, arrivals: Sequence[SimRequest], random: Random, events: EventQueue | None = None
+    ) -> None:
         self.cluster = cluster
-        self.events = EventQueue()
+        self.events = EventQueue() if events is None else events
         self._arrivals = arrivals
         self._ttft_s: list[float] = []
         self._num_direct = 0
@@ -197,7 +199,7 @@ class SimWorld:
         node = self.nodes[number]
         self._is_telling[number] = False
         self._told_s[number] = self.events.now_s
-        load, news = node.load(), node.news
+        load, news = node.load, node.news
         node.news = {}
         evicted = [name for name, block in news.items() if block is None]
         stored = [block for block in news.values() if block is not None]
@@ -207,6 +209,6 @@ class SimWorld:
                 LINK_S,
                 lambda router=router, told=told: router.receive(number, load, stored, evicted, told),  # type: ignore[misc]
             )
-        if (node.queue or node.current is not None) and not self._is_telling[number]:
+        if node.has_prompts and not self._is_telling[number]:
             self._is_telling[number] = True
             self.events.after(PROGRESS_S, lambda: self._tell(number))

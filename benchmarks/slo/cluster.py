@@ -84,9 +84,7 @@ class SimulatedCluster:
         if (shape, setting.num_ranks) not in DEVICES:
             raise StartupError(f"no steps of {shape} are known for nodes of {setting.num_ranks} ranks")
         device, self.world = DEVICES[shape, setting.num_ranks], VirtualTime(seed)
-        self.prefills = [
-            SimulatedNode(self.world, rule, device, prompts_first=True) for _ in range(setting.num_prefills)
-        ]
+        self.prefills = [SimulatedNode(self.world, rule, device, role="prefill") for _ in range(setting.num_prefills)]
         self.decodes = [SimulatedNode(self.world, rule, device) for _ in range(setting.num_decodes)]
         self._config = self._router_config(rule)
         self._policy = CostPolicy(self._config)
@@ -118,7 +116,9 @@ class SimulatedCluster:
     def _route(self, one: Served, name: str) -> None:
         for node, simulated in self._nodes.items():
             node.view.receive(simulated.load, ())
-        facts = PromptFacts(one.arrival.num_input, num_tokens=one.arrival.num_input)
+        facts = PromptFacts(
+            one.arrival.num_input, num_tokens=one.arrival.num_input, most_output=float(one.arrival.num_output)
+        )
         candidates, now_s = to_generate(self._table, None, facts, self._config, next(self._turns)), self.world.now_s
         plan = self._policy.choose(facts, candidates, now_s)
         if plan.order is not HandoffOrder.DIRECT:

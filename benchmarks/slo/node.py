@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import deque
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from benchmarks.event_queue import EventQueue
 from benchmarks.slo.device import STEP_TOKENS, steps_at_start
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.scheduling.batch import StepResult
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from pd_connectors.protocol.feed import NodeLoad
 
 SEQS, BLOCK, BLOCKS = 256, 64, 14_000
+DRAWN = 7  # every token of every answer
 NO_TARGETS = Targets()
 HOST_BYTES_S = 50e9  # of copies, one way; measured: 53
 NOISE, LEAD_S = 0.02, 0.7e-3  # of a step; planning begins so long before the running step ends
@@ -49,43 +49,38 @@ class Rule:
     keeps: bool = True  # prefill nodes may keep streams
 
 
-class VirtualTime:
-    """Virtual time, and what happens at which."""
+class VirtualTime(EventQueue):
+    """Virtual time, what happens at which, and what is drawn."""
 
     def __init__(self, seed: int) -> None:
-        self.now_s = 0.0
+        super().__init__()
         self.rng = random.Random(seed)
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._serial = count()
-
-    def at(self, when_s: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (max(when_s, self.now_s), next(self._serial), act))
-
-    def run(self) -> None:
-        while self._events:
-            self.now_s, _, act = heapq.heappop(self._events)
-            act()
 
 
 class SimulatedNode:
-    """A scheduler and its device. `prompts_first`: it is a prefill node."""
+    """A scheduler and its device."""
 
     def __init__(
-        self, world: VirtualTime, rule: Rule, device: Device, *, prompts_first: bool = False, is_measured: bool = True,
-        blocks: BlockManager | None = None,
+        self, world: VirtualTime, rule: Rule, device: Device, *, role: str = "", num_blocks: int = 0,
+        is_measured: bool = True, blocks: BlockManager | None = None,
     ) -> None:  # fmt: skip
-        """`is_measured`: its steps' model is fitted at start, else to its first steps. `blocks`: default: no cache."""
+        """`role` "": a decode node by the rule's usual gaps, else a mixed one. `num_blocks`: of its memory, with a
+        prefix cache; 0: BLOCKS, without. `is_measured`: its steps' model is fitted at start, else to its first steps.
+        `blocks`: in place of them.
+        """
         self.world, self.device = world, device
         group = KVGroup(KVKind.FULL, (0,), (1, 1, 2, BLOCK, 1), "float32", BLOCK)
-        slabs = KvSlabs(1, BLOCKS * group.block_bytes, (BLOCKS,))
-        self.blocks = blocks or BlockManager((group,), slabs, prefix_caching=False)
+        most = num_blocks or BLOCKS
+        slabs = KvSlabs(1, most * group.block_bytes, (most,))
+        self.blocks = blocks or BlockManager((group,), slabs, prefix_caching=num_blocks > 0)
         times = steps_at_start(device) if is_measured else ()
         self.model = StepModel(times)
         self.room = StreamRoom(rule.targets.tpot_s, SEQS, self.model, lambda: world.now_s)
-        self.room.prompts_first = prompts_first
-        role = "prefill" if prompts_first else "decode" if rule.usual else "mixed"
-        model = StepModel(times) if rule.usual else self.model
+        role = role or ("decode" if rule.usual else "mixed")
+        self.room.prompts_first = role == "prefill"
+        model = StepModel(times) if rule.usual and role == "decode" else self.model
         targets = rule.targets.on(role, "cuda:0", model)
+        self.room.gap_s = targets.itl_s
         self.budget = StepBudget(targets, model, lambda: world.now_s, self._busy_s)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=SEQS, max_num_batched_tokens=STEP_TOKENS, max_waiting=10_000),
@@ -103,13 +98,13 @@ class SimulatedNode:
         """As NewsReport tells it."""
         model, scheduler = self.model, self.scheduler
         token_s, key_s = (model.token_s, model.key_s) if model.knows_prompts else (0.0, 0.0)
-        share, (num_streams, num_context) = scheduler.step_tokens, scheduler.streams
+        share, (num_streams, num_context, num_promised) = scheduler.step_tokens, scheduler.streams
         load = replace(
             scheduler.load, step_s=self._decode_s, token_s=token_s, key_s=key_s, step_tokens=share,
             step_keys=self.budget.keys_per_token(scheduler.load.num_running + share) if share else 0,
-            num_context=num_context, context_s=model.context_s,
+            prompts_share=self.room.share, num_context=num_context, context_s=model.context_s,
         )  # fmt: skip
-        return self.room.filled_in(load, num_streams)
+        return self.room.filled_in(load, num_streams, num_promised)
 
     def _busy_s(self) -> float:
         """As Pipeline.busy_s: predicted, not known."""
@@ -152,7 +147,7 @@ class SimulatedNode:
             self.room.note(work, end_s - begin_s)
             if not work.num_tokens:
                 self._decode_s = end_s - begin_s
-        token: tuple[SampledToken, ...] = (SampledToken(7),)
+        token: tuple[SampledToken, ...] = (SampledToken(DRAWN),)
         samples = {chunk.seq_id: token for chunk in batch.chunks if chunk.num_samples}
         for update in self.scheduler.update(batch, StepResult(batch.step, samples)):
             self.on_token[update.request.request_id]()

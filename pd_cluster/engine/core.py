@@ -108,9 +108,7 @@ class EngineCore:
         self._blocks.host.gb_s *= executor.layout.tp_size  # each rank copies its share
         self._step_model = StepModel(executor.model.step_times)
         self._targets = Targets.of(config.scheduler)
-        # What no client asks for is decided by the steps at start: the first steps of a node that measured none are few
-        budget_model = self._step_model if config.scheduler.has_targets else StepModel(executor.model.step_times)
-        self._step_budget = StepBudget(self._targets, budget_model, clock, lambda: self._pipeline.busy_s)
+        self._step_budget = StepBudget(self._targets, self._step_model, clock, lambda: self._pipeline.busy_s)
         self._room = StreamRoom(self._targets.tpot_s, config.scheduler.max_num_seqs, self._step_model, clock)
         self._set_role(config.server.role)
         self._scheduler = self._make_scheduler(config, drafter)
@@ -179,10 +177,17 @@ class EngineCore:
         )
 
     def _set_role(self, role: str) -> None:
-        """A prefill node's prompts come first: its streams wait for a step as long as the target of gaps allows."""
+        """A prefill node's prompts come first: its streams wait for a step as long as the target of gaps allows.
+
+        What no client asks for is decided on a decode node by the steps at start: the first steps of a node that
+        measured none are few. A prefill node keeps no stream before its steps are known.
+        """
         self._room.prompts_first = role == "prefill"
         budget, model = self._step_budget, self._executor.model
+        is_live = self._targets != Targets(self._targets.ttft_s) or role == "prefill"
+        budget.model = self._step_model if is_live else StepModel(model.step_times)
         budget.targets = self._targets.on(role, model.device, budget.model, model.spec.keys_per_token)
+        self._room.gap_s = budget.targets.itl_s
 
     def stop(self) -> None:
         """End `run` after the current step. May be called from a signal handler or another thread."""

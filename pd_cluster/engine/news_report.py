@@ -95,11 +95,12 @@ class NewsReport:
         model = self._model
         token_s, key_s = (model.token_s, model.key_s) if model.knows_prompts else (0.0, 0.0)
         step_s, share = self._pipeline.decode_s, self._step_tokens
-        num_streams, num_context = self._scheduler.streams
+        num_streams, num_context, num_promised = self._scheduler.streams
         load = msgspec.structs.replace(
             load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share,
             step_keys=self._budget.keys_per_token(load.num_running + share) if share else 0,
             num_context=num_context, context_s=model.context_s if model.is_fitted else 0.0,
             host_token_s=self._token_bytes / (self._host.gb_s * 1e9) if self._host.is_cache else 0.0,
+            prompts_share=self._room.share,
         )  # fmt: skip
-        return self._room.filled_in(load, num_streams)
+        return self._room.filled_in(load, num_streams, num_promised)

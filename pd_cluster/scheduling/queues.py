@@ -53,6 +53,7 @@ class Queues:
         self.num_live = 0  # sequences that have not ended
         self.num_searches = 0  # beam searches
         self.num_context = 0  # known tokens of the live sequences of requests with `is_stream`
+        self.num_promised = 0  # tokens that these may have at their ends
         self.num_queued_keys = 0  # tokens before each of the following, summed
         self.num_queued_tokens = 0  # known tokens that no step has computed and that are not cached, without decodes
 
@@ -74,6 +75,11 @@ class Queues:
     def num_streams(self) -> int:
         """The live sequences of which this node generates more than the first token."""
         return self.num_live - sum(request.num_live for request in self.prefills.values())
+
+    @property
+    def mean_context(self) -> int:
+        """Known tokens of one of these."""
+        return self.num_context // max(1, self.num_streams)
 
     def load(self, blocks: BlockManager) -> NodeLoad:
         """What routers are told, without the times of steps. Every sequence that has no slot counts as waiting."""
@@ -116,6 +122,7 @@ class Queues:
         self.num_live += request.num_live
         if request.is_stream:
             self.num_context += sum(seq.num_context for seq in request.sequences)
+            self.num_promised += sum(seq.max_len for seq in request.sequences)
         self.num_searches += request.beams is not None
         if request.lease_id is not None:
             self.prefills[request.lease_id] = request
@@ -126,6 +133,7 @@ class Queues:
         self.num_live -= 1
         if seq.request.is_stream:
             self.num_context -= seq.num_context
+            self.num_promised -= seq.max_len
 
     def leave(self, request: Request) -> None:
         """Remove a request that has ended. Its sequences stay registered until `forget`."""

@@ -121,9 +121,9 @@ class Scheduler:
         return self._queues.load(self._blocks)
 
     @property
-    def streams(self) -> tuple[int, int]:
-        """`Queues.num_streams` and `Queues.num_context`."""
-        return self._queues.num_streams, self._queues.num_context
+    def streams(self) -> tuple[int, int, int]:
+        """`Queues.num_streams`, `Queues.num_context` and `Queues.num_promised`."""
+        return self._queues.num_streams, self._queues.num_context, self._queues.num_promised
 
     @property
     def step_tokens(self) -> int:

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.prefill_budget import LEAST_PROMPT_TOKENS, PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
-from pd_cluster.scheduling.targets import AIM, MOST_KEYS, NEARLY_CHEAPEST
+from pd_cluster.scheduling.targets import AIM, KEPT_GAP_S, MOST_KEYS, NEARLY_CHEAPEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,6 +61,7 @@ SPREAD = 4  # steps over which slack is spent, or won back
 DEBT = 2
 RECOVERY = 0.8  # of the target: the shortest step for a stream without slack
 PATIENCE = 4  # TTFT targets that a prompt waits for the sake of streams
+CONTEXT_STEP = 1024  # tokens of a stream by which limits are found anew
 LOOKAHEAD = 8  # prompts, in their order, that are compared with their TTFT target
 
 
@@ -90,7 +91,7 @@ class StepBudget:
         self._share = PrefillBudget(num_given=1)  # of the last step
         self._num_without = 0  # steps in a row, up to the last, without a prompt's token
         self._bound_s = -inf  # since when prompts have waited for nothing else
-        self._usual = ((-1, -1), (0, 0))  # decodes and the model's revision, and what `_limits` says of them
+        self._usual = ((-1, -1, -1), (0, 0))  # decodes and the model's revision, and what `_usual_limits` says of them
 
     def beside(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> PrefillBudget:
         """The share of a step of at most `max_num_tokens` with `num_decodes` decodes, which are planned.
@@ -148,12 +149,25 @@ class StepBudget:
             return PrefillBudget.whole(max_num_tokens - num_decodes)
         if not targets.context:
             limits = self._limits(num_decodes, _context_of(_streams(queues, num_entering)))
-        elif self._usual[0] == (key := (num_decodes, self.model.revision)):  # 1 us for 9: they change in one step of 16
-            limits = self._usual[1]
+        elif self._usual[0] == (key := (num_decodes, self.model.revision, queues.mean_context // CONTEXT_STEP)):
+            limits = self._usual[1]  # 1 us for 9
         else:
-            limits = self._limits(num_decodes, targets.context * num_decodes)
+            limits = self._usual_limits(num_decodes, queues.mean_context)
             self._usual = key, limits
         return PrefillBudget.beside(num_decodes, max_num_tokens, *limits)
+
+    def _usual_limits(self, num_decodes: int, context: int) -> tuple[int, int]:
+        """As many tokens of a prompt behind `context` others, as each stream has, as beside streams of the usual
+        context behind so many: else long streams starve prompts like theirs. In a step within KEPT_GAP_S, if that
+        leaves no less.
+        """
+        usual, model = self.targets.context, self.model
+        most, keys = self._limits(num_decodes, usual * num_decodes)
+        dearer = (keys + context) / (keys + usual)
+        if dearer <= 1.0:
+            return most, keys
+        within = model.tokens_within(num_decodes, AIM * KEPT_GAP_S - model.decode_s(num_decodes, context * num_decodes))
+        return max(most, min(within, round(most * dearer))), keys
 
     def _limits(self, num_decodes: int, context: int) -> tuple[int, int]:
         """Tokens of prompts within the target of gaps, and the keys that cost as much as one of them."""

@@ -32,6 +32,8 @@ FADE_S = 5.0  # the weight of what is past falls to 1/e in this time: two answer
 # Of a prefill node's slots, for prompts. Without it they wait for the end of a stream: TTFT p90 538 ms, 60 with it
 # (simulated: 64 slots, 1000 in, 1100 out, 16/s)
 SPARE_SLOTS = 1 / 8
+# Of the bound of gaps, what the streams of a prefill node that was told no target may take: the rest is for its prompts
+KEPT_STEP = 1 / 4
 # Of its KV memory, from which on it takes no more streams: those that it has grow, and leases last. With memory for 19
 # such prompts the median was 2.4 s without, 33 ms with it; none is 25
 SPARE_MEMORY = 1 / 2
@@ -46,6 +48,7 @@ class StreamRoom:
     def __init__(self, tpot_s: float, max_num_seqs: int, model: StepModel, clock: Callable[[], float]) -> None:
         self.tpot_s = tpot_s  # inf: no target
         self.prompts_first = False
+        self.gap_s = inf  # bound of the steps that prompts make beside streams
         self._max_num_seqs = max_num_seqs
         self._model = model
         self._clock = clock
@@ -77,13 +80,27 @@ class StreamRoom:
         weight = exp((self._decoded_s - self._clock()) / FADE_S)
         return max(1.0, (weight * self._num_out + UNDRAFTED) / (weight * self._num_alone + UNDRAFTED))
 
-    def filled_in(self, load: NodeLoad, num_streams: int) -> NodeLoad:
-        """`load` with the target, and the rooms beside so many streams. Without a target: as it is."""
+    def filled_in(self, load: NodeLoad, num_streams: int, num_promised: int = 0) -> NodeLoad:
+        """`load` with the target, and the rooms beside so many streams, which may have `num_promised` tokens.
+
+        A prefill node without a target tells what it may keep, a node of another role nothing.
+        """
         if not self.is_known:
-            return load
+            return self._keeping(load, num_streams, num_promised) if self.prompts_first else load
         free = load.free_blocks / load.num_blocks
         within, late = (self.beside(num_streams, free, targets) for targets in (1.0, LATE))
         return replace(load, tpot_s=self.tpot_s, stream_room=within, late_room=late)
+
+    def _keeping(self, load: NodeLoad, num_streams: int, num_promised: int) -> NodeLoad:
+        """Prompts keep the most of each step, some slots, and half of the memory however long the answers become."""
+        if not self._model.is_fitted or self.gap_s == inf or self.tpot_s < inf:
+            return load
+        step_s = self._model.decode_s(num_streams, load.num_context)
+        has_slots = load.num_running + load.num_waiting < (1 - SPARE_SLOTS) * load.num_slots
+        has_time = step_s <= KEPT_STEP * self.gap_s
+        is_free = load.free_blocks >= SPARE_MEMORY * load.num_blocks
+        most = int((1 - SPARE_MEMORY) * load.num_blocks) * load.block_size if has_slots and has_time and is_free else 0
+        return replace(load, step_s=step_s, kept_tokens=max(0, most - num_promised))
 
     def note(self, work: StepWork, seconds: float, num_accepted: int = 0, gap_s: float = 0.0) -> None:
         """Note a step that has ended. `num_accepted`: of its drafts. `gap_s`: in which it could not begin."""

@@ -149,7 +149,8 @@ def measure_sizes(
     limits = config.scheduler
     try:
         on_cpu, is_decode = model.device == "cpu", config.server.role == "decode"
-        if not on_cpu and (limits.has_targets or is_decode or most_drafts):
+        keeps = config.server.role == "prefill"  # streams, while it has time to spare
+        if not on_cpu and (limits.has_targets or is_decode or keeps or most_drafts):
             measure_for_model(limits, timer)
         if most_drafts:
             measure_drafts(limits, timer, most_drafts, on_cpu=on_cpu)

@@ -13,7 +13,7 @@ from pd_cluster.engine.core import PAUSE_S, EngineCore
 from pd_cluster.protocol.messages import AddRequest, ResetCache, SetRole, SilenceAllowed, StartProfile, StopProfile
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.step_model import StepModel, StepWork
-from pd_cluster.scheduling.targets import AIM, Targets
+from pd_cluster.scheduling.targets import AIM, KEPT_GAP_S, Targets
 from pd_cluster.worker.device_executor import DeviceExecutor
 from tests.engine.test_core_pipeline import CONFIG, PROMPTS, Bench, FakeMailbox, make_connector
 
@@ -113,7 +113,10 @@ def test_a_role_sets_the_limit_of_prompts_beside_decodes(
         core._step_model.note(StepWork(32, 32_768), 1.0)
     for role in ("decode", "mixed", "decode", "prefill"):
         core._take(SetRole(role))
-        assert core._step_budget.targets == (usual if role == "decode" else Targets()), role
+        expected = {"decode": usual, "mixed": Targets(), "prefill": Targets(itl_s=KEPT_GAP_S)}[role]
+        assert core._step_budget.targets == expected, role
+        assert (core._step_budget.model is core._step_model) == (role == "prefill"), "later steps correct what P tells"
+        assert core._room.gap_s == expected.itl_s
 
 
 def test_prompts_of_a_prefill_node_come_before_its_streams(bench: Bench) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks.event_queue import EventQueue
 from benchmarks.presets import TURNS
 from benchmarks.routing_simulation import simulate, simulate_turns
-from benchmarks.routing_simulation.clock import EventQueue
 from benchmarks.routing_simulation.nodes import LruBlocks, Prompt, SimNode, prefill_s
 from benchmarks.routing_simulation.report import BOUND, COST, LEAST_LOADED, ROUND_ROBIN, comparisons
 from benchmarks.routing_simulation.trace import SimRequest, copied, read_trace, scaled, synthetic
@@ -72,7 +72,7 @@ def test_an_idle_prefill_node_takes_as_long_as_its_fit_says() -> None:
     assert ends == [pytest.approx(prefill_s(1000, 0))]
     assert ends[0] == pytest.approx(1000 / 46_400, rel=0.02)
     node.add_prompt(Prompt(arrival, 0.0, lambda: ends.append(events.now_s)))
-    assert (node.load().queued_tokens, node.hit_tokens) == (1000 - 512, 512)
+    assert (node.load.queued_tokens, node.hit_tokens) == (1000 - 512, 512)
     events.run(lambda: len(ends) == 2)
     assert ends[1] - ends[0] == pytest.approx(prefill_s(1000, 512))
 
@@ -134,7 +134,7 @@ def test_conversations_are_held_by_their_seed(at_once: int) -> None:
     by_time = sorted(first, key=lambda one: one.sent_s)
     assert all(one.predicted_s is not None for one in by_time if one.sent_s > by_time[0].end_s)
     busy = worlds[0].events
-    busy.run(lambda: not any(node.num_running or node.queue for node in worlds[0].nodes))
+    busy.run(lambda: not any(node.num_running or node.has_prompts for node in worlds[0].nodes))
     ledgers = [node.view.ledger for node in worlds[0].routers[0].table.nodes]  # type: ignore[attr-defined]
     assert {(one.own_tokens, one.own_keys, one.own_context, one.own_sequences) for one in ledgers} == {(0,) * 4}
 

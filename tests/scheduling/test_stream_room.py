@@ -7,9 +7,19 @@ from math import inf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pd_cluster.scheduling.step_model import StepModel, StepWork
-from pd_cluster.scheduling.stream_room import FADE_S, HELD, LATE, SPARE_MEMORY, SPARE_SLOTS, USUAL_CONTEXT, StreamRoom
+from pd_cluster.scheduling.stream_room import (
+    FADE_S,
+    HELD,
+    KEPT_STEP,
+    LATE,
+    SPARE_MEMORY,
+    SPARE_SLOTS,
+    USUAL_CONTEXT,
+    StreamRoom,
+)
 from pd_connectors.protocol.feed import NodeLoad
 
 TPOT_S, SLOTS = 0.010, 256
@@ -166,3 +176,49 @@ def test_without_drafts_a_stream_has_exactly_one_token_a_step() -> None:
         clock.now_s += 0.007 * num
         made.note(drafted(num % 97, 0), 0.005)
         assert made.pace == 1.0
+
+
+# --- a prefill node without a target of time per token
+
+GAP_S = 0.040
+ROOMY = NodeLoad(num_slots=SLOTS, free_blocks=900, num_blocks=1000, block_size=64)
+
+
+def keeper(gap_s: float = GAP_S, *, prompts_first: bool = True, model: StepModel = MODEL) -> StreamRoom:
+    made, _ = room(inf, model, prompts_first=prompts_first)
+    made.gap_s = gap_s
+    return made
+
+
+def test_a_free_prefill_node_tells_what_memory_streams_may_take_to_their_ends() -> None:
+    made = keeper()
+    assert made.filled_in(ROOMY, 0).kept_tokens == 500 * 64
+    assert made.filled_in(ROOMY, 3, 20_000).kept_tokens == 500 * 64 - 20_000
+    assert made.filled_in(ROOMY, 3, 40_000).kept_tokens == 0, "those that it has may take all of it"
+    assert made.filled_in(ROOMY, 2).step_s == MODEL.decode_s(2, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"free_blocks": 499},
+        {"num_running": round(SLOTS * (1 - SPARE_SLOTS))},
+        {"num_waiting": SLOTS},
+        {"num_context": 10_000_000},
+    ],
+)
+def test_it_keeps_none_without_memory_slots_or_time_for_prompts(change: dict[str, int]) -> None:
+    assert keeper().filled_in(replace(ROOMY, **change), 1).kept_tokens == 0
+
+
+def test_it_keeps_none_where_gaps_have_no_bound_or_steps_are_not_known() -> None:
+    for made in (keeper(inf), keeper(prompts_first=False), keeper(model=StepModel()), room(prompts_first=True)[0]):
+        assert made.filled_in(ROOMY, 0).kept_tokens == 0
+
+
+@pytest.mark.long
+@given(num_streams=st.integers(0, 300), context=st.integers(0, 100_000), gap_s=st.floats(0.001, 0.2))
+def test_its_streams_leave_prompts_the_most_of_a_step(num_streams: int, context: int, gap_s: float) -> None:
+    load = replace(ROOMY, num_running=num_streams, num_context=num_streams * context)
+    if keeper(gap_s).filled_in(load, num_streams).kept_tokens:
+        assert MODEL.decode_s(num_streams, load.num_context) <= KEPT_STEP * gap_s

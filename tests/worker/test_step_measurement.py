@@ -209,7 +209,7 @@ def test_a_node_that_drafts_measures_steps_with_and_without_drafts(
 
 @pytest.mark.parametrize(
     ("role", "tpot_ms", "num_lines"),
-    [("decode", 10.0, 0), ("mixed", 10.0, 0), ("decode", 0.0, 1), ("mixed", 0.0, None), ("prefill", 0.0, None)],
+    [("decode", 10.0, 0), ("mixed", 10.0, 0), ("decode", 0.0, 1), ("mixed", 0.0, None), ("prefill", 0.0, 0)],
 )
 def test_a_node_with_targets_or_usual_gaps_measures_its_steps(
     models: ModelStore, role: str, tpot_ms: float, num_lines: int | None

@@ -48,6 +48,9 @@ class NodeLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_context: int = 0  # known tokens of the sequences that decode here or will
     context_s: float = 0.0  # of a step, for each token of KV that decodes read
     host_token_s: float = 0.0  # to load the KV of a token from host memory; 0: no such tier, or it is not known
+    # Tokens of KV that further streams of a prefill node without a target may have at their ends; 0: it keeps none
+    kept_tokens: int = 0
+    prompts_share: float = 0.0  # of the time lately, what prompts took beside streams, or alone
 
 
 class StoredBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):

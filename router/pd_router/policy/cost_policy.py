@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pd_router.policy.candidates import Candidates, Pairing
     from pd_router.policy.prompt_facts import PromptFacts
 
-KEPT, BUSY, TRIED = "decode-late", "prefill-busy", "prefill-idle"
+KEPT, FREE, BUSY, TRIED = "decode-late", "prefill-free", "prefill-busy", "prefill-idle"
 
 
 class CostRoute(Route, frozen=True, kw_only=True):
@@ -47,6 +47,8 @@ class CostRoute(Route, frozen=True, kw_only=True):
             return _least(nodes, [direct_s for _, direct_s, _ in costs.decoding(nodes)])
         if self.reason == KEPT:  # no decode node instead of it: those are late, and may not be allowed to read prompts
             return self.otherwise.soonest(self.otherwise.keepers(nodes))
+        if self.reason == FREE:
+            return self.otherwise.freest(nodes, math.inf)
         return self.sooner([node for node in nodes if node.role is not Role.PREFILL], self._prefill_s(now_s))[0]
 
     def queue_s(self, node: Node) -> float | None:
@@ -97,6 +99,16 @@ class CostRoute(Route, frozen=True, kw_only=True):
         latest_s = min(reading_s, default=0.0) + DOUBT_S
         soon = [node for node, s in zip(ready, reading_s, strict=True) if s <= latest_s]
         return [max(soon, key=lambda node: node.view.num_sequences)] if soon else []
+
+    def freest(self, nodes: Iterable[Node], most_s: float) -> Node | None:
+        """The prefill node that keeps the stream where that costs clearly less than a handoff and than `most_s`."""
+        costs, free = self.costs, [node for node in nodes if node.role is Role.PREFILL]
+        if not any(map(costs.may_keep, free)) or not (decodes := [*self.paired(self.decodes)]):
+            return None
+        over_s = [one_s for one_s, _, _ in costs.decoding(decodes)]
+        kept_s = costs.keeping(free, best := _least(decodes, over_s))
+        handed_s = min(costs.reading(self.prefills)) + min(over_s) + costs.waiting_s(best)
+        return _least(free, kept_s) if min(kept_s) + DOUBT_S < min(handed_s, most_s) else None
 
     def soonest(self, keepers: Sequence[Node]) -> Node | None:
         """The one with room that answers soonest."""
@@ -168,7 +180,8 @@ class CostPolicy:
         is_slow = candidates.may_try and len(ranked) > 1 and costs.is_slower(last)  # last because of its pace
         if is_slow and self._tries(handoff, last, reading_s[last], reading_s[first]):
             return replace(handoff, reason=TRIED, prefills=(last, *ranked[:-1]), first_s=reading_s[last])
-        return self._better(handoff, reading_s[first], candidates) if candidates.may_spill else handoff
+        route = self._better(handoff, reading_s[first], candidates) if candidates.may_spill else handoff
+        return _freed(handoff, route, now_s) if candidates.may_keep and route.reason != TRIED else route
 
     def _better(self, handoff: CostRoute, prefill_s: float, candidates: Candidates) -> CostRoute:
         """`handoff`, or that a decode node reads the prompt."""
@@ -198,7 +211,8 @@ class CostPolicy:
         feed nothing says that it is idle. The workers of a router all get their part of its requests."""
         view, trial = node.view, node.view.trial
         likely_s = trial.likely_s(reported_s)
-        if view.queued_tokens or view.load is None or view.ledger.total.free_tokens < handoff.prompt.tokens_at(node):
+        total, is_idle = view.ledger.total, not (view.queued_tokens or view.num_sequences)
+        if not is_idle or view.load is None or total.free_tokens < handoff.prompt.tokens_at(node):
             return False
         is_late = 0 < self._slo_ttft_s < likely_s + HANDOVER_S
         return not is_late and trial.is_due(likely_s, usual_s, doubt_s, max(FEWEST, MOST // self._workers))
@@ -232,6 +246,15 @@ def _kept(handoff: CostRoute) -> CostRoute | None:
     if handoff.soonest(keepers) is None:
         return None
     return replace(handoff, order=DIRECT, reason=KEPT, decodes=keepers, otherwise=handoff)
+
+
+def _freed(handoff: CostRoute, route: CostRoute, now_s: float) -> CostRoute:
+    """`route`, or that a prefill node with time to spare keeps the stream, which costs less to the last token."""
+    direct = route.best(route.decodes, now_s) if route.order is DIRECT else None
+    costs = handoff.costs
+    direct_s = math.inf if direct is None else costs.direct_s(direct) + costs.waiting_s(direct)
+    free = handoff.freest(handoff.prefills, direct_s)
+    return route if free is None else replace(handoff, order=DIRECT, reason=FREE, decodes=(free,), otherwise=handoff)
 
 
 def _least(nodes: Sequence[Node], costs_s: Sequence[float]) -> Node:

@@ -39,6 +39,11 @@ class PromptFacts(msgspec.Struct, frozen=True):
         num_tokens, most = self.tokens_at(node), node.max_model_len
         return num_tokens if most is None or num_tokens < most else most
 
+    def most_context_at(self, node: Node) -> float:
+        """Tokens that one sequence may have at its end."""
+        most = self.context_at(node) + self.most_output
+        return most if node.max_model_len is None else min(most, node.max_model_len)
+
     def num_cached(self, node: Node) -> int:
         """Tokens of the prompt that the node has cached, by its feed."""
         return self.cached.get(node, 0)

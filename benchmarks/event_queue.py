@@ -19,12 +19,12 @@ class EventQueue:
         self._numbers = itertools.count()
 
     def at(self, when_s: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (when_s, next(self._numbers), call))
+        heapq.heappush(self._heap, (max(when_s, self.now_s), next(self._numbers), call))
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
         self.at(self.now_s + delay_s, call)
 
-    def run(self, is_done: Callable[[], bool]) -> None:
+    def run(self, is_done: Callable[[], bool] = lambda: False) -> None:
         """Until nothing is left to happen, or `is_done`."""
         while self._heap and not is_done():
             self.now_s, _, call = heapq.heappop(self._heap)
