@@ -332,6 +332,7 @@ def test_the_work_of_a_step_with_drafts_is_that_of_its_decodes_and_of_the_drafts
     assert work.streams == replace(work, num_tokens=0, num_keys=0)
 
 
+VerifySteps = dict[tuple[int, int], tuple[float, dict[int, float]]]
 # By decodes and the tokens before each: ms of a step without drafts, and with so many for each. One H200: 8B from
 # launch to result in captured sizes, 30B-A3B where drafts attend as chunks, captured up to 256 rows
 VERIFY_8B = {
@@ -352,7 +353,7 @@ VERIFY_30B = {
 }
 
 
-def verified(table: dict[tuple[int, int], tuple[float, dict[int, float]]]) -> list[tuple[StepWork, float]]:
+def verified(table: VerifySteps) -> list[tuple[StepWork, float]]:
     samples = []
     for (num, context), (ms, times) in table.items():
         samples.append((StepWork(num, num * context), ms / 1e3))
@@ -368,9 +369,7 @@ def test_the_default_prices_of_drafts_are_those_of_8b() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("table", "rel"), [(VERIFY_8B, 0.07), (VERIFY_30B, 0.15)])
-def test_measured_steps_with_drafts_are_predicted(
-    table: dict[tuple[int, int], tuple[float, dict[int, float]]], rel: float
-) -> None:
+def test_measured_steps_with_drafts_are_predicted(table: VerifySteps, rel: float) -> None:
     """A mixture's first rows read experts, drafts or not: the prices of drafts alone could not say it."""
     samples = verified(table)
     model = StepModel(samples)
@@ -438,7 +437,7 @@ def test_where_no_drafts_were_measured_the_first_steps_tell_their_price() -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize("table", [VERIFY_8B, VERIFY_30B])
-def test_all_numbers_of_drafts_have_the_price_of_their_step(table: dict[tuple[int, int], tuple[float, ...]]) -> None:
+def test_all_numbers_of_drafts_have_the_price_of_their_step(table: VerifySteps) -> None:
     model = StepModel(verified(table))
     for num, context, num_tokens in ((1, 100, 0), (3, 2000, 40), (64, 1024, 0), (130, 500, 300)):
         work = StepWork(num, num * context, num_tokens, 10 * num_tokens)
