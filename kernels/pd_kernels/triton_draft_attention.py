@@ -2,7 +2,7 @@
 """Attention of decodes with drafts: a sequence's last tokens are queries, and see the cache up to their own places.
 
 The work is divided as in `triton_decode`. There a pair is a (sequence, KV head); here it is that with up to QUERIES of
-the sequence's queries, whose heads are the rows of one matrix product. A sequence with more has several such pairs,
+the sequence's queries: their heads are the rows of one matrix product. A sequence with more has several such pairs,
 each of which reads its keys. So a step may have any numbers of queries, and QUERIES decides no more than the time.
 There is one QUERIES for all steps: with 64 rows a warpgroup multiplies, and empty rows cost less than the instructions
 of fewer rows (8B, a layer, one H200: 32 decodes of 8 tokens take 37 us with 64 rows, 39 with 32 and 82 with 16, and 128

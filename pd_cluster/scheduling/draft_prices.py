@@ -1,10 +1,11 @@
 """What drafts cost in a step, beyond what the step takes without them. Pure: fed works and seconds.
 
     step        once for a step with drafts: no other runs beside it, so that its launch takes part of its time
-    sequence    for each sequence with drafts, because it attends as a chunk
+    sequence    for each sequence with drafts, because attention multiplies more rows for it
     row         for each draft, by segments of all rows of the step: a GPU computes the first hundred or two while it
                 reads the weights. A row is a token of the model and one of the head
-    key         for each product of a draft and a token before it
+    key         for each product of a draft and a token before it. On a GPU nearly nothing: a decode reads those tokens
+                anyhow
 
 The experts of a mixture are not among them: the first tokens of a step read these, drafts or not (`step_model.py`).
 
@@ -25,11 +26,13 @@ from pd_cluster.scheduling.term_factors import TermFactors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# 8B, bf16, one H200: 1, 32, 64 and 128 decodes after 1,024 tokens take 4.3, 5.3, 7.0 and 9.1 ms, with one draft each
-# 4.5, 6.5, 7.9 and 14.3, with three 4.6, 6.6, 10.8 and 17.1. All prices are at most 6% off the times of these steps
-STEP_S, SEQUENCE_S, KEY_S = 0.4e-3, 11e-6, 0.2e-9
+# 8B, bf16, one H200: 1, 32, 64 and 128 decodes after 1,024 tokens take 4.2, 5.3, 6.8 and 8.9 ms. From launch to result
+# 1 x 1 drafts take 5.3 and 1 x 7 too, 8 x 3 5.5, 32 x 1, 3 and 7 6.8, 7.1 and 8.4, 64 x 3 9.7, 128 x 1 and 2 11.8 and
+# 14.8; 32 x 3 after 4,096 tokens 9.7 (8.1 without). All prices are at most 3% off the times of these steps. With 1 us
+# for the first rows it were 2%, but a CPU learns its price from this one, and there a row takes 30 times as much
+STEP_S, SEQUENCE_S, KEY_S = 0.9e-3, 3.2e-6, 0.05e-9
 ROW_KNOTS = (0, 128, 256)  # rows of a step where the price of one more changes
-ROW_S = (4e-6, 22e-6, 13e-6)  # between and beyond
+ROW_S = (4e-6, 11e-6, 25e-6)  # between and beyond
 
 OUTLIER = 1.5  # a step counts as at most so many times its prediction, or as one part in so many
 EARLY_OUTLIER = 4.0  # of the first steps, where none were measured at start

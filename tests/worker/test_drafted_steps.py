@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 NUM_TOKENS, MOST, MAX_SEQS = 14, 4, 12
 SIZES = [*decode_sizes(8), *draft_sizes(2 * MAX_SEQS, MAX_SEQS), *near_sizes(64, MAX_SEQS)]
-PROMPTS = random_prompts((20, 5, 33, 15, 9, 70, 3), VOCAB_SIZE, 3)
+PROMPTS = random_prompts((20, 5, 33, 15, 9, 70, 3, 12), VOCAB_SIZE, 3)
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.7},
@@ -41,6 +41,7 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 5},
     {"logit_bias": {7: 4.0, 9: 4.0}, "min_tokens": 6, "stop_token_ids": (7,), "bad_words": ((9,), (7, 7))},
     {"temperature": 0.0, "frequency_penalty": 0.9},
+    {"allowed_token_ids": tuple(range(0, VOCAB_SIZE, 3))},
 ]
 SAMPLINGS = [SamplingParams(max_tokens=NUM_TOKENS, **params) for params in PARAMS]
 
@@ -148,7 +149,7 @@ def ids_of(tokens: Iterable[Sequence[SampledToken]]) -> list[list[int]]:
 @pytest.mark.parametrize("has_graphs", [False, True], ids=["launched", "replayed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_change_no_token(executor: DeviceExecutor, single: Single, kind: str, *, has_graphs: bool) -> None:
-    """Seven settings in one step, beside chunks of prompts."""
+    """Eight settings in one step, beside chunks of prompts."""
     executor._graph_sizes = GraphSizes(())
     replayed = with_graphs(executor, SIZES).replayed if has_graphs else []
     drive = driven(executor, kind, ids_of(single[0]), seed=2)
@@ -170,7 +171,7 @@ def test_drafts_change_no_token(executor: DeviceExecutor, single: Single, kind: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chosen", [(0, 1), (0, 1, 2, 4), (0, 3)], ids=["plain", "limits", "changed"])
+@pytest.mark.parametrize("chosen", [(0, 1), (0, 1, 2, 4), (0, 7), (0, 3)], ids=["plain", "limits", "masks", "changed"])
 def test_graphs_draw_after_drafts(executor: DeviceExecutor, single: Single, kind: str, chosen: tuple[int, ...]) -> None:
     """By the graph of the step, by one after it, or by launches where a stage reads tokens."""
     repeated = with_graphs(executor, SIZES)
@@ -182,6 +183,7 @@ def test_graphs_draw_after_drafts(executor: DeviceExecutor, single: Single, kind
     assert len(repeated.replayed) == drive.num_steps, "each step has a graph"
     assert chosen != (0, 1) or not repeated.drawn
     assert chosen != (0, 1, 2, 4) or len(repeated.drawn) > 3
+    assert chosen != (0, 7) or any(variant.has_masks for variant in repeated.drawn)
 
 
 def test_drafts_follow_a_token_that_is_on_the_device_only(executor: DeviceExecutor, single: Single) -> None:

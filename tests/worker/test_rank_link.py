@@ -46,7 +46,9 @@ BATCH = Batch(
 )
 
 
-@pytest.mark.parametrize("graph", [None, StepSize(4, 3, 2, has_decodes=True, is_far=True)])
+@pytest.mark.parametrize(
+    "graph", [None, StepSize(4, 3, 2, has_decodes=True, is_far=True), StepSize(4, 3, 0, True, has_drafts=True)]
+)
 def test_a_step_arrives_as_it_was_sent(graph: StepSize | None) -> None:
     frame = StepFrame.of(BATCH, graph, (2,), (4,))
     arrived: StepFrame = msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=ToRank)
