@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class CopyStreams:
     """Orders the work of one step after another. A step without such work costs nothing.
 
-    There are two, because a link carries both directions at once: a prompt of 8,192 tokens whose loads waited for as
-    many saves had its first token after 51 ms (8B, one H200), of which 20 are the loads. On a CPU the work runs in the
+    There are two, because a link carries both directions at once. When a prompt of 8,192 tokens loaded after as many
+    saves, it had its first token after 51 ms (8B, one H200), of which the loads were 20. On a CPU the work runs in the
     launch: after the forward, or before it.
     """
 

@@ -84,7 +84,7 @@ def test_an_attention_backend_that_was_asked_for_and_refuses_ends_the_start(mode
 def test_a_capture_that_fails_ends_the_start_with_words(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, error: RuntimeError, words: str
 ) -> None:
-    def fail_to_capture(*arguments: object) -> NoReturn:
+    def fail_to_capture(*arguments: object, **settings: object) -> NoReturn:
         raise error
 
     monkeypatch.setattr("pd_cluster.worker.device_executor.captures_steps", lambda *arguments: True)
