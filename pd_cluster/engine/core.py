@@ -9,6 +9,7 @@ One turn does the following, in this order, so that each decision uses the lates
 On a GPU the step that is launched is the one after the step that is retired (`pipeline`), so that all of the above runs
 while the device computes. A sequence that ends is then in one more step, and its token there is dropped. The loop plans
 the next step just before the running one ends, and waits for messages and events until then (`step_timing`).
+After a step with drafts the device waits for the next launch, so tokens and statistics of it go out after that.
 Everything here runs on one thread. With nothing to do it sleeps on the mailbox; messages and events wake it.
 """
 
@@ -23,7 +24,7 @@ from pd_cluster.engine.admission import Admission, refusal
 from pd_cluster.engine.kv_transfers import KvTransfers
 from pd_cluster.engine.news_report import NewsReport
 from pd_cluster.engine.pipeline import Pipeline
-from pd_cluster.engine.replies import reply_of
+from pd_cluster.engine.replies import Replies
 from pd_cluster.engine.step_timing import StepForecast
 from pd_cluster.errors import Overloaded, PdError
 from pd_cluster.protocol.messages import (
@@ -46,7 +47,7 @@ from pd_cluster.protocol.messages import (
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.drafts import Speculation
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
-from pd_cluster.scheduling.scheduler import Scheduler, Update
+from pd_cluster.scheduling.scheduler import Scheduler
 from pd_cluster.scheduling.step_budget import StepBudget
 from pd_cluster.scheduling.step_model import StepModel
 from pd_cluster.scheduling.stream_room import StreamRoom
@@ -116,8 +117,9 @@ class EngineCore:
             eos_token_ids=executor.model.eos_token_ids,
             check_sampling=executor.check,
         )
+        self._replies = replies = Replies(mailbox.send, self._forget)
         self._transfers = KvTransfers(
-            connector, self._scheduler, mailbox.send, self._report, connector.pool, config.model.logits_stages
+            connector, self._scheduler, mailbox.send, replies.report, connector.pool, config.model.logits_stages
         )
         self._pipeline = self._make_pipeline(config)
         self._news = NewsReport(
@@ -180,6 +182,12 @@ class EngineCore:
 
     def run(self) -> None:
         """Turn until `stop`. An exception from here is a bug or a broken device."""
+        try:
+            self._run()
+        finally:
+            self._replies.tell()  # of the step before a launch that has failed
+
+    def _run(self) -> None:
         is_settled = False
         while not self._stopping:
             if self.turn():
@@ -194,6 +202,7 @@ class EngineCore:
                 is_settled = True
         while len(self._pipeline):
             self._retire()
+        self._replies.tell()
         self.settle()
         self._mailbox.flush()  # closing may take seconds
         logger.info("stopping with %d requests", len(self._requests))
@@ -202,18 +211,25 @@ class EngineCore:
         """Make one turn. Returns False if there was nothing to compute: then wait for a message or an event."""
         scheduler, pipeline = self._scheduler, self._pipeline
         for message in self._mailbox.receive():
+            self._replies.tell()  # first: it may be about what has ended
             self._take(message)
         self._transfers.take_events()
         self._transfers.reserve()
-        self._news.send()
-        self._mailbox.flush()
+        if not self._replies.untold:
+            self._news.send()
+            self._mailbox.flush()
         if spare_s := pipeline.spare_s(prompts_wait=scheduler.prompts_wait):
             self._wait(spare_s)  # a request that arrives meanwhile is in the next step
         elif pipeline.is_full or not scheduler.has_work or not pipeline.launch(self._plan):
             if not len(pipeline):
                 pipeline.rest()
+                self._replies.tell()
+                pipeline.learn()
                 return scheduler.hash_ahead(self._clock() + HASHING_S)
             self._await_step()
+            if pipeline.is_dry:
+                return True  # the next turn launches first
+        self._replies.tell()
         if self._clock() - self._stats_sent_at >= STATS_EVERY_S:
             self._send_stats()
         self._mailbox.flush()
@@ -240,6 +256,7 @@ class EngineCore:
         """Do something that may keep the step loop from turning for PAUSE_S, without being taken for frozen."""
         while len(self._pipeline):
             self._retire()  # a step that waits for this loop to draw its late rows would miss its deadline
+        self._replies.tell()
         self._pipeline.learn()  # now: prompts that ended two minutes ago would count as new
         self._allow_silence(PAUSE_S)
         work()
@@ -259,7 +276,10 @@ class EngineCore:
         self._mailbox.wait(self._news.until(max(0.0, until_s - self._clock())))
 
     def _retire(self) -> None:
-        """Take the oldest step's result; announce it to readers, report it, and store new blocks in the pool."""
+        """Take the oldest step's result; announce it to readers, and store new blocks in the pool. The reply waits.
+
+        The next plan may free what is announced, and write what is stored: neither waits for a launch.
+        """
         batch, result = self._pipeline.retire()
         self._num_steps += 1
         self._num_tokens += batch.num_tokens
@@ -270,8 +290,7 @@ class EngineCore:
         prefilled = [update for update in updates if update.request.work is Work.PREFILL and update.prompt is None]
         if publishes or prefilled:
             self._connector.send_after(self._transfers.announce(publishes, prefilled))
-        for update in updates:
-            self._report(update)
+        self._replies.untold += updates
         news = self._scheduler.take_news()
         if news and self._connector.pool is not None:
             self._connector.pool.store(news)
@@ -321,26 +340,20 @@ class EngineCore:
             self._transfers.revoke(request)
         update = self._scheduler.abort(request, message.index, message.reason)
         if update is not None:
-            self._report(update)
+            self._replies.report(update)
 
     def _fail(self, seq_id: int, error: PdError) -> None:
         """End the request of a sequence that cannot go on. Does nothing for a sequence that has ended already."""
         request = self._scheduler.request_of(seq_id)
         if request is None:
             return
+        self._replies.tell()
         self._transfers.revoke(request)
         self._scheduler.abort(request)
         self._mailbox.send(refusal(request.message, error))
         self._forget(request)
 
-    # replies
-
-    def _report(self, update: Update) -> None:
-        """Send an update to the API process. Forget the request if it has ended."""
-        request = update.request
-        self._mailbox.send(reply_of(update))
-        if update.finished:
-            self._forget(request)
+    # ends and statistics
 
     def _forget(self, request: Request) -> None:
         self._transfers.forget(request)

@@ -97,6 +97,11 @@ class Pipeline:
         return len(self._flights) >= self.depth or self._is_uncertain
 
     @property
+    def is_dry(self) -> bool:
+        """Whether the device idles until the next launch, after a step with drafts. Never where it does in any case."""
+        return self.depth > 1 and self._was_uncertain and not self._flights
+
+    @property
     def _is_uncertain(self) -> bool:
         return bool(self._flights) and self._flights[-1].is_uncertain
 
