@@ -300,14 +300,15 @@ class InputBatch:
 
     def _plan_samples(self, chunks: tuple[SequenceChunk, ...], rows: Ints, ends: Ints, *, has_drafts: bool) -> Samples:
         """`ends`: of what is certain."""
-        counts = [chunk.num_rows for chunk in chunks] if has_drafts else [chunk.num_samples for chunk in chunks]
-        seq_ids = [chunk.seq_id for chunk in chunks]
+        counts, seq_ids = [chunk.num_samples for chunk in chunks], [chunk.seq_id for chunk in chunks]
         drafts = [chunk.drafts for chunk in chunks if chunk.num_samples] if has_drafts else []
         if 0 in counts:
             wanted = np.flatnonzero(counts)
             rows, ends = rows[wanted], ends[wanted]
             counts, seq_ids = [counts[index] for index in wanted], [seq_ids[index] for index in wanted]
         assert (ends == self._num_tokens[rows]).all(), "a chunk samples before its sequence's last known token"
+        if drafts:
+            counts = [count + len(one) for count, one in zip(counts, drafts, strict=True)]
         return self._make_samples(seq_ids, rows, ends, counts, drafts)
 
     def _make_samples(
