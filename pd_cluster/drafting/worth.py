@@ -8,9 +8,9 @@ taken in the order of that chance, and their number k is the one with the most
 There are none where that is hardly more than without. The gap is the time in which the device waits for the host: no
 step is launched after one with drafts before its end.
 
-Streams without a draft gain nothing and wait for the longer step. While there is one, the step is bounded: by a quarter,
-and by the *credit* of such streams, in steps without drafts. One that has had drafts before has got its tokens sooner
-than so, and may wait longer now: each answer as a whole takes a quarter more for a token at most.
+Streams without a draft gain nothing and wait for the longer step. While there is one, the step is bounded: by a quarter
+and by the *credit* of such streams, in steps without drafts. One that has had drafts got its tokens sooner than that,
+and may wait longer now by what it gained. One that never has any waits for a quarter at most.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def most_worth(offers: Sequence[DraftOffer], price: StepPrice) -> list[int]:
         num_shared = int(np.count_nonzero(chances < worst) + np.count_nonzero(firsts == worst)) - 1
     most_shared_s: float | Seconds = price.most_shared_s
     if most_shared_s == inf:
-        credit = _credits_left(chances[starts], price, len(offers))[num_served]
+        credit = _credits_left(chances[starts], price)[num_served] if price.credits else 0.0
         most_shared_s = alone_s * (PROLONGED + credit)
     rates[:num_shared][(seconds > most_shared_s)[:num_shared]] = 0
     rates[seconds.searchsorted(price.most_s, "right") :] = 0
@@ -93,15 +93,12 @@ def most_worth(offers: Sequence[DraftOffer], price: StepPrice) -> list[int]:
     return _counts(chances, starts, best[at], at + 1)
 
 
-def _credits_left(firsts: Chances, price: StepPrice, num_offers: int) -> Seconds:
+def _credits_left(firsts: Chances, price: StepPrice) -> Seconds:
     """[i]: the least credit of the streams that have no draft where those of the best i offers have some."""
-    left = np.full(num_offers + 1, price.least_credit if num_offers < price.num_decodes else MOST_CREDIT)
-    if price.credits and left[-1] > 0:
-        own = np.array(price.credits)[firsts.argsort(kind="stable")]
-        left[:-1] = np.minimum(np.minimum.accumulate(own[::-1])[::-1], left[-1])
-    elif left[-1] > 0:
-        left[:-1] = 0
-    return left
+    own = np.array(price.credits)[firsts.argsort(kind="stable")]
+    # Equal chances may leave the last one without
+    rest = price.least_credit if len(own) < price.num_decodes else own[-1]
+    return np.minimum.accumulate(np.append(own, rest)[::-1])[::-1]
 
 
 def _counts(chances: Chances, starts: Ints, last: np.float32, num_drafts: int) -> list[int]:

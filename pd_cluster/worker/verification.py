@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pd_kernels.values import Ints
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pd_kernels.values import Ints
 
 NO_TOKEN = -1  # in place of a token: there is none, or it was not drawn
 NO_DRAFT = -2  # in place of a draft: equal to no draw
@@ -32,7 +32,7 @@ class ExpectedRows:
     def __init__(self, drafts: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
         """counts: rows of each sequence. One with drafts has 1 + len(drafts): for the certain token, and each draft."""
         ends, lens = np.cumsum(counts), np.array([len(one) for one in drafts])
-        self.begins: Ints = ends - counts
+        self.begins: Ints = ends - np.array(counts)
         flat = [*chain.from_iterable(drafts)]
         self._expected = np.full(ends[-1], NO_DRAFT)
         self._expected[np.arange(len(flat)) + np.repeat(self.begins - np.cumsum(lens) + lens, lens)] = flat

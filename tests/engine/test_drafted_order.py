@@ -55,7 +55,7 @@ class Watch:
                 self.log.append("told")
             send(message)
 
-        pipeline._executor = Launching(executor, launch)  # type: ignore[assignment]
+        pipeline._executor = Launching(executor, launch)
         pipeline.retire, replies._send = retired, told  # type: ignore[method-assign]
 
     @property

@@ -15,7 +15,6 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
-
 import numpy as np
 
 from pd_cluster.protocol.messages import AddRequest, FinishReason, Work

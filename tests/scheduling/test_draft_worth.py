@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cluster.drafting.offer import DraftOffer
-from pd_cluster.drafting.worth import LEAST_GAIN, MOST_CREDIT, PROLONGED, StepPrice, most_worth
+from pd_cluster.drafting.worth import LEAST_GAIN, PROLONGED, StepPrice, most_worth
 
 KNOTS = (3, 8, 15, 40)
 CHANCES = st.lists(st.sampled_from([0.05, 0.3, 0.5, 0.7, 0.9, 1.0]), min_size=1, max_size=7)
@@ -52,8 +52,8 @@ def best_counts(offers: list[DraftOffer], price: StepPrice) -> list[int]:
         num_begun = min(num, sum(first >= chance for first in firsts))
         seconds = float(np.interp(num, price.knots, price.seconds)) + price.step_s + price.sequence_s * num_begun
         without = [credits[at] for at in by_first[num_begun:]]
-        without += [least] if len(offers) < price.num_decodes else []
-        credit = min(without, default=MOST_CREDIT)
+        without.append(least if len(offers) < price.num_decodes else credits[by_first[-1]])
+        credit = min(without)
         shared_s = alone_s * (PROLONGED + credit) if price.most_shared_s == inf else price.most_shared_s
         has_all = len({owner for _, _, owner, _ in every[:num]}) == price.num_decodes
         rate = (price.num_decodes + expected) / seconds
@@ -72,12 +72,12 @@ def best_counts(offers: list[DraftOffer], price: StepPrice) -> list[int]:
 )  # fmt: skip
 def test_the_drafts_are_those_with_the_most_tokens_a_second(
     offered: list[tuple[list[float], float]], prices: list[float], num_others: int, step_s: float, sequence_s: float,
-    most: int, most_s: float, most_shared_s: float, credits: list[float], least_credit: float,
+    most: int, most_s: float, most_shared_s: float, known: list[float], least_credit: float,
 ) -> None:  # fmt: skip
     """Which ones, not only how many. All seconds are exact in binary, so both find the same among equals."""
     offers = [offer_of(*one) for one in offered]
-    limits: dict[str, Any] = {"most_s": most_s, "most_shared_s": most_shared_s, "least_credit": least_credit if credits else 0.0}
-    limits |= {"credits": credits[: len(offers)]}
+    limits: dict[str, Any] = {"most_s": most_s, "most_shared_s": most_shared_s, "credits": known[: len(offers)]}
+    limits["least_credit"] = least_credit if known else 0.0
     price = price_of(prices, len(offers) + num_others, most, step_s=step_s, sequence_s=sequence_s, **limits)
     assert most_worth(offers, price) == best_counts(offers, price)
 
