@@ -117,7 +117,7 @@ class EngineCore:
             eos_token_ids=executor.model.eos_token_ids,
             check_sampling=executor.check,
         )
-        self._replies = replies = Replies(mailbox.send, self._forget)
+        self._replies = replies = Replies(mailbox, self._forget)
         self._transfers = KvTransfers(
             connector, self._scheduler, mailbox.send, replies.report, connector.pool, config.model.logits_stages
         )

@@ -9,6 +9,7 @@ from pd_cluster.protocol.messages import PromptLogprobs, PromptRead, TokensOut
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pd_cluster.engine.mailbox import Mailbox
     from pd_cluster.protocol.messages import FromEngine
     from pd_cluster.scheduling.scheduler import Update
     from pd_cluster.scheduling.sequence import Request, Sequence
@@ -20,15 +21,15 @@ class Replies:
     forget: called with each request that has ended, when its last update was sent.
     """
 
-    def __init__(self, send: Callable[[FromEngine], None], forget: Callable[[Request], None]) -> None:
-        self._send, self._forget = send, forget
+    def __init__(self, mailbox: Mailbox, forget: Callable[[Request], None]) -> None:
+        self._mailbox, self._forget = mailbox, forget
         self.untold: list[Update] = []  # of retired steps, oldest first
 
     def tell(self) -> None:
         """Send what waits. Call it before anything else is done about a request."""
         untold, self.untold = self.untold, []
         for update in untold:
-            self._send(reply_of(update))
+            self._mailbox.send(reply_of(update))
             if update.finished:
                 self._forget(update.request)
 

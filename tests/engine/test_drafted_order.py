@@ -36,8 +36,8 @@ class Watch:
     fails_after: int = 1 << 30  # launches
 
     def __post_init__(self) -> None:
-        pipeline, replies = self.bench.core._pipeline, self.bench.core._replies
-        executor, retire, send = pipeline._executor, pipeline.retire, replies._send
+        pipeline, mailbox = self.bench.core._pipeline, self.bench.mailbox
+        executor, retire, send = pipeline._executor, pipeline.retire, mailbox.send
 
         def launch(batch: Batch, *args: Any) -> Pending:
             if self.log.count("launched") == self.fails_after:
@@ -56,7 +56,7 @@ class Watch:
             send(message)
 
         pipeline._executor = Launching(executor, launch)
-        pipeline.retire, replies._send = retired, told  # type: ignore[method-assign]
+        pipeline.retire, mailbox.send = retired, told  # type: ignore[method-assign]
 
     @property
     def after(self) -> list[str]:
