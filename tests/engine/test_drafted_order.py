@@ -131,7 +131,7 @@ def test_an_abort_in_between_comes_after_the_tokens(roomy: Node, single: Answere
 
 
 def test_a_failure_in_between_comes_after_the_tokens(roomy: Node, single: Answered) -> None:
-    """Of a sequence that cannot be planned, as one whose mask is late."""
+    """Of a sequence that cannot be planned, as with a late mask."""
     bench = roomy.bench("right", "on")
     WANTED.send(bench)
     core = bench.core
