@@ -115,8 +115,8 @@ class CacheConfig:
     )
     disk_cache_dir: str = setting(
         "",
-        "Directory of this node alone, for files of blocks for which host_cache_gb has no room. They survive restarts "
-        "with the same cluster key. Default: none.",
+        "Directory of this node alone, for files of blocks for which host_cache_gb, which it needs, has no room. They "
+        "survive restarts with the same cluster key. Default: none.",
         metavar="DIR",
     )
     disk_cache_gb: float = setting(100.0, "Size of these files in GB.", positive=True)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 LOADS, SAVES = (256, 8), (128, 8)
 AHEAD_SHARE = 16  # 1 / AHEAD_SHARE of a group's blocks, the next to be evicted, are copied: 54,000 tokens of 105 GiB
 LEAST_AHEAD = 8  # blocks
-HOST_GB_S = 25.0  # of all ranks. An H200 copies 53 GB/s each way; forwards beside it and the other way take their part
+HOST_GB_S = 25.0  # of a rank. An H200 copies 53 GB/s each way; forwards beside it and the other way take their part
 LOAD_WAIT_S = 0.002  # until the step after one that only loads: it is planned, launched and retired
 
 
