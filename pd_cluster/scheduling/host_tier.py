@@ -276,7 +276,7 @@ class HostTier:
         """
         loads: list[tuple[int, bytes, int, int]] = []
         for table, queued in tuple(self.pending.items()):
-            victims, num = self.victims.get(table, {}), len(loads)
+            victims, num = self.victims.get(table, ()), len(loads)
             while queued and len(loads) < most and queued[0][3] not in victims:
                 loads.append(queued.popleft())
                 self.num_loaded_bytes += self._pools[loads[-1][0]].group.block_bytes
