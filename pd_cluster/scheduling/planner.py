@@ -79,6 +79,7 @@ class Planner:
         self._step_budget = step_budget
         self._passed = PassedPrompts()
         self._next_step = 0
+        blocks.host.step_tokens = config.max_num_batched_tokens
 
     def plan(self, loads: list[LoadSpec]) -> Batch:
         """The next step's batch, with these loads. Its sequences count as in flight until its result is known."""
@@ -104,7 +105,9 @@ class Planner:
             self._drafting.add(builder)
         if (host := self._blocks.host).is_cache:  # last: nothing else may take what these copies read
             has_streams = any(map(is_stream, self._queues.running))
-            builder.save, builder.load = host.plan_copies(has_streams=has_streams)
+            running = self._queues.running if host.victims else ()
+            written = {seq.table: seq.num_scheduled_tokens for seq in running if seq.table is not None}
+            builder.save, builder.load = host.plan_copies(written, has_streams=has_streams)
         batch = builder.batch(self._queues.take_departures(), self._queues.take_beam_steps(), loads)
         if builder.preempted and not builder.held and not batch.moves_worker:
             return self.plan(loads)  # what has yielded never ran: the next step can begin at once
@@ -301,8 +304,10 @@ class Planner:
             return False
         builder.swap_in += copies
         self._queues.run(seq)
-        if seq.table in self._blocks.host.pending:
+        if self._blocks.host.holds_up(seq.table, seq.num_scheduled_tokens):  # type: ignore[arg-type]
             seq.planned_step = builder.step  # it computes from the next step on, or a later one
+            if seq.table not in self._blocks.host.pending:  # then no other one takes its place, and blocks for it
+                builder.prompts.take(seq.num_scheduled_tokens, seq.num_remaining_tokens)
         elif not builder.unready.holds(seq, self._clock()):  # else it may be cached but for its last token
             builder.add_chunk(seq, self._blocks)
         return True
