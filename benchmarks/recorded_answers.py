@@ -162,8 +162,8 @@ class RecordedResult:
     def record(self) -> dict[str, Any]:
         rounds = {"none": self.none, "lookup": self.lookup}
         return {
-            **asdict(self.case), "name": self.case.name, "ratio": self.ratio, "spread": self.spread, "acceptance": self.acceptance,
-            "is_right": self.is_right,
+            **asdict(self.case), "name": self.case.name, "ratio": self.ratio, "spread": self.spread,
+            "acceptance": self.acceptance, "is_right": self.is_right,
             "tpot_ms": {name: tpot(found) for name, found in rounds.items()},
             "tpot_quiet_ms": {name: tpot(found, UNMATCHED) for name, found in rounds.items()},
             "rounds": {name: [_recorded(one) for one in found] for name, found in rounds.items()},

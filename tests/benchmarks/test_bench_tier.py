@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from benchmarks.__main__ import main
 from benchmarks.tier import TierBench
 from pd_cluster.scheduling.host_tier import HostTier
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 FLAGS = (
     "tier --parts hits --device cpu --shape tiny --num-blocks 400 --host-gb 0.02 "

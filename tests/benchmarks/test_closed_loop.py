@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from math import ceil
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
