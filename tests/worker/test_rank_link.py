@@ -296,19 +296,21 @@ def test_a_link_that_was_not_started_closes(tmp_path: Path) -> None:
 
 def test_the_product_executes_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """In clusters of tests it is forked (tests/forked_command.py)."""
-    process = SimpleNamespace(stdin=io.BytesIO())
+    stdin = io.BytesIO()
+    process: Any = SimpleNamespace(stdin=stdin)
     started: list[tuple[list[str], dict[str, Any]]] = []
 
-    def popen(command: list[str], **more: Any) -> SimpleNamespace:
+    def popen(command: list[str], **more: Any) -> Any:
         started.append((command, more))
         return process
 
     monkeypatch.setattr(subprocess, "Popen", popen)
     config = NodeConfig(model=ModelConfig(model="m", tp=2))
-    assert ProductRanks(config, "ipc:///r", lambda _: None)._spawn(1, 5) is process
+    found: Any = ProductRanks(config, "ipc:///r", lambda _: None)._spawn(1, 5)
+    assert found is process
     command = [sys.executable, "-P", "-m", "pd_cluster.worker.rank"]  # -P: nothing of the folder that it starts in
     assert started == [(command, {"stdin": subprocess.PIPE})]
-    [line] = process.stdin.getvalue().splitlines()
+    [line] = stdin.getvalue().splitlines()
     assert msgspec.json.decode(line, type=RankStart) == RankStart(config, 1, "ipc:///r", 5)
 
 
