@@ -200,6 +200,11 @@ class SchedulerConfig:
         """Whether steps are sized by what clients may wait (`scheduling/step_budget.py`)."""
         return bool(self.slo_tpot_ms or self.slo_itl_ms)
 
+    @property
+    def most_captured_rows(self) -> int:
+        """Of captured steps with drafts, which are of decodes alone: at most as many drafts as sequences may run."""
+        return self.max_num_seqs + min(self.max_graph_batch, self.max_num_seqs)
+
     def depth_on(self, device: str) -> int:
         """How many steps may be under way at once on this device ("cpu", "cuda:0", ...)."""
         overlap = device != "cpu" if self.async_scheduling == "auto" else self.async_scheduling == "on"

@@ -160,7 +160,9 @@ class EngineCore:
             return None
         model = self._step_model
         gap_s, forced = lambda: self._pipeline.gap_s, self._executor.take_forced
-        return Speculation(drafter or LookupDrafter(), model, gap_s, lambda: model.is_fitted, forced)
+        limits, is_captured = config.scheduler, config.scheduler.cuda_graphs and self._executor.model.device != "cpu"
+        most_rows = limits.most_captured_rows if is_captured else None
+        return Speculation(drafter or LookupDrafter(), model, gap_s, lambda: model.is_fitted, forced, most_rows)
 
     def _make_scheduler(self, config: NodeConfig, drafter: Drafter | None) -> Scheduler:
         model = self._executor.model
