@@ -102,7 +102,7 @@ class NewsReport:
         num_streams, num_context, num_promised = self._scheduler.streams
         load = msgspec.structs.replace(
             load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share,
-            step_keys=self._budget.keys_per_token(load.num_running + share) if share else 0,
+            step_keys=self._budget.step_keys(load.num_running, share) if share else 0,
             num_context=num_context, context_s=model.context_s if model.is_fitted else 0.0,
             host_token_s=self._token_bytes / (self._host.gb_s * 1e9) if self._host.is_cache else 0.0,
             prompts_share=self._room.share,

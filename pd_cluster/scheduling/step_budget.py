@@ -91,7 +91,7 @@ class StepBudget:
         self._share = PrefillBudget(num_given=1)  # of the last step
         self._num_without = 0  # steps in a row, up to the last, without a prompt's token
         self._bound_s = -inf  # since when prompts have waited for nothing else
-        self._usual = ((-1, -1, -1), (0, 0, 0))  # decodes and the model's revision, and what `_usual_limits` says of them
+        self._usual = ((-1, -1, -1), (0, 0, 0))  # decodes, revision of the model; what `_usual_limits` says
 
     def beside(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> PrefillBudget:
         """The share of a step of at most `max_num_tokens` with `num_decodes` decodes, which are planned.
@@ -128,6 +128,17 @@ class StepBudget:
         if is_cheap:
             return self._share_of(num_decodes, max_num_tokens, most).tokens_left
         return max(LEAST_PROMPT_TOKENS, round(self._saved_pace(step) * step.alone_s))
+
+    def step_keys(self, num_running: int, num_tokens: int) -> int:
+        """`NodeLoad.step_keys` of the share that `lasting` said last: a prompt's first tokens, and those behind as many
+        as the streams have, get what they get. 0: the same.
+        """
+        (_, _, steps), (_, keys, cost) = self._usual
+        if cost <= num_tokens:
+            return self.keys_per_token(num_running + num_tokens)
+        context = steps * CONTEXT_STEP
+        dearer = num_tokens * (keys + context) / (cost * keys)
+        return round(context / (dearer - 1.0)) if dearer > 1.0 else 0
 
     def most_with_drafts_s(self, queues: Queues) -> tuple[float, float]:
         """The longest planned step with drafts, and the longest while some stream has none. inf: no target says it.

@@ -62,7 +62,7 @@ async def test_a_stream_that_no_prefill_node_keeps_goes_where_it_had_gone(is_bus
     """To the decode node while it is sooner there; else to both."""
     p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
     async with running(p, d), serving([p], [d], prefill_on_decode="auto") as router:
-        policy = router.services.policy
+        policy: Any = router.services.policy
         with make_busy(router) as charge:
 
             def choose(*facts: Any) -> Any:
@@ -72,7 +72,7 @@ async def test_a_stream_that_no_prefill_node_keeps_goes_where_it_had_gone(is_bus
                     charge.release()
                 return replace(route, reason=FREE, decodes=tuple(router.services.table.nodes[:1]), otherwise=route)
 
-            policy.choose = choose  # type: ignore[method-assign]
+            policy.choose = choose
             got = await post(router, CHAT, HI)
         assert (got.status, got.route) == (200, BUSY if is_busy else P_FIRST)
         assert len(p.seen) == (not is_busy)
