@@ -37,10 +37,11 @@ ERROR_FACTOR = 1.1
 # they lose to it, so half of the sum is one of the two: 50 us a step at 1,200 tokens. `STREAM_SHARE` is beside that
 STREAM_WEIGHT = 0.5
 # Times as soon as from a decode node a stream must have its tokens to go on at a prefill node: its gaps are longer
-# there. With 1.0 Azure's answers at 28/s had a TPOT p99 of 11.5 ms for 7.7, with 1.1 8.6 (simulated)
+# there, and errors of the estimate cost one stream much. Azure's answers at 28/s had a TPOT p99 of 8.6 ms for 7.7 with
+# 1.1 (simulated)
 SOONER = 1.1
-# Streams of a router that a prefill node keeps and has not told of yet. It tells within 10 ms. A quarter of its step
-# holds some four of 40,000 tokens: eight routers that sent seven each made a step of 78 ms
+# Streams of a router process that a prefill node keeps and has not told of yet. It tells within 10 ms. A quarter of its
+# step holds some four of 40,000 tokens: eight routers that may send seven each make a step of 78 ms (8B, predicted)
 MOST_UNTOLD = 1
 MOST_BUSY = 0.9  # of a node's time, that prompts take: what a longer queue says of an answer is no more
 FEW_NODES = 16  # so few are summed up sooner than compared
