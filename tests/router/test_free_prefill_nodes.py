@@ -124,6 +124,16 @@ def test_a_stream_that_is_not_kept_goes_where_it_had_gone() -> None:
     assert choice.otherwise.otherwise.order is HandoffOrder.P_FIRST
 
 
+def test_what_another_node_has_cached_costs_a_node_nothing() -> None:
+    """A mixed node beside one with a long queue read prompts later than it had to."""
+    made = table(0, 0, 2)
+    for node in made.nodes:
+        node.view.receive(PREFILL, ())
+    first, second = made.nodes
+    costs_s = [chosen(made, 9000, cached=cached).costs.direct_s(second) for cached in ({}, {first: 8000})]
+    assert costs_s[0] == costs_s[1]
+
+
 def test_a_prefill_node_with_streams_is_not_tried_as_an_idle_one() -> None:
     """Its streams make its pace slower than that of the others, which says nothing of its speed."""
     made = table(2, 1)
