@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
+from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.drafting.lookup_drafter import LookupDrafter
@@ -182,14 +183,15 @@ class EngineCore:
         """A prefill node's prompts come first: its streams wait for a step as long as the target of gaps allows.
 
         What no client asks for is decided on a decode node by the steps at start: the first steps of a node that
-        measured none are few. A prefill node keeps no stream before its steps are known.
+        measured none are few. A prefill node keeps no stream before its steps are known, and none on a CPU, where
+        each token of a stream takes as long as one of a prompt.
         """
         self._room.prompts_first = role == "prefill"
         budget, model = self._step_budget, self._executor.model
         is_live = self._targets != Targets(self._targets.ttft_s) or role == "prefill"
         budget.model = self._step_model if is_live else StepModel(model.step_times)
         budget.targets = self._targets.on(role, model.device, budget.model, model.spec.keys_per_token)
-        self._room.gap_s = budget.targets.itl_s
+        self._room.gap_s = inf if model.device == "cpu" else budget.targets.itl_s
 
     def stop(self) -> None:
         """End `run` after the current step. May be called from a signal handler or another thread."""
