@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 MOST_WRITES, WRITE_BYTES = 32, 256 << 20  # at once, and of them together: so many host blocks are pinned
 PINNED_SHARE = 4  # and at most 1 / PINNED_SHARE of a small host memory
 ROOM_SHARE = 2  # a read takes at most 1 / ROOM_SHARE of what host memory can give up: others come
-DISK_GB_S = (
-    2.0  # at least believed until a read has told, and again after BELIEVED_S without one: a slow disk is retried
-)
+# At least believed until a read has told, and again after BELIEVED_S without one: a slow disk is tried again
+DISK_GB_S = 2.0
 BELIEVED_S = 60.0
 
 
@@ -163,25 +162,19 @@ class DiskTier:
 
     def _begin(self, read_id: str, reading: _Reading) -> None:
         reading.begin_s, taken = self._clock(), reading.taken
-
-        def buffer(place: int) -> memoryview:
-            group, _, block = taken[place]
-            return self._host_block(group, block)
-
-        self._disk.read(read_id, [BlockName(block_hash, group) for group, block_hash, _ in taken], buffer)
+        names = [BlockName(block_hash, group) for group, block_hash, _ in taken]
+        self._disk.read(read_id, names, lambda place: self._host_block(taken[place][0], taken[place][2]))
 
     def _take_read(self, event: DiskRead) -> None:
-        reading = self._reads.pop(event.read_id)
+        reading, landed = self._reads.pop(event.read_id), 0
         for (group, block_hash, block), has_landed in zip(reading.taken, event.landed, strict=True):
             if has_landed:
                 self._host.add(group, block_hash, block)
+                landed += self._blocks.pools[group].group.block_bytes
             else:
                 self._host.groups[group].give_back([block])
         now_s = self._clock()
         busy_s = now_s - max(reading.begin_s, self._told_s)  # threads read in order: the one before was ahead of it
-        landed = self._bytes_of(
-            one[:2] for one, has_landed in zip(reading.taken, event.landed, strict=True) if has_landed
-        )
         self._gb_s = (1 - min(1.0, busy_s)) * self._gb_s + landed / 1e9 / max(1.0, busy_s)  # of the last second's reads
         self._told_s = now_s
         if reading.request is not None:

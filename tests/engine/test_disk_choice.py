@@ -7,10 +7,11 @@ from hashlib import blake2b
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from pd_cluster.engine.disk_tier import BELIEVED_S, ROOM_SHARE, DiskTier
+from pd_cluster.engine.disk_tier import BELIEVED_S, PINNED_SHARE, ROOM_SHARE, DiskTier
 from pd_cluster.worker.disk_cache.disk_cache import DEADLINE_S, BlockName, DiskRead, DiskWritten
 from tests.scheduling.kv_groups import FULL_WINDOW, ONE_FULL, GroupSet
-from tests.scheduling.test_host_tier import SIZE, manager, step
+from tests.scheduling.test_host_tier import manager, step
+from tests.scheduling.test_shared_kv_memory import SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ class Disk:
     events: list[DiskRead | DiskWritten] = field(default_factory=list)
     num_looks: int = 0
     lacks: set[bytes] = field(default_factory=set)
+    written: list[BlockName] = field(default_factory=list)
 
     def has(self, name: BlockName) -> bool:
         self.num_looks += 1
@@ -44,7 +46,8 @@ class Disk:
         self.asked[read_id] = len(names)
 
     def write(self, name: BlockName, _: memoryview) -> bool:
-        return False
+        self.written.append(name)
+        return True
 
     def poll(self) -> list[DiskRead | DiskWritten]:
         events, self.events = self.events, []
@@ -216,3 +219,16 @@ def test_a_tier_that_is_down_is_not_asked() -> None:
     bench.disk.is_up = False
     assert not bench.ask("a", prompt_of(1, 100))
     assert not bench.disk.num_looks
+
+
+def test_no_more_host_memory_is_pinned_for_writes_than_the_bound() -> None:
+    bench, hashes = ChoiceBench(num_host=100), prompt_of(1, 60)
+    host = bench.blocks.host
+    for block_hash in hashes:
+        host.add(0, block_hash, host.take(0, 1)[0])
+        host.on_saved(0, block_hash)
+    for done in range(0, 40, 10):
+        bench.tier.turn(0, 0)
+        assert [name.hash for name in bench.disk.written] == hashes[: done + 100 // PINNED_SHARE]
+        assert len(host.groups[0].pins) == 100 // PINNED_SHARE
+        bench.disk.events += [DiskWritten(name, is_stored=True) for name in bench.disk.written[done : done + 10]]

@@ -196,7 +196,12 @@ def test_a_disk_that_hangs_fails_no_request(
     for one in ASKED:
         bench.send(one)
     bench.run()  # every request ends
-    wait_until(lambda: bench.run() or not bench.counter("disk_up"))
+
+    def is_down() -> bool:
+        bench.run()
+        return not bench.counter("disk_up")
+
+    wait_until(is_down)
     if method == "read":
         assert bench.counter("disk_misses_total|reason=late") > 0
     else:

@@ -57,9 +57,9 @@ class DiskBench:
 
     def wait(self, what: str | BlockName) -> None:
         """Take events until this read, or this write, has ended."""
-        wait_until(lambda: self._take() or what in self.reads or what in self.written, lambda: what, poll_s=0.002)
+        wait_until(lambda: self._has(what), lambda: what, poll_s=0.002)
 
-    def _take(self) -> None:
+    def _has(self, what: str | BlockName) -> bool:
         for event in self.disk.poll():
             match event:
                 case DiskRead(read_id, landed):
@@ -68,6 +68,7 @@ class DiskBench:
                 case DiskWritten(name, is_stored):
                     assert name not in self.written
                     self.written[name] = is_stored
+        return what in self.reads or what in self.written
 
     def store(self, names: Sequence[BlockName]) -> list[bool]:
         """Write the blocks of these names, one after the other. Returns which ones are there."""

@@ -49,8 +49,6 @@ FILE_MAGIC = b"pd-kv-file/1\0\0\0\0"
 NUM_THREADS = 4  # that read, and as many that write: one digests 0.9 GB/s; 8B loads sooner than it computes above 2.0
 DEADLINE_S = 2.0  # of a read: what has landed by then is found
 WRITE_DEADLINE_S = 30.0  # of one block: a disk that takes longer hangs
-BACKLOG_BYTES = 512 << 20  # of blocks that wait for a writing thread: they stay in host memory
-BACKLOG_BLOCKS = 1024
 CLOSE_S = 3.0
 
 
@@ -134,11 +132,12 @@ class DiskCache:
         self._folder = CacheFolder(folder / f"rank-{context.rank}", max_bytes)
         self._reads: dict[str, _Read] = {}
         self._writing: set[BlockName] = set()
-        self._num_backlog_bytes = 0
         self._lock = threading.Lock()  # of what follows, but for the queues
         self._counts = dict.fromkeys(_COUNTS, 0.0)
         self._is_off = self._was_late = False
-        self._begun_s: list[float | None] = [None] * 2 * NUM_THREADS  # when each thread began what it works on
+        self._begun_s: list[float | None] = [
+            None for _ in range(2 * NUM_THREADS)
+        ]  # when each thread began what it works on
         self._written: deque[DiskWritten] = deque()
         self._to_read: SimpleQueue[_Job | None] = SimpleQueue()
         self._to_write: SimpleQueue[_Job | None] = SimpleQueue()
@@ -179,16 +178,17 @@ class DiskCache:
             self._to_read.put(partial(self._read_block, read, place))
 
     def write(self, name: BlockName, buffer: memoryview) -> bool:
-        """Store a block. False, and no event: it is stored or waits for it already, or the backlog is full, counted."""
+        """Store a block. False, and no event: it is stored or being stored already, or the tier is off, counted.
+
+        The caller bounds how many wait: their buffers are its own.
+        """
         size = self._block_bytes[name.group]
         assert buffer.nbytes == size, (buffer.nbytes, size)
         if name in self._writing or self.has(name):
             return False
-        is_full = self._num_backlog_bytes + size > BACKLOG_BYTES or len(self._writing) >= BACKLOG_BLOCKS
-        if is_full or self._is_off:
-            self._count(f"disk_dropped_total|reason={'unavailable' if self._is_off else 'backlog'}")
+        if self._is_off:
+            self._count(_UNWRITTEN)
             return False
-        self._num_backlog_bytes += size
         self._writing.add(name)
         self._to_write.put(partial(self._write_block, name, buffer))
         return True
@@ -205,8 +205,7 @@ class DiskCache:
         written = [self._written.popleft() for _ in range(len(self._written))]
         for event in written:
             self._writing.remove(event.name)
-            self._num_backlog_bytes -= self._block_bytes[event.name.group]
-            self._count("disk_written_total" if event.is_stored else "disk_dropped_total|reason=unavailable")
+            self._count("disk_written_total" if event.is_stored else _UNWRITTEN)
         over = [read for read in [*self._reads.values()] if not read.num_left or read.due_s <= now_s]
         return [*written, *map(self._end, over)]
 
@@ -218,7 +217,7 @@ class DiskCache:
             "disk_up": float(self.is_up),
             "disk_files": float(len(folder)),
             "disk_bytes": float(folder.num_bytes),
-            "disk_backlog_bytes": float(self._num_backlog_bytes),
+            "disk_backlog_bytes": float(sum(self._block_bytes[name.group] for name in self._writing)),
             "disk_evicted_total": float(folder.num_evicted),
         }
 
@@ -323,8 +322,9 @@ class DiskCache:
             logger.error("the disk cache %s is off until the next start: %s", self._folder.path, error, exc_info=trace)
 
 
+_UNWRITTEN = "disk_dropped_total"
 _COUNTS = (
     *(f"disk_misses_total|reason={miss}" for miss in ("lost", "damaged", "late", "unavailable")),
-    *(f"disk_dropped_total|reason={reason}" for reason in ("backlog", "unavailable")),
+    _UNWRITTEN,
     *(f"disk_{name}_total" for name in ("read_bytes", "read_seconds", "written")),
 )
