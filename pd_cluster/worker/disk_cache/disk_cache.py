@@ -245,11 +245,12 @@ class DiskCache:
         read.finish()
         del self._reads[read.read_id]
         self._count(f"disk_misses_total|reason={read.miss}", read.num_left)
-        is_late = read.num_left > 0 and read.miss == "late"
-        if is_late and not self._was_late:
+        if not read.num_left:
+            self._was_late = False
+        elif read.miss == "late" and not self._was_late:
+            self._was_late = True
             what = f"{sum(read.landed)} of {len(read.landed)} blocks within {DEADLINE_S:g} s"
             logger.warning("the disk cache %s is slow: it brought %s", self._folder.path, what)
-        self._was_late = is_late
         return DiskRead(read.read_id, tuple(read.landed))
 
     # threads
