@@ -253,3 +253,29 @@ def test_a_request_that_ends_while_it_is_read_leaves_its_blocks(
     bench.send(ResetCache())
     bench.run()
     bench.close()
+
+
+def test_a_read_begins_when_the_steps_under_way_have_retired(
+    small: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = DiskedBench(small, tmp_path, "on")
+    bench.serve(ASKED[:6])
+    bench.close()
+    bench = DiskedBench(small, tmp_path, "on")
+    core, read, begun_at = bench.core, bench.disk.read, list[int]()
+
+    def note(*args: Any) -> None:
+        begun_at.append(core._num_steps)
+        read(*args)
+
+    monkeypatch.setattr(bench.disk, "read", note)
+    bench.send(AddRequest("long", [7] * 20, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)))
+    while not len(core._pipeline):
+        core.turn()
+    bench.send(ASKED[0])
+    num_launched = core._num_steps + len(core._pipeline)
+    assert num_launched > core._num_steps
+    bench.run()
+    bench.settled()
+    assert begun_at[0] >= num_launched
+    bench.close()

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FILE_MAGIC = b"pd-kv-file/1\0\0\0\0"
+FILE_MAGIC = b"pd-kv-file/1\0\0\0\0"  # another one also where KV of a hash changes within a release
 NUM_THREADS = 4  # that read, and as many that write: one digests 0.9 GB/s; 8B loads sooner than it computes above 2.0
 DEADLINE_S = 2.0  # of a read: what has landed by then is found
 WRITE_DEADLINE_S = 30.0  # of one block: a disk that takes longer hangs
