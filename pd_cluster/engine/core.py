@@ -221,7 +221,7 @@ class EngineCore:
             self._take(message)
         self._transfers.take_events()
         if self._disk is not None:
-            self._disk.turn(self._num_steps + len(self._pipeline), self._num_steps)
+            self._disk.turn(pipeline.num_retired + len(pipeline), pipeline.num_retired)
         self._transfers.reserve()
         self._news.send()
         self._mailbox.flush()
