@@ -67,6 +67,8 @@ class TierFigures:
 class VirtualDisk:
     """In place of a DiskCache: files are names, and read and written at a rate, each in their order."""
 
+    is_up = True
+
     def __init__(self, world: VirtualTime, wake: Callable[[], None], num_blocks: int, bytes_s: float) -> None:
         self._world, self._wake, self._num_blocks = world, wake, num_blocks
         self._block_s = GROUP.block_bytes / bytes_s
@@ -82,7 +84,7 @@ class VirtualDisk:
         events, self._events = self._events, []
         return events
 
-    def read(self, read_id: str, names: Sequence[BlockName], buffers: Sequence[memoryview]) -> None:
+    def read(self, read_id: str, names: Sequence[BlockName], buffer: Callable[[int], memoryview]) -> None:
         due_s, landed = self._world.now_s + DEADLINE_S, []
         for name in names:
             end_s = max(self._read_free_s, self._world.now_s) + self._block_s
@@ -131,7 +133,8 @@ def simulate_tiers(
         cast("DiskCache", disk), blocks, scheduler, lambda group, block: memoryview(b""), node.model.prefill_s,
         lambda: world.now_s,
     )  # fmt: skip
-    node.before_plan = tier.turn if disk_gb else node.before_plan
+    if disk_gb:
+        node.before_plan = lambda: tier.turn(0, 0)  # no copy takes time there but a step's
     served = [Request.from_message(_message(one, number, stretch)) for number, one in enumerate(requests)]
     waits_s: list[float] = []
     for one in served:

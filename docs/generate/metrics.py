@@ -95,7 +95,7 @@ ENGINE: dict[str, Meaning] = {
     "disk_bytes": Meaning("Their bytes. `--disk-cache-gb` bounds them."),
     "disk_evicted_total": Meaning("Files that were deleted for others."),
     "disk_written_total": Meaning("Blocks that were written."),
-    "disk_dropped_total": Meaning("Blocks that were not.", "reason"),
+    "disk_dropped_total": Meaning("Blocks that were not, because the disk has failed."),
     "disk_unwritten_total": Meaning("Blocks that host memory gave up before they were written."),
     "disk_backlog_bytes": Meaning("Blocks in host memory that wait to be written."),
     "disk_read_bytes_total": Meaning("Bytes of blocks that were read and whole."),

@@ -232,7 +232,7 @@ class EngineCore:
             self._take(message)
         self._transfers.take_events()
         if self._disk is not None:
-            self._disk.turn()
+            self._disk.turn(pipeline.num_retired + len(pipeline), pipeline.num_retired)
         self._transfers.reserve()
         if not self._replies.untold:
             self._news.send()

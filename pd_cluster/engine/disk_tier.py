@@ -4,22 +4,29 @@ A prompt that goes on in files parks its request while they are read. Then that 
 finds in host memory what has landed. If it ends first, its blocks are cached all the same.
 
 What the host has got is written in that order, which is nearly the one in which it gives it up: so writes may lag by
-the minutes that blocks stay there. A block is pinned while a thread reads it. One that is not written when the host
-gives it up is lost, and counted.
+the minutes that blocks stay there. One that is not written when the host gives it up is lost, and counted.
+
+Threads and steps share host blocks, and no stream orders them:
+
+    a read writes     blocks that it has taken. A step that was launched before may still load or swap them in, or swap
+                      a sequence out to them that has ended since: so the threads begin when all such steps have retired
+    a write reads     a cached block that its save has filled: it has no pin of a step, and is pinned until it is
+                      written, so that nothing takes it
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.worker.disk_cache.cache_folder import MAX_FILES
-from pd_cluster.worker.disk_cache.disk_cache import BlockName, DiskRead
+from pd_cluster.worker.disk_cache.disk_cache import DEADLINE_S, BlockName, DiskRead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from pd_cluster.scheduling.block_manager import BlockManager
     from pd_cluster.scheduling.scheduler import Scheduler
@@ -28,9 +35,10 @@ if TYPE_CHECKING:
 
 MOST_WRITES, WRITE_BYTES = 32, 256 << 20  # at once, and of them together: so many host blocks are pinned
 PINNED_SHARE = 4  # and at most 1 / PINNED_SHARE of a small host memory
-DISK_GB_S = 2.0  # until a read was measured
-SLOWEST_GB_S = 0.5  # that is believed: so that the disk is tried again
-MEASURED_BYTES = 64 << 20  # of a read that tells how fast the disk is
+ROOM_SHARE = 2  # a read takes at most 1 / ROOM_SHARE of what host memory can give up: others come
+# At least believed until a read has told, and again after BELIEVED_S without one: a slow disk is tried again
+DISK_GB_S = 2.0
+BELIEVED_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +48,9 @@ class _Reading:
     request: Request | None
     go_on: Callable[[Request], None]
     taken: list[tuple[int, bytes, int]]  # (group, hash, host block)
-    begin_s: float
+    num_bytes: int
+    fence: int = -1  # so many steps retire before it begins; -1: not known yet
+    begin_s: float = inf
 
 
 class DiskTier:
@@ -67,7 +77,7 @@ class DiskTier:
         self._unwritten: deque[tuple[int, bytes]] = deque(maxlen=MAX_FILES)  # (group, hash) that the host has got
         self._host.on_saved = lambda group, block_hash: self._unwritten.append((group, block_hash))
         self._num_unwritten = 0
-        self._gb_s = DISK_GB_S
+        self._gb_s, self._told_s = DISK_GB_S, clock()
 
     @property
     def stats(self) -> dict[str, float]:
@@ -79,34 +89,56 @@ class DiskTier:
 
         Returns False, and never calls `go_on`, if there are none.
         """
-        blocks, size = self._blocks, self._blocks.block_size
-        hashes, _ = self._scheduler.missing(request)
-        if not hashes:
+        hashes, _ = self._scheduler.missing(request) if self._disk.is_up else ((), ())
+        lacking = self._affordable(hashes) if hashes else []
+        if not lacking:
             return False
-        end, lacking = blocks.lacking(hashes, lambda group, one: self._disk.has(BlockName(one, group)))
-        num_bytes = sum(blocks.pools[group].group.block_bytes for group, _ in lacking)
-        if not lacking or not self._is_sooner(num_bytes, blocks.num_cached(hashes), end * size):
-            return False
-        for group, own in enumerate(self._host.groups):  # what it has there must not go for what it lacks
-            for one in hashes:
-                if one in own.cached:
-                    own.cached.move_to_end(one)
-            if sum(index == group for index, _ in lacking) > own.num_takeable:
-                return False
         taken = [(group, one, self._host.take(group, 1)[0]) for group, one in lacking]
         read_id = f"{request.request_id}@{next(self._serials)}"
-        self._reads[read_id] = _Reading(request, go_on, taken, self._clock())
-        names, buffers = (
-            [BlockName(one, group) for group, one in lacking],
-            [self._host_block(g, b) for g, _, b in taken],
-        )
-        self._disk.read(read_id, names, buffers)
+        self._reads[read_id] = _Reading(request, go_on, taken, self._bytes_of(lacking))
         return True
+
+    def _affordable(self, hashes: Sequence[bytes]) -> list[tuple[int, bytes]]:
+        """The (group, hash) to read: up to the largest boundary for which time and host memory suffice.
+
+        Nothing if the prompt is computed up to there sooner, in its turn.
+        """
+        blocks, start = self._blocks, self._blocks.num_cached(hashes) // self._blocks.block_size
+        if self._clock() - self._told_s > BELIEVED_S:
+            self._gb_s = max(self._gb_s, DISK_GB_S)
+        ahead = sum(reading.num_bytes for reading in self._reads.values())
+        most_bytes = self._gb_s * 1e9 * DEADLINE_S - ahead
+        held = [[one for one in hashes if one in own.cached] for own in self._host.groups]
+        rooms = [
+            (own.num_takeable - len(ours)) // ROOM_SHARE for own, ours in zip(self._host.groups, held, strict=True)
+        ]
+        trees = [pool for pool in blocks.pools if pool.is_tree]  # all of them, so that a long prompt is not looked up
+        tree_bytes = sum(pool.group.block_bytes / pool.ratio for pool in trees) or 1.0
+        most = min([most_bytes / tree_bytes, *(rooms[pool.index] * pool.ratio for pool in trees)])
+        end = int(max(start, min(len(hashes), start + most)))
+        while True:
+            end, lacking = blocks.lacking(hashes[:end], lambda group, one: self._disk.has(BlockName(one, group)))
+            if not lacking:
+                return []
+            num_bytes, counts = self._bytes_of(lacking), Counter(group for group, _ in lacking)
+            share = min([most_bytes / num_bytes, *(rooms[group] / counts[group] for group in counts)])
+            if share >= 1:
+                break
+            end = start + int(0.9 * max(0.0, share) * (end - start))  # of windows a part is needed at any end
+        if not self._is_sooner(ahead + num_bytes, start * blocks.block_size, end * blocks.block_size):
+            return []
+        for own, ours in zip(self._host.groups, held, strict=True):  # it must not go for what is read
+            for one in ours:
+                own.cached.move_to_end(one)
+        return lacking
+
+    def _bytes_of(self, lacking: Iterable[tuple[int, bytes]]) -> int:
+        return sum(self._blocks.pools[group].group.block_bytes for group, _ in lacking)
 
     def _is_sooner(self, num_bytes: int, start: int, end: int) -> bool:
         """Whether a prompt's tokens from `start` to `end` are read before they would be computed, after what waits."""
         compute_s = self._prefill_s(end - start, start) + self._prefill_s(self._scheduler.load.queued_tokens, 0)
-        return num_bytes / (self._gb_s * 1e9) < compute_s
+        return num_bytes < self._gb_s * 1e9 * compute_s
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended. Idempotent."""
@@ -114,26 +146,37 @@ class DiskTier:
             if reading.request is request:
                 reading.request = None
 
-    def turn(self) -> None:
-        """Take what the disk has done, and give it more to write. Call it between plans."""
+    def turn(self, num_launched: int, num_retired: int) -> None:
+        """Take what the disk has done, and give it more to do. Call it between plans, with the steps up to now."""
         for event in self._disk.poll():
             if isinstance(event, DiskRead):
                 self._take_read(event)
             else:
                 self._host.groups[event.name.group].unpin(self._writes.pop(event.name))
+        for read_id, reading in self._reads.items():
+            if reading.fence < 0:
+                reading.fence = num_launched
+            if reading.begin_s == inf and num_retired >= reading.fence:
+                self._begin(read_id, reading)
         self._write()
 
+    def _begin(self, read_id: str, reading: _Reading) -> None:
+        reading.begin_s, taken = self._clock(), reading.taken
+        names = [BlockName(block_hash, group) for group, block_hash, _ in taken]
+        self._disk.read(read_id, names, lambda place: self._host_block(taken[place][0], taken[place][2]))
+
     def _take_read(self, event: DiskRead) -> None:
-        reading = self._reads.pop(event.read_id)
+        reading, landed = self._reads.pop(event.read_id), 0
         for (group, block_hash, block), has_landed in zip(reading.taken, event.landed, strict=True):
             if has_landed:
                 self._host.add(group, block_hash, block)
+                landed += self._blocks.pools[group].group.block_bytes
             else:
                 self._host.groups[group].give_back([block])
-        num_bytes = sum(self._blocks.pools[group].group.block_bytes for group, *_ in reading.taken)
-        if all(event.landed) and num_bytes >= MEASURED_BYTES:
-            gb_s = num_bytes / 1e9 / max(1e-6, self._clock() - reading.begin_s)
-            self._gb_s = max(SLOWEST_GB_S, 0.8 * self._gb_s + 0.2 * gb_s)
+        now_s = self._clock()
+        busy_s = now_s - max(reading.begin_s, self._told_s)  # threads read in order: the one before was ahead of it
+        self._gb_s = (1 - min(1.0, busy_s)) * self._gb_s + landed / 1e9 / max(1.0, busy_s)  # of the last second's reads
+        self._told_s = now_s
         if reading.request is not None:
             reading.go_on(reading.request)
 

@@ -81,6 +81,7 @@ class Pipeline:
         self._connector = connector
         self._clock = clock
         self._flights: deque[Flight] = deque()
+        self.num_retired = 0
         self._retired_s = 0.0
         self._was_over = False  # the step that retired last, before the host looked
         self._was_uncertain = False  # the step that retired last
@@ -198,6 +199,7 @@ class Pipeline:
         self._unlearned.append((flight, result, duration_s, is_exact))
         self.total_s += duration_s
         self._retired_s = now_s
+        self.num_retired += 1
         if flight.loads_after:
             self._connector.recv_before(flight.loads_after)
         return flight.batch, result

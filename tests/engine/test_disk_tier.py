@@ -6,7 +6,6 @@ import os
 import random
 import threading
 from dataclasses import replace
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,11 @@ import pytest
 from pd_cluster.protocol.messages import Abort, AddRequest, ResetCache
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_cluster.worker.disk_cache import disk_cache
 from pd_cluster.worker.disk_cache.cache_folder import CacheFolder
-from pd_cluster.worker.disk_cache.disk_cache import DiskCache
+from pd_cluster.worker.disk_cache.disk_cache import NUM_THREADS, DiskCache
 from pd_connectors.base import ConnectorContext
-from tests.deadlines import HANG_S
+from tests.deadlines import HANG_S, wait_until
 from tests.engine.drafting_node import Node, Told, expect_same, roomy
 from tests.engine.test_core_pipeline import CONFIG, make_connector
 from tests.worker.driver import poison
@@ -81,7 +81,7 @@ class DiskedBench(Told):
         host, tier = self.core._blocks.host, self.core._disk
         assert tier is not None
         host.gb_s, host.wait_s = inf, 0.0
-        tier._is_sooner = lambda *_: True  # type: ignore[method-assign]
+        tier._gb_s = 1e9
 
     def serve(self, asked: list[AddRequest], wave: int = 6) -> Answered:
         """The answers to requests of which so many are open at once. All that is to be written is."""
@@ -95,7 +95,7 @@ class DiskedBench(Told):
         tier = self.core._disk
         assert tier is not None
         while tier._reads or tier._writes:
-            assert self.mailbox.wait(HANG_S)
+            self.mailbox.wait(0.05)
             self.core.turn()
         assert self.core._blocks.host.idle
         self.core.settle()
@@ -185,18 +185,28 @@ def test_damaged_files_alter_no_answer(small: Node, single: Answered, tmp_path: 
 def test_a_disk_that_hangs_fails_no_request(
     small: Node, single: Answered, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = DiskedBench(small, tmp_path)
-    bench.serve(ASKED)
-    bench.close()
+    if method == "read":
+        bench = DiskedBench(small, tmp_path)
+        bench.serve(ASKED)
+        bench.close()
     gate = hang(method, monkeypatch)
     bench = DiskedBench(small, tmp_path)
-    monkeypatch.setattr(bench.disk, "read", partial(bench.disk.read, deadline_s=0.05))
+    monkeypatch.setattr(disk_cache, "DEADLINE_S", 0.05)
+    monkeypatch.setattr(disk_cache, "WRITE_DEADLINE_S", 0.05)
     for one in ASKED:
         bench.send(one)
-    bench.run()
+    bench.run()  # every request ends
+
+    def is_down() -> bool:
+        bench.run()
+        return not bench.counter("disk_up")
+
+    wait_until(is_down)
     if method == "read":
         assert bench.counter("disk_misses_total|reason=late") > 0
-        assert bench.counter("disk_up") == 0
+    else:
+        assert 0 < sum(len(own.pins) for own in bench.core._blocks.host.groups) <= NUM_THREADS
+        assert bench.counter("disk_written_total") == 0
     gate.set()
     expect_same(bench.settled(), single)
     bench.close()
@@ -209,9 +219,10 @@ def test_a_disk_that_fails_fails_no_request(
     def fail(*_: object) -> bool:
         raise OSError(5, "the disk is broken")
 
-    bench = DiskedBench(small, tmp_path)
-    bench.serve(ASKED)
-    bench.close()
+    if method == "read":
+        bench = DiskedBench(small, tmp_path)
+        bench.serve(ASKED)
+        bench.close()
     monkeypatch.setattr(CacheFolder, method, fail)
     bench = DiskedBench(small, tmp_path)
     expect_same(bench.serve([*ASKED]), single)
@@ -227,12 +238,13 @@ def test_a_request_that_ends_while_it_is_read_leaves_its_blocks(
     bench.close()
     gate = hang("read", monkeypatch)
     bench = DiskedBench(small, tmp_path)
-    monkeypatch.setattr(bench.disk, "read", partial(bench.disk.read, deadline_s=HANG_S))
+    monkeypatch.setattr(disk_cache, "DEADLINE_S", HANG_S)
     bench.send(ASKED[0])
     bench.core.turn()
     tier = bench.core._disk
     assert tier is not None
     assert len(tier._reads) == 1
+    assert len(bench.disk._reads) == 1  # no step is under way
     bench.send(Abort(ASKED[0].request_id))
     bench.run()
     assert not bench.core._blocks.host.idle
@@ -241,4 +253,29 @@ def test_a_request_that_ends_while_it_is_read_leaves_its_blocks(
     assert bench.core._blocks.host.num_cached > 0
     bench.send(ResetCache())
     bench.run()
+    bench.close()
+
+
+def test_a_read_begins_when_the_steps_under_way_have_retired(
+    small: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = DiskedBench(small, tmp_path, "on")
+    bench.serve(ASKED[:6])
+    bench.close()
+    bench = DiskedBench(small, tmp_path, "on")
+    core, read, begun_at = bench.core, bench.disk.read, list[int]()
+
+    def note(*args: Any) -> None:
+        begun_at.append(core._pipeline.num_retired)
+        read(*args)
+
+    monkeypatch.setattr(bench.disk, "read", note)
+    bench.send(AddRequest("long", [7] * 20, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)))
+    while not len(core._pipeline):
+        core.turn()
+    bench.send(ASKED[0])
+    num_launched = core._pipeline.num_retired + len(core._pipeline)
+    bench.run()
+    bench.settled()
+    assert begun_at[0] >= num_launched
     bench.close()

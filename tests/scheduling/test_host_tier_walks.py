@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,6 +18,9 @@ from pd_cluster.protocol.sampling_params import BeamParams
 from tests.scheduling.kv_groups import SETS
 from tests.scheduling.simulation import begun, message, prompt
 from tests.scheduling.test_scheduler_machine import SchedulerMachine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NUM_HEADS, NUM_TAILS = 3, 4
 
@@ -42,8 +46,16 @@ def arrive(machine: SchedulerMachine, rng: random.Random) -> None:
         assert f"t{number}" not in world.clients
 
 
-def walk(seed: int, kv: str, num_steps: int) -> Counter[str]:
-    """Requests, ends and resets of all kinds over a small cache with a tier. Returns the tier's counters."""
+def walk(
+    seed: int,
+    kv: str,
+    num_steps: int,
+    watch: Callable[[SchedulerMachine, random.Random], Callable[[], None]] | None = None,
+) -> Counter[str]:
+    """Requests, ends and resets of all kinds over a small cache with a tier. Returns the tier's counters.
+
+    `watch`: gets the machine, and returns what is called before each step.
+    """
     rng = random.Random(f"{seed}/{kv}")
     machine = SchedulerMachine()
     machine.boot(
@@ -56,13 +68,16 @@ def walk(seed: int, kv: str, num_steps: int) -> Counter[str]:
     world.worker.side.rng = rng
     world.blocks.host.most_loads = rng.choice([(1, 1), (2, 1), (256, 8)])
     world.blocks.host.most_saves = rng.choice([(2, 1), (128, 8)])
+    before_step = watch(machine, rng) if watch is not None else lambda: None
     for _ in range(num_steps):
         pick = rng.randrange(8)
         match rng.choices(range(10), [24, 60, 2, 10, 6, 10, 3, 5, 10, 1])[0]:
             case 0:
                 arrive(machine, rng)
             case 1:
-                machine.step(rng.randint(1, 8))
+                for _ in range(rng.randint(1, 8)):
+                    before_step()
+                    machine.step(1)
             case 2:
                 machine.abort(pick, rng.choice([None, 0, 1]))
             case 3:

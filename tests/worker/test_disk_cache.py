@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -43,6 +44,11 @@ def test_every_bit_comes_back_also_after_a_restart(tmp_path: Path) -> None:
         assert all(node.recall(names[::-1]))
         assert not node.disk.write(names[0], memoryview(block(names[0])))  # it is there
         assert node.stat("disk_written_total") == 20
+        while node.woken.acquire(blocking=False):
+            pass
+        node.begin("woken", names)
+        assert node.woken.acquire(timeout=HANG_S)
+        assert [event.landed for event in node.disk.poll()] == [(True,) * 20]  # type: ignore[union-attr]
     assert {stat.S_IMODE(path.stat().st_mode) for path in files(tmp_path / "kv")} == {0o600}
     assert {stat.S_IMODE((tmp_path / "kv" / name).stat().st_mode) for name in (".", "rank-0")} == {0o700}
     with disk_bench(tmp_path / "kv") as node:
@@ -83,7 +89,7 @@ def test_nothing_is_found_of_another(what: str, tmp_path: Path, monkeypatch: pyt
         assert all(node.store(names))
         num_bytes = int(node.stat("disk_bytes"))
     if what == "release":
-        monkeypatch.setattr(disk_cache, "FILE_MAGIC", b"pd-kv-file/2\0\0\0\0")
+        monkeypatch.setattr(disk_cache, "__version__", "0.0.0")
     context = OTHERS.get(what, DISK_CONTEXT)
     with disk_bench(tmp_path, context, max_bytes=num_bytes) as node:
         assert node.recall(names) == [False] * 6
@@ -224,10 +230,9 @@ def test_a_full_disk_switches_the_tier_off(num_bytes: int, tmp_path: Path, caplo
         with largest_file(num_bytes):
             node.store(names[2:])
         assert node.written[names[2]] is False
-        assert not any(map(node.disk.has, names))
         assert node.recall(names) == [False] * 4
         assert node.stat("disk_up") == 0
-        assert node.stat("disk_dropped_total|reason=unavailable") == 2
+        assert node.stat("disk_dropped_total") == 2
         assert node.misses() == {"unavailable": 4}
         assert len(files(tmp_path)) == 2
         lines = [record for record in caplog.records if "is off until the next start" in record.getMessage()]
@@ -269,29 +274,38 @@ class Gate:
         return self.real(*args)
 
 
-def test_a_late_read_touches_no_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_read_touches_no_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     names = names_of(NUM_THREADS + 2)
     with disk_bench(tmp_path) as node:
         assert all(node.store(names))
         gate = Gate(monkeypatch, "read")
-        buffers = node.begin("late", names, deadline_s=0.05)
+        monkeypatch.setattr(disk_cache, "DEADLINE_S", 0.05)
+        buffers = node.begin("late", names)
         node.wait("late")
         assert node.reads["late"] == (False,) * len(names)
         assert node.misses() == {"late": len(names)}
         wait_until(lambda: gate.num_waiting == NUM_THREADS)
-        assert not node.disk.has(names[0])  # every thread hangs: nothing is promised
+        wait_until(lambda: not node.disk.is_up)  # every thread hangs: nothing is promised
+        node.begin("later", names)
+        node.wait("later")
         node.begin("refused", names)
         node.wait("refused")
         assert node.reads["refused"] == (False,) * len(names)
         assert node.stat("disk_up") == 0
+        assert [one.getMessage() for one in caplog.records if "is slow" in one.getMessage()] == [
+            f"the disk cache {tmp_path / 'rank-0'} is slow: it brought 0 of {len(names)} blocks within 0.05 s"
+        ]
+        monkeypatch.setattr(disk_cache, "DEADLINE_S", HANG_S)
         gate.gate.set()
-        wait_until(lambda: node.disk.has(names[0]))
+        wait_until(lambda: node.disk.is_up)
         wait_until(lambda: not gate.num_waiting)
         assert all(node.recall(names))  # the threads read again, so what they had is dropped
         node.compare(names, buffers, [False] * len(names))
 
 
-def test_what_landed_before_the_deadline_counts(tmp_path: Path) -> None:
+def test_what_landed_before_the_deadline_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A FIFO in a file's place: `open` waits for its writer."""
     names = names_of(3)
     with disk_bench(tmp_path) as node:
@@ -300,12 +314,14 @@ def test_what_landed_before_the_deadline_counts(tmp_path: Path) -> None:
         path.unlink()
         os.mkfifo(path)
         try:
-            buffers = node.begin("late", names, deadline_s=1.0)
+            monkeypatch.setattr(disk_cache, "DEADLINE_S", 1.0)
+            buffers = node.begin("late", names)
+            monkeypatch.setattr(disk_cache, "DEADLINE_S", HANG_S)
             node.wait("late")
             landed = node.reads["late"]
             assert not landed[1]
             node.compare(names, buffers, landed)
-            assert node.disk.has(names[0])  # other threads are left
+            assert node.disk.is_up  # other threads are left
             assert node.recall([names[0], names[2]]) == [True, True]
         finally:
             os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # the thread goes on
@@ -313,26 +329,90 @@ def test_what_landed_before_the_deadline_counts(tmp_path: Path) -> None:
         assert not os.path.lexists(path)
 
 
-def test_a_slow_disk_is_given_no_more_than_the_backlog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = names_of(12)
-    monkeypatch.setattr(disk_cache, "BACKLOG_BLOCKS", 10)
+def test_writes_that_hang_switch_the_tier_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = names_of(NUM_THREADS + 3)
     with disk_bench(tmp_path) as node:
         gate = Gate(monkeypatch, "write")
-        taken = [node.disk.write(name, memoryview(block(name))) for name in names]
-        assert taken == [True] * 10 + [False] * 2
-        assert not node.disk.write(names[0], memoryview(block(names[0])))  # it waits already: not counted
-        assert node.stat("disk_dropped_total|reason=backlog") == 2
-        assert node.stat("disk_backlog_bytes") == 5 * (8192 + 4096)
-        gate.gate.set()
-        for name in names[:10]:
+        for name in names:
+            assert node.disk.write(name, memoryview(block(name)))
+        wait_until(lambda: gate.num_waiting == NUM_THREADS)
+        assert node.disk.poll() == []
+        assert not node.disk.write(names[0], memoryview(block(names[0])))  # it is being written
+        assert node.stat("disk_up") == 1
+        assert node.stat("disk_backlog_bytes") == 4 * 8192 + 3 * 4096
+        now_s = time.monotonic() + disk_cache.WRITE_DEADLINE_S
+        monkeypatch.setattr(node.disk, "_clock", lambda: now_s)
+        for name in names[NUM_THREADS:]:  # what no thread had
             node.wait(name)
-        assert all(node.written.values())
-        assert node.stat("disk_backlog_bytes") == 0
-    monkeypatch.setattr(disk_cache, "BACKLOG_BYTES", 8192)
-    with disk_bench(tmp_path) as node:
-        gate = Gate(monkeypatch, "write")
-        assert [node.disk.write(name, memoryview(block(name))) for name in names_of(3, 2)] == [True, False, False]
+        assert node.stat("disk_up") == 0
+        lines = [one.getMessage() for one in caplog.records if "is off until the next start" in one.getMessage()]
+        assert len(lines) == 1
+        assert "a write takes more than 30 s" in lines[0]
         gate.gate.set()
+        for name in names:
+            node.wait(name)
+        assert node.stat("disk_backlog_bytes") == 0
+
+
+def test_waiting_reads_need_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = names_of(2)
+    with disk_bench(tmp_path) as node:
+        assert all(node.store(names))
+        gate, before = Gate(monkeypatch, "read"), threading.active_count()
+        for number in range(50):
+            node.begin(str(number), names)
+        assert threading.active_count() == before
+        gate.gate.set()
+        for number in range(50):
+            node.wait(str(number))
+
+
+@pytest.mark.parametrize("method", ["unlink", "mkdir"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_disk_that_fails_at_the_start_leaves_a_node_without_it(
+    method: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`os.unlink` and `os.mkdir` stand in for the disk."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, "the disk is broken")
+
+    names = names_of(2)
+    monkeypatch.setattr(os, method, fail)
+    with disk_bench(tmp_path) as node:
+        assert node.stat("disk_up") == 0
+        assert node.recall(names) == [False] * 2
+        assert not node.disk.write(names[0], memoryview(block(names[0])))
+        lines = [one.getMessage() for one in caplog.records if "is off until the next start" in one.getMessage()]
+        assert len(lines) == 1
+
+
+def test_another_users_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`os.geteuid` stands in for the other user: only root could make its directory."""
+    own = os.geteuid()
+    (tmp_path / "rank-0").mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    with pytest.raises(StartupError, match=rf"belongs to another user \({own}\)"), disk_bench(tmp_path):
+        pass
+
+
+def test_no_file_is_one_that_was_there(tmp_path: Path) -> None:
+    """Another process may have made a draft's name, with its own mode, and hold it open; or linked it elsewhere."""
+    folder = CacheFolder(tmp_path / "kv", 10**9)
+    draft, outside = tmp_path / "kv" / f"draft-{threading.get_ident()}", tmp_path / "outside"
+    name, page = f"pd-{'0' * 32}-0-0-{'0' * 32}", memoryview(mmap(-1, 4096))
+    draft.touch()
+    draft.chmod(0o666)
+    with draft.open("rb") as held:
+        assert folder.write(name, page)
+        assert held.read() == b""
+    assert stat.S_IMODE((tmp_path / "kv" / name).stat().st_mode) == 0o600
+    draft.symlink_to(outside)
+    assert folder.write(name, page)
+    assert not outside.exists()
+    folder.close()
 
 
 def test_the_end_ends_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ _PROBE = f"{_DRAFT}probe"
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 # what has a file's name is no file of ours, and the disk works
 _NO_FILE = {errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.EISDIR, errno.EACCES, errno.EPERM}
+_WRONG_PATH = _NO_FILE | {errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}  # at the start; all else is the disk's fault
 
 
 def aligned(num_bytes: int) -> int:
@@ -41,7 +42,8 @@ def aligned(num_bytes: int) -> int:
 class CacheFolder:
     """Threads share it. All but `in` and the counts may wait for the disk, and raise OSError when it is full or fails.
 
-    Raises StartupError: another process has the directory, or it cannot be used.
+    failure: of the disk at the start; None: there was none. After one only `in`, the counts and `close` may be used.
+    Raises StartupError: another process has the directory, it is another user's, or the path is wrong.
     """
 
     def __init__(self, path: Path, max_bytes: int, max_files: int = MAX_FILES) -> None:
@@ -52,17 +54,21 @@ class CacheFolder:
         self._num_drafts = 0
         self.num_bytes = 0  # with drafts
         self.num_evicted = 0
-        self._direct = 0
+        self._direct, self._folder = 0, -1
+        self.failure: OSError | None = None
         try:
             self._folder = _open_locked(path)
             self._sweep()
             self._probe_direct()
         except OSError as error:
-            raise StartupError(f"the disk cache cannot use {path}: {error}") from error
+            if error.errno in _WRONG_PATH:
+                raise StartupError(f"the disk cache cannot use {path}: {error}") from error
+            self.failure = error
 
     def close(self) -> None:
         """Give up the lock. No call may be under way."""
-        os.close(self._folder)
+        if self._folder >= 0:
+            os.close(self._folder)
 
     def __contains__(self, name: str) -> bool:
         return name in self._sizes
@@ -103,7 +109,7 @@ class CacheFolder:
             self._num_drafts += 1
         draft = f"{_DRAFT}{threading.get_ident()}"
         try:
-            file = self._open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            file = self._create(draft)
             try:
                 if os.write(file, content) < len(content):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -127,11 +133,17 @@ class CacheFolder:
     def _open(self, name: str, flags: int) -> int:
         return os.open(name, flags | _FLAGS | self._direct, 0o600, dir_fd=self._folder)
 
+    def _create(self, name: str) -> int:
+        """A new file, which no other process has open: what has its name is deleted."""
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._folder)
+        return self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
     def _probe_direct(self) -> None:
         """Set O_DIRECT, or 0 where the file system has it not. Raises OSError where no file can be written."""
         for self._direct in (os.O_DIRECT, 0):
             try:
-                os.close(self._open(_PROBE, os.O_WRONLY | os.O_CREAT))
+                os.close(self._create(_PROBE))
                 break
             except OSError as error:
                 if not self._direct or error.errno != errno.EINVAL:
@@ -179,9 +191,14 @@ def _open_locked(path: Path) -> int:
     path.mkdir(mode=0o700, exist_ok=True)
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
     try:
+        if (owner := os.fstat(folder).st_uid) != os.geteuid():  # root may use it, and its owner reads what root writes
+            raise StartupError(f"the disk cache {path} belongs to another user ({owner})")
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.fchmod(folder, 0o700)  # fails where it is another user's
+        os.fchmod(folder, 0o700)
     except BlockingIOError as error:
         os.close(folder)
         raise StartupError(f"another node has the disk cache {path}: give each node a directory of its own") from error
+    except BaseException:
+        os.close(folder)
+        raise
     return folder

@@ -1,14 +1,17 @@
 """KV blocks of one rank on the machine's own disk: written and read by threads, so no step waits for the disk.
 
 A file's name has the block's chained hash, its group, the rank, and the scope: the model's fingerprint, layout, cluster
-key and degree. Its digest is keyed and covers the name: as with objects of a pool, what lies there is not trusted.
+key, degree, and the release, because what a release computes for a hash may change with its kernels. Its digest is
+keyed and covers the name: as with objects of a pool, what lies there is not trusted.
 
     write    the buffer must stay as it is until DiskWritten
     read     blocks land in the buffers, each when its digest was checked, until DiskRead and never after it. A deadline
              ends a read, too: a thread that hangs in the disk has a buffer of its own, and what it brings is dropped
-    off      an error of the disk, a full one too, ends the tier until the next start: nothing is found or written
+    off      an error of the disk, a full one too, or a write that hangs, ends the tier until the next start: nothing is
+             read or written
 
-Each read, and each write that was taken, ends with one event.
+Each read, and each write that was taken, ends with one event. Deadlines are looked at by `poll`, which an idle step
+loop calls once in a heartbeat.
 """
 
 from __future__ import annotations
@@ -17,14 +20,17 @@ import logging
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from mmap import mmap
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from pd_cluster import __version__
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.disk_cache.cache_folder import PAGE_BYTES, CacheFolder, aligned
 from pd_connectors.store import HEADER_BYTES, ObjectName, Seal
@@ -35,15 +41,14 @@ if TYPE_CHECKING:
 
     from pd_connectors.base import ConnectorContext
 
-    _Job = Callable[[int, memoryview], None]  # (number of the thread, its pages)
+    _Job = Callable[[memoryview], None]  # (the thread's pages)
 
 logger = logging.getLogger(__name__)
 
-FILE_MAGIC = b"pd-kv-file/1\0\0\0\0"
+FILE_MAGIC = b"pd-kv-file/1\0\0\0\0"  # another one also where KV of a hash changes within a release
 NUM_THREADS = 4  # that read, and as many that write: one digests 0.9 GB/s; 8B loads sooner than it computes above 2.0
 DEADLINE_S = 2.0  # of a read: what has landed by then is found
-BACKLOG_BYTES = 512 << 20  # of blocks that wait for a writing thread: they stay in host memory
-BACKLOG_BLOCKS = 1024
+WRITE_DEADLINE_S = 30.0  # of one block: a disk that takes longer hangs
 CLOSE_S = 3.0
 
 
@@ -73,30 +78,34 @@ class DiskWritten:
 class _Read:
     """Its lock puts the end and each landing in an order."""
 
-    def __init__(self, read_id: str, names: Sequence[BlockName], buffers: Sequence[memoryview], due_s: float) -> None:
-        self.read_id, self.names, self.buffers, self.due_s = read_id, names, buffers, due_s
+    def __init__(
+        self, read_id: str, names: Sequence[BlockName], buffer: Callable[[int], memoryview], due_s: float
+    ) -> None:
+        self.read_id, self.names, self.buffer, self.due_s = read_id, names, buffer, due_s
         self.landed, self.num_left = [False] * len(names), len(names)
+        self.miss = "late"  # why what is left has not come, when it is over
         self.is_over = False
-        self.timer: threading.Timer | None = None
         self._lock = threading.Lock()
 
-    def land(self, index: int, content: memoryview | None) -> bool:
-        """Copy a block into its buffer; None: it is a miss. Returns whether it was the last one."""
+    def land(self, place: int, content: memoryview | None) -> None:
+        """Copy a block into its buffer; None: it is a miss."""
         with self._lock:
             if self.is_over:
-                return False
+                return
             if content is not None:
                 # without the interpreter's lock, for which a step would wait 1 ms a block
-                np.copyto(np.frombuffer(self.buffers[index], np.uint8), np.frombuffer(content, np.uint8))
-                self.landed[index] = True
+                np.copyto(np.frombuffer(self.buffer(place), np.uint8), np.frombuffer(content, np.uint8))
+                self.landed[place] = True
             self.num_left -= 1
-            return not self.num_left
 
-    def finish(self) -> bool:
-        """Nothing lands after this. False: it was over."""
+    def finish(self) -> None:
+        """Nothing lands after this."""
         with self._lock:
-            was_over, self.is_over = self.is_over, True
-            return not was_over
+            self.is_over = True
+
+    def refuse(self) -> None:
+        self.finish()
+        self.miss, self.due_s = "unavailable", -inf
 
 
 class DiskCache:
@@ -115,23 +124,29 @@ class DiskCache:
         self._file_bytes = [aligned(PAGE_BYTES + num_bytes) for num_bytes in self._block_bytes]
         if max_bytes < NUM_THREADS * max(self._file_bytes):
             raise StartupError(f"the disk cache needs {NUM_THREADS * max(self._file_bytes) / 1e9:.3g} GB at least")
-        self._seal = Seal(FILE_MAGIC, context, b"%d" % layout.tp_size)
-        self._rank, self._wake, self._clock = context.rank, wake, clock
+        self._seal = Seal(FILE_MAGIC, context, b"%d" % layout.tp_size, __version__.encode())
+        self._spaces = [
+            ObjectName(self._seal.scope, b"", group, context.rank).space for group in range(len(layout.groups))
+        ]
+        self._wake, self._clock = wake, clock
         self._folder = CacheFolder(folder / f"rank-{context.rank}", max_bytes)
-        self._lock = threading.Lock()  # of what follows, but for the queues
         self._reads: dict[str, _Read] = {}
         self._writing: set[BlockName] = set()
-        self._num_backlog_bytes = 0
+        self._lock = threading.Lock()  # of what follows, but for the queues
         self._counts = dict.fromkeys(_COUNTS, 0.0)
-        self._is_off = False
-        self._held: list[_Read | None] = [None] * NUM_THREADS  # what each reading thread works on, over or not
-        self._events: deque[DiskRead | DiskWritten] = deque()
+        self._is_off = self._was_late = False
+        self._begun_s: list[float | None] = [
+            None for _ in range(2 * NUM_THREADS)
+        ]  # when each thread began what it works on
+        self._written: deque[DiskWritten] = deque()
         self._to_read: SimpleQueue[_Job | None] = SimpleQueue()
         self._to_write: SimpleQueue[_Job | None] = SimpleQueue()
+        if self._folder.failure is not None:
+            self._switch_off(self._folder.failure)
+        queues = [self._to_read] * NUM_THREADS + [self._to_write] * NUM_THREADS
         self._threads = [
-            threading.Thread(target=self._run, args=(index, jobs), name=f"pd-disk-{what}-{index}", daemon=True)
-            for what, jobs in (("read", self._to_read), ("write", self._to_write))
-            for index in range(NUM_THREADS)
+            threading.Thread(target=self._run, args=(index, jobs), name=f"pd-disk-{index}", daemon=True)
+            for index, jobs in enumerate(queues)
         ]
         for thread in self._threads:
             thread.start()
@@ -141,59 +156,68 @@ class DiskCache:
     @property
     def is_up(self) -> bool:
         """Whether the tier works: it is not off, and not every reading thread hangs."""
-        now_s = self._clock()
-        return not self._is_off and any(held is None or now_s < held.due_s for held in self._held)
+        late_s = self._clock() - DEADLINE_S
+        return not self._is_off and any(begun is None or begun > late_s for begun in self._begun_s[:NUM_THREADS])
 
     def has(self, name: BlockName) -> bool:
-        """Whether the block can be asked for. It may be gone, or no good, when it is read."""
-        return self._file_name(name) in self._folder and self.is_up
+        """Whether the block has a file. It may be gone, or no good, when it is read."""
+        return self._file_name(name) in self._folder
 
-    def read(
-        self, read_id: str, names: Sequence[BlockName], buffers: Sequence[memoryview], deadline_s: float = DEADLINE_S
-    ) -> None:
-        """Read blocks, in this order, into buffers of their sizes. Ends with DiskRead, for which buffers must stay."""
-        read = _Read(read_id, names, buffers, self._clock() + deadline_s)
-        with self._lock:
-            assert read_id not in self._reads, read_id
-            self._reads[read_id] = read
-        if not names or not self.is_up:
-            self._end(read, "unavailable")
+    def read(self, read_id: str, names: Sequence[BlockName], buffer: Callable[[int], memoryview]) -> None:
+        """Read blocks, in this order. Ends with DiskRead, for which buffers must stay.
+
+        `buffer`: called by threads with an index into `names`. Returns memory of the block's size.
+        """
+        assert read_id not in self._reads, read_id
+        self._reads[read_id] = read = _Read(read_id, names, buffer, self._clock() + DEADLINE_S)
+        if not self.is_up:
+            read.refuse()
+            self._wake()
             return
-        read.timer = threading.Timer(deadline_s, self._end, (read, "late"))
-        read.timer.daemon = True
-        read.timer.start()
-        for index in range(len(names)):
-            self._to_read.put(partial(self._read_block, read, index))
+        for place in range(len(names)):
+            self._to_read.put(partial(self._read_block, read, place))
 
     def write(self, name: BlockName, buffer: memoryview) -> bool:
-        """Store a block. False, and no event: it is stored or waits for it already, or the backlog is full, counted."""
+        """Store a block. False, and no event: it is stored or being stored already, or the tier is off, counted.
+
+        The caller bounds how many wait: their buffers are its own.
+        """
         size = self._block_bytes[name.group]
         assert buffer.nbytes == size, (buffer.nbytes, size)
-        with self._lock:
-            if name in self._writing or self._file_name(name) in self._folder:
-                return False
-            is_full = self._num_backlog_bytes + size > BACKLOG_BYTES or len(self._writing) >= BACKLOG_BLOCKS
-            if is_full or self._is_off:
-                self._counts[f"disk_dropped_total|reason={'unavailable' if self._is_off else 'backlog'}"] += 1
-                return False
-            self._num_backlog_bytes += size
-            self._writing.add(name)
+        if name in self._writing or self.has(name):
+            return False
+        if self._is_off:
+            self._count(_UNWRITTEN)
+            return False
+        self._writing.add(name)
         self._to_write.put(partial(self._write_block, name, buffer))
         return True
 
     def poll(self) -> list[DiskRead | DiskWritten]:
-        """The events since the last call."""
-        return [self._events.popleft() for _ in range(len(self._events))]
+        """The events since the last call. What is late ends here."""
+        now_s = self._clock()
+        writes_begun_s = [begun for begun in self._begun_s[NUM_THREADS:] if begun is not None]
+        if not self._is_off and min(writes_begun_s, default=inf) <= now_s - WRITE_DEADLINE_S:
+            self._switch_off(TimeoutError(f"a write takes more than {WRITE_DEADLINE_S:g} s"))
+            with suppress(Empty):  # threads that hang do not take what waits. Being off, it touches no file
+                while job := self._to_write.get_nowait():
+                    job(memoryview(b""))
+        written = [self._written.popleft() for _ in range(len(self._written))]
+        for event in written:
+            self._writing.remove(event.name)
+            self._count("disk_written_total" if event.is_stored else _UNWRITTEN)
+        over = [read for read in [*self._reads.values()] if not read.num_left or read.due_s <= now_s]
+        return [*written, *map(self._end, over)]
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges by the names of their metrics."""
-        folder, backlog = self._folder, self._num_backlog_bytes
+        folder = self._folder
         return {
             **self._counts,
             "disk_up": float(self.is_up),
             "disk_files": float(len(folder)),
             "disk_bytes": float(folder.num_bytes),
-            "disk_backlog_bytes": float(backlog),
+            "disk_backlog_bytes": float(sum(self._block_bytes[name.group] for name in self._writing)),
             "disk_evicted_total": float(folder.num_evicted),
         }
 
@@ -202,8 +226,9 @@ class DiskCache:
         if not self._threads:
             return
         self._is_off = True
-        for read in list(self._reads.values()):
-            self._end(read, "unavailable")
+        for read in [*self._reads.values()]:
+            read.refuse()
+        self._wake()
         for _ in range(NUM_THREADS):
             self._to_read.put(None)
             self._to_write.put(None)
@@ -216,10 +241,22 @@ class DiskCache:
             self._folder.close()
         self._threads.clear()
 
+    def _end(self, read: _Read) -> DiskRead:
+        read.finish()
+        del self._reads[read.read_id]
+        self._count(f"disk_misses_total|reason={read.miss}", read.num_left)
+        if not read.num_left:
+            self._was_late = False
+        elif read.miss == "late" and not self._was_late:
+            self._was_late = True
+            what = f"{sum(read.landed)} of {len(read.landed)} blocks within {DEADLINE_S:g} s"
+            logger.warning("the disk cache %s is slow: it brought %s", self._folder.path, what)
+        return DiskRead(read.read_id, tuple(read.landed))
+
     # threads
 
     def _file_name(self, name: BlockName) -> str:
-        return str(ObjectName(self._seal.scope, name.hash, name.group, self._rank))
+        return f"{self._spaces[name.group]}-{name.hash.hex()}"
 
     def _count(self, name: str, number: float = 1) -> None:
         with self._lock:
@@ -228,15 +265,16 @@ class DiskCache:
     def _run(self, index: int, jobs: SimpleQueue[_Job | None]) -> None:
         pages = memoryview(mmap(-1, max(self._file_bytes)))
         while (job := jobs.get()) is not None:
+            self._begun_s[index] = self._clock()
             try:
-                job(index, pages)
+                job(pages)
             except Exception as error:  # of the disk, or a bug, which must not leave a request waiting
                 self._switch_off(error)
+            self._begun_s[index] = None
 
-    def _read_block(self, read: _Read, place: int, index: int, pages: memoryview) -> None:
+    def _read_block(self, read: _Read, place: int, pages: memoryview) -> None:
         if read.is_over:
             return
-        self._held[index] = read
         content = None
         try:
             content = self._load(read.names[place], pages)
@@ -244,9 +282,9 @@ class DiskCache:
             self._count("disk_misses_total|reason=unavailable")
             raise
         finally:
-            if read.land(place, content):
-                self._end(read)
-            self._held[index] = None
+            read.land(place, content)
+            if not read.num_left:
+                self._wake()
 
     def _load(self, name: BlockName, pages: memoryview) -> memoryview | None:
         """The block's bytes, in the thread's pages. None: there is no such block, any more."""
@@ -263,17 +301,12 @@ class DiskCache:
         self._count("disk_read_seconds_total", self._clock() - start_s)
         return content
 
-    def _write_block(self, name: BlockName, source: memoryview, index: int, pages: memoryview) -> None:
-        del index
+    def _write_block(self, name: BlockName, source: memoryview, pages: memoryview) -> None:
         is_stored = False
         try:
             is_stored = not self._is_off and self._store(name, source, pages)
         finally:
-            with self._lock:
-                self._num_backlog_bytes -= source.nbytes
-                self._writing.discard(name)
-                self._counts["disk_written_total" if is_stored else "disk_dropped_total|reason=unavailable"] += 1
-            self._events.append(DiskWritten(name, is_stored))
+            self._written.append(DiskWritten(name, is_stored))
             self._wake()
 
     def _store(self, name: BlockName, source: memoryview, pages: memoryview) -> bool:
@@ -289,22 +322,10 @@ class DiskCache:
             trace = error if not isinstance(error, OSError) else None
             logger.error("the disk cache %s is off until the next start: %s", self._folder.path, error, exc_info=trace)
 
-    def _end(self, read: _Read, miss: str = "") -> None:
-        """End a read. Only the first call has an effect."""
-        if not read.finish():
-            return
-        if read.timer is not None:
-            read.timer.cancel()
-        with self._lock:
-            del self._reads[read.read_id]
-            if miss:
-                self._counts[f"disk_misses_total|reason={miss}"] += read.num_left
-        self._events.append(DiskRead(read.read_id, tuple(read.landed)))
-        self._wake()
 
-
+_UNWRITTEN = "disk_dropped_total"
 _COUNTS = (
     *(f"disk_misses_total|reason={miss}" for miss in ("lost", "damaged", "late", "unavailable")),
-    *(f"disk_dropped_total|reason={reason}" for reason in ("backlog", "unavailable")),
+    _UNWRITTEN,
     *(f"disk_{name}_total" for name in ("read_bytes", "read_seconds", "written")),
 )
