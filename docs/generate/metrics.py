@@ -48,13 +48,17 @@ ENGINE: dict[str, Meaning] = {
     ),
     "host_cache_loaded_blocks_total": Meaning("Blocks that were copied from host memory to the device."),
     "host_cache_saved_blocks_total": Meaning("Blocks that were copied from the device to host memory."),
-    "host_cache_evicted_unsaved_blocks_total": Meaning("Blocks that the device gave up before they had a copy."),
+    "host_cache_evicted_unsaved_blocks_total": Meaning(
+        "Blocks that the device gave up without a copy, but not at a reset."
+    ),
     "host_cache_loaded_bytes_total": Meaning("Bytes that were loaded, of all ranks."),
     "host_cache_saved_bytes_total": Meaning("Bytes that were saved, of all ranks."),
     "host_cache_blocks": Meaning(
         "Blocks of host memory: `ready` (pinned so far), `cached` (with a content that may be found).", "state"
     ),
-    "host_cache_bytes_per_second": Meaning("The speed of loads that the node reckons with, of all ranks."),
+    "host_cache_bytes_per_second": Meaning(
+        "The speed of copies that the node reckons with, of all ranks. Not measured."
+    ),
     "prefills_local_total": Meaning("Requests with a handoff that this node prefilled by itself."),
     "prefills_remote_total": Meaning("Requests with KV from another node."),
     "first_token_redraws_total": Meaning("First tokens that D drew because P sampled otherwise.", "reason"),

@@ -13,8 +13,8 @@ step (`BlockCopies`), and both are planned last in a step. Why no copy needs mor
                         stream. A transfer that writes it starts when this step has retired, its side copies with it
     a load's target     belongs to a table that this step does not compute; later steps wait for the side stream. If
                         the table is closed first, whatever takes the block waits likewise
-    a host block        that is saved by one step is found from the next one on: its loads follow the save on one
-                        stream. A swap into a block that a side copy reads or writes is of a later step. Queued loads
+    a host block        that is saved by one step is found from the next one on, whose main stream has waited for the
+                        save. A swap into a block that a side copy reads or writes is of a later step. Queued loads
                         pin their sources, and a save pins its target until its step has retired: till then nothing
                         outside the streams may read it
 
@@ -28,6 +28,7 @@ from collections import OrderedDict, deque
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pd_cluster.scheduling.copy_room import CopyRoom
 from pd_cluster.scheduling.host_blocks import HostBlocks
 
 if TYPE_CHECKING:
@@ -38,12 +39,15 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.cache_news import CacheNews
     from pd_connectors.base import CachedBlock
 
-# Blocks of a step without streams, and beside them. Of 8 MiB (8B) these loads take 40 and 1.2 ms; prompts fill 128
-# blocks in a step of 8,192 tokens
-LOADS, SAVES = (256, 8), (128, 8)
+# Blocks of a step, each way: of 8 MiB (8B) they take 40 ms. Prompts fill 128 of each group in a step of 8,192 tokens
+LOADS = SAVES = 256
+# Of the seconds that a step computes, those for which it copies each way, at HOST_GB_S. Beside 32 decodes (5.3 ms, 8B)
+# these are 8 blocks, whose loads prolong the step by 5%; 32 loads double it, and prolong one of 2,048 tokens by 6.7%
+COPY_SHARE = 1.0, 0.5  # without streams, and beside them
 AHEAD_SHARE = 16  # 1 / AHEAD_SHARE of a group's blocks, the next to be evicted, are copied: 54,000 tokens of 105 GiB
 LEAST_AHEAD = 8  # blocks
-HOST_GB_S = 25.0  # of all ranks. An H200 copies 53 GB/s each way; forwards beside it and the other way take their part
+# Of a rank; stated, not measured. An H200 copies 53 GB/s each way; forwards beside it and the other way take their part
+HOST_GB_S = 25.0
 LOAD_WAIT_S = 0.002  # until the step after one that only loads: it is planned, launched and retired
 
 
@@ -69,6 +73,7 @@ class HostTier:
         self.on_saved: Callable[[int, bytes], None] = lambda group, block_hash: None
         self.pending: OrderedDict[BlockTable, deque[tuple[int, bytes, int, int]]] = OrderedDict()
         self._clean_to = [0] * len(pools)  # see `_mark`
+        self._first = 0  # the group of which a step saves blocks first
         self.num_hit_tokens = self.num_loaded = self.num_saved = self.num_unsaved = 0
         self.num_loaded_bytes = self.num_saved_bytes = 0
         self.grow(num_blocks)
@@ -169,7 +174,7 @@ class HostTier:
     def clear(self) -> None:
         """Forget all cached blocks. Loads that are queued go on: their prompts were found before.
 
-        The caller forgets those of the device next, which count as unsaved.
+        The caller forgets those of the device next. None of these counts as unsaved.
         """
         for group, own in enumerate(self.groups):
             cached = own.cached
@@ -181,9 +186,15 @@ class HostTier:
 
     # copies
 
-    def loads_sooner(self, num_bytes: int, compute_s: float) -> bool:
-        """Whether blocks of so many bytes are loaded before they would be computed."""
-        return num_bytes / (self.gb_s * 1e9) + self.wait_s < compute_s
+    def load_s(self, num_bytes: float, *, has_streams: bool) -> float:
+        """About the seconds until blocks of so many bytes would be loaded, in turns with those that are queued."""
+        queued = (len(one) * self._pools[one[0][0]].group.block_bytes for one in self.pending.values())
+        num_bytes += sum(min(num_bytes, one) for one in queued)
+        return num_bytes / (self.gb_s * 1e9 * COPY_SHARE[has_streams]) + self.wait_s
+
+    def copy_s(self, copies: Iterable[tuple[int, int, int]]) -> float:
+        """Seconds of copies in one direction, of which the first is the group."""
+        return sum(self._pools[group].group.block_bytes for group, _, _ in copies) / (self.gb_s * 1e9)
 
     def queue(self, table: BlockTable, loads: Iterable[tuple[int, bytes, int]]) -> None:
         """Load blocks (group, hash, device block) of a table, which no step may compute while it is in `pending`."""
@@ -201,14 +212,21 @@ class HostTier:
         for group, _, host, _ in self.pending.pop(table, ()):
             self.groups[group].unpin(host)
 
-    def plan_copies(self, *, has_streams: bool) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """The saves and loads of a step of which all else is planned. When it retires, `note_saved` is due."""
+    def plan_copies(
+        self, *, step_s: float, has_streams: bool
+    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """The saves and loads of a step of which all else is planned. When it retires, `note_saved` is due.
+
+        `step_s`: predicted seconds of what it computes; inf: nothing, and nothing waits for its copies.
+        """
         if not self.is_cache:
             return [], []
-        loads = self._plan_loads(self.most_loads[has_streams])
-        saves: list[tuple[int, int, int]] = []
-        for pool in self._pools:
-            self._mark(pool, self.most_saves[has_streams], saves)
+        room_of = partial(CopyRoom, step_s * COPY_SHARE[has_streams], self.gb_s * 1e9)
+        loads = self._plan_loads(room_of(self.most_loads))
+        saves, room = list[tuple[int, int, int]](), room_of(self.most_saves)
+        self._first = (self._first + 1) % len(self._pools)  # each group is first in turn: a hit needs all of them
+        for pool in self._pools[self._first :] + self._pools[: self._first]:
+            self._mark(pool, room, saves)
         for group, block_hash, host, _ in loads:  # not before the saves: these two run in any order
             own = self.groups[group]
             own.unpin(host)
@@ -216,26 +234,26 @@ class HostTier:
                 own.cached.move_to_end(block_hash, last=False)  # the device has it, as its newest
         return saves, [(group, host, device) for group, _, host, device in loads]
 
-    def _plan_loads(self, most: int) -> list[tuple[int, bytes, int, int]]:
+    def _plan_loads(self, room: CopyRoom) -> list[tuple[int, bytes, int, int]]:
         """The next loads. Tables that wait take turns, or a long prompt would hold up short ones for a second.
 
         Their sources stay pinned.
         """
         loads: list[tuple[int, bytes, int, int]] = []
-        while self.pending and len(loads) < most:
+        while self.pending and not room.is_full:
             table, queued = next(iter(self.pending.items()))
-            while queued and len(loads) < most:
+            while queued and room.take(self._pools[queued[0][0]].group.block_bytes):
                 loads.append(queued.popleft())
-                self.num_loaded_bytes += self._pools[loads[-1][0]].group.block_bytes
             if queued:
                 self.pending.move_to_end(table)
             else:
                 del self.pending[table]
         self.num_loaded += len(loads)
+        self.num_loaded_bytes += room.num_bytes
         return loads
 
-    def _mark(self, pool: BlockPool, most: int, saves: list[tuple[int, int, int]]) -> None:
-        """Save those of a group's next blocks to be evicted that are not here, while `saves` are not more than `most`.
+    def _mark(self, pool: BlockPool, room: CopyRoom, saves: list[tuple[int, int, int]]) -> None:
+        """Save those of a group's next blocks to be evicted that are not here, as far as the step has room.
 
         Looked at are as many as the next prompts may take; not more than half as many as the tier has, or it would
         copy the same ones again and again. `_clean_to`: of all blocks that have left the order of eviction or will, so
@@ -249,7 +267,7 @@ class HostTier:
             if block_hash in own.cached:
                 own.cached.move_to_end(block_hash)
                 continue
-            if len(saves) >= most or (host := self._take(pool.index)) is None:
+            if not room.take(pool.group.block_bytes) or (host := self._take(pool.index)) is None:
                 return
             own.cached[block_hash] = host
             own.pin(host)

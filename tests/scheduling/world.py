@@ -281,6 +281,8 @@ class World:
                 first = max(0, chunk.start // pool.block_size - one.first)
                 written |= {(pool.index, block_id) for block_id in one.ids[first:]}
         written |= {(group, to) for group, _, to in batch.copies.copy_on_write + batch.copies.swap_in}
+        copies_alone = bool(batch.copies.save) and not batch.chunks
+        assert batch.copies.may_outlast or not (batch.copies.load or copies_alone)
         for group, device, _ in batch.copies.save:
             assert device in self.blocks.pools[group].cache, "a save of a block that is not cached"
             assert (group, device) not in written, "a block is saved and written in one step"
