@@ -46,7 +46,7 @@ class BlockPool:
         self.free = list(range(per_slab - 1, -1, -1))
         self.free_in = {0: self.free}  # owned slab -> its free blocks
         self.cache = PrefixCache()
-        self.on_evicted: Callable[[bytes], None] = lambda _: None
+        self.on_evicted: Callable[[bytes, int], None] = lambda block_hash, block_id: None
         self.leased: Counter[int] = Counter()  # block -> leases that hold it
 
     # sizes
@@ -97,7 +97,7 @@ class BlockPool:
 
     def _evict(self) -> int:
         block_id, block_hash = self.cache.evict()
-        self.on_evicted(block_hash)
+        self.on_evicted(block_hash, block_id)
         return block_id
 
     def acquire(self, block_id: int) -> None:

@@ -10,17 +10,17 @@ class CopyRoom:
     """Bounds a step's copies by seconds and by blocks. The first LEAST_COPIES may take longer."""
 
     def __init__(self, seconds: float, bytes_per_s: float, most: int) -> None:
-        self._rest_s, self._bytes_per_s, self._most = seconds, bytes_per_s, most
-        self._num = self.num_bytes = 0  # of the blocks that were taken
-        self.is_full = False  # one was refused
+        self._seconds, self._bytes_per_s, self._most = seconds, bytes_per_s, most
+        self._num, self._taken_s = 0, 0.0
+        self.num_bytes = 0  # of what was taken
+        self.share = 1.0  # of all, that may be taken by now
 
     def take(self, num_bytes: int) -> bool:
         """Count a block, if there is room for it. Returns whether there is."""
-        seconds = max(num_bytes / self._bytes_per_s, ISSUE_S)
-        if self._num >= self._most or (self._num >= LEAST_COPIES and seconds > self._rest_s):
-            self.is_full = True
+        taken_s, share = self._taken_s + max(num_bytes / self._bytes_per_s, ISSUE_S), self.share
+        is_within = self._num < share * LEAST_COPIES or taken_s <= share * self._seconds
+        if not is_within or self._num >= share * self._most:
             return False
-        self._rest_s -= seconds
-        self._num += 1
+        self._num, self._taken_s = self._num + 1, taken_s
         self.num_bytes += num_bytes
         return True

@@ -95,11 +95,12 @@ class HostHits:
         """Give the table blocks for what it lacks of a hit: by group the (hash, block of the device or None) of it."""
         self._memory.free_for(needs)
         loads = []
-        for pool, held, rest in zip(self._pools, table.groups, rests, strict=True):
-            for block_hash, block_id in rest:
-                if block_id is None:
-                    block_id = pool.take()
-                    loads.append((pool.index, block_hash, block_id))
-                held.ids.append(block_id)
+        with self._tier.bequeath(table):
+            for pool, held, rest in zip(self._pools, table.groups, rests, strict=True):
+                for block_hash, block_id in rest:
+                    if block_id is None:
+                        block_id = pool.take()
+                        loads.append((pool.index, block_hash, block_id))
+                    held.ids.append(block_id)
         if loads:
             self._tier.queue(table, loads)

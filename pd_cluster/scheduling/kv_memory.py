@@ -212,7 +212,8 @@ class KvMemory:
             num_on_device, start = start, self._go_on_in_host(seq, table, start)
             seq.num_computed_tokens = seq.num_scheduled_tokens = start
             self._count_hit(seq, start - num_on_device)
-        blocks.grow(table, start, len(seq.token_ids))
+        with blocks.host.bequeath(table):  # it computes all of them itself, in order
+            blocks.grow(table, start, len(seq.token_ids))
         seq.table = table
         return copies
 

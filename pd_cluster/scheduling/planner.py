@@ -80,6 +80,7 @@ class Planner:
         self._step_budget = step_budget
         self._passed = PassedPrompts()
         self._next_step = 0
+        blocks.host.step_tokens = config.max_num_batched_tokens
 
     def plan(self, loads: list[LoadSpec]) -> Batch:
         """The next step's batch, with these loads. Its sequences count as in flight until its result is known."""
@@ -115,7 +116,9 @@ class Planner:
         if builder.chunks:
             step_s = self._step_budget.model.seconds(StepWork.of(builder.chunks))  # 14 us for 256
         has_streams = any(map(is_stream, self._queues.running))
-        builder.save, builder.load = host.plan_copies(step_s=step_s, has_streams=has_streams)
+        running = self._queues.running if host.victims else ()
+        written = {seq.table: seq.num_scheduled_tokens for seq in running if seq.table is not None}
+        builder.save, builder.load = host.plan_copies(written, step_s=step_s, has_streams=has_streams)
         builder.may_outlast = bool(builder.load) or not builder.chunks or host.copy_s(builder.save) > step_s
 
     def tokens_beside_decodes(self) -> int:
@@ -309,8 +312,10 @@ class Planner:
             return False
         builder.swap_in += copies
         self._queues.run(seq)
-        if seq.table in self._blocks.host.pending:
+        if self._blocks.host.holds_up(seq.table, seq.num_scheduled_tokens):  # type: ignore[arg-type]
             seq.planned_step = builder.step  # it computes from the next step on, or a later one
+            if seq.table not in self._blocks.host.pending:  # then no other one takes its place, and blocks for it
+                builder.prompts.take(seq.num_scheduled_tokens, seq.num_remaining_tokens)
         elif not builder.unready.holds(seq, self._clock()):  # else it may be cached but for its last token
             builder.add_chunk(seq, self._blocks)
         return True

@@ -196,7 +196,7 @@ class SlabPool(BlockPool):
     def evict_subtree(self, block_id: int) -> None:
         """Evict an unreferenced block, and what hangs below it."""
         for evicted, block_hash in reversed(self.cache.evict_subtree(block_id)):  # tails first, as elsewhere
-            self.on_evicted(block_hash)
+            self.on_evicted(block_hash, evicted)
             self.num_evicted += 1
             self._put_free(evicted)
 

@@ -14,7 +14,7 @@ from pd_cluster.engine import disk_tier
 if TYPE_CHECKING:
     from pathlib import Path
 
-ROUND, LONG = 40, 1  # prompts, and blocks of the trace in each: prompts that take few blocks at once are saved in time
+ROUND, LONG = 40, 1  # prompts, and blocks of the trace in each
 GIB = 2**30
 PROMPT_BYTES = LONG * BLOCK_TOKENS // GROUP.block_size * GROUP.block_bytes
 
@@ -60,3 +60,17 @@ def test_rows_are_recorded(trace: Path, tmp_path: Path) -> None:
     assert main([*flags, "--disk-gb", "9", "--json", str(record)]) == 0
     rows = [json.loads(line)["figures"] for line in record.read_text().splitlines()]
     assert [(row["host_gb"], row["disk_gb"]) for row in rows] == [(0, 0), (5, 0), (5, 9)]
+
+
+def test_a_small_cache_saves_what_long_prompts_evict(tmp_path: Path) -> None:
+    """Ninety-six blocks, of which each prompt takes thirty-three at once and writes most of them in its first step."""
+    rows = [
+        {"timestamp": 200 * number, "input_length": 2121, "output_length": 1,
+         "hash_ids": [10 * (number % 8) + k for k in range(5)]}
+        for number in range(24)
+    ]  # fmt: skip
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = simulate_tiers(read_trace(path), 400 * GROUP.block_bytes / 1e9, 96 * GROUP.block_bytes / GIB, 1.0)
+    assert found.hits == pytest.approx(2 / 3 * 2048 / 2121)
+    assert found.unsaved_blocks == 0

@@ -45,6 +45,7 @@ class SideStream:
         assert not {copy[::2] for copy in copies.swap_out} & set(host), "a swap into a block of a side copy"
         devices = [copy[::2] for copy in copies.load]
         assert len(set(devices)) == len(devices), "two loads into one block"
+        assert not {copy[:2] for copy in copies.save} & set(devices), "a block is saved and loaded in one step"
         self.num_saved += len(copies.save)
         self.num_loaded += len(copies.load)
         runs: list[Callable[[], None]] = [partial(self._save, *copy) for copy in copies.save]

@@ -46,7 +46,7 @@ class Holders:
     def cached(self) -> set[bytes]:
         return {*self.blocks.pools[0].cache._by_hash, *self.host}
 
-    def evicted(self, block_hash: bytes) -> None:
+    def evicted(self, block_hash: bytes, _: int) -> None:
         """The device evicts a block. The tier below has a copy, as long as it has room."""
         if self.num_host_blocks:
             if len(self.host) == self.num_host_blocks:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from pd_cluster.scheduling.block_manager import BlockManager
-from pd_cluster.scheduling.host_tier import LEAST_AHEAD, HostTier
+from pd_cluster.scheduling.host_tier import LEAST_AHEAD, STEPS_AHEAD, HostTier
 from pd_connectors.protocol.feed import HOST
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from tests.scheduling.kv_groups import FULL_WINDOW, ONE_FULL, GroupSet
@@ -39,9 +39,9 @@ def computed(blocks: BlockManager, family: int, length: int) -> BlockTable:
     return table
 
 
-def step(blocks: BlockManager, *, retires: bool = True) -> SideCopies:
+def step(blocks: BlockManager, written: dict[BlockTable, int] | None = None, *, retires: bool = True) -> SideCopies:
     """The side copies of a step of which all else is planned."""
-    saves, loads = blocks.host.plan_copies(step_s=inf, has_streams=False)
+    saves, loads = blocks.host.plan_copies(written or {}, step_s=inf, has_streams=False)
     if retires:
         blocks.host.note_saved(saves)
     blocks.check()
@@ -96,6 +96,9 @@ def test_the_device_goes_first_and_the_host_goes_on() -> None:
     assert 0 < start < 8
     assert blocks.match_host(table, hashes, start, 9 * SIZE) == 8
     assert len(table.groups[0].path) == start
+    copies = step(blocks)
+    assert not copies.load, "what its blocks held is saved first"
+    assert set(table.groups[0].ids[start:]) <= {device for _, device, _ in copies.save}
     assert len(step(blocks).load) == 8 - start
     blocks.close(table)
 
@@ -151,7 +154,7 @@ def test_a_step_loads_what_half_of_it_takes_beside_streams(step_s: float, num: i
         host.add(0, block_hash, block)
     table = blocks.open_table()
     assert blocks.match_host(table, hashes_of(0, 290 * SIZE), 0, 291 * SIZE) == 290
-    _, loads = host.plan_copies(step_s=step_s, has_streams=True)
+    _, loads = host.plan_copies({}, step_s=step_s, has_streams=True)
     assert len(loads) == num
     alone = host.load_s(10 * blocks.pools[0].group.block_bytes, has_streams=False)
     beside = min(10, 290 - num)
@@ -176,7 +179,7 @@ def test_the_price_of_loads_beside_streams_is_that_of_the_steps_that_they_need(s
         assert blocks.match_host(table, one, 0, (len(one) + 1) * SIZE) == len(one)
     num_steps = 0
     while host.pending:
-        host.plan_copies(step_s=step_s, has_streams=True)
+        host.plan_copies({}, step_s=step_s, has_streams=True)
         num_steps += 1
     assert num_steps * step_s == pytest.approx(prices[1], rel=0.25)
     assert prices[0] == pytest.approx(200 * 0.7e-3)
@@ -262,7 +265,7 @@ def test_beside_streams_a_step_saves_in_all_groups_what_its_prompts_evict(kv: Gr
     families = range(0, 120, 2)
     for family in families:
         blocks.close(computed(blocks, family, num * SIZE))
-        saves, _ = host.plan_copies(step_s=4e-3 + num * 1.4e-3, has_streams=True)
+        saves, _ = host.plan_copies({}, step_s=4e-3 + num * 1.4e-3, has_streams=True)
         saved.update(group for group, _, _ in saves)
         host.note_saved(saves)
         blocks.check()
@@ -277,7 +280,7 @@ def test_groups_take_turns_where_a_step_saves_few() -> None:
     saved = Counter[int]()
     for family in range(0, 60, 2):
         blocks.close(computed(blocks, family, 8 * SIZE))
-        saves, _ = blocks.host.plan_copies(step_s=1e-9, has_streams=True)
+        saves, _ = blocks.host.plan_copies({}, step_s=1e-9, has_streams=True)
         assert len(saves) <= 4
         saved.update(group for group, _, _ in saves)
         blocks.host.note_saved(saves)
@@ -389,4 +392,91 @@ def test_tables_that_are_loaded_take_turns() -> None:
     assert [len(step(blocks).load) for _ in range(4)] == [2, 2, 2, 0]
     for table in tables:
         blocks.close(table)
+    assert blocks.idle
+
+
+def admitted(blocks: BlockManager, num_blocks: int) -> BlockTable:
+    """The table of a prompt that has its blocks, and has computed nothing."""
+    table = blocks.open_table()
+    with blocks.host.bequeath(table):
+        blocks.grow(table, 0, num_blocks * SIZE)
+    blocks.check()
+    return table
+
+
+def test_what_a_long_prompt_evicts_is_saved_before_the_step_that_writes_its_block() -> None:
+    """A step computes two blocks; what two further steps may reach is saved, and nothing that a step has reached."""
+    blocks = manager(12, 40)
+    hashes = hashes_of(0, 12 * SIZE)
+    blocks.close(computed(blocks, 0, 12 * SIZE))
+    blocks.host.step_tokens = 2 * SIZE
+    table = admitted(blocks, 12)
+    held, saved = table.groups[0].ids, []
+    for end in range(0, 14, 2):
+        saves = [device for _, device, _ in step(blocks, {table: end * SIZE}).save]
+        assert not set(saves) & set(held[:end]), "a block is saved after a step that writes it was planned"
+        saved += saves
+        assert saved == held[: min(end + STEPS_AHEAD * 2, 12)]
+        assert blocks.num_cached(hashes) == (12 if len(saved) == 12 else 0) * SIZE, "a tail without its head is none"
+    assert not blocks.host.num_unsaved
+    assert not blocks.host.victims
+    blocks.close(table)
+    assert blocks.idle
+
+
+def test_what_a_step_writes_before_it_is_saved_is_lost_and_counted() -> None:
+    blocks = manager(12, 40)
+    blocks.close(computed(blocks, 0, 12 * SIZE))
+    blocks.host.step_tokens, blocks.host.most_saves = 12 * SIZE, 2
+    table = admitted(blocks, 12)
+    assert blocks.host.holds_up(table, 0), "a step can save what its first blocks held"
+    assert [device for _, device, _ in step(blocks, {table: 5 * SIZE}).save] == table.groups[0].ids[5:7]
+    assert blocks.host.num_unsaved == 5
+    assert not step(blocks).save, "a sequence that does not run may have steps planned"
+    blocks.close(table)
+    assert blocks.host.num_unsaved == 10
+    assert not step(blocks).save
+    assert blocks.idle
+
+
+def test_a_reset_forgets_what_is_not_saved_yet() -> None:
+    blocks = manager(12, 40)
+    blocks.close(computed(blocks, 0, 12 * SIZE))
+    table = admitted(blocks, 12)
+    blocks.forget_unused()
+    assert not step(blocks, {table: 0}).save
+    assert not blocks.num_cached(hashes_of(0, 12 * SIZE))
+    blocks.close(table)
+
+
+def test_what_was_computed_again_is_not_saved_twice() -> None:
+    blocks = manager(20, 40)
+    blocks.close(computed(blocks, 0, 8 * SIZE))
+    blocks.close(computed(blocks, 2, 8 * SIZE))
+    blocks.host.step_tokens = 8 * SIZE
+    table = admitted(blocks, 10)  # it evicts six of the first prompt
+    assert len(blocks.host.victims[table]) == 6
+    again = computed(blocks, 0, 8 * SIZE)
+    saves = {device for _, device, _ in step(blocks, {table: 0}).save}
+    assert not saves & set(table.groups[0].ids)
+    blocks.close(again)
+    blocks.close(table)
+    assert blocks.idle
+
+
+def test_loads_do_not_wait_for_saves_into_a_host_memory_that_they_hold() -> None:
+    """Eight host blocks, of which the loads hold all: what their blocks held is lost."""
+    blocks = manager(8, 16)
+    fill(blocks, 0, 8 * SIZE)
+    blocks.close(computed(blocks, 2, 8 * SIZE))
+    own, hashes = blocks.host.groups[0], hashes_of(0, 8 * SIZE)
+    taken = blocks.host.take(0, len(own.free))
+    table = blocks.open_table()
+    assert blocks.match_host(table, hashes, 0, 8 * SIZE) == 8
+    assert own.num_takeable == 0
+    assert step(blocks) == ([], [])
+    assert len(step(blocks).load) == 8
+    assert blocks.host.num_unsaved == 8
+    own.give_back(taken)
+    blocks.close(table)
     assert blocks.idle

@@ -89,6 +89,7 @@ def walk(seed: int, kv: str, num_steps: int) -> Counter[str]:
     machine.teardown()
     assert world.worker.side.num_loaded == world.blocks.host.num_loaded
     totals = Counter({name: int(count) for name, count in world.blocks.host.counters.items()})
+    totals["victims"] = world.num_victims
     totals["swaps"] = int(world.scheduler.counters["preemptions_swap_total"])
     return totals
 
@@ -121,6 +122,7 @@ def walks(kv: str, seeds: range) -> None:
         totals += walk(seed, kv, num_steps=150)
     assert all(totals[name] for name in ("host_cache_hit_tokens_total", "host_cache_evicted_unsaved_blocks_total"))
     assert totals["swaps"]
+    assert bool(totals["victims"]) == (len(SETS[kv].kinds) == 1), "groups that share memory have no victims"
 
 
 @pytest.mark.long_cases

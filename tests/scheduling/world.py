@@ -66,10 +66,12 @@ def hashes_of(salt: str, token_ids: tuple[int, ...]) -> list[bytes]:
     return extend_hashes(root_hash(salt), token_ids, BLOCK_SIZE)
 
 
-def is_hit(blocks: BlockManager, hashes: list[bytes], end: int, *, in_host: bool = False) -> bool:
+def is_hit(
+    blocks: BlockManager, hashes: list[bytes], end: int, *, in_host: bool = False, with_victims: bool = False
+) -> bool:
     """Whether a prompt can be continued after its first `end` blocks, by what each group's cache has.
 
-    `in_host`: or its host memory.
+    `in_host`: or its host memory. `with_victims`: or will have, if the save that is due is in time.
     """
     num_tokens = end * blocks.block_size
     for pool in blocks.pools:
@@ -77,7 +79,9 @@ def is_hit(blocks: BlockManager, hashes: list[bytes], end: int, *, in_host: bool
             return False
         needed = range(pool.group.first_block(num_tokens), num_tokens // pool.block_size)
         own = hashes[pool.ratio - 1 :: pool.ratio]
-        host = blocks.host.groups[pool.index].cached if in_host else {}
+        host = set(blocks.host.groups[pool.index].cached) if in_host else set()
+        if with_victims:
+            host |= {one for victims in blocks.host.victims.values() for _, one in victims.values()}
         if any(own[index] not in pool.cache._by_hash and own[index] not in host for index in needed):
             return False
     return True
@@ -120,6 +124,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.now_s = 0.0
+        self.num_victims = 0  # saved
         groups, slabs = self.kv.groups(BLOCK_SIZE), self.kv.slabs(self.num_blocks)
         self.blocks = BlockManager(
             groups, slabs, num_host_blocks=self.num_host_blocks, host_cache=self.host_cache,
@@ -279,12 +284,18 @@ class World:
             for pool, one in zip(self.blocks.pools, table.groups, strict=True):
                 held |= {(pool.index, block_id) for block_id in one.ids}
                 first = max(0, chunk.start // pool.block_size - one.first)
-                written |= {(pool.index, block_id) for block_id in one.ids[first:]}
+                end = pool.blocks_for(chunk.start + chunk.num_tokens) - one.first
+                ids = one.ids[first:] if chunk.num_samples else one.ids[first:end]  # a run may go on
+                written |= {(pool.index, block_id) for block_id in ids}
         written |= {(group, to) for group, _, to in batch.copies.copy_on_write + batch.copies.swap_in}
         copies_alone = bool(batch.copies.save) and not batch.chunks
         assert batch.copies.may_outlast or not (batch.copies.load or copies_alone)
         for group, device, _ in batch.copies.save:
-            assert device in self.blocks.pools[group].cache, "a save of a block that is not cached"
+            pool = self.blocks.pools[group]
+            holders = [table for table in self.blocks._tables if device in table.groups[group].ids]
+            is_victim = pool.refs[device] == 1 and len(holders) == 1 and len(self.blocks.pools) == 1
+            self.num_victims += device not in pool.cache
+            assert device in pool.cache or is_victim, "a save of a block that is not cached, and no victim"
             assert (group, device) not in written, "a block is saved and written in one step"
         targets = {copy[::2] for copy in batch.copies.load}
         assert not targets & (held | written), "a block is loaded and read in one step"
@@ -454,7 +465,7 @@ class World:
     def check_names(self) -> None:
         """A router knows named hits, and no other. With one tree: all of them.
 
-        A name in host memory stays where a block before it was evicted unsaved.
+        A name in host memory stays where a block before it was evicted unsaved, and while the save is due.
         """
         evicted, stored, moved = self.blocks.news.take()
         for block in evicted:
@@ -464,12 +475,17 @@ class World:
             self.named[one.block] = one
         for block, tier in moved:
             self.named[block] = msgspec.structs.replace(self.named[block], tier=tier)
-        hits = {feed_id(hashes[-1]) for hashes in self.prefixes.values() if self.is_hit(hashes, len(hashes))}
+        hits = {
+            feed_id(hashes[-1])
+            for hashes in self.prefixes.values()
+            if is_hit(self.blocks, hashes, len(hashes), in_host=True, with_victims=True)
+        }
         for hashes in self.prefixes.values():
             if (named := self.named.get(feed_id(hashes[-1]))) is not None:
                 assert (named.tier == DEVICE) == is_hit(self.blocks, hashes, len(hashes)), "a name in another tier"
         for pool, own in zip(self.blocks.pools, self.blocks.host.groups, strict=True):
             hits |= {feed_id(one) for one in own.cached if pool.is_tree}
+        hits |= {feed_id(one) for victims in self.blocks.host.victims.values() for _, one in victims.values()}
         assert self.named.keys() <= hits
         for seq in self.scheduler._queues.running:
             for num_tokens, _ in seq.request.message.steps:
@@ -478,10 +494,6 @@ class World:
                 if num_tokens <= len(seq.table.groups[0].path) * BLOCK_SIZE:
                     block = feed_id(seq.hash_blocks(num_tokens // BLOCK_SIZE, BLOCK_SIZE)[-1])
                     assert self.named[block].num_tokens == num_tokens
-
-    def is_hit(self, hashes: list[bytes], end: int) -> bool:
-        """Whether a prompt can be continued after its first `end` blocks, by what each cache has."""
-        return is_hit(self.blocks, hashes, end, in_host=True)
 
     def check_empty(self) -> None:
         """Nothing is left but the prefix cache."""
