@@ -272,7 +272,8 @@ class HostTier:
         for table in sorted(self.victims, key=self.pending.__contains__):  # prompts that run have half, loads the rest
             room.share = 0.5 if self.pending and table not in self.pending else 1.0
             self._save_victims(table, written, room, saves)
-        room.share = 1.0
+        is_waited_for = loads and step_s == inf  # then the prompts' first tokens would wait for more saves than loads
+        room.share = min(1.0, len(loads) / self.most_saves) if is_waited_for else 1.0
         self._first = (self._first + 1) % len(self._pools)  # each group is first in turn: a hit needs all of them
         for pool in self._pools[self._first :] + self._pools[: self._first]:
             self._mark(pool, room, saves)

@@ -274,6 +274,34 @@ def test_beside_streams_a_step_saves_in_all_groups_what_its_prompts_evict(kv: Gr
     assert all(blocks.num_cached(hashes_of(family, num * SIZE)) for family in families)
 
 
+def test_a_step_that_only_loads_saves_no_more_than_that() -> None:
+    """It saved up to 128 blocks, 20 ms, for which the first token of a prompt of three blocks waited."""
+    blocks = manager(60, 400)
+    for family in range(0, 20, 2):
+        blocks.close(computed(blocks, family, 8 * SIZE))
+        step(blocks)
+    table = blocks.open_table()
+    assert blocks.match_host(table, hashes_of(0, 3 * SIZE), 0, 4 * SIZE) == 3
+    blocks.host._clean_to = [0]
+    blocks.close(computed(blocks, 30, 40 * SIZE))
+    copies = step(blocks)
+    assert len(copies.load) == 3
+    assert 0 < len(copies.save) <= 3
+    assert len(step(blocks).save) > 3
+    blocks.close(table)
+
+
+@pytest.mark.parametrize(("step_s", "num"), [(5e-3, 14), (10e-3, 28), (0.1e-3, 4)])
+def test_without_streams_saves_take_as_long_as_the_step(step_s: float, num: int) -> None:
+    """128 blocks, 20 to 43 ms, were saved beside steps of 13 ms."""
+    blocks = manager(800, 1000)
+    pace(blocks, 0.35e-3)
+    blocks.close(computed(blocks, 0, 800 * SIZE))
+    saves, _ = blocks.host.plan_copies({}, step_s=step_s, has_streams=False)
+    assert len(saves) == num
+    assert (blocks.host.copy_s(saves) > step_s) == (num == 4)
+
+
 def test_groups_take_turns_where_a_step_saves_few() -> None:
     blocks = manager(60, 400, FULL_WINDOW)
     blocks.host.most_saves = 4
