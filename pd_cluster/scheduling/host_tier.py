@@ -15,7 +15,7 @@ many steps later: what they held before, its *victims*, are saved meanwhile. Why
                         Or it is a victim: one prompt alone has the block and has planned no step that reaches it
     a load's target     belongs to a table that this step does not compute; later steps wait for the side stream. If
                         the table is closed first, whatever takes the block waits likewise
-    a host block        that is saved by one step is found from the next one on, whose main stream has waited for the
+    a host block        that is saved by one step is found from the next one on: its main stream has waited for the
                         save. A swap into a block that a side copy reads or writes is of a later step. Queued loads
                         pin their sources, and a save pins its target until its step has retired: till then nothing
                         outside the streams may read it
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 # Blocks of a step, each way: of 8 MiB (8B) they take 40 ms. Prompts fill 128 of each group in a step of 8,192 tokens
 LOADS = SAVES = 256
 # Of the seconds that a step computes, those for which it copies each way, at HOST_GB_S. Beside 32 decodes (5.3 ms, 8B)
-# these are 8 blocks, whose loads prolong the step by 5%; 32 loads double it, and prolong one of 2,048 tokens by 6.7%
+# these are 8 blocks. 8 loads prolong the step by 5%, 32 double it, and prolong one of 2,048 tokens by 6.7%
 COPY_SHARE = 1.0, 0.5  # without streams, and beside them
 # Blocks that are copied before they are evicted: those that a step of prompts fills and LEAST_AHEAD more, for decodes.
 # Or 1 / AHEAD_SHARE of a group's; where it has victims at most MOST_AHEAD: so many loads, 16,384 tokens, wait for none
