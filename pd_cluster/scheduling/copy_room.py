@@ -15,10 +15,10 @@ class CopyRoom:
         self.num_bytes = 0  # of what was taken
         self.share = 1.0  # of all, that may be taken by now
 
-    def take(self, num_bytes: int) -> bool:
-        """Count a block, if there is room for it. Returns whether there is."""
+    def take(self, num_bytes: int, *, is_due: bool = False) -> bool:
+        """Count a block, if there is room for it, or if it is due: then it may take longer. Returns whether it does."""
         taken_s, share = self._taken_s + max(num_bytes / self._bytes_per_s, ISSUE_S), self.share
-        is_within = self._num < share * LEAST_COPIES or taken_s <= share * self._seconds
+        is_within = is_due or self._num < share * LEAST_COPIES or taken_s <= share * self._seconds
         if not is_within or self._num >= share * self._most:
             return False
         self._num, self._taken_s = self._num + 1, taken_s

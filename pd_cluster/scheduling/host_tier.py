@@ -271,7 +271,7 @@ class HostTier:
         saves, room = list[tuple[int, int, int]](), room_of(self.most_saves)
         for table in sorted(self.victims, key=self.pending.__contains__):  # prompts that run have half, loads the rest
             room.share = 0.5 if self.pending and table not in self.pending else 1.0
-            self._save_victims(table, written, room, saves)
+            self._save_victims(table, written, room, saves, has_streams=has_streams)
         is_waited_for = loads and step_s == inf  # then the prompts' first tokens would wait for more saves than loads
         room.share = min(1.0, len(loads) / self.most_saves) if is_waited_for else 1.0
         self._first = (self._first + 1) % len(self._pools)  # each group is first in turn: a hit needs all of them
@@ -303,19 +303,26 @@ class HostTier:
         return loads
 
     def _save_victims(
-        self, table: BlockTable, written: Mapping[BlockTable, int], room: CopyRoom, saves: list[tuple[int, int, int]]
-    ) -> None:
-        """Save a table's victims, as far as the step has room. Those that a step writes by now are lost."""
+        self, table: BlockTable, written: Mapping[BlockTable, int], room: CopyRoom, saves: list[tuple[int, int, int]],
+        *, has_streams: bool,
+    ) -> None:  # fmt: skip
+        """Save a table's victims, as far as the step has room. Those that a step writes by now are lost.
+
+        Where no stream waits, what the next step may write is saved even if the step takes longer by it. Else 427
+        blocks of the conversation trace were lost, and 0.1 of 13.3% of its hits: beside the short end of a prompt.
+        """
         pool, victims = self._pools[0], self.victims[table]
+        num_bytes = pool.group.block_bytes
         is_loaded = table in self.pending  # then no step computes it, and its loads wait
         end = 0 if is_loaded else written.get(table)
         soon = inf if is_loaded or end is None else end + STEPS_AHEAD * self.step_tokens
+        due = 0 if end is None or is_loaded or has_streams else end + self.step_tokens
         while victims:
             block_id, (position, block_hash) = next(iter(victims.items()))
             has_copy = block_hash in self.groups[0].cached or pool.cache.find(block_hash) is not None
             if end is not None and position < end:
                 self._note_lost(pool, block_hash)
-            elif end is None or position >= soon or not (has_copy or room.take(pool.group.block_bytes)):
+            elif end is None or position >= soon or not (has_copy or room.take(num_bytes, is_due=position < due)):
                 return
             elif not has_copy and not self._save(pool, block_id, block_hash, saves):
                 if is_loaded:
