@@ -4,9 +4,10 @@ Random weights repeat nothing. So the texts are made of this repository (`record
 sampler raises the recorded token of each row (`recorded_sampler.py`). What a step costs, what is looked up, how many
 drafts are worth it, and what is given back are the product's.
 
-    ratio      tokens a second with drafts through those without, of one engine in turn: the median of rounds
+    ratio      tokens a second with drafts through those without, of one engine in turn: of the medians of rounds, and
+               the least and the most of pairs of rounds
     tokens     of a stream in a step, as its client sees events
-    TPOT       of streams, ms: p50 and p99; "quiet" ones are those of the task that matches nothing
+    TPOT       of streams of all rounds, ms: p50 and p99; "quiet" ones are those of the task that matches nothing
 
 A case is a shape, a context, a number of streams and a task, or several that "+" joins: their streams take turns.
 A first round with drafts does not count: chances are learned in it. Streams that end are followed by others, prompts
@@ -101,12 +102,13 @@ class RecordedRound:
             run=sum(len(one.tokens) for one in streams) / max(1, sum(one.num_events for one in streams)),
         )
 
-    def tpot(self, tasks: Sequence[str] = ()) -> tuple[float, float]:
-        """p50 and p99, ms, of streams of these tasks; (): of all. NaN: there are none."""
-        found = sorted(each for task, times in self.tpot_ms.items() for each in times if not tasks or task in tasks)
-        if not found:
-            return float("nan"), float("nan")
-        return found[len(found) // 2], found[min(len(found) - 1, int(0.99 * len(found)))]
+
+def tpot(rounds: Sequence[RecordedRound], task: str = "") -> tuple[float, float]:
+    """p50 and p99, ms, of the streams of a task in all these rounds; "": of all tasks. NaN: there are none."""
+    tpots = [each for one in rounds for name, times in one.tpot_ms.items() for each in times if task in ("", name)]
+    if not (found := sorted(tpots)):
+        return float("nan"), float("nan")
+    return found[len(found) // 2], found[min(len(found) - 1, int(0.99 * len(found)))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,21 @@ class RecordedResult:
     lookup: list[RecordedRound]
 
     @property
+    def rates(self) -> tuple[float, float]:
+        """Without drafts and with: the medians."""
+        none, lookup = (statistics.median(one.rate for one in rounds) for rounds in (self.none, self.lookup))
+        return none, lookup
+
+    @property
     def ratio(self) -> float:
-        return statistics.median(one.rate for one in self.lookup) / statistics.median(one.rate for one in self.none)
+        none, lookup = self.rates
+        return lookup / none
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The least and the most ratio of two rounds, one after the other."""
+        ratios = [lookup.rate / none.rate for none, lookup in zip(self.none, self.lookup, strict=True)]
+        return min(ratios), max(ratios)
 
     @property
     def acceptance(self) -> float | None:
@@ -135,11 +150,11 @@ class RecordedResult:
         """Of the table."""
         case, none, lookup = self.case, self.none[-1], self.lookup[-1]
         rounds, share = (none, lookup), "" if self.acceptance is None else f"{self.acceptance:.0%}"
-        p50s, p99s = zip(*(one.tpot() for one in rounds), strict=True)
-        quiet = [one.tpot((UNMATCHED,))[1] for one in rounds] if UNMATCHED in none.tpot_ms else []
+        p50s, p99s = zip(tpot(self.none), tpot(self.lookup), strict=True)
+        quiet = [tpot(each, UNMATCHED)[1] for each in (self.none, self.lookup)] if UNMATCHED in none.tpot_ms else []
         return [
-            f"{case.shape} {case.context} B {case.batch} {case.name}", _pair([one.rate for one in rounds], 0),
-            f"{self.ratio:.3f}", f"{lookup.run:.2f}", share,
+            f"{case.shape} {case.context} B {case.batch} {case.name}", _pair(self.rates, 0),
+            f"{self.ratio:.3f}", "{:.3f}-{:.3f}".format(*self.spread), f"{lookup.run:.2f}", share,
             _pair([one.counts["steps"] for one in rounds], 0), str(lookup.counts["drafts"]),
             _pair(p50s, 2), _pair(p99s, 2), _pair(quiet, 2), "" if self.is_right else "WRONG",
         ]  # fmt: skip
@@ -147,16 +162,16 @@ class RecordedResult:
     def record(self) -> dict[str, Any]:
         rounds = {"none": self.none, "lookup": self.lookup}
         return {
-            **asdict(self.case), "name": self.case.name, "ratio": self.ratio, "acceptance": self.acceptance,
-            "is_right": self.is_right,
-            "tpot_ms": {name: found[-1].tpot() for name, found in rounds.items()},
-            "tpot_quiet_ms": {name: found[-1].tpot((UNMATCHED,)) for name, found in rounds.items()},
+            **asdict(self.case), "name": self.case.name, "ratio": self.ratio, "spread": self.spread,
+            "acceptance": self.acceptance, "is_right": self.is_right,
+            "tpot_ms": {name: tpot(found) for name, found in rounds.items()},
+            "tpot_quiet_ms": {name: tpot(found, UNMATCHED) for name, found in rounds.items()},
             "rounds": {name: [_recorded(one) for one in found] for name, found in rounds.items()},
         }  # fmt: skip
 
 
 COLUMNS = (
-    "case", "tokens/s", "ratio", "a run", "accepted", "steps", "drafts", "TPOT p50", "p99", "quiet p99", "",
+    "case", "tokens/s", "ratio", "rounds", "a run", "accepted", "steps", "drafts", "TPOT p50", "p99", "quiet p99", "",
 )  # fmt: skip
 
 
@@ -166,7 +181,7 @@ def _pair(numbers: Sequence[float], digits: int) -> str:
 
 
 def _recorded(one: RecordedRound) -> dict[str, Any]:
-    tpots = {task: one.tpot((task,)) for task in one.tpot_ms}
+    tpots = {task: tpot([one], task) for task in one.tpot_ms}
     return {**asdict(one), "tpot_ms": tpots}
 
 
@@ -189,7 +204,7 @@ class RecordedBench:
         fill_cache(self.engine, answers, self.recorded.seeds)
         self._round(case, answers, drafts=True)
         result = RecordedResult(case, [], [])
-        for number in range(self.repeats):
+        for number in range(self.repeats):  # in turn, so that a machine that becomes slower favours neither
             for drafts in (False, True) if number % 2 == 0 else (True, False):
                 found = RecordedRound.of(self._round(case, answers, drafts=drafts))
                 (result.lookup if drafts else result.none).append(found)
@@ -275,7 +290,7 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     add("--tokenizer", type=Path, metavar="DIR", help="With a tokenizer.json. Default: pieces of text, about as long.")
     add("--output-len", type=int, default=256, metavar="N", help="Tokens of an answer, at most (default: 256).")
-    add("--repeats", type=int, default=1, metavar="N", help="Rounds with drafts and without that count (default: 1).")
+    add("--repeats", type=int, default=3, metavar="N", help="Rounds with drafts and without that count (default: 3).")
     add("--least", type=int, default=3, metavar="N", help="Answers of a round, at least (default: 3).")
     add("--within", type=float, default=1e9, metavar="S", help="Begin no case after so many seconds of a shape.")
     add("--device", default="cuda", choices=("cpu", "cuda"), help="Default: cuda.")

@@ -4,6 +4,9 @@ The sampler of an engine that starts meanwhile raises the logit of the recorded 
 row's request and the position that it draws, and then draws as it always does. Rows after drafts are rows as any
 other. So lookup, chances, worth, verification and what is given back are the product's own, which knows nothing of it.
 
+The recorded token of a place is raised whatever is before it. So a wrong draft that is accepted is seen by its own
+token alone: that what follows is drawn after the right tokens is a matter of the product's tests.
+
 It takes three small kernels a step, with drafts and without, in captured steps and in others.
 """
 

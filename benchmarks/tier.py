@@ -8,6 +8,10 @@ Parts, each with its own record:
     hits     first token of a prompt that lies in the host beside computing it; the longest gap of 16 streams meanwhile;
              answers after hits on the device and in the host, with NaN in every host block that was not written
 
+The command fails if a whole block of a prompt was not found where it had to be, on the device and then in the host, or
+if the answers after both differ. Those of the computed prompts are recorded alone: a prompt that is computed at once
+sums in another order than its last tokens do after a hit, and in bfloat16 two nearly equal logits may change places.
+
 The GPU's cache is made small, so that prompts leave it soon.
 """
 
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import sys
@@ -55,6 +60,8 @@ STEPS_BESIDE = ((0, 2048, (32, 128)), (32, 0, (8, 32)), (1, 0, (8,)))
 PIECES_MIB = (64, 16, 256, 1024)
 STREAMS = 16
 NUM_PROMPTS = 5
+# Counters that have every token in whole blocks of a round's prompts, but for the last one
+HITS = {"hit on the device": "prefix_cache_hit_tokens_total", "hit in the host": "host_cache_hit_tokens_total"}
 
 
 @dataclass(slots=True)
@@ -66,6 +73,7 @@ class TierBench:
     rng: random.Random
     say: Callable[[str], None]
     rows: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # which the command fails for
 
     @property
     def executor(self) -> DeviceExecutor:
@@ -238,22 +246,28 @@ class TierBench:
         """First tokens and answers of prompts in the host, beside computed ones and hits on the device."""
         self.wait_pinned()
         self.restart(has_tier=True, role="decode")
+        tier, size = self.engine.core._blocks.host, self.executor.block_size
+        tier.gb_s, tier.wait_s = math.inf, 0.0  # what is there is loaded, however short the prompt is
         for tensor in self.executor._cache.hosts:
             tensor.view(torch.uint8).fill_(0xFF)  # NaN in every float format here
         client, length = OfflineClient(self.engine), self.namespace.prompt
         client.finish([client.send(prompt, 2) for prompt in self.prompts([length, 100, 1000])])
         prompts = self.prompts([length + 7 * i for i in range(NUM_PROMPTS)])
-        answers = {}
+        answers, num_whole = {}, sum((len(prompt) - 1) // size * size for prompt in prompts)
         for name in ("computed", "hit on the device", "hit in the host"):
             if name == "hit in the host":
                 self._evict(client)
             before = self._tier_counters()
             ttfts_ms, answers[name] = self._answers(client, prompts)
-            self.note(
-                f"TTFT of {length}, {name}", ms=ttfts_ms, p50=statistics.median(ttfts_ms), counters=self._since(before)
-            )
+            counters = self._since(before)
+            self.note(f"TTFT of {length}, {name}", ms=ttfts_ms, p50=statistics.median(ttfts_ms), counters=counters)
+            if (counter := HITS.get(name)) and (num_hit := counters[counter]) < num_whole:
+                self.faults.append(f"{name}: {num_hit:.0f} of {num_whole} tokens in whole blocks")
         host = answers.pop("hit in the host")
-        self.note("answers of hits in the host", equal={name: tokens == host for name, tokens in answers.items()})
+        equal = {name: tokens == host for name, tokens in answers.items()}
+        self.note("answers of hits in the host", equal=equal)
+        if not equal["hit on the device"]:
+            self.faults.append("answers after hits on the device and in the host differ")
         self._evict(client)
         ids = self._streams(client)
         self.note(f"{STREAMS} streams, nothing else", **client.gaps_of(ids, lambda: client.run_tokens(ids, 200)))
@@ -285,14 +299,15 @@ class TierBench:
         return ttfts_ms, answers
 
     def _evict(self, client: OfflineClient) -> None:
-        """Fill the GPU's cache with other prompts."""
+        """Fill the GPU's cache with other prompts, one after the other: no step takes more than is saved ahead."""
         tokens = self.executor.slabs.num_blocks(0) * self.executor.block_size
         length = min(4096, self.namespace.prompt)
-        client.finish([client.send(prompt, 1) for prompt in self.prompts([length] * (tokens // length + 3))])
+        for prompt in self.prompts([length] * (tokens // length + 3)):
+            client.finish([client.send(prompt, 1)])
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0. Raises StartupError."""
+    """Returns 0; 1 if a hit was missed or told another answer. Raises StartupError."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks tier", allow_abbrev=False)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="Default: all.")
     parser.add_argument("--shape", default="8b", help="Default: 8b.")
@@ -313,8 +328,7 @@ def main(arguments: Sequence[str]) -> int:
         raise StartupError("torch finds no CUDA device")
     with tempfile.TemporaryDirectory(prefix="pd-bench-") as directory:
         Path(directory, "config.json").write_text(json.dumps(CONFIGS[namespace.shape]), encoding="utf-8")
-        measure_tier(node_config(directory, namespace), namespace)
-    return 0
+        return int(bool(measure_tier(node_config(directory, namespace), namespace)))
 
 
 def node_config(directory: str, namespace: argparse.Namespace) -> NodeConfig:
@@ -330,8 +344,8 @@ def node_config(directory: str, namespace: argparse.Namespace) -> NodeConfig:
     )  # fmt: skip
 
 
-def measure_tier(config: NodeConfig, namespace: argparse.Namespace) -> None:
-    """Run the parts, in the order of PARTS where pinning comes first, and append a record."""
+def measure_tier(config: NodeConfig, namespace: argparse.Namespace) -> list[str]:
+    """Run the parts, in the order of PARTS where pinning comes first, and append a record. -> what was wrong."""
     began_s, progress = time.perf_counter(), list[str]()
 
     def say(text: str) -> None:
@@ -362,5 +376,8 @@ def measure_tier(config: NodeConfig, namespace: argparse.Namespace) -> None:
         engine.close()
         say("closed")
         fields = {"config": asdict(config), "progress": progress, "seed": namespace.seed, "results": bench.rows}
-        append_record(namespace.json, "tier", fields)
+        append_record(namespace.json, "tier", {**fields, "faults": bench.faults})
     sys.stdout.write(json.dumps(bench.rows, indent=1) + "\n")
+    for fault in bench.faults:
+        say(f"WRONG: {fault}")
+    return bench.faults

@@ -115,8 +115,8 @@ class CacheConfig:
     )
     disk_cache_dir: str = setting(
         "",
-        "Directory of this node alone, for files of blocks for which host_cache_gb has no room. They survive restarts "
-        "with the same cluster key. Default: none.",
+        "Directory of this node alone, for files of blocks for which host_cache_gb, which it needs, has no room. They "
+        "survive restarts with the same cluster key. Default: none.",
         metavar="DIR",
     )
     disk_cache_gb: float = setting(100.0, "Size of these files in GB.", positive=True)
@@ -199,6 +199,11 @@ class SchedulerConfig:
     def has_targets(self) -> bool:
         """Whether steps are sized by what clients may wait (`scheduling/step_budget.py`)."""
         return bool(self.slo_tpot_ms or self.slo_itl_ms)
+
+    @property
+    def most_captured_rows(self) -> int:
+        """Of captured steps with drafts, which are of decodes alone: at most as many drafts as sequences may run."""
+        return self.max_num_seqs + min(self.max_graph_batch, self.max_num_seqs)
 
     def depth_on(self, device: str) -> int:
         """How many steps may be under way at once on this device ("cpu", "cuda:0", ...)."""

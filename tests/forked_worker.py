@@ -221,7 +221,8 @@ def is_told(option: Any, name: str, event: dict[str, Any]) -> bool:
     Not a setup or an end that passed and wrote nothing, unless times or a report in XML are wanted: two of six messages
     of a test, and the larger ones.
     """
-    if name != "testreport" or any(getattr(option, one, None) for one in READ_ALL):
+    asked = (getattr(option, one, None) for one in READ_ALL)
+    if name != "testreport" or any(one is not None and one is not False for one in asked):  # --durations=0: of all
         return True
     report = event["data"]
     return bool(report["when"] == "call" or report["outcome"] != "passed" or report["sections"])

@@ -142,7 +142,9 @@ def test_what_nothing_reads_of_a_test_is_not_told() -> None:
     assert told("teardown", sections=("printed",))
     assert told("setup", name="logstart")
     passed = {"data": {"when": "setup", "outcome": "passed", "sections": []}}
-    assert all(is_told(SimpleNamespace(**{option: "1"}), "testreport", passed) for option in READ_ALL)
+    for value, is_asked in (("1", True), (True, True), (0, True), (None, False), (False, False)):
+        for option in READ_ALL:
+            assert is_told(SimpleNamespace(**{option: value}), "testreport", passed) == is_asked, (option, value)
 
 
 def test_this_worker_is_forked(request: pytest.FixtureRequest) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from benchmarks.routing_simulation.trace import BLOCK_TOKENS
 from benchmarks.slo.device import DEVICES, SHAPES
 from benchmarks.slo.node import BLOCK, DRAWN, Rule, SimulatedNode
+from pd_cluster.engine.news_report import NO_SHARE
 from pd_cluster.protocol.messages import AddRequest, Work
 from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.sequence import Request
@@ -46,7 +47,8 @@ class ScheduledNode(SimulatedNode):
 
     @property
     def has_prompts(self) -> bool:
-        return self.scheduler.load.queued_tokens > 0
+        """Or had lately: their share of the time is told while it falls."""
+        return self.scheduler.load.queued_tokens > 0 or round(NO_SHARE * self.room.share) > 0
 
     @property
     def num_running(self) -> int:

@@ -70,7 +70,7 @@ def simulate(
     return SimulatedFigures(
         statistics.mean(shares), tuple(shares),
         statistics.mean(one.reason in ("prefill-busy", "prefill-late") for one in served),
-        statistics.mean(one.reason == "decode-late" for one in served),
+        statistics.mean(one.reason in ("decode-late", "prefill-free") for one in served),
         percentiles([one.ttft_ms for one in served]), percentiles([one.tpot_ms for one in served]),
         percentiles([gap for one in served for gap in one.gaps_ms]),
     )  # fmt: skip

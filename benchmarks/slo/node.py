@@ -101,7 +101,7 @@ class SimulatedNode:
         share, (num_streams, num_context, num_promised) = scheduler.step_tokens, scheduler.streams
         load = replace(
             scheduler.load, step_s=self._decode_s, token_s=token_s, key_s=key_s, step_tokens=share,
-            step_keys=self.budget.keys_per_token(scheduler.load.num_running + share) if share else 0,
+            step_keys=self.budget.step_keys(scheduler.load.num_running, share) if share else 0,
             prompts_share=self.room.share, num_context=num_context, context_s=model.context_s,
         )  # fmt: skip
         return self.room.filled_in(load, num_streams, num_promised)

@@ -202,7 +202,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Copies", "Bytes per second to and from host memory.",
                   ((by_role(rate("pd_host_cache_loaded_bytes_total")), "{{role}} loaded"),
                    (by_role(rate("pd_host_cache_saved_bytes_total")), "{{role}} saved"),
-                   (f"min(pd_host_cache_bytes_per_second{{{NS}}})", "stated speed of a node, least")), "Bps"),
+                   (f"min(pd_host_cache_bytes_per_second{{{NS}}})", "what routers reckon a node loads, least")), "Bps"),
             Panel("Blocks saved and lost", "Lost: given up by the device before they had a copy. Many of them: prompts "
                   "come faster than copies.",
                   ((by_role(rate("pd_host_cache_saved_blocks_total")), "{{role}} saved"),

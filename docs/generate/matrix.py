@@ -211,8 +211,12 @@ def _drafts() -> Row:
 def _host_cache() -> Row:
     if "host_cache_gb" not in SETTINGS:
         raise ValueError("nodes have no --host-cache-gb: correct docs/generate/matrix.py")
-    texts = "prefixes that leave the GPU go on in host memory, and routers know it (off by default; gains simulated)"
-    return Row("[host cache](docs/host_cache.md)", [], [f"`--host-cache-gb`: {texts}"], [])
+    if "disk_cache_dir" not in SETTINGS:
+        raise ValueError("nodes have no --disk-cache-dir: correct docs/generate/matrix.py")
+    host = "prefixes that leave the GPU go on in host memory, and routers know it (off by default; gains simulated)"
+    disk = "those that leave host memory go on in files (nodes with `--tp 1`; not measured)"
+    partly = [f"`--host-cache-gb`: {host}", f"`--disk-cache-dir`: {disk}"]
+    return Row("[host cache](docs/host_cache.md)", [], partly, [])
 
 
 def _failures() -> Row:

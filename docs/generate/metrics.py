@@ -57,7 +57,7 @@ ENGINE: dict[str, Meaning] = {
         "Blocks of host memory: `ready` (pinned so far), `cached` (with a content that may be found).", "state"
     ),
     "host_cache_bytes_per_second": Meaning(
-        "The speed of copies that the node reckons with, of all ranks. Not measured."
+        "The speed of loads with which the node and routers reckon: 25 GB/s for each rank. It is not measured."
     ),
     "prefills_local_total": Meaning("Requests with a handoff that this node prefilled by itself."),
     "prefills_remote_total": Meaning("Requests with KV from another node."),

@@ -8,7 +8,9 @@ taken in the order of that chance, and their number k is the one with the most
 There are none where that is hardly more than without. The gap is the time in which the device waits for the host: no
 step is launched after one with drafts before its end.
 
-Streams without a draft gain nothing and wait for the longer step. While there is one, the step is bounded.
+Streams without a draft gain nothing and wait for the longer step. While there is one, the step is bounded: by a quarter
+and by the *credit* of such streams, in steps without drafts. One that has had drafts got its tokens sooner than that,
+and may wait longer now by what it gained. One that never has any waits for a quarter at most.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
 
     Chances = npt.NDArray[np.float32]
     Ints = npt.NDArray[np.int64]
+    Seconds = npt.NDArray[np.float64]
 
 # By which drafts are expected to raise the rate, at least: prices of steps are wrong by a few parts in a hundred
 LEAST_GAIN = 1.05
 PROLONGED = 1.25  # of the step without drafts, while a stream has none
+MOST_CREDIT = 4.0  # so that no stream waits long at a time
 
 
 class StepPrice(NamedTuple):
@@ -43,7 +47,17 @@ class StepPrice(NamedTuple):
     step_s: float = 0.0  # further ones of a step with any draft
     sequence_s: float = 0.0  # further ones for each sequence with drafts
     most_s: float = inf  # of the step
-    most_shared_s: float = inf  # the same while a stream has no draft; inf: PROLONGED decides
+    most_shared_s: float = inf  # the same while a stream has no draft; inf: PROLONGED and credits decide
+    credits: Sequence[float] = ()  # of the streams by offer; empty: none has any
+    least_credit: float = 0.0  # of the streams without an offer
+
+    def prolonged(self, counts: Sequence[int]) -> float:
+        """How many times as long as without drafts the step takes with so many of each offer."""
+        if not (num_drafts := sum(counts)):
+            return 1.0
+        seconds = float(np.interp(num_drafts, self.knots, self.seconds))
+        num_drafting = sum(count > 0 for count in counts)
+        return (seconds + self.step_s + self.sequence_s * num_drafting) / self.seconds[0]
 
 
 def most_worth(offers: Sequence[DraftOffer], price: StepPrice) -> list[int]:
@@ -60,19 +74,31 @@ def most_worth(offers: Sequence[DraftOffer], price: StepPrice) -> list[int]:
     counts = np.arange(1, len(best) + 1)
     alone_s = price.seconds[0]
     seconds = np.interp(counts, price.knots, price.seconds)
-    seconds += price.step_s + price.sequence_s * np.minimum(firsts.searchsorted(best, "right"), counts)
+    num_served = np.minimum(firsts.searchsorted(best, "right"), counts)  # streams with drafts
+    seconds += price.step_s + price.sequence_s * num_served
     rates = (price.num_decodes - best.cumsum(dtype=np.float64)) / seconds
     num_shared = len(best)  # up to so many drafts a stream has none
     if len(offers) == price.num_decodes:
         worst = firsts[-1]
         num_shared = int(np.count_nonzero(chances < worst) + np.count_nonzero(firsts == worst)) - 1
-    most_shared_s = PROLONGED * alone_s if price.most_shared_s == inf else price.most_shared_s
-    rates[seconds.searchsorted(most_shared_s, "right") : num_shared] = 0
+    most_shared_s: float | Seconds = price.most_shared_s
+    if most_shared_s == inf:
+        credit = _credits_left(chances[starts], price)[num_served] if price.credits else 0.0
+        most_shared_s = alone_s * (PROLONGED + credit)
+    rates[:num_shared][(seconds > most_shared_s)[:num_shared]] = 0
     rates[seconds.searchsorted(price.most_s, "right") :] = 0
     at = int(rates.argmax())
     if rates[at] <= LEAST_GAIN * (price.num_decodes / alone_s):
         return [0] * len(offers)
     return _counts(chances, starts, best[at], at + 1)
+
+
+def _credits_left(firsts: Chances, price: StepPrice) -> Seconds:
+    """[i]: the least credit of the streams that have no draft where those of the best i offers have some."""
+    own = np.array(price.credits)[firsts.argsort(kind="stable")]
+    # Equal chances may leave the last one without
+    rest = price.least_credit if len(own) < price.num_decodes else own[-1]
+    return np.minimum.accumulate(np.append(own, rest)[::-1])[::-1]
 
 
 def _counts(chances: Chances, starts: Ints, last: np.float32, num_drafts: int) -> list[int]:

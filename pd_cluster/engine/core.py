@@ -9,6 +9,7 @@ One turn does the following, in this order, so that each decision uses the lates
 On a GPU the step that is launched is the one after the step that is retired (`pipeline`), so that all of the above runs
 while the device computes. A sequence that ends is then in one more step, and its token there is dropped. The loop plans
 the next step just before the running one ends, and waits for messages and events until then (`step_timing`).
+After a step with drafts the device waits for the next launch, so tokens and statistics of it go out after that.
 Everything here runs on one thread. With nothing to do it sleeps on the mailbox; messages and events wake it.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
+from math import inf
 from typing import TYPE_CHECKING
 
 from pd_cluster.drafting.lookup_drafter import LookupDrafter
@@ -24,14 +26,14 @@ from pd_cluster.engine.disk_tier import DiskTier
 from pd_cluster.engine.kv_transfers import KvTransfers
 from pd_cluster.engine.news_report import NewsReport
 from pd_cluster.engine.pipeline import Pipeline
-from pd_cluster.engine.replies import reply_of
+from pd_cluster.engine.replies import Replies
+from pd_cluster.engine.stats_report import StatsReport
 from pd_cluster.engine.step_timing import StepForecast
 from pd_cluster.errors import Overloaded, PdError
 from pd_cluster.protocol.messages import (
     HEARTBEAT_S,
     Abort,
     AddRequest,
-    EngineStats,
     PrefillLocally,
     ReleaseLease,
     ReportNews,
@@ -47,7 +49,7 @@ from pd_cluster.protocol.messages import (
 from pd_cluster.scheduling.block_manager import BlockManager
 from pd_cluster.scheduling.drafts import Speculation
 from pd_cluster.scheduling.queue_order import Fifo, Shortest
-from pd_cluster.scheduling.scheduler import Scheduler, Update
+from pd_cluster.scheduling.scheduler import Scheduler
 from pd_cluster.scheduling.step_budget import StepBudget
 from pd_cluster.scheduling.step_model import StepModel
 from pd_cluster.scheduling.stream_room import StreamRoom
@@ -73,7 +75,6 @@ IDLE_WAIT_S = HEARTBEAT_S  # upper bound of one sleep; wake-ups make it shorter
 HASHING_S = 0.001  # at a time while no step runs, so that messages and events do not wait for many long prompts
 PAUSE_S = 120.0  # to write a record: ten seconds have some million events
 LATE_MASK = f"the mask of the grammar was not computed within {UNREADY_DEADLINE_S:g} s; try again later"
-STATS_EVERY_S = 0.1  # while busy; always before sleeping
 
 
 class EngineCore:
@@ -122,10 +123,12 @@ class EngineCore:
         )
         self._disk = None
         if disk is not None:
-            parts = self._blocks, self._scheduler, executor.host_block, self._step_model.prefill_s, clock
-            self._disk = DiskTier(disk, *parts)
+            self._disk = DiskTier(
+                disk, self._blocks, self._scheduler, executor.host_block, self._step_model.prefill_s, clock
+            )
+        self._replies = replies = Replies(mailbox, self._forget)
         self._transfers = KvTransfers(
-            connector, self._scheduler, mailbox.send, self._report, connector.pool, config.model.logits_stages,
+            connector, self._scheduler, mailbox.send, replies.report, connector.pool, config.model.logits_stages,
             self._disk,
         )  # fmt: skip
         self._pipeline = self._make_pipeline(config)
@@ -135,10 +138,8 @@ class EngineCore:
         )  # fmt: skip
         self._requests: dict[str, Request] = {}
         self._stopping = False
-        self._stats: EngineStats | None = None
-        self._stats_sent_at = -STATS_EVERY_S
-        self._num_steps = 0
-        self._num_tokens = 0
+        parts = self._scheduler, self._blocks, self._pipeline, self._transfers
+        self._stats = StatsReport(*parts, connector, self._disk, mailbox, clock)
         connector.set_waker(mailbox.wake)
 
     def _make_pipeline(self, config: NodeConfig) -> Pipeline:
@@ -160,7 +161,9 @@ class EngineCore:
             return None
         model = self._step_model
         gap_s, forced = lambda: self._pipeline.gap_s, self._executor.take_forced
-        return Speculation(drafter or LookupDrafter(), model, gap_s, lambda: model.is_fitted, forced)
+        limits, is_captured = config.scheduler, config.scheduler.cuda_graphs and self._executor.model.device != "cpu"
+        most_rows = limits.most_captured_rows if is_captured else None
+        return Speculation(drafter or LookupDrafter(), model, gap_s, lambda: model.is_fitted, forced, most_rows)
 
     def _make_scheduler(self, config: NodeConfig, drafter: Drafter | None) -> Scheduler:
         model = self._executor.model
@@ -180,14 +183,15 @@ class EngineCore:
         """A prefill node's prompts come first: its streams wait for a step as long as the target of gaps allows.
 
         What no client asks for is decided on a decode node by the steps at start: the first steps of a node that
-        measured none are few. A prefill node keeps no stream before its steps are known.
+        measured none are few. A prefill node keeps no stream before its steps are known, and none on a CPU, where
+        each token of a stream takes as long as one of a prompt.
         """
         self._room.prompts_first = role == "prefill"
         budget, model = self._step_budget, self._executor.model
         is_live = self._targets != Targets(self._targets.ttft_s) or role == "prefill"
         budget.model = self._step_model if is_live else StepModel(model.step_times)
         budget.targets = self._targets.on(role, model.device, budget.model, model.spec.keys_per_token)
-        self._room.gap_s = budget.targets.itl_s
+        self._room.gap_s = inf if model.device == "cpu" else budget.targets.itl_s
 
     def stop(self) -> None:
         """End `run` after the current step. May be called from a signal handler or another thread."""
@@ -196,20 +200,26 @@ class EngineCore:
 
     def run(self) -> None:
         """Turn until `stop`. An exception from here is a bug or a broken device."""
+        try:
+            self._run()
+        finally:
+            self._replies.tell()  # of the step before a launch that has failed
+
+    def _run(self) -> None:
         is_settled = False
         while not self._stopping:
             if self.turn():
                 is_settled = False  # even if the next wait times out: this turn may have left something to check
                 continue
-            self._send_stats()
-            due_s = self._stats_sent_at + HEARTBEAT_S - self._clock()  # of the next heartbeat
-            if self._mailbox.wait(self._news.until(min(IDLE_WAIT_S, max(0.0, due_s)))):
+            self._stats.send()
+            if self._mailbox.wait(self._news.until(min(IDLE_WAIT_S, max(0.0, self._stats.rest_s)))):
                 is_settled = False
             elif not is_settled:
                 self.settle()  # after a wait only: it takes milliseconds, and a client often asks again at once
                 is_settled = True
         while len(self._pipeline):
             self._retire()
+        self._replies.tell()
         self.settle()
         self._mailbox.flush()  # closing may take seconds
         logger.info("stopping with %d requests", len(self._requests))
@@ -218,22 +228,29 @@ class EngineCore:
         """Make one turn. Returns False if there was nothing to compute: then wait for a message or an event."""
         scheduler, pipeline = self._scheduler, self._pipeline
         for message in self._mailbox.receive():
+            self._replies.tell()  # first: it may be about what has ended
             self._take(message)
         self._transfers.take_events()
         if self._disk is not None:
             self._disk.turn()
         self._transfers.reserve()
-        self._news.send()
-        self._mailbox.flush()
+        if not self._replies.untold:
+            self._news.send()
+            self._mailbox.flush()
         if spare_s := pipeline.spare_s(prompts_wait=scheduler.prompts_wait):
             self._wait(spare_s)  # a request that arrives meanwhile is in the next step
         elif pipeline.is_full or not scheduler.has_work or not pipeline.launch(self._plan):
             if not len(pipeline):
                 pipeline.rest()
+                self._replies.tell()
+                pipeline.learn()
                 return scheduler.hash_ahead(self._clock() + HASHING_S)
             self._await_step()
-        if self._clock() - self._stats_sent_at >= STATS_EVERY_S:
-            self._send_stats()
+            if pipeline.is_dry:
+                return True  # the next turn launches first
+        self._replies.tell()
+        if self._stats.is_due:
+            self._stats.send()
         self._mailbox.flush()
         pipeline.learn()
         self._news.send()
@@ -259,6 +276,7 @@ class EngineCore:
         """Do something that may keep the step loop from turning for PAUSE_S, without being taken for frozen."""
         while len(self._pipeline):
             self._retire()  # a step that waits for this loop to draw its late rows would miss its deadline
+        self._replies.tell()
         self._pipeline.learn()  # now: prompts that ended two minutes ago would count as new
         self._allow_silence(PAUSE_S)
         work()
@@ -278,10 +296,12 @@ class EngineCore:
         self._mailbox.wait(self._news.until(max(0.0, until_s - self._clock())))
 
     def _retire(self) -> None:
-        """Take the oldest step's result; announce it to readers, report it, and store new blocks in the pool."""
+        """Take the oldest step's result; announce it to readers, and store new blocks in the pool. The reply waits.
+
+        The next plan may free what is announced, and write what is stored: neither waits for a launch.
+        """
         batch, result = self._pipeline.retire()
-        self._num_steps += 1
-        self._num_tokens += batch.num_tokens
+        self._stats.note(batch)
         for seq_id, error in result.failures.items():
             self._fail(seq_id, error)
         publishes = self._scheduler.publishes(batch, result)
@@ -289,8 +309,7 @@ class EngineCore:
         prefilled = [update for update in updates if update.request.work is Work.PREFILL and update.prompt is None]
         if publishes or prefilled:
             self._connector.send_after(self._transfers.announce(publishes, prefilled))
-        for update in updates:
-            self._report(update)
+        self._replies.untold += updates
         news = self._scheduler.take_news()
         if news and self._connector.pool is not None:
             self._connector.pool.store(news)
@@ -340,26 +359,20 @@ class EngineCore:
             self._transfers.revoke(request)
         update = self._scheduler.abort(request, message.index, message.reason)
         if update is not None:
-            self._report(update)
+            self._replies.report(update)
 
     def _fail(self, seq_id: int, error: PdError) -> None:
         """End the request of a sequence that cannot go on. Does nothing for a sequence that has ended already."""
         request = self._scheduler.request_of(seq_id)
         if request is None:
             return
+        self._replies.tell()
         self._transfers.revoke(request)
         self._scheduler.abort(request)
         self._mailbox.send(refusal(request.message, error))
         self._forget(request)
 
-    # replies
-
-    def _report(self, update: Update) -> None:
-        """Send an update to the API process. Forget the request if it has ended."""
-        request = update.request
-        self._mailbox.send(reply_of(update))
-        if update.finished:
-            self._forget(request)
+    # ends
 
     def _forget(self, request: Request) -> None:
         self._transfers.forget(request)
@@ -371,33 +384,5 @@ class EngineCore:
         """Check that no block is lost, and send statistics. Called when the engine has nothing to do."""
         if self._scheduler.idle and not self._requests:
             self._scheduler.check()
-        self._send_stats()
+        self._stats.send()
         self._mailbox.flush()
-
-    def _send_stats(self) -> None:
-        scheduler = self._scheduler
-        counters = {
-            "engine_steps_total": float(self._num_steps),
-            "engine_step_tokens_total": float(self._num_tokens),
-            "engine_step_seconds_total": self._pipeline.total_s,
-            **scheduler.counters,
-            **self._transfers.counters,
-        }
-        gauges = {"orphaned_loads": float(self._transfers.num_orphans), **self._blocks.host.gauges}
-        disk = {} if self._disk is None else self._disk.stats
-        for name, value in (*self._connector.stats().items(), *disk.items()):
-            (counters if name.partition("|")[0].endswith("_total") else gauges)[name] = value
-        stats = EngineStats(
-            kv=self._blocks.stats(),
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_waiting_for_remote_kv=scheduler.num_waiting_for_remote_kv,
-            counters=counters,
-            gauges=gauges,
-            num_queued=scheduler.num_queued,
-        )
-        now_s = self._clock()
-        if stats != self._stats or now_s - self._stats_sent_at >= HEARTBEAT_S:
-            self._stats = stats
-            self._stats_sent_at = now_s
-            self._mailbox.send(stats)

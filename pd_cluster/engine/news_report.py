@@ -26,6 +26,7 @@ NEWS_S = 0.005  # between two reports
 # look at
 SHARE_S = 0.02
 HIT_TOKENS = 8192  # of a prompt that goes on in host memory: for longer ones, tables that are loaded count for less
+NO_SHARE = 64  # of the time, prompts that took less than half of one part of so many took none
 
 
 class NewsReport:
@@ -56,8 +57,8 @@ class NewsReport:
         self._mailbox = mailbox
         self._clock = clock
         self.num_taken = 0  # AddRequests
-        self._sent: tuple[int, NodeLoad, int] | None = None
-        self._step_tokens = 0
+        self._sent: tuple[int, NodeLoad, int, int] | None = None
+        self._step_tokens = self._share = 0
         self._looked_at_s = 0.0
         self._sent_at_s = 0.0
         self._is_due = False
@@ -79,7 +80,10 @@ class NewsReport:
         now_s = self._clock()
         if now_s - self._looked_at_s >= SHARE_S:
             self._looked_at_s, self._step_tokens = now_s, self._scheduler.step_tokens
-        reported = self.num_taken, self._scheduler.load, self._step_tokens.bit_length()  # twice the share is news
+            self._share = round(NO_SHARE * self._room.share)
+        # Twice and half of a share is news: an idle node would else tell for ever how busy it was
+        shares = self._step_tokens.bit_length(), self._share.bit_length()
+        reported = self.num_taken, self._scheduler.load, *shares
         is_new = reported != self._sent or bool(self._news)
         self._is_due = is_new and now_s - self._sent_at_s < NEWS_S
         if is_new and not self._is_due:
@@ -99,7 +103,7 @@ class NewsReport:
         num_streams, num_context, num_promised = self._scheduler.streams
         load = msgspec.structs.replace(
             load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share,
-            step_keys=self._budget.keys_per_token(load.num_running + share) if share else 0,
+            step_keys=self._budget.step_keys(load.num_running, share) if share else 0,
             num_context=num_context, context_s=model.context_s if model.is_fitted else 0.0,
             host_token_s=self._host_token_s(has_streams=share > 0),
             prompts_share=self._room.share,

@@ -85,8 +85,7 @@ class Pipeline:
         self._was_over = False  # the step that retired last, before the host looked
         self._was_uncertain = False  # the step that retired last
         self._timing = StepTiming()
-        # Of retired steps: work, seconds, whether exact, accepted drafts, seconds of the gap before
-        self._unlearned: list[tuple[StepWork, float, bool, int, float]] = []
+        self._unlearned: list[tuple[Flight, StepResult, float, bool]] = []  # retired: seconds, and whether exact
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -95,6 +94,11 @@ class Pipeline:
     def is_full(self) -> bool:
         """Whether the oldest step should be retired before another is planned."""
         return len(self._flights) >= self.depth or self._is_uncertain
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether the device idles until the next launch, after a step with drafts. Never where it does in any case."""
+        return self.depth > 1 and self._was_uncertain and not self._flights
 
     @property
     def _is_uncertain(self) -> bool:
@@ -169,7 +173,7 @@ class Pipeline:
         self._flights.append(
             Flight(batch, pending, launched_s, kind, allowed_s, work, predicted_s, work.num_drafts > 0, gap_s)
         )
-        self._timing.note_launch(batch, self._clock() - started_s - waited_s)
+        self._timing.note_launch(batch, self._clock() - started_s - waited_s, launched_s - started_s - waited_s)
         return True
 
     def retire(self) -> tuple[Batch, StepResult]:
@@ -191,8 +195,7 @@ class Pipeline:
         is_exact = is_exact and not (self.depth > 1 and flight.gap_s and is_of_decodes)
         is_exact = is_exact and not flight.batch.copies.may_outlast
         self._was_over, self._was_uncertain = was_over, flight.is_uncertain
-        num_accepted = _num_accepted(flight.batch, result) if flight.is_uncertain else 0
-        self._unlearned.append((flight.work, duration_s, is_exact, num_accepted, flight.gap_s))
+        self._unlearned.append((flight, result, duration_s, is_exact))
         self.total_s += duration_s
         self._retired_s = now_s
         if flight.loads_after:
@@ -201,10 +204,11 @@ class Pipeline:
 
     def learn(self) -> None:
         """Correct predictions by the steps that have retired. Call it when their tokens are sent: it takes 40 us."""
-        for work, duration_s, is_exact, num_accepted, gap_s in self._unlearned:
+        for flight, result, duration_s, is_exact in self._unlearned:
             if is_exact:
-                self._model.note(work, duration_s)
-            self._room.note(work, duration_s, num_accepted, gap_s)
+                self._model.note(flight.work, duration_s)
+            num_accepted = _num_accepted(flight.batch, result) if flight.is_uncertain else 0
+            self._room.note(flight.work, duration_s, num_accepted, flight.gap_s)
         self._unlearned.clear()
 
     def rest(self) -> None:

@@ -1,4 +1,4 @@
-"""The messages that tell the API process of one Update."""
+"""What the API process is told of requests, in the order in which it happened."""
 
 from __future__ import annotations
 
@@ -7,9 +7,36 @@ from typing import TYPE_CHECKING
 from pd_cluster.protocol.messages import PromptLogprobs, PromptRead, TokensOut
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pd_cluster.engine.mailbox import Mailbox
     from pd_cluster.protocol.messages import FromEngine
     from pd_cluster.scheduling.scheduler import Update
     from pd_cluster.scheduling.sequence import Request, Sequence
+
+
+class Replies:
+    """Sends updates. Those of a step may wait until the next one is launched; no other message of a request may pass.
+
+    forget: called with each request that has ended, when its last update was sent.
+    """
+
+    def __init__(self, mailbox: Mailbox, forget: Callable[[Request], None]) -> None:
+        self._mailbox, self._forget = mailbox, forget
+        self.untold: list[Update] = []  # of retired steps, oldest first
+
+    def tell(self) -> None:
+        """Send what waits. Call it before anything else is done about a request."""
+        untold, self.untold = self.untold, []
+        for update in untold:
+            self._mailbox.send(reply_of(update))
+            if update.finished:
+                self._forget(update.request)
+
+    def report(self, update: Update) -> None:
+        """Send an update that did not come out of a step."""
+        self.untold.append(update)
+        self.tell()
 
 
 def reply_of(update: Update) -> FromEngine:

@@ -54,6 +54,7 @@ class StepTiming:
 
     _host_s: float = 0.0  # planning and launching a step of decodes
     _prompt_host_s: float = 0.0  # planning and launching a step with prompts, which may not be one graph
+    _plan_s: float = 0.0  # planning alone, of the last step of decodes
     _gap_s: float = 0.0  # a mean; 0: none was noted
     _decode_s: float = 0.0  # predicted duration of the next pure decode step; 0: none
     _last_decode_s: float = 0.0  # duration of the last one
@@ -69,16 +70,21 @@ class StepTiming:
 
     @property
     def gap_s(self) -> float:
-        """Seconds from the end of a step with drafts to the launch of the next one; at first those of any planning."""
-        return self._gap_s or self._host_s
+        """Seconds from the end of a step with drafts to the launch of the next one; at first those of any planning.
+
+        The launch is in the seconds of the next step. The longest of launches in place of them, 2 ms and more in the
+        first steps of a node, let it draft nothing, so that no gap was ever noted.
+        """
+        return self._gap_s or self._plan_s
 
     def note_gap(self, gap_s: float) -> None:
         """Note such a gap. A long one says little: there may have been nothing to compute."""
         self._gap_s = self.gap_s + GAP_SHARE * (min(gap_s, 2 * self.gap_s) - self.gap_s)
 
-    def note_launch(self, batch: Batch, host_s: float) -> None:
-        """Note that planning and launching a step took `host_s`."""
+    def note_launch(self, batch: Batch, host_s: float, plan_s: float = 0.0) -> None:
+        """Note that planning and launching a step took `host_s`, of which planning `plan_s`."""
         if _is_of_decodes(batch):
+            self._plan_s = plan_s
             self._host_s = max(host_s, self._host_s * MEMORY)
         else:
             self._prompt_host_s = max(host_s, self._prompt_host_s * MEMORY)

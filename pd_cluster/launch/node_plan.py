@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from pd_cluster.config import CacheConfig
 from pd_cluster.errors import StartupError
 
 if TYPE_CHECKING:
@@ -43,15 +44,21 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """How many nodes of a role to start, the ranks (`--tp`) of each, and a rank's host cache; None: that of all."""
+    """How many nodes of a role to start, the ranks (`--tp`) of each, and a rank's host cache; None: that of all.
+
+    `has_disk`: whether the flags of the disk, given for all, hold for this role.
+    """
 
     count: int
     tp: int = 1
     host_cache_gb: float | None = None
+    has_disk: bool = True
 
     def settings(self, config: NodeConfig) -> NodeConfig:
         """Those of the role's nodes, of which `config` are those of all."""
         cache = config.cache if self.host_cache_gb is None else replace(config.cache, host_cache_gb=self.host_cache_gb)
+        if not self.has_disk:
+            cache = replace(cache, disk_cache_dir="", disk_cache_gb=CacheConfig().disk_cache_gb)
         return replace(config, model=replace(config.model, tp=self.tp), cache=cache)
 
 
@@ -69,7 +76,13 @@ def role_plans(namespace: argparse.Namespace, default_tp: int) -> dict[str, Role
             roles[role] = RolePlan(count, **{"tp": default_tp, **given})
     if not roles.keys() & {"decode", "mixed"}:
         raise StartupError("no node can decode: --decode or --mixed must be at least 1")
-    return roles
+    host_gb = {
+        role: getattr(namespace, "host_cache_gb", 0.0) if plan.host_cache_gb is None else plan.host_cache_gb
+        for role, plan in roles.items()
+    }
+    if not any(host_gb.values()):
+        return roles  # and a disk is refused
+    return {role: replace(plan, has_disk=host_gb[role] > 0) for role, plan in roles.items()}
 
 
 def role_problems(
@@ -107,7 +120,11 @@ def plan_nodes(
         host_gb = roles[role].host_cache_gb
         own = [f"--tp={tp}"] if host_gb is None else [f"--tp={tp}", f"--host-cache-gb={host_gb:g}"]
         # One node a directory; the name is the same at the next start, which finds the files
-        every = [f"{flag}/{name}" if flag.startswith("--disk-cache-dir=") else flag for flag in flags]
+        every = [
+            f"{flag}/{name}" if flag.startswith("--disk-cache-dir=") else flag
+            for flag in flags
+            if roles[role].has_disk or not flag.startswith("--disk-cache-")
+        ]
         plans.append(NodePlan(name, role, (*every, *own, *shared, f"--node-id={name}"), devices))
     return plans
 

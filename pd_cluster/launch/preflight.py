@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pd_cluster.config import CacheConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
 from pd_cluster.models.end_tokens import read_end_tokens
@@ -117,16 +118,7 @@ def machine_problems(config: NodeConfig, machine: MachineFacts) -> Iterator[str]
             check_connector(name, machine.has_module)
         except ConnectorUnavailable as error:
             yield f"{flag}: {error}"
-    cache = in_bounds(config.cache)
-    if cache.host_cache_gb:
-        flag = "--host-cache-gb" if cache.host_cache_gb >= cache.swap_gb else "--swap-gb"
-        if why := host_problem(flag, cache.host_gb, in_bounds(config.model).tp, machine.free_host_bytes()):
-            yield why
-    if cache.disk_cache_dir:
-        if not (cache.host_cache_gb and cache.prefix_caching):
-            yield "--disk-cache-dir needs --host-cache-gb, through which its blocks go, and --prefix-caching"
-        if config.model.tp > 1:
-            yield "--disk-cache-dir serves nodes with --tp 1 only"
+    yield from _tier_problems(in_bounds(config.cache), in_bounds(config.model).tp, machine)
     if config.model.device == "cuda" and (why := machine.cuda_problem()):
         yield f"--device cuda: {why}"
     elif (tp := in_bounds(config.model).tp) > 1 and config.model.device != "cpu":
@@ -136,6 +128,24 @@ def machine_problems(config: NodeConfig, machine: MachineFacts) -> Iterator[str]
             return  # the engine reports it
         if 0 < count < tp:  # without a GPU the ranks run on the CPU
             yield f"--tp {tp}: each rank needs a GPU of its own, and {count} {'are' if count > 1 else 'is'} visible"
+
+
+def _tier_problems(cache: CacheConfig, tp: int, machine: MachineFacts) -> Iterator[str]:
+    """Tiers after the device's cache that the machine has no room for, or that nothing would use."""
+    if cache.host_cache_gb:
+        flag = "--host-cache-gb" if cache.host_cache_gb >= cache.swap_gb else "--swap-gb"
+        if why := host_problem(flag, cache.host_gb, tp, machine.free_host_bytes()):
+            yield why
+        if not cache.prefix_caching:
+            yield "--host-cache-gb keeps prefixes, of which --no-prefix-caching has none; preempted ones need --swap-gb"
+    if not cache.disk_cache_dir:
+        if cache.disk_cache_gb != CacheConfig().disk_cache_gb:
+            yield f"--disk-cache-gb {cache.disk_cache_gb:g} needs --disk-cache-dir: without it there are no files"
+        return
+    if not cache.host_cache_gb:
+        yield "--disk-cache-dir needs --host-cache-gb, through which its blocks go"
+    if tp > 1:
+        yield "--disk-cache-dir serves nodes with --tp 1 only"
 
 
 def shared_memory_problems(nodes: Iterable[NodeConfig], machine: MachineFacts) -> Iterator[str]:

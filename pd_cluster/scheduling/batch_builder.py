@@ -74,6 +74,11 @@ class BatchBuilder:
             publishes=tuple(self.publishes),
         )
 
+    @property
+    def is_of_decodes(self) -> bool:
+        """Whether each chunk is of one token, with a token drawn after it."""
+        return not self.num_tokens and all(chunk.num_samples for chunk in self.chunks)
+
     def has_rows(self, seq: Sequence) -> bool:
         """Whether this step has logits rows for all tokens that the sequence would sample. A lead samples n."""
         return seq.num_samples == 1 or seq.num_samples <= self.rows

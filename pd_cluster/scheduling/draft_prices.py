@@ -38,6 +38,7 @@ OUTLIER = 1.5  # a step counts as at most so many times its prediction, or as on
 EARLY_OUTLIER = 4.0  # of the first steps, where none were measured at start
 FIRST_FITS = (4, 8, 16)  # numbers of first steps that replace the prices where none were measured
 CORRECT_EVERY = 16  # steps
+FIRST_CORRECTIONS = (2, 4, 8)  # numbers of steps before that: few are tried where prices are too high
 MEMORY = 0.97  # of what was noted, at each correction
 # To the prices before, in steps: weaker than that of other terms, because drafts take a smaller share of a step
 PULL, FIT_PULL = 0.1, 1e-5
@@ -93,7 +94,9 @@ class DraftPrices:
             return
         self._num_noted += 1
         self._add(work, seconds, alone_s, OUTLIER)
-        if not self._num_noted % CORRECT_EVERY:
+        if self._num_noted in FIRST_CORRECTIONS:
+            self._solve(PULL, SWEEPS)
+        elif not self._num_noted % CORRECT_EVERY:
             self._solve(PULL, SWEEPS)
             self._factors.fade(MEMORY)
 

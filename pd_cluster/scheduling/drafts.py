@@ -17,7 +17,7 @@ import msgspec
 
 from pd_cluster.drafting.forced import ForcedDrafts
 from pd_cluster.drafting.trials import Trials
-from pd_cluster.drafting.worth import most_worth
+from pd_cluster.drafting.worth import MOST_CREDIT, PROLONGED, most_worth
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling.batch import SequenceChunk
 from pd_cluster.scheduling.step_model import StepModel, StepWork
@@ -83,6 +83,9 @@ class Speculation:
     gap_s: Callable[[], float] = lambda: 0.0
     is_priced: Callable[[], bool] = lambda: True
     forced: Callable[[], Tokens[ForcedTokens]] = lambda: ()  # see `Executor.take_forced`
+    # Of a step with drafts, where steps are captured; None: all are launched. A step is captured with its drafts if it
+    # is without: launched it takes 5 to 24 ms longer (8B, one H200), and no price of drafts tells it
+    most_rows: int | None = None
 
 
 class Drafting:
@@ -103,6 +106,8 @@ class Drafting:
         self._trials = Trials()
         self._forced = ForcedDrafts(speculation.forced)
         self._expected = set[int]()  # sequences that may have drafts
+        self._credits: dict[int, float] = {}  # of sequences that have had drafts: see `worth`
+        self._prolonged = 1.0  # how many steps without drafts the last step with some took
         self._num_drafts = 0
         self._num_runs = [0] * (most + 1)  # by the number of accepted drafts
 
@@ -134,6 +139,7 @@ class Drafting:
             self._expected.remove(seq_id)
             self._drafter.forget(seq_id)
             self._forced.forget(seq_id)
+            self._credits.pop(seq_id, None)
 
     def prepare(self, is_late: Callable[[], bool]) -> None:
         """See `Drafter.prepare`."""
@@ -142,6 +148,7 @@ class Drafting:
     def check(self) -> None:
         """Raise AssertionError if anything is kept of a sequence. Call it while there is none."""
         assert not self._expected, "a sequence has ended and may still have drafts"
+        assert not self._credits, "a sequence has ended and has credit"
         self._forced.check()
         self._drafter.check()
 
@@ -150,6 +157,9 @@ class Drafting:
         num_right, num_drafts = 0, len(chunk.drafts)
         if num_samples:  # or else the next step may have drafts of it already
             seq.num_uncertain, num_right, request = 0, num_samples - 1, seq.request
+            if chunk.seq_id in self._expected:
+                credit = self._credits.get(chunk.seq_id, 0.0) + PROLONGED * num_samples - self._prolonged
+                self._credits[chunk.seq_id] = min(max(credit, 0.0), MOST_CREDIT)
             self._num_drafts += num_drafts
             self._num_runs[num_right] += 1
             request.num_drafts += num_drafts
@@ -164,7 +174,10 @@ class Drafting:
     def add(self, builder: BatchBuilder) -> None:
         """Turn decodes of the step, which is planned otherwise, into decodes with drafts, and order its chunks."""
         chunks, sequences, unready, share = builder.chunks, self._queues.sequences, builder.unready, builder.prompts
+        self._prolonged = 1.0
         most = min(builder.budget, builder.rows, share.cost_left if share.is_limited else builder.budget)
+        if (most_rows := self._costs.most_rows) is not None:  # beside prompts they are chunks, of which it has few
+            most = min(most, most_rows - len(chunks) if builder.is_of_decodes else 0)
         if most <= 0 or not self._costs.is_priced():
             return
         self._forced.take(self._expected)  # from the first call on they are sought
@@ -186,22 +199,33 @@ class Drafting:
                     decodes.append((at, seq))
         if not offers:
             return
-        counts = self._trials.decided(most_worth(offers, self._price(builder, most)), offers, most)
-        self._spared = None
+        price = self._price(builder, most, [seq.seq_id for _, seq in decodes])
+        counts = self._trials.decided(most_worth(offers, price), offers, most)
+        self._spared, self._prolonged = None, price.prolonged(counts)
         for (at, seq), offer, count in zip(decodes, offers, counts, strict=True):
             if count:
                 chunks[at] = self._with_drafts(chunks[at], seq, offer.first(count), builder)
         several = [one for one in chunks if one.num_tokens > 1]
         if builder.num_tokens:  # some are of prompts
             several.sort(key=lambda one: not one.drafts)
-        chunks[:] = [one for one in chunks if one.num_tokens == 1] + several
+        chunks[:] = singles = [one for one in chunks if one.num_tokens == 1]
+        chunks += several
+        if self._prolonged > PROLONGED:
+            for one in singles:
+                if one.seq_id in self._credits:
+                    self._credits[one.seq_id] += PROLONGED - self._prolonged
 
-    def _price(self, builder: BatchBuilder, most: int) -> StepPrice:
-        """What up to `most` drafts cost in this step."""
+    def _price(self, builder: BatchBuilder, most: int, offered: list[int]) -> StepPrice:
+        """What up to `most` drafts cost in this step. offered: sequences with offers, in their order."""
         price = self._costs.model.draft_price(StepWork.of(builder.chunks), most)
         most_s, most_shared_s = self._budget.most_with_drafts_s(self._queues)
         step_s = self._costs.gap_s() + price.step_s
-        return price._replace(step_s=step_s, most_s=most_s, most_shared_s=most_shared_s)
+        price = price._replace(step_s=step_s, most_s=most_s, most_shared_s=most_shared_s)
+        if not (known := self._credits):
+            return price
+        others = {one.seq_id for one in builder.chunks if one.num_tokens == 1}.difference(offered)
+        least = min([known.get(seq_id, 0.0) for seq_id in others], default=MOST_CREDIT)
+        return price._replace(credits=[known.get(seq_id, 0.0) for seq_id in offered], least_credit=least)
 
     def _fit(self, table: BlockTable, start: int, num_drafts: int, builder: BatchBuilder) -> int:
         """How many of the drafts, for which the table is too short, may be verified. `start`: of the first of them.

@@ -133,8 +133,8 @@ class Planner:
         config, queues = self._config, self._queues
         num_entering = min(len(queues.loaded), queues.num_free_slots)
         num_decodes = config.max_num_batched_tokens - builder.budget + num_entering
-        has_limit = num_decodes or queues.parked  # a parked request decodes soon and must not wait for a long step
-        if not has_limit:
+        # A parked request that decodes soon must not wait for a long step
+        if not num_decodes and not any(request.is_stream for request in queues.parked):
             return PrefillBudget.whole(config.max_num_batched_tokens)
         return self._step_budget.beside(num_decodes, num_entering, config.max_num_batched_tokens, queues)
 

@@ -35,10 +35,13 @@ class PrefillBudget:
         return cls(tokens_left=num_tokens, cost_left=num_tokens)
 
     @classmethod
-    def beside(cls, num_decodes: int, max_num_tokens: int, most: int, keys_per_token: int = 0) -> Self:
+    def beside(
+        cls, num_decodes: int, max_num_tokens: int, most: int, keys_per_token: int = 0, most_cost: int = 0
+    ) -> Self:
         """The budget of a step of at most `max_num_tokens` tokens with `num_decodes` decodes.
 
-        most: the highest cost of the prompts. Their number is lower: with the decodes it is that of a captured step.
+        most: the highest cost of the prompts, unless `most_cost` is higher. Their number is at most `most`, and lower:
+        with the decodes it is that of a captured step.
         If this leaves prompts less than LEAST_PROMPT_TOKENS, it is the next STEP_MULTIPLE that does not.
         """
         total, least = num_decodes + most, num_decodes + LEAST_PROMPT_TOKENS
@@ -48,7 +51,7 @@ class PrefillBudget:
         num_tokens = total - num_decodes
         return cls(
             tokens_left=min(num_tokens, max_num_tokens - num_decodes),
-            cost_left=max(num_tokens, most),
+            cost_left=max(num_tokens, most, most_cost),
             least_left=min(STEP_MULTIPLE, num_tokens),
             keys_per_token=keys_per_token,
             num_planned=num_decodes,

@@ -91,7 +91,7 @@ class StepBudget:
         self._share = PrefillBudget(num_given=1)  # of the last step
         self._num_without = 0  # steps in a row, up to the last, without a prompt's token
         self._bound_s = -inf  # since when prompts have waited for nothing else
-        self._usual = ((-1, -1, -1), (0, 0))  # decodes and the model's revision, and what `_usual_limits` says of them
+        self._usual = ((-1, -1, -1), (0, 0, 0))  # decodes, revision of the model; what `_usual_limits` says
 
     def beside(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> PrefillBudget:
         """The share of a step of at most `max_num_tokens` with `num_decodes` decodes, which are planned.
@@ -129,6 +129,17 @@ class StepBudget:
             return self._share_of(num_decodes, max_num_tokens, most).tokens_left
         return max(LEAST_PROMPT_TOKENS, round(self._saved_pace(step) * step.alone_s))
 
+    def step_keys(self, num_running: int, num_tokens: int) -> int:
+        """`NodeLoad.step_keys` of the share that `lasting` said last: a prompt's first tokens, and those behind as many
+        as the streams have, get what they get. 0: the same.
+        """
+        (_, _, steps), (_, keys, cost) = self._usual
+        if cost <= num_tokens:
+            return self.keys_per_token(num_running + num_tokens)
+        context = steps * CONTEXT_STEP
+        dearer = num_tokens * (keys + context) / (cost * keys)
+        return round(context / (dearer - 1.0)) if dearer > 1.0 else 0
+
     def most_with_drafts_s(self, queues: Queues) -> tuple[float, float]:
         """The longest planned step with drafts, and the longest while some stream has none. inf: no target says it.
 
@@ -147,6 +158,7 @@ class StepBudget:
         targets = self.targets
         if targets.itl_s == inf:
             return PrefillBudget.whole(max_num_tokens - num_decodes)
+        limits: tuple[int, ...]
         if not targets.context:
             limits = self._limits(num_decodes, _context_of(_streams(queues, num_entering)))
         elif self._usual[0] == (key := (num_decodes, self.model.revision, queues.mean_context // CONTEXT_STEP)):
@@ -156,18 +168,15 @@ class StepBudget:
             self._usual = key, limits
         return PrefillBudget.beside(num_decodes, max_num_tokens, *limits)
 
-    def _usual_limits(self, num_decodes: int, context: int) -> tuple[int, int]:
-        """As many tokens of a prompt behind `context` others, as each stream has, as beside streams of the usual
-        context behind so many: else long streams starve prompts like theirs. In a step within KEPT_GAP_S, if that
-        leaves no less.
+    def _usual_limits(self, num_decodes: int, context: int) -> tuple[int, int, int]:
+        """As beside streams of the usual context, and the cost of as many tokens of a prompt behind `context` others,
+        as each stream has, as behind the usual ones: else long streams starve prompts like theirs. In a step within
+        KEPT_GAP_S, if that leaves no less.
         """
         usual, model = self.targets.context, self.model
         most, keys = self._limits(num_decodes, usual * num_decodes)
-        dearer = (keys + context) / (keys + usual)
-        if dearer <= 1.0:
-            return most, keys
         within = model.tokens_within(num_decodes, AIM * KEPT_GAP_S - model.decode_s(num_decodes, context * num_decodes))
-        return max(most, min(within, round(most * dearer))), keys
+        return most, keys, min(within, round(most * (keys + context) / (keys + usual)))
 
     def _limits(self, num_decodes: int, context: int) -> tuple[int, int]:
         """Tokens of prompts within the target of gaps, and the keys that cost as much as one of them."""

@@ -83,8 +83,11 @@ class StreamRoom:
     def filled_in(self, load: NodeLoad, num_streams: int, num_promised: int = 0) -> NodeLoad:
         """`load` with the target, and the rooms beside so many streams, which may have `num_promised` tokens.
 
-        A prefill node without a target tells what it may keep, a node of another role nothing.
+        A prefill node without a target tells what it may keep, a node of another role nothing. Without streams the last
+        step says nothing of one to come.
         """
+        if not num_streams and self._model.is_fitted:
+            load = replace(load, step_s=self._model.decode_s(0, 0))
         if not self.is_known:
             return self._keeping(load, num_streams, num_promised) if self.prompts_first else load
         free = load.free_blocks / load.num_blocks

@@ -167,7 +167,8 @@ class MemoryEstimate:
         graphs = 0.0
         if self._limits.cuda_graphs:
             limits = replace(self._limits, max_num_seqs=seqs, max_num_batched_tokens=0)
-            graphs = captured_bytes(limits, self._vocab_size * self._dtype_bytes)
+            has_drafts = limits.speculation != "none"  # before a plan knows: at least what is taken
+            graphs = captured_bytes(limits, self._vocab_size * self._dtype_bytes, has_drafts=has_drafts)
         return max(0.0, self.room - self._step_bytes - sampling - graphs)
 
     def cache_tokens(self, seqs: int) -> int:

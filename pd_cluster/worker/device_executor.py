@@ -121,7 +121,8 @@ class DeviceLoaded(DeviceState):
             plan.device,
         )  # fmt: skip
         if captures_steps(limits, plan.attentions, plan.device):
-            free -= captured_bytes(limits, plan.model.vocab_size * DTYPES[plan.model.dtype].itemsize)
+            row_bytes = plan.model.vocab_size * DTYPES[plan.model.dtype].itemsize
+            free -= captured_bytes(limits, row_bytes, has_drafts=plan.most_drafts > 0)
         return max(0, int(free))
 
     def allocate(self, slabs: KvSlabs, num_host_blocks: int, num_later: int = 0) -> DeviceCached:

@@ -8,6 +8,7 @@ step's launch. Until then the value is only in `last_tokens`, on the device.
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -19,7 +20,7 @@ from pd_cluster.worker.verification import tokens_before
 from pd_kernels.values import Ints, PackedSequences, leading_ones
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.draw_places import CapturedDraw, DrawLayout
     from pd_cluster.worker.host_buffer import HostBuffer
     from pd_cluster.worker.sampling_state import SamplingInputs, SamplingState
-    from pd_connectors.protocol.messages import SampledToken
+    from pd_cluster.worker.verification import RunPlaces
 
 # Starting sequences with active logits stages: those without a late stage, those with one
 Staged: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -174,38 +175,42 @@ class InputBatch:
             self._sampling.note_sampled(samples.plain_rows, chosen)
         self._num_tokens[samples.rows] += 1
 
-    def note_result(self, samples: Samples, token_ids: Ints, runs: Mapping[int, Sequence[SampledToken]]) -> None:
-        """Note the sampled tokens (int64 [len(samples)], on the host), and `runs` of sequences with drafts.
+    def note_result(self, samples: Samples, token_ids: Ints, runs: RunPlaces | None) -> None:
+        """Note the sampled tokens (int64 [R], on the host). runs: the next ones of each sequence; None: each has one.
 
         A row that has another sequence by now is skipped.
         """
         same = np.flatnonzero(self._serials[samples.rows] == samples.serials)
-        if drafted := {at: runs[samples.seq_ids[at]] for at in same if samples.seq_ids[at] in runs} if runs else {}:
-            self._note_runs(drafted, samples)
-            same = same[[at not in drafted for at in same]]
-        rows, positions, known = samples.rows[same], samples.positions[same], token_ids[same]
-        self._tokens[rows, positions] = known
-        self._num_on_host[rows] = positions + 1
-        self._sampling.note_read(rows, known)
+        if runs is None:
+            rows, positions, known = samples.rows[same], samples.positions[same], token_ids[same]
+            self._tokens[rows, positions] = known
+            self._num_on_host[rows] = positions + 1
+            self._sampling.note_read(rows, known)
+        elif len(same):
+            self._note_runs(samples, same, token_ids, runs)
+
+    def _note_runs(self, samples: Samples, same: Ints, token_ids: Ints, runs: RunPlaces) -> None:
+        """Note the runs of the sequences at `same` in `samples`."""
+        rows, begins, lens = samples.rows[same], runs.begins[same], runs.lens[same]
+        ends, row_of_token = samples.positions[same] + lens, np.repeat(rows, lens)
+        known = token_ids[up_to(begins + lens, lens)]
+        self._tokens[row_of_token, up_to(ends, lens)] = known
+        self._num_on_host[rows] = ends
+        self._sampling.note_read(row_of_token, known)
+        drafted = samples.lens[same] > 1
+        self._num_tokens[rows[drafted]] = ends[drafted]
+        changed = drafted & self._sampling.are_changed(rows)
+        if changed.any():
+            self._tell_stages(rows[changed], begins[changed], lens[changed], token_ids)
 
     @torch.inference_mode()
-    def _note_runs(self, runs: Mapping[int, Sequence[SampledToken]], samples: Samples) -> None:
-        """Note runs, by their place in `samples`. Stages get one token after the other."""
-        noted = {}
-        for at, run in runs.items():
-            row, start, token_ids = samples.rows[at], samples.positions[at], [token.token_id for token in run]
-            self._tokens[row, start : start + len(run)] = token_ids
-            self._num_tokens[row] = self._num_on_host[row] = start + len(run)
-            noted[row] = token_ids
-        rows = samples.rows[list(runs)]
-        lens = [len(run) for run in runs.values()]
-        self._sampling.note_read(np.repeat(rows, lens), np.array([each for one in noted.values() for each in one]))
-        changed = rows[self._sampling.are_changed(rows)]
-        for place in range(max((len(noted[row]) for row in changed), default=0)):
-            going = [row for row in changed if len(noted[row]) > place]
-            drawn = torch.tensor([noted[row][place] for row in going])
+    def _tell_stages(self, rows: Ints, begins: Ints, lens: Ints, token_ids: Ints) -> None:
+        """Tell stages of runs, one token of each after the other."""
+        for place in range(lens.max()):
+            going = lens > place
+            drawn = torch.from_numpy(token_ids[begins[going] + place])
             drawn = drawn.to(self.last_tokens.device, non_blocking=True)  # CUDA has read pageable memory on return
-            self._sampling.note_sampled(np.array(going), drawn)
+            self._sampling.note_sampled(rows[going], drawn)
 
     def without_absent(self, part: Part) -> Part:
         """The samples of a late part that can be drawn now. Late stages wait for their masks."""
@@ -269,13 +274,15 @@ class InputBatch:
         ends = known = starts + lens
         if not are_single and chunks[bisect_right(lengths, 1) - count].drafts:  # they are after the single tokens
             known = ends - [len(chunk.drafts) for chunk in chunks]
-            for row, start, chunk in zip(rows, known, chunks, strict=True):
-                self._tokens[row, start : start + len(chunk.drafts)] = chunk.drafts
         assert (known <= self._num_tokens[rows]).all(), "a chunk reaches past its sequence's last known token"
         if are_single:
             return rows, lens, ends, known, rows, starts
-        positions = np.arange(num_tokens) + np.repeat(ends - np.cumsum(lens), lens)
-        return rows, lens, ends, known, np.repeat(rows, lens), positions
+        positions, row_of_token = up_to(ends, lens), np.repeat(rows, lens)
+        if known is not ends:
+            are_drafts = positions >= np.repeat(known, lens)
+            drafts = [*chain.from_iterable([chunk.drafts for chunk in chunks])]
+            self._tokens[row_of_token[are_drafts], positions[are_drafts]] = drafts
+        return rows, lens, ends, known, row_of_token, positions
 
     def _pack(
         self, rows: Ints, lens: Ints, ends: Ints, query_starts: Ints, groups: Sequence[int]
@@ -293,14 +300,15 @@ class InputBatch:
 
     def _plan_samples(self, chunks: tuple[SequenceChunk, ...], rows: Ints, ends: Ints, *, has_drafts: bool) -> Samples:
         """`ends`: of what is certain."""
-        counts = [chunk.num_rows for chunk in chunks] if has_drafts else [chunk.num_samples for chunk in chunks]
-        seq_ids = [chunk.seq_id for chunk in chunks]
+        counts, seq_ids = [chunk.num_samples for chunk in chunks], [chunk.seq_id for chunk in chunks]
         drafts = [chunk.drafts for chunk in chunks if chunk.num_samples] if has_drafts else []
         if 0 in counts:
             wanted = np.flatnonzero(counts)
             rows, ends = rows[wanted], ends[wanted]
             counts, seq_ids = [counts[index] for index in wanted], [seq_ids[index] for index in wanted]
         assert (ends == self._num_tokens[rows]).all(), "a chunk samples before its sequence's last known token"
+        if drafts:
+            counts = [count + len(one) for count, one in zip(counts, drafts, strict=True)]
         return self._make_samples(seq_ids, rows, ends, counts, drafts)
 
     def _make_samples(
@@ -309,8 +317,8 @@ class InputBatch:
     ) -> Samples:  # fmt: skip
         draw_rows = plain_rows = rows
         draw_positions, firsts, owners = positions, None, None
+        lens = np.array([1 + len(one) for one in drafts]) if drafts else np.ones_like(rows)
         if (num_rows := sum(counts)) > len(counts):
-            lens = np.array([1 + len(one) for one in drafts]) if drafts else np.ones_like(rows)
             begins, are_plain = np.cumsum(counts) - counts, lens == 1
             offsets = np.arange(num_rows) - np.repeat(begins, counts)  # tokens after that of the sequence's first row
             offsets[np.repeat(are_plain, counts)] = 0  # its rows are copies
@@ -325,6 +333,7 @@ class InputBatch:
             serials=self._serials[rows],
             counts=tuple(counts),
             drafts=drafts,
+            lens=lens,
             draw_rows=draw_rows,
             draw_positions=draw_positions,
             num_logprobs=self._sampling.num_logprobs[draw_rows],

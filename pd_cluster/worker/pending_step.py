@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import cycle
+from typing import TYPE_CHECKING
 from zlib import crc32
 
-import numpy as np
-
 from pd_cluster.scheduling.batch import StepResult
-from pd_cluster.worker.verification import run_length
-from pd_connectors.protocol.messages import SampledToken
+from pd_cluster.worker.verification import ExpectedRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,9 +20,9 @@ if TYPE_CHECKING:
     from pd_cluster.worker.rank_link import StepOnRanks
     from pd_cluster.worker.sampler import Sampled
     from pd_cluster.worker.step_inputs import Samples
+    from pd_cluster.worker.verification import RunPlaces
+    from pd_connectors.protocol.messages import SampledToken
     from pd_kernels.values import Ints
-
-Runs: TypeAlias = dict[int, tuple[SampledToken, ...]]  # by sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +40,17 @@ class DrawnPart:
         ids: Ints = sampled.token_ids.numpy()
         return ids
 
-    def read(self) -> tuple[Ints, list[SampledToken]]:
-        """Each sequence's first token (int64 [len(samples)]), and the tokens of all logits rows."""
+    def expected(self) -> ExpectedRows | None:
+        """See ExpectedRows; None: each sequence has one row."""
         samples = self.samples
+        if samples.firsts is None:
+            return None
+        return ExpectedRows(samples.drafts or [()] * len(samples), samples.counts)
+
+    def read(self) -> tuple[Ints, list[SampledToken]]:
+        """The tokens of all logits rows (int64 [R])."""
         sampled = self.sampled if self.places is None else self.sampled.at(self.places)
-        token_ids, tokens = sampled.token_ids.numpy(), sampled.read(samples.num_logprobs.tolist())
-        if samples.firsts is None:  # each has one
-            return token_ids, tokens
-        return token_ids[np.cumsum(samples.counts) - samples.counts], tokens
+        return sampled.token_ids.numpy(), sampled.read(self.samples.num_logprobs.tolist())
 
 
 @dataclass(slots=True)
@@ -58,8 +58,7 @@ class PendingStep:
     """The Pending of a step on one device."""
 
     step: int
-    # Receives samples with their first tokens (int64 [len(samples)]), and the runs of those with drafts by sequence
-    note_result: Callable[[Samples, Ints, Runs], None]
+    note_result: Callable[[Samples, Ints, RunPlaces | None], None]  # see InputBatch
     finish_late: Callable[[], object]  # draws its late rows, if they wait still
     parts: list[DrawnPart] = field(default_factory=list)
     is_launched: bool = False  # False: its late rows wait for `Executor.draw_late`
@@ -103,26 +102,22 @@ class PendingStep:
     def _read(self) -> StepResult:
         if not self.is_launched:
             self.finish_late()
+        expected = [part.expected() for part in self.parts]  # now: the device waits for what is done after the step
         self.wait()
-        runs: Runs = {}
-        firsts: Runs = {}
-        for part in self.parts:
-            first_ids, tokens = part.read()
-            rest = iter(tokens)
-            for seq_id, count in zip(part.samples.seq_ids, part.samples.counts, strict=True):
-                (runs if count == 1 else firsts)[seq_id] = tuple(islice(rest, count))
-            verified = _verified(part.samples, firsts) if part.samples.drafts else {}
-            runs |= verified
-            self.note_result(part.samples, first_ids, verified)
+        drawn: dict[int, tuple[SampledToken, ...]] = {}
+        firsts: dict[int, tuple[SampledToken, ...]] = {}
+        for part, rows in zip(self.parts, expected, strict=True):
+            (token_ids, tokens), samples, runs = part.read(), part.samples, None
+            if rows is None:
+                drawn |= zip(samples.seq_ids, zip(tokens, strict=True), strict=True)
+            else:
+                runs = rows.runs(token_ids)
+                places = zip(samples.seq_ids, samples.counts, *(one.tolist() for one in runs), strict=True)
+                for (seq_id, count, begin, length), drafts in zip(places, samples.drafts or cycle(((),)), strict=False):
+                    if drafts or count == 1:
+                        drawn[seq_id] = tuple(tokens[begin : begin + length])
+                    else:
+                        firsts[seq_id] = tuple(tokens[begin : begin + count])
+            self.note_result(samples, token_ids, runs)
         prompts = {} if self.prompts is None else self.prompts.read()
-        return StepResult(self.step, runs, firsts, self.failures, self.absent, prompts)
-
-
-def _verified(samples: Samples, drawn: Runs) -> Runs:
-    """Take what was drawn for sequences with drafts out of `drawn`, as far as their drafts are right."""
-    found = {}
-    for seq_id, drafts in zip(samples.seq_ids, samples.drafts, strict=True):
-        if drafts:
-            tokens = drawn.pop(seq_id)
-            found[seq_id] = tokens[: run_length(drafts, [token.token_id for token in tokens])]
-    return found
+        return StepResult(self.step, drawn, firsts, self.failures, self.absent, prompts)

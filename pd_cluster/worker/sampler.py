@@ -51,7 +51,7 @@ class Sampled:
         """The tokens, from values on the host. `num_logprobs`: alternatives that each row wants; -1: no logprobs."""
         token_ids = self.token_ids.tolist()
         if self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
-            return [SampledToken(token_id) for token_id in token_ids]
+            return list(map(SampledToken, token_ids))
         rows = zip(
             token_ids,
             self.logprobs.tolist(),

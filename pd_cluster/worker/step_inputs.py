@@ -72,6 +72,7 @@ class Samples:
     serials: Ints  # tells the row's occupants apart
     counts: tuple[int, ...]  # logits rows of each sequence
     drafts: Sequence[tuple[int, ...]]  # of each sequence; empty: none has drafts
+    lens: Ints  # rows of each among those that the model computes
     draw_rows: Ints  # [R]: `rows` by logits row
     draw_positions: Ints  # [R]: of the token that is sampled
     num_logprobs: Ints  # [R]; -1: none
@@ -87,11 +88,6 @@ class Samples:
     def num_logits(self) -> int:
         """L, the rows of logits that the model computes."""
         return len(self.seq_ids) + sum(map(len, self.drafts))
-
-    @property
-    def lens(self) -> Ints:
-        """The rows among L of each sequence [N]."""
-        return np.array([1 + len(drafts) for drafts in self.drafts]) if self.drafts else np.ones_like(self.rows)
 
     def with_logits(self, query_ends: Ints) -> Ints:
         """The tokens of the step that get logits [L]. `query_ends` [N]: the place after each sequence's last token."""

@@ -5,7 +5,8 @@ So a draft is accepted exactly if the draw of its own place gives it, and the to
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,20 +16,37 @@ if TYPE_CHECKING:
     from pd_kernels.values import Ints
 
 NO_TOKEN = -1  # in place of a token: there is none, or it was not drawn
+NO_DRAFT = -2  # in place of a draft: equal to no draw
 
 
-def run_length(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many of the tokens that were drawn for a sequence are its next ones: the accepted drafts, and one more.
+class RunPlaces(NamedTuple):
+    """Which of a step's rows of logits gave the next tokens of its N sequences: a run of rows for each."""
 
-    drawn [1 + len(drafts)]: the token after the certain one, and after each draft. The draw after a refused draft is
-    of no use. NO_TOKEN: it was not drawn, so the run ends before it; the first was.
-    """
-    length = 1
-    for draft, before, token_id in zip(drafts, drawn[:-1], drawn[1:], strict=True):
-        if before != draft or token_id == NO_TOKEN:
-            break
-        length += 1
-    return length
+    begins: Ints  # [N]
+    lens: Ints  # [N]: one, and one for each accepted draft
+
+
+class ExpectedRows:
+    """The drafts of a step by row of logits. To be made while the step runs."""
+
+    def __init__(self, drafts: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
+        """counts: rows of each sequence. One with drafts has 1 + len(drafts): for the certain token, and each draft."""
+        ends, lens = np.cumsum(counts), np.array([len(one) for one in drafts])
+        self.begins: Ints = ends - np.array(counts)
+        flat = [*chain.from_iterable(drafts)]
+        self._expected = np.full(ends[-1], NO_DRAFT)
+        self._expected[np.arange(len(flat)) + np.repeat(self.begins - np.cumsum(lens) + lens, lens)] = flat
+
+    def runs(self, drawn: Ints) -> RunPlaces:
+        """drawn [R]: by row, so a sequence's are those after its certain token, and after each of its drafts.
+
+        The draw after a refused draft is of no use. NO_TOKEN: it was not drawn, so the run ends before it; the first of
+        a sequence was.
+        """
+        are_right = drawn == self._expected
+        are_right[:-1] &= drawn[1:] != NO_TOKEN
+        wrong = np.flatnonzero(~are_right)  # each sequence's last row is
+        return RunPlaces(self.begins, wrong[wrong.searchsorted(self.begins)] - self.begins + 1)
 
 
 def tokens_before(drafts: Sequence[Sequence[int]]) -> Ints:

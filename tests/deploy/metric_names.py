@@ -76,7 +76,7 @@ def _written() -> Iterator[str]:
     ):
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.FunctionDef) and node.name in ("stats", "_send_stats", "counters", "gauges"):
+                if isinstance(node, ast.FunctionDef) and node.name in ("stats", "_stats", "counters", "gauges"):
                     yield from _keys(node)
                 elif isinstance(node, ast.Constant) and str(node.value).endswith("_total"):
                     yield str(node.value)

@@ -69,7 +69,7 @@ class Told(Bench):
         blocks = self.core._blocks
         blocks.check()
         hashes = [set(pool.cache._by_hash) for pool in blocks.pools]
-        return Answered(self.told, self.reasons, hashes, blocks.stats().free, self.core._num_steps)
+        return Answered(self.told, self.reasons, hashes, blocks.stats().free, self.core._stats.num_steps)
 
 
 @dataclass

@@ -171,6 +171,22 @@ def test_the_config_names_the_drafter(roomy: Node, caplog: pytest.LogCaptureFixt
     assert "nothing is drafted: --logits-stage" in caplog.text
 
 
+def test_the_device_bounds_rows_of_drafts_where_steps_are_captured(
+    roomy: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def most_rows(*, cuda_graphs: bool) -> int | None:
+        limits = replace(CONFIG.scheduler, speculation="lookup", cuda_graphs=cuda_graphs, max_graph_batch=3)
+        config = replace(CONFIG, scheduler=limits)
+        drafting = EngineCore(config, roomy.executor, roomy.connector, FakeMailbox())._scheduler._drafting
+        assert drafting is not None
+        return drafting._costs.most_rows
+
+    assert most_rows(cuda_graphs=True) is None, "a CPU launches all steps"
+    monkeypatch.setattr(roomy.executor, "model", replace(roomy.executor.model, device="cuda:0"))
+    assert most_rows(cuda_graphs=True) == CONFIG.scheduler.max_num_seqs + 3
+    assert most_rows(cuda_graphs=False) is None
+
+
 def test_an_engine_that_is_done_keeps_nothing_of_what_it_drafted(roomy: Node) -> None:
     """Whether answers ended, were aborted, or were handed over; with the thread of the product."""
     bench = Told(roomy.executor, roomy.connector, "on", drafter=LookupDrafter())

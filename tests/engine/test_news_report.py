@@ -11,7 +11,7 @@ import pytest
 
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.engine.news_mirror import NewsMirror
-from pd_cluster.engine.news_report import NEWS_S
+from pd_cluster.engine.news_report import NEWS_S, NO_SHARE
 from pd_cluster.protocol.messages import (
     Abort,
     AddRequest,
@@ -133,6 +133,8 @@ def test_the_reported_load_ends_at_nothing_and_names_are_those_of_the_cache(
             most = max(most, 0 if node.mirror.load is None else node.mirror.load.queued_tokens)
     assert most > 100
     node.rest()
+    node.now_s += 60.0  # the share of its prompts has faded
+    node.tell()
     load = node.mirror.load
     assert load is not None
     assert (load.queued_tokens, load.queued_keys, load.num_running, load.num_waiting) == (0, 0, 0, 0)
@@ -229,6 +231,26 @@ def test_a_node_tells_the_context_of_a_stream_that_it_has_just_accepted(
     node.send(Abort("handed over"))
     node.rest()
     assert node.mirror.load.num_context == 0
+
+
+def test_an_idle_engine_tells_that_its_prompts_are_over(executor: DeviceExecutor, connector: Connector) -> None:
+    """Within its heartbeats, and few times: a router that heard for ever of a burst sent no stream any more."""
+    node = Node(executor, connector)
+    node.send(ReportNews(True))
+    room = node.core._room
+    for _ in range(100):
+        node.now_s += 0.1
+        room.note(StepWork(0, 0, 1000), 0.1)
+    node.tell()
+    assert node.mirror.load is not None
+    assert node.mirror.load.prompts_share > 0.8
+    num_news = node.num_news
+    for _ in range(40):
+        node.now_s += 1.0
+        node.turn()
+        assert node.mirror.load.prompts_share <= 2 * room.share + 1 / NO_SHARE
+    assert node.mirror.load.prompts_share < 1 / NO_SHARE
+    assert node.num_news <= num_news + NO_SHARE.bit_length()
 
 
 def test_an_idle_engine_waits_as_long_as_ever(executor: DeviceExecutor, connector: Connector) -> None:

@@ -15,6 +15,7 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.scheduling.step_model import StepModel, StepWork
 from pd_cluster.scheduling.targets import AIM, KEPT_GAP_S, Targets
 from pd_cluster.worker.device_executor import DeviceExecutor
+from pd_connectors.protocol.feed import NodeLoad
 from tests.engine.test_core_pipeline import CONFIG, PROMPTS, Bench, FakeMailbox, make_connector
 
 if TYPE_CHECKING:
@@ -117,6 +118,20 @@ def test_a_role_sets_the_limit_of_prompts_beside_decodes(
         assert core._step_budget.targets == expected, role
         assert (core._step_budget.model is core._step_model) == (role == "prefill"), "later steps correct what P tells"
         assert core._room.gap_s == expected.itl_s
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_prefill_node_on_a_cpu_keeps_no_stream_whatever_its_gaps(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    executor, connector = bench.core._executor, bench.core._connector
+    times = tuple((StepWork(num, num * 1024), StepModel().seconds(StepWork(num, num * 1024))) for num in (1, 32))
+    monkeypatch.setattr(executor, "model", replace(executor.model, device=device, step_times=times))
+    config = replace(CONFIG, scheduler=replace(CONFIG.scheduler, slo_itl_ms=100.0))
+    core = EngineCore(config, executor, connector, FakeMailbox())
+    core._take(SetRole("prefill"))
+    load = core._room.filled_in(NodeLoad(num_slots=64, free_blocks=100, num_blocks=100, block_size=64), 0)
+    assert (load.kept_tokens > 0) == (device != "cpu")
 
 
 def test_prompts_of_a_prefill_node_come_before_its_streams(bench: Bench) -> None:

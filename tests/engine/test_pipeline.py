@@ -290,5 +290,5 @@ def test_a_step_with_drafts_costs_the_time_of_the_host_where_steps_overlap(devic
     for depth in (1, 2):
         steps = pipeline(device, depth)
         assert steps.gap_s == 0.0
-        steps._timing.note_launch(Batch(0, chunks=(SequenceChunk(1, 4, 1, num_samples=1),)), 0.0007)
+        steps._timing.note_launch(Batch(0, chunks=(SequenceChunk(1, 4, 1, num_samples=1),)), 0.0009, 0.0007)
         assert steps.gap_s == (0.0 if depth == 1 else 0.0007)

@@ -66,7 +66,7 @@ def test_runs_change_no_answer(executor: DeviceExecutor, connector: Connector) -
     assert generate(runs) == expected
     assert runs.reasons == single.reasons
     assert (num_runs(single), num_runs(runs) > 20) == (0, True)
-    assert runs.core._num_steps < single.core._num_steps
+    assert runs.core._stats.num_steps < single.core._stats.num_steps
     if executor.slabs.num_blocks(0) == 14:
         assert runs.stats is not None
         assert sum(runs.stats.counters[f"preemptions_{kind}_total"] for kind in ("recompute", "swap")) > 0

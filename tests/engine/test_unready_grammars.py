@@ -50,7 +50,7 @@ def bench(request: pytest.FixtureRequest, executor: DeviceExecutor, connector: C
 
 
 def num_steps(bench: FailingBench) -> int:
-    return bench.core._num_steps
+    return bench.core._stats.num_steps
 
 
 @pytest.mark.parametrize("bench", ["off", "on"], indirect=True)

@@ -124,7 +124,7 @@ def num_swapped(node: Launched) -> float:
 
 
 def test_a_rank_is_a_child_of_the_engine(ranked: Launched) -> None:
-    """Forked by tests/forked_command.py, not executed, and like a rank of a real command in this."""
+    """Forked by tests/forked_command.py, and called as the product executes it (tests/worker/test_rank_link.py)."""
     engine, rank = rank_process(ranked, 0), rank_process(ranked, 1)
     assert rank.ppid() == engine.pid
     assert rank.cmdline() == [sys.executable, "-P", "-m", "pd_cluster.worker.rank"]

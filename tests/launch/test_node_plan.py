@@ -12,6 +12,7 @@ from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.launch import preflight
 from pd_cluster.launch.cli import build_parser
+from pd_cluster.launch.flags import config_from, given_flags
 from pd_cluster.launch.model_path import DEMO_MODEL
 from pd_cluster.launch.node_plan import RolePlan, plan_nodes, role_plans, role_problems, visible_gpus
 
@@ -134,6 +135,29 @@ def test_each_node_has_a_directory_of_its_own_on_the_disk() -> None:
     plans = plan_nodes(ROLES, ["--disk-cache-dir=/var/cache/pd", "--disk-cache-gb=9"], [], 8)
     assert [plan.flags[0] for plan in plans] == [f"--disk-cache-dir=/var/cache/pd/{plan.name}" for plan in plans]
     assert all(plan.flags[1] == "--disk-cache-gb=9" for plan in plans)
+
+
+@pytest.mark.parametrize(
+    ("flags", "with_disk"),
+    [
+        (("--prefill-host-cache-gb=8",), {"prefill"}),
+        (("--mixed=1", "--host-cache-gb=8", "--prefill-host-cache-gb=0"), {"decode", "mixed"}),
+        (("--host-cache-gb=8",), {"prefill", "decode"}),
+        ((), {"prefill", "decode"}),  # each of them refuses it
+    ],
+)
+def test_the_disk_is_for_roles_with_a_host_cache(flags: tuple[str, ...], with_disk: set[str]) -> None:
+    disk = ["--disk-cache-dir=/d", "--disk-cache-gb=9"]
+    namespace = build_parser().parse_args(["up", *flags, *disk])
+    config, roles = config_from(namespace), role_plans(namespace, 1)
+    plans = plan_nodes(roles, given_flags(namespace, skip=("tp",)), [], 8)
+    assert {plan.role for plan in plans if f"--disk-cache-dir=/d/{plan.name}" in plan.flags} == with_disk
+    assert {plan.role for plan in plans if any("disk" in flag for flag in plan.flags)} == with_disk
+    assert {role for role, plan in roles.items() if plan.settings(config).cache.disk_cache_dir} == with_disk
+    machine = preflight.MachineFacts()
+    machine.free_host_bytes = lambda: 100 << 30  # type: ignore[method-assign]
+    problems = list(role_problems(roles, config, lambda settings: preflight.machine_problems(settings, machine)))
+    assert problems == ([] if flags else ["--disk-cache-dir needs --host-cache-gb, through which its blocks go"])
 
 
 @pytest.mark.parametrize("degree", ["0", "-1", "two"])

@@ -70,6 +70,25 @@ def test_host_memory_that_the_machine_lacks_is_refused(tp: int, cache: CacheConf
         assert line.startswith(begin + "this machine, or its control group, has 100.0 GB free")
 
 
+@pytest.mark.parametrize(
+    ("tp", "cache", "problem"),
+    [
+        (1, CacheConfig(host_cache_gb=8, prefix_caching=False), "--host-cache-gb keeps prefixes, of which --no-prefix"),
+        (1, CacheConfig(swap_gb=8, prefix_caching=False), ""),
+        (1, CacheConfig(disk_cache_gb=500), "--disk-cache-gb 500 needs --disk-cache-dir: "),
+        (1, CacheConfig(disk_cache_gb=500, host_cache_gb=8), "--disk-cache-gb 500 needs --disk-cache-dir: "),
+        (1, CacheConfig(disk_cache_dir="/d"), "--disk-cache-dir needs --host-cache-gb, "),
+        (1, CacheConfig(disk_cache_dir="/d", swap_gb=8), "--disk-cache-dir needs --host-cache-gb, "),
+        (1, CacheConfig(disk_cache_dir="/d", host_cache_gb=8, prefix_caching=False), "--host-cache-gb keeps prefixes"),
+        (2, CacheConfig(disk_cache_dir="/d", host_cache_gb=8), "--disk-cache-dir serves nodes with --tp 1 only"),
+        (1, CacheConfig(disk_cache_dir="/d", host_cache_gb=8, disk_cache_gb=500), ""),
+    ],
+)
+def test_a_tier_that_nothing_would_use_is_refused_in_one_line(tp: int, cache: CacheConfig, problem: str) -> None:
+    found = list(machine_problems(NodeConfig(model=ModelConfig(device="cpu", tp=tp), cache=cache), KnownMachine()))
+    assert [line[: len(problem)] for line in found] == [problem] * bool(problem)
+
+
 def test_the_nodes_of_a_machine_share_its_memory() -> None:
     nodes = [
         NodeConfig(cache=CacheConfig(host_cache_gb=40)),

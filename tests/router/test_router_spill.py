@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
+from pd_router.policy.cost_policy import FREE
 from tests.http.answer import CHAT, COMPLETIONS, HI, post
 from tests.router import fake_nodes as fakes
 from tests.router.fake_nodes import FakeNode, running
@@ -53,6 +55,28 @@ async def test_an_order_that_is_asked_for_or_demanded_is_kept(order: str | None,
             got = await post(router, CHAT, HI, {"x-pd-route": order} if order else {})
         assert (got.status, got.route) == (200, f"{order}; reason=header" if order else P_FIRST)
         assert "kv_transfer_params" in d.seen[0].body
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+async def test_a_stream_that_no_prefill_node_keeps_goes_where_it_had_gone(is_busy: bool) -> None:
+    """To the decode node while it is sooner there; else to both."""
+    p, d = FakeNode("prefill", fakes.prefill), FakeNode("decode", fakes.decode)
+    async with running(p, d), serving([p], [d], prefill_on_decode="auto") as router:
+        policy: Any = router.services.policy
+        with make_busy(router) as charge:
+
+            def choose(*facts: Any) -> Any:
+                route: Any = type(policy).choose(policy, *facts)
+                assert (route.text, route.otherwise.text) == (BUSY, P_FIRST)
+                if not is_busy:
+                    charge.release()
+                return replace(route, reason=FREE, decodes=tuple(router.services.table.nodes[:1]), otherwise=route)
+
+            policy.choose = choose
+            got = await post(router, CHAT, HI)
+        assert (got.status, got.route) == (200, BUSY if is_busy else P_FIRST)
+        assert len(p.seen) == (not is_busy)
+        await router.idle()
 
 
 async def test_several_prompts_go_there_too_unless_an_order_was_asked_for() -> None:

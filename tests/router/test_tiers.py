@@ -17,7 +17,7 @@ from pd_connectors.protocol.stream_codec import StreamParser, encode_message
 from pd_connectors.protocol.text_chain import AS_ALWAYS
 from pd_router.calls.body import RequestBody
 from pd_router.nodes.answer_lengths import AnswerLengths
-from pd_router.nodes.node_feed import NodeFeed
+from pd_router.nodes.node_feed import SLICE_BLOCKS, NodeFeed
 from pd_router.nodes.node_table import Node, Role
 from pd_router.nodes.prefix_index import PrefixIndex, _LowerPlace, _Place, _Step
 from pd_router.policy.cost import Costs
@@ -25,7 +25,7 @@ from pd_router.policy.prompt_facts import PromptFacts, prompt_facts
 from tests.router.test_choice import NOW_S, chosen, table, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from pd_router.nodes.node_table import NodeTable
     from pd_router.policy.cost_policy import CostRoute
@@ -137,6 +137,48 @@ def test_what_the_device_lacks_of_a_prompt_is_what_follows_its_last_boundary_the
     assert (facts_of(index, body).lower, index.num_lower) == ({}, 0), "a snapshot says it anew"
 
 
+class _Counting(PrefixIndex[Node]):
+    """Notes how many blocks it is given since `given` was emptied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[int] = []
+
+    def store(self, node: Node, blocks: Iterable[StoredBlock]) -> None:
+        self.given.append(len(tuple(blocks)))
+        super().store(node, blocks)
+
+    def evict(self, node: Node, blocks: Iterable[int]) -> None:
+        self.given.append(len(tuple(blocks)))
+        super().evict(node, blocks)
+
+    def move(self, node: Node, moved: Iterable[tuple[int, int]]) -> None:
+        before = len(self.given)
+        super().move(node, moved)
+        self.given[before:] = [len(tuple(moved))]
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 2500), (700, 700, 700), (0, 1000, 1), (2100, 0, 1), (3, 3, 3)])
+def test_other_tasks_run_between_slices_of_all_that_a_message_says(counts: tuple[int, int, int]) -> None:
+    num_evicted, num_stored, num_moved = counts
+    index, node = _Counting(), Node(url="a", role=Role.PREFILL, node_id="a")
+    feed = NodeFeed(index, node)
+    stored = tuple(StoredBlock(at, at, 16) for at in range(num_evicted + num_stored + num_moved))
+    apply(feed, FeedSnapshot(1, 1, NodeLoad(), stored[: num_evicted + num_moved]))
+    evicted = tuple(range(num_evicted))
+    moved = tuple((at, HOST) for at in range(num_evicted, num_evicted + num_moved))
+    slices, steps = [], feed.apply(FeedDelta(2, NodeLoad(), evicted, stored[num_evicted + num_moved :], moved=moved))
+    index.given.clear()
+    for _ in steps:
+        slices.append(sum(index.given))
+        index.given.clear()
+    slices.append(sum(index.given))
+    assert max(slices) <= SLICE_BLOCKS
+    assert sum(slices) == sum(counts)
+    assert len(slices) == max(1, -(-sum(counts) // SLICE_BLOCKS)), "a small message is taken at once"
+    assert (index.num_blocks(node), index.num_lower) == (num_stored + num_moved, num_moved)
+
+
 def test_a_name_costs_no_memory_for_its_tier() -> None:
     step = _Step(1)
     assert sys.getsizeof(_LowerPlace(step, 16, 1)) == sys.getsizeof(_Place(step, 16, 1)) == 16 + 3 * 8
@@ -185,10 +227,11 @@ def test_all_that_a_node_of_the_release_before_names_is_on_its_device() -> None:
     index: PrefixIndex[Node] = PrefixIndex()
     node = Node(url="old", role=Role.PREFILL, node_id="old")
     feed, parser = NodeFeed(index, node), StreamParser[FeedMessage](FeedMessage)
-    load = msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.astuple(NodeLoad())[:-1]))
+    known = NodeLoad.__struct_fields__.index("host_token_s")
+    load = msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.astuple(NodeLoad())[:known]))
     old = OldSnapshot(1, 1, load, (OldBlock(1, 50, 64),)), OldDelta(2, load, (), (OldBlock(2, 51, 128),))
     for message in parser.feed(b"".join(map(encode_message, old))):
         apply(feed, message)
     assert index.hits([50, 51]) == index.hits_on_device([50, 51]) == {node: 128}
     assert node.view.load is not None
-    assert (index.num_lower, node.view.load.host_token_s) == (0, 0.0)
+    assert (index.num_lower, node.view.load) == (0, NodeLoad())

@@ -15,12 +15,13 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
+import numpy as np
 
 from pd_cluster.protocol.messages import AddRequest, FinishReason, Work
 from pd_cluster.protocol.sampling_params import MAX_TOP_LOGPROBS, BeamParams, SamplingParams
 from pd_cluster.scheduling.batch import Batch, StepResult
 from pd_cluster.scheduling.sequence import sequence_seed
-from pd_cluster.worker.verification import run_length
+from pd_cluster.worker.verification import ExpectedRows
 from pd_connectors.protocol.layout import KVKind
 from pd_connectors.protocol.messages import SampledToken, TopLogprob
 from tests.drafters import TokenDrafter
@@ -280,7 +281,8 @@ class FakeWorker:
         assert len(seeds) == chunk.num_samples
         if chunk.drafts:
             drawn = [sample(last, row.start.seed) for last in hashes[chunk.start :]]
-            run = drawn[: run_length(chunk.drafts, drawn)]
+            (length,) = ExpectedRows([chunk.drafts], [len(drawn)]).runs(np.array(drawn)).lens
+            run = drawn[:length]
             for group, table in zip(self.groups, row.tables, strict=True):  # the blocks after it are given back
                 for index in [index for index in table if index * group.block_size >= chunk.start + len(run)]:
                     del table[index]

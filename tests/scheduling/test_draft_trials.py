@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from pd_cluster.drafting.offer import DraftOffer
-from pd_cluster.drafting.trials import MOST_ALIKE, NUM_PLAIN, Trials
+from pd_cluster.drafting.trials import LEAST_ALIKE, MOST_ALIKE, NUM_PLAIN, NUM_TRIED, Trials
 
 OFFERS = [
     DraftOffer([1, 2, 3], np.array([0.2, 0.1, 0.1], np.float32)),
@@ -15,17 +15,23 @@ OFFERS = [
 ]
 
 
-def test_drafts_that_are_never_worth_it_are_tried_once_in_so_many_steps() -> None:
+def test_drafts_that_are_never_worth_it_are_tried_ever_more_seldom() -> None:
+    """Early at first, so that prices that were measured too high are soon corrected."""
     trials = Trials()
-    decided = [trials.decided([0, 0], OFFERS, 8) for _ in range(3 * (MOST_ALIKE + 1))]
+    decided = [trials.decided([0, 0], OFFERS, 8) for _ in range(2000)]
     tried = [at for at, counts in enumerate(decided) if any(counts)]
-    assert tried == [MOST_ALIKE, 2 * MOST_ALIKE + 1, 3 * MOST_ALIKE + 2]
+    expected, at, most = list[int](), 0, LEAST_ALIKE
+    while at + most < 2000:
+        expected += range(at + most, at + most + NUM_TRIED)
+        at, most = at + most + NUM_TRIED, min(2 * most, MOST_ALIKE)
+    assert tried == [at for at in expected if at < 2000]
     assert decided[tried[0]] == [0, 2], "of the best offer"
+    assert len([at for at in tried if at < 200]) == 2 * NUM_TRIED
 
 
 def test_a_tried_step_has_as_many_drafts_as_it_may() -> None:
     trials = Trials()
-    assert [any(trials.decided([0, 0], OFFERS, 1)) for _ in range(MOST_ALIKE)] == [False] * MOST_ALIKE
+    assert [any(trials.decided([0, 0], OFFERS, 1)) for _ in range(LEAST_ALIKE)] == [False] * LEAST_ALIKE
     assert trials.decided([0, 0], OFFERS, 1) == [0, 1]
 
 
@@ -38,7 +44,7 @@ def test_plain_steps_come_now_and_then_where_all_have_drafts() -> None:
 def test_a_step_of_the_other_kind_begins_the_count_of_drafts_that_are_not_worth_it() -> None:
     trials = Trials()
     for _ in range(4):
-        assert not any(any(trials.decided([0, 0], OFFERS, 8)) for _ in range(MOST_ALIKE))
+        assert not any(any(trials.decided([0, 0], OFFERS, 8)) for _ in range(LEAST_ALIKE))
         assert trials.decided([1, 0], OFFERS, 8) == [1, 0]
 
 

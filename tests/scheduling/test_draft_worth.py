@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ def offer_of(chances: list[float], trust: float = 1.0) -> DraftOffer:
     return DraftOffer([*range(len(chances))], np.cumprod(chances).astype(np.float32), trust=trust)
 
 
-def price_of(prices: list[float], num_decodes: int, most: int = 1000, **more: float) -> StepPrice:
+def price_of(prices: list[float], num_decodes: int, most: int = 1000, **more: Any) -> StepPrice:
     """`prices`: of a draft between the knots and beyond. The step takes 10 s without drafts."""
     knots, seconds = [0, *(knot for knot in KNOTS if knot < most), most], [10.0]
     for price, (low, high) in zip(prices, pairwise(knots), strict=False):
@@ -43,13 +44,18 @@ def best_counts(offers: list[DraftOffer], price: StepPrice) -> list[int]:
     )
     firsts = [float(np.float32(offer.trust) * offer.chances[0]) for offer in offers]
     alone_s = price.seconds[0]
-    shared_s = PROLONGED * alone_s if price.most_shared_s == inf else price.most_shared_s
+    credits, least = list(price.credits) or [0.0] * len(offers), price.least_credit
+    by_first = sorted(range(len(offers)), key=lambda at: -firsts[at])
     best, best_rate, expected = 0, LEAST_GAIN * (price.num_decodes / alone_s), 0.0
     for num in range(1, min(len(every), price.knots[-1]) + 1):
         chance = -every[num - 1][0]
         expected += chance
         num_begun = min(num, sum(first >= chance for first in firsts))
         seconds = float(np.interp(num, price.knots, price.seconds)) + price.step_s + price.sequence_s * num_begun
+        without = [credits[at] for at in by_first[num_begun:]]
+        without.append(least if len(offers) < price.num_decodes else credits[by_first[-1]])
+        credit = min(without)
+        shared_s = alone_s * (PROLONGED + credit) if price.most_shared_s == inf else price.most_shared_s
         has_all = len({owner for _, _, owner, _ in every[:num]}) == price.num_decodes
         rate = (price.num_decodes + expected) / seconds
         if seconds <= price.most_s and (has_all or seconds <= shared_s) and rate > best_rate:
@@ -63,14 +69,17 @@ def best_counts(offers: list[DraftOffer], price: StepPrice) -> list[int]:
     st.lists(st.sampled_from([0.0625, 0.5, 1.0, 3.0]), min_size=5, max_size=5),
     st.integers(0, 3), st.sampled_from([0.0, 0.5, 4.0]), st.sampled_from([0.0, 0.25]), st.sampled_from([1, 2, 9, 1000]),
     st.sampled_from([inf, 11.0, 14.0]), st.sampled_from([inf, 10.0, 12.0]),
+    st.one_of(st.just([]), st.lists(st.sampled_from([0.0, 0.125, 0.5, 2.0]), min_size=6, max_size=6)),
+    st.sampled_from([0.0, 0.25, 1.0]),
 )  # fmt: skip
 def test_the_drafts_are_those_with_the_most_tokens_a_second(
     offered: list[tuple[list[float], float]], prices: list[float], num_others: int, step_s: float, sequence_s: float,
-    most: int, most_s: float, most_shared_s: float,
+    most: int, most_s: float, most_shared_s: float, known: list[float], least_credit: float,
 ) -> None:  # fmt: skip
     """Which ones, not only how many. All seconds are exact in binary, so both find the same among equals."""
     offers = [offer_of(*one) for one in offered]
-    limits = {"most_s": most_s, "most_shared_s": most_shared_s}
+    limits: dict[str, Any] = {"most_s": most_s, "most_shared_s": most_shared_s, "credits": known[: len(offers)]}
+    limits["least_credit"] = least_credit if known else 0.0
     price = price_of(prices, len(offers) + num_others, most, step_s=step_s, sequence_s=sequence_s, **limits)
     assert most_worth(offers, price) == best_counts(offers, price)
 
@@ -82,3 +91,16 @@ def test_a_stream_without_drafts_waits_for_a_quarter_of_its_step_at_most() -> No
     assert most_worth(offers, price_of(prices, 2)) == [2]
     assert most_worth(offers, price_of(prices, 2, step_s=1.0)) == [1]
     assert most_worth(offers, price_of(prices, 2, step_s=3.0)) == [0]
+
+
+def test_a_stream_that_has_had_drafts_may_wait_longer() -> None:
+    offers, prices = [offer_of([1.0] * 16)], [1.0] * 5
+    assert most_worth(offers, price_of(prices, 2, credits=[0.0], least_credit=0.5)) == [7]
+    assert most_worth(offers, price_of(prices, 2, credits=[4.0], least_credit=0.0)) == [2], "the other one has none"
+
+
+def test_how_many_times_as_long_a_step_with_drafts_takes() -> None:
+    price = price_of([1.0] * 5, 4, step_s=2.0, sequence_s=0.5)
+    assert price.prolonged([0, 0]) == 1.0
+    assert price.prolonged([3, 0]) == 1.55
+    assert price.prolonged([2, 1]) == 1.6

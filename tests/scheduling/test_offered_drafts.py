@@ -8,6 +8,8 @@ import numpy as np
 
 from pd_cluster.drafting.forced import ForcedDrafts
 from pd_cluster.drafting.offer import DraftOffer
+from pd_cluster.drafting.worth import MOST_CREDIT, PROLONGED
+from pd_cluster.scheduling.batch import SequenceChunk
 from pd_cluster.scheduling.drafts import Speculation
 from tests.drafters import TokenDrafter
 from tests.scheduling.simulation import BLOCK_SIZE, message, prompt
@@ -105,3 +107,47 @@ def test_a_step_without_drafts_does_not_take_the_next_one_s_offer(monkeypatch: p
     while not request.finished:
         world.start_step()
     assert noted == []
+
+
+class OneOffer(TwoOffers):
+    """Of the prompts that begin with 1 alone."""
+
+    def offer(self, seq_id: int, token_ids: list[int], num_ahead: int, most: int) -> DraftOffer | None:
+        return super().offer(seq_id, token_ids, num_ahead, most) if token_ids[0] == 1 else None
+
+
+def test_streams_with_drafts_gain_credit() -> None:
+    """In steps without drafts. Nothing is kept of one that has ended."""
+    world = World(drafts=True)
+    request = world.submit(message("a", prompt(9), max_tokens=60))
+    drafting, (seq,) = drafting_of(world), request.sequences
+    for _ in range(2):
+        world.start_step()
+    drafting._credits.clear()
+    drafting._prolonged = 1.5
+    for num_samples, credit in ((3, 2.25), (1, 2.0), (3, MOST_CREDIT)):
+        drafting.take(seq, SequenceChunk(seq.seq_id, 12, 4, (), 1, False, (5,) * 3), num_samples)
+        assert drafting._credits == {seq.seq_id: credit}
+    drafting._prolonged = 6.0
+    drafting.take(seq, SequenceChunk(seq.seq_id, 12, 2, (), 1, False, (5,)), 1)
+    assert drafting._credits == {seq.seq_id: 0.0}, "all were wrong"
+    world.scheduler.abort(request)
+    assert drafting._credits == {}
+
+
+def test_streams_without_drafts_spend_their_credit_in_a_long_step() -> None:
+    for credit in (0.0, 3.0):
+        world = World(drafts=True, max_num_seqs=10)
+        drafter, drafting = OneOffer(), drafting_of(world)
+        drafting._drafter = drafter
+        drafting._costs = Speculation(drafter, gap_s=lambda: 4e-3)
+        asked = [message(f"{first}", [first] * 9, max_tokens=60) for first in (1, 2)]
+        one, other = (world.submit(each).sequences[0] for each in asked)
+        world.start_step()
+        if credit:
+            drafting._credits[other.seq_id] = credit
+        chunks = {chunk.seq_id: chunk for chunk in world.scheduler.schedule().chunks}
+        assert bool(chunks[one.seq_id].drafts) == bool(credit)
+        if credit:
+            assert drafting._prolonged > PROLONGED
+            assert drafting._credits == {other.seq_id: credit + PROLONGED - drafting._prolonged}

@@ -138,6 +138,15 @@ def test_a_sequence_that_will_decode_soon_counts_as_a_decode() -> None:
     world.check_empty()
 
 
+def test_a_parked_prompt_that_another_node_decodes_shortens_no_step() -> None:
+    """A pool or a disk is searched for it. Prompts of a prefill node were read 23% slower meanwhile."""
+    world = busy_world(0)
+    parked = world.request(message("searched", prompt(20), work=Work.PREFILL))
+    world.scheduler.park(parked)
+    world.submit(message("long", prompt(LONG, 7), max_tokens=2))
+    assert world.start_step().num_tokens == LONG
+
+
 @pytest.mark.parametrize("limit", [0, LIMIT])
 def test_a_handed_over_sequence_decodes_in_the_next_step_beside_any_number_of_prompts(limit: int) -> None:
     world = busy_world(2, limit, max_num_batched_tokens=160)

@@ -198,6 +198,14 @@ def test_a_free_prefill_node_tells_what_memory_streams_may_take_to_their_ends() 
     assert made.filled_in(ROOMY, 2).step_s == MODEL.decode_s(2, 0)
 
 
+@pytest.mark.parametrize("prompts_first", [True, False])
+def test_a_node_without_streams_tells_the_step_of_a_stream_to_come(prompts_first: bool) -> None:
+    """Not the last step of one that has ended: an idle decode node told that for ever, so none came."""
+    made = keeper(prompts_first=prompts_first)
+    assert made.filled_in(replace(ROOMY, step_s=0.02), 0).step_s == MODEL.decode_s(0, 0)
+    assert room(model=StepModel())[0].filled_in(replace(ROOMY, step_s=0.02), 0).step_s == 0.02, "none is known"
+
+
 @pytest.mark.parametrize(
     "change",
     [

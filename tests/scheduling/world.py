@@ -439,6 +439,7 @@ class World:
         assert queues.num_live == len(live)
         streams = [seq for seq in live if seq.request.work not in (Work.PREFILL, Work.READ)]
         assert queues.num_context == sum(max(seq.num_prompt_tokens, len(seq.token_ids)) for seq in streams)
+        assert queues.num_promised == sum(seq.max_len for seq in streams)
         assert load.num_running == len(queues.running)
         stats = self.blocks.stats()
         most = load.free_blocks * BLOCK_SIZE

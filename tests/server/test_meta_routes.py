@@ -161,6 +161,25 @@ async def test_names_of_vllm_beside_ours() -> None:
     assert "pd_num_running" in samples, "ours stay"
 
 
+@pytest.mark.parametrize(("in_host", "queries"), [(300.0, 900.0), (None, None)])
+async def test_names_of_vllm_for_a_host_cache(in_host: float | None, queries: float | None) -> None:
+    """Theirs is asked for what the device has not: 1,000 less 400 hits, of which 300 were in host memory."""
+    engine = FakeEngine(says([5]))
+    assert engine.stats is not None
+    counters = {"prefix_cache_queried_tokens_total": 1000.0, "prefix_cache_hit_tokens_total": 400.0}
+    if in_host is not None:
+        counters["host_cache_hit_tokens_total"] = in_host
+    engine.stats = msgspec.structs.replace(engine.stats, counters=counters)
+    async with (
+        running(engine, metrics_names="vllm") as node,
+        node.session.get(f"{node.url}/metrics") as response,
+    ):
+        lines = [line.split() for line in (await response.text()).splitlines() if line.startswith("vllm:external_")]
+    found = {name.partition("{")[0]: float(value) for name, value in lines if "_created" not in name}
+    names = "vllm:external_prefix_cache_queries_total", "vllm:external_prefix_cache_hits_total"
+    assert found == ({} if in_host is None else dict(zip(names, (queries, in_host), strict=True)))
+
+
 async def test_names_of_vllm_for_drafts() -> None:
     """By place, with the label that vLLM has."""
     engine = FakeEngine(says([5]))

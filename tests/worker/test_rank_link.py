@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import queue
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,6 +26,7 @@ from pd_cluster.worker.rank import ORPHAN_EXIT_CODE
 from pd_cluster.worker.rank_frames import PhaseFrame, RankLost, RankStart, StepFrame, ToRank
 from pd_cluster.worker.rank_link import LOOK_S, START_SILENCE_S, RankLink
 from pd_cluster.worker.rank_link import SILENCE_S as RANK_SILENCE_S
+from pd_cluster.worker.ranks import Ranks as ProductRanks
 from pd_kernels.values import StepSize
 from tests.deadlines import HANG_S, wait_until
 from tests.worker.tables import slabs_of, table
@@ -289,6 +292,26 @@ def test_a_link_that_was_not_started_closes(tmp_path: Path) -> None:
     link = RankLink(2, f"ipc://{tmp_path}/r", lambda _: None)
     link.close()
     link.close()
+
+
+def test_the_product_executes_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In clusters of tests it is forked (tests/forked_command.py)."""
+    stdin = io.BytesIO()
+    process: Any = SimpleNamespace(stdin=stdin)
+    started: list[tuple[list[str], dict[str, Any]]] = []
+
+    def popen(command: list[str], **more: Any) -> Any:
+        started.append((command, more))
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    config = NodeConfig(model=ModelConfig(model="m", tp=2))
+    found: Any = ProductRanks(config, "ipc:///r", lambda _: None)._spawn(1, 5)
+    assert found is process
+    command = [sys.executable, "-P", "-m", "pd_cluster.worker.rank"]  # -P: nothing of the folder that it starts in
+    assert started == [(command, {"stdin": subprocess.PIPE})]
+    [line] = stdin.getvalue().splitlines()
+    assert msgspec.json.decode(line, type=RankStart) == RankStart(config, 1, "ipc:///r", 5)
 
 
 def test_names_of_phases() -> Any:

@@ -14,7 +14,7 @@ import torch
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.errors import StartupError
 from pd_cluster.worker.cuda_graphs.graph_sizes import decode_sizes, step_sizes
-from pd_cluster.worker.cuda_graphs.set_up import capturable, captures_steps
+from pd_cluster.worker.cuda_graphs.set_up import DRAFT_GRAPH_BYTES, capturable, captured_bytes, captures_steps
 from pd_cluster.worker.device_executor import DeviceExecutor, DeviceLoaded, run_phases
 from pd_cluster.worker.grammars import Grammars
 from pd_cluster.worker.host_buffer import HostBuffer
@@ -251,20 +251,34 @@ def test_steps_with_experts_are_captured_if_their_kernel_can_be(tmp_path: Path) 
     ]
 
 
-@pytest.mark.parametrize(("free", "captures", "left"), [(9e9, False, 9e9), (9e9, True, 7e9), (1e9, True, 0.0)])
+@pytest.mark.parametrize(
+    ("free", "captures", "most_drafts", "left"),
+    [(9e9, False, 0, 9e9), (9e9, True, 0, 7e9), (1e9, True, 0, 0.0), (9e9, True, 4, 7e9 - DRAFT_GRAPH_BYTES - 5e7)],
+)
 def test_captured_steps_leave_less_for_the_cache(
-    monkeypatch: pytest.MonkeyPatch, free: float, captures: bool, left: float
+    monkeypatch: pytest.MonkeyPatch, free: float, captures: bool, most_drafts: int, left: float
 ) -> None:
-    """By a GB and 2,000 rows of logits in float32: 80 of seven decode graphs, and four times max_num_seqs."""
-    limits = SchedulerConfig(max_num_seqs=480, max_num_batched_tokens=2000, max_graph_batch=25)
+    """By a GB and 2,000 rows of logits in float32: 80 of seven decode graphs, and four times max_num_seqs.
+
+    Drafts: four times 25 rows more, on a node that has some. Its states or stages may forbid them.
+    """
+    limits = SchedulerConfig(max_num_seqs=480, max_num_batched_tokens=2000, max_graph_batch=25, speculation="lookup")
     plan = SimpleNamespace(
         config=NodeConfig(scheduler=limits), device=torch.device("cuda"), layout=Phases.layout, attentions=(),
-        model=SimpleNamespace(vocab_size=125_000, dtype="float32"), owned=None, place=None,
+        model=SimpleNamespace(vocab_size=125_000, dtype="float32"), owned=None, place=None, most_drafts=most_drafts,
     )  # fmt: skip
     monkeypatch.setattr("pd_cluster.worker.device_executor.measure_free_bytes", lambda *arguments: free)
     monkeypatch.setattr("pd_cluster.worker.device_executor.captures_steps", lambda *arguments: captures)
     weights = Weights()
     assert DeviceLoaded(cast("Any", plan), weights).free_kv_bytes() == left
+
+
+def test_captured_steps_take_no_more_than_is_kept_for_them() -> None:
+    """Of steps and draws, 8B on an H200, where 256 sequences may run: 1.97 GB, and with drafts 2.45."""
+    limits, row_bytes = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=2048), 151_936 * 2
+    plain, drafted = (captured_bytes(limits, row_bytes, has_drafts=has_drafts) for has_drafts in (False, True))
+    assert 1.97e9 < plain < 2.1e9
+    assert 2.45e9 < drafted < plain + 0.65e9
 
 
 def test_what_weights_and_the_largest_step_leave_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,10 +15,39 @@ from pd_cluster.scheduling.batch import SequenceStart
 from pd_cluster.worker.logits_stages.order import ORDER
 from pd_cluster.worker.logits_stages.penalties import Penalties
 from pd_cluster.worker.logits_stages.stage import LogitsStage, StageContext
-from pd_cluster.worker.verification import NO_TOKEN, run_length, tokens_before
+from pd_cluster.worker.verification import NO_TOKEN, ExpectedRows, tokens_before
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 VOCAB_SIZE, NUM_ROWS = 40, 4
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+
+
+def run_length(drafts: Sequence[int], drawn: Sequence[int]) -> int:
+    return int(ExpectedRows([drafts], [len(drawn)]).runs(np.array(drawn)).lens[0])
+
+
+def one_by_one(drafts: Sequence[int], drawn: Sequence[int]) -> int:
+    length = 1
+    for draft, before, token_id in zip(drafts, drawn, drawn[1:], strict=False):
+        if before != draft or token_id == NO_TOKEN:
+            break
+        length += 1
+    return length
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=4), st.integers(1, 3)), min_size=1, max_size=5), st.data()
+)
+def test_runs_of_a_step_are_those_of_its_sequences(asked: list[tuple[list[int], int]], data: st.DataObject) -> None:
+    """Beside sequences without drafts, which may draw several tokens, and rows without a draw."""
+    drafts = [one for one, _ in asked]
+    counts = [1 + len(one) if one else count for one, count in asked]
+    drawn = [data.draw(st.lists(st.integers(-1, 2), min_size=count, max_size=count)) for count in counts]
+    begins, lens = ExpectedRows(drafts, counts).runs(np.array([token for one in drawn for token in one]))
+    assert begins.tolist() == [sum(counts[:at]) for at in range(len(counts))]
+    assert lens.tolist() == [one_by_one(*pair) for pair in zip(drafts, drawn, strict=True)]
 
 
 @given(drafts=TOKENS, answer=TOKENS)

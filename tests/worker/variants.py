@@ -116,7 +116,7 @@ def leave_out_products() -> None:
     model_loading.fill_at_random = lambda model, seed: None  # type: ignore[attr-defined]
     linear._packs = lambda dtype: False
     PenaltyTables.note = lambda tables, rows, token_ids: None  # type: ignore[method-assign, assignment]
-    InputBatch._note_runs = lambda rows, runs, samples: None  # type: ignore[method-assign, assignment]
+    InputBatch._note_runs = lambda rows, *of_samples: None  # type: ignore[method-assign]
     F.linear = lambda x, weight, bias: x.new_empty(len(x), len(weight))  # type: ignore[assignment, misc]
 
 

@@ -36,7 +36,7 @@ class NodeLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     free_blocks: int = 0  # for one sequence more: without content, or cached and not in use
     num_blocks: int = 0  # for one sequence in an empty cache
     block_size: int = 0  # tokens
-    step_s: float = 0.0  # of a step with decodes only, at present
+    step_s: float = 0.0  # of a step with decodes only, at present; of one without any while there is no stream
     token_s: float = 0.0  # to compute one more prompt token at position 0
     key_s: float = 0.0  # more for each token before it
     queued_keys: int = 0  # tokens before each queued token, summed: (n - c) * (n + c) // 2 for n tokens with c cached

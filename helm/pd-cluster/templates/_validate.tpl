@@ -35,6 +35,7 @@
   {{- if and (dig "hostNetwork" false (default dict $role.extraPodSpec)) (not $.Values.networkPolicy.hostNetworkIsClosed) -}}
     {{- fail (printf "roles.%s.extraPodSpec: with hostNetwork the node's control and KV ports are open on the machine's network, where NetworkPolicy does not apply, and what reaches the KV ports can write the node's memory; close %d and %s there, then set networkPolicy.hostNetworkIsClosed" $name (int $.Values.nodePorts.control) $.Values.nodePorts.kv) -}}
   {{- end -}}
+  {{- $folder := "" -}}
   {{- range $node := include "pd-cluster.podNodes" (list $ $role) | fromJsonArray -}}
     {{- $sizes = append $sizes (dig "block-size" 0 $node.args | int) -}}
     {{- $dtypes = append $dtypes (dig "dtype" "auto" $node.args) -}}
@@ -45,6 +46,12 @@
     {{- if and (gt $ranks 1) (lt (include "pd-cluster.bytes" $role.shmSize | float64) 1073741824.0) -}}
       {{- fail (printf "roles.%s.shmSize: %s is too little for the ranks of a node; give them at least 1Gi" $name (toString $role.shmSize)) -}}
     {{- end -}}
+    {{- include "pd-cluster.validateTiers" (list (printf "roles.%s.args" $name) $node.args $ranks) -}}
+    {{- $disk := dig "disk-cache-dir" "" $node.args -}}
+    {{- if and $disk (eq $disk $folder) -}}
+      {{- fail (printf "roles.%s.args.disk-cache-dir: both nodes of the pair have %s, and a directory is one node's; give the decode node another in pair.decode.args" $name $disk) -}}
+    {{- end -}}
+    {{- $folder = $disk -}}
   {{- end -}}
   {{- if and (eq $role.kind "pair") $role.gpus.count (not $role.gpus.claimTemplate) -}}
     {{- fail (printf "roles.%s.gpus.claimTemplate: GPUs by count are shown to one container alone, and then KV does not take NVLink; name a ResourceClaimTemplate with the GPUs of both nodes" $name) -}}
@@ -173,6 +180,31 @@
   {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- /* What a node refuses at its start of its tiers in host memory and on disk, and sizes that the pod's memory cannot
+       follow. Takes (list path args ranks). */ -}}
+{{- define "pd-cluster.validateTiers" -}}
+{{- $path := index . 0 -}}
+{{- $args := index . 1 -}}
+{{- range $flag := list "host-cache-gb" "swap-gb" "disk-cache-gb" -}}
+  {{- if not (regexMatch "^([0-9]+[.]?[0-9]*|[.][0-9]+)(e[-+]?[0-9]+)?$" (dig $flag 0 $args | toString)) -}}
+    {{- fail (printf "%s.%s: %s is no size; write a number of GB, 0 or more, without its unit" $path $flag (get $args $flag | toString)) -}}
+  {{- end -}}
+{{- end -}}
+{{- $host := dig "host-cache-gb" 0 $args | float64 -}}
+{{- if and $host (not (dig "prefix-caching" true $args)) -}}
+  {{- fail (printf "%s.host-cache-gb: it keeps prefixes, of which prefix-caching false has none; leave one of the two out, or set swap-gb for preempted sequences" $path) -}}
+{{- end -}}
+{{- if not (dig "disk-cache-dir" "" $args) -}}
+  {{- if hasKey $args "disk-cache-gb" -}}
+    {{- fail (printf "%s.disk-cache-gb: without disk-cache-dir there are no files; set that too, or leave this out" $path) -}}
+  {{- end -}}
+{{- else if not $host -}}
+  {{- fail (printf "%s.disk-cache-dir: its blocks go through host memory; set host-cache-gb too" $path) -}}
+{{- else if gt (int (index . 2)) 1 -}}
+  {{- fail (printf "%s.disk-cache-dir: it serves nodes of one rank, and this one has %d; leave it out" $path (index . 2)) -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* Takes (list where of): `replicas: null` would be 0 pods. */ -}}
 {{- define "pd-cluster.validateReplicas" -}}
 {{- if not (or (index . 1).autoscaling.enabled (hasKey (index . 1) "replicas")) -}}
@@ -244,6 +276,23 @@ extraContainerSpec:
 {{- end -}}
 {{- end -}}
 
+{{- /* Refuses a directory of the disk cache that the node could not make. Takes (list path container). */ -}}
+{{- define "pd-cluster.checkDisk" -}}
+{{- $container := index . 1 -}}
+{{- range $flag := ternary $container.args list (dig "securityContext" "readOnlyRootFilesystem" false $container | toString | eq "true") -}}
+  {{- $folder := trimPrefix "--disk-cache-dir=" (toString $flag) -}}
+  {{- if and $folder (ne $folder (toString $flag)) -}}
+    {{- $volumes := list -}}
+    {{- range $container.volumeMounts -}}
+      {{- if and (not .readOnly) (hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) (printf "%s/" $folder)) -}}{{- $volumes = append $volumes .name -}}{{- end -}}
+    {{- end -}}
+    {{- if not $volumes -}}
+      {{- fail (printf "%s.args.disk-cache-dir: %s is in no volume that the node can write; mount one there by extraVolumes and extraVolumeMounts" (index $ 0) $folder) -}}
+    {{- end -}}
+  {{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* Refuses names of a pod's containers, and mounts of its volumes, that the API server would. Takes (list path pod). */ -}}
 {{- define "pd-cluster.checkNames" -}}
 {{- $names := list -}}
@@ -259,6 +308,7 @@ extraContainerSpec:
       {{- fail (printf "%s: container %s mounts %s, which is no volume of the pod; add it to extraVolumes" (index $ 0) $container.name .name) -}}
     {{- end -}}
   {{- end -}}
+  {{- include "pd-cluster.checkDisk" (list (index $ 0) $container) -}}
   {{- range $probe := list "startupProbe" "readinessProbe" "livenessProbe" -}}
     {{- if gt (len (pick (get $container $probe | default dict) "httpGet" "exec" "tcpSocket" "grpc")) 1 -}}
       {{- fail (printf "%s.extraContainerSpec.%s: it asks in two ways, as the chart's httpGet is still there; add httpGet: null" (index $ 0) $probe) -}}

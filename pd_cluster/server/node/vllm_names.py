@@ -36,6 +36,8 @@ NAMES = {
 }
 """Our family -> theirs, without `vllm:`."""
 _KEPT = ("le", "position")  # labels that theirs have, too
+# Theirs asks what is outside for the tokens that the device has not. Our hits are those of both tiers
+_EXTERNAL = ("pd_prefix_cache_queried_tokens", "pd_prefix_cache_hit_tokens", "pd_host_cache_hit_tokens")
 _PREEMPTIONS = ("pd_preemptions_recompute", "pd_preemptions_swap")
 
 
@@ -51,6 +53,11 @@ def vllm_metrics(families: Iterable[Metric], model: str) -> Iterator[Metric]:
         usage = Metric("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", "gauge")
         usage.add_sample(usage.name, labels, in_use / max(1.0, known["pd_kv_num_blocks"].samples[0].value))
         yield usage
+    if all(name in known for name in _EXTERNAL):
+        queried, found, in_host = (sum(one.value for one in known[name].samples) for name in _EXTERNAL)
+        external = Metric("vllm:external_prefix_cache_queries", "Prompt tokens that the device has not.", "counter")
+        external.add_sample("vllm:external_prefix_cache_queries_total", labels, queried - found + in_host)
+        yield external
     preemptions = Metric("vllm:num_preemptions", "Preempted sequences.", "counter")
     total = sum(sample.value for name in _PREEMPTIONS if name in known for sample in known[name].samples)
     preemptions.add_sample("vllm:num_preemptions_total", labels, total)

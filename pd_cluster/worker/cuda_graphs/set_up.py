@@ -53,15 +53,15 @@ def captures_steps(limits: SchedulerConfig, attentions: Sequence[GroupAttention]
     return is_wanted and all(attention.captured(smallest) is not None for attention in attentions)
 
 
-def captured_bytes(limits: SchedulerConfig, bytes_per_row: int) -> float:
+def captured_bytes(limits: SchedulerConfig, bytes_per_row: int, *, has_drafts: bool) -> float:
     """The most bytes that captured steps take. `bytes_per_row`: bytes of one row of logits.
 
     Each decode graph keeps its own logits. Graphs of steps with prompts compute their logits in one shared tensor and
     leave them in another. Draws share a copy in float32, which takes as much as two in bfloat16.
     """
-    drafts = limits.speculation != "none"
-    num_rows = sum(bucket_sizes(_max_decodes(limits))) + 4 * (_most_rows(limits) if drafts else limits.max_num_seqs)
-    return GRAPH_BYTES + DRAFT_GRAPH_BYTES * drafts + num_rows * bytes_per_row
+    most_rows = limits.most_captured_rows if has_drafts else limits.max_num_seqs
+    num_rows = sum(bucket_sizes(_max_decodes(limits))) + 4 * most_rows
+    return GRAPH_BYTES + DRAFT_GRAPH_BYTES * has_drafts + num_rows * bytes_per_row
 
 
 def choose_step_products(
@@ -95,16 +95,11 @@ def capture_steps(
     limit = min(limits.max_graph_tokens, limits.max_num_batched_tokens)
     mixed = step_sizes(limit, limits.max_num_seqs) if limit else []
     recorder = CudaRecorder(model.device, agree)
-    most_rows = min(_most_rows(limits), limits.max_num_batched_tokens)
+    most_rows = min(limits.most_captured_rows, limits.max_num_batched_tokens)
     drafts = draft_sizes(most_rows, limits.max_num_seqs) if has_drafts else []
     graphs.capture([*decode_sizes(_max_decodes(limits)), *drafts, *mixed], recorder, progress)
     if agree is None:
         draws.capture(graphs.logits, recorder, progress)
-
-
-def _most_rows(limits: SchedulerConfig) -> int:
-    """The most rows of captured steps: a step has at most as many drafts as there may be sequences."""
-    return limits.max_num_seqs + _max_decodes(limits)
 
 
 def _max_decodes(limits: SchedulerConfig) -> int:

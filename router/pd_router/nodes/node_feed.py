@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pd_connectors.protocol.feed import FeedDelta, FeedSnapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pd_connectors.protocol.feed import FeedMessage, NodeLoad
     from pd_router.nodes.node_table import Node
     from pd_router.nodes.prefix_index import PrefixIndex
 
 LEAST_TOKEN_S = 1e-12  # a measured time that is shorter is none; its inverse must be a number
-SLICE_BLOCKS = 1000  # stored or forgotten at once, in 3 ms: other tasks run between two slices
+SLICE_BLOCKS = 1000  # taken or forgotten at once, in 3 ms: other tasks run between two slices
 
 
 class FeedLost(Exception):
@@ -60,20 +60,29 @@ class NodeFeed:
         if isinstance(message, FeedDelta) and message.is_last:
             self._node.liveness.leaving_epoch = self._epoch
         yield from self._sweep()
-        if isinstance(message, FeedDelta):
-            self._index.evict(self._node, message.evicted)
-        self._index.store(self._node, message.stored[:SLICE_BLOCKS])
-        for start in range(SLICE_BLOCKS, len(message.stored), SLICE_BLOCKS):
-            yield
-            self._index.store(self._node, message.stored[start : start + SLICE_BLOCKS])
-        if isinstance(message, FeedDelta):
-            self._index.move(self._node, message.moved)
+        yield from self._take_blocks(message)
 
     def forget(self) -> Iterator[None]:
         """Forget what the node said, at once; the steps free its memory."""
         self._view.forget()
         self._index.forget(self._node)
         return self._sweep()
+
+    def _take_blocks(self, message: FeedMessage) -> Iterator[None]:
+        """Evict, store and move, SLICE_BLOCKS blocks between two yields: a small message is taken at once."""
+        index, room = self._index, SLICE_BLOCKS
+        parts: list[tuple[Callable[[Node, Any], None], tuple[Any, ...]]] = [(index.store, message.stored)]
+        if isinstance(message, FeedDelta):
+            parts = [(index.evict, message.evicted), *parts, (index.move, message.moved)]
+        for take, blocks in parts:
+            at = 0
+            while at < len(blocks):
+                if not room:
+                    yield
+                    room = SLICE_BLOCKS
+                now = blocks[at : at + room]
+                take(self._node, now)
+                at, room = at + len(now), room - len(now)
 
     def _sweep(self) -> Iterator[None]:
         while self._index.sweep(SLICE_BLOCKS):

@@ -33,15 +33,16 @@ DOUBT_S = 0.015
 # streams a prompt costs a quarter of its own time more, the margin that was best in simulation (benchmarks/LOG.md).
 STREAM_SHARE = 1 / 200
 ERROR_FACTOR = 1.1
-# Of the seconds of a decode node for what another node has cached: the next prompts and the streams wait for these, and
-# would not there. Simulated conversations, 2P2D: uncached tokens of a later turn 5,520 -> 4,950
-AGAIN = 1.0
 # Of a second of a stream, beside one until a first token. Where streams are alike the answer loses as much to them as
 # they lose to it, so half of the sum is one of the two: 50 us a step at 1,200 tokens. `STREAM_SHARE` is beside that
 STREAM_WEIGHT = 0.5
 # Times as soon as from a decode node a stream must have its tokens to go on at a prefill node: its gaps are longer
-# there. With 1.0 Azure's answers at 28/s had a TPOT p99 of 11.5 ms for 7.7, with 1.1 8.6 (simulated)
+# there, and errors of the estimate cost one stream much. Azure's answers at 28/s had a TPOT p99 of 8.6 ms for 7.7 with
+# 1.1 (simulated)
 SOONER = 1.1
+# Streams of a router process that a prefill node keeps and has not told of yet. It tells within 10 ms. A quarter of its
+# step holds some four of 40,000 tokens: eight routers that may send seven each make a step of 78 ms (8B, predicted)
+MOST_UNTOLD = 1
 MOST_BUSY = 0.9  # of a node's time, that prompts take: what a longer queue says of an answer is no more
 FEW_NODES = 16  # so few are summed up sooner than compared
 ENDING_S = 2.5  # of a sequence, in place of which another can run: 256 steps of 10 ms
@@ -68,8 +69,8 @@ class Costs:
     """
 
     __slots__ = (
-        "_best_decoding", "_best_reading", "_cached", "_context", "_decodes", "_lower", "_most_cached", "_now_s",
-        "_num_sequences", "_num_steps", "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
+        "_best_decoding", "_best_reading", "_cached", "_context", "_decodes", "_lower", "_now_s", "_num_sequences",
+        "_num_steps", "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
     )  # fmt: skip
 
     def __init__(
@@ -83,7 +84,6 @@ class Costs:
         self._num_steps = STREAM_WEIGHT * prompt.num_output * prompt.num_sequences  # of all sequences of the answer
         self._context = prompt.num_output / 2 + (prompt.context_at(decodes[0]) if decodes else 0.0)  # of one of them
         self._cached, self._lower = prompt.cached, prompt.lower
-        self._most_cached = max(prompt.cached.values(), default=0)
         self._prefills, self._decodes = prefills, decodes
         self._now_s = now_s
         self._usual_s: float | None = None
@@ -157,8 +157,7 @@ class Costs:
                 answer_s += self._room_s(node)
             moved_s = TRANSFER_S * (tokens if tokens < CHUNK_TOKENS else CHUNK_TOKENS)
             handing_over_s = HANDOVER_S + moved_s + STREAM_SHARE * queue_s + answer_s
-            again = min(max(0.0, self._most_cached - cached), tokens) / tokens
-            direct_s = queue_s + own_s * (ERROR_FACTOR + AGAIN * again + STREAM_SHARE * streams) + answer_s
+            direct_s = queue_s + own_s * (ERROR_FACTOR + STREAM_SHARE * streams) + answer_s
             costs_s.append((handing_over_s, direct_s, has_room))
         return costs_s
 
@@ -211,21 +210,23 @@ class Costs:
             yield node, cached, tokens, queue_s, own_s
 
     def may_keep(self, node: Node) -> bool:
-        """Whether the prefill node has memory for the answer to its end, by its own word and what is on its way."""
-        most, told = self._num_sequences * self._prompt.most_context_at(node), node.view.load
-        return told is not None and told.kept_tokens >= most + node.view.ledger.own_context
+        """Whether the prefill node has memory for the answer to its end by its own word, which counts all that this
+        router has sent there."""
+        told, num_own = node.view.load, node.view.ledger.own_sequences + self._num_sequences
+        return told is not None and num_own <= MOST_UNTOLD and told.kept_tokens >= self._prompt.most_context_at(node)
 
-    def keeping(self, nodes: Sequence[Node], decode: Node) -> list[float]:
+    def keeping(self, nodes: Sequence[Node], decode: Node, latest_s: float) -> list[float]:
         """Of prefill nodes, if they go on with the prompt, to the last token; inf where one does not keep it, or the
-        client had its tokens later than from this decode node."""
-        costs_s, latest_s = [], self.token_s(decode)
+        client had its first token after `latest_s`, or the next ones later than from this decode node."""
+        costs_s, most_s = [], self.token_s(decode)
         sums = self._sums(nodes, self._best_reading)
         for (node, _, _, queue_s, own_s), (_, _, has_room) in zip(sums, self.decoding(nodes), strict=True):
             load = node.view.ledger.total
             lost_s = load.num_sequences * (DECODE_S + load.context_s * self._context)
             answer_s = self._num_steps * (load.streams_s + lost_s) + self.waiting_s(node, queue_s)
-            keeps = has_room and self.may_keep(node) and SOONER * self.token_s(node, queue_s) <= latest_s
-            costs_s.append(queue_s + own_s + answer_s if keeps else inf)
+            keeps = has_room and self.may_keep(node) and SOONER * self.token_s(node, queue_s) <= most_s
+            is_soon = keeps and (first_s := self.first_token_s(node)) is not None and first_s <= latest_s
+            costs_s.append(queue_s + own_s + answer_s if is_soon else inf)
         return costs_s
 
     def token_s(self, node: Node, queue_s: float = 0.0) -> float:

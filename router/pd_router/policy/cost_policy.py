@@ -48,7 +48,7 @@ class CostRoute(Route, frozen=True, kw_only=True):
         if self.reason == KEPT:  # no decode node instead of it: those are late, and may not be allowed to read prompts
             return self.otherwise.soonest(self.otherwise.keepers(nodes))
         if self.reason == FREE:
-            return self.otherwise.freest(nodes, math.inf)
+            return self.otherwise.freest(nodes, now_s)
         return self.sooner([node for node in nodes if node.role is not Role.PREFILL], self._prefill_s(now_s))[0]
 
     def queue_s(self, node: Node) -> float | None:
@@ -58,7 +58,7 @@ class CostRoute(Route, frozen=True, kw_only=True):
         costs, order = self.costs, self.order
         if order is PROMPT:
             return costs.reading_s(node) if node.view.ledger.reported.token_s or costs.knows_speed else None
-        if order is DIRECT or (order is D_FIRST and self.prompt.num_missing(node) < LOCAL_TOKENS):
+        if self._is_read_by(node):
             return costs.first_token_s(node)
         if not node.view.ledger.reported.token_s and not costs.knows_speed:
             return None
@@ -81,7 +81,12 @@ class CostRoute(Route, frozen=True, kw_only=True):
         """Until the best prefill node has read the prompt."""
         return min(self.costs.reading(healthy(self.prefills, now_s)), default=0.0)
 
-    # --- of a handoff: whether another way is better
+    def _is_read_by(self, node: Node) -> bool:
+        """Whether this node computes what it lacks of the prompt, if it answers."""
+        is_short = self.order is D_FIRST and self.prompt.num_missing(node) < LOCAL_TOKENS
+        return self.order is DIRECT or is_short
+
+    # --- whether another way is better
 
     def keepers(self, nodes: Iterable[Node]) -> list[Node]:
         """The prefill nodes that may go on with the prompt, while all decode nodes are late.
@@ -100,15 +105,29 @@ class CostRoute(Route, frozen=True, kw_only=True):
         soon = [node for node, s in zip(ready, reading_s, strict=True) if s <= latest_s]
         return [max(soon, key=lambda node: node.view.num_sequences)] if soon else []
 
-    def freest(self, nodes: Iterable[Node], most_s: float) -> Node | None:
-        """The prefill node that keeps the stream where that costs clearly less than a handoff and than `most_s`."""
-        costs, free = self.costs, [node for node in nodes if node.role is Role.PREFILL]
-        if not any(map(costs.may_keep, free)) or not (decodes := [*self.paired(self.decodes)]):
+    def freest(self, nodes: Iterable[Node], now_s: float) -> Node | None:
+        """The prefill node that keeps the stream where that costs clearly less than a handoff and than this route.
+
+        Its first token meets the target if that of this route does. Else it is no later than that by more than DOUBT_S:
+        estimates err by so much, and no client waits for what the streams of others gain.
+        """
+        costs, order = self.costs, self.order
+        free = [node for node in nodes if node.role is Role.PREFILL and costs.may_keep(node)]
+        if not free or not (decodes := [*self.paired(self.decodes)]):
             return None
         over_s = [one_s for one_s, _, _ in costs.decoding(decodes)]
-        kept_s = costs.keeping(free, best := _least(decodes, over_s))
-        handed_s = min(costs.reading(self.prefills)) + min(over_s) + costs.waiting_s(best)
-        return _least(free, kept_s) if min(kept_s) + DOUBT_S < min(handed_s, most_s) else None
+        best, prefill_s = _least(decodes, over_s), self._prefill_s(now_s)
+        first_s: float | None = prefill_s + HANDOVER_S
+        most_s = prefill_s + min(over_s) + costs.waiting_s(best)
+        chosen = None if order is P_FIRST else self.best(self.decodes, now_s)
+        if chosen is not None and self._is_read_by(chosen):
+            first_s = costs.first_token_s(chosen)
+            most_s = min(most_s, costs.direct_s(chosen) + costs.waiting_s(chosen))
+        if first_s is None:
+            return None
+        latest_s = self.slo_ttft_s if first_s <= self.slo_ttft_s else first_s + DOUBT_S
+        kept_s = costs.keeping(free, best, latest_s)
+        return _least(free, kept_s) if min(kept_s) + DOUBT_S < most_s else None
 
     def soonest(self, keepers: Sequence[Node]) -> Node | None:
         """The one with room that answers soonest."""
@@ -181,7 +200,7 @@ class CostPolicy:
         if is_slow and self._tries(handoff, last, reading_s[last], reading_s[first]):
             return replace(handoff, reason=TRIED, prefills=(last, *ranked[:-1]), first_s=reading_s[last])
         route = self._better(handoff, reading_s[first], candidates) if candidates.may_spill else handoff
-        return _freed(handoff, route, now_s) if candidates.may_keep and route.reason != TRIED else route
+        return _freed(route, now_s) if candidates.may_keep and route.reason != TRIED else route
 
     def _better(self, handoff: CostRoute, prefill_s: float, candidates: Candidates) -> CostRoute:
         """`handoff`, or that a decode node reads the prompt."""
@@ -248,13 +267,10 @@ def _kept(handoff: CostRoute) -> CostRoute | None:
     return replace(handoff, order=DIRECT, reason=KEPT, decodes=keepers, otherwise=handoff)
 
 
-def _freed(handoff: CostRoute, route: CostRoute, now_s: float) -> CostRoute:
+def _freed(route: CostRoute, now_s: float) -> CostRoute:
     """`route`, or that a prefill node with time to spare keeps the stream, which costs less to the last token."""
-    direct = route.best(route.decodes, now_s) if route.order is DIRECT else None
-    costs = handoff.costs
-    direct_s = math.inf if direct is None else costs.direct_s(direct) + costs.waiting_s(direct)
-    free = handoff.freest(handoff.prefills, direct_s)
-    return route if free is None else replace(handoff, order=DIRECT, reason=FREE, decodes=(free,), otherwise=handoff)
+    free = route.freest(route.prefills, now_s)
+    return route if free is None else replace(route, order=DIRECT, reason=FREE, decodes=(free,), otherwise=route)
 
 
 def _least(nodes: Sequence[Node], costs_s: Sequence[float]) -> Node:

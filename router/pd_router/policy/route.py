@@ -31,7 +31,7 @@ class Route(msgspec.Struct, frozen=True):
     prefills: tuple[Node, ...]  # best first
     decodes: tuple[Node, ...]  # that may answer
     kv_version: str = ""  # see `Node.kv_version`; "": all nodes pair
-    otherwise: Route | None = None  # a handoff, if no node is better alone when the leg begins
+    otherwise: Route | None = None  # of which the last is a handoff, if no node is better alone when the leg begins
 
     @property
     def text(self) -> str:

@@ -80,15 +80,14 @@ class RoutedRequest(NodeRequest):
         await self._answer(leg, prefill_by=None)
 
     async def _spill(self) -> bool:
-        """Let a decode node prefill although there is a P, as planned. False: it was not planned, or none succeeded."""
-        if (handoff := self.route.otherwise) is None:
-            return False
-        decode, _ = await self._try_decodes(self._body.plain(), self.route.best, has_other_way=lambda: True)
-        if decode is None:
-            self.route, self.phase = handoff, "prefill"
-            return False
-        await self._answer(decode, prefill_by=None)
-        return True
+        """Let one node read and answer although there are two, as planned. False: it was not planned, or none did."""
+        while (otherwise := self.route.otherwise) is not None:
+            decode, _ = await self._try_decodes(self._body.plain(), self.route.best, has_other_way=lambda: True)
+            if decode is not None:
+                await self._answer(decode, prefill_by=None)
+                return True
+            self.route, self.phase = otherwise, "prefill"
+        return False
 
     async def _p_first(self) -> None:
         leg, handoff = await self._open_prefill()
