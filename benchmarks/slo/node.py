@@ -143,7 +143,8 @@ class SimulatedNode:
     def _retire(self) -> None:
         batch, work, begin_s, end_s = self._flights.popleft()
         if batch.chunks:
-            self.model.note(work, end_s - begin_s)
+            if not batch.copies.may_outlast:
+                self.model.note(work, end_s - begin_s)
             self.room.note(work, end_s - begin_s)
             if not work.num_tokens:
                 self._decode_s = end_s - begin_s

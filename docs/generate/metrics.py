@@ -48,7 +48,9 @@ ENGINE: dict[str, Meaning] = {
     ),
     "host_cache_loaded_blocks_total": Meaning("Blocks that were copied from host memory to the device."),
     "host_cache_saved_blocks_total": Meaning("Blocks that were copied from the device to host memory."),
-    "host_cache_evicted_unsaved_blocks_total": Meaning("Blocks that the device gave up before they had a copy."),
+    "host_cache_evicted_unsaved_blocks_total": Meaning(
+        "Blocks that the device gave up without a copy, but not at a reset."
+    ),
     "host_cache_loaded_bytes_total": Meaning("Bytes that were loaded, of all ranks."),
     "host_cache_saved_bytes_total": Meaning("Bytes that were saved, of all ranks."),
     "host_cache_blocks": Meaning(

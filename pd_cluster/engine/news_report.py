@@ -25,6 +25,7 @@ NEWS_S = 0.005  # between two reports
 # Between two looks at the share of prompts in steps. A stream gains 5 ms of slack in as many, and 256 take 0.1 ms to
 # look at
 SHARE_S = 0.02
+HIT_TOKENS = 8192  # of a prompt that goes on in host memory: for longer ones, tables that are loaded count for less
 NO_SHARE = 64  # of the time, prompts that took less than half of one part of so many took none
 
 
@@ -104,7 +105,13 @@ class NewsReport:
             load, step_s=step_s, token_s=token_s, key_s=key_s, step_tokens=share,
             step_keys=self._budget.step_keys(load.num_running, share) if share else 0,
             num_context=num_context, context_s=model.context_s if model.is_fitted else 0.0,
-            host_token_s=self._token_bytes / (self._host.gb_s * 1e9) if self._host.is_cache else 0.0,
+            host_token_s=self._host_token_s(has_streams=share > 0),
             prompts_share=self._room.share,
         )  # fmt: skip
         return self._room.filled_in(load, num_streams, num_promised)
+
+    def _host_token_s(self, *, has_streams: bool) -> float:
+        """Seconds of a token of a prompt of HIT_TOKENS, beside the loads that are queued."""
+        if not self._host.is_cache:
+            return 0.0
+        return self._host.load_s(HIT_TOKENS * self._token_bytes, has_streams=has_streams) / HIT_TOKENS

@@ -194,7 +194,7 @@ class Pipeline:
         # Prices of drafts hold their steps' launches. Decodes would seem longer by them
         is_of_decodes = not (flight.is_uncertain or flight.work.num_tokens)
         is_exact = is_exact and not (self.depth > 1 and flight.gap_s and is_of_decodes)
-        is_exact = is_exact and not flight.batch.copies.load  # they may take longer than what it computes
+        is_exact = is_exact and not flight.batch.copies.may_outlast
         self._was_over, self._was_uncertain = was_over, flight.is_uncertain
         self._unlearned.append((flight, result, duration_s, is_exact))
         self.total_s += duration_s

@@ -90,6 +90,7 @@ class BlockCopies:
     copy_on_write: tuple[tuple[int, int, int], ...] = ()  # device -> device; one may write what those before it read
     save: tuple[tuple[int, int, int], ...] = ()  # device -> host, of cached blocks
     load: tuple[tuple[int, int, int], ...] = ()  # host -> device
+    may_outlast: bool = False  # these two may take longer than what the step computes
 
 
 @dataclass(frozen=True, slots=True)

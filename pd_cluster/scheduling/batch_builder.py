@@ -39,6 +39,7 @@ class BatchBuilder:
     copy_on_write: list[tuple[int, int, int]] = field(default_factory=list)
     save: list[tuple[int, int, int]] = field(default_factory=list)
     load: list[tuple[int, int, int]] = field(default_factory=list)
+    may_outlast: bool = False
     begun: list[PublishSpec] = field(default_factory=list)
     publishes: list[PublishSpec] = field(default_factory=list)
     preempted: bool = False
@@ -61,7 +62,12 @@ class BatchBuilder:
             beam_steps=beam_steps,
             departures=departures,
             copies=BlockCopies(
-                tuple(self.swap_out), tuple(self.swap_in), tuple(self.copy_on_write), tuple(self.save), tuple(self.load)
+                tuple(self.swap_out),
+                tuple(self.swap_in),
+                tuple(self.copy_on_write),
+                tuple(self.save),
+                tuple(self.load),
+                self.may_outlast,
             ),
             loads=tuple(loads),
             begun=tuple(self.begun),

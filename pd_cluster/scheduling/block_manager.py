@@ -283,9 +283,11 @@ class BlockManager:
 
     def forget_unused(self) -> None:
         """Free all cached blocks that nothing refers to, and those in host memory."""
+        num_unsaved = self.host.num_unsaved
         self.host.clear()
         for pool in self.pools:
             pool.forget_unused()
+        self.host.num_unsaved = num_unsaved  # nothing came too late
 
     # leases, quarantine
 

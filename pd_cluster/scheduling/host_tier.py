@@ -15,8 +15,8 @@ many steps later: what they held before, its *victims*, are saved meanwhile. Why
                         Or it is a victim: one prompt alone has the block and has planned no step that reaches it
     a load's target     belongs to a table that this step does not compute; later steps wait for the side stream. If
                         the table is closed first, whatever takes the block waits likewise
-    a host block        that is saved by one step is found from the next one on: its loads follow the save on one
-                        stream. A swap into a block that a side copy reads or writes is of a later step. Queued loads
+    a host block        that is saved by one step is found from the next one on: its main stream has waited for the
+                        save. A swap into a block that a side copy reads or writes is of a later step. Queued loads
                         pin their sources, and a save pins its target until its step has retired: till then nothing
                         outside the streams may read it
 
@@ -32,6 +32,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
+from pd_cluster.scheduling.copy_room import CopyRoom
 from pd_cluster.scheduling.host_blocks import HostBlocks
 
 if TYPE_CHECKING:
@@ -42,14 +43,17 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.cache_news import CacheNews
     from pd_connectors.base import CachedBlock
 
-# Blocks of a step without streams, and beside them. Of 8 MiB (8B) these loads take 40 and 1.2 ms; prompts fill 128
-# blocks in a step of 8,192 tokens
-LOADS, SAVES = (256, 8), (128, 8)
+# Blocks of a step, each way: of 8 MiB (8B) they take 40 ms. Prompts fill 128 of each group in a step of 8,192 tokens
+LOADS = SAVES = 256
+# Of the seconds that a step computes, those for which it copies each way, at HOST_GB_S. Beside 32 decodes (5.3 ms, 8B)
+# these are 8 blocks. 8 loads prolong the step by 5%, 32 double it, and prolong one of 2,048 tokens by 6.7%
+COPY_SHARE = 1.0, 0.5  # without streams, and beside them
 # Blocks that are copied before they are evicted: those that a step of prompts fills and LEAST_AHEAD more, for decodes.
 # Or 1 / AHEAD_SHARE of a group's; where it has victims at most MOST_AHEAD: so many loads, 16,384 tokens, wait for none
 LEAST_AHEAD, AHEAD_SHARE, MOST_AHEAD = 8, 16, 256
 STEPS_AHEAD = 2  # victims are saved when so many steps of prompts may reach their blocks
-HOST_GB_S = 25.0  # of a rank. An H200 copies 53 GB/s each way; forwards beside it and the other way take their part
+# Of a rank; stated, not measured. An H200 copies 53 GB/s each way; forwards beside it and the other way take their part
+HOST_GB_S = 25.0
 LOAD_WAIT_S = 0.002  # until the step after one that only loads: it is planned, launched and retired
 
 
@@ -79,6 +83,7 @@ class HostTier:
         self.victims: dict[BlockTable, OrderedDict[int, tuple[int, bytes]]] = {}
         self._heir: BlockTable | None = None
         self._clean_to = [0] * len(pools)  # see `_mark`
+        self._first = 0  # the group of which a step saves blocks first
         self.num_hit_tokens = self.num_loaded = self.num_saved = self.num_unsaved = 0
         self.num_loaded_bytes = self.num_saved_bytes = 0
         self.grow(num_blocks)
@@ -197,7 +202,7 @@ class HostTier:
     def clear(self) -> None:
         """Forget all cached blocks. Loads that are queued go on: their prompts were found before.
 
-        The caller forgets those of the device next, which count as unsaved.
+        The caller forgets those of the device next. None of these counts as unsaved.
         """
         for table in tuple(self.victims):
             self._lose(table)
@@ -211,9 +216,15 @@ class HostTier:
 
     # copies
 
-    def loads_sooner(self, num_bytes: int, compute_s: float) -> bool:
-        """Whether blocks of so many bytes are loaded before they would be computed."""
-        return num_bytes / (self.gb_s * 1e9) + self.wait_s < compute_s
+    def load_s(self, num_bytes: float, *, has_streams: bool) -> float:
+        """About the seconds until blocks of so many bytes would be loaded, in turns with those that are queued."""
+        queued = (len(one) * self._pools[one[0][0]].group.block_bytes for one in self.pending.values())
+        num_bytes += sum(min(num_bytes, one) for one in queued)
+        return num_bytes / (self.gb_s * 1e9 * COPY_SHARE[has_streams]) + self.wait_s
+
+    def copy_s(self, copies: Iterable[tuple[int, int, int]]) -> float:
+        """Seconds of copies in one direction, of which the first is the group."""
+        return sum(self._pools[group].group.block_bytes for group, _, _ in copies) / (self.gb_s * 1e9)
 
     def queue(self, table: BlockTable, loads: Iterable[tuple[int, bytes, int]]) -> None:
         """Load blocks (group, hash, device block) of a table, which no step may compute while it is in `pending`."""
@@ -246,22 +257,26 @@ class HostTier:
         return table in self.pending or (first < start + self.step_tokens and self.groups[0].num_takeable > 0)
 
     def plan_copies(
-        self, written: Mapping[BlockTable, int], *, has_streams: bool
+        self, written: Mapping[BlockTable, int], *, step_s: float, has_streams: bool
     ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
         """The saves and loads of a step of which all else is planned. When it retires, `note_saved` is due.
 
         `written`: of the tables with victims that sequences run with, the tokens that steps have been planned for.
+        `step_s`: predicted seconds of what the step computes; inf: nothing, and nothing waits for its copies.
         """
         if not self.is_cache:
             return [], []
-        loads = self._plan_loads(self.most_loads[has_streams])
-        saves: list[tuple[int, int, int]] = []
-        most = self.most_saves[has_streams]
+        room_of = partial(CopyRoom, step_s * COPY_SHARE[has_streams], self.gb_s * 1e9)
+        loads = self._plan_loads(room_of(self.most_loads))
+        saves, room = list[tuple[int, int, int]](), room_of(self.most_saves)
         for table in sorted(self.victims, key=self.pending.__contains__):  # prompts that run have half, loads the rest
-            is_shared = self.pending and table not in self.pending
-            self._save_victims(table, written, -(-most // 2) if is_shared else most, saves)
-        for pool in self._pools:
-            self._mark(pool, most, saves)
+            room.share = 0.5 if self.pending and table not in self.pending else 1.0
+            self._save_victims(table, written, room, saves, has_streams=has_streams)
+        is_waited_for = loads and step_s == inf  # then the prompts' first tokens would wait for more saves than loads
+        room.share = min(1.0, len(loads) / self.most_saves) if is_waited_for else 1.0
+        self._first = (self._first + 1) % len(self._pools)  # each group is first in turn: a hit needs all of them
+        for pool in self._pools[self._first :] + self._pools[: self._first]:
+            self._mark(pool, room, saves)
         for group, block_hash, host, _ in loads:  # not before the saves: these two run in any order
             own = self.groups[group]
             own.unpin(host)
@@ -269,7 +284,7 @@ class HostTier:
                 own.cached.move_to_end(block_hash, last=False)  # the device has it, as its newest
         return saves, [(group, host, device) for group, _, host, device in loads]
 
-    def _plan_loads(self, most: int) -> list[tuple[int, bytes, int, int]]:
+    def _plan_loads(self, room: CopyRoom) -> list[tuple[int, bytes, int, int]]:
         """The next loads. Tables that wait take turns, or a long prompt would hold up short ones for a second.
 
         Their sources stay pinned. A load into a block with a victim waits until the step after its save.
@@ -277,30 +292,37 @@ class HostTier:
         loads: list[tuple[int, bytes, int, int]] = []
         for table, queued in tuple(self.pending.items()):
             victims, num = self.victims.get(table, ()), len(loads)
-            while queued and len(loads) < most and queued[0][3] not in victims:
+            while queued and queued[0][3] not in victims and room.take(self._pools[queued[0][0]].group.block_bytes):
                 loads.append(queued.popleft())
-                self.num_loaded_bytes += self._pools[loads[-1][0]].group.block_bytes
             if not queued:
                 del self.pending[table]
             elif len(loads) > num:
                 self.pending.move_to_end(table)
         self.num_loaded += len(loads)
+        self.num_loaded_bytes += room.num_bytes
         return loads
 
     def _save_victims(
-        self, table: BlockTable, written: Mapping[BlockTable, int], most: int, saves: list[tuple[int, int, int]]
-    ) -> None:
-        """Save a table's victims, while `saves` are not more than `most`. Those that a step writes by now are lost."""
+        self, table: BlockTable, written: Mapping[BlockTable, int], room: CopyRoom, saves: list[tuple[int, int, int]],
+        *, has_streams: bool,
+    ) -> None:  # fmt: skip
+        """Save a table's victims, as far as the step has room. Those that a step writes by now are lost.
+
+        Where no stream waits, what the next step may write is saved even if the step takes longer by it. Else 427
+        blocks of the conversation trace were lost, and 0.1 of 13.3% of its hits: beside the short end of a prompt.
+        """
         pool, victims = self._pools[0], self.victims[table]
+        num_bytes = pool.group.block_bytes
         is_loaded = table in self.pending  # then no step computes it, and its loads wait
         end = 0 if is_loaded else written.get(table)
         soon = inf if is_loaded or end is None else end + STEPS_AHEAD * self.step_tokens
+        due = 0 if end is None or is_loaded or has_streams else end + self.step_tokens
         while victims:
             block_id, (position, block_hash) = next(iter(victims.items()))
             has_copy = block_hash in self.groups[0].cached or pool.cache.find(block_hash) is not None
             if end is not None and position < end:
                 self._note_lost(pool, block_hash)
-            elif end is None or position >= soon or len(saves) >= most:
+            elif end is None or position >= soon or not (has_copy or room.take(num_bytes, is_due=position < due)):
                 return
             elif not has_copy and not self._save(pool, block_id, block_hash, saves):
                 if is_loaded:
@@ -322,8 +344,8 @@ class HostTier:
         self.num_saved_bytes += pool.group.block_bytes
         return True
 
-    def _mark(self, pool: BlockPool, most: int, saves: list[tuple[int, int, int]]) -> None:
-        """Save those of a group's next blocks to be evicted that are not here, while `saves` are not more than `most`.
+    def _mark(self, pool: BlockPool, room: CopyRoom, saves: list[tuple[int, int, int]]) -> None:
+        """Save those of a group's next blocks to be evicted that are not here, as far as the step has room.
 
         Looked at are as many as the next step may evict and write; not more than half as many as the tier has, or it
         would copy the same ones again and again. `_clean_to`: of all blocks that have left the order of eviction or
@@ -339,7 +361,7 @@ class HostTier:
             if block_hash in own.cached:
                 own.cached.move_to_end(block_hash)
                 continue
-            if len(saves) >= most or not self._save(pool, block_id, block_hash, saves):
+            if not room.take(pool.group.block_bytes) or not self._save(pool, block_id, block_hash, saves):
                 return
         self._clean_to[pool.index] = cache.num_left + ahead + spare
 

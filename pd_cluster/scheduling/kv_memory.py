@@ -13,6 +13,7 @@ from operator import add
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.sequence import KvArrival, SequenceStatus
+from pd_cluster.scheduling.step_budget import is_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -221,7 +222,9 @@ class KvMemory:
         blocks, size = self._blocks, self._blocks.block_size
 
         def loads_sooner(num_whole: int, num_bytes: int) -> bool:
-            return blocks.host.loads_sooner(num_bytes, self._prefill_s(num_whole * size - start, start))
+            has_streams = any(map(is_stream, self._queues.running))
+            load_s = blocks.host.load_s(num_bytes, has_streams=has_streams)
+            return load_s < self._prefill_s(num_whole * size - start, start)
 
         hashes = seq.iter_hashes(seq.num_reusable_tokens // size, size)
         return blocks.match_host(table, hashes, start // size, len(seq.token_ids), loads_sooner) * size

@@ -33,6 +33,7 @@ from pd_cluster.scheduling.passed_prompts import PassedPrompts
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
 from pd_cluster.scheduling.sequence import KvArrival, SequenceStatus
 from pd_cluster.scheduling.step_budget import is_stream
+from pd_cluster.scheduling.step_model import StepWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,15 +104,22 @@ class Planner:
         self._passed.note(prefills, builder.best_priority, is_turn=has_turn)
         if self._drafting is not None:
             self._drafting.add(builder)
-        if (host := self._blocks.host).is_cache:  # last: nothing else may take what these copies read
-            has_streams = any(map(is_stream, self._queues.running))
-            running = self._queues.running if host.victims else ()
-            written = {seq.table: seq.num_scheduled_tokens for seq in running if seq.table is not None}
-            builder.save, builder.load = host.plan_copies(written, has_streams=has_streams)
+        if self._blocks.host.is_cache:
+            self._plan_copies(builder)  # last: nothing else may take what these copies read
         batch = builder.batch(self._queues.take_departures(), self._queues.take_beam_steps(), loads)
         if builder.preempted and not builder.held and not batch.moves_worker:
             return self.plan(loads)  # what has yielded never ran: the next step can begin at once
         return batch
+
+    def _plan_copies(self, builder: BatchBuilder) -> None:
+        host, step_s = self._blocks.host, inf
+        if builder.chunks:
+            step_s = self._step_budget.model.seconds(StepWork.of(builder.chunks))  # 14 us for 256
+        has_streams = any(map(is_stream, self._queues.running))
+        running = self._queues.running if host.victims else ()
+        written = {seq.table: seq.num_scheduled_tokens for seq in running if seq.table is not None}
+        builder.save, builder.load = host.plan_copies(written, step_s=step_s, has_streams=has_streams)
+        builder.may_outlast = bool(builder.load) or not builder.chunks or host.copy_s(builder.save) > step_s
 
     def tokens_beside_decodes(self) -> int:
         """The prompt tokens that a step may take at present beside the decodes. 0: it has none, or no limit."""

@@ -66,13 +66,14 @@ def serve(bench: Told, asked: list[AddRequest]) -> Answered:
     return bench.answered()
 
 
-def tiered(node: Node, kind: str = "", mode: str = "off") -> Told:
-    """A bench that loads whatever is there, with NaN in all host memory."""
+def tiered(node: Node, kind: str = "", mode: str = "off", block_s: float = 0.0) -> Told:
+    """A bench that loads whatever is there, or what is worth so many seconds a block, with NaN in all host memory."""
     for tensor in node.executor._cache.hosts:
         poison(tensor)
     bench = node.bench(kind, mode, host_cache_gb=HOST_GB)
     host = bench.core._blocks.host
-    host.gb_s, host.wait_s = inf, 0.0
+    host.wait_s = 0.0
+    host.gb_s = bench.core._blocks.pools[0].group.block_bytes / block_s / 1e9 if block_s else inf
     return bench
 
 
@@ -105,6 +106,13 @@ def test_hits_in_host_memory_alter_no_answer(
     bench = tiered(small, kind, mode)
     expect_same(serve(bench, ASKED), single)
     expect_hits(bench, 100)
+
+
+def test_prices_of_loads_alter_no_answer(small: Node, single: Answered) -> None:
+    """A block takes a quarter of what computing it does at first, so that it is dear beside streams and in a queue."""
+    bench = tiered(small, mode="on", block_s=CONFIG.cache.block_size * 5e-6)
+    expect_same(serve(bench, ASKED), single)
+    expect_hits(bench, 1)
 
 
 @pytest.mark.slow

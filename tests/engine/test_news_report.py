@@ -177,6 +177,10 @@ def test_names_have_their_tiers_and_the_load_its_seconds() -> None:
         assert node.mirror.load is not None
         size = pool.group.block_bytes / SIZE
         assert node.mirror.load.host_token_s == pytest.approx(size / 1e15)
+        asked_s = node.core._news._host_token_s
+        assert asked_s(has_streams=True) == pytest.approx(2 * size / 1e15), "it has half of a step"
+        host.wait_s = 8.192
+        assert asked_s(has_streams=False) == pytest.approx(0.001)
     executor.close()
 
 

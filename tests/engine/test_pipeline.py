@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, cast
 
@@ -246,6 +247,17 @@ def test_a_step_after_one_that_was_seen_late_teaches_nothing(
     steps.retire()
     steps.learn()
     assert noted == pytest.approx([step_s / 2])
+
+
+@pytest.mark.parametrize("may_outlast", [False, True])
+def test_a_step_that_may_end_after_its_copies_teaches_nothing(device: FakeDevice, *, may_outlast: bool) -> None:
+    steps, noted = pipeline(device, 1), list[StepWork]()
+    steps._model.note = lambda work, seconds: noted.append(work)  # type: ignore[method-assign]
+    copies = BlockCopies(save=((0, 1, 2),), may_outlast=may_outlast)
+    assert steps.launch(lambda: replace(step(0), copies=copies))
+    steps.retire()
+    steps.learn()
+    assert len(noted) == (not may_outlast)
 
 
 def test_at_depth_1_every_step_is_timed(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +19,7 @@ from pd_cluster.protocol.sampling_params import BeamParams
 from tests.scheduling.kv_groups import SETS
 from tests.scheduling.simulation import begun, message, prompt
 from tests.scheduling.test_scheduler_machine import SchedulerMachine
+from tests.scheduling.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,8 +68,10 @@ def walk(
     )  # fmt: skip
     world = machine.world
     world.worker.side.rng = rng
-    world.blocks.host.most_loads = rng.choice([(1, 1), (2, 1), (256, 8)])
-    world.blocks.host.most_saves = rng.choice([(2, 1), (128, 8)])
+    host = world.blocks.host
+    host.most_loads, host.most_saves = rng.choice([1, 2, 256]), rng.choice([1, 2, 128])
+    block_s = (0.0, 0.0, 1e-4)[seed % 3]  # computing takes 3.3e-4 s, and a step 4e-3
+    host.gb_s = host._pools[0].group.block_bytes / block_s / 1e9 if block_s else inf
     before_step = watch(machine, rng) if watch is not None else lambda: None
     for _ in range(num_steps):
         pick = rng.randrange(8)
@@ -103,6 +107,28 @@ def walk(
     totals["victims"] = world.num_victims
     totals["swaps"] = int(world.scheduler.counters["preemptions_swap_total"])
     return totals
+
+
+@pytest.mark.parametrize("has_stream", [False, True])
+def test_a_prompt_is_loaded_where_that_is_sooner_than_computing_it(*, has_stream: bool) -> None:
+    """Six blocks take 1.5 ms and beside a stream 3.0; computing them 2.1. Steps of loads say nothing of computing."""
+    world = World(num_blocks=20, num_host_blocks=40, host_cache=True, max_num_seqs=2)
+    for family in range(4):
+        world.submit(message(f"r{family}", prompt(97, family), max_tokens=1))
+        world.run_until_idle()
+    host = world.blocks.host
+    assert host.num_saved
+    host.gb_s = world.blocks.pools[0].group.block_bytes / 0.25e-3 / 1e9
+    if has_stream:
+        world.submit(message("stream", prompt(5, 7), max_tokens=40, ignore_eos=True))
+        for _ in range(3):
+            world.start_step()
+    world.submit(message("again", prompt(97, 0), max_tokens=1))
+    batches = [world.start_step() for _ in range(3)]
+    assert bool(host.num_loaded) == (not has_stream)
+    assert any(batch.copies.may_outlast for batch in batches) == (not has_stream), "saves are shorter than a step"
+    world.run_until_idle()
+    world.check_empty()
 
 
 def walks(kv: str, seeds: range) -> None:

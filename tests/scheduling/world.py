@@ -288,6 +288,8 @@ class World:
                 ids = one.ids[first:] if chunk.num_samples else one.ids[first:end]  # a run may go on
                 written |= {(pool.index, block_id) for block_id in ids}
         written |= {(group, to) for group, _, to in batch.copies.copy_on_write + batch.copies.swap_in}
+        copies_alone = bool(batch.copies.save) and not batch.chunks
+        assert batch.copies.may_outlast or not (batch.copies.load or copies_alone)
         for group, device, _ in batch.copies.save:
             pool = self.blocks.pools[group]
             holders = [table for table in self.blocks._tables if device in table.groups[group].ids]
