@@ -12,9 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest.mock import patch
 
-from pd_cluster.worker.disk_cache import disk_cache
 from pd_cluster.worker.disk_cache.disk_cache import BlockName, DiskCache, DiskRead, DiskWritten
 from pd_connectors.base import ConnectorContext
 from pd_connectors.protocol.layout import BlockLayout, KVGroup, KVKind
@@ -111,11 +109,11 @@ def disk_bench(folder: Path, context: ConnectorContext = DISK_CONTEXT, max_bytes
     """A node's disk cache until the end of the block. Reads have as long as a busy machine needs."""
     woken = threading.Semaphore(0)
     disk = DiskCache(folder, max_bytes, context, woken.release)
-    with patch.object(disk_cache, "DEADLINE_S", HANG_S):
-        try:
-            yield DiskBench(disk, woken)
-        finally:
-            disk.close()
+    disk.deadline_s = HANG_S
+    try:
+        yield DiskBench(disk, woken)
+    finally:
+        disk.close()
 
 
 def files(folder: Path) -> list[Path]:

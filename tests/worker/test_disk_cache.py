@@ -281,7 +281,7 @@ def test_a_late_read_touches_no_buffer(
     with disk_bench(tmp_path) as node:
         assert all(node.store(names))
         gate = Gate(monkeypatch, "read")
-        monkeypatch.setattr(disk_cache, "DEADLINE_S", 0.05)
+        node.disk.deadline_s = 0.05
         buffers = node.begin("late", names)
         node.wait("late")
         assert node.reads["late"] == (False,) * len(names)
@@ -297,7 +297,7 @@ def test_a_late_read_touches_no_buffer(
         assert [one.getMessage() for one in caplog.records if "is slow" in one.getMessage()] == [
             f"the disk cache {tmp_path / 'rank-0'} is slow: it brought 0 of {len(names)} blocks within 0.05 s"
         ]
-        monkeypatch.setattr(disk_cache, "DEADLINE_S", HANG_S)
+        node.disk.deadline_s = HANG_S
         gate.gate.set()
         wait_until(lambda: node.disk.is_up)
         wait_until(lambda: not gate.num_waiting)
@@ -314,9 +314,9 @@ def test_what_landed_before_the_deadline_counts(tmp_path: Path, monkeypatch: pyt
         path.unlink()
         os.mkfifo(path)
         try:
-            monkeypatch.setattr(disk_cache, "DEADLINE_S", 1.0)
+            node.disk.deadline_s = 1.0
             buffers = node.begin("late", names)
-            monkeypatch.setattr(disk_cache, "DEADLINE_S", HANG_S)
+            node.disk.deadline_s = HANG_S
             node.wait("late")
             landed = node.reads["late"]
             assert not landed[1]

@@ -129,6 +129,7 @@ class DiskCache:
             ObjectName(self._seal.scope, b"", group, context.rank).space for group in range(len(layout.groups))
         ]
         self._wake, self._clock = wake, clock
+        self.deadline_s = DEADLINE_S
         self._folder = CacheFolder(folder / f"rank-{context.rank}", max_bytes)
         self._reads: dict[str, _Read] = {}
         self._writing: set[BlockName] = set()
@@ -156,7 +157,7 @@ class DiskCache:
     @property
     def is_up(self) -> bool:
         """Whether the tier works: it is not off, and not every reading thread hangs."""
-        late_s = self._clock() - DEADLINE_S
+        late_s = self._clock() - self.deadline_s
         return not self._is_off and any(begun is None or begun > late_s for begun in self._begun_s[:NUM_THREADS])
 
     def has(self, name: BlockName) -> bool:
@@ -169,7 +170,7 @@ class DiskCache:
         `buffer`: called by threads with an index into `names`. Returns memory of the block's size.
         """
         assert read_id not in self._reads, read_id
-        self._reads[read_id] = read = _Read(read_id, names, buffer, self._clock() + DEADLINE_S)
+        self._reads[read_id] = read = _Read(read_id, names, buffer, self._clock() + self.deadline_s)
         if not self.is_up:
             read.refuse()
             self._wake()
@@ -249,7 +250,7 @@ class DiskCache:
             self._was_late = False
         elif read.miss == "late" and not self._was_late:
             self._was_late = True
-            what = f"{sum(read.landed)} of {len(read.landed)} blocks within {DEADLINE_S:g} s"
+            what = f"{sum(read.landed)} of {len(read.landed)} blocks within {self.deadline_s:g} s"
             logger.warning("the disk cache %s is slow: it brought %s", self._folder.path, what)
         return DiskRead(read.read_id, tuple(read.landed))
 
