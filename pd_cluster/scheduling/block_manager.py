@@ -60,7 +60,8 @@ class BlockManager:
         self._memory = SlabMemory(groups, ratios, slabs)
         self.pools: tuple[BlockPool, ...] = self._memory.pools
         self.has_room, self.has_room_without = self._memory.has_room, self._memory.has_room_without
-        self.has_free, self.num_units = self._memory.has_free, self._memory.units_of
+        self.has_free, self.free_for = self._memory.has_free, self._memory.free_for
+        self.num_units = self._memory.units_of
         self._mortal = tuple(pool for pool in self.pools if not pool.is_tree)  # their blocks die
         self._hits = Hits(self.pools, self.block_size)
         self.news = CacheNews([pool.index for pool in self.pools if pool.is_tree])

@@ -233,6 +233,9 @@ class Drafting:
         While a sequence gives blocks up or waits for them none may. Else what the next tokens of running sequences take
         is left. A draft takes free blocks; where there are none, the sequence's next block alone evicts a cached one,
         as its own tokens would within a few steps: a node that has run for a while has hardly a free block.
+
+        Where groups share memory, what is left is freed, too: a draft may take the last idle slab in place of a cached
+        block, and another group has no block then.
         """
         blocks, num_own = self._blocks, table.capacity - start
         is_awaited = self._queues.reserving or self._memory.refused is not None
@@ -245,7 +248,9 @@ class Drafting:
             spared = list(map(sub, spared, blocks.needs(table, start, start + 1)))
         num_next = min(num_drafts, num_own + blocks.block_size)
         for count, has_blocks in ((num_drafts, blocks.has_free), (num_next, blocks.has_room)):
-            if has_blocks(list(map(add, spared, blocks.needs(table, start, start + count)))):
+            needs = list(map(add, spared, blocks.needs(table, start, start + count)))
+            if has_blocks(needs):
+                blocks.free_for(needs)
                 self._spared = spared
                 return count
         return num_own

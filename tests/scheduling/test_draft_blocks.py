@@ -10,7 +10,16 @@ import pytest
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling.drafts import Speculation
 from tests.drafters import TokenDrafter
-from tests.scheduling.kv_groups import FULL_WINDOW, ONE_FULL, ONLY_WINDOW, SETS, full_manager
+from tests.scheduling.kv_groups import (
+    FULL,
+    FULL_WINDOW,
+    ONE_FULL,
+    ONLY_WINDOW,
+    SETS,
+    WINDOW,
+    GroupSet,
+    full_manager,
+)
 from tests.scheduling.simulation import BLOCK_SIZE, VOCAB_SIZE, history, message, prompt, sample
 from tests.scheduling.test_scheduler_machine import random_walk
 from tests.scheduling.world import World
@@ -19,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd_cluster.scheduling.sequence import Request
-    from tests.scheduling.kv_groups import GroupSet
 
 NAMES = ("preemptions_recompute_total", "preemptions_swap_total", "prefix_cache_evicted_blocks_total")
 
@@ -121,6 +129,26 @@ def test_drafts_leave_what_running_sequences_need_next() -> None:
     world.start_step()
     assert num_held(other) == 2
     assert sum(world.scheduler.counters[name] for name in NAMES) == 0
+
+
+def test_drafts_take_no_slab_that_another_group_needs_next() -> None:
+    """Two idle slabs of FULL are oldest, and the slab of WINDOW is full: two blocks in use, two younger cached ones.
+
+    The draft needs a block of each group, and so does the other sequence next: FULL has both idle slabs for that, and
+    WINDOW both cached blocks. Were room made for the draft alone, WINDOW got the second idle slab.
+    """
+    world = world_of(drafter_for(5, num_right=0, num_wrong=9), 4, GroupSet(((FULL, 0), (WINDOW, 9)), (1, 4)))
+    world.submit(message("before", [19] * (2 * BLOCK_SIZE), max_tokens=1))
+    world.run_until_idle()
+    drafted, other = begun(world, "a", 5, 13, num_steps=0), begun(world, "b", 6, 15)
+    full, window = world.blocks._memory.slab_pools
+    assert (len(world.blocks._memory.idle), full.num_loose) == (2, 0)
+    assert (window.num_takeable, window.num_loose, world.blocks.num_evicted) == (0, 2, 0)
+    assert next_drafts(world, drafted) == 9
+    world.start_step()
+    assert num_held(other) == 2
+    assert world.scheduler.counters["preemptions_recompute_total"] == 0
+    world.check()
 
 
 def test_the_block_of_a_sequences_own_next_token_is_left_to_its_drafts() -> None:
