@@ -99,14 +99,7 @@ class EngineCore:
         self._connector = connector
         self._mailbox = mailbox
         self._clock = clock
-        self._blocks = BlockManager(
-            executor.layout.groups,
-            executor.slabs,
-            num_host_blocks=executor.num_host_blocks,
-            host_cache=config.cache.host_cache_gb > 0,
-            prefix_caching=config.cache.prefix_caching,
-        )
-        self._blocks.host.gb_s *= executor.layout.tp_size  # each rank copies its share
+        self._blocks = self._make_blocks(config)
         self._step_model = StepModel(executor.model.step_times)
         self._targets = Targets.of(config.scheduler)
         self._step_budget = StepBudget(self._targets, self._step_model, clock, lambda: self._pipeline.busy_s)
@@ -141,6 +134,18 @@ class EngineCore:
         parts = self._scheduler, self._blocks, self._pipeline, self._transfers
         self._stats = StatsReport(*parts, connector, self._disk, mailbox, clock)
         connector.set_waker(mailbox.wake)
+
+    def _make_blocks(self, config: NodeConfig) -> BlockManager:
+        executor = self._executor
+        blocks = BlockManager(
+            executor.layout.groups,
+            executor.slabs,
+            num_host_blocks=executor.num_host_blocks,
+            host_cache=config.cache.host_cache_gb > 0,
+            prefix_caching=config.cache.prefix_caching,
+        )
+        blocks.host.gb_s *= executor.layout.tp_size  # each rank copies its share
+        return blocks
 
     def _make_pipeline(self, config: NodeConfig) -> Pipeline:
         model = self._executor.model

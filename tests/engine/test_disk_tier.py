@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
-from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +11,13 @@ import pytest
 
 from pd_cluster.protocol.messages import Abort, AddRequest, ResetCache
 from pd_cluster.protocol.sampling_params import SamplingParams
-from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.disk_cache import disk_cache
 from pd_cluster.worker.disk_cache.cache_folder import CacheFolder
 from pd_cluster.worker.disk_cache.disk_cache import NUM_THREADS, DiskCache
 from pd_connectors.base import ConnectorContext
 from tests.deadlines import HANG_S, wait_until
 from tests.engine.drafting_node import Node, Told, expect_same, roomy
-from tests.engine.test_core_pipeline import CONFIG, make_connector
+from tests.engine.host_nodes import host_node, tenants_requests
 from tests.worker.driver import poison
 
 if TYPE_CHECKING:
@@ -32,34 +29,15 @@ if TYPE_CHECKING:
 __all__ = ["roomy"]
 
 HOST_GB = 0.001
-SALTS = ("", "", "one", "other")
 
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Node]:
     """A cache of 14 blocks, and about as many in host memory."""
-    cache = replace(CONFIG.cache, num_blocks=14, swap_gb=HOST_GB, host_cache_gb=HOST_GB)
-    executor = DeviceExecutor.started(replace(CONFIG, cache=cache), lambda _: None)
-    for connector in make_connector(executor):
-        yield Node(executor, connector)
-    executor.close()
+    yield from host_node(HOST_GB)
 
 
-def requests(num: int, seed: int) -> list[AddRequest]:
-    """Prompts of a few heads and tails, by several tenants."""
-    rng = random.Random(seed)
-    heads = [[rng.randrange(5, 200) for _ in range(64)] for _ in range(6)]
-    asked = []
-    for index in range(num):
-        prompt = rng.choice(heads)[: rng.choice((48, 64))] + [rng.randrange(5, 200)] * rng.choice((5, 20, 37))
-        sampling = SamplingParams(
-            max_tokens=rng.randint(2, 8), temperature=rng.choice((0.0, 0.9)), seed=index, ignore_eos=True, logprobs=1
-        )
-        asked.append(AddRequest(f"r{index}", prompt, sampling, salt=rng.choice(SALTS)))
-    return asked
-
-
-ASKED = requests(24, seed=1)
+ASKED = tenants_requests(24, 1, 6, (48, 64), 8)
 
 
 class DiskedBench(Told):

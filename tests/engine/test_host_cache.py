@@ -2,59 +2,38 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pd_cluster.protocol.messages import AddRequest
-from pd_cluster.protocol.sampling_params import SamplingParams
 from pd_cluster.worker.copy_streams import CopyStreams
-from pd_cluster.worker.device_executor import DeviceExecutor
 from tests.engine.drafting_node import Node, Told, expect_same, roomy
-from tests.engine.test_core_pipeline import CONFIG, make_connector
+from tests.engine.host_nodes import host_node, tenants_requests
+from tests.engine.test_core_pipeline import CONFIG
 from tests.worker.driver import poison
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pd_cluster.protocol.messages import AddRequest
     from tests.engine.drafting_node import Answered
 
 __all__ = ["roomy"]
 
 HOST_GB = 0.004
 WAVE = 8
-SALTS = ("", "", "one", "other")
 
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Node]:
     """A cache of 14 blocks, and more of them in host memory."""
-    cache = replace(CONFIG.cache, num_blocks=14, swap_gb=HOST_GB, host_cache_gb=HOST_GB)
-    executor = DeviceExecutor.started(replace(CONFIG, cache=cache), lambda _: None)
-    for connector in make_connector(executor):
-        assert executor.num_host_blocks == executor.most_host_blocks > 14
-        yield Node(executor, connector)
-    executor.close()
+    for node in host_node(HOST_GB):
+        assert node.executor.num_host_blocks > 14
+        yield node
 
 
-def requests(num: int, seed: int) -> list[AddRequest]:
-    """Prompts of a few heads and tails, by several tenants."""
-    rng = random.Random(seed)
-    heads = [[rng.randrange(5, 200) for _ in range(64)] for _ in range(4)]
-    asked = []
-    for index in range(num):
-        prompt = rng.choice(heads)[: rng.choice((32, 48, 64))] + [rng.randrange(5, 200)] * rng.choice((5, 20, 37))
-        sampling = SamplingParams(
-            max_tokens=rng.randint(2, 24), temperature=rng.choice((0.0, 0.9)), seed=index, ignore_eos=True, logprobs=1
-        )
-        asked.append(AddRequest(f"r{index}", prompt, sampling, salt=rng.choice(SALTS)))
-    return asked
-
-
-ASKED = requests(24, seed=1)
+ASKED = tenants_requests(24, 1, 4, (32, 48, 64), 24)
 
 
 def serve(bench: Told, asked: list[AddRequest]) -> Answered:
@@ -122,7 +101,7 @@ def test_hits_alter_none_of_500_answers(
     roomy: Node, small: Node, runs_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CopyStreams, "runs_early", runs_early)
-    asked = requests(500, seed=2)
+    asked = tenants_requests(500, 2, 4, (32, 48, 64), 24)
     single = serve(roomy.bench(prefix_caching=False), asked)
     bench = tiered(small, mode="on")
     expect_same(serve(bench, asked), single)
