@@ -66,8 +66,8 @@ def test_logits_and_tokens_equal_transformers(tmp_path: Path, name: str) -> None
         driver.step()
     first = driver.sequences[-1]
     again = driver.add([*first.all_ids[:125], 9, 8], prefix_of=first)
+    assert again.computed == 112 > ORIGINAL
     driver.run()
-    assert again.prompt[:112] == first.all_ids[:112]
     for generation in driver.sequences:
         with torch.inference_mode():
             logits = saved.model(torch.tensor([generation.all_ids[:-1]]), use_cache=False).logits[0]
