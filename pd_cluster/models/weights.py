@@ -87,8 +87,9 @@ def _fill(file: Path, name: str, slot: Slot, tensors: Any) -> None:
     shape, dtype = part.get_shape(), part.get_dtype()
     if not slot.fits(tuple(shape)):
         raise StartupError(f"{file}: {name} is {list(shape)}, config.json implies {list(slot.shape)}")
-    expected = _QUANTIZED_DTYPES if slot.tensor.dtype is torch.float8_e4m3fn else _DTYPES
-    expected += _POWER_DTYPES if name.endswith(SCALE_NAMES) else ()
+    expected: tuple[str, ...] = _QUANTIZED_DTYPES if slot.tensor.dtype is torch.float8_e4m3fn else _DTYPES
+    if name.endswith(SCALE_NAMES):
+        expected += _POWER_DTYPES
     if dtype not in expected:
         raise StartupError(f"{file}: {name} is stored as {dtype}, config.json implies {' or '.join(expected)}")
 
