@@ -24,6 +24,7 @@ _DUMMY_STD = 0.02
 _DUMMY_SCALE = 0.0002  # of quantized weights: their values are N(0, 100), so that hardly any becomes 0 or is cut at 448
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes that a weight may have
 _QUANTIZED_DTYPES = ("F8_E4M3",)
+_POWER_DTYPES = ("F8_E8M0", "U8")  # a scale that is a power of two may be stored as its exponent, plus 127
 
 
 def load_weights(model: Model, directory: Path, tied_embeddings: bool, progress: Callable[[str], None]) -> None:
@@ -86,12 +87,14 @@ def _fill(file: Path, name: str, slot: Slot, tensors: Any) -> None:
     shape, dtype = part.get_shape(), part.get_dtype()
     if not slot.fits(tuple(shape)):
         raise StartupError(f"{file}: {name} is {list(shape)}, config.json implies {list(slot.shape)}")
-    expected = _QUANTIZED_DTYPES if slot.tensor.dtype is torch.float8_e4m3fn else _DTYPES
+    expected: tuple[str, ...] = _QUANTIZED_DTYPES if slot.tensor.dtype is torch.float8_e4m3fn else _DTYPES
+    if name.endswith(SCALE_NAMES):
+        expected += _POWER_DTYPES
     if dtype not in expected:
         raise StartupError(f"{file}: {name} is stored as {dtype}, config.json implies {' or '.join(expected)}")
 
     def read(index: Index) -> torch.Tensor:
         tensor: torch.Tensor = part[index] if index else tensors.get_tensor(name)
-        return tensor
+        return tensor.view(torch.float8_e8m0fnu).float() if dtype in _POWER_DTYPES else tensor
 
     slot.fill(read)

@@ -37,7 +37,7 @@ SEEDS = {"mixtral-channels": 5}
 SLOW = ("mixtral", "glm4-experts", "minimax-m2", "mixtral-channels", "olmo3")
 
 
-RANKED = ("llama", "qwen3", "gemma3", "qwen3-experts")  # each has two KV heads
+RANKED = ("llama", "qwen3-yarn", "gemma3", "qwen3-experts")  # each has two KV heads
 
 
 def _cases() -> Iterator[object]:
