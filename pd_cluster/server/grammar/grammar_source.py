@@ -162,5 +162,5 @@ async def _thinking(tool_format: ToolFormat, tokenizer: Tokenizer, options: dict
     thinks = {"enable_thinking": True, "thinking": True}
     if start in await tokenizer.generation_prompt(options | thinks):
         return "no"  # this template opens the reasoning if it is asked to
-    marker = next((token for token in tool_format.tokens if start.startswith(token)), start)
+    marker = next((token for token in tool_format.tokens if token in start), start)
     return "may" if tokenizer.knows(marker) else "no"

@@ -25,8 +25,8 @@ _HEAD = regex.compile(
     r'\s{0,64}"(?:arguments|parameters)"\s{0,64}:\s{0,64}(?=\{)'
 )
 _FIRST_KEY = regex.compile(r'\{\s{0,64}"(?:name|arguments|parameters|type|id)"\s{0,64}:')
-_PARAMETER = regex.compile(r"\s{0,64}<parameter=(?P<key>[^<>\n\udc80]{1,256})>(?:\n|(?=[^\n]))")
-_PARAMETER_END = regex.compile(r"\n?</parameter>")
+_MAX_TAG = 1024  # characters of a tag that has not ended: patterns of other templates may have no bound
+_NULLS = ("null", "None")
 
 
 class CallPiece(NamedTuple):
@@ -64,6 +64,10 @@ class CallReader:
     def read(self, text: str) -> tuple[int, list[CallPiece]]:
         """Read up to the end of a call, or to where the text stops to be of one. Returns the number of characters."""
         raise NotImplementedError
+
+    def is_text(self, marker: str) -> bool:
+        """Whether what looks like the closing marker, and is no token, belongs to a string."""
+        return self.in_string
 
     def close(self) -> list[CallPiece]:
         """The closing marker has come. Sets `broken` when it comes too early."""
@@ -217,17 +221,43 @@ class JsonReader(CallReader):
         self._say(arguments.decode())
 
 
+class ArgumentTags(NamedTuple):
+    """The patterns of what stands before and after the value of an argument. `head` has a group `key`."""
+
+    head: Any
+    end: Any
+
+
+def argument_tags(tag_pattern: str, closing: str) -> ArgumentTags | None:
+    """The tags of a response template's pattern; None for a pattern that is not of two parts around a value.
+
+    The end of a value that is no token is one if another argument or `closing`, the pattern of the call's end, follows.
+    """
+    head, value, end = tag_pattern.partition("(?P<value>.*?)")
+    if not (value and end and "(?P<key>" in head):
+        return None
+    head = rf"\s{{0,64}}{head}"
+    if MARK not in end:
+        following = head.replace("(?P<key>", "(?:")
+        end = rf"{end}(?={following}|\s{{0,64}}(?:{closing}))"
+    try:
+        return ArgumentTags(regex.compile(head, regex.DOTALL), regex.compile(end, regex.DOTALL))
+    except regex.error:  # groups that reach over the value
+        return None
+
+
 class XmlReader(CallReader):
-    """`<parameter=KEY>VALUE</parameter>` for each argument. Values become JSON as the tool's schema says.
+    """A value between tags for each argument. Values become JSON as the tool's schema says.
 
     Text that is a string by the schema is given as it comes, a value of another type when it has ended.
     """
 
-    def __init__(self, name: str, schema: Mapping[str, Any], *, live: bool) -> None:
+    def __init__(self, name: str, schema: Mapping[str, Any], tags: ArgumentTags, *, live: bool) -> None:
         super().__init__(live=live)
         self._schema = schema  # by key
+        self._tags = tags
         self._rest = ""  # read, and not decided yet
-        self._key, self._types, self._value = "", set[str](), list[str]()
+        self._types, self._value = set[str](), ""  # of the present argument: what is in no piece
         self._num_keys = 0
         self._say("", name)
 
@@ -245,6 +275,11 @@ class XmlReader(CallReader):
         num_left, self._rest = len(self._rest) - cut, self._rest[:cut]
         return len(text) - num_left, self._take()
 
+    def is_text(self, marker: str) -> bool:
+        if self.in_string:
+            self._read_value(marker)
+        return self.in_string
+
     def close(self) -> list[CallPiece]:
         self.broken = bool(self.in_string or self._rest.strip())
         if not self.broken:
@@ -254,32 +289,38 @@ class XmlReader(CallReader):
         return self._take()
 
     def _read_tag(self) -> bool:
-        match = _PARAMETER.match(self._rest, partial=True)
-        if match is None:
-            self.broken = True
-        if match is None or match.partial:
+        match = self._tags.head.match(self._rest, partial=True)
+        is_open = match is not None and (match.partial or match.end() == len(self._rest))  # more may belong to it
+        self.broken = match is None or (is_open and len(self._rest) > _MAX_TAG)
+        if self.broken or is_open:
             return False
         self._move(match.end())
-        self._key, self._value, self.in_string = match["key"], [], True
-        self._types = json_types(self._schema.get(self._key))
-        quote = '"' if self._types <= {"string"} else ""
-        self._say(f"{', ' if self._num_keys else '{'}{_dumps(self._key)}: {quote}")
+        key = match["key"].replace(MARK, "")
+        self._value, self.in_string = "", True
+        self._types = json_types(self._schema.get(key)) or {"string"}
+        quote = '"' if self._types == {"string"} else ""
+        self._say(f"{', ' if self._num_keys else '{'}{_dumps(key)}: {quote}")
         self._num_keys += 1
         return True
 
-    def _read_value(self) -> bool:
-        match = _PARAMETER_END.search(self._rest, partial=True)
+    def _read_value(self, following: str = "") -> bool:
+        """Read up to the value's end, which `following` text may decide. Returns whether it was found."""
+        match = self._tags.end.search(self._rest + following, partial=not following)
         is_whole = match is not None and not match.partial
-        value = self._move(match.start() if match is not None else len(self._rest)).replace(MARK, "")
+        if following and not (is_whole and match.end() <= len(self._rest)):
+            return False
+        self._value += self._move(match.start() if match is not None else len(self._rest)).replace(MARK, "")
         if is_whole:
             self._move(len(match[0]))
             self.in_string = False
-        if self._types <= {"string"}:
-            self._say(_dumps(value)[1:-1] + ('"' if is_whole else ""))
-        else:
-            self._value.append(value)
-            if is_whole:
-                self._say(typed_json("".join(self._value), self._types))
+        if self._types == {"string", "null"} and not _may_be_null(self._value):
+            self._types = {"string"}
+            self._say('"')
+        if self._types == {"string"}:
+            self._say(_dumps(self._value)[1:-1] + ('"' if is_whole else ""))
+            self._value = ""
+        elif is_whole:
+            self._say(typed_json(self._value, self._types))
         return is_whole
 
     def _move(self, length: int) -> str:
@@ -326,10 +367,18 @@ def json_types(schema: Any) -> set[str]:
     types = {one for one in _list(declared) if isinstance(one, str)} | (
         {declared} if isinstance(declared, str) else set()
     )
-    for name in ("anyOf", "oneOf"):
+    if not types:
+        values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+        types = {_NAMES.get(type(value), "string") for value in values}
+    for name in ("anyOf", "oneOf", "allOf"):
         for choice in _list(schema.get(name)):
             types |= json_types(choice)
     return types
+
+
+def _may_be_null(text: str) -> bool:
+    text = text.strip()
+    return any(null.startswith(text) for null in _NULLS)
 
 
 def _list(value: Any) -> list[Any]:
