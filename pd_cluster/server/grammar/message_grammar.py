@@ -130,10 +130,10 @@ class _Writer:
         calls = call
         if form.parallel and one.separator is not None:
             calls = f"{call} ({self._literal(one.separator)} {call})*"
-        calls = f"{self._literal(one.begin)} {calls} {self._literal(one.end)}"
-        if any_text and self._opening() in self._ids and not one.content_start:
-            return f"TEXT? {calls}"
-        return calls
+        after_text = any_text and self._opening() in self._ids and not one.content_start
+        # a text takes the line break before the first call: lexemes are as long as they can be
+        begin = f"TEXT? {self._literal(one.begin.lstrip())}" if after_text else self._literal(one.begin)
+        return f"{begin} {calls} {self._literal(one.end)}"
 
     def _call(self, index: int, name: str, form: MessageForm) -> str:
         one, given, strict = self._format, form.functions[index][1], name in form.strict

@@ -389,12 +389,20 @@ def typed_json(text: str, types: set[str]) -> str:
     """The value as JSON text: of one of these types if it is one, else a string."""
     plain = text.strip()
     plain = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
-    try:
-        value = msgspec.json.decode(plain)
-    except BAD_JSON:
-        return _dumps(text)
-    name = _NAMES.get(type(value), "")
-    return plain if name in types or (name == "integer" and "number" in types) else _dumps(text)
+    forms = [plain]
+    if plain[:1] in ("[", "{") and "string" not in types:  # models may write it as the inside of a JSON string
+        forms.append(f'"{plain}"')
+    for form in forms:
+        try:
+            value = msgspec.json.decode(form)
+            if isinstance(value, str) and form is not plain:
+                form, value = value, msgspec.json.decode(value)
+        except BAD_JSON:
+            continue
+        name = _NAMES.get(type(value), "")
+        if name in types or (name == "integer" and "number" in types):
+            return form
+    return _dumps(text)
 
 
 _NAMES = {type(None): "null", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}

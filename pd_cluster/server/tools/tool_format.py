@@ -156,9 +156,7 @@ _MINIMAX_M2 = ToolFormat(
             "open_pattern": r'(?:<minimax:tool_call>|^)\s{0,16}<invoke name="' + _NAME + '">',
             "close": "</invoke>",
             "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": r'<parameter name="(?P<key>[^"\n]{1,256})">(?P<value>.*?)</parameter>'
-            },
+            "content_args": {"tag_pattern": r'<parameter name="(?P<key>[^"\n]{1,256})">(?P<value>.*?)</parameter>'},
             "transform": _IS_ARGUMENTS,
         },
         _THINK,
@@ -287,14 +285,13 @@ _KIMI_K2 = ToolFormat(
     template=_template(
         "<|im_assistant|>assistant<|im_middle|>",
         {
-            "open_pattern": r"(?:<\|tool_calls_section_begin\|>\s{0,16})?<\|tool_call_begin\|>\s{0,16}(?:functions\.)?"
-            + _NAME
-            + r":\d{1,9}\s{0,16}<\|tool_call_argument_begin\|>",
+            # clients that write ids in letters and digits alone teach the model the second form (exo-explore/exo#2281)
+            "open_pattern": r"(?:<\|tool_calls_section_begin\|>\s{0,16})?<\|tool_call_begin\|>\s{0,16}"
+            rf"(?:(?:functions\.)?{_NAME}:\d{{1,9}}|functions_{_NAME}_\d{{1,9}})\s{{0,16}}<\|tool_call_argument_begin\|>",
             "close": "<|tool_call_end|>",
             "transform": _IS_ARGUMENTS,
         },
-        # the model may call without the end of its reasoning
-        {"open": "<think>", "close_pattern": r"</think>|(?=<\|tool_calls_section_begin\|>)"},
+        _THINK,
         hidden="<|tool_calls_section_end|>",
     ),
     begin="<|tool_calls_section_begin|>",
