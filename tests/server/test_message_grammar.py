@@ -267,7 +267,10 @@ def test_notes_of_a_tool_s_schema_are_no_reason_to_refuse_it(model: Model) -> No
 
 
 @pytest.mark.long_cases
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "glm47", "minimax_m2", "mistral", "deepseek_v3", "kimi_k2", "llama3_json"])
+@pytest.mark.parametrize(
+    "name",
+    ["hermes", "qwen3_coder", "glm45", "glm47", "minimax_m2", "mistral", "deepseek_v3", "kimi_k2", "llama3_json"],
+)
 def test_markers_of_a_tokenizer_that_lacks_them(name: str, tmp_path: Path) -> None:
     """They are text then, and a free text does not contain them."""
     model = Model(FORMATS[name], tmp_path, markers=False)

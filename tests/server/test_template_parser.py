@@ -166,7 +166,8 @@ def test_a_call_that_is_cut_off_is_content_and_never_half_a_call(form: ToolForma
         if calls := calls_of(whole):
             assert calls == [("find", {"text": "a }", "count": 12})]
             assert streamed == whole, "the same, and in the same words"
-            assert all(form.end.lstrip().startswith(one) for one in whole if isinstance(one, str)), "no half of a marker"
+            end = form.end.lstrip()
+            assert all(end.startswith(one) for one in whole if isinstance(one, str)), "no half of a marker"
         else:
             assert whole == [text[:cut]], "nothing is lost"
             shown = [one for one in streamed if isinstance(one, ToolCall)]

@@ -36,7 +36,6 @@ from tests.server.test_template_parser import calls_of, marked, parsed, parser, 
 from tests.server.written_calls import ENDS, TEMPLATES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from pd_cluster.server.tools.output_parser import Part
@@ -55,7 +54,7 @@ FIND: dict[str, Any] = {
     },
 }
 ONE = {"enum": [1, 2.5, True]}
-TOOLS: Mapping[str, Any] = {
+TOOLS: dict[str, Any] = {
     "find": FIND | {"properties": {**FIND["properties"], "one": ONE}},
     "stop.now": {"type": "object", "properties": {}},
 }
@@ -102,11 +101,11 @@ def expected(calls: Any, thought: str, content: str) -> list[Part]:
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tokens", [True, False])
 def test_a_past_call_is_parsed_back_in_any_pieces(name: str, tokens: bool) -> None:
-    """200 random cuts; values with closing tags, characters of several bytes, nothing, objects in objects."""
+    """Values with closing tags, characters of several bytes, nothing, objects in objects."""
     form = FORMATS[name]
     hostile = json.loads(json.dumps(CALLS).replace(HELD, "x" if form.parameter is None else json.dumps(HOSTILE)[1:-1]))
     calls = [(called, given) for called, given in hostile]
-    for thought, content in (("Two  things.", "Let me see."), ("", "Let me see."), ("Why", ""), ("", "")):
+    for thought, content in (("Two  things.", "Let me see."), ("", "")):
         text = rendered(name, thought=thought, content=content)
         text = (marked(form, text) if tokens else text).replace(HELD, "x" if form.parameter is None else HOSTILE)
         made = partial(parser, form, tokens=tokens, tools=TOOLS)
@@ -114,7 +113,7 @@ def test_a_past_call_is_parsed_back_in_any_pieces(name: str, tokens: bool) -> No
         assert calls_of(whole) == calls
         assert [one for one in whole if not isinstance(one, ToolCall)] == expected(calls, thought, content)
         rng = random.Random(f"{name} {tokens}")
-        for i in range(14):
+        for i in range(10):
             assert parsed(made(streamed=bool(i % 2)), pieces_of(text, rng)) == whole
 
 
@@ -200,7 +199,7 @@ def test_another_node_goes_on_after_any_token(name: str) -> None:
         "find",
         "stop.now",
     ]
-    for cut in range(1, len(ids), 7):
+    for cut in range(1, len(ids), 19):
         other = Choice(0, request, vocabulary)
         other.replay(ids[:cut])
         rest = other.extend(SequenceTokens(0, tuple(map(SampledToken, ids[cut:])), FinishReason.LENGTH)).parts
@@ -297,3 +296,45 @@ def test_a_text_that_may_be_null_comes_in_pieces() -> None:
     made = parser(FORMATS["minimax_m2"], tools=THEIRS, streamed=True)
     shown = [part for char in INVOKE.format("maybe", "none of it") for part in made.push(char, ())]
     assert len(shown) > len("of it")
+
+
+TAGS: dict[str, Any] = {
+    "start_anchor": "assistant:",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"CALL (?P<name>\w+):",
+            "close": ":END",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<(?P<key>[^>]+)>(?P<value>.*?)</>"},
+            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {},
+    },
+}
+
+
+def test_tags_of_another_template_are_read_as_they_come() -> None:
+    text = "CALL note:<text>a </> b :END</> <maybe>null</>:END"
+    for streamed in (False, True):
+        parts = parsed(parser(TAGS, tools=THEIRS, streamed=streamed), list(text))
+        assert calls_of(parts) == [("note", {"text": "a </> b :END", "maybe": None})]
+    made = parser(TAGS, tools=THEIRS, streamed=True)
+    assert len([part for char in text for part in made.push(char, ())]) > len("a </> b")
+
+
+@pytest.mark.parametrize("begun", ["CALL note:", "CALL note:<text>a</>"])
+def test_a_tag_without_an_end_is_not_held_back_for_ever(begun: str) -> None:
+    text = f"{begun}<{'k' * 2000}"
+    made = parser(TAGS, tools=THEIRS)
+    shown = [part for char in text for part in made.push(char, ())]
+    assert "".join(one for one in shown if isinstance(one, str)) == text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [(r"(?:<(?P<key>[^>]+)>(?P<value>.*?)</>)+", "<text>a</>"), (r"(?P<key>\w+)=(?P<value>\w*)", "text=a")],
+)
+def test_tags_that_are_not_of_two_parts_are_read_when_the_call_has_ended(pattern: str, text: str) -> None:
+    calls = TAGS["fields"]["tool_calls"] | {"content_args": {"tag_pattern": pattern}}
+    made = parser(TAGS | {"fields": {"tool_calls": calls, "content": {}}}, tools=THEIRS, streamed=True)
+    assert calls_of(parsed(made, list(f"CALL note:{text}:END"))) == [("note", {"text": "a"})]

@@ -62,7 +62,7 @@ TEMPLATES = {
         + _CALLS
         + "'<|tool_call_begin|>' + c.id + '<|tool_call_argument_begin|>' + (c.function.arguments | tojson) }}"
         + "{{ '<|tool_call_end|>' }}{% endfor %}{{ '<|tool_calls_section_end|>' }}{% endif %}{{ '<|im_end|>' }}",
-        "{{ '<|im_system|>' + (m.name or m.role) + '<|im_middle|>' + (m.tool_call_id or '') + m.content + '<|im_end|>' }}",
+        "{{ '<|im_system|>' + (m.name or m.role) + '<|im_middle|>' + (m.tool_call_id or '') + m.content }}<|im_end|>",
         "{{ '<|im_assistant|>assistant<|im_middle|>' }}",
     ),
 }

@@ -153,7 +153,7 @@ async def chat_grammar_source(
 
 async def _thinking(tool_format: ToolFormat, tokenizer: Tokenizer, options: dict[str, Any]) -> str:
     """Whether the answer may begin with reasoning, see `MessageForm.thinking`."""
-    start, end = tool_format.reasoning_start, tool_format.reasoning_end
+    start, end = tool_format.reasoning_start.strip(), tool_format.reasoning_end
     if not start or options.get("continue_final_message"):
         return "no"
     prompt = await tokenizer.generation_prompt(options)

@@ -25,7 +25,7 @@ _HEAD = regex.compile(
     r'\s{0,64}"(?:arguments|parameters)"\s{0,64}:\s{0,64}(?=\{)'
 )
 _FIRST_KEY = regex.compile(r'\{\s{0,64}"(?:name|arguments|parameters|type|id)"\s{0,64}:')
-_MAX_TAG = 1024  # characters of a tag that has not ended: patterns of other templates may have no bound
+MAX_TAG_CHARS = 1024  # that are held back: patterns of other templates may have no bound
 _NULLS = ("null", "None")
 
 
@@ -234,12 +234,12 @@ def argument_tags(tag_pattern: str, closing: str) -> ArgumentTags | None:
     The end of a value that is no token is one if another argument or `closing`, the pattern of the call's end, follows.
     """
     head, value, end = tag_pattern.partition("(?P<value>.*?)")
-    if not (value and end and "(?P<key>" in head):
+    if not (value and end and "(?P<key>" in head) or "(?P<" in end:
         return None
-    head = rf"\s{{0,64}}{head}"
+    head = rf"\s{{0,64}}(?:{head})"
     if MARK not in end:
         following = head.replace("(?P<key>", "(?:")
-        end = rf"{end}(?={following}|\s{{0,64}}(?:{closing}))"
+        end = rf"(?:{end})(?={following}|\s{{0,64}}(?:{closing}))"
     try:
         return ArgumentTags(regex.compile(head, regex.DOTALL), regex.compile(end, regex.DOTALL))
     except regex.error:  # groups that reach over the value
@@ -291,7 +291,7 @@ class XmlReader(CallReader):
     def _read_tag(self) -> bool:
         match = self._tags.head.match(self._rest, partial=True)
         is_open = match is not None and (match.partial or match.end() == len(self._rest))  # more may belong to it
-        self.broken = match is None or (is_open and len(self._rest) > _MAX_TAG)
+        self.broken = match is None or (is_open and len(self._rest) > MAX_TAG_CHARS)
         if self.broken or is_open:
             return False
         self._move(match.end())
@@ -308,6 +308,9 @@ class XmlReader(CallReader):
         match = self._tags.end.search(self._rest + following, partial=not following)
         is_whole = match is not None and not match.partial
         if following and not (is_whole and match.end() <= len(self._rest)):
+            return False
+        if match is not None and not is_whole and len(self._rest) - match.start() > MAX_TAG_CHARS:
+            self.broken = True
             return False
         self._value += self._move(match.start() if match is not None else len(self._rest)).replace(MARK, "")
         if is_whole:
