@@ -165,7 +165,11 @@ def test_reasoning(client: Any, stream: bool) -> None:
 @pytest.mark.parametrize("name", ["glm45", "glm47", "minimax_m2", "kimi_k2"])
 def test_calls_of_formats_that_the_model_has_not_learned(name: str) -> None:
     """The grammar makes it write them, alike by both orders, streamed and whole."""
-    some: dict[str, Any] = {"a": {"enum": ["x", "y z"], "type": "string"}, "b": {"type": "boolean"}, "c": {"enum": [1, 23]}}
+    some: dict[str, Any] = {
+        "a": {"enum": ["x", "y z"], "type": "string"},
+        "b": {"type": "boolean"},
+        "c": {"enum": [1, 23]},
+    }
     some["c"]["type"] = "integer"
     parameters = {"type": "object", "properties": some, "required": list(some), "additionalProperties": False}
     tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(2)]

@@ -260,6 +260,12 @@ FOREIGN: list[tuple[str, str, list[tuple[str, Any]], str]] = [
     ),
     ("minimax_m2", INVOKE.format("a>b", "1"), [("note", {"a>b": "1"})], ""),
     ("minimax_m2", INVOKE.format("text", "x").removesuffix("</minimax:tool_call>"), [("note", {"text": "x"})], ""),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=note>\n<parameter=text>\na\n</parameter> b\n</parameter>\n</function>\n</tool_call>",
+        [("note", {"text": "a\n</parameter> b"})],
+        "",
+    ),
     ("kimi_k2", SECTION.format("functions.shell:0 ", '{\n"a": 1} '), [("shell", {"a": 1})], ""),
     ("kimi_k2", SECTION.format("shell:12", "{}"), [("shell", {})], ""),
     ("kimi_k2", SECTION.format("functions_shell_1", "{}"), [("shell", {})], ""),
