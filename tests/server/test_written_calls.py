@@ -98,6 +98,7 @@ def expected(calls: Any, thought: str, content: str) -> list[Part]:
     return [*([Reasoning(thought)] if thought else []), *([content] if content else [])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tokens", [True, False])
 def test_a_past_call_is_parsed_back_in_any_pieces(name: str, tokens: bool) -> None:
@@ -117,6 +118,7 @@ def test_a_past_call_is_parsed_back_in_any_pieces(name: str, tokens: bool) -> No
             assert parsed(made(streamed=bool(i % 2)), pieces_of(text, rng)) == whole
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_format_is_found_and_no_message_is_lost(name: str) -> None:
     assert find_format("", [TEMPLATES[name]]) is FORMATS[name]
@@ -129,6 +131,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(FORMATS[request.param], tmp_path_factory.mktemp("tokenizer"))
 
 
+@pytest.mark.long
 def test_the_grammar_allows_what_the_template_writes_and_forces_it(model: Model) -> None:
     name = model.format.name
     calls = [(called, {key: one for key, one in given.items() if key != "one"}) for called, given in CALLS]
@@ -146,6 +149,7 @@ def test_the_grammar_allows_what_the_template_writes_and_forces_it(model: Model)
             assert model.allows(grammar, plain) is not required
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "without", "off"),
     [("glm45", "may", "no"), ("glm47", "open", "no"), ("minimax_m2", "open", "open"), ("kimi_k2", "may", "may")],
@@ -167,6 +171,7 @@ async def test_the_grammar_knows_whether_the_prompt_has_begun_the_reasoning(
         assert source.message.thinking == thinking
 
 
+@pytest.mark.long
 def test_an_answer_may_not_begin_with_a_call_that_only_the_parser_knows(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     model = Model(FORMATS["minimax_m2"], tmp_path)
@@ -178,6 +183,7 @@ def test_an_answer_may_not_begin_with_a_call_that_only_the_parser_knows(tmp_path
     assert model.parse(model.encode(f"Write {bare}"), TOOLS)[2] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_another_node_goes_on_after_any_token(name: str) -> None:
     """It has read the same tokens: what it shows next is what the first node would have shown."""

@@ -15,7 +15,7 @@ from pd_cluster.server.text.detokenizer import MARK
 from pd_http.member_bounds import BAD_JSON
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 _OUTSIDE = regex.compile(r'[^"{}\[\]]*')
 _INSIDE = regex.compile(r'[^"\\]*(?:\\.[^"\\]*)*', regex.DOTALL)
@@ -25,8 +25,6 @@ _HEAD = regex.compile(
     r'\s{0,64}"(?:arguments|parameters)"\s{0,64}:\s{0,64}(?=\{)'
 )
 _FIRST_KEY = regex.compile(r'\{\s{0,64}"(?:name|arguments|parameters|type|id)"\s{0,64}:')
-MAX_TAG_CHARS = 1024  # that are held back: patterns of other templates may have no bound
-_NULLS = ("null", "None")
 
 
 class CallPiece(NamedTuple):
@@ -221,118 +219,6 @@ class JsonReader(CallReader):
         self._say(arguments.decode())
 
 
-class ArgumentTags(NamedTuple):
-    """The patterns of what stands before and after the value of an argument. `head` has a group `key`."""
-
-    head: Any
-    end: Any
-
-
-def argument_tags(tag_pattern: str, closing: str) -> ArgumentTags | None:
-    """The tags of a response template's pattern; None for a pattern that is not of two parts around a value.
-
-    The end of a value that is no token is one if another argument or `closing`, the pattern of the call's end, follows.
-    """
-    head, value, end = tag_pattern.partition("(?P<value>.*?)")
-    if not (value and end and "(?P<key>" in head) or "(?P<" in end:
-        return None
-    head = rf"\s{{0,64}}(?:{head})"
-    if MARK not in end:
-        following = head.replace("(?P<key>", "(?:")
-        end = rf"(?:{end})(?={following}|\s{{0,64}}(?:{closing}))"
-    try:
-        return ArgumentTags(regex.compile(head, regex.DOTALL), regex.compile(end, regex.DOTALL))
-    except regex.error:  # groups that reach over the value
-        return None
-
-
-class XmlReader(CallReader):
-    """A value between tags for each argument. Values become JSON as the tool's schema says.
-
-    Text that is a string by the schema is given as it comes, a value of another type when it has ended.
-    """
-
-    def __init__(self, name: str, schema: Mapping[str, Any], tags: ArgumentTags, *, live: bool) -> None:
-        super().__init__(live=live)
-        self._schema = schema  # by key
-        self._tags = tags
-        self._rest = ""  # read, and not decided yet
-        self._types, self._value = set[str](), ""  # of the present argument: what is in no piece
-        self._num_keys = 0
-        self._say("", name)
-
-    @property
-    def raw(self) -> str:
-        return super().raw + self._rest
-
-    def read(self, text: str) -> tuple[int, list[CallPiece]]:
-        self._rest += text
-        while self._rest and (self._read_value() if self.in_string else self._read_tag()):
-            pass
-        if not self.broken:
-            return len(text), self._take()
-        cut = max(0, len(self._rest) - len(text))  # before it: from earlier pieces
-        num_left, self._rest = len(self._rest) - cut, self._rest[:cut]
-        return len(text) - num_left, self._take()
-
-    def is_text(self, marker: str) -> bool:
-        if self.in_string:
-            self._read_value(marker)
-        return self.in_string
-
-    def close(self) -> list[CallPiece]:
-        self.broken = bool(self.in_string or self._rest.strip())
-        if not self.broken:
-            self.ended, self._rest = True, ""
-            self._say("}" if self._num_keys else "{}")
-            self._commit()
-        return self._take()
-
-    def _read_tag(self) -> bool:
-        match = self._tags.head.match(self._rest, partial=True)
-        is_open = match is not None and (match.partial or match.end() == len(self._rest))  # more may belong to it
-        self.broken = match is None or (is_open and len(self._rest) > MAX_TAG_CHARS)
-        if self.broken or is_open:
-            return False
-        self._move(match.end())
-        key = match["key"].replace(MARK, "")
-        self._value, self.in_string = "", True
-        self._types = json_types(self._schema.get(key)) or {"string"}
-        quote = '"' if self._types == {"string"} else ""
-        self._say(f"{', ' if self._num_keys else '{'}{_dumps(key)}: {quote}")
-        self._num_keys += 1
-        return True
-
-    def _read_value(self, following: str = "") -> bool:
-        """Read up to the value's end, which `following` text may decide. Returns whether it was found."""
-        match = self._tags.end.search(self._rest + following, partial=not following)
-        is_whole = match is not None and not match.partial
-        if following and not (is_whole and match.end() <= len(self._rest)):
-            return False
-        if match is not None and not is_whole and len(self._rest) - match.start() > MAX_TAG_CHARS:
-            self.broken = True
-            return False
-        self._value += self._move(match.start() if match is not None else len(self._rest)).replace(MARK, "")
-        if is_whole:
-            self._move(len(match[0]))
-            self.in_string = False
-        if self._types == {"string", "null"} and not _may_be_null(self._value):
-            self._types = {"string"}
-            self._say('"')
-        if self._types == {"string"}:
-            self._say(_dumps(self._value)[1:-1] + ('"' if is_whole else ""))
-            self._value = ""
-        elif is_whole:
-            self._say(typed_json(self._value, self._types))
-        return is_whole
-
-    def _move(self, length: int) -> str:
-        """Take text that is decided from `_rest`."""
-        moved, self._rest = self._rest[:length], self._rest[length:]
-        self._raw.append(moved)
-        return moved
-
-
 class WholeReader(CallReader):
     """A region of a form that is not known here: its text is parsed when it has ended.
 
@@ -353,7 +239,7 @@ class WholeReader(CallReader):
             for call in parsed if isinstance(parsed, list) else [parsed]:
                 function = call["function"]
                 arguments = function.get("arguments") or {}
-                self._say(arguments if isinstance(arguments, str) else _dumps(arguments), str(function["name"]))
+                self._say(arguments if isinstance(arguments, str) else json_text(arguments), str(function["name"]))
         except Exception:  # patterns and parsers of a template that is not ours
             self.broken = True
             return []
@@ -362,54 +248,5 @@ class WholeReader(CallReader):
         return self._take()
 
 
-def json_types(schema: Any) -> set[str]:
-    """The types that a property's schema allows; empty when it does not say."""
-    if not isinstance(schema, dict):
-        return set()
-    declared = schema.get("type")
-    types = {one for one in _list(declared) if isinstance(one, str)} | (
-        {declared} if isinstance(declared, str) else set()
-    )
-    if not types:
-        values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
-        types = {_NAMES.get(type(value), "string") for value in values}
-    for name in ("anyOf", "oneOf", "allOf"):
-        for choice in _list(schema.get(name)):
-            types |= json_types(choice)
-    return types
-
-
-def _may_be_null(text: str) -> bool:
-    text = text.strip()
-    return any(null.startswith(text) for null in _NULLS)
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def typed_json(text: str, types: set[str]) -> str:
-    """The value as JSON text: of one of these types if it is one, else a string."""
-    plain = text.strip()
-    plain = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
-    forms = [plain]
-    if plain[:1] in ("[", "{") and "string" not in types:  # models may write it as the inside of a JSON string
-        forms.append(f'"{plain}"')
-    for form in forms:
-        try:
-            value = msgspec.json.decode(form)
-            if isinstance(value, str) and form is not plain:
-                form, value = value, msgspec.json.decode(value)
-        except BAD_JSON:
-            continue
-        name = _NAMES.get(type(value), "")
-        if name in types or (name == "integer" and "number" in types):
-            return form
-    return _dumps(text)
-
-
-_NAMES = {type(None): "null", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
-
-
-def _dumps(value: Any) -> str:
+def json_text(value: Any) -> str:
     return orjson.dumps(value).decode()

@@ -11,12 +11,12 @@ import orjson
 
 from pd_cluster.errors import StartupError
 from pd_cluster.server.text.detokenizer import MARK
-from pd_cluster.server.tools.call_reader import argument_tags
+from pd_cluster.server.tools.xml_reader import argument_tags
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from pd_cluster.server.tools.call_reader import ArgumentTags
+    from pd_cluster.server.tools.xml_reader import ArgumentTags
 
 _ANCHORS = ("open", "open_pattern", "close", "close_pattern")
 

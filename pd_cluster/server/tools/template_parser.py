@@ -16,9 +16,10 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.server.text.detokenizer import MARK, Detokenizer
-from pd_cluster.server.tools.call_reader import JsonReader, WholeReader, XmlReader
+from pd_cluster.server.tools.call_reader import JsonReader, WholeReader
 from pd_cluster.server.tools.output_parser import Reasoning, ToolCall
 from pd_cluster.server.tools.response_template import ResponseTemplate, load_template
+from pd_cluster.server.tools.xml_reader import XmlReader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
