@@ -13,11 +13,15 @@ from pd_http.settings import MAX_PORT, check_numbers, setting
 
 TOOL_FORMATS = (
     "qwen3_coder",
+    "glm47",
+    "glm45",
     "hermes",
+    "minimax_m2",
     "mistral_args",
     "mistral",
     "deepseek_v3",
     "deepseek_v31",
+    "kimi_k2",
     "gpt_oss",
     "llama3_json",
 )  # `server/tools/tool_format.py` describes them

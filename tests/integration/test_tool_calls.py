@@ -13,7 +13,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.integration.system import Path, System
+from tests.integration.system import Path, System, running_system
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,14 +52,17 @@ WAYS = [
 ]
 
 
+def client_of(system: System, path: Path) -> openai.OpenAI:
+    url = system.urls[system.mixed] if path is Path.MIXED else system.router_url
+    headers = {} if path is Path.MIXED else {"x-pd-route": path.value}
+    return openai.OpenAI(
+        base_url=f"{url}/v1", api_key="none", default_headers=headers, timeout=TIMEOUT_S, max_retries=0
+    )
+
+
 @pytest.fixture(params=list(Path))
 def client(request: pytest.FixtureRequest, tool_system: System) -> Iterator[Any]:
-    path = request.param
-    url = tool_system.urls[tool_system.mixed] if path is Path.MIXED else tool_system.router_url
-    headers = {} if path is Path.MIXED else {"x-pd-route": path.value}
-    with openai.OpenAI(
-        base_url=f"{url}/v1", api_key="none", default_headers=headers, timeout=TIMEOUT_S, max_retries=0
-    ) as client:
+    with client_of(tool_system, request.param) as client:
         yield client
 
 
@@ -156,6 +159,38 @@ def test_reasoning(client: Any, stream: bool) -> None:
     ).choices[0]
     assert hidden.message.content == "I can tell the weather and add numbers."
     assert getattr(hidden.message, "reasoning_content", None) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["glm45", "glm47", "minimax_m2", "kimi_k2"])
+def test_calls_of_formats_that_the_model_has_not_learned(name: str) -> None:
+    """The grammar makes it write them, alike by both orders, streamed and whole."""
+    some: dict[str, Any] = {
+        "a": {"enum": ["x", "y z"], "type": "string"},
+        "b": {"type": "boolean"},
+        "c": {"enum": [1, 23]},
+    }
+    some["c"]["type"] = "integer"
+    parameters = {"type": "object", "properties": some, "required": list(some), "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(2)]
+    found = set()
+    with running_system("--model=tool_model", f"--tool-format={name}") as system:
+        for path, stream, seed in product(Path, (False, True), range(2)):
+            drawn: dict[str, Any] = {
+                "temperature": 1.0,
+                "seed": seed,
+                "tools": tools,
+                "stream": stream,
+                "max_tokens": 400,
+            }
+            with client_of(system, path) as client:
+                one = ask(client, "Hello", tool_choice="required", parallel_tool_calls=False, **drawn)
+            ((called, given),) = calls_of(one)
+            assert given["a"] in some["a"]["enum"]
+            assert isinstance(given["b"], bool)
+            assert given["c"] in some["c"]["enum"]
+            found.add((seed, called, json.dumps(given)))
+    assert len(found) == 2, "each seed has one answer"
 
 
 def test_refusals(client: Any) -> None:

@@ -110,9 +110,10 @@ SEVERAL = completion(
 )  # fmt: skip
 
 
-def tool_state(engine: Any, node_id: str, model: str = "tool_model") -> NodeState:
+def tool_state(engine: Any, node_id: str, model: str = "tool_model", tool_format: str = "auto") -> NodeState:
     config = NodeConfig(
-        model=ModelConfig(model=str(PACKAGE / model), served_model_name=("m",)), server=ServerConfig(node_id=node_id)
+        model=ModelConfig(model=str(PACKAGE / model), served_model_name=("m",)),
+        server=ServerConfig(node_id=node_id, tool_format=tool_format),
     )
     return _loaded(model, config, engine)
 
@@ -124,7 +125,7 @@ def _first_state(model: str, config: NodeConfig) -> NodeState:
 
 def _loaded(model: str, config: NodeConfig, engine: Any) -> NodeState:
     """The files of a model are read once."""
-    base = _first_state(model, replace(config, server=ServerConfig()))
+    base = _first_state(model, replace(config, server=ServerConfig(tool_format=config.server.tool_format)))
     return NodeState(
         config=config,
         engine=engine,
@@ -191,7 +192,9 @@ def answering(
 class Pair:
     """Two nodes over scripted engines that give the same answers."""
 
-    def __init__(self, texts: Sequence[str], *, end: bool, num_tokens: Callable[[], int] = lambda: 1) -> None:
+    def __init__(
+        self, texts: Sequence[str], *, end: bool, num_tokens: Callable[[], int] = lambda: 1, tool_format: str = "auto"
+    ) -> None:
         """`num_tokens`: see `answering`."""
         tokenizer = tool_state(FakeEngine(says_nothing), "tokenizer").tokenizer
         answers = [[*tokenizer._encode(text, False), *([IM_END] if end else [])] for text in texts]
@@ -201,7 +204,7 @@ class Pair:
             FakeEngine(answering(answers, end=end, num_cached=num, num_tokens=num_tokens))
             for num in (FIRST_CACHED, SECOND_CACHED)
         ]
-        states = [tool_state(engine, f"node{i}") for i, engine in enumerate(self.engines)]
+        states = [tool_state(engine, f"node{i}", tool_format=tool_format) for i, engine in enumerate(self.engines)]
         self.apps = [create_app(state) for state in states]
         self.first, self.second = (asking(app) for app in self.apps)
 

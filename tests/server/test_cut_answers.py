@@ -42,11 +42,14 @@ from tests.server.cut_nodes import (
     SCRIPTED,
     SECOND_CACHED,
     SEVERAL,
+    TOOL,
     Pair,
+    chat,
     says_nothing,
     tool_state,
 )
 from tests.server.fake_engine import FakeEngine, Line
+from tests.server.test_template_parser import written
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,6 +77,21 @@ async def test_a_cut_answer_goes_on_byte_by_byte(case: Case, texts: tuple[str, .
         # the last cut is after the last choice's end: nothing is generated
         assert len(pair.engines[1].requests) == num_cuts - 1
         assert all(request.priority == -1 for request in pair.engines[1].requests)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", ["glm47", "minimax_m2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("glm45", "kimi_k2"))]
+)
+async def test_a_cut_answer_goes_on_in_formats_of_other_models(name: str) -> None:
+    """Reasoning, text and two calls, the second of which is cut off."""
+    calls = [("get_weather", {"city": city}) for city in ("é", "Oslo")]
+    text = written(FORMATS[name], calls, thought="a", before="b")[:-30]
+    case, texts, end = chat(name, text, end=False, tools=[TOOL])
+    async with Pair(texts, end=end, tool_format=name) as pair:
+        said = Said.by(data_of(await pair.first(case.path, case.body)))
+        assert "get_weather" in str(said)
+        await check_cuts(case, pair.first, pair.second, same=same_bytes)
 
 
 @pytest.mark.long

@@ -104,6 +104,7 @@ class Model:
         """A random output: any allowed token, and now and then the end of a long text."""
         state, output = self.state(grammar), list[int]()
         closings = [self.encode(text) for text in ("</think>", "[/THINK]", "<|end|>", "\n</parameter>\n", '"', "}")]
+        closings += [self.encode(self.format.parameter.after)] if self.format.parameter else []
         while not state.matcher.is_stopped() and len(output) < 2000:
             mask = state.matcher.compute_logit_bias()
             allowed = [token_id for token_id, bias in enumerate(mask) if bias]
@@ -150,7 +151,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def schemas(tool_format: ToolFormat) -> dict[str, Any]:
     """The tools; a text of XML takes no maximal length."""
     weather = json.loads(json.dumps(WEATHER))
-    if tool_format.arguments == "xml":
+    if tool_format.parameter is not None:
         del weather["properties"]["city"]["maxLength"]
     return {"get_weather": weather, "add-2": ADD, "stop": EMPTY}
 
@@ -177,12 +178,8 @@ def test_required_calls_parse_back(model: Model, thinking: str, parallel: bool) 
 def test_free_text_or_strict_calls(model: Model) -> None:
     grammar = model.write(functions=[("add", ADD)])
     one = model.format
-    call = f'{one.begin}{one.head}add{one.middle}{{"a": 1.5, "b": true}}{one.tail}{one.end}'
-    wrong = call.replace("true", "7")
-    if one.arguments == "xml":
-        parameters = "<parameter=a>\n1.5\n</parameter>\n<parameter=b>\ntrue\n</parameter>\n"
-        call = f"{one.head}add{one.middle}{parameters}{one.tail}"
-        wrong = call.replace("1.5", "many")
+    call = a_call(one, "add", '{"a": 1.5, "b": true}' if one.parameter is None else {"a": "1.5", "b": "true"})
+    wrong = call.replace("1.5", "many")
     assert model.allows(grammar, call)
     assert not model.allows(grammar, wrong)
     assert model.allows(grammar, f"{one.content_start}Hello {{ }}.")
@@ -213,11 +210,14 @@ def test_content_of_a_form_or_calls(model: Model) -> None:
             assert model.allows(grammar, thought + start + right), content
 
 
-def a_call(one: ToolFormat, name: str, arguments: str) -> str:
-    """The text of a call; of XML: with the arguments as one parameter."""
-    if one.arguments == "xml":
-        arguments = f"<parameter=a>\n{arguments}\n</parameter>\n"
-    return f"{one.begin}{one.head}{name}{one.middle}{arguments}{one.tail}{one.end}"
+def a_call(one: ToolFormat, name: str, arguments: str | dict[str, str]) -> str:
+    """The text of a call; of XML: with the arguments as one parameter, or with the texts of several."""
+    if one.parameter is not None:
+        before, between, after = one.parameter
+        texts = {"a": arguments} if isinstance(arguments, str) else arguments
+        arguments = "".join(f"{before}{key}{between}{text}{after}" for key, text in texts.items())
+    number = f"{one.numbered}0" if one.numbered else ""
+    return f"{one.begin}{one.head}{name}{number}{one.middle}{arguments}{one.tail}{one.end}"
 
 
 @pytest.mark.long_cases
@@ -227,7 +227,7 @@ def test_one_blank_or_none_in_arguments(model: Model) -> None:
     free = {"type": "object", "properties": {"b": {}}}
     for strict in ([], ["f"]):
         for schema in (free, {"type": "object"}):
-            if model.format.arguments == "xml":
+            if model.format.parameter is not None:
                 schema = {"type": "object", "properties": {"a": schema}}
             grammar = model.write(functions=[("f", schema)], required=True, strict=strict)
             for arguments in ('{"b": [1, 2], "c": {"d": []}}', '{"b":[1,2],"c":{"d":[]}}'):
@@ -251,10 +251,10 @@ NOTED = {
 
 
 def test_notes_of_a_tool_s_schema_are_no_reason_to_refuse_it(model: Model) -> None:
-    arguments, wrong = '{"a": "", "b": null, "c": 9}', '{"a": "", "b": null, "c": 10}'
-    if model.format.arguments == "xml":
-        arguments = "1\n</parameter>\n<parameter=b>\nx\n</parameter>\n<parameter=c>\n9"
-        wrong = arguments.replace("9", "10")
+    arguments: Any = '{"a": "", "b": null, "c": 9}'
+    wrong: Any = arguments.replace("9", "10")
+    if model.format.parameter is not None:
+        arguments, wrong = ({"a": "1", "b": "x", "c": text} for text in ("9", "10"))
     grammar = model.write(functions=[("f", NOTED)], required=True)
     assert model.allows(grammar, a_call(model.format, "f", arguments))
     assert not model.allows(grammar, a_call(model.format, "f", wrong))
@@ -267,7 +267,10 @@ def test_notes_of_a_tool_s_schema_are_no_reason_to_refuse_it(model: Model) -> No
 
 
 @pytest.mark.long_cases
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral", "deepseek_v3", "llama3_json"])
+@pytest.mark.parametrize(
+    "name",
+    ["hermes", "qwen3_coder", "glm45", "glm47", "minimax_m2", "mistral", "deepseek_v3", "kimi_k2", "llama3_json"],
+)
 def test_markers_of_a_tokenizer_that_lacks_them(name: str, tmp_path: Path) -> None:
     """They are text then, and a free text does not contain them."""
     model = Model(FORMATS[name], tmp_path, markers=False)

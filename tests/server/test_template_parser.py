@@ -60,17 +60,22 @@ CALLS = [("find", ARGUMENTS), ("stop.now", {}), ("find", {"text": ""})]
 def written(form: ToolFormat, calls: Sequence[tuple[str, Any]], *, thought: str = "", before: str = "") -> str:
     """The message as a model of this format writes it."""
     text = f"{form.reasoning_start}{thought}{form.reasoning_end}" if thought and form.reasoning_start else ""
-    each = [f"{form.head}{name}{form.middle}{_arguments(form, given)}{form.tail}" for name, given in calls]
+    numbers = [f"{form.numbered}{number}" if form.numbered else "" for number in range(len(calls))]
+    each = [
+        f"{form.head}{name}{number}{form.middle}{_arguments(form, given)}{form.tail}"
+        for number, (name, given) in zip(numbers, calls, strict=True)
+    ]
     if form.separator is None:
         each = each[:1]
     return text + before + (form.begin + (form.separator or "").join(each) + form.end if each else "")
 
 
 def _arguments(form: ToolFormat, given: Mapping[str, Any]) -> str:
-    if form.arguments == "json":
+    if form.parameter is None:
         return _json(given)
+    before, between, after = form.parameter
     values = {key: value if isinstance(value, str) else _json(value) for key, value in given.items()}
-    return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return "".join(f"{before}{key}{between}{value}{after}" for key, value in values.items())
 
 
 def _json(value: Any) -> str:
@@ -161,7 +166,8 @@ def test_a_call_that_is_cut_off_is_content_and_never_half_a_call(form: ToolForma
         if calls := calls_of(whole):
             assert calls == [("find", {"text": "a }", "count": 12})]
             assert streamed == whole, "the same, and in the same words"
-            assert all(form.end.startswith(one) for one in whole if isinstance(one, str)), "no half of a marker"
+            end = form.end.lstrip()
+            assert all(end.startswith(one) for one in whole if isinstance(one, str)), "no half of a marker"
         else:
             assert whole == [text[:cut]], "nothing is lost"
             shown = [one for one in streamed if isinstance(one, ToolCall)]

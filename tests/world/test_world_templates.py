@@ -19,6 +19,9 @@ from transformers import AutoTokenizer
 from pd_cluster.errors import InvalidRequest
 from pd_cluster.server.text.chat_template import ChatTemplate
 from pd_cluster.server.text.normal_messages import normal_messages
+from pd_cluster.server.tools.response_template import ResponseTemplate
+from pd_cluster.server.tools.tool_format import find_format
+from tests.server.test_template_parser import calls_of, parsed, parser
 from tests.shallow_model import DEMO_MODEL
 from tests.world.packages import BY_NAME, world_folder
 from tests.world.published_models import PUBLISHED, need
@@ -179,3 +182,19 @@ def test_what_clients_send_is_taken(template: ChatTemplate) -> None:
     ]
     found = {(parts, bool(tools)): lost_marks(template, parts, tools, {}) for parts, tools in wanted}
     assert {parts: lost for parts, lost in found.items() if lost != []} == {}
+
+
+def test_a_past_call_is_parsed_back(template: ChatTemplate) -> None:
+    """By the format that the template shows. What ends the message is not read."""
+    form = find_format("", template.texts)
+    if form is None:
+        pytest.skip("shows no format of calls")
+    given = {"of": 'a "b" é\n</tool_call> 🙂', "n": 2, "more": {"deep": [True, None]}}
+    properties = {"of": {"type": "string"}, "n": {"type": "integer"}, "more": {"type": "object"}}
+    tools = [{"type": "function", "function": TOOL["function"] | {"parameters": {"properties": properties}}}]
+    call = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": json.dumps(given)}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    text = template.render(normal_messages(messages), tools, {})
+    begins = [found.end() for found in ResponseTemplate(form.template, {}).start.finditer(text)]
+    shown = {"look": {"type": "object", "properties": properties}}
+    assert calls_of(parsed(parser(form, tools=shown), [text[begins[-1] :]])) == [("look", given)]

@@ -153,7 +153,7 @@ async def chat_grammar_source(
 
 async def _thinking(tool_format: ToolFormat, tokenizer: Tokenizer, options: dict[str, Any]) -> str:
     """Whether the answer may begin with reasoning, see `MessageForm.thinking`."""
-    start, end = tool_format.reasoning_start, tool_format.reasoning_end
+    start, end = tool_format.reasoning_start.strip(), tool_format.reasoning_end
     if not start or options.get("continue_final_message"):
         return "no"
     prompt = await tokenizer.generation_prompt(options)
@@ -162,5 +162,5 @@ async def _thinking(tool_format: ToolFormat, tokenizer: Tokenizer, options: dict
     thinks = {"enable_thinking": True, "thinking": True}
     if start in await tokenizer.generation_prompt(options | thinks):
         return "no"  # this template opens the reasoning if it is asked to
-    marker = next((token for token in tool_format.tokens if start.startswith(token)), start)
+    marker = next((token for token in tool_format.tokens if token in start), start)
     return "may" if tokenizer.knows(marker) else "no"

@@ -20,11 +20,10 @@ from pd_cluster.server.tools.tool_format import FORMATS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pd_cluster.server.tools.tool_format import ToolFormat
+    from pd_cluster.server.tools.tool_format import Parameter, ToolFormat
 
 _ANY_TEXT = "/(?s:.+)/"
 _BREAK = r"/\n{1,2}/"  # between reasoning and what follows
-_VALUE_END = "\n</parameter>\n"  # of an XML argument
 _TEXT = {"type": "string"}
 _FOLLOWED = {"type", "properties", "required", "additionalProperties"}  # keywords about XML arguments
 
@@ -79,9 +78,11 @@ class _Writer:
 
     def _text_until(self, name: str, end: str) -> str:
         """Any text, and the end, which it does not contain."""
-        if end in self._ids:
+        marker = end.rstrip()
+        if marker in self._ids:
             return f"{self._rule(name.upper(), _ANY_TEXT)}? {self._literal(end)}"
-        return self._rule(f"{name}[suffix={_quoted(end)}]", "/(?s:.*)/")
+        text = self._rule(f"{name}[suffix={_quoted(marker)}]", "/(?s:.*)/")
+        return f"{text} {self._literal(end[len(marker) :])}"
 
     def _reasoning(self, thinking: str) -> str:
         start, end = self._format.reasoning_start, self._format.reasoning_end
@@ -105,16 +106,19 @@ class _Writer:
 
     def _opening(self) -> str:
         """The marker with which calls begin, "" if they have none."""
-        begin = self._format.begin + self._format.head
+        begin = (self._format.begin + self._format.head).lstrip()
         return next((token for token in self._format.tokens if begin.startswith(token)), "")
 
     def _plain_text(self) -> str:
         """Text that the parser does not take for the beginning of a call."""
         opening = self._opening()
+        text = _ANY_TEXT
+        if self._format.bare_head:
+            text += rf" & ~/\s*{re.escape(self._format.head)}(?s:.*)/"
         if opening in self._ids:
-            return _ANY_TEXT
+            return text
         if opening:
-            return f"{_ANY_TEXT} & ~/(?s:.*){re.escape(opening)}(?s:.*)/"
+            return f"{text} & ~/(?s:.*){re.escape(opening)}(?s:.*)/"
         return r"/[^\s;{](?s:.*)/"  # such a call is the whole message, from its brace on
 
     def _calls(self, form: MessageForm, *, any_text: bool) -> str:
@@ -126,26 +130,27 @@ class _Writer:
         calls = call
         if form.parallel and one.separator is not None:
             calls = f"{call} ({self._literal(one.separator)} {call})*"
-        calls = f"{self._literal(one.begin)} {calls} {self._literal(one.end)}"
-        if any_text and self._opening() in self._ids and not one.content_start:
-            return f"TEXT? {calls}"
-        return calls
+        after_text = any_text and self._opening() in self._ids and not one.content_start
+        # a text takes the line break before the first call: lexemes are as long as they can be
+        begin = f"TEXT? {self._literal(one.begin.lstrip())}" if after_text else self._literal(one.begin)
+        return f"{begin} {calls} {self._literal(one.end)}"
 
     def _call(self, index: int, name: str, form: MessageForm) -> str:
         one, given, strict = self._format, form.functions[index][1], name in form.strict
         schema = guided(pruned(given, strict=strict), given.get("x-guidance"), coerces_one_of=not strict)
-        begun, tail = self._literal(one.head + name + one.middle), self._literal(one.tail)
-        if one.arguments == "xml":
-            arguments = self._parameters(index, schema, strict=strict)
+        number = self._rule(f"NUMBER{index}", "/[0-9]{1,4}/") if one.numbered else ""
+        begun = f"{self._literal(one.head + name + one.numbered)} {number} {self._literal(one.middle)}"
+        if one.parameter is not None:
+            arguments = self._parameters(index, schema, one.parameter, strict=strict)
         else:
             arguments = self._json(f"arguments{index}", schema)
-        return self._rule(f"call{index}", f"{begun} {arguments} {tail}")
+        return self._rule(f"call{index}", f"{begun} {arguments} {self._literal(one.tail)}")
 
     def _json(self, name: str, schema: dict[str, Any]) -> str:
         return self._rule(name, f"%json {json.dumps(schema)}")
 
-    def _parameters(self, index: int, schema: dict[str, Any], *, strict: bool) -> str:
-        """The arguments as `<parameter=KEY>` elements in the schema's order; any, if it names none and allows them."""
+    def _parameters(self, index: int, schema: dict[str, Any], tags: Parameter, *, strict: bool) -> str:
+        """The arguments as elements in the schema's order; any, if it names none and allows them."""
         names_none = not (schema.get("properties") or schema.get("required"))
         others = schema.get("additionalProperties", True)
         odd = schema.keys() & BINDING.keys() - _FOLLOWED
@@ -153,31 +158,33 @@ class _Writer:
             odd |= {"additionalProperties"}
         if odd:
             raise ValueError(f"the format {self._format.name} cannot follow {sorted(odd)[0]} of a tool's parameters")
+        odd_in_keys = r"<>\n" + tags.between[0]
         shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
         if names_none and others is not False:
-            key = self._rule(f"KEY{index}", r"/[^<>\n]{1,64}/")
-            return f'("<parameter=" {key} ">\\n" {self._text_until(f"value{index}", _VALUE_END)})*'
+            key = self._rule(f"KEY{index}", f"/[^{odd_in_keys}]{{1,64}}/")
+            element = f"{self._literal(tags.before)} {key} {self._literal(tags.between)}"
+            return f"({element} {self._text_until(f'value{index}', tags.after)})*"
         written, properties, required = [], schema.get("properties", {}), schema.get("required", ())
         properties = properties | {key: {} for key in required if key not in properties}
         for number, (key, value) in enumerate(properties.items()):
-            if re.search(r"[<>\n]", key):
+            if re.search(f"[{odd_in_keys}]", key):
                 raise ValueError(f"the format {self._format.name} cannot write the parameter {key!r}")
-            tag = _quoted(f"<parameter={key}>\n")
-            element = f"{tag} {self._value(f'value{index}_{number}', value, shared, strict=strict)}"
+            tag = self._literal(tags.before + key + tags.between)
+            element = f"{tag} {self._value(f'value{index}_{number}', value, shared, tags.after, strict=strict)}"
             written.append(element if key in required else f"({element})?")
         return " ".join(written)
 
-    def _value(self, name: str, schema: Any, shared: dict[str, Any], *, strict: bool) -> str:
+    def _value(self, name: str, schema: Any, shared: dict[str, Any], end: str, *, strict: bool) -> str:
         """A value and the end of its element. Text is written as it is, other values as JSON.
 
         The format of a text is a note unless the function is strict.
         """
-        end, forms = _VALUE_END, _branches(inlined(schema, shared))
+        forms = _branches(inlined(schema, shared))
         if not any(form.get("type", "string") == "string" for form in forms):
-            return f"{self._json(name, (schema if isinstance(schema, dict) else {}) | shared)} {_quoted(end)}"
+            return f"{self._json(name, (schema if isinstance(schema, dict) else {}) | shared)} {self._literal(end)}"
         if all(texts := [_texts(form) for form in forms]):
             choices = dict.fromkeys(text for some in texts for text in some)
-            return f"{self._rule(name, ' | '.join(map(_quoted, choices)))} {_quoted(end)}"
+            return f"{self._rule(name, ' | '.join(map(_quoted, choices)))} {self._literal(end)}"
         for form in forms:
             if odd := form.keys() - STRUCTURE - ({"type"} if strict else {"type", "format"}):
                 raise ValueError(f"the format {self._format.name} cannot follow {sorted(odd)[0]} beside text")

@@ -15,7 +15,7 @@ from pd_cluster.server.text.detokenizer import MARK
 from pd_http.member_bounds import BAD_JSON
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 _OUTSIDE = regex.compile(r'[^"{}\[\]]*')
 _INSIDE = regex.compile(r'[^"\\]*(?:\\.[^"\\]*)*', regex.DOTALL)
@@ -25,8 +25,6 @@ _HEAD = regex.compile(
     r'\s{0,64}"(?:arguments|parameters)"\s{0,64}:\s{0,64}(?=\{)'
 )
 _FIRST_KEY = regex.compile(r'\{\s{0,64}"(?:name|arguments|parameters|type|id)"\s{0,64}:')
-_PARAMETER = regex.compile(r"\s{0,64}<parameter=(?P<key>[^<>\n\udc80]{1,256})>(?:\n|(?=[^\n]))")
-_PARAMETER_END = regex.compile(r"\n?</parameter>")
 
 
 class CallPiece(NamedTuple):
@@ -64,6 +62,10 @@ class CallReader:
     def read(self, text: str) -> tuple[int, list[CallPiece]]:
         """Read up to the end of a call, or to where the text stops to be of one. Returns the number of characters."""
         raise NotImplementedError
+
+    def is_text(self, marker: str) -> bool:
+        """Whether what looks like the closing marker, and is no token, belongs to a string."""
+        return self.in_string
 
     def close(self) -> list[CallPiece]:
         """The closing marker has come. Sets `broken` when it comes too early."""
@@ -217,78 +219,6 @@ class JsonReader(CallReader):
         self._say(arguments.decode())
 
 
-class XmlReader(CallReader):
-    """`<parameter=KEY>VALUE</parameter>` for each argument. Values become JSON as the tool's schema says.
-
-    Text that is a string by the schema is given as it comes, a value of another type when it has ended.
-    """
-
-    def __init__(self, name: str, schema: Mapping[str, Any], *, live: bool) -> None:
-        super().__init__(live=live)
-        self._schema = schema  # by key
-        self._rest = ""  # read, and not decided yet
-        self._key, self._types, self._value = "", set[str](), list[str]()
-        self._num_keys = 0
-        self._say("", name)
-
-    @property
-    def raw(self) -> str:
-        return super().raw + self._rest
-
-    def read(self, text: str) -> tuple[int, list[CallPiece]]:
-        self._rest += text
-        while self._rest and (self._read_value() if self.in_string else self._read_tag()):
-            pass
-        if not self.broken:
-            return len(text), self._take()
-        cut = max(0, len(self._rest) - len(text))  # before it: from earlier pieces
-        num_left, self._rest = len(self._rest) - cut, self._rest[:cut]
-        return len(text) - num_left, self._take()
-
-    def close(self) -> list[CallPiece]:
-        self.broken = bool(self.in_string or self._rest.strip())
-        if not self.broken:
-            self.ended, self._rest = True, ""
-            self._say("}" if self._num_keys else "{}")
-            self._commit()
-        return self._take()
-
-    def _read_tag(self) -> bool:
-        match = _PARAMETER.match(self._rest, partial=True)
-        if match is None:
-            self.broken = True
-        if match is None or match.partial:
-            return False
-        self._move(match.end())
-        self._key, self._value, self.in_string = match["key"], [], True
-        self._types = json_types(self._schema.get(self._key))
-        quote = '"' if self._types <= {"string"} else ""
-        self._say(f"{', ' if self._num_keys else '{'}{_dumps(self._key)}: {quote}")
-        self._num_keys += 1
-        return True
-
-    def _read_value(self) -> bool:
-        match = _PARAMETER_END.search(self._rest, partial=True)
-        is_whole = match is not None and not match.partial
-        value = self._move(match.start() if match is not None else len(self._rest)).replace(MARK, "")
-        if is_whole:
-            self._move(len(match[0]))
-            self.in_string = False
-        if self._types <= {"string"}:
-            self._say(_dumps(value)[1:-1] + ('"' if is_whole else ""))
-        else:
-            self._value.append(value)
-            if is_whole:
-                self._say(typed_json("".join(self._value), self._types))
-        return is_whole
-
-    def _move(self, length: int) -> str:
-        """Take text that is decided from `_rest`."""
-        moved, self._rest = self._rest[:length], self._rest[length:]
-        self._raw.append(moved)
-        return moved
-
-
 class WholeReader(CallReader):
     """A region of a form that is not known here: its text is parsed when it has ended.
 
@@ -309,7 +239,7 @@ class WholeReader(CallReader):
             for call in parsed if isinstance(parsed, list) else [parsed]:
                 function = call["function"]
                 arguments = function.get("arguments") or {}
-                self._say(arguments if isinstance(arguments, str) else _dumps(arguments), str(function["name"]))
+                self._say(arguments if isinstance(arguments, str) else json_text(arguments), str(function["name"]))
         except Exception:  # patterns and parsers of a template that is not ours
             self.broken = True
             return []
@@ -318,38 +248,5 @@ class WholeReader(CallReader):
         return self._take()
 
 
-def json_types(schema: Any) -> set[str]:
-    """The types that a property's schema allows; empty when it does not say."""
-    if not isinstance(schema, dict):
-        return set()
-    declared = schema.get("type")
-    types = {one for one in _list(declared) if isinstance(one, str)} | (
-        {declared} if isinstance(declared, str) else set()
-    )
-    for name in ("anyOf", "oneOf"):
-        for choice in _list(schema.get(name)):
-            types |= json_types(choice)
-    return types
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def typed_json(text: str, types: set[str]) -> str:
-    """The value as JSON text: of one of these types if it is one, else a string."""
-    plain = text.strip()
-    plain = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
-    try:
-        value = msgspec.json.decode(plain)
-    except BAD_JSON:
-        return _dumps(text)
-    name = _NAMES.get(type(value), "")
-    return plain if name in types or (name == "integer" and "number" in types) else _dumps(text)
-
-
-_NAMES = {type(None): "null", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
-
-
-def _dumps(value: Any) -> str:
+def json_text(value: Any) -> str:
     return orjson.dumps(value).decode()

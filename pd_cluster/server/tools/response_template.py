@@ -11,9 +11,12 @@ import orjson
 
 from pd_cluster.errors import StartupError
 from pd_cluster.server.text.detokenizer import MARK
+from pd_cluster.server.tools.xml_reader import argument_tags
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from pd_cluster.server.tools.xml_reader import ArgumentTags
 
 _ANCHORS = ("open", "open_pattern", "close", "close_pattern")
 
@@ -51,6 +54,7 @@ class ResponseTemplate:
             ) from error
         self.start = loaded.start_anchor_re
         self.fields: dict[str, Any] = loaded.fields
+        self.tags = {name: self._tags(one) for name, one in loaded.fields.items()}  # None: a field that has none
         self.all_markers = self.markers([*fields, ""])
 
     def markers(self, fields: Iterable[str]) -> frozenset[int]:
@@ -68,6 +72,12 @@ class ResponseTemplate:
         # tokens inside of a region, such as quotation marks, must be in its text
         self._marked(orjson.dumps(field.get("content_args")).decode().replace('\\"', '"'), name)
         return dict(field) | marked
+
+    def _tags(self, field: Any) -> ArgumentTags | None:
+        pattern = field.content_args.get("tag_pattern")
+        if field.content != "xml-inline" or field.close_re is None or not isinstance(pattern, str):
+            return None
+        return argument_tags(self._marked(pattern, field.name), field.close_re.pattern)
 
     def _marked(self, anchor: Any, field: str) -> Any:
         """The literals or the pattern, with `MARK` before the text of each marker token."""

@@ -16,9 +16,10 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from pd_cluster.server.text.detokenizer import MARK, Detokenizer
-from pd_cluster.server.tools.call_reader import JsonReader, WholeReader, XmlReader
+from pd_cluster.server.tools.call_reader import JsonReader, WholeReader
 from pd_cluster.server.tools.output_parser import Reasoning, ToolCall
 from pd_cluster.server.tools.response_template import ResponseTemplate, load_template
+from pd_cluster.server.tools.xml_reader import XmlReader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -182,8 +183,8 @@ class TemplateParser:
         name, args = captures.get("name", ""), field.content_args
         if field.content == "json" and not args and captures.keys() <= {"name"} and _is_usual(field.transform, name):
             return JsonReader(name, live=self._is_live)
-        if field.content == "xml-inline" and name and "<parameter=" in args.get("tag_pattern", ""):
-            return XmlReader(name, self._properties(name), live=self._is_live)
+        if name and (tags := self._template.tags[field.name]):
+            return XmlReader(name, self._properties(name), tags, live=self._is_live)
         return WholeReader(lambda text: self._template.process_field(text, field, captures))
 
     def _properties(self, name: str) -> Mapping[str, Any]:
@@ -205,7 +206,7 @@ class TemplateParser:
         if match is None:
             self._forget(1)
             return False
-        if reader.in_string and not match[0].lstrip().startswith(MARK):
+        if reader.is_text(match[0]) and not match[0].lstrip().startswith(MARK):
             # characters of a string that look like the marker
             num_read, pieces = reader.read(self._buffer[end : max(match.end(), end + 1)])
             self._position += num_read

@@ -3,12 +3,16 @@
 A message with calls is, with the fields of `ToolFormat`:
 
     begin  head NAME middle ARGUMENTS tail  separator  head NAME middle ARGUMENTS tail  end
+
+ARGUMENTS is one JSON object, or with `parameter` one element for each argument:
+
+    before KEY between VALUE after
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,6 +22,14 @@ _THINK = {"open": "<think>", "close": "</think>"}
 # `function` of a call is the parsed text of its region, or has that text as its arguments
 _IS_CALL = {"type": "function", "function": "{content}"}
 _IS_ARGUMENTS = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+
+
+class Parameter(NamedTuple):
+    """The texts around the key and the value of an argument. A text is written as it is, another value as JSON."""
+
+    before: str
+    between: str
+    after: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +46,9 @@ class ToolFormat:
     begin: str = ""  # before the first call
     separator: str | None = "\n"  # between two calls; None: a message has one call
     end: str = ""  # after the last call
-    arguments: str = "json"  # "json": one object; "xml": `<parameter=KEY>\nVALUE\n</parameter>\n` for each
+    parameter: Parameter | None = None  # None: the arguments are one JSON object
+    numbered: str = ""  # after NAME, before the number of the call; "": calls have no number
+    bare_head: bool = False  # the parser takes a head that begins an answer for a call, also without `begin`
     reasoning_start: str = ""  # "": the format has no reasoning
     reasoning_end: str = ""
     content_start: str = ""  # before the content of an answer
@@ -78,7 +92,7 @@ _QWEN3_CODER = replace(
             "open_pattern": r"<tool_call>\s{0,16}<function=(?P<name>[^<>\n]{1,256})>",
             "close_pattern": r"</function>\s{0,16}</tool_call>",
             "content": "xml-inline",
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^<>\n]{1,256})>\n?(?P<value>.*?)\n?</parameter>"},
             "transform": _IS_ARGUMENTS,
         },
         _THINK,
@@ -86,7 +100,78 @@ _QWEN3_CODER = replace(
     head="<tool_call>\n<function=",
     middle=">\n",
     tail="</function>\n</tool_call>",
-    arguments="xml",
+    parameter=Parameter("<parameter=", ">\n", "\n</parameter>\n"),
+)
+
+# One reader for both: versions differ in the line breaks. In answers under load the opening tag of a value may be
+# missing (vllm-project/vllm#49248)
+_GLM_TEMPLATE = _template(
+    "<|assistant|>",
+    {
+        "open_pattern": r"<tool_call>\s{0,16}" + _NAME + r"\s{0,16}(?=<arg_key>|</tool_call>)",
+        "close": "</tool_call>",
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"<arg_key>(?P<key>[^<>\n]{1,256})</arg_key>\s{0,16}(?:<arg_value>|(?=[^\s<\udc80]))"
+            r"(?P<value>.*?)</arg_value>"
+        },
+        "transform": _IS_ARGUMENTS,
+    },
+    _THINK,
+)
+_GLM45 = replace(
+    _HERMES,
+    name="glm45",
+    model_types=("glm4_moe",),
+    signs=("<tool_call>", "<arg_key>"),
+    template=_GLM_TEMPLATE,
+    begin="\n",
+    head="<tool_call>",
+    middle="\n",
+    tail="</tool_call>",
+    parameter=Parameter("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    reasoning_start="\n<think>",
+    tokens=(*_HERMES.tokens, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+_GLM47 = replace(
+    _GLM45,
+    name="glm47",
+    model_types=("glm4_moe_lite", "glm_moe_dsa"),
+    signs=("<tool_call>", "</arg_key><arg_value>"),
+    begin="",
+    middle="",
+    separator="",
+    parameter=Parameter("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+    reasoning_start="<think>",
+)
+
+_MINIMAX_M2 = ToolFormat(
+    name="minimax_m2",
+    model_types=("minimax_m2",),
+    signs=("<minimax:tool_call>",),
+    template=_template(
+        "]~b]ai\n",
+        {
+            # `^`: after the call before it
+            "open_pattern": r'(?:<minimax:tool_call>|^)\s{0,16}<invoke name="' + _NAME + '">',
+            "close": "</invoke>",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r'<parameter name="(?P<key>[^"\n]{1,256})">(?P<value>.*?)</parameter>'},
+            "transform": _IS_ARGUMENTS,
+        },
+        _THINK,
+        hidden="</minimax:tool_call>",
+    ),
+    begin="\n<minimax:tool_call>\n",
+    head='<invoke name="',
+    middle='">\n',
+    tail="</invoke>",
+    end="\n</minimax:tool_call>",
+    parameter=Parameter('<parameter name="', '">', "</parameter>\n"),
+    bare_head=True,
+    reasoning_start="<think>",
+    reasoning_end="</think>",
+    tokens=("<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"),
 )
 
 _LLAMA3_JSON = ToolFormat(
@@ -193,6 +278,37 @@ _DEEPSEEK_V31 = replace(
     separator="",
 )
 
+_KIMI_K2 = ToolFormat(
+    name="kimi_k2",
+    model_types=("kimi_k2", "kimi_k25"),
+    signs=("<|tool_call_argument_begin|>",),
+    template=_template(
+        "<|im_assistant|>assistant<|im_middle|>",
+        {
+            # clients that write ids in letters and digits alone teach the model the second form (exo-explore/exo#2281)
+            "open_pattern": r"(?:<\|tool_calls_section_begin\|>\s{0,16})?<\|tool_call_begin\|>\s{0,16}"
+            rf"(?:(?:functions\.)?{_NAME}:\d{{1,9}}|functions_{_NAME}_\d{{1,9}})\s{{0,16}}<\|tool_call_argument_begin\|>",
+            "close": "<|tool_call_end|>",
+            "transform": _IS_ARGUMENTS,
+        },
+        _THINK,
+        hidden="<|tool_calls_section_end|>",
+    ),
+    begin="<|tool_calls_section_begin|>",
+    head="<|tool_call_begin|>functions.",
+    middle="<|tool_call_argument_begin|>",
+    tail="<|tool_call_end|>",
+    separator="",
+    end="<|tool_calls_section_end|>",
+    numbered=":",
+    reasoning_start="<think>",
+    reasoning_end="</think>",
+    tokens=(
+        *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        *("<|tool_calls_section_end|>", "<think>", "</think>"),
+    ),
+)
+
 _RECIPIENT = r" to=functions\." + _NAME
 _CHANNEL = r"<\|channel\|>\w{1,16}"
 _START = r"(?:<\|start\|>assistant)?"
@@ -229,7 +345,10 @@ _GPT_OSS = ToolFormat(
 # A chat template may have the signs of several: the first one counts.
 FORMATS: Mapping[str, ToolFormat] = {
     one.name: one
-    for one in (_QWEN3_CODER, _HERMES, _MISTRAL_ARGS, _MISTRAL, _DEEPSEEK_V3, _DEEPSEEK_V31, _GPT_OSS, _LLAMA3_JSON)
+    for one in (
+        *(_QWEN3_CODER, _GLM47, _GLM45, _HERMES, _MINIMAX_M2, _MISTRAL_ARGS, _MISTRAL, _DEEPSEEK_V3, _DEEPSEEK_V31),
+        *(_KIMI_K2, _GPT_OSS, _LLAMA3_JSON),
+    )
 }
 
 

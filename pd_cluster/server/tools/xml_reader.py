@@ -1,0 +1,179 @@
+"""Reads the arguments of a call that stand between tags. Values become JSON as the tool's schema says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import regex
+
+from pd_cluster.server.text.detokenizer import MARK
+from pd_cluster.server.tools.call_reader import CallReader, json_text
+from pd_http.member_bounds import BAD_JSON
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pd_cluster.server.tools.call_reader import CallPiece
+
+MAX_TAG_CHARS = 1024  # that are held back: patterns of other templates may have no bound
+_NULLS = ("null", "None")
+_NAMES = {type(None): "null", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+
+
+class ArgumentTags(NamedTuple):
+    """The patterns of what stands before and after the value of an argument. `head` has a group `key`."""
+
+    head: Any
+    end: Any
+
+
+def argument_tags(tag_pattern: str, closing: str) -> ArgumentTags | None:
+    """The tags of a response template's pattern; None for a pattern that is not of two parts around a value.
+
+    The end of a value that is no token is one if another argument or `closing`, the pattern of the call's end, follows.
+    """
+    head, value, end = tag_pattern.partition("(?P<value>.*?)")
+    if not (value and end and "(?P<key>" in head) or "(?P<" in end:
+        return None
+    head = rf"\s{{0,64}}(?:{head})"
+    if MARK not in end:
+        following = head.replace("(?P<key>", "(?:")
+        end = rf"(?:{end})(?={following}|\s{{0,64}}(?:{closing}))"
+    try:
+        return ArgumentTags(regex.compile(head, regex.DOTALL), regex.compile(end, regex.DOTALL))
+    except regex.error:  # groups that reach over the value
+        return None
+
+
+class XmlReader(CallReader):
+    """A value between tags for each argument. Values become JSON as the tool's schema says.
+
+    Text that is a string by the schema is given as it comes, a value of another type when it has ended.
+    """
+
+    def __init__(self, name: str, schema: Mapping[str, Any], tags: ArgumentTags, *, live: bool) -> None:
+        super().__init__(live=live)
+        self._schema = schema  # by key
+        self._tags = tags
+        self._rest = ""  # read, and not decided yet
+        self._types, self._value = set[str](), ""  # of the present argument: what is in no piece
+        self._num_keys = 0
+        self._say("", name)
+
+    @property
+    def raw(self) -> str:
+        return super().raw + self._rest
+
+    def read(self, text: str) -> tuple[int, list[CallPiece]]:
+        self._rest += text
+        while self._rest and (self._read_value() if self.in_string else self._read_tag()):
+            pass
+        if not self.broken:
+            return len(text), self._take()
+        cut = max(0, len(self._rest) - len(text))  # before it: from earlier pieces
+        num_left, self._rest = len(self._rest) - cut, self._rest[:cut]
+        return len(text) - num_left, self._take()
+
+    def is_text(self, marker: str) -> bool:
+        if self.in_string:
+            self._read_value(marker)
+        return self.in_string
+
+    def close(self) -> list[CallPiece]:
+        self.broken = bool(self.in_string or self._rest.strip())
+        if not self.broken:
+            self.ended, self._rest = True, ""
+            self._say("}" if self._num_keys else "{}")
+            self._commit()
+        return self._take()
+
+    def _read_tag(self) -> bool:
+        match = self._tags.head.match(self._rest, partial=True)
+        is_open = match is not None and (match.partial or match.end() == len(self._rest))  # more may belong to it
+        self.broken = match is None or (is_open and len(self._rest) > MAX_TAG_CHARS)
+        if self.broken or is_open:
+            return False
+        self._move(match.end())
+        key = match["key"].replace(MARK, "")
+        self._value, self.in_string = "", True
+        self._types = json_types(self._schema.get(key)) or {"string"}
+        quote = '"' if self._types == {"string"} else ""
+        self._say(f"{', ' if self._num_keys else '{'}{json_text(key)}: {quote}")
+        self._num_keys += 1
+        return True
+
+    def _read_value(self, following: str = "") -> bool:
+        """Read up to the value's end, which `following` text may decide. Returns whether it was found."""
+        match = self._tags.end.search(self._rest + following, partial=not following)
+        is_whole = match is not None and not match.partial
+        if following and not (is_whole and match.end() <= len(self._rest)):
+            return False
+        if match is not None and not is_whole and len(self._rest) - match.start() > MAX_TAG_CHARS:
+            self.broken = True
+            return False
+        self._value += self._move(match.start() if match is not None else len(self._rest)).replace(MARK, "")
+        if is_whole:
+            self._move(len(match[0]))
+            self.in_string = False
+        if self._types == {"string", "null"} and not _may_be_null(self._value):
+            self._types = {"string"}
+            self._say('"')
+        if self._types == {"string"}:
+            self._say(json_text(self._value)[1:-1] + ('"' if is_whole else ""))
+            self._value = ""
+        elif is_whole:
+            self._say(typed_json(self._value, self._types))
+        return is_whole
+
+    def _move(self, length: int) -> str:
+        """Take text that is decided from `_rest`."""
+        moved, self._rest = self._rest[:length], self._rest[length:]
+        self._raw.append(moved)
+        return moved
+
+
+def json_types(schema: Any) -> set[str]:
+    """The types that a property's schema allows; empty when it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    declared = schema.get("type")
+    types = {one for one in _list(declared) if isinstance(one, str)} | (
+        {declared} if isinstance(declared, str) else set()
+    )
+    if not types:
+        values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+        types = {_NAMES.get(type(value), "string") for value in values}
+    for name in ("anyOf", "oneOf", "allOf"):
+        for choice in _list(schema.get(name)):
+            types |= json_types(choice)
+    return types
+
+
+def _may_be_null(text: str) -> bool:
+    text = text.strip()
+    return any(null.startswith(text) for null in _NULLS)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def typed_json(text: str, types: set[str]) -> str:
+    """The value as JSON text: of one of these types if it is one, else a string."""
+    plain = text.strip()
+    plain = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
+    forms = [plain]
+    if plain[:1] in ("[", "{") and "string" not in types:  # models may write it as the inside of a JSON string
+        forms.append(f'"{plain}"')
+    for form in forms:
+        try:
+            value = msgspec.json.decode(form)
+            if isinstance(value, str) and form is not plain:
+                form, value = value, msgspec.json.decode(value)
+        except BAD_JSON:
+            continue
+        name = _NAMES.get(type(value), "")
+        if name in types or (name == "integer" and "number" in types):
+            return form
+    return json_text(text)
