@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from benchmarks.slo.node import VirtualTime
     from pd_connectors.protocol.feed import StoredBlock
 
-DEFAULTS = Rule("defaults", usual=True)
+DEFAULTS = Rule("defaults", usual=True, shortest=True)
 RETRY_S = 0.01  # until a decode node asks for memory again
 OWN_TOKENS = 512  # after the head, that no other conversation has
 

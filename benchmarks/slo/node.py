@@ -81,7 +81,8 @@ class SimulatedNode:
         model = StepModel(times) if rule.usual and role == "decode" else self.model
         targets = rule.targets.on(role, "cuda:0", model)
         self.room.gap_s = targets.itl_s
-        self.budget = StepBudget(targets, model, lambda: world.now_s, self._busy_s)
+        self.budget = StepBudget(targets, self.model, lambda: world.now_s, self._busy_s)
+        self.budget.model = model
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=SEQS, max_num_batched_tokens=STEP_TOKENS, max_waiting=10_000),
             self.blocks, step_budget=self.budget, order=Shortest(self.model, self.blocks) if rule.shortest else Fifo(),

@@ -42,7 +42,7 @@ from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING
 
-from pd_cluster.scheduling.prefill_budget import LEAST_PROMPT_TOKENS, PrefillBudget
+from pd_cluster.scheduling.prefill_budget import FAR, LEAST_PROMPT_TOKENS, PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
 from pd_cluster.scheduling.targets import AIM, KEPT_GAP_S, MOST_KEYS, NEARLY_CHEAPEST
 
@@ -85,7 +85,7 @@ class StepBudget:
         self, targets: Targets, model: StepModel, clock: Callable[[], float], busy_s: Callable[[], float]
     ) -> None:
         self.targets = targets
-        self.model = model
+        self.model = self._live = model
         self._clock = clock
         self._busy_s = busy_s
         self._share = PrefillBudget(num_given=1)  # of the last step
@@ -135,7 +135,7 @@ class StepBudget:
         """
         (_, _, steps), (_, keys, cost) = self._usual
         if cost <= num_tokens:
-            return self.keys_per_token(num_running + num_tokens)
+            return keys if keys and not cost else self.keys_per_token(num_running + num_tokens)
         context = steps * CONTEXT_STEP
         dearer = num_tokens * (keys + context) / (cost * keys)
         return round(context / (dearer - 1.0)) if dearer > 1.0 else 0
@@ -153,6 +153,10 @@ class StepBudget:
         slack_s, _ = self._slack_s(_streams(queues, 0), self._clock() + self._busy_s())
         return AIM * targets.itl_s, self._allowed_s(slack_s / SPREAD)
 
+    @property
+    def _revision(self) -> int:
+        return self.model.revision + self._live.revision
+
     def _within_gaps(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> PrefillBudget:
         """All that the target of gaps allows."""
         targets = self.targets
@@ -161,7 +165,7 @@ class StepBudget:
         limits: tuple[int, ...]
         if not targets.context:
             limits = self._limits(num_decodes, _context_of(_streams(queues, num_entering)))
-        elif self._usual[0] == (key := (num_decodes, self.model.revision, queues.mean_context // CONTEXT_STEP)):
+        elif self._usual[0] == (key := (num_decodes, self._revision, queues.mean_context // CONTEXT_STEP)):
             limits = self._usual[1]  # 1 us for 9
         else:
             limits = self._usual_limits(num_decodes, queues.mean_context)
@@ -169,21 +173,27 @@ class StepBudget:
         return PrefillBudget.beside(num_decodes, max_num_tokens, *limits)
 
     def _usual_limits(self, num_decodes: int, context: int) -> tuple[int, int, int]:
-        """As beside streams of the usual context, and the cost of as many tokens of a prompt behind `context` others,
+        """Beside FAR streams as on a prefill node that keeps them: within KEPT_GAP_S, by steps of late.
+
+        Else as beside streams of the usual context, and the cost of as many tokens of a prompt behind `context` others,
         as each stream has, as behind the usual ones: else long streams starve prompts like theirs. In a step within
         KEPT_GAP_S, if that leaves no less.
         """
+        if context >= FAR:
+            return *self._limits(num_decodes, context * num_decodes, KEPT_GAP_S, self._live), 0
         usual, model = self.targets.context, self.model
         most, keys = self._limits(num_decodes, usual * num_decodes)
         within = model.tokens_within(num_decodes, AIM * KEPT_GAP_S - model.decode_s(num_decodes, context * num_decodes))
         return most, keys, min(within, round(most * (keys + context) / (keys + usual)))
 
-    def _limits(self, num_decodes: int, context: int) -> tuple[int, int]:
-        """Tokens of prompts within the target of gaps, and the keys that cost as much as one of them."""
-        most = self.model.tokens_within(
-            num_decodes, AIM * self.targets.itl_s - self.model.decode_s(num_decodes, context)
-        )
-        return most, self.keys_per_token(num_decodes + most)
+    def _limits(
+        self, num_decodes: int, context: int, itl_s: float = 0.0, model: StepModel | None = None
+    ) -> tuple[int, int]:
+        """Tokens of prompts within this bound, or the target of gaps, and the keys that cost as much as one of them."""
+        model = model or self.model
+        most_s = AIM * (itl_s or self.targets.itl_s) - model.decode_s(num_decodes, context)
+        most = model.tokens_within(num_decodes, most_s)
+        return most, self.keys_per_token(num_decodes + most, model)
 
     def _look(self, num_decodes: int, num_entering: int, max_num_tokens: int, queues: Queues) -> _Step:
         model, begin_s = self.model, self._clock() + self._busy_s()
@@ -232,9 +242,10 @@ class StepBudget:
         """The share of prompts: `most` tokens if they have none before them, and what fits a captured size."""
         return PrefillBudget.beside(num_decodes, max_num_tokens, most, self.keys_per_token(num_decodes + most))
 
-    def keys_per_token(self, num_tokens: int) -> int:
+    def keys_per_token(self, num_tokens: int, model: StepModel | None = None) -> int:
         """Keys that cost a prompt's token in a step of so many tokens as much as the token itself."""
-        keys, least = max(1, round(self.model.token_s_at(num_tokens) / self.model.key_s)), self.targets.keys
+        model = model or self.model
+        keys, least = max(1, round(model.token_s_at(num_tokens) / model.key_s)), self.targets.keys
         return min(max(keys, least), MOST_KEYS * least) if least else keys
 
     def _slack_s(self, streams: list[Sequence], begin_s: float) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from pd_router.config import HandoffOrder
 from pd_router.policy.charge import Charge
-from pd_router.policy.cost import DOUBT_S
+from pd_router.policy.cost import DOUBT_S, FAR
 from tests.router.test_choice import NOW_S, chosen, table
 from tests.router.test_long_contexts import CONTEXT, DECODE, PREFILL, nodes
 
@@ -43,7 +43,7 @@ def test_a_free_prefill_node_keeps_a_stream_that_costs_more_elsewhere() -> None:
         (replace(FREE, free_blocks=10), DECODE, {}),
         (replace(FREE, prompts_share=0.7), DECODE, {}),
         (replace(FREE, prompts_share=1.0), DECODE, {}),
-        (FREE, replace(DECODE, num_running=1, num_context=CONTEXT, step_s=0.0055), {}),
+        (replace(FREE, prompts_share=0.5), replace(DECODE, num_running=1, num_context=CONTEXT, step_s=0.0055), {}),
         (replace(FREE, num_running=3, num_context=3 * CONTEXT, step_s=0.0082), DECODE, {}),
         (FREE, DECODE, {"asked": HandoffOrder.P_FIRST}),
         (FREE, DECODE, {"decode_on_prefill": "never"}),
@@ -53,6 +53,12 @@ def test_a_free_prefill_node_keeps_a_stream_that_costs_more_elsewhere() -> None:
 )
 def test_a_stream_is_handed_over_as_ever(prefill: NodeLoad, decode: NodeLoad, facts: dict[str, Any]) -> None:
     assert chosen(nodes(prefill, decode), CONTEXT, **MOST | facts).reason != "prefill-free"
+
+
+def test_a_prefill_node_keeps_no_stream_that_steps_hardly_feel() -> None:
+    """Its tokens would come late while prompts are computed, and the others' hardly sooner."""
+    reasons = [chosen(nodes(FREE, DECODE), num_tokens, **MOST).reason for num_tokens in (FAR - 1000, FAR + 1000)]
+    assert [reason == "prefill-free" for reason in reasons] == [False, True]
 
 
 def test_a_queue_is_time_that_a_prefill_node_has_not() -> None:
@@ -67,7 +73,7 @@ def test_a_node_without_a_feed_keeps_none() -> None:
     assert chosen(table(1, 1), CONTEXT, **MOST).reason == "default"
 
 
-@pytest.mark.parametrize("context", [2000, CONTEXT])
+@pytest.mark.parametrize("context", [20_000, CONTEXT])
 def test_a_router_sends_one_stream_before_the_node_tells_it(context: int) -> None:
     """Or a burst would land on one prefill node: eight routers sent 56 streams, with steps of 78 ms."""
     made = nodes(FREE, replace(DECODE, num_running=60, step_s=0.02, num_slots=256))
@@ -111,10 +117,10 @@ def test_the_first_token_is_not_later_than_elsewhere(route: str, slo_ttft_ms: fl
 
 
 def test_a_stream_that_is_not_kept_goes_where_it_had_gone() -> None:
-    """A prefill node that has no room any more would read all of the prompt, of which the decode node lacks 300."""
+    """A prefill node that has no room any more would read all of the prompt, of which the decode node lacks 100."""
     made = nodes(FREE, DECODE)
     p, d = made.nodes
-    choice = chosen(made, CONTEXT, cached={p: 38_500, d: 39_700}, slo_ttft_ms=400.0, **MOST)
+    choice = chosen(made, CONTEXT, cached={p: 38_500, d: 39_900}, slo_ttft_ms=400.0, **MOST)
     assert choice.reason == "prefill-free"
     p.view.receive(replace(FREE, kept_tokens=0), ())
     assert choice.best(choice.decodes, NOW_S) is None

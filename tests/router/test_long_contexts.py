@@ -18,7 +18,7 @@ from pd_router.config import HandoffOrder
 from pd_router.nodes.answer_lengths import AnswerLengths
 from pd_router.nodes.node_table import FLAGS
 from pd_router.policy.charge import Charge
-from pd_router.policy.cost import DOUBT_S, HANDOVER_S
+from pd_router.policy.cost import DOUBT_S, FAR_SHARE, HANDOVER_S
 from pd_router.policy.prompt_facts import prompt_facts
 from tests.router.test_choice import NOW_S, chosen, table
 
@@ -71,7 +71,7 @@ def test_a_decode_node_does_not_take_what_it_serves_three_times_slower(num_new: 
         waits_s = queued * (TOKEN_S + KEY_S * CONTEXT) + own_s + HANDOVER_S
         if 2 * waits_s < alone_s:
             assert choice.order is HandoffOrder.P_FIRST, (queued, waits_s, alone_s)
-        if waits_s > 1.3 * alone_s + DOUBT_S:
+        if waits_s > (1.2 + 5 * FAR_SHARE) * alone_s + DOUBT_S:
             assert choice.order is HandoffOrder.DIRECT, (queued, waits_s, alone_s)
 
 

@@ -36,10 +36,13 @@ ERROR_FACTOR = 1.1
 # Of a second of a stream, beside one until a first token. Where streams are alike the answer loses as much to them as
 # they lose to it, so half of the sum is one of the two: 50 us a step at 1,200 tokens. `STREAM_SHARE` is beside that
 STREAM_WEIGHT = 0.5
-# Times as soon as from a decode node a stream must have its tokens to go on at a prefill node: its gaps are longer
-# there, and errors of the estimate cost one stream much. Azure's answers at 28/s had a TPOT p99 of 8.6 ms for 7.7 with
-# 1.1 (simulated)
-SOONER = 1.1
+# Tokens of context from which a stream takes an eighth of what reading the weights does, of each step (8B): from there
+# on it pays to have it elsewhere, so prefill nodes keep no shorter ones. A prompt as long is read in steps that take
+# four times as long as the decodes alone, which costs each stream more: with STREAM_SHARE 1P1D answered 1% fewer turns
+FAR, FAR_SHARE = 16_384, 1 / 10
+# Times as late as from a decode node a stream may have its tokens to go on at a prefill node, where all together gain.
+# With 1.0 2P2D answered 3.76 turns a second, with this 3.79, with any 3.78 (simulated)
+SLOWER = 1.2
 # Streams of a router process that a prefill node keeps and has not told of yet. It tells within 10 ms. A quarter of its
 # step holds some four of 40,000 tokens: eight routers that may send seven each make a step of 78 ms (8B, predicted)
 MOST_UNTOLD = 1
@@ -70,7 +73,7 @@ class Costs:
 
     __slots__ = (
         "_best_decoding", "_best_reading", "_cached", "_context", "_decodes", "_lower", "_now_s", "_num_sequences",
-        "_num_steps", "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s",
+        "_num_steps", "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_share", "_usual_s", "is_far",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +86,8 @@ class Costs:
         self._num_sequences = prompt.num_sequences
         self._num_steps = STREAM_WEIGHT * prompt.num_output * prompt.num_sequences  # of all sequences of the answer
         self._context = prompt.num_output / 2 + (prompt.context_at(decodes[0]) if decodes else 0.0)  # of one of them
+        self.is_far = self._context >= FAR
+        self._share = FAR_SHARE if self.is_far else STREAM_SHARE
         self._cached, self._lower = prompt.cached, prompt.lower
         self._prefills, self._decodes = prefills, decodes
         self._now_s = now_s
@@ -140,7 +145,7 @@ class Costs:
     def decoding(self, nodes: Iterable[Node]) -> list[tuple[float, float, bool]]:
         """`handing_over_s` and `direct_s` of each node, and whether the answer's sequences would run at once."""
         costs_s, num_sequences = [], self._num_sequences
-        num_steps, context = self._num_steps, self._context
+        num_steps, context, share = self._num_steps, self._context, self._share
         for node, cached, tokens, queue_s, own_s in self._sums(nodes, self._best_decoding):
             load = node.view.ledger.total
             streams = load.num_sequences
@@ -157,7 +162,7 @@ class Costs:
                 answer_s += self._room_s(node)
             moved_s = TRANSFER_S * (tokens if tokens < CHUNK_TOKENS else CHUNK_TOKENS)
             handing_over_s = HANDOVER_S + moved_s + STREAM_SHARE * queue_s + answer_s
-            direct_s = queue_s + own_s * (ERROR_FACTOR + STREAM_SHARE * streams) + answer_s
+            direct_s = queue_s + own_s * (ERROR_FACTOR + share * streams) + answer_s
             costs_s.append((handing_over_s, direct_s, has_room))
         return costs_s
 
@@ -217,14 +222,14 @@ class Costs:
 
     def keeping(self, nodes: Sequence[Node], decode: Node, latest_s: float) -> list[float]:
         """Of prefill nodes, if they go on with the prompt, to the last token; inf where one does not keep it, or the
-        client had its first token after `latest_s`, or the next ones later than from this decode node."""
-        costs_s, most_s = [], self.token_s(decode)
+        client had its first token after `latest_s`, or the next ones much later than from this decode node."""
+        costs_s, most_s = [], SLOWER * self.token_s(decode)
         sums = self._sums(nodes, self._best_reading)
         for (node, _, _, queue_s, own_s), (_, _, has_room) in zip(sums, self.decoding(nodes), strict=True):
             load = node.view.ledger.total
             lost_s = load.num_sequences * (DECODE_S + load.context_s * self._context)
             answer_s = self._num_steps * (load.streams_s + lost_s) + self.waiting_s(node, queue_s)
-            keeps = has_room and self.may_keep(node) and SOONER * self.token_s(node, queue_s) <= most_s
+            keeps = has_room and self.may_keep(node) and self.token_s(node, queue_s) <= most_s
             is_soon = keeps and (first_s := self.first_token_s(node)) is not None and first_s <= latest_s
             costs_s.append(queue_s + own_s + answer_s if is_soon else inf)
         return costs_s

@@ -200,7 +200,8 @@ class CostPolicy:
         if is_slow and self._tries(handoff, last, reading_s[last], reading_s[first]):
             return replace(handoff, reason=TRIED, prefills=(last, *ranked[:-1]), first_s=reading_s[last])
         route = self._better(handoff, reading_s[first], candidates) if candidates.may_spill else handoff
-        return _freed(route, now_s) if candidates.may_keep and route.reason != TRIED else route
+        may_keep = candidates.may_keep and costs.is_far and route.reason != TRIED
+        return _freed(route, now_s) if may_keep else route
 
     def _better(self, handoff: CostRoute, prefill_s: float, candidates: Candidates) -> CostRoute:
         """`handoff`, or that a decode node reads the prompt."""
