@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.__main__ import main
 from benchmarks.tier import TierBench
-from pd_cluster.scheduling.host_tier import HostTier
+from pd_cluster.scheduling.host_copies import HostCopies
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +53,7 @@ def test_a_miss_in_the_host_and_another_answer_fail(tmp_path: Path, monkeypatch:
         return times, [tokens[:-1] for tokens in found] if len(rounds) == 3 else found
 
     monkeypatch.setattr(TierBench, "_answers", bent)
-    monkeypatch.setattr(HostTier, "load_s", lambda *_, **__: inf)
+    monkeypatch.setattr(HostCopies, "load_s", lambda *_, **__: inf)
     status, record, _ = measured(tmp_path / "record")
     assert status == 1
     assert record["faults"] == [

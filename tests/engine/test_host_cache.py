@@ -51,7 +51,7 @@ def tiered(node: Node, kind: str = "", mode: str = "off", block_s: float = 0.0) 
         poison(tensor)
     bench = node.bench(kind, mode, host_cache_gb=HOST_GB)
     host = bench.core._blocks.host
-    host.wait_s = 0.0
+    bench.core._blocks.copies.wait_s = 0.0
     host.gb_s = bench.core._blocks.pools[0].group.block_bytes / block_s / 1e9 if block_s else inf
     return bench
 
