@@ -1,4 +1,4 @@
-"""A slice of a trace, scaled down to a small memory: what an engine finds of it again, and what a simulation of it does.
+"""A slice of a trace, scaled down to a small memory: what an engine finds of it again, and what a simulation does.
 
 Each block of the trace becomes BLOCK_TOKENS / scale tokens. So many prompts are open at once, in the trace's order: the
 speed of a machine changes nothing but how far its prompts are when others come.
