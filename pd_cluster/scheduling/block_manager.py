@@ -41,14 +41,9 @@ class BlockManager:
     """The pools of all groups, with the tables, leases and quarantines that refer to their blocks."""
 
     def __init__(
-        self,
-        groups: Sequence[KVGroup],
-        slabs: KvSlabs,
-        *,
-        num_host_blocks: int = 0,
-        host_cache: bool = False,
+        self, groups: Sequence[KVGroup], slabs: KvSlabs, *, num_host_blocks: int = 0, host_cache: bool = False,
         prefix_caching: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`num_host_blocks`: of each group, for swapping, and with `host_cache` for a tier of the prefix cache."""
         # its tables would begin empty, hits and handoffs would leave it out, and nothing of it would be published
         assert not any(group.optional for group in groups), "no model has an optional KV group yet"

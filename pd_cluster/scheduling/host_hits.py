@@ -50,13 +50,9 @@ class HostHits:
         return boundary, lacking
 
     def extend(
-        self,
-        table: BlockTable,
-        hashes: Iterable[bytes],
-        start: int,
-        end: int,
+        self, table: BlockTable, hashes: Iterable[bytes], start: int, end: int,
         loads_sooner: Callable[[int, int], bool] = lambda boundary, num_bytes: True,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Let a table that holds the device's hit of `start` blocks, and has room up to `end` tokens, hold the largest
         one of both tiers. What the device has not of it is queued to be loaded.
 
