@@ -9,11 +9,16 @@ The load comes in rounds. After each round the engine finishes all requests. The
     every block      is free or in the prefix cache, and is counted once
     every logit      of all rows of all steps was finite
     GPU memory       in use is the same as after the first round
+
+With `--host-cache-gb` what leaves the device goes on in host memory, which is filled, and all of it resident from the
+start: resident bytes and Python's blocks, in the line of each round, tell what grows beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import resource
 import sys
 import tempfile
@@ -41,6 +46,7 @@ PATIENCE = 8  # most rounds, beyond the time asked for, until sequences have bee
 LEAK_BYTES = 4 << 20  # growth of GPU memory that workspaces of libraries explain
 HOST_LEAK_BYTES = 1 << 30  # growth of the process's peak; on CPU torch keeps oneDNN's programs of up to 1024 shapes
 ABORTS_A_STEP = 0.02
+TIER_PREFIXES = 8  # with a tier in host memory: more than the device has room for
 PRESSURE = 6  # caches that the longest usual prompts of all running sequences would fill
 
 
@@ -56,6 +62,7 @@ class Options:
     num_blocks: int = 0
     max_num_seqs: int = 0
     swap_gb: float = 0.0
+    host_cache_gb: float = 0.0
     async_scheduling: str = "auto"
 
     @property
@@ -75,7 +82,8 @@ class Options:
             ),
             cache=CacheConfig(
                 num_blocks=self.num_blocks or (256 if on_gpu else 96),
-                swap_gb=self.swap_gb or (0.005 if self.shape == DEMO else 0.15),
+                swap_gb=self.swap_gb or self.host_cache_gb or (0.005 if self.shape == DEMO else 0.15),
+                host_cache_gb=self.host_cache_gb,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.num_running, max_num_batched_tokens=2048 if on_gpu else 256,
@@ -91,11 +99,17 @@ class Footprint:
 
     gpu_bytes: int
     peak_host_bytes: int
+    resident_bytes: int = 0  # without what the allocator keeps
+    python_blocks: int = 0  # of Python's allocator
 
     @classmethod
     def now(cls) -> Footprint:
         gpu_bytes = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-        return cls(gpu_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return cls(gpu_bytes, peak_bytes, num_pages * resource.getpagesize(), sys.getallocatedblocks())
 
     def check_growth_to(self, later: Footprint) -> None:
         """Raises Breach."""
@@ -147,7 +161,9 @@ class Soak:
         longest = min(executor.model.max_model_len, room * 2 // 3)
         usual = min(longest // 3, PRESSURE * room // options.num_running)
         ledger = TrafficLedger(executor.model.vocab_size, executor.model.eos_token_ids)
-        return cls(engine, options, Traffic(rng, executor.model.vocab_size, longest, usual), watch, ledger, rng)
+        num_prefixes = TIER_PREFIXES if options.host_cache_gb else 3
+        traffic = Traffic(rng, executor.model.vocab_size, longest, usual, num_prefixes)
+        return cls(engine, options, traffic, watch, ledger, rng)
 
     def run(self, hear: Callable[[str], None]) -> None:
         """Run rounds until the time is up, at least two: the first is the warm-up. Raises Breach."""
@@ -155,12 +171,21 @@ class Soak:
         while (
             (num_rounds := len(self.footprints)) < 2
             or time.monotonic() - start_s < self.options.seconds
-            or (num_rounds < PATIENCE and not all(self._preemptions))
+            or (num_rounds < PATIENCE and self._lacking)
         ):
             self._round(min(self.options.round_s, self.options.seconds / 2))
             hear(self.text(time.monotonic() - start_s))
-        if not all(self._preemptions):
-            raise Breach(f"too few preemptions (swapped, recomputed): {self._preemptions}; the soak proves nothing")
+        if self._lacking:
+            raise Breach(f"{self._lacking}; the soak proves nothing")
+
+    @property
+    def _lacking(self) -> str:
+        """What has not happened that a soak is for."""
+        host, (swaps, recomputations) = self.engine.core._blocks.host, self._preemptions
+        if self.options.host_cache_gb:  # it has room for all that are swapped
+            has_turned = host.num_loaded and host.num_saved > 2 * host.num_blocks
+            return "" if swaps and has_turned else "too few swaps, saves and loads"
+        return "" if swaps and recomputations else f"too few preemptions (swapped, recomputed): {self._preemptions}"
 
     @property
     def _preemptions(self) -> tuple[float, float]:
@@ -174,7 +199,18 @@ class Soak:
             f"{swaps:.0f} swaps, {recomputations:.0f} recomputations, "
             f"{self._counter('prefix_cache_hit_tokens_total'):.0f} tokens from the prefix cache, "
             f"{self.watch.num_steps} steps finite, GPU {last.gpu_bytes / 1e6:.3f} MB, "
-            f"host peak {last.peak_host_bytes / 1e6:.0f} MB"
+            f"host peak {last.peak_host_bytes / 1e6:.0f} MB, resident {last.resident_bytes / 1e6:.1f} MB, "
+            f"{last.python_blocks} blocks of Python"
+            f"{self._tier_text()}"
+        )
+
+    def _tier_text(self) -> str:
+        if not self.options.host_cache_gb:
+            return ""
+        host = self.engine.core._blocks.host
+        return (
+            f", host cache {host.num_cached} of {host.num_blocks * len(host.groups)} blocks, {host.num_saved} saved, "
+            f"{host.num_loaded} loaded, {host.num_hit_tokens} tokens found there"
         )
 
     def _round(self, seconds: float) -> None:
@@ -244,6 +280,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--num-blocks", type=int, default=0, help="Cache blocks. 0: too few for the load.")
     parser.add_argument("--max-num-seqs", type=int, default=0, help="Sequences that run at once. 0: 64; 16 on CPU.")
     parser.add_argument("--swap-gb", type=float, default=0.0, help="Host memory for preempted sequences. 0: for a few.")
+    parser.add_argument("--host-cache-gb", type=float, default=0.0, help="A tier in host memory, which has the swaps.")
     parser.add_argument("--async-scheduling", choices=("auto", "on", "off"), default="auto")
     options = Options(**vars(parser.parse_args(arguments)))
 

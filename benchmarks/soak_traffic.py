@@ -12,7 +12,6 @@ from pd_cluster.protocol.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from random import Random
 
-_NUM_PREFIXES = 3
 _ROUNDING = 1e-3  # a logprob of 0 may be so far above 0
 
 
@@ -29,18 +28,19 @@ class Traffic:
     vocab_size: int
     longest: int
     usual: int
+    num_prefixes: int = 3
     prefixes: list[list[int]] = field(init=False)
     _num_made: int = 0
 
     def __post_init__(self) -> None:
-        self.prefixes = [self._tokens(self.longest // 2) for _ in range(_NUM_PREFIXES)]
+        self.prefixes = [self._tokens(self.longest // 2) for _ in range(self.num_prefixes)]
 
     def request(self) -> AddRequest:
         """A request with a prompt of 1 token to half the longest; half of the prompts have a common prefix."""
         rng, longest, usual = self.rng, self.longest, self.usual
         self._num_made += 1
         length = rng.randint(1, rng.choice((16, usual // 4, usual // 4, usual, longest // 2)))
-        shared = rng.randint(0, length) if rng.random() < 0.5 else 0
+        shared = rng.choice((length, rng.randint(0, length))) if rng.random() < 0.5 else 0
         prompt = rng.choice(self.prefixes)[:shared] + self._tokens(length - shared)
         sampling = self._sampling(rng.randint(1, rng.choice((8, usual, usual))))
         return AddRequest(f"soak-{self._num_made}", prompt, sampling, priority=rng.choice((0, 0, 0, 1)))

@@ -7,6 +7,8 @@ Parts, each with its own record:
     idle     decode and prefill with the tier and without, in turn; prefill evicts, so it copies blocks out all the time
     hits     first token of a prompt that lies in the host beside computing it; the longest gap of 16 streams meanwhile;
              answers after hits on the device and in the host, with NaN in every host block that was not written
+    live     with `--trace`: what is found of a slice of Mooncake's trace, scaled down, beside a simulation of it; the
+             tier begins with NaN here, too. Fails if they differ by more than two points
 
 The command fails if a whole block of a prompt was not found where it had to be, on the device and then in the host, or
 if the answers after both differ. Those of the computed prompts are recorded alone: a prompt that is computed at once
@@ -33,9 +35,11 @@ import torch
 
 from benchmarks.offline import OfflineEngine, offline_context
 from benchmarks.records import RESULTS, append_record
+from benchmarks.routing_simulation.trace import read_trace
 from benchmarks.shapes import CONFIGS
 from benchmarks.tier_copies import CopyClock
 from benchmarks.tier_streams import OfflineClient
+from benchmarks.tier_trace import live_hits, scaled_prompts, simulated_hits
 from pd_cluster.config import CacheConfig, HandoffConfig, ModelConfig, NodeConfig, SchedulerConfig
 from pd_cluster.engine.core import EngineCore
 from pd_cluster.errors import StartupError
@@ -57,6 +61,8 @@ PARTS = ("copies", "pinning", "idle", "hits")
 # Decodes and prompt tokens of a step, and blocks copied beside it
 STEPS_BESIDE = ((0, 2048, (32, 128)), (32, 0, (8, 32)), (1, 0, (8,)))
 PIECES_MIB = (64, 16, 256, 1024)
+LIVE = "live"
+MOST_APART = 0.02  # of the prompts' tokens, a live hit rate and a simulated one
 STREAMS = 16
 NUM_PROMPTS = 5
 # Counters that have every token in whole blocks of a round's prompts, but for the last one
@@ -64,7 +70,7 @@ HITS = {"hit on the device": "prefix_cache_hit_tokens_total", "hit in the host":
 
 
 def no_wait(num_bytes: float, *, has_streams: bool) -> float:
-    """In place of `HostTier.load_s`: what is there is loaded, however short it is. Steps' bounds are the product's."""
+    """In place of `HostCopies.load_s`: what is there is loaded, however short it is. Steps' bounds are the product's."""
     return 0.0
 
 
@@ -250,10 +256,9 @@ class TierBench:
         """First tokens and answers of prompts in the host, beside computed ones and hits on the device."""
         self.wait_pinned()
         self.restart(has_tier=True, role="decode")
-        tier, size = self.engine.core._blocks.host, self.executor.block_size
-        tier.load_s = no_wait  # type: ignore[method-assign]
-        for tensor in self.executor._cache.hosts:
-            tensor.view(torch.uint8).fill_(0xFF)  # NaN in every float format here
+        size = self.executor.block_size
+        self.engine.core._blocks.copies.load_s = no_wait  # type: ignore[method-assign]
+        self._spoil()
         client, length = OfflineClient(self.engine), self.namespace.prompt
         client.finish([client.send(prompt, 2) for prompt in self.prompts([length, 100, 1000])])
         prompts = self.prompts([length + 7 * i for i in range(NUM_PROMPTS)])
@@ -286,6 +291,33 @@ class TierBench:
         self.note(f"{STREAMS} streams, prompts of {length} load", **gaps, ttft_ms=beside, counters=self._since(before))
         client.end(ids)
 
+    # live
+
+    def live(self) -> None:
+        """What is found of a trace, by this engine and by a simulation with its blocks."""
+        self.wait_pinned()
+        executor, options = self.executor, self.namespace
+        requests = read_trace(options.trace)[: options.requests or None]
+        prompts = scaled_prompts(requests, options.scale, executor.model.vocab_size)
+        num_open, num_host = options.open, executor.num_host_blocks
+        simulated = simulated_hits(prompts, num_open, executor.layout.groups, executor.slabs, num_host)
+        self._spoil()
+        self.restart(has_tier=True, role="prefill")
+        began_s = time.perf_counter()
+        live = live_hits(prompts, num_open, self.engine)
+        self.note(
+            f"hits of {options.trace.name}", prompts=len(prompts), tokens=sum(map(len, prompts)), scale=options.scale,
+            device_blocks=executor.slabs.num_blocks(0), host_blocks=num_host, open=num_open, live=live[0],
+            simulated=simulated[0], live_host=live[1], simulated_host=simulated[1],
+            seconds=time.perf_counter() - began_s, counters=self._tier_counters(),
+        )  # fmt: skip
+        if max(abs(one - other) for one, other in zip(live, simulated, strict=True)) > MOST_APART:
+            self.faults.append(f"hits on both tiers and in the host: live {live}, simulated {simulated}")
+
+    def _spoil(self) -> None:
+        for tensor in self.executor._cache.hosts:
+            tensor.view(torch.uint8).fill_(0xFF)  # NaN in every float format here
+
     def _since(self, before: dict[str, float]) -> dict[str, float]:
         return {name: value - before.get(name, 0.0) for name, value in self._tier_counters().items()}
 
@@ -313,7 +345,14 @@ class TierBench:
 def main(arguments: Sequence[str]) -> int:
     """Returns 0; 1 if a hit was missed or told another answer. Raises StartupError."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks tier", allow_abbrev=False)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="Default: all.")
+    parser.add_argument(
+        "--parts", nargs="+", choices=(*PARTS, LIVE), default=list(PARTS), help=f"Default: all but {LIVE}."
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help=f"Of {LIVE}: Mooncake's JSON lines.")
+    parser.add_argument("--scale", type=int, default=32, metavar="N", help=f"Of {LIVE}: prompts' tokens by N (32).")
+    parser.add_argument("--requests", type=int, default=0, metavar="N", help=f"Of {LIVE}: the first N (default: all).")
+    parser.add_argument("--open", type=int, default=16, metavar="N", help=f"Of {LIVE}: prompts at once (default: 16).")
+    parser.add_argument("--block-size", type=int, default=0, metavar="N", help="Tokens (default: the device's).")
     parser.add_argument("--shape", default="8b", help="Default: 8b.")
     parser.add_argument("--device", default="cuda", help="cpu: for tests of this benchmark.")
     parser.add_argument("--num-blocks", type=int, default=2624, metavar="N", help="Of the GPU's cache (default: 2624).")
@@ -328,6 +367,8 @@ def main(arguments: Sequence[str]) -> int:
         "--json", type=Path, default=RESULTS / "tier.jsonl", metavar="FILE", help="Appended to (%(default)s)."
     )
     namespace = parser.parse_args(arguments)
+    if LIVE in namespace.parts and namespace.trace is None:
+        raise StartupError(f"--parts {LIVE} needs --trace")
     if namespace.device == "cuda" and not torch.cuda.is_available():
         raise StartupError("torch finds no CUDA device")
     with tempfile.TemporaryDirectory(prefix="pd-bench-") as directory:
@@ -342,7 +383,9 @@ def node_config(directory: str, namespace: argparse.Namespace) -> NodeConfig:
             model=directory, load_format="dummy", dtype="bfloat16", device=namespace.device,
             max_model_len=min(16_384, 16 * namespace.num_blocks), seed=namespace.seed,
         ),
-        cache=CacheConfig(num_blocks=namespace.num_blocks, host_cache_gb=namespace.host_gb),
+        cache=CacheConfig(
+            num_blocks=namespace.num_blocks, block_size=namespace.block_size, host_cache_gb=namespace.host_gb
+        ),
         scheduler=SchedulerConfig(max_num_seqs=128, max_num_batched_tokens=2048),
         handoff=HandoffConfig(connector="none"),
     )  # fmt: skip
@@ -369,6 +412,7 @@ def measure_tier(config: NodeConfig, namespace: argparse.Namespace) -> list[str]
         "copies": bench.copies,
         "hits": bench.hits,
         "idle": bench.idle,
+        LIVE: bench.live,
     }
     try:
         for name, part in parts.items():

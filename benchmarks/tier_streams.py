@@ -24,6 +24,11 @@ class OfflineClient:
         self.tokens: dict[str, list[int]] = {}
         self._open: set[str] = set()
 
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
     def send(self, prompt: list[int], num_tokens: int) -> str:
         """Send a greedy request. -> its id."""
         request_id = f"c{id(self)}-{len(self.times)}"

@@ -194,6 +194,6 @@ class DiskTier:
                 own.pin(block)
                 self._writes[name] = block
 
-    def _note_evicted(self, group: int, block_hash: bytes, block: int) -> None:
+    def _note_evicted(self, group: int, block_hash: bytes) -> None:
         self._num_unwritten += not self._disk.has(BlockName(block_hash, group))
-        self._give_up(group, block_hash, block)
+        self._give_up(group, block_hash)

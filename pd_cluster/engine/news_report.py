@@ -47,7 +47,7 @@ class NewsReport:
         clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
-        self._news, self._host = blocks.news, blocks.host
+        self._news, self._host, self._copies = blocks.news, blocks.host, blocks.copies
         # Of a hit's token, on all ranks: windows need their last blocks alone
         self._token_bytes = sum(pool.group.block_bytes / pool.block_size for pool in blocks.pools if pool.is_tree)
         self._pipeline = pipeline
@@ -114,4 +114,4 @@ class NewsReport:
         """Seconds of a token of a prompt of HIT_TOKENS, beside the loads that are queued."""
         if not self._host.is_cache:
             return 0.0
-        return self._host.load_s(HIT_TOKENS * self._token_bytes, has_streams=has_streams) / HIT_TOKENS
+        return self._copies.load_s(HIT_TOKENS * self._token_bytes, has_streams=has_streams) / HIT_TOKENS

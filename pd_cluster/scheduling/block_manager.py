@@ -19,6 +19,7 @@ from pd_cluster.scheduling.batch import NewBlocks
 from pd_cluster.scheduling.block_table import BlockTable, GroupBlocks, Growth
 from pd_cluster.scheduling.cache_news import CacheNews
 from pd_cluster.scheduling.hits import Hits
+from pd_cluster.scheduling.host_copies import HostCopies
 from pd_cluster.scheduling.host_hits import HostHits
 from pd_cluster.scheduling.host_tier import HostTier
 from pd_cluster.scheduling.sequence_room import cache_tokens
@@ -30,25 +31,19 @@ if TYPE_CHECKING:
 
     from pd_cluster.protocol.messages import KvStats
     from pd_cluster.scheduling.block_pool import BlockPool
+    from pd_cluster.scheduling.host_copies import Copy
     from pd_connectors.base import CachedBlock
     from pd_connectors.protocol.layout import KVGroup
     from pd_connectors.protocol.slabs import KvSlabs
-
-Copy = tuple[int, int, int]  # (group, from, to)
 
 
 class BlockManager:
     """The pools of all groups, with the tables, leases and quarantines that refer to their blocks."""
 
     def __init__(
-        self,
-        groups: Sequence[KVGroup],
-        slabs: KvSlabs,
-        *,
-        num_host_blocks: int = 0,
-        host_cache: bool = False,
+        self, groups: Sequence[KVGroup], slabs: KvSlabs, *, num_host_blocks: int = 0, host_cache: bool = False,
         prefix_caching: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`num_host_blocks`: of each group, for swapping, and with `host_cache` for a tier of the prefix cache."""
         # its tables would begin empty, hits and handoffs would leave it out, and nothing of it would be published
         assert not any(group.optional for group in groups), "no model has an optional KV group yet"
@@ -66,7 +61,8 @@ class BlockManager:
         self._hits = Hits(self.pools, self.block_size)
         self.news = CacheNews([pool.index for pool in self.pools if pool.is_tree])
         self.host = HostTier(self.pools, self.news, num_host_blocks, is_cache=host_cache and prefix_caching)
-        self._host_hits = HostHits(self._memory, self.block_size, self._hits, self.host)
+        self.copies = HostCopies(self.pools, self.host)
+        self._host_hits = HostHits(self._memory, self.block_size, self._hits, self.copies)
         self.match_host, self.lacking = self._host_hits.extend, self._host_hits.lacking
         self._tables: set[BlockTable] = set()
         self._leases: dict[str, BlockTable] = {}
@@ -136,7 +132,7 @@ class BlockManager:
     def close(self, table: BlockTable) -> None:
         """Release all blocks of the table. Idempotent."""
         self._tables.discard(table)
-        self.host.cancel(table)
+        self.copies.cancel(table)
         self.truncate(table, 0)
 
     def needs(self, table: BlockTable, start: int, end: int) -> list[int]:
@@ -271,7 +267,8 @@ class BlockManager:
             for pool in self.pools:
                 pool.publish(table.groups[pool.index], hashes, news)
             if self.host.is_cache:
-                self.host.note_raised(news)
+                for one in news:
+                    self.news.raised(one.group, one.hash)
         return news
 
     def num_published(self, table: BlockTable) -> int:
@@ -335,7 +332,7 @@ class BlockManager:
 
     def can_swap_out(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether the table has blocks of the first `num_tokens`, all loaded, and the host memory room for them."""
-        if not num_tokens or table in self.host.pending:
+        if not num_tokens or table in self.copies.pending:
             return False
         needs = (pool.blocks_for(num_tokens) - held.first for pool, held in self._by_group(table))
         return all(num <= own.num_takeable for num, own in zip(needs, self.host.groups, strict=True))
@@ -389,6 +386,7 @@ class BlockManager:
             leased = [table.groups[pool.index] for table in self._leases.values()]
             quarantined = [block_id for taken in self._quarantines.values() for block_id in taken[pool.index]]
             pool.check(tables, leased, quarantined)
-        assert self.host.pending.keys() <= self._tables, "a closed table is loaded"
+        assert self.copies.pending.keys() <= self._tables, "a closed table is loaded"
+        self.copies.check()
         self.host.check()
         self._memory.check()

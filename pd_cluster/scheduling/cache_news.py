@@ -83,39 +83,33 @@ class CacheNews:
             at += 1
         return at
 
-    def evicted(self, block_hash: bytes) -> None:
-        """Note that the boundary after this block is no hit any more: no tier has the block."""
-        for group in self._trees if self._tiers else ():
-            self._tiers.pop((group, block_hash), None)
-        if (blocks := self._named.pop(block_hash, None)) is None:
-            return
-        for block in blocks:  # another boundary may need it for long
-            self._needing[block].remove(block_hash)
-            if not self._needing[block]:
-                del self._needing[block]
-        self._moved.pop(block_hash, None)
-        if self._stored.pop(block_hash, None) is None:
-            self._evicted.append(block_id(block_hash))
-
-    def evicted_in(self, group: int, block_hash: bytes) -> None:
-        """Note that no boundary that needs this block of a WINDOW or STATE group is a hit any more."""
+    def evicted(self, group: int, block_hash: bytes) -> None:
+        """Note that no tier has this block of any group: no boundary that needs it is a hit any more."""
         self._tiers.pop((group, block_hash), None)
-        for boundary in tuple(self._needing.get((group, block_hash), ())):
-            self.evicted(boundary)
+        for boundary in self._needing_of(group, block_hash):
+            for block in self._named.pop(boundary):  # another boundary may need it for long
+                self._needing[block].remove(boundary)
+                if not self._needing[block]:
+                    del self._needing[block]
+            self._moved.pop(boundary, None)
+            if self._stored.pop(boundary, None) is None:
+                self._evicted.append(block_id(boundary))
+
+    def _needing_of(self, group: int, block_hash: bytes) -> tuple[bytes, ...]:
+        """The named boundaries that need a block of its own: in a tree, the one after it."""
+        if group in self._trees:
+            return (block_hash,) if block_hash in self._named else ()
+        return tuple(self._needing.get((group, block_hash), ()))
 
     def lowered(self, group: int, block_hash: bytes, tier: int = HOST) -> None:
         """Note that the device has this block of any group no more, and that a lower tier has it. Idempotent."""
         self._tiers[group, block_hash] = tier
-        self._note_moved(group, block_hash)
+        self._moved.update(dict.fromkeys(self._needing_of(group, block_hash)))
 
     def raised(self, group: int, block_hash: bytes) -> None:
         """Note that the device has this block: it was loaded, or computed again. Nothing if it had it already."""
         if self._tiers.pop((group, block_hash), None) is not None:
-            self._note_moved(group, block_hash)
-
-    def _note_moved(self, group: int, block_hash: bytes) -> None:
-        named = (block_hash,) if group in self._trees else self._needing.get((group, block_hash), ())
-        self._moved.update((boundary, None) for boundary in named if boundary in self._named)
+            self._moved.update(dict.fromkeys(self._needing_of(group, block_hash)))
 
     def _tier(self, boundary: bytes) -> int:
         """The lowest one of the blocks that the boundary needs, but those of the boundaries before it."""

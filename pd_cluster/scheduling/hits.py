@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from pd_cluster.scheduling.block_pool import BlockPool
     from pd_cluster.scheduling.block_table import BlockTable
     from pd_cluster.scheduling.prefix_cache import PrefixCache
-    from pd_cluster.scheduling.two_tiers import TwoTiers
+    from pd_cluster.scheduling.tiers import Tiers
 
 
 class Hits:
     """The hits in the caches of all groups. Lengths are in blocks of `block_size`, the smallest."""
 
     def __init__(
-        self, pools: Sequence[BlockPool], block_size: int, caches: Sequence[PrefixCache | TwoTiers] | None = None
+        self, pools: Sequence[BlockPool], block_size: int, caches: Sequence[PrefixCache | Tiers] | None = None
     ) -> None:
         """`caches`: by group, what to look into; None: what is on the device. Only that can be held."""
         self._caches = [pool.cache for pool in pools] if caches is None else caches

@@ -18,14 +18,11 @@ class HostBlocks:
         self.taken: set[int] = set()
         self.pins: Counter[int] = Counter()  # of cached blocks and of `orphans`
         self.orphans: set[int] = set()  # pinned blocks that are cached no more
+        self.clean_to = 0  # of all blocks that have left the device's order of eviction or will, so many have a copy
 
     @property
     def num_takeable(self) -> int:
         return len(self.free) + len(self.cached) - len(self.pins) + len(self.orphans)
-
-    def find(self, block_hash: bytes) -> int | None:
-        """The host block with this content."""
-        return self.cached.get(block_hash)
 
     def pin(self, block: int) -> None:
         """Keep a cached block from being evicted."""
@@ -43,6 +40,13 @@ class HostBlocks:
         """Free taken blocks."""
         self.taken.difference_update(blocks)
         self.free += blocks
+
+    def clear(self) -> Iterable[bytes]:
+        """Forget what is cached. Returns it."""
+        cached, self.cached, self.clean_to = self.cached, OrderedDict(), 0
+        for block in cached.values():
+            (self.orphans.add if block in self.pins else self.free.append)(block)
+        return cached
 
     def check(self, num_blocks: int) -> None:
         """Raise AssertionError unless every block is accounted for once."""

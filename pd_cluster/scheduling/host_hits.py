@@ -6,24 +6,24 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pd_cluster.scheduling.hits import Hits
-from pd_cluster.scheduling.two_tiers import ThreeTiers, TwoTiers
+from pd_cluster.scheduling.tiers import Tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from pd_cluster.scheduling.block_table import BlockTable
-    from pd_cluster.scheduling.host_tier import HostTier
+    from pd_cluster.scheduling.host_copies import HostCopies
     from pd_cluster.scheduling.slab_memory import SlabMemory
 
 
 class HostHits:
     """Hits over both tiers, and how a table gets them."""
 
-    def __init__(self, memory: SlabMemory, block_size: int, device: Hits, tier: HostTier) -> None:
+    def __init__(self, memory: SlabMemory, block_size: int, device: Hits, copies: HostCopies) -> None:
         """`device`: the hits in what is on the device."""
         self._memory, self._pools, self._size = memory, memory.pools, block_size
-        self._device, self._tier = device, tier
-        self._caches = [TwoTiers(pool.cache, own) for pool, own in zip(memory.pools, tier.groups, strict=True)]
+        self._device, self._copies, self._tier = device, copies, copies.tier
+        self._caches = [Tiers(pool.cache, own) for pool, own in zip(memory.pools, copies.tier.groups, strict=True)]
         self._both = Hits(memory.pools, block_size, self._caches)
 
     def num_cached(self, hashes: Iterable[bytes]) -> int:
@@ -38,7 +38,7 @@ class HostHits:
         The latter are (group, hash), of each group in the prompt's order.
         """
         caches = [
-            ThreeTiers(pool.cache, own, partial(has, pool.index))
+            Tiers(pool.cache, own, partial(has, pool.index))
             for pool, own in zip(self._pools, self._tier.groups, strict=True)
         ]
         boundary, known = Hits(self._pools, self._size, caches).find(hashes)
@@ -50,17 +50,13 @@ class HostHits:
         return boundary, lacking
 
     def extend(
-        self,
-        table: BlockTable,
-        hashes: Iterable[bytes],
-        start: int,
-        end: int,
+        self, table: BlockTable, hashes: Iterable[bytes], start: int, end: int,
         loads_sooner: Callable[[int, int], bool] = lambda boundary, num_bytes: True,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Let a table that holds the device's hit of `start` blocks, and has room up to `end` tokens, hold the largest
         one of both tiers. What the device has not of it is queued to be loaded.
 
-        While the table is in `HostTier.pending` no step may compute it. `loads_sooner`: whether a hit of so many blocks
+        While the table is in `HostCopies.pending` no step computes it. `loads_sooner`: whether a hit of so many blocks
         is worth so many bytes to load. Returns the hit in blocks; `start` also where there is no room, as where slabs
         of another group hold a part of it.
         """
@@ -103,4 +99,4 @@ class HostHits:
                         loads.append((pool.index, block_hash, block_id))
                     held.ids.append(block_id)
         if loads:
-            self._tier.queue(table, loads)
+            self._copies.queue(table, loads)

@@ -223,7 +223,7 @@ class KvMemory:
 
         def loads_sooner(num_whole: int, num_bytes: int) -> bool:
             has_streams = any(map(is_stream, self._queues.running))
-            load_s = blocks.host.load_s(num_bytes, has_streams=has_streams)
+            load_s = blocks.copies.load_s(num_bytes, has_streams=has_streams)
             return load_s < self._prefill_s(num_whole * size - start, start)
 
         hashes = seq.iter_hashes(seq.num_reusable_tokens // size, size)

@@ -80,7 +80,7 @@ class Planner:
         self._step_budget = step_budget
         self._passed = PassedPrompts()
         self._next_step = 0
-        blocks.host.step_tokens = config.max_num_batched_tokens
+        blocks.copies.step_tokens = config.max_num_batched_tokens
 
     def plan(self, loads: list[LoadSpec]) -> Batch:
         """The next step's batch, with these loads. Its sequences count as in flight until its result is known."""
@@ -112,14 +112,14 @@ class Planner:
         return batch
 
     def _plan_copies(self, builder: BatchBuilder) -> None:
-        host, step_s = self._blocks.host, inf
+        copies, step_s = self._blocks.copies, inf
         if builder.chunks:
             step_s = self._step_budget.model.seconds(StepWork.of(builder.chunks))  # 14 us for 256
         has_streams = any(map(is_stream, self._queues.running))
-        running = self._queues.running if host.victims else ()
+        running = self._queues.running if self._blocks.host.victims else ()
         written = {seq.table: seq.num_scheduled_tokens for seq in running if seq.table is not None}
-        builder.save, builder.load = host.plan_copies(written, step_s=step_s, has_streams=has_streams)
-        builder.may_outlast = bool(builder.load) or not builder.chunks or host.copy_s(builder.save) > step_s
+        builder.save, builder.load = copies.plan(written, step_s=step_s, has_streams=has_streams)
+        builder.may_outlast = bool(builder.load) or not builder.chunks or copies.copy_s(builder.save) > step_s
 
     def tokens_beside_decodes(self) -> int:
         """The prompt tokens that a step may take at present beside the decodes. 0: it has none, or no limit."""
@@ -144,7 +144,7 @@ class Planner:
         """Plan every decode. Returns the running sequences with more than one token left."""
         step, chunks, prefills = builder.step, builder.chunks, []
         running = tuple(self._queues.running)
-        if pending := self._blocks.host.pending:
+        if pending := self._blocks.copies.pending:
             running = tuple(seq for seq in running if seq.table not in pending)
         if builder.unready:
             now_s = self._clock()
@@ -312,9 +312,9 @@ class Planner:
             return False
         builder.swap_in += copies
         self._queues.run(seq)
-        if self._blocks.host.holds_up(seq.table, seq.num_scheduled_tokens):  # type: ignore[arg-type]
+        if self._blocks.copies.holds_up(seq.table, seq.num_scheduled_tokens):  # type: ignore[arg-type]
             seq.planned_step = builder.step  # it computes from the next step on, or a later one
-            if seq.table not in self._blocks.host.pending:  # then no other one takes its place, and blocks for it
+            if seq.table not in self._blocks.copies.pending:  # then no other one takes its place, and blocks for it
                 builder.prompts.take(seq.num_scheduled_tokens, seq.num_remaining_tokens)
         elif not builder.unready.holds(seq, self._clock()):  # else it may be cached but for its last token
             builder.add_chunk(seq, self._blocks)

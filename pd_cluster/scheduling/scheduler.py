@@ -347,7 +347,7 @@ class Scheduler:
 
     def update(self, batch: Batch, result: StepResult) -> list[Update]:
         """Take a step's result: cache its computed blocks, append its sampled tokens, end the sequences that ended."""
-        self._blocks.host.note_saved(batch.copies.save)
+        self._blocks.copies.note_saved(batch.copies.save)
         return self._effects.take(batch, result)
 
     def check(self) -> None:

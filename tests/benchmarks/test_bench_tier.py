@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from math import inf
+from random import Random
 from typing import TYPE_CHECKING, Any
 
-import benchmarks.tier
+import pytest
+
+from benchmarks import tier
 from benchmarks.__main__ import main
+from benchmarks.routing_simulation.trace import BLOCK_TOKENS, synthetic
 from benchmarks.tier import TierBench
+from benchmarks.tier_trace import simulated_hits
+from pd_cluster.scheduling.host_copies import HostCopies
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 FLAGS = (
     "tier --parts hits --device cpu --shape tiny --num-blocks 400 --host-gb 0.02 "
@@ -53,10 +57,50 @@ def test_a_miss_in_the_host_and_another_answer_fail(tmp_path: Path, monkeypatch:
         return times, [tokens[:-1] for tokens in found] if len(rounds) == 3 else found
 
     monkeypatch.setattr(TierBench, "_answers", bent)
-    monkeypatch.setattr(benchmarks.tier, "no_wait", lambda *_, **__: inf)
+    monkeypatch.setattr(tier, "no_wait", lambda *_, **__: inf)
     status, record, _ = measured(tmp_path / "record")
     assert status == 1
     assert record["faults"] == [
         f"hit in the host: 0 of {NUM_WHOLE} tokens in whole blocks",
         "answers after hits on the device and in the host differ",
     ]
+
+
+def trace_file(path: Path, num_requests: int) -> Path:
+    """Conversations of one to a dozen blocks, as Mooncake's."""
+    rows = [
+        {
+            "timestamp": one.at_s * 1e3, "input_length": one.num_tokens, "output_length": 1,
+            "hash_ids": [*one.blocks, -1][: -(-one.num_tokens // BLOCK_TOKENS)],
+        }
+        for one in synthetic(num_requests, Random(1))
+    ]  # fmt: skip
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+LIVE = (
+    "tier --parts live --device cpu --shape tiny --num-blocks 100 --block-size 16 --host-gb 0.0015 --requests 60 "
+    "--open 1"
+)
+
+
+@pytest.mark.parametrize("points_more", [0, 10])
+def test_a_trace_finds_what_its_simulation_finds(
+    points_more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the benchmark fails: with a simulation that finds ten points more in host memory."""
+
+    def simulated(*arguments: Any) -> list[float]:
+        both, host = simulated_hits(*arguments)
+        return [both, host + points_more / 100]
+
+    monkeypatch.setattr(tier, "simulated_hits", simulated)
+    monkeypatch.setattr(HostCopies, "load_s", lambda *_, **__: 0.0)  # computing is as dear for both
+    trace, record = trace_file(tmp_path / "trace.jsonl", 80), tmp_path / "record"
+    status = main([*LIVE.split(), "--trace", str(trace), "--json", str(record)])
+    found = json.loads(record.read_text())
+    (row,) = found["results"]
+    assert (row["prompts"], bool(found["faults"]), status) == (60, points_more > 0, int(points_more > 0))
+    assert row["live_host"] > 0.05, "the tier has a part of it"
+    assert row["live"] > row["live_host"], "and the device the rest"

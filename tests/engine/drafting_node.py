@@ -139,7 +139,9 @@ class Wanted:
         self.send(bench, Work.PREFILL, "p")
 
 
-def expect_same(found: Answered, single: Answered, name: str = "r", *, logprobs: bool = True) -> None:
+def expect_same(
+    found: Answered, single: Answered, name: str = "r", *, logprobs: bool = True, tolerance: float = 1e-4
+) -> None:
     """Ends, tokens and their log-probabilities."""
     assert found.ids.keys() == {(name + key[1:], index) for key, index in single.ids}
     for (key, index), tokens in single.answers.items():
@@ -147,7 +149,7 @@ def expect_same(found: Answered, single: Answered, name: str = "r", *, logprobs:
         assert [token.token_id for token in own] == [token.token_id for token in tokens], key
         assert found.reasons[name + key[1:], index] is single.reasons[key, index]
         for token, other in zip(own, tokens, strict=True):
-            assert token.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert token.logprob == pytest.approx(other.logprob, abs=tolerance)
             assert [top.token_id for top in token.top] == [top.token_id for top in other.top]
 
 

@@ -59,7 +59,7 @@ class DiskedBench(Told):
         super().__init__(node.executor, node.connector, mode, host_cache_gb=HOST_GB, open_disk=open_disk)
         host, tier = self.core._blocks.host, self.core._disk
         assert tier is not None
-        host.gb_s, host.wait_s = inf, 0.0
+        host.gb_s, self.core._blocks.copies.wait_s = inf, 0.0
         tier._gb_s = 1e9
 
     def serve(self, asked: list[AddRequest], wave: int = 6) -> Answered:

@@ -156,7 +156,7 @@ def test_names_have_their_tiers_and_the_load_its_seconds() -> None:
     for connector in make_connector(executor):
         node = Node(executor, connector, config)
         host, pool = node.core._blocks.host, node.core._blocks.pools[0]
-        host.wait_s, host.gb_s = 0.0, 1e6  # nothing is computed sooner
+        node.core._blocks.copies.wait_s, host.gb_s = 0.0, 1e6  # nothing is computed sooner
         node.send(ReportNews(True))
         for index in range(24):
             head = heads[index % 4] if index < 16 else heads[0]
@@ -179,7 +179,7 @@ def test_names_have_their_tiers_and_the_load_its_seconds() -> None:
         assert node.mirror.load.host_token_s == pytest.approx(size / 1e15)
         asked_s = node.core._news._host_token_s
         assert asked_s(has_streams=True) == pytest.approx(2 * size / 1e15), "it has half of a step"
-        host.wait_s = 8.192
+        node.core._blocks.copies.wait_s = 8.192
         assert asked_s(has_streams=False) == pytest.approx(0.001)
     executor.close()
 

@@ -54,12 +54,12 @@ class Holders:
             self.host[block_hash] = None
             self.blocks.news.lowered(0, block_hash)
         else:
-            self.blocks.news.evicted(block_hash)
+            self.blocks.news.evicted(0, block_hash)
 
     def forget_in_host(self) -> None:
         gone = next(iter(self.host))
         del self.host[gone]
-        self.blocks.news.evicted(gone)
+        self.blocks.news.evicted(0, gone)
 
     def compute(self, tokens: list[int], *, named: bool) -> None:
         """A prompt is computed, cached and named, as far as there is room. What lies below is on the device again."""
@@ -168,7 +168,7 @@ def test_a_boundary_lies_where_the_lowest_of_its_own_blocks_does() -> None:
     news.lowered(1, hashes[1])
     news.raised(0, hashes[1])
     assert dict(news.take()[2]) == {block_id(hashes[1]): HOST, block_id(hashes[2]): HOST}, "still without its window"
-    news.evicted_in(1, hashes[1])
+    news.evicted(1, hashes[1])
     assert set(news.take()[0]) == {block_id(hashes[1]), block_id(hashes[2])}
     assert not news._tiers
 

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 def pace(blocks: BlockManager, block_s: float) -> None:
     """Let a block of the first group take so many seconds."""
-    blocks.host.gb_s, blocks.host.wait_s = blocks.pools[0].group.block_bytes / block_s / 1e9, 0.0
+    blocks.host.gb_s, blocks.copies.wait_s = blocks.pools[0].group.block_bytes / block_s / 1e9, 0.0
 
 
 def test_loads_take_their_bytes_at_25_gb_a_second_and_a_step_more() -> None:
     """Two milliseconds. Beside streams at half the speed."""
-    tier = manager(4, 4).host
-    assert tier.load_s(25e9, has_streams=False) == pytest.approx(1.002)
-    assert tier.load_s(25e9, has_streams=True) == pytest.approx(2.002)
+    copies = manager(4, 4).copies
+    assert copies.load_s(25e9, has_streams=False) == pytest.approx(1.002)
+    assert copies.load_s(25e9, has_streams=True) == pytest.approx(2.002)
 
 
 @pytest.mark.parametrize(("step_s", "num"), [(5e-3, 7), (40e-3, 57), (0.1e-3, 4), (1.0, 256), (inf, 256)])
@@ -38,9 +38,9 @@ def test_a_step_loads_what_half_of_it_takes_beside_streams(step_s: float, num: i
         host.add(0, block_hash, block)
     table = blocks.open_table()
     assert blocks.match_host(table, hashes_of(0, 290 * SIZE), 0, 291 * SIZE) == 290
-    _, loads = host.plan_copies({}, step_s=step_s, has_streams=True)
+    _, loads = blocks.copies.plan({}, step_s=step_s, has_streams=True)
     assert len(loads) == num
-    alone = host.load_s(10 * blocks.pools[0].group.block_bytes, has_streams=False)
+    alone = blocks.copies.load_s(10 * blocks.pools[0].group.block_bytes, has_streams=False)
     beside = min(10, 290 - num)
     assert alone == pytest.approx((10 + beside) * 0.35e-3), "what is queued takes turns with it"
     blocks.close(table)
@@ -59,11 +59,11 @@ def test_the_price_of_loads_beside_streams_is_that_of_the_steps_that_they_need(s
             host.add(0, block_hash, block)
     prices, tables = [], [blocks.open_table() for _ in hashes]
     for table, one in zip(tables, hashes, strict=True):
-        prices.append(host.load_s(len(one) * blocks.pools[0].group.block_bytes, has_streams=True))
+        prices.append(blocks.copies.load_s(len(one) * blocks.pools[0].group.block_bytes, has_streams=True))
         assert blocks.match_host(table, one, 0, (len(one) + 1) * SIZE) == len(one)
     num_steps = 0
-    while host.pending:
-        host.plan_copies({}, step_s=step_s, has_streams=True)
+    while blocks.copies.pending:
+        blocks.copies.plan({}, step_s=step_s, has_streams=True)
         num_steps += 1
     assert num_steps * step_s == pytest.approx(prices[1], rel=0.25)
     assert prices[0] == pytest.approx(200 * 0.7e-3)
@@ -84,9 +84,9 @@ def test_beside_streams_a_step_saves_in_all_groups_what_its_prompts_evict(kv: Gr
     families = range(0, 120, 2)
     for family in families:
         blocks.close(computed(blocks, family, num * SIZE))
-        saves, _ = host.plan_copies({}, step_s=4e-3 + num * 1.4e-3, has_streams=True)
+        saves, _ = blocks.copies.plan({}, step_s=4e-3 + num * 1.4e-3, has_streams=True)
         saved.update(group for group, _, _ in saves)
-        host.note_saved(saves)
+        blocks.copies.note_saved(saves)
         blocks.check()
     assert min(saved[pool.index] for pool in blocks.pools) >= 20 * num
     assert not host.num_unsaved
@@ -101,7 +101,7 @@ def test_a_step_that_only_loads_saves_no_more_than_that() -> None:
         step(blocks)
     table = blocks.open_table()
     assert blocks.match_host(table, hashes_of(0, 3 * SIZE), 0, 4 * SIZE) == 3
-    blocks.host._clean_to = [0]
+    blocks.host.groups[0].clean_to = 0
     blocks.close(computed(blocks, 30, 40 * SIZE))
     copies = step(blocks)
     assert len(copies.load) == 3
@@ -116,21 +116,21 @@ def test_without_streams_saves_take_as_long_as_the_step(step_s: float, num: int)
     blocks = manager(800, 1000)
     pace(blocks, 0.35e-3)
     blocks.close(computed(blocks, 0, 800 * SIZE))
-    saves, _ = blocks.host.plan_copies({}, step_s=step_s, has_streams=False)
+    saves, _ = blocks.copies.plan({}, step_s=step_s, has_streams=False)
     assert len(saves) == num
-    assert (blocks.host.copy_s(saves) > step_s) == (num == 4)
+    assert (blocks.copies.copy_s(saves) > step_s) == (num == 4)
 
 
 def test_groups_take_turns_where_a_step_saves_few() -> None:
     blocks = manager(60, 400, FULL_WINDOW)
-    blocks.host.most_saves = 4
+    blocks.copies.most_saves = 4
     saved = Counter[int]()
     for family in range(0, 60, 2):
         blocks.close(computed(blocks, family, 8 * SIZE))
-        saves, _ = blocks.host.plan_copies({}, step_s=1e-9, has_streams=True)
+        saves, _ = blocks.copies.plan({}, step_s=1e-9, has_streams=True)
         assert len(saves) <= 4
         saved.update(group for group, _, _ in saves)
-        blocks.host.note_saved(saves)
+        blocks.copies.note_saved(saves)
     assert min(saved[0], saved[1]) >= max(saved.values()) // 3, saved
 
 
@@ -140,10 +140,10 @@ def test_what_the_next_step_overwrites_is_saved_where_no_stream_waits(*, has_str
     blocks = manager(24, 80)
     blocks.host.grow(80)
     blocks.close(computed(blocks, 0, 24 * SIZE))
-    blocks.host.step_tokens = 8 * SIZE
+    blocks.copies.step_tokens = 8 * SIZE
     table = admitted(blocks, 24)
     pace(blocks, 0.35e-3)
-    saves, _ = blocks.host.plan_copies({table: 0}, step_s=0.5e-3, has_streams=has_streams)
+    saves, _ = blocks.copies.plan({table: 0}, step_s=0.5e-3, has_streams=has_streams)
     assert [device for _, device, _ in saves] == table.groups[0].ids[:num]
-    assert blocks.host.copy_s(saves) > 0.5e-3, "so that the step model learns nothing"
+    assert blocks.copies.copy_s(saves) > 0.5e-3, "so that the step model learns nothing"
     blocks.close(table)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from pd_cluster.scheduling.block_manager import BlockManager
-from pd_cluster.scheduling.host_tier import LEAST_AHEAD, STEPS_AHEAD, HostTier
+from pd_cluster.scheduling.host_copies import LEAST_AHEAD, STEPS_AHEAD
 from pd_connectors.protocol.feed import HOST
 from pd_connectors.protocol.hashing import extend_hashes, root_hash
 from tests.scheduling.kv_groups import FULL_WINDOW, ONE_FULL, GroupSet
@@ -40,9 +40,9 @@ def computed(blocks: BlockManager, family: int, length: int) -> BlockTable:
 
 def step(blocks: BlockManager, written: dict[BlockTable, int] | None = None, *, retires: bool = True) -> SideCopies:
     """The side copies of a step of which all else is planned."""
-    saves, loads = blocks.host.plan_copies(written or {}, step_s=inf, has_streams=False)
+    saves, loads = blocks.copies.plan(written or {}, step_s=inf, has_streams=False)
     if retires:
-        blocks.host.note_saved(saves)
+        blocks.copies.note_saved(saves)
     blocks.check()
     return SideCopies(saves, loads)
 
@@ -66,11 +66,11 @@ def test_what_is_about_to_be_evicted_is_saved_and_found_again() -> None:
     table = blocks.open_table()
     assert blocks.match(table, hashes) == 0
     assert blocks.match_host(table, hashes, 0, 9 * SIZE) == 8
-    assert table in blocks.host.pending
+    assert table in blocks.copies.pending
     assert len(table.groups[0].ids) == 8
     loads = step(blocks).load
     assert [device for _, _, device in loads] == table.groups[0].ids
-    assert table not in blocks.host.pending
+    assert table not in blocks.copies.pending
     blocks.grow(table, 8 * SIZE, 9 * SIZE)
     blocks.publish(table, hashes)
     assert is_hit(blocks, hashes, 8)
@@ -161,7 +161,7 @@ def test_a_queued_load_outlives_a_reset_and_swaps() -> None:
     start = blocks.match(table, hashes)
     end = blocks.match_host(table, hashes, start, 9 * SIZE)
     assert end > start
-    sources = {host for *_, host, _ in blocks.host.pending[table]}
+    sources = {host for *_, host, _ in blocks.copies.pending[table]}
     blocks.forget_unused()
     blocks.check()
     assert blocks.num_cached(hashes) == start * SIZE, "a reset forgets what only a queued load holds"
@@ -191,14 +191,14 @@ def test_a_save_keeps_its_target_until_its_step_has_retired() -> None:
     builder = step(blocks, retires=False)
     assert len(builder.save) == 2, "half of the tier, so that it does not copy the same blocks for ever"
     assert blocks.host.groups[0].num_takeable == 2
-    blocks.host.note_saved(builder.save)
+    blocks.copies.note_saved(builder.save)
     assert blocks.host.groups[0].num_takeable == 4
     assert not step(blocks).save
 
 
 def test_the_copies_of_a_step_are_bounded() -> None:
     blocks = manager(20, 40)
-    blocks.host.most_loads, blocks.host.most_saves = 3, 2
+    blocks.copies.most_loads, blocks.copies.most_saves = 3, 2
     for family in (0, 2, 4, 6):
         blocks.close(computed(blocks, family, 5 * SIZE))
     saves = [len(step(blocks).save) for _ in range(8)]
@@ -238,7 +238,7 @@ def test_a_window_needs_its_last_blocks_of_either_tier() -> None:
     held = table.groups[1]
     assert held.first == 3
     assert held.ids[1] == window.cache.find(hashes[4])
-    assert own.find(hashes[3]) == host
+    assert own.cached[hashes[3]] == host
     blocks.grow(table, 20, 21)
     blocks.publish(table, hashes)
     assert held.path == held.ids[:2]
@@ -264,9 +264,8 @@ def test_names_stay_until_the_last_tier_lets_go() -> None:
 
 def test_a_tier_for_swaps_alone_caches_nothing() -> None:
     blocks = BlockManager(ONE_FULL.groups(SIZE), ONE_FULL.slabs(8), num_host_blocks=8)
-    fill(blocks, 0, 8 * SIZE)
-    fill(blocks, 2, 8 * SIZE)
-    assert isinstance(blocks.host, HostTier)
+    for family in (0, 2):
+        blocks.close(computed(blocks, family, 8 * SIZE))
     assert not blocks.host.num_cached
     assert not blocks.host.counters
 
@@ -291,13 +290,13 @@ def test_tables_that_are_loaded_take_turns() -> None:
     blocks = manager(24, 80)
     for family in (0, 2, 4, 6, 8, 10):
         fill(blocks, family, 8 * SIZE)
-    blocks.host.most_loads = 2
+    blocks.copies.most_loads = 2
     tables = []
     for family, num in ((0, 8), (2, 2)):
         tables.append(blocks.open_table())
         assert blocks.match_host(tables[-1], hashes_of(family, num * SIZE), 0, 9 * SIZE) == num
     assert [len(step(blocks).load) for _ in range(2)] == [2, 2]
-    assert tables[1] not in blocks.host.pending
+    assert tables[1] not in blocks.copies.pending
     assert [len(step(blocks).load) for _ in range(4)] == [2, 2, 2, 0]
     for table in tables:
         blocks.close(table)
@@ -318,7 +317,7 @@ def test_what_a_long_prompt_evicts_is_saved_before_the_step_that_writes_its_bloc
     blocks = manager(12, 40)
     hashes = hashes_of(0, 12 * SIZE)
     blocks.close(computed(blocks, 0, 12 * SIZE))
-    blocks.host.step_tokens = 2 * SIZE
+    blocks.copies.step_tokens = 2 * SIZE
     table = admitted(blocks, 12)
     held, saved = table.groups[0].ids, []
     for end in range(0, 14, 2):
@@ -336,9 +335,9 @@ def test_what_a_long_prompt_evicts_is_saved_before_the_step_that_writes_its_bloc
 def test_what_a_step_writes_before_it_is_saved_is_lost_and_counted() -> None:
     blocks = manager(12, 40)
     blocks.close(computed(blocks, 0, 12 * SIZE))
-    blocks.host.step_tokens, blocks.host.most_saves = 12 * SIZE, 2
+    blocks.copies.step_tokens, blocks.copies.most_saves = 12 * SIZE, 2
     table = admitted(blocks, 12)
-    assert blocks.host.holds_up(table, 0), "a step can save what its first blocks held"
+    assert blocks.copies.holds_up(table, 0), "a step can save what its first blocks held"
     assert [device for _, device, _ in step(blocks, {table: 5 * SIZE}).save] == table.groups[0].ids[5:7]
     assert blocks.host.num_unsaved == 5
     assert not step(blocks).save, "a sequence that does not run may have steps planned"
@@ -362,7 +361,7 @@ def test_what_was_computed_again_is_not_saved_twice() -> None:
     blocks = manager(20, 40)
     blocks.close(computed(blocks, 0, 8 * SIZE))
     blocks.close(computed(blocks, 2, 8 * SIZE))
-    blocks.host.step_tokens = 8 * SIZE
+    blocks.copies.step_tokens = 8 * SIZE
     table = admitted(blocks, 10)  # it evicts six of the first prompt
     assert len(blocks.host.victims[table]) == 6
     again = computed(blocks, 0, 8 * SIZE)

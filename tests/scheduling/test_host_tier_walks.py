@@ -69,7 +69,7 @@ def walk(
     world = machine.world
     world.worker.side.rng = rng
     host = world.blocks.host
-    host.most_loads, host.most_saves = rng.choice([1, 2, 256]), rng.choice([1, 2, 128])
+    world.blocks.copies.most_loads, world.blocks.copies.most_saves = rng.choice([1, 2, 256]), rng.choice([1, 2, 128])
     block_s = (0.0, 0.0, 1e-4)[seed % 3]  # computing takes 3.3e-4 s, and a step 4e-3
     host.gb_s = host._pools[0].group.block_bytes / block_s / 1e9 if block_s else inf
     before_step = watch(machine, rng) if watch is not None else lambda: None

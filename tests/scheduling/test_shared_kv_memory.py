@@ -138,22 +138,23 @@ class BlocksMachine(RuleBasedStateMachine):
             assert blocks.stats() == before
             return
         assert blocks.can_grow(holder.table, end * SIZE, length + 1), "the rest has no room"
-        loaded = {(group, device): one for group, one, _, device in blocks.host.pending[holder.table]}
+        loaded = {(group, device): one for group, one, _, device in blocks.copies.pending[holder.table]}
         for pool, held in zip(blocks.pools, holder.table.groups, strict=True):
             assert held.first == pool.group.first_block(end * SIZE)
             assert held.end == end // pool.ratio
             for index, block_id in enumerate(held.ids, held.first):
                 own = hashes[(index + 1) * pool.ratio - 1]
                 assert own == loaded.get((pool.index, block_id)) or block_id == pool.cache.find(own)
-        while blocks.host.pending:  # a load into a block with a victim waits for the save
+        while blocks.copies.pending:  # a load into a block with a victim waits for the save
             self.tick()
         holder.length = holder.computed = end * SIZE
 
     @rule()
     def tick(self) -> None:
         """A step is planned and retires."""
-        saves, _ = self.blocks.host.plan_copies({}, step_s=inf, has_streams=False)
-        self.blocks.host.note_saved(saves)
+        if self.blocks.host.is_cache:
+            saves, _ = self.blocks.copies.plan({}, step_s=inf, has_streams=False)
+            self.blocks.copies.note_saved(saves)
 
     @rule(pick=PICK, step=st.integers(1, 9))
     def decode(self, pick: int, step: int) -> None:

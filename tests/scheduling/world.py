@@ -130,7 +130,7 @@ class World:
             groups, slabs, num_host_blocks=self.num_host_blocks, host_cache=self.host_cache,
             prefix_caching=self.prefix_caching,
         )  # fmt: skip
-        self.blocks.host.gb_s, self.blocks.host.wait_s = inf, 0.0  # whatever is there is loaded
+        self.blocks.host.gb_s, self.blocks.copies.wait_s = inf, 0.0  # whatever is there is loaded
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
@@ -280,7 +280,7 @@ class World:
         for chunk in batch.chunks:
             table = self.scheduler._queues.sequences[chunk.seq_id].table
             assert table is not None
-            assert table not in self.blocks.host.pending, "a sequence is computed while its blocks are loaded"
+            assert table not in self.blocks.copies.pending, "a sequence is computed while its blocks are loaded"
             for pool, one in zip(self.blocks.pools, table.groups, strict=True):
                 held |= {(pool.index, block_id) for block_id in one.ids}
                 first = max(0, chunk.start // pool.block_size - one.first)
