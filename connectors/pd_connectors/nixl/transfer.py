@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 POLL_S = 0.0005
 RETIRED_POLL_S = 0.02  # between polls of reads that only hold quarantined blocks: no load waits for them
 FENCE_EVERY_S = 0.5  # until the next fence after a failed one
-# Of a warm-up, which takes 5 to 40 ms, until the endpoint is made anew; then twice as long. With threads stopped for
-# 1 to 2 s at random 3 of some 310 never ended, although all threads went on: UCX had lost the connection
-STALLED_S = 2.0
 START_DEADLINE_S = 120.0  # registering a GPU's whole memory takes seconds
 
 logger = logging.getLogger(__name__)
@@ -79,9 +76,6 @@ class _Fence:
 class _Peer:
     key: PeerKey
     remote: Remote
-    description: bytes
-    patience_s: float
-    begun_at: float = field(default_factory=time.monotonic)
     warm_up: int | None = None  # NIXL's handle until the endpoint is ready
     reads: dict[ReadId, _Read] = field(default_factory=dict)  # a handle is never released before it is terminal
     doubtful: dict[ReadId, _Doubt] = field(default_factory=dict)  # failed, and yet they may land
@@ -113,7 +107,8 @@ class NixlTransport(Transport):
         self._layout = BlockLayout(())  # the engine's, once its cache is registered
         self._left_behind: NixlAgent | None = None
         self._description = b""
-        self._calls: queue.SimpleQueue[Callable[[NixlAgent], None] | None] = queue.SimpleQueue()
+        # Not a SimpleQueue: its `get` waits for ever if 0.5 ms pass between its two looks (CPython 3.11)
+        self._calls: queue.Queue[Callable[[NixlAgent], None] | None] = queue.Queue()
         self._completions: deque[Completion] = deque()
         self._wake: Callable[[], None] = _no_waker
         self._peers: dict[PeerKey, _Peer] = {}  # the thread's
@@ -139,7 +134,7 @@ class NixlTransport(Transport):
         return self._description
 
     def connect(self, peer: PeerKey, description: bytes) -> None:
-        self._calls.put(lambda agent: self._connect(agent, peer, description, STALLED_S))
+        self._calls.put(lambda agent: self._connect(agent, peer, description))
 
     def read(self, peer: PeerKey, read_id: ReadId, remote: GroupIds, local: GroupIds) -> None:
         asked_s = time.monotonic()
@@ -201,7 +196,7 @@ class NixlTransport(Transport):
             call(agent)
             self._check(agent)
 
-    def _connect(self, agent: NixlAgent, key: PeerKey, description: bytes, patience_s: float) -> None:
+    def _connect(self, agent: NixlAgent, key: PeerKey, description: bytes) -> None:
         try:
             there = msgspec.msgpack.decode(description, type=_Description)
             if any(there.agent == peer.remote.name for peer in self._retired):
@@ -211,8 +206,7 @@ class NixlTransport(Transport):
             if theirs != expected:  # a slice could reach beyond the region
                 raise NixlError(f"its blocks have {theirs} bytes, not {expected}")
             slices = slices_between(key.rank, key.num_ranks, self._layout, self._rank, key.num_groups)
-            remote = agent.connect(there.metadata, there.regions, slices)
-            peer = _Peer(key, remote, description, patience_s)
+            peer = _Peer(key, agent.connect(there.metadata, there.regions, slices))
         except (NixlError, msgspec.MsgspecError) as error:
             self._tell(ConnectFailed(key, str(error)))
             return
@@ -242,9 +236,6 @@ class NixlTransport(Transport):
 
     def _disconnect(self, agent: NixlAgent, key: PeerKey) -> None:
         peer = self._peers.pop(key, None)
-        if peer is not None and peer.warm_up is not None:  # it reads into memory that nothing else uses
-            _attempt(agent.release, peer.warm_up)
-            peer.warm_up, self._left_behind = None, agent
         if peer is not None and peer.is_busy:
             self._retired.append(peer)
         elif peer is not None:
@@ -274,10 +265,6 @@ class NixlTransport(Transport):
         completion: Completion = Connected(peer.key)
         try:
             if not agent.is_done(peer.warm_up):
-                if time.monotonic() - peer.begun_at >= peer.patience_s:
-                    logger.warning("no connection to %s for %g s: it is made anew", peer.key.engine_id, peer.patience_s)
-                    self._disconnect(agent, peer.key)
-                    self._connect(agent, peer.key, peer.description, 2 * peer.patience_s)
                 return
         except NixlError as error:
             completion = ConnectFailed(peer.key, str(error))
@@ -332,14 +319,10 @@ class NixlTransport(Transport):
             self._tell(ReadEnded(read_id, doubt.error, endpoint_broken=True))
 
     def _leave(self, agent: NixlAgent) -> None:
-        """Shutdown. With a read in flight the agent must outlive the thread: its destructor would wait, or worse.
-
-        A warm-up that was given up may be in flight, too.
-        """
+        """Shutdown. With a read in flight the agent must outlive the thread: its destructor would wait, or worse."""
         for key in list(self._peers):
             self._disconnect(agent, key)
-        if self._retired:
-            self._left_behind = agent
+        self._left_behind = agent if self._retired else None
 
     def _tell(self, completion: Completion) -> None:
         self._completions.append(completion)
