@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -209,6 +211,23 @@ def test_a_refused_warm_up_leaves_nothing_behind(bench: Bench, error: Exception)
     assert bench.nixl.forgotten == bench.nixl.loaded == ["peer"]
     assert len(bench.nixl.lists) == 1
     bench.connected()
+
+
+def test_a_thread_that_is_late_looks_at_reads_again() -> None:
+    """Its wait ends though its time is over before it begins. One for ever held a warm-up until the next call."""
+    calls, looked = NixlTransport("us", ANYWHERE)._calls, threading.Event()
+
+    def look() -> None:
+        with suppress(queue.Empty):
+            calls.get(timeout=transfer.POLL_S)
+        calls.put(None)
+        calls.get()
+        with suppress(queue.Empty):
+            calls.get(timeout=1e-7)
+        looked.set()
+
+    threading.Thread(target=look, daemon=True).start()
+    assert looked.wait(HANG_S)
 
 
 def test_a_refused_block_list_leaves_nothing_behind(bench: Bench) -> None:

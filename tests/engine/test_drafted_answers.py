@@ -124,7 +124,7 @@ def test_an_answer_ends_inside_a_run(roomy: Node, single: Answered) -> None:
     """By its length, by a stop token, by the end of the context, in every place of a run."""
     whole, _ = answer(roomy.bench(), GREEDY)
     roomy.answers.insert(0, [*PROMPTS[0], *whole, *[7] * 9])
-    ends = sorted({whole.index(token) for token in whole[5:]})
+    ends = sorted({whole.index(token) for token in whole[5:]})[:14]  # a right run has at most seven
     places = Counter[int]()
     for end in ends:
         asked = msgspec.structs.replace(GREEDY, stop_token_ids=(whole[end],))

@@ -38,7 +38,7 @@ from tests.engine.test_constrained_steps import (
     sit_out,
 )
 from tests.engine.test_core_pipeline import CONFIG
-from tests.patient_masks import be_patient
+from tests.patient_masks import await_forced, be_patient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,6 +75,12 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     be_patient(monkeypatch)
 
 
+@pytest.fixture
+def forced(roomy: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that count: what grammars force is there at the next step, however late its thread is."""
+    await_forced(roomy.executor._grammars, monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def single(roomy: Node, small: Node) -> Answered:
     """Without a drafter."""
@@ -85,7 +91,11 @@ def single(roomy: Node, small: Node) -> Answered:
 
 @pytest.mark.parametrize("mode", ["off", "on"])
 @pytest.mark.parametrize("kind", [*KINDS, LOOKUP, SILENT])
-def test_drafts_change_no_answer(roomy: Node, single: Answered, kind: str, mode: str) -> None:
+def test_drafts_change_no_answer(
+    roomy: Node, single: Answered, kind: str, mode: str, request: pytest.FixtureRequest
+) -> None:
+    if kind == SILENT:
+        request.getfixturevalue("forced")
     bench = roomy.bench(kind, mode)
     WANTED.send(bench)
     found = bench.answered()
@@ -116,6 +126,7 @@ def num_accepted(bench: Bench) -> int:
     return int(bench.stats.counters["spec_decode_num_accepted_tokens_total"])
 
 
+@pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("mode", ["off", "on"])
 @pytest.mark.parametrize("index", [1, 3, 5])
 def test_forced_tokens_are_accepted(
@@ -140,6 +151,7 @@ def test_forced_tokens_are_accepted(
         assert num_plain == 0
 
 
+@pytest.mark.usefixtures("forced")
 def test_an_answer_that_is_continued_has_forced_tokens(roomy: Node, single: Answered) -> None:
     sampling = msgspec.structs.replace(WANTED.samplings[5], n=1)
     bench = roomy.bench()
@@ -253,7 +265,11 @@ def test_drafts_that_exhaust_the_lexer_end_no_request(roomy: Node, monkeypatch: 
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("right", "on"), ("mixed", "off"), (SILENT, "on")])
-def test_drafts_after_a_handoff(roomy: Node, single: Answered, kind: str, mode: str) -> None:
+def test_drafts_after_a_handoff(
+    roomy: Node, single: Answered, kind: str, mode: str, request: pytest.FixtureRequest
+) -> None:
+    if kind == SILENT:
+        request.getfixturevalue("forced")
     bench = roomy.bench(kind, mode, prefix_caching=False)
     WANTED.hand_over(bench)
     expect_handoff(bench, single)

@@ -79,15 +79,15 @@ def test_runs_change_no_answer(executor: DeviceExecutor, connector: Connector) -
 def test_a_run_ends_where_the_answer_does(executor: DeviceExecutor, connector: Connector) -> None:
     """By length, by a stop token and by the end of the context, in every place of a run."""
     whole, _ = answer(bench_of(executor, connector, 1), GREEDY)
-    for num_tokens in range(20, 30):
+    for num_tokens in range(20, 20 + LONGEST + 1):
         bench = bench_of(executor, connector, LONGEST)
         assert answer(bench, greedy(max_tokens=num_tokens)) == (whole[:num_tokens], FinishReason.LENGTH)
         assert num_runs(bench) > 0
-    ends = sorted({whole.index(token) for token in whole[10:]})
+    ends = sorted({whole.index(token) for token in whole[10:]})[: 2 * LONGEST]
+    assert {end % LONGEST for end in ends} == {*range(LONGEST)}
     for end in ends:
         sampling = greedy(stop_token_ids=(whole[end],))
         assert answer(bench_of(executor, connector, LONGEST), sampling) == (whole[: end + 1], FinishReason.STOP)
-    assert len(ends) > LONGEST
 
 
 @ALONE

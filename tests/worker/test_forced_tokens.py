@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import time
-from threading import Barrier
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from pd_cluster.worker.grammars import GrammarState
 from pd_cluster.worker.logits_stages import draft_masks
 from pd_cluster.worker.logits_stages.draft_masks import DraftBranch, allows_one
 from pd_cluster.worker.mask_threads import CALM, Pace
+from tests.patient_masks import wait_for_masks
 from tests.worker.test_draft_masks import FORCED, allowed_after, check, expect, gates, held, tried
 from tests.worker.test_grammars import EOS, VOCAB_SIZE, Rows, grammars, ids, patience, rows, settle
 
@@ -35,18 +35,6 @@ def sought(rows: Rows) -> None:
     assert rows.grammars.take_forced() == []
 
 
-def searched(rows: Rows) -> None:
-    """Wait until nothing is computed on any thread, and no search waits."""
-    threads = rows.grammars.mask_threads
-    for pool in threads._pools.values():
-        barrier = Barrier(pool._max_workers + 1)
-        for _ in range(pool._max_workers):
-            pool.submit(barrier.wait, 60)
-        barrier.wait(60)
-    for _ in range(2):  # the end of masks after drafts begins searches
-        threads._following.submit(int).result(60)
-
-
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The places of each call that was made for masks after drafts, or to search."""
@@ -62,7 +50,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 def found(rows: Rows, row: int = 0) -> list[tuple[int, int, list[int]]]:
     """What was told since the last call, once the thread of drafts is done."""
-    searched(rows)
+    wait_for_masks(rows.grammars.mask_threads)
     if rows.stage._constraint(row).tried is not None:
         tried(rows, row)
     return [(one.seq_id, one.start, list(one.token_ids)) for one in rows.grammars.take_forced()]
@@ -72,7 +60,7 @@ def note(rows: Rows, token_ids: Sequence[int], row: int = 0) -> None:
     for token_id in token_ids:
         rows.note(row, token_id)
         settle(rows, row)
-        searched(rows)
+        wait_for_masks(rows.grammars.mask_threads)
 
 
 def of(ids: dict[str, int], digits: str) -> list[int]:
@@ -128,7 +116,7 @@ def test_at_the_beginning_of_an_output_nothing_is_sought(
     """A prefill node would compile each grammar once more."""
     rows.start(0, 'start: "12345"')
     settle(rows, 0)
-    searched(rows)
+    wait_for_masks(rows.grammars.mask_threads)
     assert searches == []
     note(rows, of(ids, "1"))
     assert found(rows) == [(0, 3, of(ids, "2345"))]
@@ -167,11 +155,11 @@ def test_rows_with_slow_masks_tell_nothing(
     assert searches == [], "it rests"
     root.rests_until = 0
     rows.stage._constraint(0).pace = Pace.SLOW
-    searched(rows)
+    wait_for_masks(rows.grammars.mask_threads)
     rows.stage.note(np.array([0]), torch.tensor(of(ids, "5")))
     rows.grammars.mask_threads.seek(lambda: setattr(rows.stage._constraint(0), "pace", Pace.SLOW))
     settle(rows, 0)
-    searched(rows)
+    wait_for_masks(rows.grammars.mask_threads)
     assert searches == []
 
 
@@ -189,7 +177,7 @@ def test_one_call_finds_what_many_rows_are_forced_to(
     for digit in "34":
         rows.stage.note(np.arange(4), torch.tensor(of(ids, digit) * 4))
         settle(rows, 0, 1, 2, 3)
-    searched(rows)
+    wait_for_masks(rows.grammars.mask_threads)
     calls, masks_after = list[int](), rows.grammars.masks_after
 
     def noted(states: Any) -> Any:

@@ -107,7 +107,8 @@ class NixlTransport(Transport):
         self._layout = BlockLayout(())  # the engine's, once its cache is registered
         self._left_behind: NixlAgent | None = None
         self._description = b""
-        self._calls: queue.SimpleQueue[Callable[[NixlAgent], None] | None] = queue.SimpleQueue()
+        # Not a SimpleQueue: its `get` waits for ever if 0.5 ms pass between its two looks (CPython 3.11)
+        self._calls: queue.Queue[Callable[[NixlAgent], None] | None] = queue.Queue()
         self._completions: deque[Completion] = deque()
         self._wake: Callable[[], None] = _no_waker
         self._peers: dict[PeerKey, _Peer] = {}  # the thread's
