@@ -16,6 +16,7 @@ from pd_kernels.fp8_cache import stored
 from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedRows, QuantizedWeight
 
 if TYPE_CHECKING:
+    from pd_kernels.biased_experts import BiasedExperts
     from pd_kernels.quantized import Weight
     from pd_kernels.values import ExpertPart, KeysValues, NewTokens, Routing
 
@@ -294,6 +295,35 @@ def experts(
                 continue
             activated = silu_and_mul(_of_expert(x[token], gate_up, expert))
             total[token] += score * _of_expert(activated, down, expert).to(scores.dtype)
+    return total.to(x.dtype)
+
+
+def biased_experts(
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: BiasedExperts,
+    *,
+    part: ExpertPart | None = None,
+) -> torch.Tensor:
+    """`experts` with the biases and the activation of BiasedExperts. Packed weights are widened to the dtype of `x`.
+
+    Products, biases and activation of an expert have the dtype of `x`.
+    """
+    total = torch.zeros_like(x, dtype=scores.dtype)
+    for token, row in enumerate(chosen.tolist()):
+        for score, number in zip(scores[token], row, strict=True):
+            expert = number - (part.first if part else 0)
+            if not 0 <= expert < len(weights.down_bias):
+                continue
+            gate_up, down = (
+                weight[expert] if isinstance(weight, torch.Tensor) else weight.expert(expert, x.dtype)
+                for weight in (weights.gate_up, weights.down)
+            )
+            gate, up = (gate_up @ x[token] + weights.gate_up_bias[expert]).view(-1, 2).T
+            gate, up = gate.clamp(max=weights.limit), up.clamp(-weights.limit, weights.limit)
+            activated = (up + 1) * gate * torch.sigmoid(weights.alpha * gate)
+            total[token] += score * (down @ activated + weights.down_bias[expert]).to(scores.dtype)
     return total.to(x.dtype)
 
 
