@@ -1,6 +1,6 @@
 """Definitions of the kernels in plain torch. Tests compare every faster implementation with them.
 
-Not used in serving, but for attention with sinks or soft caps.
+Not used in serving, but for attention of transformers' modules with sinks or soft caps.
 
 Shapes: T tokens, S sequences, H query heads, G KV heads, D head size, N cache blocks, B block size.
 A layer's cache views are `[N, G, B, D]`; slot `s` is token `s % B` of block `s // B`.
@@ -161,10 +161,11 @@ def decode_attention(
     seq_lens: torch.Tensor,
     scale: float,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one query token per sequence: `query` [S, H, D] -> [S, H, D]."""
+    """Attention of one query token per sequence: `query` [S, H, D] -> [S, H, D]. `sinks`: see `attend`."""
     starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=query.device)
-    return prefill_attention(query, cache, block_tables, starts, seq_lens, scale, window)
+    return prefill_attention(query, cache, block_tables, starts, seq_lens, scale, window, sinks=sinks)
 
 
 def draft_attention(
@@ -175,6 +176,7 @@ def draft_attention(
     seq_lens: torch.Tensor,
     scale: float,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of decodes with drafts: `prefill_attention`, with padding.
 
@@ -182,7 +184,7 @@ def draft_attention(
     """
     count, num_rows = int((seq_lens > 0).sum()), int(query_starts[-1])
     found = prefill_attention(
-        query[:num_rows], cache, block_tables, query_starts[: count + 1], seq_lens[:count], scale, window
+        query[:num_rows], cache, block_tables, query_starts[: count + 1], seq_lens[:count], scale, window, sinks=sinks
     )
     return torch.cat((found, torch.zeros_like(query[num_rows:])))
 
@@ -249,6 +251,8 @@ def route(
     num_chosen].
     """
     products = x.to(router.dtype) @ router.T
+    if routing.biases_products:
+        products, bias = products + bias, None
     scores = products.sigmoid() if routing.is_sigmoid else products.softmax(-1)
     ranks = scores if bias is None else scores + bias
     rows = [_choose(row, routing) for row in ranks.tolist()]

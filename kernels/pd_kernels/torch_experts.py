@@ -29,9 +29,9 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See backends.RouteTokens."""
     x = x.normed() if isinstance(x, HalfNormed) else x
-    products = F.linear(x.to(router.dtype), router)
+    products = F.linear(x.to(router.dtype), router, bias if routing.biases_products else None)
     scores = products.sigmoid() if routing.is_sigmoid else products.softmax(-1)
-    ranks = scores if bias is None else scores + bias
+    ranks = scores if bias is None or routing.biases_products else scores + bias
     if routing.num_groups > 1:
         ranks = _of_best_groups(ranks, routing)
     experts = _best(ranks, routing.num_chosen)

@@ -153,6 +153,7 @@ class Routing:
     factor: float = 1.0  # on the scores, at the end
     num_groups: int = 1  # groups of experts with adjacent numbers
     groups_chosen: int = 1
+    biases_products: bool = False  # the router's bias is added to the products instead
 
 
 @dataclass(frozen=True, slots=True)
