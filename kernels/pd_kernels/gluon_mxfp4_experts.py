@@ -1,0 +1,318 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+"""Products of experts' weights in MXFP4 with rows in bfloat16, on Hopper GPUs.
+
+One warp copies weights, scales and rows of the next tiles into a ring of shared memory. Three groups of four warps
+multiply them, each 64 of a tile's outputs. The weights are the matrix unit's left operand, in registers: `mxfp4_tiles`
+has put each number where its thread finds it. The few rows are the unit's narrow side.
+
+The rows of an expert are one after the other. A tile reads rows after the last one of its expert too, and leaves their
+results out.
+
+The kernel needs Triton's Gluon. Gluon makes the synchronization of warps explicit and does not run in the interpreter.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pd_kernels.launch_sizes import cdiv, num_processors
+from pd_kernels.mxfp4_tiles import KEPT, LINES, PIECE, PIECES, ROTATIONS, STEP
+
+if TYPE_CHECKING:
+    from pd_kernels.mxfp4_tiles import Mxfp4Tiles
+
+logger = logging.getLogger(__name__)
+STAGES = {8: 12, 16: 11, 32: 9, 64: 6, 128: 4}  # of the ring, by the rows of a tile: at most 200 KiB
+_VALUES = gl.NVMMASharedLayout(128, 8, rank=2)  # Gluon takes 5 us to make one
+_SCALES = gl.NVMMASharedLayout(128, 32, rank=2)
+_ROWS = gl.NVMMASharedLayout(128, 16, rank=2)
+_PIECE: gl.constexpr = gl.constexpr(PIECE)
+_PIECES: gl.constexpr = gl.constexpr(PIECES)
+_LINES: gl.constexpr = gl.constexpr(LINES)
+_STEP: gl.constexpr = gl.constexpr(STEP)
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, later ones
+REGISTERS = 128  # of a thread at the launch, of 16 warps
+MULTIPLIER_REGISTERS, COPIER_REGISTERS = 160, 24
+
+
+def _unpacking() -> str:
+    """PTX: two words, $8 and $9, to 8 pairs of bfloat16, $0 to $7. Four are times $10, the others times $18."""
+    lines = [f"lop3.b32 both, $8, $9, {KEPT}, 0xE4;"]  # the bits KEPT of the first, the others of the second
+    pair = 0
+    for word, rotations in zip(("$8", "$9", "both"), ROTATIONS, strict=True):
+        for rotation in rotations:
+            lines += [f"shf.l.wrap.b32 turned, {word}, {word}, {rotation};", "and.b32 turned, turned, 0x81C081C0;"]
+            lines += [f"mul.rn.bf16x2 ${pair}, turned, ${10 if pair < 4 else 18};"]
+            pair += 1
+    return "{.reg .b32 both, turned; " + " ".join(lines) + "}"
+
+
+_UNPACKING: gl.constexpr = gl.constexpr(_unpacking())
+_REGISTERS_USED: gl.constexpr = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 18))
+
+
+@gluon.jit
+def _tile_of(unit, tiles, num_tiles, num_across, SPLIT: gl.constexpr):
+    """A unit's tile, its column of outputs, its part of the inputs; the tile's expert, its first row, its last + 1."""
+    part, unit = unit % SPLIT, unit // SPLIT
+    tile, across = unit // num_across, unit % num_across
+    expert = gl.load(tiles + tile)
+    return across, part, expert, gl.load(tiles + num_tiles + tile), gl.load(tiles + 2 * num_tiles + tile)
+
+
+@gluon.jit
+def _steps(part, num_steps, SPLIT: gl.constexpr):
+    share = gl.cdiv(num_steps, SPLIT)
+    return part * share, gl.minimum((part + 1) * share, num_steps)
+
+
+@gluon.jit
+def _bring_weights(value_tiles, scale_tiles, values, scales, full, stage, place, ROWS: gl.constexpr):
+    mbarrier.expect(full, _LINES * _STEP // 2 + 1024 + ROWS * _STEP * 2)  # bytes, with those of the rows
+    for piece in gl.static_range(_PIECES):
+        at = [(place * _PIECES + piece) * 32, 0]
+        tma.async_copy_global_to_shared(value_tiles, at, full, values.index(stage * _PIECES + piece))
+    tma.async_copy_global_to_shared(scale_tiles, [place * 8, 0], full, scales.index(stage))
+
+
+@gluon.jit
+def _bring_rows(row_tiles, x_ring, full, stage, row, step):
+    for half in gl.static_range(2):
+        at = [row, step * _STEP + half * (_STEP // 2)]
+        tma.async_copy_global_to_shared(row_tiles, at, full, x_ring.index(stage * 2 + half))
+
+
+@gluon.jit
+def _bring(
+    row_tiles, value_tiles, scale_tiles, tiles, x_ring, values, scales, is_full, is_free, num_tiles, num_across,
+    num_steps, AHEAD: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    turn, num_early = 0, 0
+    if AHEAD:  # the kernel ahead has not ended, and weights do not depend on it
+        across, part, expert, first, end = _tile_of(gl.program_id(0), tiles, num_tiles, num_across, SPLIT)
+        begin, stop = _steps(part, num_steps, SPLIT)
+        num_early = gl.where(expert >= 0, gl.minimum(stop - begin, STAGES), 0)
+        for early in range(0, num_early):
+            place = (expert * num_across + across) * num_steps + begin + early
+            _bring_weights(value_tiles, scale_tiles, values, scales, is_full.index(early), early, place, ROWS)
+    gdc_wait()
+    gdc_launch_dependents()  # here: the next kernel reads the tiles at once
+    for unit in range(gl.program_id(0), num_tiles * num_across * SPLIT, gl.num_programs(0)):
+        across, part, expert, first, end = _tile_of(unit, tiles, num_tiles, num_across, SPLIT)
+        if expert >= 0:
+            begin, stop = _steps(part, num_steps, SPLIT)
+            for step in range(begin, stop):
+                stage = turn % STAGES
+                full = is_full.index(stage)
+                if turn >= num_early:
+                    mbarrier.wait(is_free.index(stage), (turn // STAGES & 1) ^ 1)
+                    place = (expert * num_across + across) * num_steps + step
+                    _bring_weights(value_tiles, scale_tiles, values, scales, full, stage, place, ROWS)
+                _bring_rows(row_tiles, x_ring, full, stage, first, step)
+                turn += 1
+
+
+@gluon.jit
+def _take_mxfp4(piece, scale_words, half: gl.constexpr, LAYOUT: gl.constexpr):
+    """Half of a stage's piece, [64 outputs, 64 inputs], as the left operand of the matrix unit."""
+    threads: gl.constexpr = gl.BlockedLayout([1, 1, 16], [8, 4, 1], [4, 1, 1], [2, 1, 0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    words = piece._reinterpret(gl.uint8, [2, 32, 4, 16], plain).index(half).load(threads)
+    scale = scale_words.load(gl.SliceLayout(1, gl.SliceLayout(2, threads)))[:, None][:, :, None]
+    byte = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, threads)))[None, :][:, None, :]
+    scale = scale >> (byte // 8 * 16)
+    low, high = (scale & 255) * 0x00800080, (scale >> 8 & 255) * 0x00800080
+    low, high = gl.inline_asm_elementwise(
+        _UNPACKING, _REGISTERS_USED, [words, low, high], (gl.bfloat16, gl.bfloat16), is_pure=True, pack=8
+    )
+    both = gl.reshape(gl.join(low, high), [4, 8, 4, 2, 2, 2, 2, 2])
+    both = gl.reshape(gl.permute(both, [0, 3, 1, 7, 4, 5, 2, 6]), [_PIECE, 64])
+    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+
+
+
+
+@gluon.jit
+def _multiply(
+    out, bias, scores, order, tiles, x_ring, values, scales, is_full, is_free, num_tiles, num_across, num_steps,
+    num_outputs, num_rows, num_chosen, limit, alpha,
+    PIECE: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, ROWS, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lines = gl.arange(0, _PIECE, gl.SliceLayout(1, layout))
+    turn = 0
+    gdc_wait()
+    for unit in range(gl.program_id(0), num_tiles * num_across * SPLIT, gl.num_programs(0)):
+        across, part, expert, first, end = _tile_of(unit, tiles, num_tiles, num_across, SPLIT)
+        if expert >= 0:
+            line = across * _LINES + PIECE * _PIECE
+            added = gl.load(bias + expert * num_across * _LINES + line + lines)
+            sums = gl.zeros([_PIECE, ROWS], gl.float32, layout)
+            begin, stop = _steps(part, num_steps, SPLIT)
+            for step in range(begin, stop):
+                stage = turn % STAGES
+                mbarrier.wait(is_full.index(stage), turn // STAGES & 1)
+                words = scales.index(stage)._reinterpret(gl.int32, [8, 32], flat)
+                piece = values.index(stage * _PIECES + PIECE)
+                weight = _take_mxfp4(piece, words.index(PIECE * 2), 0, left)
+                sums = warpgroup_mma(weight, x_ring.index(stage * 2).permute((1, 0)), sums, is_async=True)
+                other = _take_mxfp4(piece, words.index(PIECE * 2 + 1), 1, left)
+                sums = warpgroup_mma(other, x_ring.index(stage * 2 + 1).permute((1, 0)), sums, is_async=True)
+                sums, weight, other = warpgroup_mma_wait(0, deps=[sums, weight, other])
+                _barrier()  # all warps of the group have read the stage
+                mbarrier.arrive(is_free.index(stage), count=1)
+                turn += 1
+            if SPLIT > 1:
+                added = gl.where(part == 0, added, 0.0)
+            sums += added[:, None]
+            if GATED:
+                _store_gated(out, sums, line // 2, first, end, num_outputs, limit, alpha, ROWS)
+            else:
+                _store(out, sums, scores, order, line, part, first, end, num_outputs, num_rows, num_chosen, PARTS,
+                       SPLIT, ROWS)  # fmt: skip
+
+
+@gluon.jit
+def _store_gated(out, sums, line, first, end, num_outputs, limit, alpha, ROWS: gl.constexpr):
+    """Eight gates, their ups and so on -> activations, [rows, num_outputs]."""
+    dtype: gl.constexpr = out.dtype.element_ty
+    pairs = gl.permute(gl.reshape(sums, [4, 2, 8, ROWS]), [0, 2, 3, 1])
+    gate, up = gl.split(pairs)
+    gate, up = gl.reshape(gate, [_PIECE // 2, ROWS]), gl.reshape(up, [_PIECE // 2, ROWS])
+    gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)  # round where the separate functions round
+    gate, up = gl.minimum(gate, limit), gl.minimum(gl.maximum(up, -limit), limit)
+    value = (up + 1.0) * (gate / (1.0 + gl.exp(-alpha * gate)))
+    store: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
+    value = gl.convert_layout(value.to(dtype), store)
+    output = line + gl.arange(0, _PIECE // 2, gl.SliceLayout(1, store))[:, None]
+    row = first + gl.arange(0, ROWS, gl.SliceLayout(0, store))[None, :]
+    gl.store(out + row.to(gl.int64) * num_outputs + output, value, mask=(row < end) & (output < num_outputs))
+
+
+@gluon.jit
+def _store(
+    out, sums, scores, order, line, part, first, end, num_outputs, num_rows, num_chosen,
+    PARTS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Results [T * k, num_outputs]; PARTS: times scores, [SPLIT * k, T, num_outputs]."""
+    store: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+    value = gl.convert_layout(sums, store)
+    output = line + gl.arange(0, _PIECE, gl.SliceLayout(1, store))[:, None]
+    row = first + gl.arange(0, ROWS, gl.SliceLayout(0, store))
+    pair = gl.load(order + row, mask=row < end, other=0)
+    to_row = pair
+    if PARTS:
+        if SPLIT == 1:
+            value = value.to(gl.bfloat16).to(gl.float32)
+        value *= gl.load(scores + pair)[None, :]
+        num_tokens = num_rows // num_chosen
+        to_row = (part * num_chosen + pair % num_chosen) * num_tokens + pair // num_chosen
+    at = out + to_row.to(gl.int64)[None, :] * num_outputs + output
+    gl.store(at, value.to(out.dtype.element_ty), mask=(row < end)[None, :] & (output < num_outputs))
+
+
+@gluon.jit(do_not_specialize=["num_tiles", "num_rows"])
+def _experts_kernel(
+    row_tiles, value_tiles, scale_tiles, out, bias, scores, order, tiles, num_tiles, num_across, num_steps, num_outputs,
+    num_rows, num_chosen, limit, alpha,
+    GATED: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    MORE: gl.constexpr, LESS: gl.constexpr,
+):  # fmt: skip
+    """`num_outputs`: of the result, without those that fill the last tile."""
+    values_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
+    scales_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    values = gl.allocate_shared_memory(gl.uint8, [STAGES * _PIECES, 32, 128], values_layout)
+    scales = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 32], scales_layout)
+    x_ring = gl.allocate_shared_memory(row_tiles.dtype, [STAGES * 2, ROWS, 64], rows_layout)
+    is_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(is_full.index(stage), count=1)
+        mbarrier.init(is_free.index(stage), count=_PIECES)  # all groups have read it
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                out, bias, scores, order, tiles, x_ring, values, scales, is_full, is_free, num_tiles, num_across,
+                num_steps, num_outputs, num_rows, num_chosen, limit, alpha, 0, GATED, PARTS, SPLIT, STAGES, ROWS,
+            )),
+            (_multiply, (
+                out, bias, scores, order, tiles, x_ring, values, scales, is_full, is_free, num_tiles, num_across,
+                num_steps, num_outputs, num_rows, num_chosen, limit, alpha, 1, GATED, PARTS, SPLIT, STAGES, ROWS,
+            )),
+            (_multiply, (
+                out, bias, scores, order, tiles, x_ring, values, scales, is_full, is_free, num_tiles, num_across,
+                num_steps, num_outputs, num_rows, num_chosen, limit, alpha, 2, GATED, PARTS, SPLIT, STAGES, ROWS,
+            )),
+            (_bring, (
+                row_tiles, value_tiles, scale_tiles, tiles, x_ring, values, scales, is_full, is_free, num_tiles,
+                num_across, num_steps, not GATED, SPLIT, STAGES, ROWS,
+            )),
+        ],
+        [4, 4, 1],  # warps of all but the first function, which has the warps of the launch
+        [MORE, MORE, LESS],  # registers of a thread in these
+    )  # fmt: skip
+
+
+class Product(NamedTuple):
+    """A weight and bias of each expert, and how many outputs the result has."""
+
+    tiles: Mxfp4Tiles
+    bias: torch.Tensor  # float32 [E, tiles across * LINES], in the order of the tiles
+    num_inputs: int
+    num_outputs: int
+
+
+class SortedRows(NamedTuple):
+    """The rows of pairs (token, expert), see `triton_pairs.SortedPairs`."""
+
+    x: torch.Tensor  # [pairs, in], by expert
+    order: torch.Tensor  # int32 [pairs]: the pair of each row
+    tiles: torch.Tensor  # int32 [3, tiles]
+
+
+def multiply(
+    product: Product,
+    rows: SortedRows,
+    out: torch.Tensor,
+    scores: torch.Tensor,
+    *,
+    size: int,
+    activation: tuple[float, float] | None = None,
+    split: int = 1,
+    early: bool = True,
+) -> None:
+    """Fill `out`: of gates and ups (`activation`: limit and alpha) [pairs, size / 2], else `_store`.
+
+    `size`: rows of a tile; `split`: programs that share a tile's inputs, for parts alone.
+    """
+    num_across, num_steps = product.bias.shape[1] // LINES, cdiv(product.num_inputs, STEP)
+    num_tiles, (limit, alpha) = rows.tiles.shape[1], activation or (0.0, 0.0)
+    _experts_kernel[(min(num_tiles * num_across * split, num_processors(out.device)),)](
+        TensorDescriptor.from_tensor(rows.x, [size, 64], _ROWS),
+        TensorDescriptor.from_tensor(product.tiles.values, [32, 128], _VALUES),
+        TensorDescriptor.from_tensor(product.tiles.scales, [8, 32], _SCALES),
+        out, product.bias, scores, rows.order, rows.tiles, num_tiles, num_across, num_steps, product.num_outputs,
+        scores.numel(), scores.shape[1], limit, alpha, activation is not None, out.dtype is torch.float32, split,
+        STAGES[size], size, MULTIPLIER_REGISTERS, COPIER_REGISTERS,
+        num_warps=4, maxnreg=REGISTERS, launch_pdl=early,
+    )  # fmt: skip
