@@ -14,7 +14,6 @@ The kernel needs Triton's Gluon. Gluon makes the synchronization of warps explic
 from __future__ import annotations
 
 import logging
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    mma_v2,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pd_kernels.mxfp4_tiles import Mxfp4Tiles
 
 logger = logging.getLogger(__name__)
-STAGES = {8: 12, 16: 11, 32: 9, 64: 6, 128: 4}  # of the ring, by the rows of a tile: at most 200 KiB
+STAGES = {8: 12, 16: 11, 32: 8, 64: 6, 128: 4}  # of the ring, by the rows of a tile: at most 200 KiB
 _VALUES = gl.NVMMASharedLayout(128, 8, rank=2)  # Gluon takes 5 us to make one
 _SCALES = gl.NVMMASharedLayout(128, 32, rank=2)
 _ROWS = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -46,8 +46,9 @@ _PIECES: gl.constexpr = gl.constexpr(PIECES)
 _LINES: gl.constexpr = gl.constexpr(LINES)
 _STEP: gl.constexpr = gl.constexpr(STEP)
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, later ones
-REGISTERS = 128  # of a thread at the launch, of 16 warps
-MULTIPLIER_REGISTERS, COPIER_REGISTERS = 160, 24
+FEW = 16  # rows of a tile up to which warps multiply alone: see `_multiply`
+_FEW: gl.constexpr = gl.constexpr(FEW)
+REGISTERS, MULTIPLIERS_AND_COPIER = 128, (160, 24)  # of a thread: at the launch, of 16 warps; later
 
 
 def _unpacking() -> str:
@@ -99,12 +100,14 @@ def _bring_rows(row_tiles, x_ring, full, stage, row, step):
 
 @gluon.jit
 def _bring(
-    row_tiles, value_tiles, scale_tiles, tiles, x_ring, values, scales, is_full, is_free, num_tiles, num_across,
-    num_steps, AHEAD: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
+    given, ring, sizes, AHEAD: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr
+):
+    row_tiles, value_tiles, scale_tiles, tiles = given
+    x_ring, values, scales, is_full, is_free = ring
+    num_tiles, num_across, num_steps, _num_outputs, _num_rows, _num_chosen = sizes
     turn, num_early = 0, 0
     if AHEAD:  # the kernel ahead has not ended, and weights do not depend on it
-        across, part, expert, first, end = _tile_of(gl.program_id(0), tiles, num_tiles, num_across, SPLIT)
+        across, part, expert, _first, _end = _tile_of(gl.program_id(0), tiles, num_tiles, num_across, SPLIT)
         begin, stop = _steps(part, num_steps, SPLIT)
         num_early = gl.where(expert >= 0, gl.minimum(stop - begin, STAGES), 0)
         for early in range(0, num_early):
@@ -113,7 +116,7 @@ def _bring(
     gdc_wait()
     gdc_launch_dependents()  # here: the next kernel reads the tiles at once
     for unit in range(gl.program_id(0), num_tiles * num_across * SPLIT, gl.num_programs(0)):
-        across, part, expert, first, end = _tile_of(unit, tiles, num_tiles, num_across, SPLIT)
+        across, part, expert, first, _end = _tile_of(unit, tiles, num_tiles, num_across, SPLIT)
         if expert >= 0:
             begin, stop = _steps(part, num_steps, SPLIT)
             for step in range(begin, stop):
@@ -149,13 +152,18 @@ def _take_mxfp4(piece, scale_words, half: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    out, bias, scores, order, tiles, x_ring, values, scales, is_full, is_free, num_tiles, num_across, num_steps,
-    num_outputs, num_rows, num_chosen, limit, alpha,
-    PIECE: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr,
+    given, ring, sizes, limit, alpha,
+    PIECE: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, ROWS, 16])
+    out, bias, scores, order, tiles = given
+    x_ring, values, scales, is_full, is_free = ring
+    num_tiles, num_across, num_steps, num_outputs, num_rows, num_chosen = sizes
+    by_warp: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], instr_shape=[16, 8])
+    by_group: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, ROWS, 16])
+    layout: gl.constexpr = by_warp if ROWS <= _FEW else by_group
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, by_warp, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lines = gl.arange(0, _PIECE, gl.SliceLayout(1, layout))
     turn = 0
@@ -167,16 +175,22 @@ def _multiply(
             added = gl.load(bias + expert * num_across * _LINES + line + lines)
             sums = gl.zeros([_PIECE, ROWS], gl.float32, layout)
             begin, stop = _steps(part, num_steps, SPLIT)
-            for step in range(begin, stop):
+            for _step in range(begin, stop):
                 stage = turn % STAGES
                 mbarrier.wait(is_full.index(stage), turn // STAGES & 1)
                 words = scales.index(stage)._reinterpret(gl.int32, [8, 32], flat)
                 piece = values.index(stage * _PIECES + PIECE)
-                weight = _take_mxfp4(piece, words.index(PIECE * 2), 0, left)
-                sums = warpgroup_mma(weight, x_ring.index(stage * 2).permute((1, 0)), sums, is_async=True)
-                other = _take_mxfp4(piece, words.index(PIECE * 2 + 1), 1, left)
-                sums = warpgroup_mma(other, x_ring.index(stage * 2 + 1).permute((1, 0)), sums, is_async=True)
-                sums, weight, other = warpgroup_mma_wait(0, deps=[sums, weight, other])
+                if ROWS <= _FEW:
+                    for half in gl.static_range(2):
+                        weight = _take_mxfp4(piece, words.index(PIECE * 2 + half), half, left)
+                        x = x_ring.index(stage * 2 + half).permute((1, 0)).load(right)
+                        sums = mma_v2(weight, x, sums)
+                else:
+                    weight = _take_mxfp4(piece, words.index(PIECE * 2), 0, left)
+                    sums = warpgroup_mma(weight, x_ring.index(stage * 2).permute((1, 0)), sums, is_async=True)
+                    other = _take_mxfp4(piece, words.index(PIECE * 2 + 1), 1, left)
+                    sums = warpgroup_mma(other, x_ring.index(stage * 2 + 1).permute((1, 0)), sums, is_async=True)
+                    sums, weight, other = warpgroup_mma_wait(0, deps=[sums, weight, other])
                 _barrier()  # all warps of the group have read the stage
                 mbarrier.arrive(is_free.index(stage), count=1)
                 turn += 1
@@ -186,8 +200,10 @@ def _multiply(
             if GATED:
                 _store_gated(out, sums, line // 2, first, end, num_outputs, limit, alpha, ROWS)
             else:
-                _store(out, sums, scores, order, line, part, first, end, num_outputs, num_rows, num_chosen, PARTS,
-                       SPLIT, ROWS)  # fmt: skip
+                _store(
+                    out, sums, scores, order, line, part, first, end, num_outputs, num_rows, num_chosen,
+                    PARTS, SPLIT, ROWS,
+                )  # fmt: skip
 
 
 @gluon.jit
@@ -233,8 +249,8 @@ def _store(
 def _experts_kernel(
     row_tiles, value_tiles, scale_tiles, out, bias, scores, order, tiles, num_tiles, num_across, num_steps, num_outputs,
     num_rows, num_chosen, limit, alpha,
-    GATED: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-    MORE: gl.constexpr, LESS: gl.constexpr,
+    GATED: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, MORE: gl.constexpr, LESS: gl.constexpr,
 ):  # fmt: skip
     """`num_outputs`: of the result, without those that fill the last tile."""
     values_layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
@@ -249,28 +265,20 @@ def _experts_kernel(
         mbarrier.init(is_full.index(stage), count=1)
         mbarrier.init(is_free.index(stage), count=_PIECES)  # all groups have read it
     fence_async_shared()
+    given = out, bias, scores, order, tiles
+    ring = x_ring, values, scales, is_full, is_free
+    sizes = num_tiles, num_across, num_steps, num_outputs, num_rows, num_chosen
+    brought = row_tiles, value_tiles, scale_tiles, tiles
     gl.warp_specialize(
         [
-            (_multiply, (
-                out, bias, scores, order, tiles, x_ring, values, scales, is_full, is_free, num_tiles, num_across,
-                num_steps, num_outputs, num_rows, num_chosen, limit, alpha, 0, GATED, PARTS, SPLIT, STAGES, ROWS,
-            )),
-            (_multiply, (
-                out, bias, scores, order, tiles, x_ring, values, scales, is_full, is_free, num_tiles, num_across,
-                num_steps, num_outputs, num_rows, num_chosen, limit, alpha, 1, GATED, PARTS, SPLIT, STAGES, ROWS,
-            )),
-            (_multiply, (
-                out, bias, scores, order, tiles, x_ring, values, scales, is_full, is_free, num_tiles, num_across,
-                num_steps, num_outputs, num_rows, num_chosen, limit, alpha, 2, GATED, PARTS, SPLIT, STAGES, ROWS,
-            )),
-            (_bring, (
-                row_tiles, value_tiles, scale_tiles, tiles, x_ring, values, scales, is_full, is_free, num_tiles,
-                num_across, num_steps, not GATED, SPLIT, STAGES, ROWS,
-            )),
+            (_multiply, (given, ring, sizes, limit, alpha, 0, GATED, PARTS, SPLIT, STAGES, ROWS)),
+            (_multiply, (given, ring, sizes, limit, alpha, 1, GATED, PARTS, SPLIT, STAGES, ROWS)),
+            (_multiply, (given, ring, sizes, limit, alpha, 2, GATED, PARTS, SPLIT, STAGES, ROWS)),
+            (_bring, (brought, ring, sizes, not GATED, SPLIT, STAGES, ROWS)),
         ],
         [4, 4, 1],  # warps of all but the first function, which has the warps of the launch
         [MORE, MORE, LESS],  # registers of a thread in these
-    )  # fmt: skip
+    )
 
 
 class Product(NamedTuple):
@@ -313,6 +321,5 @@ def multiply(
         TensorDescriptor.from_tensor(product.tiles.scales, [8, 32], _SCALES),
         out, product.bias, scores, rows.order, rows.tiles, num_tiles, num_across, num_steps, product.num_outputs,
         scores.numel(), scores.shape[1], limit, alpha, activation is not None, out.dtype is torch.float32, split,
-        STAGES[size], size, MULTIPLIER_REGISTERS, COPIER_REGISTERS,
-        num_warps=4, maxnreg=REGISTERS, launch_pdl=early,
+        STAGES[size], size, *MULTIPLIERS_AND_COPIER, num_warps=4, maxnreg=REGISTERS, launch_pdl=early,
     )  # fmt: skip
