@@ -14,7 +14,9 @@ The kernel needs Triton's Gluon. Gluon makes the synchronization of warps explic
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from triton.experimental import gluon
@@ -31,10 +33,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pd_kernels.launch_sizes import cdiv, num_processors
-from pd_kernels.mxfp4_tiles import KEPT, LINES, PIECE, PIECES, ROTATIONS, STEP
-
-if TYPE_CHECKING:
-    from pd_kernels.mxfp4_tiles import Mxfp4Tiles
+from pd_kernels.mxfp4_tiles import (
+    KEPT,
+    LINES,
+    PIECE,
+    PIECES,
+    ROTATIONS,
+    STEP,
+    USED,
+    Mxfp4Tiles,
+    fits,
+    in_order,
+    in_tiles,
+)
+from pd_kernels.triton_pairs import SortedRows
+from pd_kernels.weight_forms import MXFP4, PackedWeight
 
 logger = logging.getLogger(__name__)
 STAGES = {8: 12, 16: 11, 32: 8, 64: 6, 128: 4}  # of the ring, by the rows of a tile: at most 200 KiB
@@ -46,7 +59,7 @@ _PIECES: gl.constexpr = gl.constexpr(PIECES)
 _LINES: gl.constexpr = gl.constexpr(LINES)
 _STEP: gl.constexpr = gl.constexpr(STEP)
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, later ones
-FEW = 16  # rows of a tile up to which warps multiply alone: see `_multiply`
+FEW = 8  # rows of a tile up to which warps multiply alone: see `_multiply`
 _FEW: gl.constexpr = gl.constexpr(FEW)
 REGISTERS, MULTIPLIERS_AND_COPIER = 128, (160, 24)  # of a thread: at the launch, of 16 warps; later
 
@@ -57,7 +70,7 @@ def _unpacking() -> str:
     pair = 0
     for word, rotations in zip(("$8", "$9", "both"), ROTATIONS, strict=True):
         for rotation in rotations:
-            lines += [f"shf.l.wrap.b32 turned, {word}, {word}, {rotation};", "and.b32 turned, turned, 0x81C081C0;"]
+            lines += [f"shf.l.wrap.b32 turned, {word}, {word}, {rotation};", f"and.b32 turned, turned, {USED};"]
             lines += [f"mul.rn.bf16x2 ${pair}, turned, ${10 if pair < 4 else 18};"]
             pair += 1
     return "{.reg .b32 both, turned; " + " ".join(lines) + "}"
@@ -149,13 +162,16 @@ def _take_mxfp4(piece, scale_words, half: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 
-
 @gluon.jit
 def _multiply(
     given, ring, sizes, limit, alpha,
     PIECE: gl.constexpr, GATED: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr,
     STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
+    """Up to _FEW rows, each warp multiplies alone: a group's product of 8 rows takes longer (326 us for 302).
+
+    The unpacking of the weights and these products share the instruction slots. The copies alone take 270 us.
+    """
     out, bias, scores, order, tiles = given
     x_ring, values, scales, is_full, is_free = ring
     num_tiles, num_across, num_steps, num_outputs, num_rows, num_chosen = sizes
@@ -281,45 +297,80 @@ def _experts_kernel(
     )
 
 
-class Product(NamedTuple):
-    """A weight and bias of each expert, and how many outputs the result has."""
+@dataclass(frozen=True, slots=True)
+class TiledProduct:
+    """An ExpertProduct."""
 
     tiles: Mxfp4Tiles
     bias: torch.Tensor  # float32 [E, tiles across * LINES], in the order of the tiles
     num_inputs: int
-    num_outputs: int
+    num_outputs: int  # of the result
+    rows: int | None = None  # of a tile, and the parts of the inputs, for tests; None: chosen by measurement
+    parts: int | None = None
+
+    @classmethod
+    def of(cls, weight: PackedWeight, bias: torch.Tensor, is_gated: bool) -> TiledProduct | None:
+        """None if the kernel does not take the weight. One wait for the device."""
+        _, num_outputs, num_inputs = weight.shape
+        if bias.dtype is not torch.bfloat16 or not fits(weight):
+            return None
+        tiles, bias = in_tiles(weight, is_gated=is_gated), in_order(bias, is_gated=is_gated)
+        return cls(tiles, bias, num_inputs, num_outputs // 2 if is_gated else num_outputs)
+
+    def tile_rows(self, num_tokens: int, num_chosen: int, num_experts: int) -> int:
+        """See ExpertProduct."""
+        mean = num_tokens * num_chosen / num_experts
+        most = ((4, 8), (8, 16), (20, 32), (100, 64))
+        return self.rows or next((rows for bound, rows in most if mean <= bound), 128)
+
+    def num_parts(self, num_tiles: int) -> int:
+        """See ExpertProduct."""
+        few = num_tiles * cdiv(self.num_outputs, LINES) <= 4 * num_processors(self.bias.device)
+        return self.parts or (2 if few else 1)
+
+    def multiply(
+        self,
+        rows: SortedRows,
+        out: torch.Tensor,
+        scores: torch.Tensor,
+        size: int,
+        activation: tuple[float, float] | None = None,
+    ) -> None:
+        """See ExpertProduct."""
+        num_across, num_steps, num_chosen = self.bias.shape[1] // LINES, cdiv(self.num_inputs, STEP), scores.shape[1]
+        num_tiles, (limit, alpha) = rows.tiles.shape[1], activation or (0.0, 0.0)
+        split = out.shape[0] // num_chosen if out.dim() == 3 else 1
+        _experts_kernel[(min(num_tiles * num_across * split, num_processors(out.device)),)](
+            TensorDescriptor.from_tensor(rows.x, [size, 64], _ROWS),
+            TensorDescriptor.from_tensor(self.tiles.values, [32, 128], _VALUES),
+            TensorDescriptor.from_tensor(self.tiles.scales, [8, 32], _SCALES),
+            out, self.bias, scores, rows.order, rows.tiles, num_tiles, num_across, num_steps, self.num_outputs,
+            scores.numel(), num_chosen, limit, alpha, activation is not None, out.dim() == 3, split,
+            STAGES[size], size, *MULTIPLIERS_AND_COPIER, num_warps=4, maxnreg=REGISTERS, launch_pdl=True,
+        )  # fmt: skip
 
 
-class SortedRows(NamedTuple):
-    """The rows of pairs (token, expert), see `triton_pairs.SortedPairs`."""
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernel compiles and runs on the device.
 
-    x: torch.Tensor  # [pairs, in], by expert
-    order: torch.Tensor  # int32 [pairs]: the pair of each row
-    tiles: torch.Tensor  # int32 [3, tiles]
-
-
-def multiply(
-    product: Product,
-    rows: SortedRows,
-    out: torch.Tensor,
-    scores: torch.Tensor,
-    *,
-    size: int,
-    activation: tuple[float, float] | None = None,
-    split: int = 1,
-    early: bool = True,
-) -> None:
-    """Fill `out`: of gates and ups (`activation`: limit and alpha) [pairs, size / 2], else `_store`.
-
-    `size`: rows of a tile; `split`: programs that share a tile's inputs, for parts alone.
+    The answer is cached: every layer asks, and a failed compilation takes as long each time.
     """
-    num_across, num_steps = product.bias.shape[1] // LINES, cdiv(product.num_inputs, STEP)
-    num_tiles, (limit, alpha) = rows.tiles.shape[1], activation or (0.0, 0.0)
-    _experts_kernel[(min(num_tiles * num_across * split, num_processors(out.device)),)](
-        TensorDescriptor.from_tensor(rows.x, [size, 64], _ROWS),
-        TensorDescriptor.from_tensor(product.tiles.values, [32, 128], _VALUES),
-        TensorDescriptor.from_tensor(product.tiles.scales, [8, 32], _SCALES),
-        out, product.bias, scores, rows.order, rows.tiles, num_tiles, num_across, num_steps, product.num_outputs,
-        scores.numel(), scores.shape[1], limit, alpha, activation is not None, out.dtype is torch.float32, split,
-        STAGES[size], size, *MULTIPLIERS_AND_COPIER, num_warps=4, maxnreg=REGISTERS, launch_pdl=early,
-    )  # fmt: skip
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    blocks, scales = (torch.zeros(1, 16, 1, *size, dtype=torch.uint8, device=device) for size in ((16,), ()))
+    bias, x = (torch.zeros(size, dtype=torch.bfloat16, device=device) for size in ((1, 16), (1, 32)))
+    order, tiles = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0], [[0], [0], [1]]))
+    scores = torch.ones(1, 1, device=device)
+    try:
+        for is_gated in (False, True):
+            product = TiledProduct.of(PackedWeight(MXFP4, blocks, scales), bias, is_gated)
+            assert product is not None
+            rows = SortedRows(x, order, tiles)
+            for size in (8, 128):
+                out = x.new_empty((1, product.num_outputs))
+                product.multiply(rows, out, scores, size, (7.0, 1.0) if is_gated else None)
+    except Exception:  # Gluon is experimental: another version's compiler may raise anything
+        logger.warning("no MXFP4 experts of registers", exc_info=True)
+        return False
+    return True

@@ -1,6 +1,6 @@
 """Experts' weights in MXFP4, in the order in which `gluon_mxfp4_experts` reads them.
 
-A tile has LINES outputs and STEP inputs of one expert: LINES / PIECE pieces of 4 KiB, and 1 KiB of scales. In a piece, a
+A tile has LINES outputs and STEP inputs of one expert: PIECES pieces of 4 KiB, and 1 KiB of scales. In a piece, a
 thread of four warps has 16 bytes for each half of the inputs. They hold those numbers that the matrix unit expects in
 the registers of the thread, so a number goes from memory to its register without another thread.
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 PIECE, PIECES, STEP = 64, 3, 128  # outputs of a piece; pieces of a tile (2,880 and 5,760 are multiples of 192); inputs
 LINES = PIECE * PIECES
-ROTATIONS = ((0, 4, 10), (2, 6, 12), (8, 14))  # to the left, of the pairs of the first, the second and the selected word
-_HALF = 0x81C0  # the bits of a number in a bfloat16
+# To the left, of the pairs of the first, the second, and the selected word
+ROTATIONS = ((0, 4, 10), (2, 6, 12), (8, 14))
+USED = 0x81C081C0  # the bits of two bfloat16 that hold two numbers
 KEPT = 0x06030603  # the bits of the selected word that are the first word's
 MOST_SCALE = 128  # greatest exponent + 127 for which the factor 2 ** (scale - 1) is a bfloat16
 _NUMBERS = 1 << 26  # that are packed at once: each takes 8 bytes
