@@ -25,6 +25,7 @@ PIECE, PIECES, STEP = 64, 3, 128  # outputs of a piece; pieces of a tile (2,880 
 LINES = PIECE * PIECES
 # To the left, of the pairs of the first, the second, and the selected word
 ROTATIONS = ((0, 4, 10), (2, 6, 12), (8, 14))
+SHIFTS = (2, 4, 6)  # those that no used bit passes the end in
 USED = 0x81C081C0  # the bits of two bfloat16 that hold two numbers
 KEPT = 0x06030603  # the bits of the selected word that are the first word's
 MOST_SCALE = 128  # greatest exponent + 127 for which the factor 2 ** (scale - 1) is a bfloat16

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pd_kernels.biased_experts import BiasedExperts, BiasedMix
-    from pd_kernels.values import ExpertPart
+    from pd_kernels.values import ExpertPart, Gates
 
     MakeProduct = Callable[[PackedWeight, torch.Tensor, bool], "ExpertProduct | None"]
 
@@ -43,19 +43,11 @@ class ExpertProduct(Protocol):
     def num_parts(self, num_tiles: int) -> int:
         """The parts that a result of few tokens comes in, each of some inputs; 0: results come whole."""
 
-    def multiply(
-        self,
-        rows: SortedRows,
-        out: torch.Tensor,
-        scores: torch.Tensor,
-        size: int,
-        activation: tuple[float, float] | None = None,
-    ) -> None:
+    def multiply(self, rows: SortedRows, out: torch.Tensor, scores: torch.Tensor, size: int, gates: Gates) -> None:
         """Fill `out`. `size`: rows of a tile, with which the pairs were sorted.
 
-        Of gates and ups, which alternate (`activation`: limit and alpha, see BiasedExperts), activations [pairs, in] in
-        the order of the rows. Else results [T * k, hidden] in the order of the pairs, or float32 parts times scores,
-        [parts * k, T, hidden].
+        Of gates and ups, which alternate (`gates`), activations [pairs, in] in the order of the rows. Else results
+        [T * k, hidden] in the order of the pairs, or float32 parts times scores, [parts * k, T, hidden].
         """
 
 
@@ -66,7 +58,7 @@ class SortedMix:
     gate_up: ExpertProduct
     down: ExpertProduct
     weights: tuple[int, int]  # experts of this rank, outputs of each
-    activation: tuple[float, float]  # limit and alpha
+    gates: Gates
     part: ExpertPart | None
 
     def __call__(self, x: torch.Tensor | HalfNormed, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -81,27 +73,27 @@ class SortedMix:
         pairs = sort_pairs(chosen, num_experts, size, own=own)
         rows = SortedRows(sorted_rows(x, pairs.order, num_chosen), pairs.order, pairs.tiles)
         activated = like.new_empty((chosen.numel(), self.down.num_inputs))
-        self.gate_up.multiply(rows, activated, scores, size, self.activation)
+        self.gate_up.multiply(rows, activated, scores, size, self.gates)
         num_parts = self.down.num_parts(pairs.tiles.shape[1]) if num_tokens <= _MOST_IN_PARTS and own is None else 0
         if num_parts:
             results = scores.new_empty((num_parts * num_chosen, num_tokens, hidden))
         else:
             results = like.new_empty((chosen.numel(), hidden))
-        self.down.multiply(rows._replace(x=activated), results, scores, size)
+        self.down.multiply(rows._replace(x=activated), results, scores, size, None)
         return results if num_parts else sum_pairs(results, scores, own=own)
 
 
 def make_biased_mix(weights: BiasedExperts, part: ExpertPart | None) -> BiasedMix:
     """See MakeBiasedMix. Experts in MXFP4 never wait for the host."""
     gate_up, down = weights.gate_up, weights.down
-    if not (isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight) and gate_up.form is down.form is MXFP4):
+    if not (
+        isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight) and gate_up.form is down.form is MXFP4
+    ):
         return TorchBiasedMix(weights, part)
-    make = _for_hopper(down.blocks.device)
-    products = [
-        make and make(weight, bias, is_gated)
-        for weight, bias, is_gated in ((gate_up, weights.gate_up_bias, True), (down, weights.down_bias, False))
-    ]
-    first, second = products
+    first: ExpertProduct | None = None
+    second: ExpertProduct | None = None
+    if (make := _for_hopper(down.blocks.device)) is not None:
+        first, second = make(gate_up, weights.gate_up_bias, True), make(down, weights.down_bias, False)
     if first is None or second is None:
         first, second = PlainProduct(gate_up, weights.gate_up_bias), PlainProduct(down, weights.down_bias)
     return SortedMix(first, second, (down.shape[0], down.shape[1]), (weights.limit, weights.alpha), part)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
@@ -14,7 +13,10 @@ from pd_kernels.launch_sizes import cdiv
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 
 if TYPE_CHECKING:
+    import torch
+
     from pd_kernels.triton_pairs import SortedRows
+    from pd_kernels.values import Gates
     from pd_kernels.weight_forms import PackedWeight
 
 _OUTPUTS = 64  # of a tile
@@ -103,19 +105,12 @@ class PlainProduct:
         """See ExpertProduct. Results are not split."""
         return 0
 
-    def multiply(
-        self,
-        rows: SortedRows,
-        out: torch.Tensor,
-        scores: torch.Tensor,
-        size: int,
-        activation: tuple[float, float] | None = None,
-    ) -> None:
+    def multiply(self, rows: SortedRows, out: torch.Tensor, scores: torch.Tensor, size: int, gates: Gates) -> None:
         """See ExpertProduct."""
         _, num_lines, num_inputs = self.weight.shape
         num_tiles, early = rows.tiles.shape[1], launches_early(out.device)
         _mxfp4_kernel[(cdiv(num_lines, _OUTPUTS), num_tiles)](
             self.weight.blocks, self.weight.scales, self.bias, rows.x, out, rows.order, rows.tiles, num_tiles,
-            scores.numel(), num_lines, num_inputs // 32, *(activation or (0.0, 0.0)), activation is not None, size,
+            scores.numel(), num_lines, num_inputs // 32, *(gates or (0.0, 0.0)), gates is not None, size,
             _OUTPUTS, 2, early, num_warps=4, **early_options(early),
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -162,6 +162,9 @@ class ExpertPart:
 
     first: int
     num_experts: int
+
+
+Gates: TypeAlias = tuple[float, float] | None  # limit and alpha of BiasedExperts; None: no gates and ups
 
 
 # norms

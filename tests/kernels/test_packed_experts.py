@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,13 @@ from pd_kernels.triton_mxfp4_experts import PlainProduct
 from pd_kernels.triton_pairs import SortedRows
 from pd_kernels.values import ExpertPart, HalfNormed, Routing
 from pd_kernels.weight_forms import MXFP4, PackedWeight
+from tests.kernels.compiler import compile_by
 from tests.kernels.packed_experts import random_experts, random_packed
 
 if TYPE_CHECKING:
-    from pd_kernels.biased_experts import BiasedExperts
+    from pathlib import Path
+
+    from pd_kernels.biased_experts import BiasedExperts, ExpertsWeight
 
 # Triton's interpreter on numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -42,10 +46,25 @@ def step(num_tokens: int, num_experts: int, num_chosen: int, hidden: int, dtype:
     return x.to(DEVICE, dtype), scores.to(DEVICE), chosen.to(DEVICE)
 
 
+def packed(weight: ExpertsWeight, first: int = 0, last: int | None = None) -> PackedWeight:
+    """The weight of some experts."""
+    assert isinstance(weight, PackedWeight)
+    return PackedWeight(MXFP4, weight.blocks[first:last].contiguous(), weight.scales[first:last].contiguous())
+
+
+def some(weights: BiasedExperts, first: int, last: int) -> BiasedExperts:
+    """The experts of a rank."""
+    biases = weights.gate_up_bias[first:last], weights.down_bias[first:last]
+    both = packed(weights.gate_up, first, last), packed(weights.down, first, last)
+    return replace(weights, gate_up=both[0], gate_up_bias=biases[0], down=both[1], down_bias=biases[1])
+
+
 def plain(weights: BiasedExperts, part: ExpertPart | None = None) -> SortedMix:
     """The products for all GPUs, also on a Hopper GPU."""
-    both = PlainProduct(weights.gate_up, weights.gate_up_bias), PlainProduct(weights.down, weights.down_bias)
-    return SortedMix(*both, (*weights.down.shape[:2],), (weights.limit, weights.alpha), part)
+    gate_up = PlainProduct(packed(weights.gate_up), weights.gate_up_bias)
+    down = PlainProduct(packed(weights.down), weights.down_bias)
+    num_experts, hidden, _ = weights.down.shape
+    return SortedMix(gate_up, down, (num_experts, hidden), (weights.limit, weights.alpha), part)
 
 
 def whole(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -71,14 +90,7 @@ def test_each_rank_adds_what_its_experts_compute() -> None:
     weights, total = random_experts(5, 64, 32, torch.float32, DEVICE), torch.zeros(9, 64, device=DEVICE)
     x, scores, chosen = step(9, 5, 3, 64, torch.float32)
     for first, last in ((0, 2), (2, 5)):
-        some = replace(
-            weights,
-            gate_up=PackedWeight(MXFP4, weights.gate_up.blocks[first:last], weights.gate_up.scales[first:last]),
-            gate_up_bias=weights.gate_up_bias[first:last],
-            down=PackedWeight(MXFP4, weights.down.blocks[first:last], weights.down.scales[first:last]),
-            down_bias=weights.down_bias[first:last],
-        )
-        total += plain(some, ExpertPart(first, 5))(x, scores, chosen)
+        total += plain(some(weights, first, last), ExpertPart(first, 5))(x, scores, chosen)
     assert error(total, reference.biased_experts(x, scores, chosen, weights)) < 2e-5
 
 
@@ -98,13 +110,13 @@ def test_all_codes_and_exponents_of_the_plain_products() -> None:
     tiles = torch.tensor([[0, 0], [0, 16], [16, 32]], dtype=torch.int32, device=DEVICE)
     out = torch.zeros(32, 254, device=DEVICE)
     rows = SortedRows(torch.eye(32, device=DEVICE), pairs, tiles)
-    product.multiply(rows, out, torch.ones(32, 1, device=DEVICE), 16)
+    product.multiply(rows, out, torch.ones(32, 1, device=DEVICE), 16, None)
     expected = weight.expert(0, torch.float32).T
     assert torch.equal(out[:, :253], expected[:, :253])
     assert out[:, 253].isnan().all()
 
 
-def test_no_tokens_and_no_host() -> None:
+def test_no_tokens() -> None:
     weights = random_experts(2, 32, 32, torch.float32, DEVICE)
     x, scores, chosen = step(0, 2, 2, 32, torch.float32)
     assert plain(weights)(x, scores, chosen).shape == (0, 32)
@@ -184,7 +196,7 @@ def test_all_codes_and_exponents_on_a_hopper_gpu() -> None:
         first = torch.arange(0, count, size, device=DEVICE).int()
         tiles = torch.stack((torch.zeros_like(first), first, (first + size).clamp(max=count)))
         out = torch.full((count, 192), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-        product.multiply(SortedRows(rows, pairs, tiles), out, torch.ones(count, 1, device=DEVICE), size)
+        product.multiply(SortedRows(rows, pairs, tiles), out, torch.ones(count, 1, device=DEVICE), size, None)
         assert torch.equal(out, expected)
 
 
@@ -220,11 +232,18 @@ def test_ranks_and_half_normed_rows_on_a_hopper_gpu() -> None:
     assert error(found, TorchBiasedMix(weights, None)(half, scores, chosen)) < 1e-2
     total = torch.zeros_like(x)
     for first, last in ((0, 3), (3, 8)):
-        both = (
-            PackedWeight(MXFP4, one.blocks[first:last].contiguous(), one.scales[first:last].contiguous())
-            for one in (weights.gate_up, weights.down)
-        )
-        biases = weights.gate_up_bias[first:last], weights.down_bias[first:last]
-        some = replace(weights, gate_up=next(both), gate_up_bias=biases[0], down=next(both), down_bias=biases[1])
-        total += make_biased_mix(some, ExpertPart(first, 8))(x, scores, chosen)
+        total += make_biased_mix(some(weights, first, last), ExpertPart(first, 8))(x, scores, chosen)
     assert error(total, TorchBiasedMix(weights, None)(x, scores, chosen)) < 1e-2
+
+
+@pytest.mark.parametrize("rows", ["8", pytest.param("128", marks=pytest.mark.slow)])
+def test_they_compile_for_a_hopper_gpu_and_keep_weights_and_sums_in_registers(rows: str, tmp_path: Path) -> None:
+    """No weight is moved between threads after its load: the operands of the matrix unit are registers of the thread."""
+    pytest.importorskip("triton.experimental.gluon", reason="these products need Triton's Gluon")
+    done = compile_by("tests.kernels.hopper_packed_experts", tmp_path, rows)
+    assert done.output.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 2
+    groups, both = 3, 2  # of warps; weights of gates and ups, and of downs
+    assert done.output.count("mul.rn.bf16x2") == groups * both * 2 * 16
+    product = r"mma.sync.aligned.m16n8k16" if rows == "8" else r"wgmma.mma_async.sync.aligned.m64n128k16"
+    assert done.output.count(product) == groups * both * 8
+    assert re.search(r"ld\.shared\.v4\.b32", done.output)
