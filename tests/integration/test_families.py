@@ -37,7 +37,8 @@ SEEDS = {"mixtral-channels": 5}
 SLOW = ("mixtral", "glm4-experts", "minimax-m2", "mixtral-channels", "olmo3", "gpt-oss-mxfp4")
 
 
-RANKED = ("llama", "qwen3", "gemma3", "qwen3-experts", "gpt-oss-mxfp4")  # each has two KV heads
+# Each has two KV heads
+RANKED = ("llama", "qwen3-yarn", "gemma3", "qwen3-experts", "gpt-oss-mxfp4")
 UNEQUAL = ((1, 2), (2, 1))
 
 
