@@ -36,8 +36,8 @@ def _read_linear(settings: ConfigReader, theta: float, max_len: int) -> RopeSpec
 
 
 def _read_llama3(settings: ConfigReader, theta: float, max_len: int) -> RopeSpec:
-    factors = (settings.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    return RopeSpec(theta, "llama3", *factors, settings.integer(_ORIGINAL, max_len))
+    factor, low, high = (settings.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    return RopeSpec(theta, "llama3", factor, low, high, settings.integer(_ORIGINAL, max_len))
 
 
 def _read_yarn(settings: ConfigReader, theta: float, max_len: int) -> RopeSpec:

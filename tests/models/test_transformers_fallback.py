@@ -23,7 +23,7 @@ from pd_cluster.worker.cuda_graphs.set_up import capturable
 from pd_kernels.backends import TORCH
 from tests.worker.driver import Driver, make_executor, random_prompts
 from tests.worker.reads import check_read, read_prompt
-from tests.worker.recorder import Recorder
+from tests.worker.watched_executor import WatchedExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -109,8 +109,8 @@ def save_family(name: str, directory: Path) -> Any:
 def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     """Chunks of at most 23 tokens beside decodes, blocks in random order."""
     model = save_family(name, tmp_path)
-    recorder = Recorder(make_executor(tmp_path, model_impl="transformers"))
-    driver = Driver(recorder, budget=23)  # type: ignore[arg-type]
+    watched = WatchedExecutor(make_executor(tmp_path, model_impl="transformers"))
+    driver = Driver(watched, budget=23)  # type: ignore[arg-type]
     for prompt in random_prompts(LENGTHS, VOCAB_SIZE):
         driver.add(prompt, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0))
     driver.run()
@@ -118,7 +118,7 @@ def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None
         with torch.inference_mode():
             logits = model(torch.tensor([generation.all_ids]), use_cache=False).logits[0]
         expected = logits[len(generation.prompt) - 1 : -1]
-        found = torch.stack(recorder.logits[generation.seq_id])
+        found = torch.stack(watched.logits[generation.seq_id])
         assert (found - expected).abs().max() < 3e-5 * expected.std()
         assert generation.all_ids[len(generation.prompt) :] == expected.argmax(-1).tolist()
 

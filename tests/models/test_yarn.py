@@ -18,7 +18,7 @@ from pd_cluster.models.rope_kinds import ROPE_KINDS
 from tests.models.test_scaled_contexts import GEMMA, HERE, LLAMA
 from tests.worker.conftest import GEMMA3_ROPE, MODELS, VOCAB_SIZE, save_model
 from tests.worker.driver import Driver, make_executor, random_prompts
-from tests.worker.recorder import Recorder
+from tests.worker.watched_executor import WatchedExecutor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,8 +58,8 @@ def test_logits_and_tokens_equal_transformers(tmp_path: Path, name: str) -> None
     saved = save_model(kind, tmp_path, {**options, **changes})
     executor = make_executor(tmp_path)
     assert executor.model.max_model_len == ORIGINAL * (2.5 if name == "mixtral" else 4)
-    recorder = Recorder(executor)
-    driver = Driver(recorder, budget=23)  # type: ignore[arg-type]
+    watched = WatchedExecutor(executor)
+    driver = Driver(watched, budget=23)  # type: ignore[arg-type]
     for prompt in random_prompts(LENGTHS, VOCAB_SIZE):
         driver.add(prompt)
     while len(driver.sequences[-1].tokens) < NUM_TOKENS - 2:
@@ -71,7 +71,7 @@ def test_logits_and_tokens_equal_transformers(tmp_path: Path, name: str) -> None
     for generation in driver.sequences:
         with torch.inference_mode():
             logits = saved.model(torch.tensor([generation.all_ids[:-1]]), use_cache=False).logits[0]
-        expected, found = logits[len(generation.prompt) - 1 :], torch.stack(recorder.logits[generation.seq_id])
+        expected, found = logits[len(generation.prompt) - 1 :], torch.stack(watched.logits[generation.seq_id])
         assert (found - expected).abs().max() <= 1e-5 * expected.std()
         assert generation.all_ids[len(generation.prompt) :] == expected.argmax(-1).tolist()
     executor.close()
@@ -122,7 +122,7 @@ def test_the_table_of_gpt_oss_is_that_of_transformers_up_to_the_last_position() 
 @pytest.mark.parametrize(
     ("config", "length", "factor"),
     [
-        # Qwen3's cards; Qwen2.5's, whose configs have 32768; Yarn-Llama-2-13b-64k; DeepSeek-V3's settings; gpt-oss's
+        # Qwen3's cards; Qwen2.5's, with 32768 in the config; Yarn-Llama-2-13b-64k; DeepSeek-V3's settings; gpt-oss's
         ({"max_position_embeddings": 40960, "rope_scaling": {
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}, 131072, 1.13862944),
         ({"max_position_embeddings": 32768, "rope_scaling": {

@@ -1,4 +1,4 @@
-"""An executor whose logits are kept."""
+"""An executor that keeps its logits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from pd_cluster.worker.pending_step import PendingStep
 
 
-class Recorder:
-    """An executor that keeps the logits of every sample, by sequence."""
+class WatchedExecutor:
+    """Keeps the logits of every sample, by sequence."""
 
     def __init__(self, executor: DeviceExecutor) -> None:
         self._executor = executor
