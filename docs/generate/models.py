@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from docs.generate.document import code, table
-from pd_cluster.models.hf_config import ROPE_TYPES, ExpertsRules, Windows
+from pd_cluster.models.hf_config import ExpertsRules, Windows
+from pd_cluster.models.missing_parts import MISSING_PARTS
 from pd_cluster.models.registry import ARCHITECTURES
+from pd_cluster.models.rope_kinds import ROPE_KINDS
 from pd_cluster.models.tensor_names import IGNORED
 from pd_cluster.models.wrapper import WRAPPERS
 
@@ -55,7 +57,7 @@ def _feed_forward(experts: ExpertsRules | None) -> str:
 
 
 def _rope() -> str:
-    return "RoPE types that are served: " + ", ".join(map(code, ROPE_TYPES)) + "."
+    return "RoPE types that are served: " + ", ".join(map(code, ROPE_KINDS)) + "."
 
 
 def _wrappers() -> str:
@@ -68,4 +70,11 @@ def _ignored() -> str:
     return table(["what", "tensors"], rows)
 
 
-PARTS = {"architectures": _architectures, "wrappers": _wrappers, "rope": _rope, "ignored": _ignored}
+def _missing() -> str:
+    rows = [[", ".join(map(code, names)), what] for what, names in MISSING_PARTS.items()]
+    return table(["architectures", "what is missing"], rows)
+
+
+PARTS = {
+    "architectures": _architectures, "wrappers": _wrappers, "rope": _rope, "ignored": _ignored, "missing": _missing,
+}  # fmt: skip

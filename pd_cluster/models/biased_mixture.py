@@ -1,4 +1,4 @@
-"""A mixture of experts whose router and experts have biases, with a clamped SwiGLU (gpt-oss, arXiv 2508.10925)."""
+"""A mixture of experts with biases, of its router too, and with a clamped SwiGLU (gpt-oss, arXiv 2508.10925)."""
 
 from __future__ import annotations
 

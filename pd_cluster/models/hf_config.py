@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.errors import StartupError, UnservedModel
+from pd_cluster.errors import UnservedModel
+from pd_cluster.models.config_reader import FLOAT32_MAX, ConfigReader
 from pd_cluster.models.quantization import BYTES_OF_FORM, read_quantization
+from pd_cluster.models.rope_kinds import ROPE_KINDS
 from pd_cluster.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-ROPE_TYPES = ("default", "linear", "llama3", "dynamic")
-_LONGER = ("linear", "yarn")  # types with a context of `factor` times the original one; of llama3 the config has it
-FLOAT32_MAX = 3.4e38
 _NOT_SERVED = {
     "attn_logit_softcapping": "a soft cap on scores is",
     "final_logit_softcapping": "a soft cap on logits is",
@@ -79,7 +78,7 @@ class ConfigRules:
 
 def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) -> ModelSpec:
     """Build the spec from a parsed `config.json`. Raises StartupError naming the setting that cannot be served."""
-    reader = _Reader(directory, config)
+    reader = ConfigReader(directory, config)
     setting, activation = rules.activation
     reader.refuse(setting, reader.optional(setting, activation) != activation, f"only {activation} is served")
     for name, what in _NOT_SERVED.items():
@@ -94,8 +93,9 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     max_len = reader.integer("max_position_embeddings", rules.max_len)
     query_scalar = rules.query_scalar and reader.integer("query_pre_attn_scalar", rules.query_scalar)
     rope, window_rope = _read_ropes(reader, rules, max_len)
-    if rules.window_rope_theta is None:  # Gemma 3's configs have the scaled context
-        max_len = scaled_length(max_len, reader.object("rope_scaling") | reader.object("rope_parameters"))
+    if rules.window_rope_theta is None or rope.kind == "yarn":  # Gemma 3's `linear` is counted in its configs' context
+        settings = reader.object("rope_scaling") | reader.object("rope_parameters")
+        max_len = scaled_length(max_len, settings | (settings.get("full_attention") or {}))
     head_dim = reader.integer("head_dim", rules.head_dim or hidden_size // num_heads)
     quantization, experts = read_quantization(directory, config), _read_experts(reader, rules, num_layers)
     # MiniMax-M2's config names no dtype; what a float8 checkpoint does not quantize is bfloat16
@@ -137,10 +137,11 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
 def scaled_length(max_len: int, rope: Mapping[str, Any]) -> int:
     """The context that a config with `max_position_embeddings` = `max_len` means by its RoPE settings.
 
-    With linear and YaRN, `max_len` is the original context, or the scaled one where the settings have the original.
-    Raises UnservedModel for settings that are no numbers.
+    Of kinds with `is_longer`, `max_len` is the original context, or the scaled one where the settings have the
+    original. Raises UnservedModel for settings that are no numbers.
     """
-    if _rope_type(rope) not in _LONGER:
+    kind = ROPE_KINDS.get(_rope_type(rope))
+    if kind is None or not kind.is_longer:
         return max_len
     name = "original_max_position_embeddings"
     factor, original = (rope.get(key) or default for key, default in (("factor", 1), (name, max_len)))
@@ -153,55 +154,7 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
-class _Reader:
-    """Fields of one config, with errors that name file and field."""
-
-    def __init__(self, directory: Path, config: Mapping[str, Any], field: str = "") -> None:
-        """`field`: the object of the config that has the fields."""
-        self._directory, self._file = directory, directory / "config.json"
-        self._config = config
-        self._prefix = field and f"{field}."
-
-    def optional(self, name: str, default: Any) -> Any:
-        value = self._config.get(name)
-        return default if value is None else value
-
-    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        value = self.optional(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            kind = "a positive integer" if least else "an integer of at least 0"
-            raise StartupError(f"{self._file}: {self._prefix}{name} must be {kind}, not {value!r}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A number above 0 that float32 holds."""
-        value = self.optional(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < FLOAT32_MAX:
-            raise StartupError(f"{self._file}: {self._prefix}{name} must be a positive number, not {value!r}")
-        return float(value)
-
-    def object(self, name: str) -> dict[str, Any]:
-        """An object, empty if there is none."""
-        value = self.optional(name, {})
-        if not isinstance(value, dict):
-            raise StartupError(f"{self._file}: {self._prefix}{name} must be an object, not {value!r}")
-        return value
-
-    def within(self, field: str, settings: Mapping[str, Any]) -> _Reader:
-        """The reader of the `settings` of an object of the config."""
-        return _Reader(self._directory, settings, field)
-
-    def window(self, default: int) -> int:
-        """`sliding_window`: null means none. `default`: without the setting."""
-        none = "sliding_window" in self._config and not self._config["sliding_window"]
-        return 0 if none else self.integer("sliding_window", default, 0)
-
-    def refuse(self, name: str, condition: bool, why: str) -> None:
-        if condition:
-            raise UnservedModel(f"{self._file}: {name} = {self._config.get(name)!r} cannot be served: {why}")
-
-
-def _read_experts(reader: _Reader, rules: ConfigRules, num_layers: int) -> ExpertsSpec | None:
+def _read_experts(reader: ConfigReader, rules: ConfigRules, num_layers: int) -> ExpertsSpec | None:
     """The number of experts has several names: transformers 5 saves the hub's `num_experts` as `num_local_experts`."""
     experts = rules.experts
     if experts is None:
@@ -232,7 +185,7 @@ def _read_experts(reader: _Reader, rules: ConfigRules, num_layers: int) -> Exper
     return _read_sigmoid_experts(reader, experts, spec, num_layers) if experts.is_sigmoid else spec
 
 
-def _read_sigmoid_experts(reader: _Reader, rules: ExpertsRules, spec: ExpertsSpec, num_layers: int) -> ExpertsSpec:
+def _read_sigmoid_experts(reader: ConfigReader, rules: ExpertsRules, spec: ExpertsSpec, num_layers: int) -> ExpertsSpec:
     """The settings of DeepSeek-V3's routing (arXiv 2412.19437, section 2.1) in addition to those of `spec`."""
     scoring = reader.optional("scoring_func", "sigmoid")
     reader.refuse("scoring_func", scoring != "sigmoid", "in this architecture only sigmoid is")
@@ -254,7 +207,7 @@ def _read_sigmoid_experts(reader: _Reader, rules: ExpertsRules, spec: ExpertsSpe
     )
 
 
-def _read_rotary_dim(reader: _Reader, rules: ConfigRules, head_dim: int) -> int | None:
+def _read_rotary_dim(reader: ConfigReader, rules: ConfigRules, head_dim: int) -> int | None:
     """How many dimensions of a head rotate. None: all.
 
     `partial_rotary_factor` is a setting of its own or one of RoPE's; MiniMax-M2 on the hub has `rotary_dim` instead.
@@ -273,7 +226,7 @@ def _read_rotary_dim(reader: _Reader, rules: ConfigRules, head_dim: int) -> int 
     return dim if dim < head_dim else None
 
 
-def _read_ropes(reader: _Reader, rules: ConfigRules, max_len: int) -> tuple[RopeSpec, RopeSpec | None]:
+def _read_ropes(reader: ConfigReader, rules: ConfigRules, max_len: int) -> tuple[RopeSpec, RopeSpec | None]:
     """RoPE of layers with full attention, and of layers with a window if it differs."""
     new, old = reader.object("rope_parameters"), reader.object("rope_scaling")
     field = "rope_parameters" if new else "rope_scaling"
@@ -290,27 +243,15 @@ def _read_ropes(reader: _Reader, rules: ConfigRules, max_len: int) -> tuple[Rope
     return full, window if window != full else None
 
 
-def _read_rope(reader: _Reader, field: str, settings: Mapping[str, Any], theta: float, max_len: int) -> RopeSpec:
+def _read_rope(reader: ConfigReader, field: str, settings: Mapping[str, Any], theta: float, max_len: int) -> RopeSpec:
     """`settings`: those in the config's `field`. `theta`: used if they have no `rope_theta`."""
-    kind = _rope_type(settings)
-    reader.refuse(field, kind not in ROPE_TYPES, f"RoPE of type {kind}; served: {', '.join(ROPE_TYPES)}")
+    name = _rope_type(settings)
+    reader.refuse(field, name not in ROPE_KINDS, f"RoPE of type {name}; served: {', '.join(ROPE_KINDS)}")
     inner = reader.within(field, settings)
-    theta = inner.number("rope_theta", theta)
-    if kind in ("default", "dynamic"):  # up to `max_position_embeddings` dynamic changes nothing; no longer is served
-        return RopeSpec(theta)
-    if kind == "linear":
-        return RopeSpec(theta, kind, inner.number("factor"))
-    return RopeSpec(
-        theta,
-        kind,
-        inner.number("factor"),
-        inner.number("low_freq_factor"),
-        inner.number("high_freq_factor"),
-        inner.integer("original_max_position_embeddings", max_len),
-    )
+    return ROPE_KINDS[name].read(inner, inner.number("rope_theta", theta), max_len)
 
 
-def _read_windows(reader: _Reader, rules: ConfigRules, num_layers: int) -> tuple[int, ...]:
+def _read_windows(reader: ConfigReader, rules: ConfigRules, num_layers: int) -> tuple[int, ...]:
     """Each layer's sliding window, 0 for full attention."""
     none = (0,) * num_layers
     layer_types = reader.optional("layer_types", None)

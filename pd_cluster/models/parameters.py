@@ -61,7 +61,7 @@ class Parameters:
         return self._raw(name, shape, torch.promote_types(self._dtype, torch.float32) if wide else self._dtype, own)
 
     def fused(self, name: str, shape: tuple[int, int, int], own: range, form: str) -> ExpertsWeight:
-        """[len(own), out, in] of experts whose weights are one tensor: packed in a form, or else [E, in, out].
+        """[len(own), out, in] of experts that are one tensor of the checkpoint: packed in a form, or else [E, in, out].
 
         `shape`: [E, out, in]. `form`: a row of FORMS, or "". Raises StartupError if a row is no multiple of its groups.
         """

@@ -45,8 +45,9 @@ class QuantizationSpec:
     def selector(self) -> Callable[[str], bool]:
         """Make the function that says whether the checkpoint quantizes the module of a name.
 
-        An entry of `excluded` is a regular expression after "re:", a pattern with "*", or a name. A name excludes the
-        modules that it is a part of: "gate" excludes "model.layers.0.mlp.gate", but not "model.layers.0.mlp.gate_proj".
+        An entry of `excluded` is a regular expression after "re:", a pattern with "*", or a name. A pattern excludes
+        the modules that it fits, and those in them. A name excludes the modules that it is a part of: "gate" excludes
+        "model.layers.0.mlp.gate", but not "model.layers.0.mlp.gate_proj".
         """
         names = {name for name in self.excluded if not _is_pattern(name)}
         patterns = [_compiled(name) for name in self.excluded if _is_pattern(name)]
@@ -63,7 +64,7 @@ class QuantizationSpec:
 Allowed: TypeAlias = "Mapping[str, tuple[object, ...]]"  # setting -> values that are served; None: not set
 _FP8: Allowed = {
     "weight_block_size": (None, [128, 128]), "activation_scheme": (None, "dynamic", "static"),
-    "fmt": (None, "e4m3", "float8_e4m3fn"), "scale_fmt": (None,), "kv_cache_scheme": (None, "static"),
+    "fmt": (None, "e4m3", "float8_e4m3fn"), "scale_fmt": (None, "float", "ue8m0"), "kv_cache_scheme": (None, "static"),
 }  # fmt: skip
 _COMPRESSED: Allowed = {"format": ("float-quantized",), "transform_config": (None, {})}
 _GROUP: Allowed = {"targets": (["Linear"],), "output_activations": (None,)}
@@ -198,4 +199,6 @@ def _is_pattern(name: str) -> bool:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else translate(pattern))
+    if pattern.startswith("re:"):
+        return re.compile(pattern.removeprefix("re:"))
+    return re.compile(f"{translate(pattern)}|{translate(f'{pattern}.*')}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import UnservedModel
 from pd_cluster.models.hf_config import ConfigRules, ExpertsRules, Windows, read_spec
+from pd_cluster.models.missing_parts import missing_part
 from pd_cluster.models.model_kinds import check_kind
 from pd_cluster.models.model_share import ModelShare
 from pd_cluster.models.wrapper import WRAPPERS, text_config
@@ -155,7 +156,9 @@ def choose_implementation(directory: Path, config: Mapping[str, Any], wanted: st
     try:
         spec = read_modules_spec(directory, config)
     except UnservedModel as error:
-        raise error if wanted == "transformers" else UnservedModel(f"{reason}; {error}") from error
+        missing = missing_part(config)
+        told = f"{directory / 'config.json'}: {missing}" if missing else f"{reason}; {error}"
+        raise error if wanted == "transformers" else UnservedModel(told) from error
     if wanted == "native":
         raise UnservedModel(f"{reason}; --model-impl transformers would serve it")
     why = reason.partition(";")[0]  # without the list of what is served

@@ -11,22 +11,22 @@ from pd_connectors.protocol.layout import KVGroup, KVKind
 if TYPE_CHECKING:
     from pd_cluster.models.quantization import QuantizationSpec
 
+_LATER_IN_ROPE = ("attention_factor", "truncate")  # the other fields are in all fingerprints
 ATTENTION_SHARE = 0.225  # FLOP/s of attention of short chunks, relative to those of products: see `keys_per_token`
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding.
-
-    `factor` is used by the kinds `linear` and `llama3`, the last three fields by `llama3`.
-    """
+    """Rotary position embedding. `kind`: see ROPE_KINDS, which says what it makes of the other fields."""
 
     theta: float
     kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    factor: float = 1.0  # frequencies are divided by it: all of them, or the low ones
+    low_freq_factor: float = 1.0  # periods within the original context of those that are divided wholly, or YaRN's slow
+    high_freq_factor: float = 4.0  # and of those that stay as they are, or YaRN's fast
     original_max_len: int = 0
+    attention_factor: float = 1.0  # on cos and sin
+    truncate: bool = False  # YaRN: the frequencies between begin and end at whole pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,10 @@ class ModelSpec:
         del values["max_len"], values["dtype"]
         if self.experts is not None:
             values["experts"] = _without_defaults(ExpertsSpec, values["experts"])
+        for key in ("rope", "window_rope"):
+            if rope := values[key]:
+                told = _without_defaults(RopeSpec, rope)
+                values[key] = {name: rope[name] for name in rope if name in told or name not in _LATER_IN_ROPE}
         return _without_defaults(ModelSpec, values)
 
     def _count_parameters(self, num_experts: int) -> int:
@@ -169,6 +173,6 @@ class ModelSpec:
         return self.num_layers * attention + num_dense * dense + (self.num_layers - num_dense) * mixture
 
 
-def _without_defaults(kind: type[ModelSpec | ExpertsSpec], values: dict[str, Any]) -> dict[str, Any]:
+def _without_defaults(kind: type[ModelSpec | ExpertsSpec | RopeSpec], values: dict[str, Any]) -> dict[str, Any]:
     defaults = {field.name: field.default for field in fields(kind)}
     return {name: value for name, value in values.items() if value != defaults.get(name, MISSING)}

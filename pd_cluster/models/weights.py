@@ -24,6 +24,7 @@ _DUMMY_STD = 0.02
 _DUMMY_SCALE = 0.0002  # of quantized weights: their values are N(0, 100), so that hardly any becomes 0 or is cut at 448
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes that a weight may have
 _OTHER_DTYPES = {torch.float8_e4m3fn: ("F8_E4M3",), torch.uint8: ("U8",)}  # of slots of these dtypes
+_POWER_DTYPES = ("F8_E8M0", "U8")  # a scale that is a power of two may be stored as its exponent, plus 127
 _DUMMY_EXPONENTS = (119, 122)  # of packed weights, the latter excluded: e2m1's codes then give about N(0, 0.02)
 
 
@@ -93,11 +94,13 @@ def _fill(file: Path, name: str, slot: Slot, tensors: Any) -> None:
     if not slot.fits(tuple(shape)):
         raise StartupError(f"{file}: {name} is {list(shape)}, config.json implies {list(slot.shape)}")
     expected = _OTHER_DTYPES.get(slot.tensor.dtype, _DTYPES)
+    powers = _POWER_DTYPES if name.endswith(SCALE_NAMES) else ()
+    expected += powers
     if dtype not in expected:
         raise StartupError(f"{file}: {name} is stored as {dtype}, config.json implies {' or '.join(expected)}")
 
     def read(index: Index) -> torch.Tensor:
         tensor: torch.Tensor = part[index] if index else tensors.get_tensor(name)
-        return tensor
+        return tensor.view(torch.float8_e8m0fnu).float() if dtype in powers else tensor
 
     slot.fill(read)

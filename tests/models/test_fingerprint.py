@@ -25,6 +25,10 @@ GLM4_EXPERTS = {
     "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 24, "use_qk_norm": True,
 }  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 SPEC = resolve_spec(Path(), CONFIGS["8b"])
 LIMIT = 64 << 20  # bytes that a fingerprint may read
 Shapes = dict[str, list[int]]
@@ -126,6 +130,12 @@ def test_files_of_a_dense_model_have_the_fingerprint_of_earlier_builds(tmp_path:
             "tiny",
             {"architectures": ["Qwen2ForCausalLM"], "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
             "eb257f617b8714cd1bbbec9675b4d149",
+        ),
+        ("tiny", {"rope_scaling": LLAMA3}, "a3d9655d8ac8ad7cf4d4fa395ddf175e"),
+        (
+            "tiny",
+            {"architectures": ["Gemma3ForCausalLM"], "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "0a42d72048607dac706825573a2e248b",
         ),
         ("tiny", QWEN3_EXPERTS, "bcaa85cf8654e82a2cbfc5c50f1636cf"),
         ("tiny", GLM4_EXPERTS, "42d17d8183e9b4e3b1ca2f629b340cd0"),

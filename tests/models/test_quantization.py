@@ -69,6 +69,7 @@ def channels(path: str, value: object) -> dict[str, Any]:
             {**BLOCKS, "modules_to_not_convert": ["a.gate", "b", "b"], "fmt": "float8_e4m3fn"},
             QuantizationSpec(Scales.BLOCKS, ("a.gate", "b", "lm_head"), "weight_scale_inv"),
         ),
+        ({**BLOCKS, "scale_fmt": "ue8m0"}, read(BLOCKS)),  # DeepSeek-V3.1's
         ({**TENSOR, "weight_block_size": None}, QuantizationSpec(Scales.TENSOR, ("lm_head", "lm_head"))),
         (CHANNELS, QuantizationSpec(Scales.CHANNELS, ("re:.*lm_head", "re:.*mlp.gate$"))),
         (compressed("tensor", dynamic=False), QuantizationSpec(Scales.TENSOR, ())),
@@ -91,15 +92,16 @@ def test_formats_that_are_served(settings: object, expected: QuantizationSpec | 
     [
         *(
             ({"quant_method": method}, f"quant_method = '{method}' cannot be served; served: fp8, compressed-tensors")
-            for method in ("awq", "gptq", "mxfp4", "bitsandbytes", "fbgemm_fp8", "quark")
+            for method in ("awq", "gptq", "bitsandbytes", "fbgemm_fp8", "quark")
         ),
+        ({"quant_method": "mxfp4"}, "cannot be served: mxfp4 is served in gpt-oss only"),
         ({"load_in_8bit": True}, "quant_method = None cannot be served"),
         ({"quant_method": ["fp8"]}, r"quant_method = \['fp8'\] cannot be served"),
         ("fp8", "quantization_config must be an object, not 'fp8'"),
         ({**BLOCKS, "weight_block_size": [64, 128]}, r"weight_block_size = \[64, 128\] .*; served: \[128, 128\]"),
         ({**BLOCKS, "weight_block_size": [1, 128]}, r"weight_block_size = \[1, 128\] cannot be served"),
         ({**BLOCKS, "fmt": "e5m2"}, "fmt = 'e5m2' cannot be served; served: e4m3, float8_e4m3fn"),
-        ({**BLOCKS, "scale_fmt": "ue8m0"}, "scale_fmt = 'ue8m0' cannot be served$"),
+        ({**BLOCKS, "scale_fmt": "ue5m3"}, "scale_fmt = 'ue5m3' cannot be served; served: float, ue8m0$"),
         ({**TENSOR, "kv_cache_scheme": "dynamic"}, "kv_cache_scheme = 'dynamic' cannot be served; served: static$"),
         ({**TENSOR, "activation_scheme": "none"}, "activation_scheme = 'none' cannot be served; served: dynamic"),
         ({**BLOCKS, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of names, not 'lm_"),
@@ -173,10 +175,54 @@ def test_modelopts_own_file_is_read_where_the_config_names_no_quantization(tmp_p
         (("re:layers.*",), "model.layers.0.mlp.gate_proj", True),  # a match begins at the name's beginning
         (("*.mlp.*",), "model.layers.0.mlp.gate_proj", False),
         (("layers.*",), "model.layers.0.mlp.gate_proj", True),
+        (("model.layers.*.self_attn",), "model.layers.11.self_attn.q_proj", False),
+        (("model.layers.*.self_attn",), "model.layers.11.self_attn_norm", True),
+        (("model.layers.*.self_attn",), "model.layers.11.mlp.gate_proj", True),
+        (("model.layers.0.self_attn*",), "model.layers.0.self_attn.q_proj", False),
+        (("model.layers.0.self_attn*",), "model.layers.10.self_attn.q_proj", True),
+        (("re:.*self_attn$",), "model.layers.0.self_attn.q_proj", True),
     ],
 )
 def test_modules_that_are_left_out(excluded: tuple[str, ...], module: str, is_quantized: bool) -> None:
     assert QuantizationSpec(Scales.BLOCKS, excluded).selector()(module) == is_quantized
+
+
+PUBLISHED = {
+    "gpt-oss": ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"),
+    "Qwen3-30B-A3B-FP8": (
+        "lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate",
+        "model.layers.0.post_attention_layernorm", "model.layers.1.mlp.gate",
+    ),
+    "Qwen3-Next-FP8": (
+        "lm_head", "model.layers.0.linear_attn.conv1d", "model.layers.0.linear_attn.in_proj_ba",
+        "model.layers.0.mlp.shared_expert_gate", "mtp.fc",
+    ),
+    "MiniMax-M2": ("gate", "e_score_correction_bias", "lm_head"),
+}  # fmt: skip
+MODULES = [
+    "lm_head", "model.embed_tokens", "mtp.fc", "model.norm",
+    *(
+        f"model.layers.{layer}.{part}"
+        for layer in (0, 1, 10, 11)
+        for part in (
+            "self_attn.q_proj", "self_attn.o_proj", "mlp.gate", "mlp.gate_proj", "mlp.router", "mlp.experts.0.up_proj",
+            "mlp.shared_expert_gate", "mlp.shared_expert.gate_proj", "block_sparse_moe.gate", "mlp.experts",
+            "block_sparse_moe.experts.3.w1", "linear_attn.in_proj_ba", "linear_attn.in_proj_qkvz", "input_layernorm",
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_published_lists_leave_out_what_transformers_leaves_out(name: str) -> None:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    is_quantized = QuantizationSpec(Scales.BLOCKS, PUBLISHED[name]).selector()
+    # There the end of a word counts too: "gate" of MiniMax-M2, which has no shared expert
+    modules = [module for module in MODULES if "shared" not in module or name != "MiniMax-M2"]
+    found = [module for module in modules if not is_quantized(module)]
+    assert found == [module for module in modules if not should_convert_module(module, list(PUBLISHED[name]))]
+    assert len(found) > 2
 
 
 def test_a_published_config_without_dtype_means_bfloat16() -> None:

@@ -77,12 +77,6 @@ def test_contexts_that_a_config_has_scaled_already() -> None:
         assert resolve_spec(HERE, {**GEMMA, **rope}).max_len == 131072
 
 
-def test_native_families_refuse_yarn_in_one_line() -> None:
-    with pytest.raises(UnservedModel, match=r"RoPE of type yarn; served: .*--model-impl transformers would") as caught:
-        choose_implementation(HERE, {**LLAMA, "rope_scaling": YARN}, "native")
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("rope", "length"),
     [
@@ -95,8 +89,7 @@ def test_native_families_refuse_yarn_in_one_line() -> None:
     ],
 )
 def test_contexts_of_transformers_modules(rope: dict[str, Any], length: int) -> None:
-    wanted = "auto" if "yarn" in rope.values() else "transformers"
-    spec, line = choose_implementation(HERE, {**LLAMA, "rope_scaling": rope}, wanted)
+    spec, line = choose_implementation(HERE, {**LLAMA, "rope_scaling": rope}, "transformers")
     assert (spec.max_len, spec.modules is not None, "transformers' modules" in line) == (length, True, True)
 
 

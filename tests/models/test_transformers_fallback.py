@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +23,12 @@ from pd_cluster.worker.cuda_graphs.set_up import capturable
 from pd_kernels.backends import TORCH
 from tests.worker.driver import Driver, make_executor, random_prompts
 from tests.worker.reads import check_read, read_prompt
+from tests.worker.watched_executor import WatchedExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pd_cluster.models.spec import ModelSpec
-    from pd_cluster.scheduling.batch import Batch
-    from pd_cluster.worker.device_executor import DeviceExecutor
-    from pd_cluster.worker.pending_step import PendingStep
 
 VOCAB_SIZE, WINDOW, NUM_TOKENS = 320, 24, 12
 LENGTHS = (5, 16, 24, 25, 70)  # around the block and the window
@@ -88,25 +85,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 QUICK = ("gpt_oss", "gemma2", "deepseek_v3", "gpt2")  # sinks; soft caps; padded values; names of its own
 
 
-class Recorder:
-    """An executor that keeps the logits of every sample, by sequence."""
-
-    def __init__(self, executor: DeviceExecutor) -> None:
-        self._executor = executor
-        self.slabs, self.layout, self.block_size = executor.slabs, executor.layout, executor.block_size
-        self.logits: dict[int, list[torch.Tensor]] = defaultdict(list)
-
-    def launch(self, batch: Batch) -> PendingStep:
-        owners = [chunk.seq_id for chunk in batch.chunks if chunk.num_samples]
-
-        def watch(logits: torch.Tensor) -> None:
-            for owner, row in zip(owners, logits, strict=True):
-                self.logits[owner].append(row.clone())
-
-        self._executor.watch_logits(watch)
-        return self._executor.launch(batch)
-
-
 def save_family(name: str, directory: Path) -> Any:
     """A random model of a family. Its weights are large enough that attention and experts count."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -131,8 +109,8 @@ def save_family(name: str, directory: Path) -> Any:
 def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     """Chunks of at most 23 tokens beside decodes, blocks in random order."""
     model = save_family(name, tmp_path)
-    recorder = Recorder(make_executor(tmp_path, model_impl="transformers"))
-    driver = Driver(recorder, budget=23)  # type: ignore[arg-type]
+    watched = WatchedExecutor(make_executor(tmp_path, model_impl="transformers"))
+    driver = Driver(watched, budget=23)  # type: ignore[arg-type]
     for prompt in random_prompts(LENGTHS, VOCAB_SIZE):
         driver.add(prompt, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0))
     driver.run()
@@ -140,7 +118,7 @@ def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None
         with torch.inference_mode():
             logits = model(torch.tensor([generation.all_ids]), use_cache=False).logits[0]
         expected = logits[len(generation.prompt) - 1 : -1]
-        found = torch.stack(recorder.logits[generation.seq_id])
+        found = torch.stack(watched.logits[generation.seq_id])
         assert (found - expected).abs().max() < 3e-5 * expected.std()
         assert generation.all_ids[len(generation.prompt) :] == expected.argmax(-1).tolist()
 
@@ -199,17 +177,17 @@ def test_a_family_of_ours_is_used_where_it_serves_the_config() -> None:
 
 @pytest.mark.long
 def test_a_setting_that_no_family_serves_is_a_reason_for_transformers() -> None:
-    spec, line = choose("auto", {"rope_parameters": YARN})
+    spec, line = choose("auto", {"rope_parameters": LONGROPE})
     assert spec.modules is not None
     assert line.startswith("LlamaForCausalLM by transformers' modules: right, not fast (model/config.json: rope")
-    assert line.endswith("cannot be served: RoPE of type yarn)")
+    assert line.endswith("cannot be served: RoPE of type longrope)")
     _, other = choose("auto", {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"})
     assert other.endswith("(model/config.json: architecture Olmo2ForCausalLM is not served)")
 
 
 def test_native_names_what_would_serve_the_model() -> None:
-    with pytest.raises(UnservedModel, match=r"RoPE of type yarn.*; --model-impl transformers would serve it$"):
-        choose("native", {"rope_parameters": YARN})
+    with pytest.raises(UnservedModel, match=r"RoPE of type longrope; .*; --model-impl transformers would serve it$"):
+        choose("native", {"rope_parameters": LONGROPE})
     with pytest.raises(
         UnservedModel, match=r"architecture FooForCausalLM is not served.*; .*model_type foo is unknown"
     ):
@@ -328,7 +306,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_dummy_weights_follow_from_the_seed(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_parameters": YARN}))
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_parameters": LONGROPE}))
     outputs = []
     for seed in (1, 1, 2):
         driver = Driver(make_executor(tmp_path, load_format="dummy", seed=seed))
@@ -345,7 +323,7 @@ def test_steps_are_not_captured() -> None:
 
 
 def test_the_check_says_what_computes_the_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_parameters": YARN}))
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_parameters": LONGROPE}))
     finding = next(check_capacity(NodeConfig(), tmp_path))
     assert finding.what == "model implementation"
     assert finding.detail.startswith("LlamaForCausalLM by transformers' modules: right, not fast (")
@@ -358,11 +336,12 @@ def test_configs_of_our_families_are_read_without_torch() -> None:
         "choose_implementation(pathlib.Path('model'), json.loads(sys.argv[1]), 'auto'); "
         "print({'torch', 'transformers'} & {*sys.modules})"
     )
-    found = subprocess.run([sys.executable, "-c", code, json.dumps(LLAMA)], capture_output=True, text=True, check=True)
+    config = json.dumps({**LLAMA, "rope_scaling": YARN})
+    found = subprocess.run([sys.executable, "-c", code, config], capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"
 
 
 def test_an_fp8_cache_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_parameters": YARN}))
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_parameters": LONGROPE}))
     with pytest.raises(StartupError, match=r"^--kv-cache-dtype fp8 is not served for LlamaForCausalLM by transformers"):
         make_executor(tmp_path, load_format="dummy", kv_cache_dtype="fp8")

@@ -31,13 +31,17 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
 }
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 16.0, "original_max_position_embeddings": 16}
 LINEAR_ROPE = {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
 EXPERTS = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 GLM4_EXPERTS = {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 GPT_OSS = {
     "head_dim": 16, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "num_local_experts": 8,
     "num_experts_per_tok": 3, "sliding_window": 24, "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 16,
+    },
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -62,6 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 33, "max_window_layers": 2},
     ),
+    "qwen3-yarn": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN_ROPE, "max_position_embeddings": 40}),
     "qwen3-experts": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen2-shared-expert": (
         "Qwen2Moe",

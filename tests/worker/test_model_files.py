@@ -167,7 +167,7 @@ def test_both_spellings_of_rope_settings_mean_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama-llama3-rope-biases", "llama-mha-linear-rope-tied", "qwen3", "glm4-experts", "glm4-air", "minimax-m2"],
+    ["llama-llama3-rope-biases", "llama-mha-linear-rope-tied", "qwen3-yarn", "glm4-experts", "glm4-air", "minimax-m2"],
 )
 def test_rope_frequencies_equal_transformers(models: ModelStore, name: str) -> None:
     saved = models.get(name)
@@ -185,7 +185,7 @@ def test_rope_frequencies_equal_transformers(models: ModelStore, name: str) -> N
         ),
         ({"architectures": None}, "architecture none named is not served"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' cannot be served: only silu"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "RoPE of type yarn; served: default, linear, llama3"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "RoPE of type longrope; served: default, linear, "),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
         ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor must be a positive number, not None"),
         (

@@ -12,7 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.directory import read_json
+from pd_cluster.models.registry import build_model, resolve_spec
+from pd_cluster.models.weights import load_weights
 from pd_cluster.protocol.sampling_params import SamplingParams
+from pd_kernels.backends import TORCH
+from tests.models.rank_weights import QUANTIZED, save_random
+from tests.models.thread_ranks import shares
 from tests.worker.conftest import VOCAB_SIZE, SavedModel
 from tests.worker.driver import GREEDY, Driver, Generation, make_executor, random_prompts
 from tests.worker.quantized_models import BLOCKS, CASES, save_quantized
@@ -120,6 +125,29 @@ def test_scales_belong_to_the_fingerprint(quantized: QuantizedStore, tmp_path: P
     assert make_executor(tmp_path).model.fingerprint != original
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_scales_that_are_powers_of_two_may_be_stored_as_exponents(tmp_path: Path, size: int) -> None:
+    """Numbers, float8_e8m0fnu or bytes: whole, and the part of a rank, they are the same."""
+    config = {**QUANTIZED["dense, blocks"], "quantization_config": {**BLOCKS, "scale_fmt": "ue8m0"}}
+    save_random(tmp_path, config)
+    tensors, spec = load_file(tmp_path / "model.safetensors"), resolve_spec(tmp_path, config)
+    draw, seen = torch.Generator().manual_seed(0), []
+    shapes = {name: value.shape for name, value in tensors.items() if name.endswith("scale_inv")}
+    stored = {name: torch.randint(115, 120, shape, generator=draw, dtype=torch.uint8) for name, shape in shapes.items()}
+    for scales in (
+        {name: (value.float() - 127).exp2() for name, value in stored.items()},
+        {name: value.view(torch.float8_e8m0fnu) for name, value in stored.items()},
+        stored,
+    ):
+        save_file({**tensors, **scales}, tmp_path / "model.safetensors")
+        model = build_model(spec, TORCH, 64, torch.float32, torch.device("cpu"), shares(size)[-1])
+        load_weights(model, tmp_path, spec.tied_embeddings, lambda line: None)
+        seen.append({name: slot.tensor.float() for name, slot in model.slots.items()})
+    for name, expected in seen[0].items():
+        assert all(torch.equal(found[name], expected) for found in seen[1:]), name
+    assert {name for name in seen[0] if seen[0][name].max() == 2**-8} & {*shapes}
+
+
 KEY = "model.layers.1.self_attn.k_proj"
 
 
@@ -135,6 +163,8 @@ KEY = "model.layers.1.self_attn.k_proj"
             "norm.weight is stored as F8_E4M3, config.json implies F64 or F32 or F16 or BF16$",
         ),
         ({f"{KEY}.weight_zero_point": torch.ones(1)}, r"unknown: .*k_proj\.weight_zero_point$"),
+        ({"model.norm.weight": torch.ones(128, dtype=torch.uint8)}, "norm.weight is stored as U8, config.json implies"),
+        ({f"{KEY}.weight": torch.ones(128, 128, dtype=torch.uint8)}, "stored as U8, config.json implies F8_E4M3$"),
         ({"lm_head.weight_scale_inv": torch.ones(3, 1)}, r"unknown: lm_head\.weight_scale_inv$"),
     ],
 )
