@@ -238,7 +238,7 @@ def test_ranks_and_half_normed_rows_on_a_hopper_gpu() -> None:
 
 @pytest.mark.parametrize("rows", ["8", pytest.param("128", marks=pytest.mark.slow)])
 def test_they_compile_for_a_hopper_gpu_and_keep_weights_and_sums_in_registers(rows: str, tmp_path: Path) -> None:
-    """No weight is moved between threads after its load: the operands of the matrix unit are registers of the thread."""
+    """No weight moves between threads after its load: it is unpacked where the matrix unit reads it."""
     pytest.importorskip("triton.experimental.gluon", reason="these products need Triton's Gluon")
     done = compile_by("tests.kernels.hopper_packed_experts", tmp_path, rows)
     assert done.output.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 2
