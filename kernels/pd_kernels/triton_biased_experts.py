@@ -94,6 +94,8 @@ def make_biased_mix(weights: BiasedExperts, part: ExpertPart | None) -> BiasedMi
     second: ExpertProduct | None = None
     if (make := _for_hopper(down.blocks.device)) is not None:
         first, second = make(gate_up, weights.gate_up_bias, True), make(down, weights.down_bias, False)
+        if first is None or second is None:
+            logger.warning("slow MXFP4 experts: they are not bfloat16, or a scale is above 2")
     if first is None or second is None:
         first, second = PlainProduct(gate_up, weights.gate_up_bias), PlainProduct(down, weights.down_bias)
     return SortedMix(first, second, (down.shape[0], down.shape[1]), (weights.limit, weights.alpha), part)

@@ -174,6 +174,21 @@ def test_a_scale_without_a_factor_is_not_put_into_tiles() -> None:
     assert not fits(weight)
 
 
+def test_the_rows_of_tiles_have_a_ring_that_fits_a_multiprocessor() -> None:
+    pytest.importorskip("triton.experimental.gluon", reason="these products need Triton's Gluon")
+    from pd_kernels.gluon_mxfp4_experts import STAGES, TiledProduct
+
+    product = TiledProduct(Mxfp4Tiles(torch.empty(0), torch.empty(0)), torch.zeros(1, LINES), 2880, LINES)
+    found = [product.tile_rows(count, 4, experts) for experts in (32, 128) for count in range(1, 9000)]
+    assert found[:1] == [8]
+    assert set(found) == set(STAGES)
+    stage = {rows: LINES * STEP // 2 + 1024 + rows * STEP * 2 for rows in STAGES}
+    sums = {rows: 64 * (rows + 8) * 4 for rows in STAGES}  # on the way to memory, in rows with gaps
+    assert all(STAGES[rows] * (stage[rows] + 16) + sums[rows] <= 227 * 1024 for rows in STAGES)
+    assert product.num_parts(1) == 2
+    assert product.num_parts(10000) == 1
+
+
 def real(dtype: torch.dtype = torch.bfloat16) -> BiasedExperts:
     return random_experts(128, 2880, 2880, dtype, DEVICE)
 
