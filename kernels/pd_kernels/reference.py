@@ -251,7 +251,7 @@ def route(
     num_chosen].
     """
     products = x.to(router.dtype) @ router.T
-    if routing.biases_products:
+    if routing.biases_products and bias is not None:
         products, bias = products + bias, None
     scores = products.sigmoid() if routing.is_sigmoid else products.softmax(-1)
     ranks = scores if bias is None else scores + bias

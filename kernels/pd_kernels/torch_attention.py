@@ -290,8 +290,8 @@ def _with_sinks(
     key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys, values and the mask [n, heads, queries, keys] with one more key of zeros: its score is in the mask."""
-    shape = (*torch.broadcast_shapes(mask.shape[:-1], sinks.shape[:-1]), -1)
-    mask = torch.cat((mask.expand(shape), sinks.to(mask.dtype).expand(*shape[:-1], 1)), dim=-1)
+    sinks = sinks.to(mask.dtype) + torch.zeros_like(mask[..., :1])
+    mask = torch.cat((mask.expand(*sinks.shape[:-1], -1), sinks), dim=-1)
     return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), mask
 
 

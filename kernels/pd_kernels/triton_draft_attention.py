@@ -4,9 +4,9 @@
 The work is divided as in `triton_decode`. There a pair is a (sequence, KV head); here it is that with up to QUERIES of
 the sequence's queries: their heads are the rows of one matrix product. A sequence with more has several such pairs,
 each of which reads its keys. So a step may have any numbers of queries, and QUERIES decides no more than the time.
-There is one QUERIES for all steps: with 64 rows a warpgroup multiplies, and empty rows cost less than the instructions
-of fewer rows (8B, a layer, one H200: 32 decodes of 8 tokens take 37 us with 64 rows, 39 with 32 and 82 with 16, and 128
-of 2 take 133, 147 and 142; 128 plain decodes take 128).
+There is one QUERIES for all steps of a group: with 64 rows a warpgroup multiplies, and empty rows cost less than the
+instructions of fewer rows (8B, a layer, one H200: 32 decodes of 8 tokens take 37 us with 64 rows, 39 with 32 and 82
+with 16, and 128 of 2 take 133, 147 and 142; 128 plain decodes take 128).
 
 The keys and values of the step's own tokens are in the cache: another launch has written them.
 """
@@ -161,8 +161,14 @@ class DraftAttentionPlan:
 
 
 def queries_of_pair(shape: AttentionShape) -> int:
-    """The queries of a pair: as many as make 64 rows, or half as many where the sums of 64 fill too many registers."""
-    return max((64 if shape.head_dim <= 128 else 32) // shape.heads_per_kv_head, 1)
+    """The queries of a pair: as many as make 64 rows, or 32: more sums than of 128 columns fill too many registers.
+
+    The instructions of 64 rows take pairs of FP8 numbers wrongly where there are fewer than 64 of them (Triton 3.6 on
+    an H200: other values at each launch, or an illegal access).
+    """
+    columns = next_power_of_2(shape.head_dim)
+    is_narrow = shape.has_fp8_cache and columns < 128
+    return max((32 if columns > 128 or is_narrow else 64) // shape.heads_per_kv_head, 1)
 
 
 def draft_tiling(tiling: DecodeTiling) -> DecodeTiling:

@@ -88,11 +88,10 @@ def _split_kernel(
         NUM_KV_HEADS, GROUP, SIZE, BLOCK_SIZE, ROWS, COLUMNS, ROTARY, NORM, EARLY,
     )  # fmt: skip
     top, total, sums, odd = one_token(q, key, value, is_last, scale, ROWS, NUM_SUMS, HAS_PAIRS)
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     if SINKS:
-        top, total, sums, odd = add_sink(
-            sinks, head * GROUP + row, (row < GROUP) & is_last, top, total, sums, odd
-        )  # fmt: skip
+        member = tl.arange(0, ROWS)
+        has_sink = (member < GROUP) & is_last
+        top, total, sums, odd = add_sink(sinks, head * GROUP + member, has_sink, top, total, sums, odd)
     if HAS_PAIRS:
         q = beside_fp8(q)
     top, total, sums, odd = add_tile(q, k, v, seen[None, :], top, total, sums, odd, scale, HAS_PAIRS, PRECISION)
@@ -102,6 +101,7 @@ def _split_kernel(
         )  # fmt: skip
         top, total, sums, odd = add_tile(q, k, v, seen[None, :], top, total, sums, odd, scale, HAS_PAIRS, PRECISION)
     mean, log = mean_of(top, total, sums, odd, HAS_PAIRS)
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     part = (pair * SPLITS + split) * GROUP
     inside = (row < GROUP)[:, None] & (column < SIZE)[None, :]
     tl.store(parts + part * SIZE + row[:, None] * SIZE + column[None, :], mean, mask=inside)

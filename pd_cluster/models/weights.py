@@ -93,7 +93,7 @@ def _fill(file: Path, name: str, slot: Slot, tensors: Any) -> None:
     shape, dtype = part.get_shape(), part.get_dtype()
     if not slot.fits(tuple(shape)):
         raise StartupError(f"{file}: {name} is {list(shape)}, config.json implies {list(slot.shape)}")
-    expected = _OTHER_DTYPES.get(slot.tensor.dtype, _DTYPES)
+    expected: tuple[str, ...] = _OTHER_DTYPES.get(slot.tensor.dtype, _DTYPES)
     powers = _POWER_DTYPES if name.endswith(SCALE_NAMES) else ()
     expected += powers
     if dtype not in expected:
