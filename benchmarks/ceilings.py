@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pd_cluster.models.quantization import BYTES_OF_FORM
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -75,7 +77,7 @@ class ModelCosts:
     """Costs of a decoder. The weights of its head have 2 bytes."""
 
     spec: ModelSpec
-    weight_bytes: int = 2  # of a weight of the layers; 1: products with them are in fp8
+    weight_bytes: int = 2  # of a weight of the layers, but for packed experts; 1: products with them are in fp8
     kv_itemsize: int = 2  # bytes per number of the cache
 
     @property
@@ -95,15 +97,34 @@ class ModelCosts:
 
     def decode_s(self, num_sequences: int, context: float, ceilings: Ceilings) -> float:
         """Least seconds of a step: reading its weights and its KV once, or the products if they take longer."""
-        num_bytes = self._layer_parameters(self.experts_hit(num_sequences)) * self.weight_bytes
-        num_bytes += self.head_parameters * _BYTES + num_sequences * context * self.kv_token_bytes
+        num_bytes = self._layer_bytes(self.experts_hit(num_sequences))
+        num_bytes += self.head_parameters * _BYTES + num_sequences * self._kv_bytes(context)
         return max(num_bytes / ceilings.memory, self._products_s(num_sequences, num_sequences, ceilings))
 
     def prefill_s(self, lengths: Sequence[int], ceilings: Ceilings) -> float:
         """Least seconds for prompts: products of all tokens, the head for each last token, causal attention."""
         s = self.spec
-        attention = sum(2 * s.num_layers * s.num_heads * s.head_dim * length * length for length in lengths)
+        keys = sum(self._keys_seen(length) for length in lengths)
+        attention = 4 * s.num_heads * s.head_dim * keys
         return self._products_s(sum(lengths), len(lengths), ceilings) + attention / ceilings.matrix
+
+    def _kv_bytes(self, context: float) -> float:
+        """Bytes that a decode reads of its cache: of a layer with a window no more than the window."""
+        tokens = sum(min(context, window) if window else context for window in self.spec.windows)
+        return tokens * self.kv_token_bytes / self.spec.num_layers
+
+    def _keys_seen(self, length: int) -> float:
+        """Pairs of token and earlier token, in all layers."""
+        sizes = (min(length, window) if window else length for window in self.spec.windows)
+        return sum(length * size - size * size / 2 for size in sizes)
+
+    def _layer_bytes(self, num_experts: float) -> float:
+        """Of the weights that a step reads with `num_experts` of each mixture."""
+        read, experts = self._layer_parameters(num_experts), self.spec.experts
+        if experts is None or not experts.form:
+            return read * self.weight_bytes
+        others = self._layer_parameters(0)
+        return others * self.weight_bytes + (read - others) * BYTES_OF_FORM[experts.form]
 
     def _products_s(self, num_tokens: int, num_samples: int, ceilings: Ceilings) -> float:
         multiplied = self._layer_parameters(self.spec.experts.num_chosen if self.spec.experts else 0)

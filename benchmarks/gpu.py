@@ -297,7 +297,8 @@ def print_results(shape: Shape, results: list[Measured], ceilings: Ceilings) -> 
     """Print the table."""
     console = report_console()
     console.print(
-        f"{shape.name} shape, weights of {8 * shape.weight_bytes} bits, random; ceilings: "
+        f"{shape.name} shape, weights of {8 * shape.weight_bytes} bits{shape.form and ', experts in '}{shape.form}, "
+        "random; ceilings: "
         f"read {ceilings.read / 1e12:.2f} TB/s, copy {ceilings.copy / 1e12:.2f} TB/s, "
         f"products {ceilings.matrix / 1e12:.0f} TFLOP/s in bf16, {ceilings.quantized / 1e12:.0f} in fp8"
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.shapes import CONFIGS
+from pd_cluster.models.quantization import BYTES_OF_FORM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,8 +61,14 @@ class Shape:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight of the layers. Embeddings, head and KV have 2."""
-        return 1 if "quantization_config" in self.config else 2
+        """Bytes of a weight of the layers, but for packed experts. Embeddings, head and KV have 2."""
+        return 1 if "quantization_config" in self.config and not self.form else 2
+
+    @property
+    def form(self) -> str:
+        """The form of packed experts; "": they are not."""
+        method = str(self.config.get("quantization_config", {}).get("quant_method", ""))
+        return method if method in BYTES_OF_FORM else ""
 
 
 def _short_rows(decodes: dict[int, float | None], prefills: Sequence[float | None], prompt: float | None) -> Any:
@@ -93,6 +100,8 @@ _ROWS: dict[str, tuple[GpuRow, ...]] = {
     "30b-a3b-fp8": _short_rows({1: 3.85, 32: 10.60, 128: 15.00, 256: 20.55}, (74_164, 64_564), 50.6),
     "8b-fp8": _short_rows({1: 3.50, 32: 5.31, 128: 8.99, 256: 15.78}, (68_413, 62_722), 21.0),
     "70b": _short_rows({1: None, 32: None, 128: None}, (None, None), None),  # on two GPUs or more
+    "gpt-oss-20b": _short_rows({1: None, 32: None, 128: None, 256: None}, (None, None), None),
+    "gpt-oss-120b": _short_rows({1: None, 8: None, 32: None, 128: None, 256: None}, (None, None), None),
     "70b-fp8": _short_rows({1: None, 32: None, 128: None}, (None, None), None),
 }  # fmt: skip
 SHAPES = {name: Shape(name, CONFIGS[name], rows) for name, rows in _ROWS.items()}

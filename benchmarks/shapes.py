@@ -31,6 +31,22 @@ _GEMMA3_27B = {
     "sliding_window": 1024, "sliding_window_pattern": 6, "max_position_embeddings": 131072, "rope_theta": 1e6,
     "rope_local_base_freq": 10000, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "tie_word_embeddings": True,
 }  # fmt: skip
+_GPT_OSS = {
+    **_COMMON, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True,
+    "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "head_dim": 64, "num_experts_per_tok": 4,
+    "sliding_window": 128, "swiglu_limit": 7.0, "vocab_size": 201088, "max_position_embeddings": 131072,
+    "rope_theta": 150000, "tie_word_embeddings": False,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+    },
+}  # fmt: skip
 
 _FP8_TENSORS = {
     "quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"],
@@ -59,6 +75,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "30b-a3b-fp8": {**_30B_A3B, "quantization_config": _FP8_BLOCKS},
     "70b": _70B,
     "gemma3-27b": _GEMMA3_27B,
+    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
     "70b-fp8": {**_70B, "quantization_config": _FP8_CHANNELS},
     "tiny": {
         **_LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -66,7 +84,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""config.json for the shapes of Llama-3.1-8B, Qwen3-0.6B, Qwen3-30B-A3B, Llama-3.3-70B and Gemma 3 27B, and for tests.
+"""config.json for shapes of Llama 3.1 and 3.3, Qwen3, Gemma 3 and gpt-oss, and for tests.
 
 Weights in fp8: one scale a tensor (`8b-fp8`), a scale for 128 x 128 numbers (`30b-a3b-fp8`), one a row (`70b-fp8`).
 """

@@ -70,7 +70,7 @@ HITS = {"hit on the device": "prefix_cache_hit_tokens_total", "hit in the host":
 
 
 def no_wait(num_bytes: float, *, has_streams: bool) -> float:
-    """In place of `HostCopies.load_s`: what is there is loaded, however short it is. Steps' bounds are the product's."""
+    """In place of `HostCopies.load_s`: what is there is loaded, however short. Bounds are the product's."""
     return 0.0
 
 

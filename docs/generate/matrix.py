@@ -34,6 +34,7 @@ PATHS = frozenset(one.path for one in ENDPOINTS)
 MODEL_TITLES = {
     "Gemma3ForCausalLM": "Gemma 3 (text)",
     "Glm4MoeForCausalLM": "GLM-4.5",
+    "GptOssForCausalLM": "gpt-oss",
     "MiniMaxM2ForCausalLM": "MiniMax-M2",
     "Qwen2MoeForCausalLM": "Qwen2-MoE",
     "Qwen3MoeForCausalLM": "Qwen3-MoE",

@@ -33,6 +33,7 @@ class AttentionShape:
     dtype: torch.dtype  # of queries and results
     window: int = 0  # tokens; 0: full attention
     has_fp8_cache: bool = False  # the cache's dtype is `fp8_cache.FP8` instead of `dtype`
+    has_sinks: bool = False  # each head sees one more key, without a value: see AttentionPlan.run
 
     @property
     def heads_per_kv_head(self) -> int:
@@ -44,19 +45,26 @@ class AttentionPlan(Protocol):
     """A plan for the attention of one step. All layers of a group use it."""
 
     def run(
-        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        cache: KeysValues,
+        scale: float,
+        out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with `query` [T, H, D] over one layer's cache. Returns [T, H, D].
 
-        The result is in `out`, which must be contiguous, or in a new tensor. Raises ValueError for tensors of another
-        shape, dtype or layout.
+        `sinks` [H]: each head's score of the key without a value, in a group that has sinks. The result is in `out`,
+        which must be contiguous, or in a new tensor. Raises ValueError for tensors of another shape, dtype or layout.
         """
 
     @property
     def may_rotate(self) -> bool:
         """Whether `run_rotating` may do its work for this step; False: it returns None for all layers."""
 
-    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> torch.Tensor | None:
+    def run_rotating(
+        self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Do the work of `norm_rope_write` with `heads` [T, H + 2G, D], then that of `run`, in one launch.
 
         None, and nothing is done, if the plan cannot do so, or if two launches are faster. Otherwise as `run`.

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from pd_kernels import sampling, torch_experts, torch_ops, torch_quantized
 from pd_kernels.logprobs import logprobs
+from pd_kernels.torch_biased_experts import TorchBiasedMix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
 
+    from pd_kernels.biased_experts import MakeBiasedMix
     from pd_kernels.gemm_selection import Product
     from pd_kernels.quantized import QuantizedRows, QuantizedWeight, RowsTwice, Weight
     from pd_kernels.values import Draws, ExpertPart, HalfNormed, KeysValues, NewTokens, Routing
@@ -117,6 +119,8 @@ class Kernels:
     route: RouteTokens
     experts: MixExperts
     captures_experts: bool  # whether steps with `experts` can be captured in CUDA graphs
+    biased_experts: MakeBiasedMix
+    captured_forms: frozenset[str]  # names of WeightForms: steps with `biased_experts` of these can be captured
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     argmax: Callable[[torch.Tensor], torch.Tensor]
     draw: Callable[[torch.Tensor, Draws], torch.Tensor]
@@ -150,6 +154,8 @@ TORCH = Kernels(
     route=torch_experts.route,
     experts=torch_experts.experts,
     captures_experts=False,
+    biased_experts=TorchBiasedMix,
+    captured_forms=frozenset(),
     copy_blocks=torch_ops.copy_blocks,
     argmax=sampling.argmax,
     draw=sampling.draw,

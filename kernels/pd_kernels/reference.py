@@ -1,6 +1,6 @@
 """Definitions of the kernels in plain torch. Tests compare every faster implementation with them.
 
-Not used in serving, but for attention with sinks or soft caps.
+Not used in serving, but for attention of transformers' modules with sinks or soft caps.
 
 Shapes: T tokens, S sequences, H query heads, G KV heads, D head size, N cache blocks, B block size.
 A layer's cache views are `[N, G, B, D]`; slot `s` is token `s % B` of block `s // B`.
@@ -16,6 +16,7 @@ from pd_kernels.fp8_cache import stored
 from pd_kernels.quantized import BLOCK, LEAST, MOST, QuantizedRows, QuantizedWeight
 
 if TYPE_CHECKING:
+    from pd_kernels.biased_experts import BiasedExperts
     from pd_kernels.quantized import Weight
     from pd_kernels.values import ExpertPart, KeysValues, NewTokens, Routing
 
@@ -160,10 +161,11 @@ def decode_attention(
     seq_lens: torch.Tensor,
     scale: float,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one query token per sequence: `query` [S, H, D] -> [S, H, D]."""
+    """Attention of one query token per sequence: `query` [S, H, D] -> [S, H, D]. `sinks`: see `attend`."""
     starts = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=query.device)
-    return prefill_attention(query, cache, block_tables, starts, seq_lens, scale, window)
+    return prefill_attention(query, cache, block_tables, starts, seq_lens, scale, window, sinks=sinks)
 
 
 def draft_attention(
@@ -174,6 +176,7 @@ def draft_attention(
     seq_lens: torch.Tensor,
     scale: float,
     window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of decodes with drafts: `prefill_attention`, with padding.
 
@@ -181,7 +184,7 @@ def draft_attention(
     """
     count, num_rows = int((seq_lens > 0).sum()), int(query_starts[-1])
     found = prefill_attention(
-        query[:num_rows], cache, block_tables, query_starts[: count + 1], seq_lens[:count], scale, window
+        query[:num_rows], cache, block_tables, query_starts[: count + 1], seq_lens[:count], scale, window, sinks=sinks
     )
     return torch.cat((found, torch.zeros_like(query[num_rows:])))
 
@@ -248,6 +251,8 @@ def route(
     num_chosen].
     """
     products = x.to(router.dtype) @ router.T
+    if routing.biases_products and bias is not None:
+        products, bias = products + bias, None
     scores = products.sigmoid() if routing.is_sigmoid else products.softmax(-1)
     ranks = scores if bias is None else scores + bias
     rows = [_choose(row, routing) for row in ranks.tolist()]
@@ -294,6 +299,35 @@ def experts(
                 continue
             activated = silu_and_mul(_of_expert(x[token], gate_up, expert))
             total[token] += score * _of_expert(activated, down, expert).to(scores.dtype)
+    return total.to(x.dtype)
+
+
+def biased_experts(
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: BiasedExperts,
+    *,
+    part: ExpertPart | None = None,
+) -> torch.Tensor:
+    """`experts` with the biases and the activation of BiasedExperts. Packed weights are widened to the dtype of `x`.
+
+    Products, biases and activation of an expert have the dtype of `x`.
+    """
+    total = torch.zeros_like(x, dtype=scores.dtype)
+    for token, row in enumerate(chosen.tolist()):
+        for score, number in zip(scores[token], row, strict=True):
+            expert = number - (part.first if part else 0)
+            if not 0 <= expert < len(weights.down_bias):
+                continue
+            gate_up, down = (
+                weight[expert] if isinstance(weight, torch.Tensor) else weight.expert(expert, x.dtype)
+                for weight in (weights.gate_up, weights.down)
+            )
+            gate, up = (gate_up @ x[token] + weights.gate_up_bias[expert]).view(-1, 2).T
+            gate, up = gate.clamp(max=weights.limit), up.clamp(-weights.limit, weights.limit)
+            activated = (up + 1) * gate * torch.sigmoid(weights.alpha * gate)
+            total[token] += score * (down @ activated + weights.down_bias[expert]).to(scores.dtype)
     return total.to(x.dtype)
 
 

@@ -57,7 +57,12 @@ class TorchAttentionPlan:
     tiles: list[torch.Tensor] = field(default_factory=list)
 
     def run(
-        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        cache: KeysValues,
+        scale: float,
+        out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionPlan."""
         check_cache(cache)
@@ -70,15 +75,15 @@ class TorchAttentionPlan:
             self.tiles.extend(_tile_index(one, key_cache) for one in blocks)
         views = tile_view(key_cache), tile_view(cache.values)
         if len(self.decodes) == 1 and self.decodes[0].rows is None and not self.prefills:
-            found = _decode(self.decodes[0], self.tiles[0], views, key_cache.shape, query, scale)
+            found = _decode(self.decodes[0], self.tiles[0], views, key_cache.shape, query, scale, sinks)
             return found if out is None else out.copy_(found)
         out = output(out, query.shape, query)
         tiles = iter(self.tiles)
         for bucket in self.decodes:
             rows = slice(0, bucket.num_rows) if bucket.rows is None else bucket.rows
-            out[rows] = _decode(bucket, next(tiles), views, key_cache.shape, query[rows], scale)
+            out[rows] = _decode(bucket, next(tiles), views, key_cache.shape, query[rows], scale, sinks)
         for group in self.prefills:
-            _prefill(group, next(tiles), views, key_cache.shape, query, scale, self.shape.window, out)
+            _prefill(group, next(tiles), views, key_cache.shape, query, scale, self.shape.window, out, sinks)
         return out
 
     @property
@@ -86,7 +91,9 @@ class TorchAttentionPlan:
         """See AttentionPlan. Always False, because library calls gain nothing."""
         return False
 
-    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> None:
+    def run_rotating(
+        self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float, sinks: torch.Tensor | None = None
+    ) -> None:
         """See AttentionPlan. Always None."""
 
 
@@ -218,12 +225,21 @@ def _gather(
 
 
 def _decode(
-    bucket: DecodeBucket, tiles: torch.Tensor, views: Views, cache_shape: torch.Size, query: torch.Tensor, scale: float
+    bucket: DecodeBucket,
+    tiles: torch.Tensor,
+    views: Views,
+    cache_shape: torch.Size,
+    query: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     # The query heads that share a KV head become query rows: all of them see the same keys
     grouped = query.view(bucket.num_rows, cache_shape[1], -1, cache_shape[3])
     key, value = _gather(tiles, views, bucket.num_rows, cache_shape, query.dtype)
-    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bucket.mask, scale=scale)
+    mask = bucket.mask
+    if sinks is not None:
+        key, value, mask = _with_sinks(key, value, mask, sinks.view(1, cache_shape[1], -1, 1))
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
     return out.reshape(query.shape)
 
 
@@ -236,6 +252,7 @@ def _prefill(
     scale: float,
     window: int,
     out: torch.Tensor,
+    sinks: torch.Tensor | None,
 ) -> None:
     """Attention of one group into its rows of `out`."""
     num_queries, num_keys = group.num_queries, group.num_keys
@@ -243,7 +260,7 @@ def _prefill(
     key, value = (dense[:, :, :num_keys] for dense in gathered)
     dense = torch.stack([query[row : row + num_queries] for row in group.first_rows]).transpose(1, 2)
     gqa = query.shape[1] != cache_shape[1]
-    if num_queries == num_keys and (not window or num_keys <= window):
+    if num_queries == num_keys and (not window or num_keys <= window) and sinks is None:
         result = F.scaled_dot_product_attention(dense, key, value, is_causal=True, scale=scale, enable_gqa=gqa)
         _scatter(group, 0, result, out)
         return
@@ -258,15 +275,24 @@ def _prefill(
         visible = distance >= 0
         if window:
             visible &= distance < window
+        seen = key[:, :, low:high], value[:, :, low:high], visible
+        if sinks is not None:
+            mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
+            mask.masked_fill_(~visible, -torch.inf)
+            seen = _with_sinks(*seen[:2], mask[None, None], sinks.view(1, -1, 1, 1))
         result = F.scaled_dot_product_attention(
-            dense[:, :, start:end],
-            key[:, :, low:high],
-            value[:, :, low:high],
-            attn_mask=visible,
-            scale=scale,
-            enable_gqa=gqa,
+            dense[:, :, start:end], seen[0], seen[1], attn_mask=seen[2], scale=scale, enable_gqa=gqa
         )
         _scatter(group, start, result, out)
+
+
+def _with_sinks(
+    key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys, values and the mask [n, heads, queries, keys] with one more key of zeros: its score is in the mask."""
+    sinks = sinks.to(mask.dtype) + torch.zeros_like(mask[..., :1])
+    mask = torch.cat((mask.expand(*sinks.shape[:-1], -1), sinks), dim=-1)
+    return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), mask
 
 
 def _scatter(group: PrefillGroup, start: int, result: torch.Tensor, out: torch.Tensor) -> None:

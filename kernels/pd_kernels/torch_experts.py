@@ -16,6 +16,8 @@ from pd_kernels.torch_quantized import multiply_quantized
 from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pd_kernels.quantized import Weight
     from pd_kernels.values import ExpertPart, Routing
 
@@ -27,9 +29,9 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See backends.RouteTokens."""
     x = x.normed() if isinstance(x, HalfNormed) else x
-    products = F.linear(x.to(router.dtype), router)
+    products = F.linear(x.to(router.dtype), router, bias if routing.biases_products else None)
     scores = products.sigmoid() if routing.is_sigmoid else products.softmax(-1)
-    ranks = scores if bias is None else scores + bias
+    ranks = scores if bias is None or routing.biases_products else scores + bias
     if routing.num_groups > 1:
         ranks = _of_best_groups(ranks, routing)
     experts = _best(ranks, routing.num_chosen)
@@ -61,10 +63,29 @@ def experts(
     *,
     part: ExpertPart | None = None,
 ) -> torch.Tensor:
-    """See backends.MixExperts. (token, expert) pairs are sorted by expert; each pair's result has its own row."""
+    """See backends.MixExperts."""
     x = x.plain if isinstance(x, RowsTwice) else x.normed() if isinstance(x, HalfNormed) else x
+
+    def of_expert(rows: torch.Tensor, expert: int) -> torch.Tensor:
+        return _multiply(silu_and_mul(_multiply(rows, gate_up, expert)), down, expert)
+
+    return sum_of_experts(x, scores, chosen, gate_up.shape[0], part, of_expert)
+
+
+def sum_of_experts(
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    chosen: torch.Tensor,
+    num_experts: int,
+    part: ExpertPart | None,
+    of_expert: Callable[[torch.Tensor, int], torch.Tensor],
+) -> torch.Tensor:
+    """The weighted sum of what the chosen ones of `num_experts` compute: see backends.MixExperts.
+
+    (token, expert) pairs are sorted by expert; each pair's result has its own row.
+    """
     num_tokens, num_chosen = chosen.shape
-    flat, num_experts = chosen.flatten(), gate_up.shape[0]
+    flat = chosen.flatten()
     if part is not None:  # pairs of other ranks' experts come last
         flat = flat - part.first
         flat = flat.where((flat >= 0) & (flat < num_experts), num_experts)
@@ -77,8 +98,7 @@ def experts(
     for expert, count in enumerate(counts):
         if count:
             rows = slice(start, start + count)
-            activated = silu_and_mul(_multiply(sorted_rows[rows], gate_up, expert))
-            results[rows] = _multiply(activated, down, expert)
+            results[rows] = of_expert(sorted_rows[rows], expert)
             start += count
     if start < len(results):
         results[start:] = 0

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pd_kernels.backends import TORCH, Kernels, ProposeGated, no_gated_products
 from pd_kernels.triton_activation import silu_and_mul, silu_and_mul_quantized
+from pd_kernels.triton_biased_experts import make_biased_mix
 from pd_kernels.triton_block_copy import copy_blocks
 from pd_kernels.triton_experts import experts
 from pd_kernels.triton_logprobs import logprobs
@@ -18,6 +19,7 @@ from pd_kernels.triton_quantized_product import quantized_product
 from pd_kernels.triton_rotary import norm_rope_write
 from pd_kernels.triton_routing import route
 from pd_kernels.triton_sampling import argmax, best, draw
+from pd_kernels.weight_forms import MXFP4
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ TRITON = Kernels(
     route=route,
     experts=experts,
     captures_experts=True,
+    biased_experts=make_biased_mix,
+    captured_forms=frozenset({MXFP4.name}),
     copy_blocks=copy_blocks,
     argmax=argmax,
     draw=draw,

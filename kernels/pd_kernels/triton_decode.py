@@ -28,7 +28,7 @@ from pd_kernels.fp8_cache import FP8
 from pd_kernels.launch_sizes import next_power_of_2, num_processors
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_fp8 import beside_fp8
-from pd_kernels.triton_kv_tile import add_tile, load_tile, lowest_seen, mean_of, pair_in_cache
+from pd_kernels.triton_kv_tile import add_sink, add_tile, load_tile, lowest_seen, mean_of, pair_in_cache
 from pd_kernels.triton_new_token import ask_for_tile, no_tokens, one_token, take_new_token
 
 if TYPE_CHECKING:
@@ -173,11 +173,11 @@ def _clear_empty(
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _decode_kernel(
     query, query_norm, key_norm, cos, sin, slot_mapping, key_cache, value_cache, block_tables, seq_lens, ends, arrived,
-    out, parts, part_logs, num_seqs, query_stride, table_stride, block_stride, head_stride, scale, eps,
+    out, parts, part_logs, sinks, num_seqs, query_stride, table_stride, block_stride, head_stride, scale, eps,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PROGRAMS: tl.constexpr, MEMBERS: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    SETUP: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
+    SETUP: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """If ROTARY is not 0, `query` has keys and values too, and the cache lacks each sequence's last token."""
     HAS_PAIRS: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
@@ -221,6 +221,9 @@ def _decode_kernel(
                 wait_for_others(EARLY)
                 q = tl.load(query + seq * query_stride + head * GROUP * SIZE + at, mask=inside, other=0.0)
                 top, total, sums, odd = no_tokens(ROWS, NUM_SUMS)
+            if SINKS:
+                has_sink = (row < GROUP) & (first + count == tiles)
+                top, total, sums, odd = add_sink(sinks, head * GROUP + row, has_sink, top, total, sums, odd)
             if HAS_PAIRS:
                 q = beside_fp8(q)
             _attend_pair(
@@ -279,6 +282,7 @@ def decode_attention(
     out: torch.Tensor,
     scale: float,
     new: NewTokens | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Compute reference.decode_attention into contiguous `out`. A sequence of length 0 (padding) gives zeros.
 
@@ -310,11 +314,11 @@ def decode_attention(
         token = [query_norm, key_norm, new.cos, new.sin, new.slot_mapping]
     _decode_kernel[(programs,)](
         query, *token, key_cache, value_cache, block_tables, seq_lens, plan.ends, plan.arrived, out, parts, part_logs,
-        num_seqs, query.stride(0), block_tables.stride(0), key_cache.stride(0), key_cache.stride(1),
-        scale * LOG2_E, eps,
+        query if sinks is None else sinks, num_seqs, query.stride(0), block_tables.stride(0), key_cache.stride(0),
+        key_cache.stride(1), scale * LOG2_E, eps,
         num_kv_heads, group, size, block_size, plan.window, tiling.tile, seqs,
         max(members, 16), columns, programs, members, merged,
         "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages,
-        tiling.setup, rotary, new is not None and new.norms is not None, early,
+        tiling.setup, rotary, new is not None and new.norms is not None, sinks is not None, early,
         num_warps=tiling.num_warps, **early_options(starts_early),
     )  # fmt: skip

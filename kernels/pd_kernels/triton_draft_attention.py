@@ -25,7 +25,7 @@ from pd_kernels.launch_sizes import next_power_of_2, num_processors
 from pd_kernels.triton_decode import LOG2_E, MERGED, merged_parts, plan_shares
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
 from pd_kernels.triton_fp8 import beside_fp8
-from pd_kernels.triton_kv_tile import add_tile, load_tile, lowest_seen, mean_of, pair_in_cache
+from pd_kernels.triton_kv_tile import add_sink, add_tile, load_tile, lowest_seen, mean_of, pair_in_cache
 from pd_kernels.triton_new_token import no_tokens
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ _LEAST_SEQS = 256  # room for sequences in the kernel: fewer would be a kernel m
 
 @triton.jit
 def _attend_queries(
-    q, position, keys, values, table, start, stop, length, lowest, block_stride, scale,
+    q, position, keys, values, table, start, stop, length, lowest, block_stride, scale, sinks, head, has_sink,
     SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Mean of one head's values over tokens [start, stop), and log2 of its sum of exponentials, of each row.
 
@@ -48,6 +48,8 @@ def _attend_queries(
     """
     HAS_PAIRS: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     top, total, sums, odd = no_tokens(ROWS, COLUMNS // 2 if HAS_PAIRS else COLUMNS)
+    if SINKS:
+        top, total, sums, odd = add_sink(sinks, head, (head >= 0) & has_sink, top, total, sums, odd)
     for begin in tl.range(start, stop, TILE, num_stages=STAGES):
         k, v, _ = load_tile(
             keys, values, table, begin, length, lowest, block_stride, SIZE, BLOCK_SIZE, WINDOW, TILE, COLUMNS
@@ -75,12 +77,12 @@ def _clear_padding(
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride"])
 def _draft_kernel(
-    query, key_cache, value_cache, block_tables, seq_lens, query_starts, ends, arrived, out, parts, part_logs,
+    query, key_cache, value_cache, block_tables, seq_lens, query_starts, ends, arrived, out, parts, part_logs, sinks,
     num_seqs, num_tokens, query_stride, table_stride, block_stride, head_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, SEQS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, MERGED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    SETUP: tl.constexpr, EARLY: tl.constexpr,
+    SETUP: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     MEMBERS: tl.constexpr = QUERIES * GROUP
@@ -121,7 +123,8 @@ def _draft_kernel(
                 q = beside_fp8(q)
             mean, log = _attend_queries(
                 q, length - num_queries + number, keys, values, table, begin, begin + count * TILE, length, lowest,
-                block_stride, scale, SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, PRECISION, STAGES,
+                block_stride, scale, sinks, own_head, first + count == tiles,
+                SIZE, BLOCK_SIZE, WINDOW, TILE, ROWS, COLUMNS, PRECISION, STAGES, SINKS,
             )  # fmt: skip
             target = out + (token * NUM_HEADS + own_head)[:, None] * SIZE + column[None, :]
             if count == tiles:
@@ -191,7 +194,7 @@ def plan_draft_attention(
 
 def draft_attention(
     query: torch.Tensor, cache: KeysValues, block_tables: torch.Tensor, plan: DraftAttentionPlan, out: torch.Tensor,
-    scale: float,
+    scale: float, sinks: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Compute reference.draft_attention into contiguous `out` [T, H, D]."""
     num_tokens, num_heads, size = out.shape
@@ -208,11 +211,11 @@ def draft_attention(
         value_cache = value_cache.view(torch.int16)  # pairs; strides are still in numbers
     _draft_kernel[(programs,)](
         query, key_cache, value_cache, block_tables, plan.seq_lens, plan.query_starts, plan.ends, plan.arrived, out,
-        parts, part_logs, len(plan.seq_lens), num_tokens, query.stride(0), block_tables.stride(0), key_cache.stride(0),
-        key_cache.stride(1), scale * LOG2_E,
+        parts, part_logs, query if sinks is None else sinks, len(plan.seq_lens), num_tokens, query.stride(0),
+        block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * LOG2_E,
         num_kv_heads, group, size, block_size, plan.window, plan.num_queries, tiling.tile, _num_seqs(plan.seq_lens),
         rows, columns, programs, max(MERGED // (rows * columns), 1),
-        "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, tiling.setup, early,
+        "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, tiling.setup, sinks is not None, early,
         num_warps=tiling.num_warps, **early_options(starts_early),
     )  # fmt: skip
 

@@ -83,6 +83,18 @@ def add_tile(q, k, v, seen, top, total, sums, odd, scale, HAS_PAIRS: tl.constexp
 
 
 @triton.jit
+def add_sink(sinks, head, is_there, top, total, sums, odd):
+    """The softmax with one more key, without a value, of the score `sinks[head]`, in rows where it `is_there`.
+
+    Of several parts of a softmax one has the sink: then their merge needs no more than their logarithms.
+    """
+    score = tl.load(sinks + head, mask=is_there, other=-1e30).to(tl.float32) * 1.4426950408889634  # to base 2
+    higher = tl.maximum(top, score)
+    shrink = tl.exp2(top - higher)
+    return higher, total * shrink + tl.exp2(score - higher), sums * shrink[:, None], odd * shrink[:, None]
+
+
+@triton.jit
 def mean_of(top, total, sums, odd, HAS_PAIRS: tl.constexpr):
     """The weighted mean of values, and log2 of the sum of exponentials."""
     if HAS_PAIRS:

@@ -11,8 +11,10 @@ import triton.language as tl
 from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.quantized import BLOCK
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start, wait_for_others
+from pd_kernels.triton_norm import pieces_of_squares, root_mean_square
 from pd_kernels.triton_pairs import own_expert
 from pd_kernels.triton_quantize import empty_rows, group_place, group_tiling, store_quantized
+from pd_kernels.values import HalfNormed
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +62,39 @@ def _sum_kernel(
         result = tl.load(results + row * size + column, mask=inside, other=0.0)
         total += tl.load(scores + pair) * result.to(tl.float32)
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=column < size)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_squares"])
+def _sorted_kernel(
+    x, order, squares, out, num_tokens, size, x_stride, num_squares, eps,
+    NUM_CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, SQUARES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    others_may_start(EARLY)
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    wait_for_others(EARLY)
+    # The order of other ranks' pairs is undefined
+    token = tl.minimum(tl.maximum(tl.load(order + row) // NUM_CHOSEN, 0), num_tokens - 1)
+    value = tl.load(x + token.to(tl.int64) * x_stride + column, mask=column < size, other=0.0)
+    if SQUARES > 0:
+        pieces = pieces_of_squares(squares, num_squares, token + tl.arange(0, 1), num_tokens, SQUARES)
+        value = (value.to(tl.float32) / root_mean_square(pieces, size, eps)).to(value.dtype)
+    tl.store(out + row * size + column, value, mask=column < size)
+
+
+def sorted_rows(x: torch.Tensor | HalfNormed, order: torch.Tensor, num_chosen: int) -> torch.Tensor:
+    """The rows of `x` [T, size], after the division, in the order of their pairs: see SortedPairs.
+
+    Rows of pairs that are left out may be of any token.
+    """
+    squares, eps = (order[:0], 0.0) if not isinstance(x, HalfNormed) else (x.squares, x.eps)
+    x = x.x if isinstance(x, HalfNormed) else x
+    (num_tokens, size), early = x.shape, launches_early(x.device)
+    out, columns = x.new_empty((len(order), size)), min(next_power_of_2(size), 1024)
+    _sorted_kernel[(len(order), cdiv(size, columns))](
+        x, order, squares, out, num_tokens, size, x.stride(0), len(squares), eps, num_chosen, columns,
+        next_power_of_2(len(squares)) if len(squares) else 0, early, num_warps=4, **early_options(early),
+    )  # fmt: skip
+    return out
 
 
 def spread(

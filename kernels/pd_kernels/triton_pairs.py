@@ -12,6 +12,7 @@ multiple of its size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,6 +30,14 @@ class SortedPairs:
 
     order: torch.Tensor  # int32 [pairs], by expert
     tiles: torch.Tensor  # int32 [3, tiles]: the expert, or -1 for an unused tile; first and last + 1 of its pairs
+
+
+class SortedRows(NamedTuple):
+    """The rows of pairs, and SortedPairs."""
+
+    x: torch.Tensor  # [pairs, size], by expert
+    order: torch.Tensor
+    tiles: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

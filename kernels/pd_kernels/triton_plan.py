@@ -140,7 +140,12 @@ class TritonAttentionPlan:
     drafts: DraftAttentionPlan | None = None  # of a captured step of decodes with drafts, which has no other plan
 
     def run(
-        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        cache: KeysValues,
+        scale: float,
+        out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionPlan."""
         check_cache(cache)
@@ -151,11 +156,11 @@ class TritonAttentionPlan:
         packed, lens = self.packed, self.decode_lens
         if self.decode is not None:  # first: in captured steps it zeroes the rows of chunks
             rows = slice(0, len(lens))
-            decode_attention(query[rows], cache, packed.block_tables, lens, self.decode, out[rows], scale)
+            decode_attention(query[rows], cache, packed.block_tables, lens, self.decode, out[rows], scale, sinks=sinks)
         if self.prefill is not None:
-            prefill_attention(query, cache, packed, self.prefill, out, scale, self.window)
+            prefill_attention(query, cache, packed, self.prefill, out, scale, self.window, sinks)
         if self.drafts is not None:
-            draft_attention(query, cache, packed.block_tables, self.drafts, out, scale)
+            draft_attention(query, cache, packed.block_tables, self.drafts, out, scale, sinks)
         return out
 
     @property
@@ -166,7 +171,9 @@ class TritonAttentionPlan:
             return False
         return plan.split_arrived is not None or len(self.decode_lens) >= plan.tiling.rotates_from
 
-    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> torch.Tensor | None:
+    def run_rotating(
+        self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """See AttentionPlan. For heads that rotate, with no norms over several heads."""
         lens, plan = self.decode_lens, self.decode
         if plan is None or not self.may_rotate:
@@ -181,7 +188,9 @@ class TritonAttentionPlan:
         out = heads.new_empty(len(heads), heads.shape[1] - 2 * num_kv_heads, size)
         tables = self.packed.block_tables
         if plan.split_arrived is not None:
-            split_attention(heads, new, cache, tables, lens, plan.split_arrived, out, scale, self.window, plan.tiling)
+            split_attention(
+                heads, new, cache, tables, lens, plan.split_arrived, out, scale, self.window, plan.tiling, sinks
+            )
         else:
-            decode_attention(heads, cache, tables, lens, plan, out, scale, new)
+            decode_attention(heads, cache, tables, lens, plan, out, scale, new, sinks)
         return out

@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pd_kernels.chunk_tiles import cut_chunks
 from pd_kernels.launch_sizes import next_power_of_2
+from pd_kernels.triton_kv_tile import add_sink
 from pd_kernels.values import PrefillTiling
 
 if TYPE_CHECKING:
@@ -106,10 +107,10 @@ def _store_part(
 @triton.jit(do_not_specialize=["num_tiles", "table_stride"])
 def _prefill_kernel(
     query, key_tiles, value_tiles, key_cache, value_cache, block_tables, query_starts, seq_lens, tiles, out, parts,
-    num_tiles, query_stride, table_stride, block_stride, head_stride, scale,
+    sinks, num_tiles, query_stride, table_stride, block_stride, head_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, DESCRIPTORS: tl.constexpr, SPLIT: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0), tl.program_id(1)
     seq = tl.load(tiles + tile).to(tl.int64)
@@ -131,6 +132,9 @@ def _prefill_kernel(
     keys, values = key_cache + head.to(tl.int64) * head_stride, value_cache + head.to(tl.int64) * head_stride
     top, total = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if SINKS:
+        has_sink = present & (tl.program_id(2) == 0)
+        top, total, sums, _ = add_sink(sinks, head * GROUP + row % GROUP, has_sink, top, total, sums, sums)
     start, diagonal, lowest = 0, (low + 1) // KEYS * KEYS, 0
     if SPLIT:
         share = tl.cdiv(tl.cdiv(high, KEYS), tl.num_programs(2)) * KEYS
@@ -309,6 +313,7 @@ def prefill_attention(
     out: torch.Tensor,
     scale: float,
     window: int,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Compute reference.prefill_attention for the sequences from `packed.num_decodes` on, into their rows of `out`.
 
@@ -332,10 +337,11 @@ def prefill_attention(
         _prefill_kernel, (num_kv_heads, num_tiles, tiling.parts),
         (
             query, key_tiles, value_tiles, key_cache, value_cache, packed.block_tables, packed.query_starts,
-            packed.seq_lens, tiles, out, plan.parts if split else out, num_tiles, query.stride(0),
-            packed.block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E, num_kv_heads,
-            group, size, block_size, window, tiling.rows, tiling.keys, columns,
-            "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages, descriptors, split,
+            packed.seq_lens, tiles, out, plan.parts if split else out,
+            query if sinks is None else sinks, num_tiles, query.stride(0), packed.block_tables.stride(0),
+            key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E, num_kv_heads, group, size, block_size, window,
+            tiling.rows, tiling.keys, columns, "ieee" if query.dtype is torch.float32 else "tf32", tiling.num_stages,
+            descriptors, split, sinks is not None,
         ),
         {"num_warps": tiling.num_warps, "maxnreg": tiling.max_registers},
     )]  # fmt: skip

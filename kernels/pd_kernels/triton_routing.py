@@ -27,6 +27,8 @@ _PIECE = 64  # inputs
 _FEW = 256  # tokens: the products of more take longer to write in pieces than to compute one after the other
 _MANY = 1024  # tokens from which larger tiles still fill the device, and read less
 _TINY = torch_experts.TINY
+# What the bias is added to
+_NOTHING, _SCORES, _PRODUCTS = (tl.constexpr(what) for what in range(3))
 
 
 @triton.jit
@@ -87,7 +89,7 @@ def _choose_kernel(
     inside = (row < num_tokens)[:, None] & known
     at = products + row[:, None].to(tl.int64) * num_experts + expert[None, :]
     biases = 0.0
-    if BIAS:
+    if BIAS != _NOTHING:
         biases = tl.load(bias + expert, mask=expert < num_experts, other=0.0)[None, :]
     wait_for_others(EARLY)
     product = tl.zeros([ROWS, EXPERTS], tl.float32)
@@ -100,13 +102,15 @@ def _choose_kernel(
     if SQUARES > 0:
         pieces = pieces_of_squares(squares, num_squares, row, num_tokens, SQUARES)
         product = product / root_mean_square(pieces, num_inputs, eps)[:, None]
+    if BIAS == _PRODUCTS:
+        product += biases
     if IS_SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-product))
     else:
         product = tl.where(known, product, -float("inf"))
         score = tl.exp(product - tl.max(product, 1)[:, None])
         score = score / tl.sum(score, 1)[:, None]
-    rank = tl.where(known, score + biases, -float("inf"))
+    rank = tl.where(known, score + biases if BIAS == _SCORES else score, -float("inf"))
     place = tl.arange(0, CHOSEN)[None, :]
     kept = tl.zeros([ROWS, CHOSEN], tl.float32)
     experts = tl.zeros([ROWS, CHOSEN], tl.int32)
@@ -114,7 +118,7 @@ def _choose_kernel(
         value, best = tl.max(rank, 1, return_indices=True)  # the lowest of equal ones; NaN: any
         best = tl.minimum(best, num_experts - 1)[:, None]
         is_best = expert[None, :] == best
-        if BIAS:
+        if BIAS == _SCORES:
             value = tl.sum(tl.where(is_best, score, 0.0), 1)
         kept = tl.where(place == index, value[:, None], kept)
         experts = tl.where(place == index, best, experts)
@@ -155,12 +159,13 @@ def route(
         x, router, products, num_tokens, x.stride(0), num_inputs, num_experts, share, rows, height, _PIECE, early,
         num_warps=num_warps, **early_options(early),
     )  # fmt: skip
+    added = _NOTHING if bias is None else _PRODUCTS if routing.biases_products else _SCORES
     rows = max(1, min(512 // experts, next_power_of_2(cdiv(num_tokens, 512))))
     squares, eps = (products[0, :0], 0.0) if normed is None else (normed.squares, normed.eps)
     _choose_kernel[(cdiv(num_tokens, rows),)](
         products, router if bias is None else bias, squares, scores, chosen, num_tokens, num_inputs, num_experts,
         len(squares), eps, routing.factor, sums, pieces, routing.num_chosen, next_power_of_2(routing.num_chosen),
-        experts, rows, routing.is_sigmoid, routing.normalized, bias is not None,
+        experts, rows, routing.is_sigmoid, routing.normalized, added.value,
         next_power_of_2(len(squares)) if len(squares) else 0, _TINY, early, num_warps=1, **early_options(early),
     )  # fmt: skip
     return scores, chosen

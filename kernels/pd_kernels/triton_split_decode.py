@@ -26,7 +26,7 @@ from pd_kernels.fp8_cache import FP8
 from pd_kernels.launch_sizes import cdiv, next_power_of_2
 from pd_kernels.triton_dependent_launch import early_options, launches_early, others_may_start
 from pd_kernels.triton_fp8 import beside_fp8
-from pd_kernels.triton_kv_tile import add_tile, load_tile, lowest_seen, mean_of, pair_in_cache
+from pd_kernels.triton_kv_tile import add_sink, add_tile, load_tile, lowest_seen, mean_of, pair_in_cache
 from pd_kernels.triton_new_token import one_token, take_new_token
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ def _merge_slice(
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["arrived"])
 def _split_kernel(
     heads, query_norm, key_norm, cos, sin, slot_mapping, key_cache, value_cache, block_tables, seq_lens, arrived, out,
-    parts, part_logs, heads_stride, table_stride, block_stride, head_stride, scale, eps,
+    parts, part_logs, sinks, heads_stride, table_stride, block_stride, head_stride, scale, eps,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
     SLICE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
-    EARLY: tl.constexpr,
+    SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     HAS_PAIRS: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv
     NUM_SUMS: tl.constexpr = COLUMNS // 2 if HAS_PAIRS else COLUMNS
@@ -88,6 +88,10 @@ def _split_kernel(
         NUM_KV_HEADS, GROUP, SIZE, BLOCK_SIZE, ROWS, COLUMNS, ROTARY, NORM, EARLY,
     )  # fmt: skip
     top, total, sums, odd = one_token(q, key, value, is_last, scale, ROWS, NUM_SUMS, HAS_PAIRS)
+    if SINKS:
+        member = tl.arange(0, ROWS)
+        has_sink = (member < GROUP) & is_last
+        top, total, sums, odd = add_sink(sinks, head * GROUP + member, has_sink, top, total, sums, odd)
     if HAS_PAIRS:
         q = beside_fp8(q)
     top, total, sums, odd = add_tile(q, k, v, seen[None, :], top, total, sums, odd, scale, HAS_PAIRS, PRECISION)
@@ -126,6 +130,7 @@ def split_attention(
     scale: float,
     window: int,
     tiling: DecodeTiling,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Compute reference.norm_rope_write and then reference.decode_attention into contiguous `out` [S, H, D].
 
@@ -143,12 +148,12 @@ def split_attention(
     query_norm, key_norm, eps = (heads, heads, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
     _split_kernel[(splits, num_seqs * num_kv_heads)](
         heads, query_norm, key_norm, new.cos, new.sin, new.slot_mapping, key_cache, value_cache, block_tables,
-        seq_lens, arrived, out, parts, part_logs,
+        seq_lens, arrived, out, parts, part_logs, heads if sinks is None else sinks,
         heads.stride(0), block_tables.stride(0), key_cache.stride(0), key_cache.stride(1), scale * _LOG2_E, eps,
         num_kv_heads, group, size, block_size, window, tiling.tile,
         max(next_power_of_2(group), 16), max(next_power_of_2(size), 16), splits,
         next_power_of_2(cdiv(group * size, splits)),
         "ieee" if heads.dtype is torch.float32 else "tf32", tiling.num_stages, 2 * new.cos.shape[1],
-        norms is not None, early,
+        norms is not None, sinks is not None, early,
         num_warps=_NUM_WARPS, **early_options(early),
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -153,6 +153,7 @@ class Routing:
     factor: float = 1.0  # on the scores, at the end
     num_groups: int = 1  # groups of experts with adjacent numbers
     groups_chosen: int = 1
+    biases_products: bool = False  # the router's bias is added to the products instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,9 @@ class ExpertPart:
 
     first: int
     num_experts: int
+
+
+Gates: TypeAlias = tuple[float, float] | None  # limit and alpha of BiasedExperts; None: no gates and ups
 
 
 # norms

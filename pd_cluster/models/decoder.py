@@ -52,6 +52,7 @@ class Decoder(ABC, Generic[FamilyLayer]):
     """A Model. A family makes one layer in `_make_layer`, and computes what is after attention in `_finish_layer`."""
 
     offset_norms: ClassVar = False  # see Parameters
+    wide_norms: ClassVar = False
 
     def __init__(
         self,
@@ -76,7 +77,13 @@ class Decoder(ABC, Generic[FamilyLayer]):
         self.head_ids = shard.vocabulary(spec.vocab_size)
         self._num_logits = -(-spec.vocab_size // shard.size)
         self._parameters = Parameters(
-            kernels, dtype, device, offset_norms=self.offset_norms, quantization=spec.quantization, share=share
+            kernels,
+            dtype,
+            device,
+            offset_norms=self.offset_norms,
+            wide_norms=self.wide_norms,
+            quantization=spec.quantization,
+            share=share,
         )
         # Weights are allocated in the order in which a step reads them
         self._embedding = self._parameters.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)

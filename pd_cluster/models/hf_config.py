@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_cluster.errors import UnservedModel
 from pd_cluster.models.config_reader import FLOAT32_MAX, ConfigReader
-from pd_cluster.models.quantization import read_quantization
+from pd_cluster.models.quantization import BYTES_OF_FORM, read_quantization
 from pd_cluster.models.rope_kinds import ROPE_KINDS
 from pd_cluster.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 
@@ -45,6 +45,7 @@ class ExpertsRules:
     is_sigmoid: bool = False  # routed as in DeepSeek-V3: see `_read_sigmoid_experts`, which uses the next two
     num_shared: int = 0  # default of `n_shared_experts`
     num_dense: int = 0  # default of `first_k_dense_replace`
+    is_biased: bool = False  # see ExpertsSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class ConfigRules:
     query_scalar: int | None = None  # default of `query_pre_attn_scalar`; None: scores are scaled by head_dim
     rope_theta: float = 10000.0  # default
     default_window: int = 4096  # where `sliding_window` is not set; 0: none
+    window_period: int = 6  # default of `sliding_window_pattern`
+    has_sinks: bool = False
     norm_eps: float = 1e-6  # default
     experts: ExpertsRules | None = None  # None: every layer has a dense feed-forward
     window_rope_theta: float | None = None  # default for layers with a window; None: all layers have the same RoPE
@@ -94,9 +97,14 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         settings = reader.object("rope_scaling") | reader.object("rope_parameters")
         max_len = scaled_length(max_len, settings | (settings.get("full_attention") or {}))
     head_dim = reader.integer("head_dim", rules.head_dim or hidden_size // num_heads)
-    quantization = read_quantization(directory, config)
+    quantization, experts = read_quantization(directory, config), _read_experts(reader, rules, num_layers)
     # MiniMax-M2's config names no dtype; what a float8 checkpoint does not quantize is bfloat16
     dtype = reader.optional("torch_dtype", "bfloat16" if quantization else "float32")
+    if quantization is not None and quantization.scales in BYTES_OF_FORM:
+        form, quantization = quantization.scales.value, None
+        is_served = experts is not None and experts.is_biased
+        reader.refuse("quantization_config", not is_served, f"{form} is served in gpt-oss only")
+        experts = experts and replace(experts, form=form)
     return ModelSpec(
         architecture=str(config["architectures"][0]),
         vocab_size=reader.integer("vocab_size"),
@@ -118,10 +126,11 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
         dtype=str(reader.optional("dtype", dtype)).removeprefix("torch."),
         window_rope=window_rope,
         score_scale=query_scalar and query_scalar**-0.5,
-        experts=_read_experts(reader, rules, num_layers),
+        experts=experts,
         rotary_dim=_read_rotary_dim(reader, rules, head_dim),
         norms_heads_together=rules.norms_heads_together,
         quantization=quantization,
+        has_sinks=rules.has_sinks,
     )
 
 
@@ -170,6 +179,9 @@ def _read_experts(reader: ConfigReader, rules: ConfigRules, num_layers: int) -> 
         shared_size=reader.integer("shared_expert_intermediate_size") if experts.is_shared else 0,
         dense_layers=tuple(layer for layer in range(num_layers) if layer in dense or (layer + 1) % period),
     )
+    if experts.is_biased:
+        limit, alpha = reader.number("swiglu_limit", spec.limit), reader.number("swiglu_alpha", spec.alpha)
+        spec = replace(spec, is_biased=True, limit=limit, alpha=alpha)
     return _read_sigmoid_experts(reader, experts, spec, num_layers) if experts.is_sigmoid else spec
 
 
@@ -251,7 +263,7 @@ def _read_windows(reader: ConfigReader, rules: ConfigRules, num_layers: int) -> 
         return none
     window = reader.window(rules.default_window)
     if layer_types is None and rules.windows is Windows.PATTERN:
-        period = reader.integer("sliding_window_pattern", 6)
+        period = reader.integer("sliding_window_pattern", rules.window_period)
         return tuple(window if (layer + 1) % period else 0 for layer in range(num_layers))
     if layer_types is None:
         first = int(reader.optional("max_window_layers", 28))

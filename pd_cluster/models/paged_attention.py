@@ -26,6 +26,7 @@ class PagedAttention:
     group: int  # the layer's KV group: see Mixer
     scale: float  # factor on the scores
     norms: HeadNorms | None
+    sinks: torch.Tensor | None = None  # float32 [H]: see AttentionPlan.run
 
     def __call__(
         self, x: torch.Tensor, angles: RopeTable, inputs: ForwardInputs, cache: LayerCache, tail: Tail | None
@@ -41,16 +42,16 @@ class PagedAttention:
             NewTokens(self.norms, angles.cos, angles.sin, inputs.slot_mappings[self.group]),
         )
         if tail is None and plan.may_rotate:
-            attended = plan.run_rotating(heads, new, cache, self.scale)
+            attended = plan.run_rotating(heads, new, cache, self.scale, self.sinks)
             if attended is not None:
                 return attended.view(attended.shape[0], -1)
         query = self.kernels.norm_rope_write(heads, new, cache)
         if tail is not None and not len(tail.rows):  # chunks in the middle of prompts
             return query.new_empty(0, query.shape[1] * self.head_dim)
         if tail is not None and tail.plan is not None:
-            attended = tail.plan.run(query[tail.rows], cache, self.scale)
+            attended = tail.plan.run(query[tail.rows], cache, self.scale, sinks=self.sinks)
         else:
-            attended = plan.run(query, cache, self.scale)
+            attended = plan.run(query, cache, self.scale, sinks=self.sinks)
             if tail is not None:
                 attended = attended[tail.rows]
         return attended.view(attended.shape[0], -1)

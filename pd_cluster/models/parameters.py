@@ -9,16 +9,18 @@ import torch
 from pd_cluster.errors import StartupError
 from pd_cluster.models.linear import Linear
 from pd_cluster.models.model_share import ModelShare
-from pd_cluster.models.quantization import QuantizationSpec, Scales
+from pd_cluster.models.quantization import BLOCKS_SUFFIX, SCALES_SUFFIX, QuantizationSpec, Scales
 from pd_cluster.models.quantized_linear import QuantizedLinear
 from pd_cluster.models.shard import Cut
 from pd_cluster.models.slot import Slot
 from pd_kernels.quantized import BLOCK, QuantizedWeight
+from pd_kernels.weight_forms import FORMS, PackedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pd_kernels.backends import Kernels
+    from pd_kernels.biased_experts import ExpertsWeight
     from pd_kernels.quantized import Weight
 
 
@@ -32,37 +34,59 @@ class Parameters:
         device: torch.device,
         *,
         offset_norms: bool = False,
+        wide_norms: bool = False,
         quantization: QuantizationSpec | None = None,
         share: ModelShare | None = None,
     ) -> None:
-        """`offset_norms`: the checkpoint stores the weight of each norm minus 1.
+        """`offset_norms`: the checkpoint stores the weight of each norm minus 1, and the slots add 1.
 
-        The slots add 1, and these weights are float32 or wider. `quantization`: that of the checkpoint. `share`: the
-        rank that has these weights; None: the only one.
+        The weights of norms are float32 or wider with it, or with `wide_norms`. `quantization`: that of the checkpoint.
+        `share`: the rank that has these weights; None: the only one.
         """
         self.slots: dict[str, Slot] = {}  # by the name of the checkpoint's tensor
         self.linears: dict[str, list[Linear]] = {}  # by kind; those of one kind have one shape
         self._kernels = kernels
         self._dtype, self._device = dtype, device
-        self._offset_norms = offset_norms
+        self._offset_norms, self._wide_norms = offset_norms, wide_norms or offset_norms
         self._share = share or ModelShare()
         self._quantization = quantization or QuantizationSpec(Scales.CHANNELS, ())
         self._is_quantized = quantization.selector() if quantization else lambda name: False
 
-    def tensor(self, name: str, *shape: int, wide: bool = False) -> torch.Tensor:
+    def tensor(self, name: str, *shape: int, wide: bool = False, own: range | None = None) -> torch.Tensor:
         """Allocate a weight of `shape` that the checkpoint's tensor `name` fills.
 
-        `wide`: in float32 or more, whatever the model's dtype.
+        `wide`: in float32 or more, whatever the model's dtype. `own`: the part of the first dimension that this rank
+        has; None: all.
         """
-        dtype = torch.promote_types(self._dtype, torch.float32) if wide else self._dtype
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        self.slots[name] = Slot(tensor, shape)
+        return self._raw(name, shape, torch.promote_types(self._dtype, torch.float32) if wide else self._dtype, own)
+
+    def fused(self, name: str, shape: tuple[int, int, int], own: range, form: str) -> ExpertsWeight:
+        """[len(own), out, in] of experts that are one tensor of the checkpoint: packed in a form, or else [E, in, out].
+
+        `shape`: [E, out, in]. `form`: a row of FORMS, or "". Raises StartupError if a row is no multiple of its groups.
+        """
+        num_experts, num_outputs, num_inputs = shape
+        if not form:
+            weight = torch.empty((len(own), num_outputs, num_inputs), dtype=self._dtype, device=self._device)
+            self.slots[name] = Slot(weight.transpose(1, 2), (num_experts, num_inputs, num_outputs), start=own.start)
+            return weight
+        packing = FORMS[form]
+        if num_inputs % packing.group:
+            raise StartupError(f"{name}: {num_inputs} inputs are no multiple of {packing.group}, which share a scale")
+        of_scales = (num_experts, num_outputs, num_inputs // packing.group)
+        blocks = self._raw(f"{name}{BLOCKS_SUFFIX}", (*of_scales, packing.size), torch.uint8, own)
+        return PackedWeight(packing, blocks, self._raw(f"{name}{SCALES_SUFFIX}", of_scales, torch.uint8, own))
+
+    def _raw(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, own: range | None) -> torch.Tensor:
+        count = shape[0] if own is None else len(own)
+        tensor = torch.empty((count, *shape[1:]), dtype=dtype, device=self._device)
+        self.slots[name] = Slot(tensor, shape, start=own.start if own else 0)
         return tensor
 
     def norm(self, name: str, size: int | Cut) -> torch.Tensor:
         """Allocate the weight [size] of the norm `name`."""
         cut = Cut.of(size)
-        dtype = torch.promote_types(self._dtype, torch.float32) if self._offset_norms else self._dtype
+        dtype = torch.promote_types(self._dtype, torch.float32) if self._wide_norms else self._dtype
         tensor = torch.empty(len(cut), dtype=dtype, device=self._device)
         offset = 1.0 if self._offset_norms else 0.0
         self.slots[name] = Slot(tensor, (cut.total,), start=cut.part.start, offset=offset)

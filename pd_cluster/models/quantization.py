@@ -22,15 +22,21 @@ class Scales(StrEnum):
     BLOCKS = "block"  # 128 rows x 128 columns
     CHANNELS = "channel"  # a row
     TENSOR = "tensor"  # all
+    MXFP4 = "mxfp4"  # 32 inputs of a row: numbers of 4 bits, in the experts of gpt-oss alone
+
+
+BYTES_OF_FORM: Mapping[str, float] = {Scales.MXFP4: 17 / 32}
+"""Bytes of one weight, with its scale, in each of pd_kernels' FORMS."""
 
 
 MODELOPT_FILE = "hf_quant_config.json"  # beside a config.json which may say nothing of it
+BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"  # of tensors with packed weights, uint8
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # in both, a number is its value times its scale
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationSpec:
-    """A checkpoint with weights in float8 (e4m3fn)."""
+    """A checkpoint with weights in float8 (e4m3fn), or with packed ones."""
 
     scales: Scales
     excluded: tuple[str, ...]  # modules that are not quantized; see `selector`
@@ -132,8 +138,13 @@ def _read_modelopt(reader: _Reader) -> QuantizationSpec:
     return QuantizationSpec(Scales.TENSOR, reader.names("ignore", "exclude_modules"))
 
 
+def _read_mxfp4(reader: _Reader) -> QuantizationSpec:
+    """OpenAI's experts, and nothing else, whatever `modules_to_not_convert` names."""
+    return QuantizationSpec(Scales.MXFP4, reader.names("modules_to_not_convert"))
+
+
 METHODS: Mapping[str, Callable[[_Reader], QuantizationSpec]] = {
-    "fp8": _read_fp8, "compressed-tensors": _read_compressed, "modelopt": _read_modelopt,
+    "fp8": _read_fp8, "compressed-tensors": _read_compressed, "modelopt": _read_modelopt, "mxfp4": _read_mxfp4,
 }  # fmt: skip
 """How to read the settings of each `quant_method` that is served."""
 

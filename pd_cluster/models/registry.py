@@ -91,6 +91,20 @@ _GEMMA3 = ConfigRules(
     rope_theta=1e6,
     window_rope_theta=1e4,
 )
+_GPT_OSS = ConfigRules(
+    qkv_bias=True,
+    out_bias=True,
+    num_kv_heads=8,
+    max_len=131072,
+    head_dim=64,
+    windows=Windows.PATTERN,
+    default_window=128,
+    window_period=2,
+    has_sinks=True,
+    norm_eps=1e-5,
+    rope_theta=150000.0,
+    experts=ExpertsRules("intermediate_size", normalized=True, is_biased=True),
+)
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(ConfigRules()),
     "MistralForCausalLM": Architecture(
@@ -104,6 +118,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Glm4MoeForCausalLM": Architecture(_GLM4_MOE),
     "MiniMaxM2ForCausalLM": Architecture(_MINIMAX_M2),
     "Gemma3ForCausalLM": Architecture(_GEMMA3, "gemma3.Gemma3"),
+    "GptOssForCausalLM": Architecture(_GPT_OSS, "gpt_oss.GptOss"),
 }
 
 

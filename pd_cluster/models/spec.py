@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from pd_cluster.models.quantization import BYTES_OF_FORM
 from pd_connectors.protocol.layout import KVGroup, KVKind
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class ExpertsSpec:
     factor: float = 1.0  # on the scores
     num_groups: int = 1  # of experts; a token's experts are in `groups_chosen` of them
     groups_chosen: int = 1
+    is_biased: bool = False  # router and experts have biases, and SwiGLU is clamped: see pd_kernels' BiasedExperts
+    limit: float = 7.0  # of the clamped SwiGLU
+    alpha: float = 1.702
+    form: str = ""  # of the experts' weights: a row of pd_kernels' FORMS; "": they are not packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class ModelSpec:
     rotary_dim: int | None = None  # the first dimensions of a head, which RoPE rotates; None: all
     norms_heads_together: bool = False  # with qk_norm: a token's queries are normed as one row, and its keys
     quantization: QuantizationSpec | None = None  # None: weights have the checkpoint's dtype
+    has_sinks: bool = False  # each query head sees one more key, without a value
     # None: a family of ours computes it. Otherwise norms, RoPE and biases are described in this config only
     modules: ModulesSpec | None = None
 
@@ -97,11 +103,16 @@ class ModelSpec:
     def weight_bytes(self, dtype_bytes: int, num_ranks: int = 1) -> int:
         """Bytes of a rank's weights, those that are not quantized with `dtype_bytes` each.
 
-        An estimate: all products of layers count as quantized, and scales do not count (at most 0.5%).
+        An estimate: all products of layers count as quantized, and scales of float8 do not count (at most 0.5%).
         """
+        if self.experts is not None and self.experts.form:
+            others = self._count_parameters(0)
+            layers = others * dtype_bytes + (self.layer_parameters - others) * BYTES_OF_FORM[self.experts.form]
+        else:
+            layers = self.layer_parameters * (1 if self.quantization else dtype_bytes)
         embedding = self.vocab_size * self.hidden_size * dtype_bytes  # whole on every rank; a head of its own is cut
         head = 0 if self.tied_embeddings else embedding
-        return (self.layer_parameters * (1 if self.quantization else dtype_bytes) + head) // num_ranks + embedding
+        return int(layers + head) // num_ranks + embedding
 
     @property
     def keys_per_token(self) -> int:

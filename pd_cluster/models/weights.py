@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from pd_cluster.errors import StartupError
 from pd_cluster.models.checkpoint_files import read_header, some, weight_files
-from pd_cluster.models.quantization import SCALE_NAMES
+from pd_cluster.models.quantization import SCALE_NAMES, SCALES_SUFFIX
 from pd_cluster.models.tensor_names import HEAD, match_slots, slot_name
 from pd_kernels.quantized import MOST
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 _DUMMY_STD = 0.02
 _DUMMY_SCALE = 0.0002  # of quantized weights: their values are N(0, 100), so that hardly any becomes 0 or is cut at 448
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes that a weight may have
-_QUANTIZED_DTYPES = ("F8_E4M3",)
+_OTHER_DTYPES = {torch.float8_e4m3fn: ("F8_E4M3",), torch.uint8: ("U8",)}  # of slots of these dtypes
 _POWER_DTYPES = ("F8_E8M0", "U8")  # a scale that is a power of two may be stored as its exponent, plus 127
+_DUMMY_EXPONENTS = (119, 122)  # of packed weights, the latter excluded: e2m1's codes then give about N(0, 0.02)
 
 
 def load_weights(model: Model, directory: Path, tied_embeddings: bool, progress: Callable[[str], None]) -> None:
@@ -52,7 +53,8 @@ def load_weights(model: Model, directory: Path, tied_embeddings: bool, progress:
 def fill_at_random(model: Model, seed: int) -> None:
     """Fill the slots with dummy weights: matrices and biases N(0, 0.02), norms 1.
 
-    A quantized matrix has values N(0, 100) and equal scales that give N(0, 0.02). A seed gives the same weights on one
+    A quantized matrix has values N(0, 100) and equal scales that give N(0, 0.02); packed weights are random codes with
+    a deviation of about 0.02. A seed gives the same weights on one
     kind of device: each rank draws every tensor whole, and keeps its part.
     """
     generators: dict[torch.device, torch.Generator] = {}
@@ -69,7 +71,11 @@ def fill_at_random(model: Model, seed: int) -> None:
         elif tensor.dtype is torch.float8_e4m3fn:
             values = torch.randn(slot.shape, device=tensor.device, generator=generator)[slot.index]
             tensor.copy_(values.mul_(_DUMMY_STD / _DUMMY_SCALE).clamp_(-MOST, MOST))
-        elif slot.index:
+        elif tensor.dtype is torch.uint8:
+            least, end = _DUMMY_EXPONENTS if name.endswith(SCALES_SUFFIX) else (0, 256)
+            whole = torch.empty(slot.shape, dtype=torch.uint8, device=tensor.device)
+            tensor.copy_(whole.random_(least, end, generator=generator)[slot.index])
+        elif slot.index or not tensor.is_contiguous():
             whole = torch.empty(slot.shape, dtype=tensor.dtype, device=tensor.device)
             tensor.copy_(whole.normal_(0.0, _DUMMY_STD, generator=generator)[slot.index])
         else:
@@ -87,14 +93,14 @@ def _fill(file: Path, name: str, slot: Slot, tensors: Any) -> None:
     shape, dtype = part.get_shape(), part.get_dtype()
     if not slot.fits(tuple(shape)):
         raise StartupError(f"{file}: {name} is {list(shape)}, config.json implies {list(slot.shape)}")
-    expected: tuple[str, ...] = _QUANTIZED_DTYPES if slot.tensor.dtype is torch.float8_e4m3fn else _DTYPES
-    if name.endswith(SCALE_NAMES):
-        expected += _POWER_DTYPES
+    expected: tuple[str, ...] = _OTHER_DTYPES.get(slot.tensor.dtype, _DTYPES)
+    powers = _POWER_DTYPES if name.endswith(SCALE_NAMES) else ()
+    expected += powers
     if dtype not in expected:
         raise StartupError(f"{file}: {name} is stored as {dtype}, config.json implies {' or '.join(expected)}")
 
     def read(index: Index) -> torch.Tensor:
         tensor: torch.Tensor = part[index] if index else tensors.get_tensor(name)
-        return tensor.view(torch.float8_e8m0fnu).float() if dtype in _POWER_DTYPES else tensor
+        return tensor.view(torch.float8_e8m0fnu).float() if dtype in powers else tensor
 
     slot.fill(read)

@@ -42,7 +42,7 @@ def attention_by_group(
         num_kv_heads, num_layers, _, block_size, head_dim = group.rank_shape(layout.tp_size)
         shape = AttentionShape(
             spec.num_heads // layout.tp_size, num_kv_heads, head_dim, block_size, num_layers, dtype, group.window,
-            has_fp8_cache=KV_DTYPES[group.dtype] is FP8,
+            has_fp8_cache=KV_DTYPES[group.dtype] is FP8, has_sinks=spec.has_sinks,
         )  # fmt: skip
         try:
             choice = choose_attention(shape, device, wanted)

@@ -59,6 +59,15 @@ def test_rooflines_of_a_mixture_count_the_experts_that_are_hit(tmp_path: Path) -
     assert 1.2 < faster < 1400 / 790  # attention is in bf16 in both
 
 
+def test_rooflines_of_packed_experts_and_windows() -> None:
+    """By the bandwidth of the data sheet, beside sums by hand."""
+    ceilings = Ceilings(read=4.8e12, copy=4.8e12, matrix=989e12)
+    for name, expected in {"gpt-oss-20b": [0.78, 2.78, 3.38, 4.13], "gpt-oss-120b": [1.04, 9.02, 14.2, 15.6]}.items():
+        costs = ModelCosts(resolve_spec(Path(), CONFIGS[name]), SHAPES[name].weight_bytes)
+        found = [costs.decode_s(count, 1024, ceilings) * 1e3 for count in (1, 32, 128, 256)]
+        assert found == pytest.approx(expected, rel=0.01)
+
+
 def test_so_many_keys_cost_as_much_as_a_token(tmp_path: Path) -> None:
     large, small = costs_of("8b", tmp_path).spec, costs_of("0.6b", tmp_path).spec
     assert (large.keys_per_token, small.keys_per_token) == (5990, 864)

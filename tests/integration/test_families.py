@@ -34,29 +34,35 @@ SEED = 7
 SEEDS = {"mixtral-channels": 5}
 
 
-SLOW = ("mixtral", "glm4-experts", "minimax-m2", "mixtral-channels", "olmo3")
+SLOW = ("mixtral", "glm4-experts", "minimax-m2", "mixtral-channels", "olmo3", "gpt-oss-mxfp4")
 
 
-RANKED = ("llama", "qwen3-yarn", "gemma3", "qwen3-experts")  # each has two KV heads
+# Each has two KV heads
+RANKED = ("llama", "qwen3-yarn", "gemma3", "qwen3-experts", "gpt-oss-mxfp4")
+UNEQUAL = ((1, 2), (2, 1))
 
 
 def _cases() -> Iterator[object]:
-    """Models, and the ranks of their nodes."""
-    yield pytest.param(("gemma3", 1), id="gemma3")
+    """Models, and the ranks of P and of D."""
+    yield pytest.param(("gemma3", 1, 1), id="gemma3")
     for name in SLOW:
-        yield pytest.param((name, 1), id=name, marks=pytest.mark.slow)
+        yield pytest.param((name, 1, 1), id=name, marks=pytest.mark.slow)
     for name in RANKED:
-        yield pytest.param((name, 2), id=f"{name}-2-ranks", marks=pytest.mark.slow)
+        yield pytest.param((name, 2, 2), id=f"{name}-2-ranks", marks=pytest.mark.slow)
+    for prefill, decode in UNEQUAL:
+        yield pytest.param(
+            ("gpt-oss-mxfp4", prefill, decode), id=f"gpt-oss-{prefill}-to-{decode}-ranks", marks=pytest.mark.slow
+        )
 
 
 @pytest.fixture(scope="module", params=_cases())
-def case(request: pytest.FixtureRequest) -> tuple[str, int]:
-    found: tuple[str, int] = request.param
+def case(request: pytest.FixtureRequest) -> tuple[str, int, int]:
+    found: tuple[str, int, int] = request.param
     return found
 
 
 @pytest.fixture(scope="module")
-def saved(case: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
+def saved(case: tuple[str, int, int], tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
     """A checkpoint in the hub's format with a tokenizer in which each id is a number."""
     directory, name = tmp_path_factory.mktemp("models"), case[0]
     if name == "olmo3":
@@ -68,15 +74,16 @@ def saved(case: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> Sa
 
 
 @pytest.fixture(scope="module")
-def system(case: tuple[str, int], saved: SavedModel) -> Iterator[System]:
+def system(case: tuple[str, int, int], saved: SavedModel) -> Iterator[System]:
     """Prompts are computed in chunks."""
-    flags = (f"--model={saved.directory}", "--max-num-batched-tokens=64", "--num-blocks=400", f"--tp={case[1]}")
-    with running_system(*flags) as system:
+    flags = (f"--model={saved.directory}", "--max-num-batched-tokens=64", "--num-blocks=400")
+    ranks = {role: (f"--tp={degree}",) for role, degree in zip(("prefill", "decode"), case[1:], strict=True)}
+    with running_system(*flags, role_flags=ranks) as system:
         yield system
 
 
 @pytest.fixture(scope="module")
-def prompts(case: tuple[str, int]) -> list[list[int]]:
+def prompts(case: tuple[str, int, int]) -> list[list[int]]:
     return random_prompts(LENGTHS, VOCAB_SIZE, seed=SEEDS.get(case[0], SEED))
 
 

@@ -76,8 +76,9 @@ async def serve(url: str, bodies: Sequence[dict[str, Any]], routes: Sequence[str
     return await asyncio.gather(*(one(*pair) for pair in zip(bodies, routes, strict=True)))
 
 
-def test_answers_in_little_memory_are_those_with_room(tmp_path_factory: pytest.TempPathFactory) -> None:
-    saved = ModelStore(tmp_path_factory.mktemp("models")).get("gemma3")
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
+def test_answers_in_little_memory_are_those_with_room(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    saved = ModelStore(tmp_path_factory.mktemp("models")).get(name)
     save_tokenizer(saved.directory)
     common = (f"--model={saved.directory}", "--block-size=16", "--max-num-batched-tokens=64")
     bodies = make_bodies(seed=1)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pd_kernels.decode_tiling import DecodeTiling
 
 SHAPE = AttentionShape(32, 4, 128, 64, 1, torch.bfloat16)
+SUNK = AttentionShape(64, 8, 64, 64, 1, torch.bfloat16, has_sinks=True)  # gpt-oss's
 
 
 def compile_decode(shape: AttentionShape, tiling: DecodeTiling) -> str:
@@ -65,7 +66,7 @@ def _compile(
         **dict.fromkeys(("query_norm", "key_norm", "cos", "sin", "key_cache", "value_cache", "out"), "*bf16"),
         "slot_mapping": "*i64",
         **dict.fromkeys(("block_tables", "seq_lens", "arrived"), "*i32"),
-        **dict.fromkeys(("parts", "part_logs"), "*fp32"),
+        **dict.fromkeys(("parts", "part_logs", "sinks"), "*fp32"),
         **dict.fromkeys(("table_stride", "block_stride", "head_stride"), "i32"),
         **dict.fromkeys(("scale", "eps"), "fp32"),
     }
@@ -73,6 +74,7 @@ def _compile(
         "NUM_KV_HEADS": shape.num_kv_heads, "GROUP": shape.heads_per_kv_head, "SIZE": shape.head_dim,
         "BLOCK_SIZE": shape.block_size, "WINDOW": 0, "TILE": tiling.tile, "ROWS": 16, "COLUMNS": shape.head_dim,
         "PRECISION": "tf32", "STAGES": tiling.num_stages, "ROTARY": shape.head_dim, "NORM": True, "EARLY": True,
+        "SINKS": shape.has_sinks,
     } | own_constants  # fmt: skip
     types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -89,9 +91,10 @@ def _compile(
 
 def main() -> None:
     knobs.nvidia.dump_ptxas_log = True
-    tiling = decode_tiling(SHAPE)
-    found = {"shares": compile_decode(SHAPE, tiling), "splits": compile_split(SHAPE, tiling)}
-    json.dump(found | {"drafts": compile_drafts(SHAPE, tiling)}, sys.stdout)
+    compilers = {"shares": compile_decode, "splits": compile_split, "drafts": compile_drafts}
+    found = {name: compiler(SHAPE, decode_tiling(SHAPE)) for name, compiler in compilers.items()}
+    sunk = {f"{name}, sinks": compiler(SUNK, decode_tiling(SUNK)) for name, compiler in compilers.items()}
+    json.dump(found | sunk, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ class Paged:
     key_cache: torch.Tensor
     value_cache: torch.Tensor
     packed: PackedSequences
+    sinks: torch.Tensor | None = None  # [heads]
 
     @property
     def cache(self) -> KeysValues:
@@ -85,10 +86,18 @@ def make_paged(
     return Paged(query.to(dtype), cache[:, :, 1, 0], cache[:, :, 1, 1], packed)
 
 
+def sunk(paged: Paged) -> Paged:
+    """With sinks that take nearly nothing from some heads and nearly all from others."""
+    sinks = torch.linspace(-4, 6, paged.query.shape[1], dtype=torch.float32, device=paged.query.device)
+    return replace(paged, sinks=sinks)
+
+
 def attention_shape(paged: Paged, window: int = 0) -> AttentionShape:
     """Of the layers that lie in the cache."""
     _, num_kv_heads, block_size, head_dim = paged.key_cache.shape
     num_layers = paged.key_cache.stride(1) // (2 * block_size * head_dim)
     dtype, num_heads = paged.query.dtype, paged.query.shape[1]
     has_fp8_cache = paged.key_cache.dtype is FP8
-    return AttentionShape(num_heads, num_kv_heads, head_dim, block_size, num_layers, dtype, window, has_fp8_cache)
+    return AttentionShape(
+        num_heads, num_kv_heads, head_dim, block_size, num_layers, dtype, window, has_fp8_cache, paged.sinks is not None
+    )

@@ -73,6 +73,7 @@ def test_each_backend_has_decided_on_each_field(monkeypatch: pytest.MonkeyPatch)
         "dtype": (torch.float32, "triton torch"),
         "window": (20, "triton torch"),
         "has_fp8_cache": (True, "hopper triton torch"),
+        "has_sinks": (True, "triton torch"),
     }
     assert serving.keys() == {field.name for field in fields(AttentionShape)}
     for name, (value, names) in serving.items():
@@ -87,6 +88,7 @@ def test_each_backend_has_decided_on_each_field(monkeypatch: pytest.MonkeyPatch)
         ({}, ""),
         ({"head_dim": 64, "block_size": 128, "dtype": torch.float16}, ""),
         ({"window": 20}, "has no windows"),
+        ({"has_sinks": True}, "has no sinks"),
         ({"dtype": torch.float32}, "has no float32"),
         ({"head_dim": 96}, "has no heads of 96"),
         ({"block_size": 16}, "needs blocks of a multiple of 64 tokens, not 16"),

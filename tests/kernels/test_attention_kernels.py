@@ -16,7 +16,7 @@ from pd_kernels import reference
 from pd_kernels.fp8_cache import FP8
 from pd_kernels.torch_attention import MERGE_BYTES, TorchAttention, TorchAttentionPlan, bucket_rows
 from pd_kernels.values import KeysValues
-from tests.kernels.paged import Paged, Shape, attention_shape, make_paged
+from tests.kernels.paged import Paged, Shape, attention_shape, make_paged, sunk
 
 SHAPES = {
     "mha-64": Shape(4, 4, 64, 16, (1, 1, 1, 5, 33), (1, 16, 47, 5, 40), 3),
@@ -103,6 +103,25 @@ def test_torch_attention_equals_the_reference(name: str, window: int, dtype: tor
     place = torch.full_like(found, torch.nan)
     assert plan.run(paged.query, paged.cache, scale, place) is place
     assert torch.equal(place, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_torch_attention_has_sinks(name: str, window: int, dtype: torch.dtype) -> None:
+    """Beside the reference, and that beside a result without sinks times sigmoid(log of the sum - sink)."""
+    paged = sunk(make_paged(SHAPES[name], dtype))
+    packed, scale, sinks = paged.packed, paged.query.shape[2] ** -0.5, paged.sinks
+    assert sinks is not None
+    given = packed.block_tables, packed.query_starts, packed.seq_lens, scale, window
+    expected = reference.prefill_attention(paged.query.double(), paged.wide_cache, *given, sinks=sinks)
+    found = plan_of(paged, window).run(paged.query, paged.cache, scale, sinks=sinks)
+    assert (found.double() - expected).abs().max() < TOLERANCE[dtype]
+    without = reference.prefill_attention(paged.query.double(), paged.wide_cache, *given)
+    ones = paged.wide_cache._replace(values=torch.ones_like(paged.wide_cache.values))
+    share = reference.prefill_attention(paged.query.double(), ones, *given, sinks=sinks)  # 1 - the sink's weight
+    torch.testing.assert_close(expected, without * share, atol=1e-12, rtol=0)
+    assert share.min() < 0.2 < 0.9 < share.max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

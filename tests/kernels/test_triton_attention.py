@@ -18,7 +18,7 @@ from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_plan import TritonAttention
 from pd_kernels.triton_prefill import prefill_tiling, unshared_if_many
 from pd_kernels.values import PackedSequences, PrefillTiling
-from tests.kernels.paged import Paged, Shape, attention_shape, make_paged
+from tests.kernels.paged import Paged, Shape, attention_shape, make_paged, sunk
 
 # Triton's interpreter on numpy
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -62,6 +62,7 @@ def on_device(paged: Paged) -> Paged:
             packed.host_query_lens,
             packed.host_seq_lens,
         ),
+        None if paged.sinks is None else paged.sinks.to(DEVICE),
     )
 
 
@@ -87,6 +88,7 @@ def expected(paged: Paged, window: int) -> torch.Tensor:
         packed.seq_lens,
         paged.query.shape[2] ** -0.5,
         window,
+        sinks=paged.sinks,
     )
 
 
@@ -106,7 +108,7 @@ def attention_of(
 def check(paged: Paged, window: int, decode: DecodeTiling | None, prefill: PrefillTiling | None) -> None:
     plan = attention_of(paged, window, decode, prefill).plan(paged.packed)
     place = torch.full_like(paged.query, torch.nan)
-    found = plan.run(paged.query, paged.cache, paged.query.shape[2] ** -0.5, place)
+    found = plan.run(paged.query, paged.cache, paged.query.shape[2] ** -0.5, place, paged.sinks)
     assert found is place
     difference = (found.double() - expected(paged, window)).abs().max()
     assert difference < TOLERANCE[paged.query.dtype]
@@ -126,6 +128,22 @@ def check(paged: Paged, window: int, decode: DecodeTiling | None, prefill: Prefi
 def test_small_tiles_equal_the_oracle(name: str, window: int) -> None:
     """Tiles far smaller than the sequences: every loop runs, shares end within heads, parts are merged."""
     check(on_device(make_paged(SHAPES[name], torch.float32)), window, SMALL_DECODE, SMALL_PREFILL)
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "cache_dtype", "parts"),
+    [
+        ("mha-64", 20, None, 1), ("gqa-80", 0, None, 5), ("mqa-96", 0, FP8, 1), ("only-decodes", 0, None, 1),
+        ("only-decodes", 20, FP8, 1), ("short-beside-long", 0, None, 1), ("only-prefill", 0, None, 3),
+        ("only-prefill", 20, FP8, 1),
+    ],
+)  # fmt: skip
+def test_sinks_are_in_one_part_of_each_softmax(
+    name: str, window: int, cache_dtype: torch.dtype | None, parts: int
+) -> None:
+    """Of whole pairs and tiles, and of those that programs share."""
+    paged = sunk(make_paged(SHAPES[name], torch.float32, cache_dtype=cache_dtype))
+    check(on_device(paged), window, SMALL_DECODE, replace(SMALL_PREFILL, parts=parts))
 
 
 @pytest.mark.parametrize(("name", "window"), [(name, index % 2 * 20) for index, name in enumerate(SHAPES)])

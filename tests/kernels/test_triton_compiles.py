@@ -90,7 +90,10 @@ def test_new_tokens_wait_for_the_product_and_old_ones_do_not(tmp_path: Path) -> 
     assert rotation.count("bar.sync") <= 8
     assert_parts_are_published(found["splits"])
     assert_a_warpgroup_multiplies(found["drafts"])
-    assert re.findall(r"properties for _draft_kernel\s.*?(\d+) bytes spill stores", log) == ["0"]
+    assert re.findall(r"properties for _draft_kernel\s.*?(\d+) bytes spill stores", log) == ["0", "0"]
+    assert_a_warpgroup_multiplies(found["drafts, sinks"])
+    for name in ("shares, sinks", "splits, sinks"):
+        assert not re.search(r"st\.global|atom\.", found[name].split("griddepcontrol.wait", 1)[0].rpartition("bra ")[2])
 
 
 def assert_a_warpgroup_multiplies(ptx: str) -> None:

@@ -15,7 +15,7 @@ from pd_kernels import reference
 from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_draft_attention import queries_of_pair
 from pd_kernels.values import StepOnDevice, StepSize
-from tests.kernels.paged import Paged, Shape, attention_shape, make_paged
+from tests.kernels.paged import Paged, Shape, attention_shape, make_paged, sunk
 from tests.kernels.test_triton_attention import DEVICE, SMALL_DECODE, TOLERANCE, attention_of, on_device
 
 if TYPE_CHECKING:
@@ -64,10 +64,17 @@ def check(paged: Paged, window: int = 0, tiling: DecodeTiling | None = None, roo
     query[:count] = paged.query
     plan, scale = replayable.plan(step), query.shape[2] ** -0.5
     assert not plan.may_rotate
-    found = [plan.run(query, paged.cache, scale, torch.full_like(query, torch.nan)) for _ in range(2)]
+    found = [plan.run(query, paged.cache, scale, torch.full_like(query, torch.nan), paged.sinks) for _ in range(2)]
     assert torch.equal(found[0], found[1]), "counters are 0 again for the next layer"
     expected = reference.draft_attention(
-        query.double(), paged.wide_cache, step.block_tables, step.query_starts, step.seq_lens, scale, window
+        query.double(),
+        paged.wide_cache,
+        step.block_tables,
+        step.query_starts,
+        step.seq_lens,
+        scale,
+        window,
+        paged.sinks,
     )
     assert (found[0].double() - expected).abs().max() < TOLERANCE[query.dtype]
 
@@ -81,6 +88,13 @@ def test_small_tiles_equal_the_oracle(name: str, window: int) -> None:
 @pytest.mark.parametrize(("name", "window"), [("group-4", 0), ("group-4", 20), ("group-2", 0)])
 def test_an_fp8_cache_is_widened_exactly(name: str, window: int) -> None:
     check(make_paged(SHAPES[name], torch.float32, cache_dtype=FP8), window, SMALL_DECODE)
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "fp8"), [("group-2", 0, False), ("group-4", 20, True), ("group-8", 20, False)]
+)
+def test_each_querys_sink_is_in_one_part(name: str, window: int, fp8: bool) -> None:
+    check(sunk(make_paged(SHAPES[name], torch.float32, cache_dtype=FP8 if fp8 else None)), window, SMALL_DECODE)
 
 
 def test_an_fp8_cache_beside_queries_of_two_bytes() -> None:

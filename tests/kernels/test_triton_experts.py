@@ -15,6 +15,7 @@ from pd_kernels.values import ExpertPart, Routing
 from tests.kernels.quantized_weights import quantize_weight
 
 if TYPE_CHECKING:
+    from pd_kernels.backends import RouteTokens
     from pd_kernels.quantized import Weight
 
 # Triton's interpreter on numpy
@@ -74,6 +75,22 @@ def test_route(count: int, num_experts: int, num_chosen: int, hidden: int, has_b
         expected_scores, expected = reference.route(x, router, bias, routing)
         assert torch.equal(chosen, expected)
         torch.testing.assert_close(scores, expected_scores, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("route", [triton_routing.route, torch_experts.route])
+@pytest.mark.parametrize(("count", "num_experts"), [(3, 32), (20, 128)])
+def test_a_bias_of_products_chooses_and_weighs(route: RouteTokens, count: int, num_experts: int) -> None:
+    """As gpt-oss: the softmax of the best products with their biases."""
+    router, _, _ = mixture(num_experts, 200, 8, torch.float32)
+    bias = torch.randn(num_experts, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    x, routing = rows(count, 200, torch.float32), Routing(4, True, biases_products=True)
+    scores, chosen = route(x, router, bias, routing)
+    expected_scores, expected = reference.route(x, router, bias, routing)
+    assert torch.equal(chosen, expected)
+    torch.testing.assert_close(scores, expected_scores, atol=1e-5, rtol=1e-4)
+    best = (x @ router.T + bias).topk(4)
+    assert torch.equal(chosen, best.indices)
+    torch.testing.assert_close(scores, best.values.softmax(-1), atol=1e-5, rtol=1e-4)
 
 
 def test_of_equal_scores_the_lowest_experts_are_chosen() -> None:

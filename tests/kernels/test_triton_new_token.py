@@ -13,7 +13,7 @@ from pd_kernels import reference
 from pd_kernels.fp8_cache import FP8
 from pd_kernels.triton_rotary import norm_rope_write
 from pd_kernels.values import HeadNorms, NewTokens, StepOnDevice, StepSize
-from tests.kernels.paged import Paged, Shape, layer_of, make_paged
+from tests.kernels.paged import Paged, Shape, layer_of, make_paged, sunk
 from tests.kernels.test_triton_attention import (
     DEVICE,
     SMALL_DECODE,
@@ -61,7 +61,7 @@ class Problem:
         attention = replace(attention, decode=replace(attention.decode, **{"rotates_from": 1} | tiling))
         plan = attention.plan(self.paged.packed)
         paged, scale = self.paged, self.heads.shape[2] ** -0.5
-        return plan.run_rotating(self.heads, self.new, paged.cache, scale)
+        return plan.run_rotating(self.heads, self.new, paged.cache, scale, paged.sinks)
 
     def expected(self, window: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Of two launches: the result, and the whole cache after them."""
@@ -78,7 +78,7 @@ class Problem:
         found = torch.zeros_like(self.heads[:, : query.shape[1]], dtype=torch.float64)
         found[real] = reference.decode_attention(
             query, layer_of(cache.double(), 1), packed.block_tables[real], packed.seq_lens[real],
-            query.shape[2] ** -0.5, window,
+            query.shape[2] ** -0.5, window, self.paged.sinks,
         )  # fmt: skip
         return found, cache
 
@@ -134,6 +134,16 @@ def check(problem: Problem, window: int = 0, **tiling: int) -> None:
 def test_one_launch_equals_two(name: str, window: int, normed: bool, rotary: int, splits: int) -> None:
     """By equal shares of all, or by so many programs for each (sequence, KV head)."""
     check(make(SHAPES[name], rotary=rotary, normed=normed), window, splits=splits, few_pairs=MANY * bool(splits))
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "splits"),
+    [("gqa-128", 0, 0), ("gqa-80", 16, 0), ("mqa-96", 0, 4), ("one-long", 100, 16), ("many", 0, 2)],
+)
+def test_sinks_stand_beside_the_new_token(name: str, window: int, splits: int) -> None:
+    problem = make(SHAPES[name])
+    problem.paged = sunk(problem.paged)
+    check(problem, window, splits=splits, few_pairs=MANY * bool(splits))
 
 
 @pytest.mark.parametrize("few_pairs", [0, MANY])

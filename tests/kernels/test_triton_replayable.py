@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pd_kernels.launch_sizes import num_processors
 from pd_kernels.values import StepOnDevice, StepSize
-from tests.kernels.paged import Paged, layer_of, make_paged
+from tests.kernels.paged import Paged, layer_of, make_paged, sunk
 from tests.kernels.test_triton_attention import DEVICE, REAL, SHAPES, TOLERANCE, attention_of, expected, on_device
 
 if TYPE_CHECKING:
@@ -59,11 +59,17 @@ def check(paged: Paged, size: StepSize, window: int = 0) -> None:
     query = torch.full((size.num_tokens, *paged.query.shape[1:]), torch.nan, dtype=paged.query.dtype, device=DEVICE)
     query[:count] = paged.query
     place = torch.full_like(query, torch.nan)
-    found = plan.run(query, paged.cache, query.shape[2] ** -0.5, place)
+    found = plan.run(query, paged.cache, query.shape[2] ** -0.5, place, paged.sinks)
     assert found is place
     assert (found[:count].double() - expected(paged, window)).abs().max() < TOLERANCE[query.dtype]
     behind = found[count:]
     assert (behind.isnan() | (behind == 0)).all(), "rows without a sequence"
+
+
+@pytest.mark.parametrize(("name", "window"), [("mha-64", 0), ("gqa-80", 20)])
+def test_padding_has_no_sinks(name: str, window: int) -> None:
+    paged = on_device(sunk(make_paged(SHAPES[name], torch.float32)))
+    check(paged, sized(paged, len(paged.query) + 3, paged.packed.num_seqs + 2, is_far=False), window)
 
 
 @pytest.mark.parametrize(

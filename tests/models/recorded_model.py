@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 BLOCK = 16
 RECORDED = (
     "rms_norm", "add_rms_norm", "silu_and_mul", "norm_rope_write", "quantize", "quantized_product",
-    "add_rms_norm_quantized", "silu_and_mul_quantized",
+    "add_rms_norm_quantized", "silu_and_mul_quantized", "route",
 )  # fmt: skip
 QWEN3 = {
     **CONFIGS["tiny"], "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 5,
@@ -41,10 +41,14 @@ GEMMA3 = {
     **CONFIGS["tiny"], "architectures": ["Gemma3ForCausalLM"], "sliding_window": 5, "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 25, "rope_theta": 1e6,
 }  # fmt: skip
+GPT_OSS = {
+    **CONFIGS["tiny"], "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
+    "sliding_window": 5, "tie_word_embeddings": False, "quantization_config": {"quant_method": "mxfp4"},
+}  # fmt: skip
 FLOAT8 = {**CONFIGS["tiny"], "quantization_config": {"quant_method": "fp8"}}
 SHAPES = {
     "llama": {**CONFIGS["tiny"], "attention_bias": True, "mlp_bias": True}, "qwen3": QWEN3, "gemma3": GEMMA3,
-    "float8": FLOAT8,
+    "float8": FLOAT8, "gpt-oss": GPT_OSS,
 }  # fmt: skip
 KERNELS = {"usual": TORCH, "few-rows": FEW_ROWS}
 
@@ -143,16 +147,24 @@ class RecordedPlan:
     recorder: Recorder
 
     def run(
-        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        cache: KeysValues,
+        scale: float,
+        out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        result: torch.Tensor = self.recorder.note(self.name, self.plan.run)(query, cache, scale)
+        given = {} if sinks is None else {"sinks": sinks}
+        result: torch.Tensor = self.recorder.note(self.name, self.plan.run)(query, cache, scale, **given)
         return result
 
     @property
     def may_rotate(self) -> bool:
         return False
 
-    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> None:
+    def run_rotating(
+        self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float, sinks: torch.Tensor | None = None
+    ) -> None:
         """Always None."""
 
 
@@ -192,7 +204,7 @@ class RecordedModel:
             )
             shape = AttentionShape(
                 self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim, BLOCK, self.spec.num_layers,
-                torch.float64, window,
+                torch.float64, window, has_sinks=self.spec.has_sinks,
             )  # fmt: skip
             inner = TorchAttention(shape).plan(packed)
             return RecordedPlan(f"attention.{name}.window={window}", inner, self.recorder)

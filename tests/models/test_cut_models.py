@@ -19,7 +19,7 @@ from pd_cluster.models.weights import fill_at_random, load_weights
 from pd_cluster.worker.model_loading import load_model
 from pd_kernels.backends import TORCH, Kernels
 from tests.models.paged_steps import ServedSteps, serve_steps
-from tests.models.rank_weights import EXACT, EXPERTS, QUANTIZED, UNROUNDED, WIDE, CountedFile, save_random
+from tests.models.rank_weights import EXACT, EXPERTS, PACKED, QUANTIZED, UNROUNDED, WIDE, CountedFile, save_random
 from tests.models.thread_ranks import run_ranks, shares
 from tests.worker.conftest import MODELS, SavedModel, save_model
 from tests.worker.quantized_models import BLOCKS
@@ -104,7 +104,10 @@ def check_equal(whole: ServedSteps, ranks: list[ServedSteps], tolerance: float =
 
 
 # Every family at 2 ranks; more ranks where something else is cut: 4 KV heads in 4, KV heads that ranks share
-MORE = {("qwen3", 4), ("mistral-mqa", 8), ("minimax-m2", 8), ("gemma3", 4), ("qwen2-shared-expert", 8)}
+MORE = {
+    ("qwen3", 4), ("mistral-mqa", 8), ("minimax-m2", 8), ("gemma3", 4), ("qwen2-shared-expert", 8),
+    ("gpt-oss-mxfp4", 4),
+}  # fmt: skip
 SIZES = [
     pytest.param(name, size, marks=pytest.mark.long if size == 2 or (name, size) in MORE else pytest.mark.slow)
     for name in MODELS
@@ -119,7 +122,7 @@ def test_logits_and_caches_are_those_of_one_rank(saved: SplitStore, name: str, s
 
 @pytest.mark.long
 @pytest.mark.parametrize("leaves_half", [False, True], ids=["normed", "half normed"])
-@pytest.mark.parametrize("name", ["llama-llama3-rope-biases", "qwen3-experts", "gemma3"])
+@pytest.mark.parametrize("name", ["llama-llama3-rope-biases", "qwen3-experts", "gemma3", "gpt-oss-mxfp4"])
 def test_products_of_few_rows_have_a_sum_over_ranks_between_them(
     saved: SplitStore, name: str, leaves_half: bool
 ) -> None:
@@ -152,7 +155,9 @@ def test_products_are_chosen_on_each_rank(saved: SplitStore) -> None:
     check_equal(run_ranks(1, of_rank)[0], run_ranks(2, of_rank), 1e-10)
 
 
-@pytest.mark.parametrize("name", ["llama-llama3-rope-biases", "glm4-experts", "minimax-m2", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["llama-llama3-rope-biases", "glm4-experts", "minimax-m2", "gemma3", "gpt-oss", "gpt-oss-mxfp4"]
+)
 @pytest.mark.parametrize("size", [2, 8])
 def test_the_ranks_have_every_parameter_once(saved: SplitStore, name: str, size: int) -> None:
     """Or all of them the same: embedding, norms, routers. KV heads are repeated where ranks outnumber them."""
@@ -167,7 +172,8 @@ def test_the_ranks_have_every_parameter_once(saved: SplitStore, name: str, size:
             assert slot.shape == first.shape
             times[slot.index] += 1
             assert times[slot.index].numel() == slot.tensor.numel()
-        is_whole = any(part in parameter for part in ("embed", "layernorm", "model.norm", ".gate.", "correction"))
+        names = ("embed", "layernorm", "model.norm", ".gate.", "correction", ".router.")
+        is_whole = any(part in parameter for part in names)
         if "q_norm" in parameter or "k_norm" in parameter:
             is_whole = not spec.norms_heads_together
         copies = size if is_whole else 1
@@ -190,9 +196,14 @@ def test_a_rank_reads_the_bytes_of_its_part_only(saved: SplitStore, monkeypatch:
         assert counted.num_bytes < whole * (0.75 if size == 2 else 0.4), "embedding, norms and routers are whole"
 
 
-@pytest.mark.parametrize(("name", "size"), [("experts, blocks", 2), ("experts, channels", 4), ("dense, tensor", 4)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("experts, blocks", 2), ("experts, channels", 4), ("dense, tensor", 4), ("gpt-oss", 4), ("gpt-oss, mxfp4", 2),
+    ],
+)  # fmt: skip
 def test_dummy_weights_are_the_same_whole_model_at_any_degree(name: str, size: int) -> None:
-    spec = resolve_spec(Path(), {**QUANTIZED[name], "attention_bias": True, "mlp_bias": True})
+    spec = resolve_spec(Path(), {**(QUANTIZED | PACKED)[name], "attention_bias": True, "mlp_bias": True})
     whole = build_model(spec, TORCH, 64, torch.float32, CPU)
     fill_at_random(whole, seed=3)
     for share in shares(size):

@@ -188,3 +188,10 @@ def test_pieces_are_spread_over_a_tensor_and_keep_to_the_limit(num_bytes: int, l
         assert (found[0][0], ends[-1]) == (0, num_bytes)
     elif num_bytes > limit:
         assert abs(found[0][0] - (num_bytes - ends[-1])) <= 1, "a single piece is in the middle"
+
+
+def test_packed_experts_of_another_form_are_another_model() -> None:
+    """Their numbers were rounded. So is another limit of the activation."""
+    config = CONFIGS["gpt-oss-20b"]
+    changes: tuple[dict[str, Any], ...] = ({}, {"quantization_config": None}, {"swiglu_limit": 6.0})
+    assert len({fingerprint(resolve_spec(Path(), {**config, **change}), "dummy") for change in changes}) == 3

@@ -30,18 +30,25 @@ class RotatingPlan:
     rotated: list[torch.Tensor] = field(default_factory=list)  # the products that came
 
     def run(
-        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        cache: KeysValues,
+        scale: float,
+        out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.plan.run(query, cache, scale, out)
+        return self.plan.run(query, cache, scale, out, sinks)
 
     @property
     def may_rotate(self) -> bool:
         return True
 
-    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> torch.Tensor:
+    def run_rotating(
+        self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self.rotated.append(heads)
         query = TORCH.norm_rope_write(heads, new, cache)
-        return self.run(query, cache, scale)
+        return self.run(query, cache, scale, sinks=sinks)
 
 
 def attended(plan: AttentionPlan, tail: Tail | None, cache: torch.Tensor) -> torch.Tensor:

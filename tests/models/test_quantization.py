@@ -92,8 +92,9 @@ def test_formats_that_are_served(settings: object, expected: QuantizationSpec | 
     [
         *(
             ({"quant_method": method}, f"quant_method = '{method}' cannot be served; served: fp8, compressed-tensors")
-            for method in ("awq", "gptq", "mxfp4", "bitsandbytes", "fbgemm_fp8", "quark")
+            for method in ("awq", "gptq", "bitsandbytes", "fbgemm_fp8", "quark")
         ),
+        ({"quant_method": "mxfp4"}, "cannot be served: mxfp4 is served in gpt-oss only"),
         ({"load_in_8bit": True}, "quant_method = None cannot be served"),
         ({"quant_method": ["fp8"]}, r"quant_method = \['fp8'\] cannot be served"),
         ("fp8", "quantization_config must be an object, not 'fp8'"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.worker.driver import make_executor
+from tests.worker.packed_models import save_packed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +35,14 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 16.0, "origina
 LINEAR_ROPE = {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
 EXPERTS = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 GLM4_EXPERTS = {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+GPT_OSS = {
+    "head_dim": 16, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "num_local_experts": 8,
+    "num_experts_per_tok": 3, "sliding_window": 24, "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-llama3-rope-biases": (
@@ -96,6 +105,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": GEMMA3_ROPE,
         },
     ),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss-mxfp4": ("GptOss", {**GPT_OSS, "packed": True}),
 }
 
 
@@ -136,12 +147,17 @@ class SavedModel:
 
 
 def save_model(kind: str, directory: Path, options: dict[str, Any], seed: int = 0) -> SavedModel:
-    """A random model of transformers' `{kind}ForCausalLM`, norms and biases random too."""
+    """A random model of transformers' `{kind}ForCausalLM`, norms, biases and sinks random too.
+
+    The option `packed`: with experts in MXFP4 on disk.
+    """
     import transformers
 
     torch.manual_seed(seed)
     model_class = getattr(transformers, f"{kind}ForCausalLM")
-    model = model_class(model_class.config_class(**{**COMMON, **options})).eval()
+    packed = options.get("packed", False)
+    settings = {name: value for name, value in {**COMMON, **options}.items() if name != "packed"}
+    model = model_class(model_class.config_class(**settings)).eval()
     least = -0.5 if kind == "Gemma3" else 0.5  # of its norms, which multiply by 1 more
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
@@ -149,7 +165,12 @@ def save_model(kind: str, directory: Path, options: dict[str, Any], seed: int = 
                 parameter.uniform_(least, least + 1)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.2)
-    model.save_pretrained(directory)
+            elif name.endswith("sinks"):
+                parameter.normal_(0.0, 2.0)
+    if packed:
+        save_packed(model, directory)
+    else:
+        model.save_pretrained(directory)
     return SavedModel(directory, model)
 
 

@@ -83,13 +83,18 @@ class DecodesPlan:
     window: int
 
     def run(
-        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        cache: KeysValues,
+        scale: float,
+        out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = torch.zeros_like(query) if out is None else out.zero_()
         real = self.step.decode_lens > 0
         tables = self.step.block_tables[real].clamp(min=0)
         out[real] = reference.decode_attention(
-            query[real], cache, tables, self.step.decode_lens[real], scale, self.window
+            query[real], cache, tables, self.step.decode_lens[real], scale, self.window, sinks
         )
         return out
 
@@ -97,7 +102,9 @@ class DecodesPlan:
     def may_rotate(self) -> bool:
         return False
 
-    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> None:
+    def run_rotating(
+        self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float, sinks: torch.Tensor | None = None
+    ) -> None:
         """Always None."""
 
 
@@ -106,13 +113,19 @@ class DraftsPlan(DecodesPlan):
     """Of a step of decodes with drafts alone."""
 
     def run(
-        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        cache: KeysValues,
+        scale: float,
+        out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert out is None
         step = self.step
         assert not len(step.decode_lens)
         tables = step.block_tables.clamp(min=0)
-        return reference.draft_attention(query, cache, tables, step.query_starts, step.seq_lens, scale, self.window)
+        given = tables, step.query_starts, step.seq_lens, scale, self.window, sinks
+        return reference.draft_attention(query, cache, *given)
 
 
 @dataclass(frozen=True)
@@ -123,7 +136,12 @@ class StepPlan:
     window: int
 
     def run(
-        self, query: torch.Tensor, cache: KeysValues, scale: float, out: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        cache: KeysValues,
+        scale: float,
+        out: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert out is None
         step = self.step
@@ -134,7 +152,7 @@ class StepPlan:
         found = torch.full_like(query, torch.nan)  # must never be read
         found[:num_tokens] = reference.prefill_attention(
             query[:num_tokens], cache, step.block_tables, step.query_starts, step.seq_lens, scale,
-            self.window,
+            self.window, sinks=sinks,
         )  # fmt: skip
         return found
 
@@ -142,7 +160,9 @@ class StepPlan:
     def may_rotate(self) -> bool:
         return False
 
-    def run_rotating(self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float) -> None:
+    def run_rotating(
+        self, heads: torch.Tensor, new: NewTokens, cache: KeysValues, scale: float, sinks: torch.Tensor | None = None
+    ) -> None:
         """Always None."""
 
 

@@ -14,7 +14,9 @@ from pd_cluster.models.registry import resolve_spec
 from pd_cluster.worker.capacity import MemoryEstimate, decide_capacity, longest_sequence
 
 H200, H100, SMALL = 150.1e9, 85.0e9, 25.4e9  # bytes of memory
-SPECS = {shape: resolve_spec(Path(), CONFIGS[shape]) for shape in ("8b", "0.6b", "gemma3-27b")}
+SPECS = {
+    shape: resolve_spec(Path(), CONFIGS[shape]) for shape in ("8b", "0.6b", "gemma3-27b", "gpt-oss-20b", "gpt-oss-120b")
+}
 BF16 = 2
 
 
@@ -123,10 +125,13 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
         decided("8b", 16e9, NodeConfig())
 
 
-@pytest.mark.parametrize(("shape", "weights_gb", "kv_bytes"), [("8b", 16.06, 131_072), ("0.6b", 1.19, 114_688)])
+@pytest.mark.parametrize(
+    ("shape", "weights_gb", "kv_bytes"),
+    [("8b", 16.06, 131_072), ("0.6b", 1.19, 114_688), ("gpt-oss-20b", 13.74, 49_152), ("gpt-oss-120b", 65.14, 73_728)],
+)
 def test_the_estimate_knows_weights_and_kv(shape: str, weights_gb: float, kv_bytes: int) -> None:
     small, large = (
-        MemoryEstimate(SchedulerConfig(), SPECS[shape], BF16, own_bytes, BF16) for own_bytes in (60e9, 70e9)
+        MemoryEstimate(SchedulerConfig(), SPECS[shape], BF16, own_bytes, BF16) for own_bytes in (90e9, 100e9)
     )
     assert small.weight_bytes / 1e9 == pytest.approx(weights_gb, rel=0.005)
     assert large.cache_tokens(64) - small.cache_tokens(64) == pytest.approx(10e9 / kv_bytes, rel=1e-4)
@@ -151,6 +156,16 @@ def test_the_line_tells_what_sequences_of_a_model_with_windows_hold() -> None:
         "KV of a sequence: 520 of 520 MB with 1,024 tokens, 3,121 of 16,643 MB with 32,768 tokens"
     )
     assert decided("gemma3-27b", H100, NodeConfig())[3].endswith("4,027 of 22,211 MB with 43,731 tokens")
+
+
+@pytest.mark.parametrize(("gpu_bytes", "least_tokens"), [(H200, 1_500_000), (H100, 150_000)])
+def test_gpt_oss_leaves_room_and_hands_over_little(gpu_bytes: float, least_tokens: int) -> None:
+    """The windows of half of the layers are two or three blocks."""
+    spec, share = SPECS["gpt-oss-120b"], decided("gpt-oss-120b", gpu_bytes, NodeConfig())[2]
+    memory = MemoryEstimate(SchedulerConfig(), spec, BF16, gpu_bytes * share, BF16)
+    assert memory.cached_seqs(256 if gpu_bytes == H200 else 144, 1024) * 1024 > least_tokens
+    groups = spec.kv_groups(64, "bfloat16")
+    assert sum(group.block_bytes * len(group.handed_over(8000)) for group in groups) == 128 * 2_359_296 < 305e6
 
 
 def test_a_rank_has_its_part_of_the_weights_and_the_whole_embedding() -> None:

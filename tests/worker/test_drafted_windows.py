@@ -23,9 +23,9 @@ PROMPTS = random_prompts((40, 70, 3, 25, 90), VOCAB_SIZE, 8)
 SAMPLINGS = [SamplingParams(max_tokens=40, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8, 1.0, 0.0, 0.6)]
 
 
-@pytest.fixture(scope="module")
-def node(models: ModelStore) -> Iterator[Node]:
-    executor = make_executor(models.get("qwen3-some-windows").directory, num_blocks=120)
+@pytest.fixture(scope="module", params=["qwen3-some-windows", "gpt-oss-mxfp4"])
+def node(request: pytest.FixtureRequest, models: ModelStore) -> Iterator[Node]:
+    executor = make_executor(models.get(request.param).directory, num_blocks=120)
     assert [bool(group.window) for group in executor.layout.groups].count(True) == 1
     for connector in make_connector(executor):
         yield Node(executor, connector)

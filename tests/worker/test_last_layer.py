@@ -26,7 +26,13 @@ if TYPE_CHECKING:
     from pd_cluster.worker.step_inputs import StepInputs
 
 LENGTHS = (1, 15, 16, 17, 70, 40, 2)
-WINDOWED = ["qwen3", "mistral-window", "gemma3", "qwen3-some-windows"]  # no layer, all, all but one, the last
+WINDOWED = [
+    "qwen3",
+    "mistral-window",
+    "gemma3",
+    "qwen3-some-windows",
+    "gpt-oss",
+]  # none, all, all but one, the last, half
 
 
 class Beside:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("name", ["llama-mha-linear-rope-tied", "qwen3-some-windows", "qwen3-experts", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["llama-mha-linear-rope-tied", "qwen3-some-windows", "qwen3-experts", "gemma3", "gpt-oss"]
+)
 def test_reads_equal_transformers(models: ModelStore, name: str) -> None:
     saved = models.get(name)
     executor = make_executor(saved.directory)

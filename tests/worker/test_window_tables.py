@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pd_cluster.worker.device_executor import DeviceExecutor
 from tests.worker.driver import Generation
 
-NAMES = ["gemma3", "qwen2-some-windows", "mistral-window", "qwen3"]  # two with both kinds, all windows, no window
+WINDOWED = ["gemma3", "qwen2-some-windows", "mistral-window", "gpt-oss"]  # one with no layer of the other kind
 LENGTHS = [150, 1, 40, 90, 16, 71]
 
 
@@ -55,6 +55,7 @@ def serve(executor: DeviceExecutor, budget: int, frees: bool) -> tuple[list[torc
     [
         ("gemma3", "auto", 23), ("gemma3", "fp8", 512), ("qwen2-some-windows", "auto", 23),
         ("mistral-window", "auto", 512), ("mistral-window", "fp8", 23), ("qwen3", "auto", 512),
+        ("gpt-oss", "auto", 23), ("gpt-oss-mxfp4", "fp8", 512),
     ],
 )  # fmt: skip
 def test_dead_blocks_are_not_read(models: ModelStore, name: str, kv_cache_dtype: str, budget: int) -> None:
@@ -71,7 +72,7 @@ def test_dead_blocks_are_not_read(models: ModelStore, name: str, kv_cache_dtype:
     assert driver.num_freed_early == [0 if group.window == 0 else pytest.approx(30, abs=25) for group in driver.groups]
 
 
-@pytest.mark.parametrize("name", NAMES[:3])
+@pytest.mark.parametrize("name", WINDOWED)
 def test_a_block_that_is_read_is_missed(models: ModelStore, name: str) -> None:
     """The test above can fail: one block too many is NaN."""
     executor = make_executor(models.get(name).directory, num_blocks=60)
@@ -85,7 +86,7 @@ def test_a_block_that_is_read_is_missed(models: ModelStore, name: str) -> None:
     assert logits.rows[-1].isnan().any()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral-window", "gpt-oss"])
 def test_captured_steps_read_live_blocks_only(models: ModelStore, name: str) -> None:
     """Replays begin blocks, and launched steps read them to their ends. So blocks are cleared before replays, too."""
     executor = make_executor(models.get(name).directory, num_blocks=60)

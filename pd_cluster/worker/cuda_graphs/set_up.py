@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.config import SchedulerConfig
     from pd_cluster.models.model import Model
-    from pd_cluster.models.spec import ModelSpec
+    from pd_cluster.models.spec import ExpertsSpec, ModelSpec
     from pd_cluster.worker.cuda_graphs.draw_graphs import DrawGraphs
     from pd_cluster.worker.cuda_graphs.step_graphs import StepGraphs
     from pd_kernels.attention import GroupAttention
@@ -37,7 +37,7 @@ def capturable(
     """
     if spec.modules is not None:
         progress(f"no captured steps: the modules of {spec.architecture} may wait for the host")
-    elif spec.experts is not None and not kernels.captures_experts:
+    elif spec.experts is not None and not _captures(spec.experts, kernels):
         progress(
             f"no captured steps: the experts of {spec.architecture} are computed by a kernel that waits for the host"
         )
@@ -45,6 +45,10 @@ def capturable(
         return limits
     overlap = "off" if limits.async_scheduling == "auto" else limits.async_scheduling
     return replace(limits, cuda_graphs=False, async_scheduling=overlap)
+
+
+def _captures(experts: ExpertsSpec, kernels: Kernels) -> bool:
+    return experts.form in kernels.captured_forms if experts.is_biased else kernels.captures_experts
 
 
 def captures_steps(limits: SchedulerConfig, attentions: Sequence[GroupAttention], device: torch.device) -> bool:

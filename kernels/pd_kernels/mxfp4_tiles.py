@@ -1,0 +1,111 @@
+"""Experts' weights in MXFP4, in the order in which `gluon_mxfp4_experts` reads them.
+
+A tile has LINES outputs and STEP inputs of one expert: PIECES pieces of 4 KiB, and 1 KiB of scales. In a piece, a
+thread of four warps has 16 bytes for each half of the inputs. They hold those numbers that the matrix unit expects in
+the registers of the thread, so a number goes from memory to its register without another thread.
+
+Two words hold 16 numbers as 8 pairs. The bits of a pair are where one rotation puts them into the sign, the exponent
+and the mantissa of two bfloat16: then they are the numbers times 2 ** -126. Six pairs are each in one word. The bits of
+two pairs are in both words, and are selected into a third one first. So 8 pairs take 16 instructions, and 32 where the
+two numbers of a byte are neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pd_kernels.launch_sizes import cdiv
+
+if TYPE_CHECKING:
+    from pd_kernels.weight_forms import PackedWeight
+
+PIECE, PIECES, STEP = 64, 3, 128  # outputs of a piece; pieces of a tile (2,880 and 5,760 are multiples of 192); inputs
+LINES = PIECE * PIECES
+# To the left, of the pairs of the first, the second, and the selected word
+ROTATIONS = ((0, 4, 10), (2, 6, 12), (8, 14))
+SHIFTS = (2, 4, 6)  # those that no used bit passes the end in
+USED = 0x81C081C0  # the bits of two bfloat16 that hold two numbers
+KEPT = 0x06030603  # the bits of the selected word that are the first word's
+MOST_SCALE = 128  # greatest exponent + 127 for which the factor 2 ** (scale - 1) is a bfloat16
+_NUMBERS = 1 << 26  # that are packed at once: each takes 8 bytes
+
+
+class Mxfp4Tiles(NamedTuple):
+    """A weight [E, out, in]; outputs and inputs after the last one are 0."""
+
+    values: torch.Tensor  # uint8 [E * tiles across * steps * PIECES * 32, 128]: pieces, in rows of the accelerator
+    scales: torch.Tensor  # int32 [E * tiles across * steps * 8, 32]: two rows a piece, exponents + 253
+
+
+def fits(weight: PackedWeight) -> bool:
+    """Whether all scales have a factor. One wait for the device."""
+    return bool((weight.scales <= MOST_SCALE).all())
+
+
+def in_tiles(weight: PackedWeight, *, is_gated: bool) -> Mxfp4Tiles:
+    """Put a weight into this order. `is_gated`: 8 gates, then the 8 ups of the same activations, and so on."""
+    num_experts, num_outputs, num_inputs = weight.shape
+    at_once = max(1, _NUMBERS // (num_outputs * num_inputs))
+    parts = [
+        _some_in_tiles(weight.blocks[first : first + at_once], weight.scales[first : first + at_once], is_gated)
+        for first in range(0, num_experts, at_once)
+    ]
+    return Mxfp4Tiles(torch.cat([values for values, _ in parts]), torch.cat([scales for _, scales in parts]))
+
+
+def in_order(bias: torch.Tensor, *, is_gated: bool) -> torch.Tensor:
+    """A bias [E, out] in the order of the tiles' outputs, float32, with zeros after the last one."""
+    lines = _gates_and_ups_in_turn(bias.float()[..., None], is_gated)
+    return _padded(lines, cdiv(bias.shape[1], LINES) * LINES, 1)[..., 0].contiguous()
+
+
+def _some_in_tiles(blocks: torch.Tensor, scales: torch.Tensor, is_gated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    experts, outputs, groups = scales.shape
+    across, steps = cdiv(outputs, LINES), cdiv(32 * groups, STEP)
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).view(experts, outputs, 32 * groups)
+    codes = _padded(_gates_and_ups_in_turn(codes, is_gated), across * LINES, steps * STEP)
+    # warps, both rows of a thread, its place in the warp; halves, groups of 32, pairs of a group and their places
+    codes = codes.view(experts, across, PIECES, 4, 2, 8, steps, 2, 2, 2, 2, 4, 2)
+    #                  0        1       2       3  4  5  6      7  8  9  10 11 12
+    codes = codes.permute(0, 1, 6, 2, 7, 3, 5, 11, 4, 8, 9, 10, 12).reshape(-1, 8, 2)
+    words = _words(codes.int())
+    values = words.view(torch.uint8).view(-1, 8, 8, 16)  # rows of a swizzle's pattern, units of 16 bytes
+    exponents = _padded(_gates_and_ups_in_turn(scales, is_gated), across * LINES, steps * STEP // 32) + 126
+    exponents = exponents.view(experts, across, PIECES, 4, 2, 8, steps, 2, 2).permute(0, 1, 6, 2, 7, 3, 5, 4, 8)
+    exponents = torch.nn.functional.pad(exponents.reshape(-1, 2 * PIECES, 128), (0, 0, 0, 8 - 2 * PIECES))
+    return _swizzled(values).view(-1, 128), _swizzled(exponents.view(-1, 8, 8, 16)).view(-1, 128).view(torch.int32)
+
+
+def _gates_and_ups_in_turn(lines: torch.Tensor, is_gated: bool) -> torch.Tensor:
+    if not is_gated:
+        return lines
+    experts, outputs, size = lines.shape
+    lines = _padded(lines, cdiv(outputs, 16) * 16, size)
+    return lines.view(experts, -1, 8, 2, size).transpose(2, 3).reshape(experts, -1, size)
+
+
+def _padded(lines: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
+    return torch.nn.functional.pad(lines, (0, inputs - lines.shape[2], 0, outputs - lines.shape[1]))
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """int32 [n, 8 pairs, 2] -> int32 [n, 2]."""
+    placed = (codes & 7) << 6 | (codes & 8) << 12
+    pairs = (placed[..., 0] | placed[..., 1] << 16).long() & 0xFFFFFFFF
+    words, pair = [], 0
+    for rotations in ROTATIONS:
+        word = torch.zeros_like(pairs[:, 0])
+        for rotation in rotations:
+            word |= pairs[:, pair] >> rotation | pairs[:, pair] << (32 - rotation)
+            pair += 1
+        words.append(word)
+    first, second, both = words
+    return torch.stack((first | both & KEPT, second | both & ~KEPT), -1).int()
+
+
+def _swizzled(units: torch.Tensor) -> torch.Tensor:
+    """So that units of 16 bytes are in their order once the memory accelerator has swizzled rows of 128 bytes."""
+    row = torch.arange(8, device=units.device)
+    return units[:, row[:, None], row[:, None] ^ row]
