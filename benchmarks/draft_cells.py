@@ -17,7 +17,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.recorded_answers import NAMES
-from benchmarks.recorded_texts import AnswerMaker, encoder
+from benchmarks.recorded_texts import UNMATCHED, AnswerMaker, encoder
 from pd_cluster.bench.report import report_console
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.drafting.indexes import Indexes
@@ -60,7 +60,7 @@ class CellRound(NamedTuple):
     num_steps: int
     num_drafted: int  # of them, with drafts
     num_drafts: int
-    slowest_ms: float  # between the tokens of the slowest stream
+    slowest_ms: float  # between the tokens of the slowest stream, of those that match nothing if there are any
 
 
 class SimulatedH200:
@@ -155,8 +155,11 @@ class SimulatedNode:
         for batch, _, _ in flights:
             self._update(batch)
         taken_s = [ends[request] - begun_s for request, begun_s in begun[:num_counted]]
-        slowest_s = max(map(truediv, taken_s, lens))
-        return CellRound(num_tokens * num_counted / sum(taken_s), *counts, 1e3 * slowest_s)
+        paces = list(map(truediv, taken_s, lens))
+        quiet = [pace for pace, one in zip(paces, answers, strict=True) if one.task == UNMATCHED]
+        slowest_s = max(quiet or paces)
+        rate, (num_steps, num_drafted, num_drafts) = num_tokens * num_counted / sum(taken_s), counts
+        return CellRound(rate, num_steps, num_drafted, num_drafts, 1e3 * slowest_s)
 
     def _begin(self, answer: RecordedAnswer, longest: int) -> Request:
         self._texts.append(tuple(map(SampledToken, (*answer.prompt, *answer.answer, 0, 0))))

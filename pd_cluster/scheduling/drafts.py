@@ -186,12 +186,12 @@ class Drafting:
             seq_id = chunk.seq_id
             if chunk.num_tokens != 1:
                 continue
-            if (credit := credit_of(seq_id)) is None or chunk.num_samples != 1 or chunk.reads:
-                least = 0.0
+            if (credit := credit_of(seq_id)) is None:
+                least = min(least, EARNED)
                 continue
             credit += EARNED * chunk.start
             seq = sequences[seq_id]
-            num = seq.max_len - chunk.start - 2
+            num = seq.max_len - chunk.start - 2 if chunk.num_samples == 1 and not chunk.reads else 0
             if num > 0 and not (unready and seq in unready):
                 asked = seq_id, seq.token_ids, seq.num_pending - 1, num if num < self._most else self._most
                 offer = offer_of(*asked)
