@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import cycle
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-import numpy as np
-
 from pd_cluster.scheduling.batch import StepResult
-from pd_cluster.worker.step_inputs import up_to
 from pd_cluster.worker.verification import ExpectedRows
 
 if TYPE_CHECKING:
@@ -50,13 +47,10 @@ class DrawnPart:
             return None
         return ExpectedRows(samples.drafts or [()] * len(samples), samples.counts)
 
-    def read(self, rows: Ints | None = None) -> list[SampledToken]:
-        """The tokens of some of the part's logits rows; None: of all."""
+    def read(self) -> tuple[Ints, list[SampledToken]]:
+        """The tokens of all logits rows (int64 [R])."""
         sampled = self.sampled if self.places is None else self.sampled.at(self.places)
-        num_logprobs = self.samples.num_logprobs
-        if rows is not None:
-            sampled, num_logprobs = sampled.at(rows), num_logprobs[rows]
-        return sampled.read(num_logprobs.tolist())
+        return sampled.token_ids.numpy(), sampled.read(self.samples.num_logprobs.tolist())
 
 
 @dataclass(slots=True)
@@ -113,16 +107,17 @@ class PendingStep:
         drawn: dict[int, tuple[SampledToken, ...]] = {}
         firsts: dict[int, tuple[SampledToken, ...]] = {}
         for part, rows in zip(self.parts, expected, strict=True):
-            token_ids, samples, runs = part.token_ids, part.samples, None
+            (token_ids, tokens), samples, runs = part.read(), part.samples, None
             if rows is None:
-                drawn |= zip(samples.seq_ids, zip(part.read(), strict=True), strict=True)
+                drawn |= zip(samples.seq_ids, zip(tokens, strict=True), strict=True)
             else:
                 runs = rows.runs(token_ids)
-                lens = np.where(rows.are_firsts, samples.counts, runs.lens)
-                tokens = iter(part.read(up_to(runs.begins + lens, lens)))  # most drafts of many streams are refused
-                places = zip(samples.seq_ids, lens.tolist(), rows.are_firsts.tolist(), strict=True)
-                for seq_id, length, is_first in places:
-                    (firsts if is_first else drawn)[seq_id] = tuple(islice(tokens, length))
+                places = zip(samples.seq_ids, samples.counts, *(one.tolist() for one in runs), strict=True)
+                for (seq_id, count, begin, length), drafts in zip(places, samples.drafts or cycle(((),)), strict=False):
+                    if drafts or count == 1:
+                        drawn[seq_id] = tuple(tokens[begin : begin + length])
+                    else:
+                        firsts[seq_id] = tuple(tokens[begin : begin + count])
             self.note_result(samples, token_ids, runs)
         prompts = {} if self.prompts is None else self.prompts.read()
         return StepResult(self.step, drawn, firsts, self.failures, self.absent, prompts)

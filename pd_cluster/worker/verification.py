@@ -33,7 +33,6 @@ class ExpectedRows:
         """counts: rows of each sequence. One with drafts has 1 + len(drafts): for the certain token, and each draft."""
         ends, lens = np.cumsum(counts), np.array([len(one) for one in drafts])
         self.begins: Ints = ends - np.array(counts)
-        self.are_firsts = (np.array(counts) > 1) & (lens == 0)  # [N]: each row of it is of another sequence
         flat = [*chain.from_iterable(drafts)]
         self._expected = np.full(ends[-1], NO_DRAFT)
         self._expected[np.arange(len(flat)) + np.repeat(self.begins - np.cumsum(lens) + lens, lens)] = flat
