@@ -91,8 +91,8 @@ class SimulatedH200:
         return [(one, self.step_s(one) + (self.launch_s(one.num_decodes) if one.num_drafts else 0)) for one in works]
 
 
-class SimulatedNode:
-    """A scheduler whose steps write recorded answers on a virtual clock. drafts: whether it looks them up."""
+class AnsweringNode:
+    """A scheduler that writes recorded answers on a virtual clock. drafts: whether it looks them up."""
 
     def __init__(self, device: SimulatedH200, num_streams: int, *, drafts: bool) -> None:
         group = KVGroup(KVKind.FULL, (0,), (1, 1, 2, BLOCK, 1), "float32", BLOCK)
@@ -186,7 +186,7 @@ def measure_cell(maker: AnswerMaker, task: str, num_streams: int, host: float, l
     found = []
     for drafts in (False, True):
         answers = maker.answers(TASKS.get(task, task), num_streams, CONTEXT // BLOCK * BLOCK + 1, longest)
-        node = SimulatedNode(SimulatedH200(host), num_streams, drafts=drafts)
+        node = AnsweringNode(SimulatedH200(host), num_streams, drafts=drafts)
         node.run(answers, 1)  # fills the cache
         node.run(answers)
         found.append(node.run(answers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.draft_cells import SimulatedH200, SimulatedNode
+from benchmarks.draft_cells import AnsweringNode, SimulatedH200
 from benchmarks.recorded_texts import UNMATCHED, RecordedAnswer
 
 PROMPT = tuple(range(1, 1026))
@@ -17,7 +17,7 @@ def test_drafts_gain_where_they_are_right(answer: tuple[int, ...], least: float,
     answers = [RecordedAnswer(UNMATCHED, (at, *PROMPT[1:]), answer) for at in range(2000, 2032)]
     rates = []
     for drafts in (False, True):
-        node = SimulatedNode(SimulatedH200(1.0), len(answers), drafts=drafts)
+        node = AnsweringNode(SimulatedH200(1.0), len(answers), drafts=drafts)
         node.run(answers, 1)
         found = node.run(answers)
         assert (found.num_drafts > 0) == (drafts and least > 1)

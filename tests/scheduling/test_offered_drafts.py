@@ -154,3 +154,20 @@ def test_streams_without_drafts_spend_their_credit_in_a_long_step() -> None:
             assert drafting._prolonged > 1.25
             spent = drafting._prolonged - 1
             assert drafting._credits[other.seq_id] + EARNED * 9 == pytest.approx(credit - spent)
+
+
+def test_a_stream_without_drafts_waits_for_what_it_has_earned() -> None:
+    """Over all steps. The other one has drafts again and again, which prolong a step by far more than a quarter."""
+    world = World(drafts=True, max_num_seqs=10)
+    drafter, drafting = OneOffer(), drafting_of(world)
+    drafting._drafter = drafter
+    drafting._costs = Speculation(drafter, gap_s=lambda: 4e-3)
+    _, other = (world.submit(message(f"{first}", [first] * 9, max_tokens=80)).sequences[0] for first in (1, 2))
+    waited, num_prolonged = 0.0, 0
+    while other.num_output_tokens < 60:
+        drafting._prolonged = 1.0
+        world.start_step()
+        waited += drafting._prolonged - 1
+        num_prolonged += drafting._prolonged > 1.25
+        assert waited <= FIRST_CREDIT + EARNED * (other.num_output_tokens + 1)
+    assert num_prolonged >= 3
