@@ -189,7 +189,7 @@ class Drafting:
             if (credit := credit_of(seq_id)) is None:
                 least = min(least, EARNED)
                 continue
-            credit += EARNED * chunk.start
+            credit = min(credit + EARNED * chunk.start, MOST_CREDIT)
             seq = sequences[seq_id]
             num = seq.max_len - chunk.start - 2 if chunk.num_samples == 1 and not chunk.reads else 0
             if num > 0 and not (unready and seq in unready):

@@ -9,7 +9,8 @@ import pytest
 
 from pd_cluster.drafting.forced import ForcedDrafts
 from pd_cluster.drafting.offer import DraftOffer
-from pd_cluster.drafting.worth import EARNED, FIRST_CREDIT, MOST_CREDIT
+from pd_cluster.drafting.worth import EARNED, FIRST_CREDIT, MOST_CREDIT, most_worth
+from pd_cluster.scheduling import drafts
 from pd_cluster.scheduling.batch import SequenceChunk
 from pd_cluster.scheduling.drafts import Speculation
 from tests.drafters import TokenDrafter
@@ -19,6 +20,7 @@ from tests.scheduling.world import World
 
 if TYPE_CHECKING:
     from pd_cluster.drafting.forced import ForcedTokens
+    from pd_cluster.drafting.worth import StepPrice
 
 END = 3  # a stop token
 
@@ -156,8 +158,15 @@ def test_streams_without_drafts_spend_their_credit_in_a_long_step() -> None:
             assert drafting._credits[other.seq_id] + EARNED * 9 == pytest.approx(credit - spent)
 
 
-def test_a_stream_without_drafts_waits_for_what_it_has_earned() -> None:
+def test_a_stream_without_drafts_waits_for_what_it_has_earned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all steps. The other one has drafts again and again, which prolong a step by far more than a quarter."""
+    known = list[float]()
+
+    def noted(offers: list[DraftOffer], price: StepPrice) -> list[int]:
+        known.extend([*price.credits, price.least_credit])
+        return most_worth(offers, price)
+
+    monkeypatch.setattr(drafts, "most_worth", noted)
     world = World(drafts=True, max_num_seqs=10)
     drafter, drafting = OneOffer(), drafting_of(world)
     drafting._drafter = drafter
@@ -171,3 +180,6 @@ def test_a_stream_without_drafts_waits_for_what_it_has_earned() -> None:
         num_prolonged += drafting._prolonged > 1.25
         assert waited <= FIRST_CREDIT + EARNED * (other.num_output_tokens + 1)
     assert num_prolonged >= 3
+    drafting._credits = dict.fromkeys(drafting._credits, 50.0)
+    world.start_step()
+    assert known[-2:] == [MOST_CREDIT] * 2, "at a time none waits for more"
