@@ -155,9 +155,7 @@ class Drafting:
         num_right, num_drafts = 0, len(chunk.drafts)
         if num_samples:  # or else the next step may have drafts of it already
             seq.num_uncertain, num_right, request = 0, num_samples - 1, seq.request
-            if (credit := self._credits.get(chunk.seq_id)) is not None:
-                credit = min(credit, MOST_CREDIT - EARNED * chunk.start)
-                self._credits[chunk.seq_id] = credit + num_samples - self._prolonged
+            self._spend(chunk, self._prolonged - num_samples)
             self._num_drafts += num_drafts
             self._num_runs[num_right] += 1
             request.num_drafts += num_drafts
@@ -180,18 +178,13 @@ class Drafting:
             return
         self._forced.take(self._credits)  # from the first call on they are sought
         offers, decodes = list["DraftOffer"](), list[tuple[int, "Sequence"]]()
-        credit_of, offer_of, known = self._credits.get, self._drafter.offer, self._forced.known
-        credits, least = list[float](), MOST_CREDIT
+        expected, offer_of, known = self._credits, self._drafter.offer, self._forced.known
         for at, chunk in enumerate(chunks):
             seq_id = chunk.seq_id
-            if chunk.num_tokens != 1:
+            if seq_id not in expected or chunk.num_tokens != 1 or chunk.num_samples != 1 or chunk.reads:
                 continue
-            if (credit := credit_of(seq_id)) is None:
-                least = min(least, EARNED)
-                continue
-            credit = min(credit + EARNED * chunk.start, MOST_CREDIT)
             seq = sequences[seq_id]
-            num = seq.max_len - chunk.start - 2 if chunk.num_samples == 1 and not chunk.reads else 0
+            num = seq.max_len - chunk.start - 2
             if num > 0 and not (unready and seq in unready):
                 asked = seq_id, seq.token_ids, seq.num_pending - 1, num if num < self._most else self._most
                 offer = offer_of(*asked)
@@ -200,13 +193,9 @@ class Drafting:
                 if offer is not None:
                     offers.append(offer.until(seq.stop_ids))  # of the rest no client gets any
                     decodes.append((at, seq))
-                    credits.append(credit)
-                    continue
-            if credit < least:
-                least = credit
         if not offers:
             return
-        price = self._price(builder, most)._replace(credits=credits, least_credit=least)
+        price = self._price(builder, most, [at for at, _ in decodes])
         counts = self._trials.decided(most_worth(offers, price), offers, most)
         self._spared, self._prolonged = None, price.prolonged(counts)
         for (at, seq), offer, count in zip(decodes, offers, counts, strict=True):
@@ -219,15 +208,29 @@ class Drafting:
         chunks += several
         if waited := self._prolonged - 1.0:
             for one in singles:
-                if (credit := credit_of(one.seq_id)) is not None:
-                    self._credits[one.seq_id] = min(credit, MOST_CREDIT - EARNED * one.start) - waited
+                self._spend(one, waited)
 
-    def _price(self, builder: BatchBuilder, most: int) -> StepPrice:
-        """What up to `most` drafts cost in this step."""
+    def _credit(self, chunk: SequenceChunk) -> float:
+        """What a decode may wait in steps without drafts. One that may never have drafts waits for EARNED each time."""
+        known = self._credits.get(chunk.seq_id)
+        return EARNED if known is None else min(known + EARNED * chunk.start, MOST_CREDIT)
+
+    def _spend(self, chunk: SequenceChunk, num_steps: float) -> None:
+        """Take so many steps from the credit of a decode. Below 0: it gains them."""
+        if (known := self._credits.get(chunk.seq_id)) is not None:
+            self._credits[chunk.seq_id] = min(known, MOST_CREDIT - EARNED * chunk.start) - num_steps
+
+    def _price(self, builder: BatchBuilder, most: int, offered: list[int]) -> StepPrice:
+        """What up to `most` drafts cost in this step. offered: places of the chunks with offers."""
         price = self._costs.model.draft_price(StepWork.of(builder.chunks), most)
         most_s, most_shared_s = self._budget.most_with_drafts_s(self._queues)
         step_s = self._costs.gap_s() + price.step_s
-        return price._replace(step_s=step_s, most_s=most_s, most_shared_s=most_shared_s)
+        others = set(range(len(builder.chunks))).difference(offered)
+        rest = [self._credit(one) for at in others if (one := builder.chunks[at]).num_tokens == 1]
+        return price._replace(
+            step_s=step_s, most_s=most_s, most_shared_s=most_shared_s,
+            credits=[self._credit(builder.chunks[at]) for at in offered], least_credit=min(rest, default=MOST_CREDIT),
+        )  # fmt: skip
 
     def _fit(self, table: BlockTable, start: int, num_drafts: int, builder: BatchBuilder) -> int:
         """How many of the drafts, for which the table is too short, may be verified. `start`: of the first of them.
