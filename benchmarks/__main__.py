@@ -18,6 +18,7 @@ BENCHMARKS = {
     "drafts": "answers of a model with drafts by lookup and without, in turn: equality, acceptance, tokens a second",
     "recorded_answers": "drafts by lookup beside none, where random weights write recorded answers: tokens a second",
     "draft_host": "host time of steps with 64 drafting sequences beside steps without drafts, without a model",
+    "draft_cells": "tokens a second with drafts through those without, simulated by an H200's prices",
     "gpu": "the engine on a GPU: decode, prefill and a mixed load beside the device's ceilings",
     "gpu_grammars": "decode steps of a GPU with rows that follow schemas, beside free ones",
     "kernels": "the GPU kernels on an 8B model's shapes beside the device's ceilings",

@@ -17,7 +17,7 @@ import msgspec
 
 from pd_cluster.drafting.forced import ForcedDrafts
 from pd_cluster.drafting.trials import Trials
-from pd_cluster.drafting.worth import MOST_CREDIT, PROLONGED, most_worth
+from pd_cluster.drafting.worth import EARNED, FIRST_CREDIT, MOST_CREDIT, most_worth
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling.batch import SequenceChunk
 from pd_cluster.scheduling.step_model import StepModel, StepWork
@@ -105,8 +105,9 @@ class Drafting:
         self._spared: list[int] | None = None  # blocks by group that a step's drafts leave; None: not counted
         self._trials = Trials()
         self._forced = ForcedDrafts(speculation.forced)
-        self._expected = set[int]()  # sequences that may have drafts
-        self._credits: dict[int, float] = {}  # of sequences that have had drafts: see `worth`
+        # Of sequences that may have drafts: see `worth`. What is EARNED until its next token is added at position 0,
+        # so that steps without drafts change none
+        self._credits: dict[int, float] = {}
         self._prolonged = 1.0  # how many steps without drafts the last step with some took
         self._num_drafts = 0
         self._num_runs = [0] * (most + 1)  # by the number of accepted drafts
@@ -131,15 +132,13 @@ class Drafting:
         prompt = request.prompt_token_ids
         known = {seq.seq_id: seq.token_ids if request.is_parted else prompt for seq in request.sequences}
         self._drafter.expect(known, request.message.prediction, len(prompt))
-        self._expected.update(known)
+        self._credits |= {seq_id: FIRST_CREDIT - EARNED * len(token_ids) for seq_id, token_ids in known.items()}
 
     def forget(self, seq_id: int) -> None:
         """Note that a sequence has ended."""
-        if seq_id in self._expected:
-            self._expected.remove(seq_id)
+        if self._credits.pop(seq_id, None) is not None:
             self._drafter.forget(seq_id)
             self._forced.forget(seq_id)
-            self._credits.pop(seq_id, None)
 
     def prepare(self, is_late: Callable[[], bool]) -> None:
         """See `Drafter.prepare`."""
@@ -147,8 +146,7 @@ class Drafting:
 
     def check(self) -> None:
         """Raise AssertionError if anything is kept of a sequence. Call it while there is none."""
-        assert not self._expected, "a sequence has ended and may still have drafts"
-        assert not self._credits, "a sequence has ended and has credit"
+        assert not self._credits, "a sequence has ended and may still have drafts"
         self._forced.check()
         self._drafter.check()
 
@@ -157,9 +155,7 @@ class Drafting:
         num_right, num_drafts = 0, len(chunk.drafts)
         if num_samples:  # or else the next step may have drafts of it already
             seq.num_uncertain, num_right, request = 0, num_samples - 1, seq.request
-            if chunk.seq_id in self._expected:
-                credit = self._credits.get(chunk.seq_id, 0.0) + PROLONGED * num_samples - self._prolonged
-                self._credits[chunk.seq_id] = min(max(credit, 0.0), MOST_CREDIT)
+            self._spend(chunk, self._prolonged - num_samples)
             self._num_drafts += num_drafts
             self._num_runs[num_right] += 1
             request.num_drafts += num_drafts
@@ -180,9 +176,9 @@ class Drafting:
             most = min(most, most_rows - len(chunks) if builder.is_of_decodes else 0)
         if most <= 0 or not self._costs.is_priced():
             return
-        self._forced.take(self._expected)  # from the first call on they are sought
+        self._forced.take(self._credits)  # from the first call on they are sought
         offers, decodes = list["DraftOffer"](), list[tuple[int, "Sequence"]]()
-        expected, offer_of, known = self._expected, self._drafter.offer, self._forced.known
+        expected, offer_of, known = self._credits, self._drafter.offer, self._forced.known
         for at, chunk in enumerate(chunks):
             seq_id = chunk.seq_id
             if seq_id not in expected or chunk.num_tokens != 1 or chunk.num_samples != 1 or chunk.reads:
@@ -199,7 +195,7 @@ class Drafting:
                     decodes.append((at, seq))
         if not offers:
             return
-        price = self._price(builder, most, [seq.seq_id for _, seq in decodes])
+        price = self._price(builder, most, [at for at, _ in decodes])
         counts = self._trials.decided(most_worth(offers, price), offers, most)
         self._spared, self._prolonged = None, price.prolonged(counts)
         for (at, seq), offer, count in zip(decodes, offers, counts, strict=True):
@@ -210,22 +206,31 @@ class Drafting:
             several.sort(key=lambda one: not one.drafts)
         chunks[:] = singles = [one for one in chunks if one.num_tokens == 1]
         chunks += several
-        if self._prolonged > PROLONGED:
+        if waited := self._prolonged - 1.0:
             for one in singles:
-                if one.seq_id in self._credits:
-                    self._credits[one.seq_id] += PROLONGED - self._prolonged
+                self._spend(one, waited)
+
+    def _credit(self, chunk: SequenceChunk) -> float:
+        """What a decode may wait in steps without drafts. One that may never have drafts waits for EARNED each time."""
+        known = self._credits.get(chunk.seq_id)
+        return EARNED if known is None else min(known + EARNED * chunk.start, MOST_CREDIT)
+
+    def _spend(self, chunk: SequenceChunk, num_steps: float) -> None:
+        """Take so many steps from the credit of a decode. Below 0: it gains them."""
+        if (known := self._credits.get(chunk.seq_id)) is not None:
+            self._credits[chunk.seq_id] = min(known, MOST_CREDIT - EARNED * chunk.start) - num_steps
 
     def _price(self, builder: BatchBuilder, most: int, offered: list[int]) -> StepPrice:
-        """What up to `most` drafts cost in this step. offered: sequences with offers, in their order."""
+        """What up to `most` drafts cost in this step. offered: places of the chunks with offers."""
         price = self._costs.model.draft_price(StepWork.of(builder.chunks), most)
         most_s, most_shared_s = self._budget.most_with_drafts_s(self._queues)
         step_s = self._costs.gap_s() + price.step_s
-        price = price._replace(step_s=step_s, most_s=most_s, most_shared_s=most_shared_s)
-        if not (known := self._credits):
-            return price
-        others = {one.seq_id for one in builder.chunks if one.num_tokens == 1}.difference(offered)
-        least = min([known.get(seq_id, 0.0) for seq_id in others], default=MOST_CREDIT)
-        return price._replace(credits=[known.get(seq_id, 0.0) for seq_id in offered], least_credit=least)
+        others = set(range(len(builder.chunks))).difference(offered)
+        rest = [self._credit(one) for at in others if (one := builder.chunks[at]).num_tokens == 1]
+        return price._replace(
+            step_s=step_s, most_s=most_s, most_shared_s=most_shared_s,
+            credits=[self._credit(builder.chunks[at]) for at in offered], least_credit=min(rest, default=MOST_CREDIT),
+        )  # fmt: skip
 
     def _fit(self, table: BlockTable, start: int, num_drafts: int, builder: BatchBuilder) -> int:
         """How many of the drafts, for which the table is too short, may be verified. `start`: of the first of them.

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from pd_cluster.drafting.offer import DraftOffer
-from pd_cluster.drafting.trials import LEAST_ALIKE, MOST_ALIKE, NUM_PLAIN, NUM_TRIED, Trials
+from pd_cluster.drafting.trials import MOST_WITH, MOST_WITHOUT, NUM_PLAIN, NUM_TRIED, Trials
 
 OFFERS = [
     DraftOffer([1, 2, 3], np.array([0.2, 0.1, 0.1], np.float32)),
@@ -15,36 +15,31 @@ OFFERS = [
 ]
 
 
-def test_drafts_that_are_never_worth_it_are_tried_ever_more_seldom() -> None:
-    """Early at first, so that prices that were measured too high are soon corrected."""
+def test_drafts_that_are_never_worth_it_are_tried_seldom() -> None:
     trials = Trials()
     decided = [trials.decided([0, 0], OFFERS, 8) for _ in range(2000)]
     tried = [at for at, counts in enumerate(decided) if any(counts)]
-    expected, at, most = list[int](), 0, LEAST_ALIKE
-    while at + most < 2000:
-        expected += range(at + most, at + most + NUM_TRIED)
-        at, most = at + most + NUM_TRIED, min(2 * most, MOST_ALIKE)
-    assert tried == [at for at in expected if at < 2000]
+    assert tried == [at for at in range(2000) if at % (MOST_WITHOUT + NUM_TRIED) >= MOST_WITHOUT]
     assert decided[tried[0]] == [0, 2], "of the best offer"
-    assert len([at for at in tried if at < 200]) == 2 * NUM_TRIED
+    assert len(tried) * 0.43 < 0.003 * 2000, "a step with drafts takes 1.43 times as long at 128 streams"
 
 
 def test_a_tried_step_has_as_many_drafts_as_it_may() -> None:
     trials = Trials()
-    assert [any(trials.decided([0, 0], OFFERS, 1)) for _ in range(LEAST_ALIKE)] == [False] * LEAST_ALIKE
+    assert [any(trials.decided([0, 0], OFFERS, 1)) for _ in range(MOST_WITHOUT)] == [False] * MOST_WITHOUT
     assert trials.decided([0, 0], OFFERS, 1) == [0, 1]
 
 
 def test_plain_steps_come_now_and_then_where_all_have_drafts() -> None:
     trials = Trials()
-    decided = [any(trials.decided([2, 1], OFFERS, 8)) for _ in range(2 * (MOST_ALIKE + NUM_PLAIN))]
-    assert decided == 2 * ([True] * MOST_ALIKE + [False] * NUM_PLAIN)
+    decided = [any(trials.decided([2, 1], OFFERS, 8)) for _ in range(2 * (MOST_WITH + NUM_PLAIN))]
+    assert decided == 2 * ([True] * MOST_WITH + [False] * NUM_PLAIN)
 
 
 def test_a_step_of_the_other_kind_begins_the_count_of_drafts_that_are_not_worth_it() -> None:
     trials = Trials()
     for _ in range(4):
-        assert not any(any(trials.decided([0, 0], OFFERS, 8)) for _ in range(LEAST_ALIKE))
+        assert not any(any(trials.decided([0, 0], OFFERS, 8)) for _ in range(MOST_WITHOUT))
         assert trials.decided([1, 0], OFFERS, 8) == [1, 0]
 
 
@@ -53,4 +48,4 @@ def test_a_step_that_is_not_worth_it_resets_no_count_of_those_with_drafts() -> N
     trials = Trials()
     decided = [any(trials.decided([0, 0] if at % 100 == 99 else [2, 1], OFFERS, 8)) for at in range(4000)]
     pairs = sum(not one and not other for one, other in pairwise(decided))
-    assert pairs >= 4000 // (MOST_ALIKE + NUM_PLAIN + 4)
+    assert pairs >= 4000 // (MOST_WITH + NUM_PLAIN + 4)

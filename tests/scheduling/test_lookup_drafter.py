@@ -207,10 +207,10 @@ def test_prompts_for_others_and_beams_have_no_drafts() -> None:
     ]  # fmt: skip
     requests = [world.submit(one) for one in asked]
     expected = {seq.seq_id for request in requests[2:] for seq in request.sequences}
-    assert drafting_of(world)._expected == expected
+    assert drafting_of(world)._credits.keys() == expected
     for request in requests[2:]:
         world.take(world.scheduler.abort(request))
-    assert drafting_of(world)._expected == set()
+    assert not drafting_of(world)._credits
 
 
 def test_while_no_step_waits_outputs_are_indexed_and_chances_learned(monkeypatch: pytest.MonkeyPatch) -> None:

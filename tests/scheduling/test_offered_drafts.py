@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from pd_cluster.drafting.forced import ForcedDrafts
 from pd_cluster.drafting.offer import DraftOffer
-from pd_cluster.drafting.worth import MOST_CREDIT, PROLONGED
+from pd_cluster.drafting.worth import EARNED, FIRST_CREDIT, MOST_CREDIT, most_worth
+from pd_cluster.scheduling import drafts
 from pd_cluster.scheduling.batch import SequenceChunk
 from pd_cluster.scheduling.drafts import Speculation
 from tests.drafters import TokenDrafter
@@ -17,9 +19,8 @@ from tests.scheduling.test_lookup_drafter import drafting_of
 from tests.scheduling.world import World
 
 if TYPE_CHECKING:
-    import pytest
-
     from pd_cluster.drafting.forced import ForcedTokens
+    from pd_cluster.drafting.worth import StepPrice
 
 END = 3  # a stop token
 
@@ -116,21 +117,25 @@ class OneOffer(TwoOffers):
         return super().offer(seq_id, token_ids, num_ahead, most) if token_ids[0] == 1 else None
 
 
-def test_streams_with_drafts_gain_credit() -> None:
-    """In steps without drafts. Nothing is kept of one that has ended."""
+def test_streams_earn_credit_and_gain_it_by_drafts() -> None:
+    """Nothing is kept of one that has ended."""
     world = World(drafts=True)
     request = world.submit(message("a", prompt(9), max_tokens=60))
     drafting, (seq,) = drafting_of(world), request.sequences
+
+    def credit_at(position: int) -> float:
+        return drafting._credits[seq.seq_id] + EARNED * position
+
+    assert credit_at(9) == pytest.approx(FIRST_CREDIT)
     for _ in range(2):
         world.start_step()
-    drafting._credits.clear()
+    drafting._credits[seq.seq_id], before = 0.0, EARNED * 12
     drafting._prolonged = 1.5
-    for num_samples, credit in ((3, 2.25), (1, 2.0), (3, MOST_CREDIT)):
+    for num_samples, gained in ((3, 1.5), (1, 1.0), (3, 2.5)):
         drafting.take(seq, SequenceChunk(seq.seq_id, 12, 4, (), 1, False, (5,) * 3), num_samples)
-        assert drafting._credits == {seq.seq_id: credit}
-    drafting._prolonged = 6.0
-    drafting.take(seq, SequenceChunk(seq.seq_id, 12, 2, (), 1, False, (5,)), 1)
-    assert drafting._credits == {seq.seq_id: 0.0}, "all were wrong"
+        assert credit_at(12) == pytest.approx(before + gained)
+    drafting.take(seq, SequenceChunk(seq.seq_id, 300, 4, (), 1, False, (5,) * 3), 1)
+    assert credit_at(300) == pytest.approx(MOST_CREDIT - 0.5), "all were wrong"
     world.scheduler.abort(request)
     assert drafting._credits == {}
 
@@ -144,10 +149,37 @@ def test_streams_without_drafts_spend_their_credit_in_a_long_step() -> None:
         asked = [message(f"{first}", [first] * 9, max_tokens=60) for first in (1, 2)]
         one, other = (world.submit(each).sequences[0] for each in asked)
         world.start_step()
-        if credit:
-            drafting._credits[other.seq_id] = credit
+        drafting._credits[other.seq_id] = credit - EARNED * 9
         chunks = {chunk.seq_id: chunk for chunk in world.scheduler.schedule().chunks}
         assert bool(chunks[one.seq_id].drafts) == bool(credit)
         if credit:
-            assert drafting._prolonged > PROLONGED
-            assert drafting._credits == {other.seq_id: credit + PROLONGED - drafting._prolonged}
+            assert drafting._prolonged > 1.25
+            spent = drafting._prolonged - 1
+            assert drafting._credits[other.seq_id] + EARNED * 9 == pytest.approx(credit - spent)
+
+
+def test_a_stream_without_drafts_waits_for_what_it_has_earned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all steps. The other one has drafts again and again, which prolong a step by far more than a quarter."""
+    known = list[float]()
+
+    def noted(offers: list[DraftOffer], price: StepPrice) -> list[int]:
+        known.extend([*price.credits, price.least_credit])
+        return most_worth(offers, price)
+
+    monkeypatch.setattr(drafts, "most_worth", noted)
+    world = World(drafts=True, max_num_seqs=10)
+    drafter, drafting = OneOffer(), drafting_of(world)
+    drafting._drafter = drafter
+    drafting._costs = Speculation(drafter, gap_s=lambda: 4e-3)
+    _, other = (world.submit(message(f"{first}", [first] * 9, max_tokens=80)).sequences[0] for first in (1, 2))
+    waited, num_prolonged = 0.0, 0
+    while other.num_output_tokens < 60:
+        drafting._prolonged = 1.0
+        world.start_step()
+        waited += drafting._prolonged - 1
+        num_prolonged += drafting._prolonged > 1.25
+        assert waited <= FIRST_CREDIT + EARNED * (other.num_output_tokens + 1)
+    assert num_prolonged >= 3
+    drafting._credits = dict.fromkeys(drafting._credits, 50.0)
+    world.start_step()
+    assert known[-2:] == [MOST_CREDIT] * 2, "at a time none waits for more"
