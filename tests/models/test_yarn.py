@@ -137,12 +137,18 @@ def test_the_table_of_gpt_oss_is_that_of_transformers_up_to_the_last_position() 
         ({"max_position_embeddings": 16384, "rope_scaling": {
             "type": "yarn", "factor": None, "original_max_position_embeddings": 4096}}, 16384, 1.13862944),
         ({"max_position_embeddings": 4096, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 16384, 1.13862944),
+        ({"max_position_embeddings": 4096, "original_max_position_embeddings": 2048, "rope_scaling": {
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}, 16384, 1.13862944),
     ],
 )  # fmt: skip
 def test_published_settings(config: dict[str, Any], length: int, factor: float) -> None:
+    from transformers import LlamaConfig
+
     spec, line = choose_implementation(HERE, {**LLAMA, **config}, "auto")
     assert (spec.max_len, spec.rope.kind, line) == (length, "yarn", "")
     assert spec.rope.attention_factor == pytest.approx(factor)
+    parsed = LlamaConfig.from_dict(deepcopy({**LLAMA, **config})).rope_parameters
+    assert spec.rope.original_max_len == parsed["original_max_position_embeddings"]
 
 
 def test_the_layers_of_gemma_with_full_attention_have_the_longer_context() -> None:
