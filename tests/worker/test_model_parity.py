@@ -66,7 +66,7 @@ def test_logprobs_equal_transformers(models: ModelStore, name: str, budget: int)
 def test_logits_of_mixtures_equal_transformers(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, budget: int
 ) -> None:
-    """In float32 the greatest difference is 1e-5 of the logits' deviation (see EXACT). Chunks are of odd sizes, or whole."""
+    """In float32 the greatest difference is 1e-5 of the logits' deviation; see EXACT. Odd chunks, or whole prompts."""
     saved, found = models.get(name), list[torch.Tensor]()
     driver = Driver(make_executor(saved.directory), budget)
     runner = driver.executor._runner
