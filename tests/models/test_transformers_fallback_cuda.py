@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from pd_cluster.protocol.sampling_params import SamplingParams
-from tests.models.test_transformers_fallback import LENGTHS, VOCAB_SIZE, Recorder, save_family
+from tests.models.test_transformers_fallback import LENGTHS, VOCAB_SIZE, save_family
 from tests.worker.driver import Driver, Generation, make_executor, random_prompts
+from tests.worker.watched_executor import WatchedExecutor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,13 +24,13 @@ pytestmark = [
 def served(directory: Path, dtype: str) -> tuple[list[Generation], list[torch.Tensor]]:
     """The generations of prompts in chunks of at most 23 tokens, and the logits of each."""
     executor = make_executor(directory, model_impl="transformers", device="cuda", dtype=dtype)
-    recorder = Recorder(executor)
-    driver = Driver(recorder, budget=23)  # type: ignore[arg-type]
+    watched = WatchedExecutor(executor)
+    driver = Driver(watched, budget=23)  # type: ignore[arg-type]
     for prompt in random_prompts(LENGTHS, VOCAB_SIZE):
         driver.add(prompt, SamplingParams(max_tokens=8, temperature=0.0))
     driver.run()
     executor.close()
-    return driver.sequences, [torch.stack(recorder.logits[index]).float() for index in range(len(LENGTHS))]
+    return driver.sequences, [torch.stack(watched.logits[index]).float() for index in range(len(LENGTHS))]
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "deepseek_v3", "olmo3", "qwen3_moe", "phi3-longrope"])

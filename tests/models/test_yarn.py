@@ -38,6 +38,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "glm4-experts": YARN,
     "minimax-m2": {**YARN, "partial_rotary_factor": 0.5, "truncate": False},
     "gemma3": {**GEMMA3_ROPE, "full_attention": YARN},
+    "gpt-oss": {**YARN, "truncate": False},
 }
 LENGTHS = (5, 16, 63, 66, 120)  # around the block and the original context
 NUM_TOKENS = 12

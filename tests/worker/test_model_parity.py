@@ -20,6 +20,8 @@ NUM_TOKENS = 12
 LENGTHS = (1, 15, 16, 17, 70, 40)
 MIXTURES = ["qwen3-experts", "qwen2-shared-expert", "mixtral", "glm4-experts", "glm4-air", "minimax-m2"]
 GPT_OSS = ["gpt-oss", "gpt-oss-mxfp4"]
+# More than 1e-5 of the deviation: the experts are larger, and transformers' own logits are 1.8e-5 from those of float64
+EXACT = {"gpt-oss-mxfp4": 2e-5}
 PREFIX = ["llama", "mistral-window", "qwen2-some-windows", "qwen2-shared-expert", "glm4-experts", "minimax-m2"]
 
 
@@ -64,7 +66,7 @@ def test_logprobs_equal_transformers(models: ModelStore, name: str, budget: int)
 def test_logits_of_mixtures_equal_transformers(
     models: ModelStore, monkeypatch: pytest.MonkeyPatch, name: str, budget: int
 ) -> None:
-    """In float32 the greatest difference is 1e-5 of the logits' deviation. Chunks are of odd sizes, or whole."""
+    """In float32 the greatest difference is 1e-5 of the logits' deviation; see EXACT. Odd chunks, or whole prompts."""
     saved, found = models.get(name), list[torch.Tensor]()
     driver = Driver(make_executor(saved.directory), budget)
     runner = driver.executor._runner
@@ -81,7 +83,7 @@ def test_logits_of_mixtures_equal_transformers(
     with torch.inference_mode():
         expected = saved.model(torch.tensor([generation.all_ids[:-1]])).logits[0, 74:]
     assert logits.shape == expected.shape == (NUM_TOKENS, VOCAB_SIZE)
-    assert (logits - expected).abs().max() <= 1e-5 * expected.std()
+    assert (logits - expected).abs().max() <= EXACT.get(name, 1e-5) * expected.std()
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-mxfp4", "gemma3", "qwen3-experts"])
@@ -99,7 +101,7 @@ def test_logits_after_a_cached_prefix_equal_transformers(models: ModelStore, nam
     for generation, rows in ((first, [one[0] for one in found if len(one)]), (second, [one[1] for one in found[:12]])):
         with torch.inference_mode():
             expected = saved.model(torch.tensor([generation.all_ids[:-1]])).logits[0, -len(rows) :]
-        assert (torch.stack(rows) - expected).abs().max() <= 1e-5 * expected.std()
+        assert (torch.stack(rows) - expected).abs().max() <= EXACT.get(name, 1e-5) * expected.std()
 
 
 @pytest.mark.parametrize("name", [*PREFIX, "gemma3", "gpt-oss-mxfp4"])
