@@ -191,9 +191,11 @@ def test_a_past_call_is_parsed_back(template: ChatTemplate) -> None:
         pytest.skip("shows no format of calls")
     given = {"of": 'a "b" é\n</tool_call> 🙂', "n": 2, "more": {"deep": [True, None]}}
     properties = {"of": {"type": "string"}, "n": {"type": "integer"}, "more": {"type": "object"}}
-    tools = [{"type": "function", "function": TOOL["function"] | {"parameters": {"properties": properties}}}]
+    function: Any = TOOL["function"]
+    tools = [{"type": "function", "function": {**function, "parameters": {"properties": properties}}}]
     call = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": json.dumps(given)}}
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
     text = template.render(normal_messages(messages), tools, {})
     begins = [found.end() for found in ResponseTemplate(form.template, {}).start.finditer(text)]
     shown = {"look": {"type": "object", "properties": properties}}
