@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pd_kernels.gemm_selection import Product
     from pd_kernels.quantized import QuantizedRows, QuantizedWeight, RowsTwice, Weight
     from pd_kernels.values import Draws, ExpertPart, HalfNormed, KeysValues, NewTokens, Routing
+    from pd_kernels.weight_forms import WeightForm
 
 
 class NormRopeWrite(Protocol):
@@ -119,6 +120,7 @@ class Kernels:
     route: RouteTokens
     experts: MixExperts
     captures_experts: bool  # whether steps with `experts` can be captured in CUDA graphs
+    needs_room: Callable[[WeightForm, torch.dtype, torch.device], bool]  # of weights of `biased_experts`: `room`
     biased_experts: MakeBiasedMix
     captured_forms: frozenset[str]  # names of WeightForms: steps with `biased_experts` of these can be captured
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -138,6 +140,11 @@ def no_gated_products(num_rows: int, weight: torch.Tensor) -> tuple[()]:
     return ()
 
 
+def no_room(form: WeightForm, dtype: torch.dtype, device: torch.device) -> bool:
+    """Packed weights stay as they lie on disk."""
+    return False
+
+
 TORCH = Kernels(
     name="torch",
     rms_norm=torch_ops.rms_norm,
@@ -154,6 +161,7 @@ TORCH = Kernels(
     route=torch_experts.route,
     experts=torch_experts.experts,
     captures_experts=False,
+    needs_room=no_room,
     biased_experts=TorchBiasedMix,
     captured_forms=frozenset(),
     copy_blocks=torch_ops.copy_blocks,

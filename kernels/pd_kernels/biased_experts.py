@@ -43,7 +43,8 @@ class BiasedMix(Protocol):
 class MakeBiasedMix(Protocol):
     """Makes the BiasedMix of a layer, once, when its weights are loaded.
 
-    It may put the weights into another layout: the caller drops its own. `part`: see ExpertPart; None: all experts.
+    It may put the weights into another layout, in place where they have room: the caller drops its own. `part`: see
+    ExpertPart; None: all experts.
     """
 
     def __call__(self, weights: BiasedExperts, part: ExpertPart | None) -> BiasedMix: ...

@@ -12,24 +12,24 @@ two numbers of a byte are neighbours.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from pd_kernels.launch_sizes import cdiv
+from pd_kernels.packed_room import MXFP4_TILE
+from pd_kernels.weight_forms import PackedWeight
 
-if TYPE_CHECKING:
-    from pd_kernels.weight_forms import PackedWeight
-
-PIECE, PIECES, STEP = 64, 3, 128  # outputs of a piece; pieces of a tile (2,880 and 5,760 are multiples of 192); inputs
-LINES = PIECE * PIECES
+LINES, STEP = MXFP4_TILE
+PIECES = 3  # of a tile
+PIECE = LINES // PIECES  # outputs
 # To the left, of the pairs of the first, the second, and the selected word
 ROTATIONS = ((0, 4, 10), (2, 6, 12), (8, 14))
 SHIFTS = (2, 4, 6)  # those that no used bit passes the end in
 USED = 0x81C081C0  # the bits of two bfloat16 that hold two numbers
 KEPT = 0x06030603  # the bits of the selected word that are the first word's
 MOST_SCALE = 128  # greatest exponent + 127 for which the factor 2 ** (scale - 1) is a bfloat16
-_NUMBERS = 1 << 26  # that are packed at once: each takes 8 bytes
+_NUMBERS = 1 << 24  # that are packed at once: one expert's gates and ups of gpt-oss
 
 
 class Mxfp4Tiles(NamedTuple):
@@ -45,14 +45,21 @@ def fits(weight: PackedWeight) -> bool:
 
 
 def in_tiles(weight: PackedWeight, *, is_gated: bool) -> Mxfp4Tiles:
-    """Put a weight into this order. `is_gated`: 8 gates, then the 8 ups of the same activations, and so on."""
+    """Put a weight into this order. `is_gated`: 8 gates, then the 8 ups of the same activations, and so on.
+
+    A weight with room is overwritten, from its last expert down: an expert's tiles begin after the blocks of those
+    before it. New tensors of a layer's size would fit no freed one, and cost gpt-oss-120b 31 GB.
+    """
     num_experts, num_outputs, num_inputs = weight.shape
+    room = weight.room or PackedWeight.empty(weight.form, weight.shape, weight.blocks.device, has_room=True).room
+    assert room is not None
     at_once = max(1, _NUMBERS // (num_outputs * num_inputs))
-    parts = [
-        _some_in_tiles(weight.blocks[first : first + at_once], weight.scales[first : first + at_once], is_gated)
-        for first in range(0, num_experts, at_once)
-    ]
-    return Mxfp4Tiles(torch.cat([values for values, _ in parts]), torch.cat([scales for _, scales in parts]))
+    for end in range(num_experts, 0, -at_once):
+        part = slice(max(0, end - at_once), end)
+        tiles = _some_in_tiles(weight.blocks[part], weight.scales[part], is_gated)
+        for own, found in zip(room, tiles, strict=True):
+            own.view(num_experts, -1)[part].view(-1).copy_(found.view(torch.uint8).view(-1))
+    return Mxfp4Tiles(room[0].view(-1, 128), room[1].view(torch.int32).view(-1, 32))
 
 
 def in_order(bias: torch.Tensor, *, is_gated: bool) -> torch.Tensor:

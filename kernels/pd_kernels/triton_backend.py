@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pd_kernels.backends import TORCH, Kernels, ProposeGated, no_gated_products
 from pd_kernels.triton_activation import silu_and_mul, silu_and_mul_quantized
-from pd_kernels.triton_biased_experts import make_biased_mix
+from pd_kernels.triton_biased_experts import make_biased_mix, needs_room
 from pd_kernels.triton_block_copy import copy_blocks
 from pd_kernels.triton_experts import experts
 from pd_kernels.triton_logprobs import logprobs
@@ -49,6 +49,7 @@ TRITON = Kernels(
     route=route,
     experts=experts,
     captures_experts=True,
+    needs_room=needs_room,
     biased_experts=make_biased_mix,
     captured_forms=frozenset({MXFP4.name}),
     copy_blocks=copy_blocks,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from pd_kernels import mxfp4_tiles
 from pd_kernels.torch_biased_experts import TorchBiasedMix
 from pd_kernels.triton_mxfp4_experts import PlainProduct
 from pd_kernels.triton_pair_rows import sorted_rows, sum_pairs
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
     from pd_kernels.biased_experts import BiasedExperts, BiasedMix
     from pd_kernels.values import ExpertPart, Gates
+    from pd_kernels.weight_forms import WeightForm
 
-    MakeProduct = Callable[[PackedWeight, torch.Tensor, bool], "ExpertProduct | None"]
+    MakeProduct = Callable[[PackedWeight, torch.Tensor, bool], "ExpertProduct"]
 
 logger = logging.getLogger(__name__)
 _MOST_IN_PARTS = FEW_ROWS[1]  # tokens; more float32 parts leave the L2 cache too early
@@ -83,6 +85,11 @@ class SortedMix:
         return results if num_parts else sum_pairs(results, scores, own=own)
 
 
+def needs_room(form: WeightForm, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of a model of `dtype` are put into tiles, unless a scale is above 2."""
+    return form is MXFP4 and dtype is torch.bfloat16 and _for_hopper(device) is not None
+
+
 def make_biased_mix(weights: BiasedExperts, part: ExpertPart | None) -> BiasedMix:
     """See MakeBiasedMix. Experts in MXFP4 never wait for the host."""
     gate_up, down = weights.gate_up, weights.down
@@ -90,15 +97,21 @@ def make_biased_mix(weights: BiasedExperts, part: ExpertPart | None) -> BiasedMi
         isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight) and gate_up.form is down.form is MXFP4
     ):
         return TorchBiasedMix(weights, part)
-    first: ExpertProduct | None = None
-    second: ExpertProduct | None = None
+    products: tuple[ExpertProduct, ExpertProduct]
+    products = PlainProduct(gate_up, weights.gate_up_bias), PlainProduct(down, weights.down_bias)
     if (make := _for_hopper(down.blocks.device)) is not None:
-        first, second = make(gate_up, weights.gate_up_bias, True), make(down, weights.down_bias, False)
-        if first is None or second is None:
-            logger.warning("slow MXFP4 experts: they are not bfloat16, or a scale is above 2")
-    if first is None or second is None:
-        first, second = PlainProduct(gate_up, weights.gate_up_bias), PlainProduct(down, weights.down_bias)
-    return SortedMix(first, second, (down.shape[0], down.shape[1]), (weights.limit, weights.alpha), part)
+        if weights.down_bias.dtype is not torch.bfloat16:
+            _warn_slow(f"the model is in {weights.down_bias.dtype}, not bfloat16")
+        elif not (mxfp4_tiles.fits(gate_up) and mxfp4_tiles.fits(down)):  # both, before one is overwritten
+            _warn_slow("a scale is above 2")
+        else:
+            products = make(gate_up, weights.gate_up_bias, True), make(down, weights.down_bias, False)
+    return SortedMix(*products, (down.shape[0], down.shape[1]), (weights.limit, weights.alpha), part)
+
+
+@cache  # one line, not one a layer
+def _warn_slow(reason: str) -> None:
+    logger.warning("slow MXFP4 experts: %s", reason)
 
 
 @cache

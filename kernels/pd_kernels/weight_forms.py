@@ -6,12 +6,16 @@ A form is a row of FORMS. Its `take` unpacks a tile, so a product that widens it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
+from pd_kernels.packed_room import ROOMS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,17 @@ class PackedWeight:
     form: WeightForm
     blocks: torch.Tensor  # uint8 [E, out, in / group, size]
     scales: torch.Tensor  # uint8 [E, out, in / group]
+    room: tuple[torch.Tensor, torch.Tensor] | None = None  # uint8: of ROOMS, both begin with blocks and scales
+
+    @classmethod
+    def empty(cls, form: WeightForm, shape: tuple[int, ...], device: torch.device, *, has_room: bool) -> Self:
+        """Allocate a weight [E, out, in]. `has_room`: a kernel can put it into another layout in place."""
+        of_scales = (*shape[:2], shape[2] // form.group)
+        shapes = (*of_scales, form.size), of_scales
+        sizes = [shape[0] * size for size in ROOMS[form.name](*shape[1:])] if has_room else map(prod, shapes)
+        first, second = (torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+        blocks, scales = (room[: prod(part)].view(part) for room, part in zip((first, second), shapes, strict=True))
+        return cls(form, blocks, scales, (first, second) if has_room else None)
 
     @property
     def shape(self) -> torch.Size:

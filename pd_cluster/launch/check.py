@@ -273,7 +273,7 @@ def check_capacity(config: NodeConfig, model: Path) -> Iterator[Finding]:
     devices = [] if asked == "cpu" else [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     for device in devices or ([] if asked == "cuda" else [torch.device("cpu")]):
         try:
-            dtype = resolve_dtype(config.model.dtype, spec.dtype, device)
+            dtype = resolve_dtype(config.model.dtype, spec, device)
             if device.type == "cuda":
                 limits = capturable(config.scheduler, spec, select_kernels(device), lambda _: None)
                 config = replace(config, scheduler=limits)

@@ -58,7 +58,10 @@ class Parameters:
         `wide`: in float32 or more, whatever the model's dtype. `own`: the part of the first dimension that this rank
         has; None: all.
         """
-        return self._raw(name, shape, torch.promote_types(self._dtype, torch.float32) if wide else self._dtype, own)
+        dtype = torch.promote_types(self._dtype, torch.float32) if wide else self._dtype
+        tensor = torch.empty((shape[0] if own is None else len(own), *shape[1:]), dtype=dtype, device=self._device)
+        self.slots[name] = Slot(tensor, shape, start=own.start if own else 0)
+        return tensor
 
     def fused(self, name: str, shape: tuple[int, int, int], own: range, form: str) -> ExpertsWeight:
         """[len(own), out, in] of experts that are one tensor of the checkpoint: packed in a form, or else [E, in, out].
@@ -73,15 +76,11 @@ class Parameters:
         packing = FORMS[form]
         if num_inputs % packing.group:
             raise StartupError(f"{name}: {num_inputs} inputs are no multiple of {packing.group}, which share a scale")
-        of_scales = (num_experts, num_outputs, num_inputs // packing.group)
-        blocks = self._raw(f"{name}{BLOCKS_SUFFIX}", (*of_scales, packing.size), torch.uint8, own)
-        return PackedWeight(packing, blocks, self._raw(f"{name}{SCALES_SUFFIX}", of_scales, torch.uint8, own))
-
-    def _raw(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, own: range | None) -> torch.Tensor:
-        count = shape[0] if own is None else len(own)
-        tensor = torch.empty((count, *shape[1:]), dtype=dtype, device=self._device)
-        self.slots[name] = Slot(tensor, shape, start=own.start if own else 0)
-        return tensor
+        has_room = self._kernels.needs_room(packing, self._dtype, self._device)
+        packed = PackedWeight.empty(packing, (len(own), num_outputs, num_inputs), self._device, has_room=has_room)
+        for suffix, part in ((BLOCKS_SUFFIX, packed.blocks), (SCALES_SUFFIX, packed.scales)):
+            self.slots[f"{name}{suffix}"] = Slot(part, (num_experts, *part.shape[1:]), start=own.start)
+        return packed
 
     def norm(self, name: str, size: int | Cut) -> torch.Tensor:
         """Allocate the weight [size] of the norm `name`."""

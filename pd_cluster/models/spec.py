@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.models.quantization import BYTES_OF_FORM
 from pd_connectors.protocol.layout import KVGroup, KVKind
+from pd_kernels.packed_room import ROOMS
 
 if TYPE_CHECKING:
     from pd_cluster.models.quantization import QuantizationSpec
@@ -104,10 +104,13 @@ class ModelSpec:
         """Bytes of a rank's weights, those that are not quantized with `dtype_bytes` each.
 
         An estimate: all products of layers count as quantized, and scales of float8 do not count (at most 0.5%).
+        Packed experts count with the room of the largest layout, which some devices do not use (4% of gpt-oss).
         """
         if self.experts is not None and self.experts.form:
-            others = self._count_parameters(0)
-            layers = others * dtype_bytes + (self.layer_parameters - others) * BYTES_OF_FORM[self.experts.form]
+            room, size = ROOMS[self.experts.form], self.experts.size
+            expert = sum((*room(2 * size, self.hidden_size), *room(self.hidden_size, size)))
+            num_mixed = (self.num_layers - len(self.experts.dense_layers)) * self.experts.num_experts
+            layers = self._count_parameters(0) * dtype_bytes + num_mixed * expert
         else:
             layers = self.layer_parameters * (1 if self.quantization else dtype_bytes)
         embedding = self.vocab_size * self.hidden_size * dtype_bytes  # whole on every rank; a head of its own is cut

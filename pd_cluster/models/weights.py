@@ -73,7 +73,7 @@ def fill_at_random(model: Model, seed: int) -> None:
             tensor.copy_(values.mul_(_DUMMY_STD / _DUMMY_SCALE).clamp_(-MOST, MOST))
         elif tensor.dtype is torch.uint8:
             least, end = _DUMMY_EXPONENTS if name.endswith(SCALES_SUFFIX) else (0, 256)
-            whole = torch.empty(slot.shape, dtype=torch.uint8, device=tensor.device)
+            whole = torch.empty(slot.shape, dtype=torch.uint8, device=tensor.device) if slot.index else tensor
             tensor.copy_(whole.random_(least, end, generator=generator)[slot.index])
         elif slot.index or not tensor.is_contiguous():
             whole = torch.empty(slot.shape, dtype=tensor.dtype, device=tensor.device)

@@ -44,7 +44,7 @@ def describe_model(config: ModelConfig, device: torch.device, progress: Callable
         progress(line)
     if config.load_format != "dummy" and read_task(config.task, directory).name == EMBED:
         spec = replace(spec, tied_embeddings=spec.tied_embeddings or not stores_head(directory))  # a head is not used
-    dtype = resolve_dtype(config.dtype, spec.dtype, device)
+    dtype = resolve_dtype(config.dtype, spec, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, spec, device)
     dummy_name = f"dummy seed={config.seed} {device.type} {dtype}"
     ends = read_end_tokens(directory, raw)
@@ -93,20 +93,25 @@ def load_model(
             model = TransformersModel(spec, None if is_dummy else directory, dtype, device)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         raise StartupError(f"the weights of {spec.architecture} do not fit on {device}: {error}") from error
-    if is_dummy:
-        fill_at_random(model, config.seed)
-    elif spec.modules is None:
-        load_weights(model, directory, spec.tied_embeddings, progress)
-    model.finish_loading()
+    try:  # of RuntimeErrors only this one: others are no lack of memory
+        if is_dummy:
+            fill_at_random(model, config.seed)
+        elif spec.modules is None:
+            load_weights(model, directory, spec.tied_embeddings, progress)
+        model.finish_loading()
+    except torch.OutOfMemoryError as error:
+        raise StartupError(f"no room on {device} to load the weights of {spec.architecture}: {error}") from error
     return model
 
 
-def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> str:
-    """The dtype of weights. `name`: --dtype; `checkpoint`: of the model's config. Raises StartupError."""
+def resolve_dtype(name: str, spec: ModelSpec, device: torch.device) -> str:
+    """The dtype of weights. `name`: --dtype. Raises StartupError."""
     if name == "auto":
-        name = "float32" if device.type == "cpu" else checkpoint
+        name = "float32" if device.type == "cpu" else spec.dtype
     if name not in DTYPES:
         raise StartupError(f"dtype {name} is not served; choose one of {', '.join(DTYPES)}")
+    if name == "float16" and spec.experts is not None and spec.experts.form:  # their exponents pass those of float16
+        raise StartupError(f"dtype float16 cannot hold {spec.experts.form} weights; choose bfloat16 or float32")
     return name
 
 

@@ -11,6 +11,7 @@ from pd_cluster.models.quantization import BYTES_OF_FORM
 from pd_kernels import reference
 from pd_kernels.backends import TORCH
 from pd_kernels.biased_experts import BiasedExperts
+from pd_kernels.packed_room import ROOMS
 from pd_kernels.torch_biased_experts import clamped_swiglu
 from pd_kernels.values import ExpertPart, HalfNormed
 from pd_kernels.weight_forms import FORMS, MXFP4, PackedWeight
@@ -48,6 +49,17 @@ def test_all_codes_and_exponents_of_mxfp4(dtype: torch.dtype) -> None:
 
 def test_each_form_says_its_bytes() -> None:
     assert {name: (form.size + 1) / form.group for name, form in FORMS.items()} == BYTES_OF_FORM
+
+
+def test_each_form_has_room_for_itself_and_for_whole_tiles() -> None:
+    assert FORMS.keys() == ROOMS.keys()
+    for name, form in FORMS.items():
+        for outputs in (1, 64, 192, 193, 2880, 5760):
+            for groups in (1, 4, 5, 90):
+                blocks, scales = ROOMS[name](outputs, groups * form.group)
+                assert blocks >= outputs * groups * form.size
+                assert scales >= outputs * groups
+    assert sum(ROOMS["mxfp4"](5760, 2880)) == 30 * 23 * 13_312
 
 
 def random_experts(dtype: torch.dtype, *, packed: bool) -> BiasedExperts:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
-from pd_kernels import reference, torch_experts
+from pd_kernels import mxfp4_tiles, reference, torch_experts, triton_biased_experts
+from pd_kernels.backends import TORCH
 from pd_kernels.mxfp4_tiles import KEPT, LINES, PIECES, ROTATIONS, STEP, USED, Mxfp4Tiles, fits, in_order, in_tiles
 from pd_kernels.torch_biased_experts import TorchBiasedMix
 from pd_kernels.triton_biased_experts import SortedMix, make_biased_mix
@@ -167,6 +169,81 @@ def test_each_number_is_where_its_thread_finds_it(is_gated: bool) -> None:
     assert torch.equal(in_order(bias, is_gated=is_gated)[:, :outputs], bias[:, order])
 
 
+class NewStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the sizes in bytes of all memory that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {part.untyped_storage().data_ptr() for part in args if isinstance(part, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.sizes.append(result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 24])
+@pytest.mark.parametrize(("outputs", "inputs", "is_gated"), [(208, 160, True), (192, 128, False), (32, 416, True)])
+def test_a_weight_with_room_is_put_into_tiles_in_place(
+    outputs: int, inputs: int, is_gated: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tiles as those in new memory, of experts that are packed in several parts."""
+    shape = 24, outputs, inputs
+    weight, roomy = random_packed(*shape, seed=3), PackedWeight.empty(MXFP4, shape, torch.device("cpu"), has_room=True)
+    assert roomy.room is not None
+    assert roomy.blocks.shape == weight.blocks.shape
+    assert roomy.scales.shape == weight.scales.shape
+    assert [part.data_ptr() for part in roomy.room] == [roomy.blocks.data_ptr(), roomy.scales.data_ptr()]
+    expected, before = in_tiles(weight, is_gated=is_gated), weight.blocks.clone()
+    roomy.blocks.copy_(weight.blocks)
+    roomy.scales.copy_(weight.scales)
+    monkeypatch.setattr(mxfp4_tiles, "_NUMBERS", at_once * outputs * inputs)
+    with NewStorages() as new:
+        found = in_tiles(roomy, is_gated=is_gated)
+    for own, tiles, other in zip(roomy.room, found, expected, strict=True):
+        assert torch.equal(tiles, other)
+        assert tiles.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        assert tiles.untyped_storage().nbytes() == tiles.nbytes, "the room has the size of the tiles"
+    assert new.sizes
+    assert at_once > 1 or max(new.sizes) < roomy.room[0].nbytes / 2
+    assert torch.equal(weight.blocks, before), "a weight without room is left as it was"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "has_room"),
+    [(torch.bfloat16, "cuda", True), (torch.float32, "cuda", False), (torch.bfloat16, "cpu", False)],
+)
+def test_only_weights_that_become_tiles_have_room(
+    dtype: torch.dtype, device: str, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers = {torch.device("cuda"): PlainProduct}
+    monkeypatch.setattr(triton_biased_experts, "_for_hopper", makers.get)
+    assert triton_biased_experts.needs_room(MXFP4, dtype, torch.device(device)) is has_room
+    assert not TORCH.needs_room(MXFP4, dtype, torch.device(device))
+    assert PackedWeight.empty(MXFP4, (2, 32, 64), torch.device("cpu"), has_room=False).room is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "reason"),
+    [(torch.float32, 120, "the model is in torch.float32, not bfloat16"), (torch.bfloat16, 129, "a scale is above 2")],
+)
+def test_why_experts_are_slow_is_logged_once_and_before_a_weight_is_touched(
+    dtype: torch.dtype, scale: int, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(weight: PackedWeight, bias: torch.Tensor, is_gated: bool) -> PlainProduct:
+        raise AssertionError("put into tiles")
+
+    monkeypatch.setattr(triton_biased_experts, "_for_hopper", lambda device: make)
+    triton_biased_experts._warn_slow.cache_clear()
+    weights = random_experts(2, 32, 32, dtype, torch.device("cpu"))
+    packed(weights.down).scales[1, 3] = scale
+    for _layer in range(3):
+        assert isinstance(make_biased_mix(weights, None), SortedMix)
+    assert [record.getMessage() for record in caplog.records] == [f"slow MXFP4 experts: {reason}"]
+
+
 def test_a_scale_without_a_factor_is_not_put_into_tiles() -> None:
     weight = random_packed(1, 16, 32, seed=0, scales=(128, 129))
     assert fits(weight)
@@ -204,7 +281,6 @@ def test_all_codes_and_exponents_on_a_hopper_gpu() -> None:
     weight.blocks[:, :16] = ALL_CODES
     weight = PackedWeight(MXFP4, weight.blocks.to(DEVICE), weight.scales.to(DEVICE))
     product = TiledProduct.of(weight, torch.zeros(1, 192, dtype=torch.bfloat16, device=DEVICE), False)
-    assert product is not None
     expected, count = weight.expert(0, torch.bfloat16).T, 129 * 32
     rows, pairs = torch.eye(count, dtype=torch.bfloat16, device=DEVICE), torch.arange(count, device=DEVICE).int()
     for size in STAGES:

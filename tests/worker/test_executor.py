@@ -12,7 +12,9 @@ import torch
 
 from pd_cluster.config import CacheConfig, ModelConfig, NodeConfig
 from pd_cluster.errors import StartupError
+from pd_cluster.models.decoder import Decoder
 from pd_cluster.scheduling.batch import Batch
+from pd_cluster.worker import model_loading
 from pd_cluster.worker.device_executor import DeviceExecutor
 from pd_cluster.worker.memory_measurement import run_largest_step
 from tests.cluster import READY_DEADLINE_S
@@ -163,6 +165,25 @@ def test_a_model_that_does_not_fit_is_refused(models: ModelStore, tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 10**15}))
     with pytest.raises(StartupError, match="weights of Qwen3ForCausalLM do not fit on cpu"):
         make_executor(tmp_path, load_format="dummy")
+
+
+@pytest.mark.parametrize("place", ["fill_at_random", "finish_loading"])
+def test_a_model_that_fits_only_until_it_is_loaded_is_refused(
+    models: ModelStore, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(model_loading if place == "fill_at_random" else Decoder, place, fail)
+    with pytest.raises(StartupError, match="no room on cpu to load the weights of Qwen3ForCausalLM: tried to alloc"):
+        make_executor(models.get("qwen3").directory, load_format="dummy")
+
+
+def test_packed_experts_in_float16_are_refused(models: ModelStore) -> None:
+    directory = models.get("gpt-oss-mxfp4").directory
+    with pytest.raises(StartupError, match=r"^dtype float16 cannot hold mxfp4 weights; choose bfloat16 or float32$"):
+        make_executor(directory, dtype="float16")
+    assert make_executor(directory, dtype="bfloat16").model.dtype == "bfloat16"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
