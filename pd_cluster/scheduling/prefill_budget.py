@@ -75,7 +75,7 @@ class PrefillBudget:
 
         A prompt that is cut ends where a captured step ends, if it reaches little beyond that: the rest would cause
         padding. It is not shortened if that leaves the step's prompts less than LEAST_PROMPT_TOKENS. A far one ends
-        with a whole ROUND where it reaches beyond one, if that leaves it half, and no few tokens for a step of their own.
+        with a whole ROUND where it reaches beyond one, if that leaves it half, and no few tokens for another step.
         """
         num_tokens = min(num_remaining, self._room(start))
         if self.is_limited and start >= FAR and (total := self.num_planned + num_tokens) > ROUND:

@@ -168,7 +168,7 @@ class StepBudget:
             limits = self._limits(num_decodes, _context_of(_streams(queues, num_entering)))
         else:
             context = queues.mean_context  # of prompts too, which may be all that is far
-            if context >= FAR and _least_context(_streams(queues, num_entering)) < FAR:
+            if context >= FAR and min((len(seq.token_ids) for seq in _streams(queues, num_entering)), default=0) < FAR:
                 context = FAR - 1
             key = num_decodes, self._revision, context // CONTEXT_STEP
             if self._usual[0] != key:  # 1 us for 9
@@ -177,7 +177,7 @@ class StepBudget:
         return PrefillBudget.beside(num_decodes, max_num_tokens, *limits)
 
     def _usual_limits(self, num_decodes: int, context: int) -> tuple[int, int, int]:
-        """Beside FAR streams as on a prefill node that keeps them, within KEPT_GAP_S by steps of late, if that is no less.
+        """Beside FAR streams as on a prefill node that keeps them: KEPT_GAP_S, by steps of late, if that is no less.
 
         Else as beside streams of the usual context, and the cost of as many tokens of a prompt behind `context` others,
         as each stream has, as behind the usual ones: else long streams starve prompts like theirs. In a step within
@@ -304,10 +304,6 @@ def _streams(queues: Queues, num_entering: int) -> list[Sequence]:
 
 def _context_of(streams: list[Sequence]) -> int:
     return sum(len(seq.token_ids) for seq in streams)
-
-
-def _least_context(streams: list[Sequence]) -> int:
-    return min((len(seq.token_ids) for seq in streams), default=0)
 
 
 def _next_prompts(queues: Queues) -> Iterator[Sequence]:

@@ -184,7 +184,14 @@ def test_a_stream_that_enters_counts_too_and_one_without_a_token_does_not() -> N
     assert budget.beside(2, 0, 2048, queues).take(0, 9000) == far
     queues.loaded.append(SimpleNamespace(token_ids=range(1000)))
     assert budget.beside(2, 0, 2048, queues).take(0, 9000) == far, "it has no slot"
-    assert budget.beside(3, 1, 2048, queues).take(0, 9000) < far
+    assert budget.beside(3, 1, 2048, queues).take(0, 9000) < 0.7 * far
+
+
+def test_a_prompt_alone_leaves_a_request_that_will_decode_the_usual_step() -> None:
+    budget, queues = decoding(StepModel()), streams(40_000)
+    far = budget.beside(0, 0, 2048, queues).take(0, 9000)
+    queues.running.clear()
+    assert budget.beside(0, 0, 2048, queues).take(0, 9000) < 0.7 * far
 
 
 @pytest.mark.parametrize("num_decodes", [1, 4, 8, 16, 32])
