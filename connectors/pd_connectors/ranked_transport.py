@@ -91,7 +91,7 @@ class RankedTransport(Transport):
         self._layout = layout
         self._ports = ports
         self._descriptions: dict[int, bytes] = {}  # by rank
-        self._inbox: queue.Queue[tuple[int, bytes]] = queue.Queue()
+        self._inbox: queue.Queue[tuple[int, bytes]] = queue.Queue()  # a SimpleQueue's `get` may wait for ever
         self._completions: list[Completion] = []
         self._endpoints: dict[PeerKey, _Endpoint] = {}
         self._parts: dict[int, _WholeRead] = {}  # in flight, by the part's number

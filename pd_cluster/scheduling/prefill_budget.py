@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Self
 
+from pd_connectors.protocol.feed import FAR
+
 LEAST_PROMPT_TOKENS = 32  # prompt tokens of a step beside any number of decodes, so that no prompt starves
 STEP_MULTIPLE = 64  # captured steps have whole ones; prompts get one, if it fits, whatever they cost
 COARSE = 512  # tokens from which captured sizes are two STEP_MULTIPLEs apart
 # After FAR tokens a prompt is cut at whole ROUNDs of a step: large tiles of attention fill an H200 at 528 tokens of 32
 # heads, and a few more need a second round. After 40,000, beside one stream, 512, 768 and 1,024 take 32, 51 and 58 ms
 # (8B). With any size four mixed nodes within 38 ms a step answered 3.73 turns a second, so 3.84 (simulated)
-FAR, ROUND = 16_384, 512
+ROUND = 512
 PADDING_PRICE = 4  # a prompt is cut by one more token, to avoid padding, if it keeps at least this many for it
 
 
@@ -73,11 +75,14 @@ class PrefillBudget:
 
         A prompt that is cut ends where a captured step ends, if it reaches little beyond that: the rest would cause
         padding. It is not shortened if that leaves the step's prompts less than LEAST_PROMPT_TOKENS. A far one ends
-        with a whole ROUND where it reaches beyond one.
+        with a whole ROUND where it reaches beyond one, if that leaves it half, and no few tokens for another step.
         """
         num_tokens = min(num_remaining, self._room(start))
-        if self.is_limited and start >= FAR and (total := self.num_planned + num_tokens) > ROUND > self.num_planned:
-            num_tokens -= total % ROUND
+        if self.is_limited and start >= FAR and (total := self.num_planned + num_tokens) > ROUND:
+            excess = total % ROUND
+            ends = num_tokens == num_remaining and excess < LEAST_PROMPT_TOKENS
+            if not ends and num_tokens - excess >= max(LEAST_PROMPT_TOKENS, num_tokens / 2):
+                num_tokens -= excess
         if num_tokens < num_remaining:
             excess = (self.num_planned + num_tokens) % STEP_MULTIPLE
             keeps_least = self.num_given + num_tokens - excess >= LEAST_PROMPT_TOKENS

@@ -42,9 +42,10 @@ from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING
 
-from pd_cluster.scheduling.prefill_budget import FAR, LEAST_PROMPT_TOKENS, PrefillBudget
+from pd_cluster.scheduling.prefill_budget import LEAST_PROMPT_TOKENS, PrefillBudget
 from pd_cluster.scheduling.sequence import SequenceStatus
 from pd_cluster.scheduling.targets import AIM, KEPT_GAP_S, MOST_KEYS, NEARLY_CHEAPEST
+from pd_connectors.protocol.feed import FAR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -165,24 +166,29 @@ class StepBudget:
         limits: tuple[int, ...]
         if not targets.context:
             limits = self._limits(num_decodes, _context_of(_streams(queues, num_entering)))
-        elif self._usual[0] == (key := (num_decodes, self._revision, queues.mean_context // CONTEXT_STEP)):
-            limits = self._usual[1]  # 1 us for 9
         else:
-            limits = self._usual_limits(num_decodes, queues.mean_context)
-            self._usual = key, limits
+            context = queues.mean_context  # of prompts too, which may be all that is far
+            if context >= FAR and min((len(seq.token_ids) for seq in _streams(queues, num_entering)), default=0) < FAR:
+                context = FAR - 1
+            key = num_decodes, self._revision, context // CONTEXT_STEP
+            if self._usual[0] != key:  # 1 us for 9
+                self._usual = key, self._usual_limits(num_decodes, context)
+            limits = self._usual[1]
         return PrefillBudget.beside(num_decodes, max_num_tokens, *limits)
 
     def _usual_limits(self, num_decodes: int, context: int) -> tuple[int, int, int]:
-        """Beside FAR streams as on a prefill node that keeps them: within KEPT_GAP_S, by steps of late.
+        """Beside FAR streams as on a prefill node that keeps them: KEPT_GAP_S, by steps of late, if that is no less.
 
         Else as beside streams of the usual context, and the cost of as many tokens of a prompt behind `context` others,
         as each stream has, as behind the usual ones: else long streams starve prompts like theirs. In a step within
         KEPT_GAP_S, if that leaves no less.
         """
-        if context >= FAR:
-            return *self._limits(num_decodes, context * num_decodes, KEPT_GAP_S, self._live), 0
         usual, model = self.targets.context, self.model
         most, keys = self._limits(num_decodes, usual * num_decodes)
+        if context >= FAR:
+            far = self._limits(num_decodes, context * num_decodes, KEPT_GAP_S, self._live)
+            if far[0] >= most:
+                return *far, 0
         within = model.tokens_within(num_decodes, AIM * KEPT_GAP_S - model.decode_s(num_decodes, context * num_decodes))
         return most, keys, min(within, round(most * (keys + context) / (keys + usual)))
 

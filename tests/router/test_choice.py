@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -16,7 +16,7 @@ from pd_router.config import HandoffOrder, RouterConfig
 from pd_router.errors import NoNode
 from pd_router.nodes.node_table import FULL_KV, Node, NodeTable, Role
 from pd_router.policy.charge import Charge
-from pd_router.policy.cost import LOCAL_TOKENS, SPEEDS, Costs
+from pd_router.policy.cost import LOCAL_TOKENS, SPEEDS, STREAM_SHARE, Costs
 from pd_router.policy.prompt_facts import PromptFacts
 from tests.router.choosing import choose
 
@@ -65,6 +65,11 @@ def chosen(
 
 def learned(node: Node, tokens_per_s: float) -> None:
     node.speed.note(round(tokens_per_s * 4 * 100), 0.0, NOW_S)  # for so long that no guess matters
+
+
+def surely_learned(node: Node, tokens_per_s: float) -> None:
+    """For so long that the guess is nothing, where each choice of many depends on it."""
+    node.speed.note(round(tokens_per_s * 4e6), NOW_S - 1e6, NOW_S)
 
 
 def keep_busy(node: Node, seconds: float, tokens_per_s: float = 25_000.0) -> Charge:
@@ -363,22 +368,27 @@ def test_the_target_decides_where_the_sum_does_not() -> None:
     d_share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     num_decodes=st.integers(1, 3),
 )
+@example([10_206, 25, 25, 25, 25, 25, 140, 25, 503, 217, 2693, 495, 27], 0.1, 1)
 def test_a_burst_spreads(sizes: list[int], d_share: float, num_decodes: int) -> None:
-    """All at once: each is charged where it goes, and none goes where it would wait clearly longer."""
+    """All at once: each is charged where it goes, and none goes where it would wait clearly longer.
+
+    Of what a decode node has to read, a stream that is handed over waits for a share of its own.
+    """
     nodes = table(1, num_decodes)
     p, *ds = nodes.nodes
-    learned(p, 25_000.0)
+    surely_learned(p, 25_000.0)
     d_speed = 25_000.0 * (d_share or SPEEDS[Role.DECODE])
     for d in ds:
         if d_share:
-            learned(d, d_speed)
+            surely_learned(d, d_speed)
     for size in sizes:
         choice = chosen(nodes, size)
         node = choice.best(ds, NOW_S) if choice.otherwise else p
         assert node is not None
         p_s = (p.view.queued_tokens + size) / 25_000.0
         if node is not p:
-            assert (node.view.queued_tokens + size) / d_speed < p_s
+            queued = node.view.queued_tokens
+            assert (queued + size) / d_speed < p_s + STREAM_SHARE * queued / d_speed
         Charge(node, lambda: NOW_S, prompt_tokens=size, sequences=node is not p)
     assert p.view.queued_tokens >= sizes[0], "the first one found an empty queue"
 

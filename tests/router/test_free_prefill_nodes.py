@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
+from pd_connectors.protocol.feed import FAR
 from pd_router.config import HandoffOrder
 from pd_router.policy.charge import Charge
-from pd_router.policy.cost import DOUBT_S, FAR
+from pd_router.policy.cost import DOUBT_S
 from tests.router.test_choice import NOW_S, chosen, table
 from tests.router.test_long_contexts import CONTEXT, DECODE, PREFILL, nodes
 

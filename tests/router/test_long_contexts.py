@@ -6,13 +6,14 @@ and 985 ms at the decode node that the router preferred.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
 from msgspec.structs import replace
 
 from pd_cluster.scheduling.prefill_budget import PrefillBudget
-from pd_connectors.protocol.feed import NodeLoad
+from pd_connectors.protocol.feed import FAR, NodeLoad
 from pd_router.calls.body import RequestBody
 from pd_router.config import HandoffOrder
 from pd_router.nodes.answer_lengths import AnswerLengths
@@ -73,6 +74,31 @@ def test_a_decode_node_does_not_take_what_it_serves_three_times_slower(num_new: 
             assert choice.order is HandoffOrder.P_FIRST, (queued, waits_s, alone_s)
         if waits_s > (1.2 + 5 * FAR_SHARE) * alone_s + DOUBT_S:
             assert choice.order is HandoffOrder.DIRECT, (queued, waits_s, alone_s)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_cached", "order"),
+    [(FAR - 84, 0, HandoffOrder.DIRECT), (43_500, 40_000, HandoffOrder.P_FIRST)],
+)
+def test_streams_count_more_for_what_comes_after_many_tokens(
+    num_tokens: int, num_cached: int, order: HandoffOrder
+) -> None:
+    """A prefill node that takes 1.35 times as long keeps such a turn, and no fresh prompt."""
+    for queued in range(0, 50_000, 100):
+        made = nodes(queued=queued)
+        choice = chosen(made, num_tokens, cached=cached_on(made, num_cached))
+        p, d = made.nodes
+        if choice.costs.reading_s(p) > 1.35 * (choice.costs.first_token_s(d) or 0.0):
+            assert choice.order is order
+            return
+    pytest.fail("its queue was never so long")
+
+
+def test_no_few_tokens_more_make_a_fresh_prompt_stay_much_longer() -> None:
+    """At 16,384 tokens 20 streams cost it two and a half times as much as at 16,300."""
+    made = nodes(PREFILL, replace(DECODE, num_running=20, num_context=20 * 16_000))
+    costs = [chosen(made, num_tokens).costs.direct_s(made.nodes[1]) for num_tokens in range(8000, 60_000, 100)]
+    assert all(one < other < 1.04 * one for one, other in pairwise(costs))
 
 
 @pytest.mark.parametrize("num_cached", [20_000, 40_000, 60_000])

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from pd_cluster.scheduling.prefill_budget import (
     COARSE,
     LEAST_PROMPT_TOKENS,
+    ROUND,
     STEP_MULTIPLE,
     PrefillBudget,
     affordable,
     cost_of,
 )
+from pd_connectors.protocol.feed import FAR
 
 KEYS = 6000  # about those of Llama 8B
 STARTS = st.one_of(st.just(0), st.integers(0, 12_000), st.integers(0, 200_000))
@@ -124,3 +126,52 @@ def test_without_a_price_a_limited_step_is_full(num_decodes: int, left: int, sta
     share = PrefillBudget.beside(num_decodes, 2048, most)
     count = share.take(start, left)
     assert count == left or (num_decodes + count) % STEP_MULTIPLE == 0
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "most", "left", "taken"),
+    [
+        (5, 600, 5000, ROUND - 5),
+        (5, 1000, 5000, ROUND - 5),
+        (5, 1200, 5000, 2 * ROUND - 5),  # the most whole ones, not the first
+        (505, 2000, 5000, 4 * ROUND - 505),
+        (505, 700, 5000, 2 * ROUND - 505),
+        (505, 400, 5000, 896 - 505),  # else 7
+        (511, 400, 5000, 896 - 511),  # else 1
+        (480, 0, 5000, 32),
+        (5, 900, 508, 508),  # it ends: a step for one token more takes longer
+        (5, 900, 507 + LEAST_PROMPT_TOKENS, 507),
+        (5, 900, 507, 507),
+    ],
+)
+def test_a_far_prompt_ends_with_a_whole_round_unless_that_takes_most_of_it(
+    num_decodes: int, most: int, left: int, taken: int
+) -> None:
+    assert PrefillBudget.beside(num_decodes, 8192, most).take(FAR, left) == taken
+    usual = PrefillBudget.beside(num_decodes, 8192, most)
+    assert usual.take(FAR - 1, left) == min(left, usual.num_planned - num_decodes)
+    assert PrefillBudget.whole(2000).take(FAR, left) == min(left, 2000), "nothing is limited"
+
+
+def test_a_far_prompt_after_another_ends_with_a_whole_round_too() -> None:
+    share = PrefillBudget.beside(5, 8192, 1200)
+    assert (share.take(0, 520), share.take(FAR, 5000)) == (520, 2 * ROUND - 525)
+    share = PrefillBudget.beside(5, 8192, 900)
+    assert (share.take(0, 520), share.take(FAR, 5000)) == (520, 896 - 525), "there is none to end with"
+
+
+@pytest.mark.long
+@given(DECODES, LENGTHS, st.integers(FAR, 200_000), st.integers(0, 3000), KEYS_PER_TOKEN, st.integers(0, 600))
+def test_a_far_prompt_keeps_half_of_what_it_would_get(
+    num_decodes: int, left: int, start: int, most: int, keys_per_token: int, before: int
+) -> None:
+    share = PrefillBudget.beside(num_decodes, 8192, most, keys_per_token)
+    if before:
+        share.take(0, before)
+    if share.admits(start):
+        fits = max(share.least_left, affordable(share.cost_left, start, keys_per_token))
+        room, planned = min(left, share.tokens_left, fits), share.num_planned
+        taken = share.take(start, left)
+        assert 2 * taken >= room
+        assert taken > room - STEP_MULTIPLE or (planned + taken) % ROUND == 0
+        assert planned + taken >= (planned + room) // ROUND * ROUND

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.slo.device import DEVICES, steps_at_start
 from pd_cluster.config import SchedulerConfig
 from pd_cluster.errors import StartupError
-from pd_cluster.scheduling.prefill_budget import FAR, ROUND, STEP_MULTIPLE
+from pd_cluster.scheduling.prefill_budget import ROUND, STEP_MULTIPLE
 from pd_cluster.scheduling.step_budget import StepBudget
 from pd_cluster.scheduling.step_model import StepModel, StepWork, keys_of
 from pd_cluster.scheduling.targets import (
@@ -26,6 +26,7 @@ from pd_cluster.scheduling.targets import (
     Targets,
     usual_gap_s,
 )
+from pd_connectors.protocol.feed import FAR
 
 # Milliseconds of steps on one H200 with 32 decodes of 1,024 tokens, by all of their tokens. See benchmarks/LOG.md
 DENSE_8B = {32: 5.4, 128: 6.2, 256: 8.1, 512: 13.7, 1024: 23.8}
@@ -42,13 +43,19 @@ def decoding(model: StepModel, role: str = "decode", device: str = "cuda:0", con
     return StepBudget(targets, model, lambda: 100.0, lambda: 0.0)
 
 
+def streams(*contexts: int, mean: int = 0) -> Any:
+    """Queues with running streams. `mean`: with the prompts that are no streams yet."""
+    running = [
+        SimpleNamespace(num_remaining_tokens=1, num_output_tokens=9, num_pending=1, token_ids=range(context))
+        for context in contexts
+    ]
+    mean = mean or sum(contexts) // len(contexts)
+    return SimpleNamespace(running=running, loaded=[], waiting=[], num_free_slots=1, mean_context=mean)
+
+
 def tokens(budget: StepBudget, num_decodes: int, context: int = USUAL_CONTEXT, start: int = 0) -> int:
     """Tokens of a long prompt after `start` others beside so many decodes."""
-    stream = SimpleNamespace(num_remaining_tokens=1, num_output_tokens=9, num_pending=1, token_ids=range(context))
-    queues = SimpleNamespace(
-        running=[stream] * num_decodes, loaded=[], waiting=[], num_free_slots=1, mean_context=context
-    )
-    return budget.beside(num_decodes, 0, 2048, cast("Any", queues)).take(start, 100_000)
+    return budget.beside(num_decodes, 0, 2048, streams(*[context] * num_decodes)).take(start, 100_000)
 
 
 def measured(table: dict[int, float]) -> StepModel:
@@ -156,6 +163,46 @@ def test_far_prompts_beside_far_streams_have_whole_rounds_within_the_bound_of_ga
         assert now + num_decodes == ROUND or predicted_s > 0.6 * KEPT_GAP_S
 
 
+@pytest.mark.parametrize(
+    ("contexts", "prompt"), [([1000] * 3, 63_000), ([131_072, *[50] * 7], 0), ([60_000, *[1000] * 3], 0)]
+)
+@pytest.mark.parametrize("start", [0, 8192, 30_000, 50_000])
+def test_streams_of_which_one_is_not_far_wait_as_short_ones_do(contexts: list[int], prompt: int, start: int) -> None:
+    """Three of 1,000 tokens waited 34 ms a step for a prompt of 63,000: the mean of all was far."""
+    model, num = StepModel(steps_at_start(DEVICES["8b", 1])), len(contexts)
+    mean = (sum(contexts) + prompt) // (num + bool(prompt))
+    now = decoding(model).beside(num, 0, 8192, streams(*contexts, mean=mean)).take(start, 50_000)
+    alone_s = model.decode_s(num, sum(contexts))
+    assert model.seconds(StepWork(num, sum(contexts), now, keys_of(now, start))) < alone_s + 0.0105
+    assert now >= min(128, tokens(decoding(model), num, start=start))
+
+
+def test_a_stream_that_enters_counts_too_and_one_without_a_token_does_not() -> None:
+    budget, queues = decoding(StepModel(steps_at_start(DEVICES["8b", 1]))), streams(40_000, 40_000)
+    far = budget.beside(2, 0, 2048, queues).take(0, 9000)
+    queues.running.append(SimpleNamespace(num_remaining_tokens=9000, token_ids=range(9000)))
+    assert budget.beside(2, 0, 2048, queues).take(0, 9000) == far
+    queues.loaded.append(SimpleNamespace(token_ids=range(1000)))
+    assert budget.beside(2, 0, 2048, queues).take(0, 9000) == far, "it has no slot"
+    assert budget.beside(3, 1, 2048, queues).take(0, 9000) < 0.7 * far
+
+
+def test_a_prompt_alone_leaves_a_request_that_will_decode_the_usual_step() -> None:
+    budget, queues = decoding(StepModel()), streams(40_000)
+    far = budget.beside(0, 0, 2048, queues).take(0, 9000)
+    queues.running.clear()
+    assert budget.beside(0, 0, 2048, queues).take(0, 9000) < 0.7 * far
+
+
+@pytest.mark.parametrize("num_decodes", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize("slower", [1, 2, 4])
+def test_far_streams_leave_fresh_prompts_no_less_than_usual_ones_on_any_device(num_decodes: int, slower: int) -> None:
+    """16 streams on a device that takes four times as long left 48 tokens for 240."""
+    model = StepModel([(work, slower * one_s) for work, one_s in steps_at_start(DEVICES["8b", 1])])
+    usual, far = (tokens(decoding(model), num_decodes, context) for context in (USUAL_CONTEXT, FAR))
+    assert far >= usual
+
+
 def test_what_far_streams_leave_goes_by_steps_of_late() -> None:
     """At start a step of 96 tokens said what a key costs, and in steps of 512 it is two thirds of that."""
     model = StepModel(steps_at_start(DEVICES["8b", 1]))
@@ -174,8 +221,7 @@ def test_what_far_streams_leave_goes_by_steps_of_late() -> None:
 def test_routers_are_told_the_tokens_that_a_prompt_gets(num_decodes: int, context: int) -> None:
     """Wherever it begins: a share of 251 that shrank as one of 1,024 does was told as half of what it is."""
     budget = decoding(StepModel(steps_at_start(DEVICES["8b", 1])))
-    queues = cast("Any", SimpleNamespace(mean_context=context))
-    share = budget.lasting(num_decodes, 2048, queues)
+    share = budget.lasting(num_decodes, 2048, streams(*[context] * num_decodes))
     keys = budget.step_keys(num_decodes, share)
     for start in (0, context // 2, context, context * 5 // 4):
         told = share / (1 + start / keys) if keys else share

@@ -23,6 +23,9 @@ MAX_WAIT_MS = 250
 # Tiers, of which each takes longer to load from than the one before. "Not on the device" is all that a reader may
 # conclude from a number that it does not know.
 DEVICE, HOST = 0, 1
+# Tokens of context from which a stream takes an eighth of what reading the weights does, of each step (8B): from there
+# on routers have prefill nodes keep it, and a node's steps beside such streams alone are longer
+FAR = 16_384
 PREFILL_CHARGE_HEADER = "x-pd-prefill-charge"  # of a request to D: the CHARGE_HEADER of D's request to a P
 
 

@@ -11,6 +11,7 @@ from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from pd_connectors.protocol.feed import FAR
 from pd_router.nodes.ledger import DECODE_S
 from pd_router.nodes.node_table import Node, Role
 from pd_router.nodes.node_view import TextRatio
@@ -36,10 +37,10 @@ ERROR_FACTOR = 1.1
 # Of a second of a stream, beside one until a first token. Where streams are alike the answer loses as much to them as
 # they lose to it, so half of the sum is one of the two: 50 us a step at 1,200 tokens. `STREAM_SHARE` is beside that
 STREAM_WEIGHT = 0.5
-# Tokens of context from which a stream takes an eighth of what reading the weights does, of each step (8B): from there
-# on it pays to have it elsewhere, so prefill nodes keep no shorter ones. A prompt as long is read in steps that take
-# four times as long as the decodes alone, which costs each stream more: with STREAM_SHARE 1P1D answered 1% fewer turns
-FAR, FAR_SHARE = 16_384, 1 / 10
+# STREAM_SHARE of what comes after FAR tokens of a prompt: its steps take four times as long as the decodes alone. With
+# STREAM_SHARE 1P1D answered 1% fewer turns. It takes the part of the keys that these tokens see: by the context alone a
+# fresh prompt of 16,384 tokens left a D with 20 streams two and a half times as late as one of 16,300
+FAR_SHARE = 1 / 10
 # Times as late as from a decode node a stream may have its tokens to go on at a prefill node, where all together gain.
 # With 1.0 2P2D answered 3.76 turns a second, with this 3.79, with any 3.78 (simulated)
 SLOWER = 1.2
@@ -73,7 +74,7 @@ class Costs:
 
     __slots__ = (
         "_best_decoding", "_best_reading", "_cached", "_context", "_decodes", "_lower", "_now_s", "_num_sequences",
-        "_num_steps", "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_share", "_usual_s", "is_far",
+        "_num_steps", "_num_units", "_prefills", "_prompt", "_ratio", "_reported_s", "_usual_s", "is_far",
     )  # fmt: skip
 
     def __init__(
@@ -87,7 +88,6 @@ class Costs:
         self._num_steps = STREAM_WEIGHT * prompt.num_output * prompt.num_sequences  # of all sequences of the answer
         self._context = prompt.num_output / 2 + (prompt.context_at(decodes[0]) if decodes else 0.0)  # of one of them
         self.is_far = self._context >= FAR
-        self._share = FAR_SHARE if self.is_far else STREAM_SHARE
         self._cached, self._lower = prompt.cached, prompt.lower
         self._prefills, self._decodes = prefills, decodes
         self._now_s = now_s
@@ -145,7 +145,7 @@ class Costs:
     def decoding(self, nodes: Iterable[Node]) -> list[tuple[float, float, bool]]:
         """`handing_over_s` and `direct_s` of each node, and whether the answer's sequences would run at once."""
         costs_s, num_sequences = [], self._num_sequences
-        num_steps, context, share = self._num_steps, self._context, self._share
+        num_steps, context = self._num_steps, self._context
         for node, cached, tokens, queue_s, own_s in self._sums(nodes, self._best_decoding):
             load = node.view.ledger.total
             streams = load.num_sequences
@@ -162,6 +162,9 @@ class Costs:
                 answer_s += self._room_s(node)
             moved_s = TRANSFER_S * (tokens if tokens < CHUNK_TOKENS else CHUNK_TOKENS)
             handing_over_s = HANDOVER_S + moved_s + STREAM_SHARE * queue_s + answer_s
+            share, end = STREAM_SHARE, cached + tokens
+            if end > FAR:
+                share += (FAR_SHARE - STREAM_SHARE) * min(1.0, (end**2 - FAR**2) / (end**2 - cached**2))
             direct_s = queue_s + own_s * (ERROR_FACTOR + share * streams) + answer_s
             costs_s.append((handing_over_s, direct_s, has_room))
         return costs_s
