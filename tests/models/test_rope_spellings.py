@@ -45,8 +45,9 @@ def transformers_rope(config: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
     known = deepcopy(config)  # it changes nested settings
-    rope: dict[str, Any] = AutoConfig.for_model(known.pop("model_type"), **known).rope_parameters
-    return rope.get("full_attention", rope)
+    rope = AutoConfig.for_model(known.pop("model_type"), **known).rope_parameters
+    full: dict[str, Any] = rope.get("full_attention", rope)
+    return full
 
 
 def with_blocks(
