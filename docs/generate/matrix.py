@@ -13,7 +13,7 @@ from docs.generate.clients import specs
 from docs.generate.document import code, table
 from pd_cluster.config import ModelConfig, NodeConfig, SchedulerConfig, ServerConfig
 from pd_cluster.launch.up_flags import POOL_CONNECTORS
-from pd_cluster.models.quantization import METHODS
+from pd_cluster.models.quantization import METHODS, Scales
 from pd_cluster.models.registry import ARCHITECTURES
 from pd_cluster.server.bodies.fields import REFUSED
 from pd_cluster.server.bodies.schema import ChatBody, CompletionBody
@@ -180,8 +180,9 @@ def _models() -> Row:
 def _dtypes() -> Row:
     caches = [f"{name} KV cache" for name in _choices(ModelConfig, "kv_cache_dtype")]
     measured = "of Llama-70B's shape only decoding was measured, with random weights"
-    fp8 = f"fp8 weights ({', '.join(map(code, METHODS))}; {measured})"
-    return Row("dtypes", [*_choices(ModelConfig, "dtype"), *caches], [fp8], [])
+    fp8 = f"fp8 weights ({', '.join(code(name) for name in METHODS if name != Scales.MXFP4)}; {measured})"
+    mxfp4 = f"experts of gpt-oss in 4 bits ({code(Scales.MXFP4)}; only random weights were measured)"
+    return Row("dtypes", [*_choices(ModelConfig, "dtype"), *caches], [fp8, mxfp4], [])
 
 
 def _gpus() -> Row:

@@ -18,7 +18,7 @@ class ConfigReader:
 
     def __init__(self, directory: Path, config: Mapping[str, Any], field: str = "") -> None:
         """`field`: the object of the config that has the fields."""
-        self._directory, self._file = directory, directory / "config.json"
+        self._directory, self.file = directory, directory / "config.json"
         self._config = config
         self._prefix = field and f"{field}."
 
@@ -28,9 +28,10 @@ class ConfigReader:
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         value = self.optional(name, default)
+        value = int(value) if isinstance(value, float) and value.is_integer() else value  # 32768.0 is one, too
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             kind = "a positive integer" if least else "an integer of at least 0"
-            raise StartupError(f"{self._file}: {self._prefix}{name} must be {kind}, not {value!r}")
+            raise StartupError(f"{self.file}: {self._prefix}{name} must be {kind}, not {value!r}")
         return value
 
     def number(self, name: str, default: float | None = None, least: float = 0.0) -> float:
@@ -39,20 +40,20 @@ class ConfigReader:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 < value < FLOAT32_MAX or value < least:
             kind = f"a number of at least {least:g}" if least else "a positive number"
-            raise StartupError(f"{self._file}: {self._prefix}{name} must be {kind}, not {value!r}")
+            raise StartupError(f"{self.file}: {self._prefix}{name} must be {kind}, not {value!r}")
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
         value = self._config.get(name, default)
         if not isinstance(value, bool):
-            raise StartupError(f"{self._file}: {self._prefix}{name} must be true or false, not {value!r}")
+            raise StartupError(f"{self.file}: {self._prefix}{name} must be true or false, not {value!r}")
         return value
 
     def object(self, name: str) -> dict[str, Any]:
         """An object, empty if there is none."""
         value = self.optional(name, {})
         if not isinstance(value, dict):
-            raise StartupError(f"{self._file}: {self._prefix}{name} must be an object, not {value!r}")
+            raise StartupError(f"{self.file}: {self._prefix}{name} must be an object, not {value!r}")
         return value
 
     def within(self, field: str, settings: Mapping[str, Any]) -> ConfigReader:
@@ -66,4 +67,4 @@ class ConfigReader:
 
     def refuse(self, name: str, condition: bool, why: str) -> None:
         if condition:
-            raise UnservedModel(f"{self._file}: {name} = {self._config.get(name)!r} cannot be served: {why}")
+            raise UnservedModel(f"{self.file}: {name} = {self._config.get(name)!r} cannot be served: {why}")

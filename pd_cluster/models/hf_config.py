@@ -1,6 +1,7 @@
 """Read a Hugging Face `config.json` without importing transformers, which takes 0.8 s, or torch.
 
-Both spellings of the RoPE settings are read: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling`.
+Both spellings of the RoPE settings are read: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling`, and
+both in one config, see `_rope_settings`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from pd_cluster.errors import UnservedModel
+from pd_cluster.errors import StartupError, UnservedModel
 from pd_cluster.models.config_reader import FLOAT32_MAX, ConfigReader
 from pd_cluster.models.quantization import BYTES_OF_FORM, read_quantization
 from pd_cluster.models.rope_kinds import ROPE_KINDS
@@ -57,6 +58,7 @@ class ConfigRules:
 
     qkv_bias: bool | None = None  # None: as `attention_bias` says
     out_bias: bool | None = None
+    attention_bias: bool = False  # default
     qk_norm: bool | None = False  # None: as `use_qk_norm` says
     norms_heads_together: bool = False  # QK norm has one row of all heads
     num_kv_heads: int | None = None  # default when the config has none; None: num_attention_heads
@@ -89,22 +91,22 @@ def read_spec(directory: Path, rules: ConfigRules, config: Mapping[str, Any]) ->
     reader.refuse(
         "num_key_value_heads", num_heads % num_kv_heads != 0, f"{num_heads} heads cannot share {num_kv_heads}"
     )
-    attention_bias = bool(reader.optional("attention_bias", False))
+    attention_bias = bool(reader.optional("attention_bias", rules.attention_bias))
     max_len = reader.integer("max_position_embeddings", rules.max_len)
     query_scalar = rules.query_scalar and reader.integer("query_pre_attn_scalar", rules.query_scalar)
     rope, window_rope = _read_ropes(reader, rules, max_len)
     if rules.window_rope_theta is None or rope.kind == "yarn":  # Gemma 3's `linear` is counted in its configs' context
-        settings = reader.object("rope_scaling") | reader.object("rope_parameters")
-        max_len = scaled_length(max_len, settings | (settings.get("full_attention") or {}))
+        max_len = scaled_length(max_len, _rope_settings(reader, rules)[1])
     head_dim = reader.integer("head_dim", rules.head_dim or hidden_size // num_heads)
     quantization, experts = read_quantization(directory, config), _read_experts(reader, rules, num_layers)
     # MiniMax-M2's config names no dtype; what a float8 checkpoint does not quantize is bfloat16
     dtype = reader.optional("torch_dtype", "bfloat16" if quantization else "float32")
+    is_biased = experts is not None and experts.is_biased
     if quantization is not None and quantization.scales in BYTES_OF_FORM:
         form, quantization = quantization.scales.value, None
-        is_served = experts is not None and experts.is_biased
-        reader.refuse("quantization_config", not is_served, f"{form} is served in gpt-oss only")
+        reader.refuse("quantization_config", not is_biased, f"{form} is served in gpt-oss only")
         experts = experts and replace(experts, form=form)
+    reader.refuse("quantization_config", quantization is not None and is_biased, "float8 weights of gpt-oss are not")
     return ModelSpec(
         architecture=str(config["architectures"][0]),
         vocab_size=reader.integer("vocab_size"),
@@ -161,6 +163,7 @@ def _read_experts(reader: ConfigReader, rules: ConfigRules, num_layers: int) -> 
         return None
     # Which layers then have a window differs between these architectures, and between releases of transformers
     has_windows, has_bias = reader.optional("use_sliding_window", False), reader.optional("qkv_bias", True)
+    has_windows = has_windows and rules.windows is not Windows.PATTERN  # which has them whatever the setting says
     reader.refuse("use_sliding_window", has_windows, "sliding windows are not served in this architecture")
     reader.refuse("qkv_bias", bool(rules.qkv_bias) and not has_bias, "in this architecture only models with it are")
     names = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -213,8 +216,8 @@ def _read_rotary_dim(reader: ConfigReader, rules: ConfigRules, head_dim: int) ->
     `partial_rotary_factor` is a setting of its own or one of RoPE's; MiniMax-M2 on the hub has `rotary_dim` instead.
     """
     name = "partial_rotary_factor"
-    rope = reader.object("rope_scaling") | reader.object("rope_parameters")
-    places = [rope, *(value for value in rope.values() if isinstance(value, dict)), {name: reader.optional(name, None)}]
+    of_types = [value for value in reader.object("rope_parameters").values() if isinstance(value, dict)]
+    places = [_rope_settings(reader, rules)[1], *of_types, {name: reader.optional(name, None)}]
     given = [place[name] for place in places if place.get(name) is not None]
     if rules.rotary_part is None:
         reader.refuse(name, any(part != 1.0 for part in given), "in this architecture heads rotate as a whole")
@@ -228,19 +231,38 @@ def _read_rotary_dim(reader: ConfigReader, rules: ConfigRules, head_dim: int) ->
 
 def _read_ropes(reader: ConfigReader, rules: ConfigRules, max_len: int) -> tuple[RopeSpec, RopeSpec | None]:
     """RoPE of layers with full attention, and of layers with a window if it differs."""
-    new, old = reader.object("rope_parameters"), reader.object("rope_scaling")
-    field = "rope_parameters" if new else "rope_scaling"
-    nested = any(isinstance(value, dict) for value in (old | new).values())
-    theta = reader.number("rope_theta", rules.rope_theta)
+    theta, (field, settings) = reader.number("rope_theta", rules.rope_theta), _rope_settings(reader, rules)
+    full = _read_rope(reader, field, settings, theta, max_len)
     if rules.window_rope_theta is None:
-        reader.refuse(field, nested, "RoPE settings per layer type are not served")
-        return _read_rope(reader, field, old | new, theta, max_len), None
-    reader.refuse(field, bool(new) and not nested, "RoPE settings per layer type are expected")
-    of_types = reader.within(field, new)
-    full = _read_rope(reader, field, old | of_types.object("full_attention"), theta, max_len)
+        return full, None
     local_theta = reader.number("rope_local_base_freq", rules.window_rope_theta)
-    window = _read_rope(reader, field, of_types.object("sliding_attention"), local_theta, max_len)
+    of_window = reader.within("rope_parameters", reader.object("rope_parameters")).object("sliding_attention")
+    window = _read_rope(reader, "rope_parameters", of_window, local_theta, max_len)
     return full, window if window != full else None
+
+
+def _rope_settings(reader: ConfigReader, rules: ConfigRules) -> tuple[str, dict[str, Any]]:
+    """The settings of layers with full attention, and the config's field that has them.
+
+    Of two spellings (what transformers 5 saves, and the block of a model's card) the one counts that names a type;
+    if none or both do, `rope_scaling`, as in transformers. Theta may be in the other one, where transformers loses it.
+    Raises StartupError if both name a type, and not the same.
+    """
+    old, new = (reader.object(field) for field in ("rope_scaling", "rope_parameters"))
+    has_types = rules.window_rope_theta is not None
+    for field, settings, is_nested in (("rope_scaling", old, False), ("rope_parameters", new, has_types)):
+        nested = any(isinstance(value, dict) for value in settings.values())
+        told = f"RoPE settings per layer type are {'expected' if is_nested else 'not served'}"
+        reader.refuse(field, bool(settings) and nested is not is_nested, told)
+    new = reader.within("rope_parameters", new).object("full_attention") if has_types else new
+    kinds = _rope_type(old), _rope_type(new)
+    if "default" not in kinds and kinds[0] != kinds[1]:
+        raise StartupError(f"{reader.file}: rope_scaling names RoPE of type {kinds[0]}, rope_parameters {kinds[1]}")
+    is_old = bool(old) and (kinds[0] != "default" or kinds[1] == "default")
+    chosen, other = (old, new) if is_old else (new, old)
+    shared = (name for name in ("rope_theta", "partial_rotary_factor") if reader.optional(name, None) is None)
+    kept = other if has_types else {name: other[name] for name in shared if name in other}
+    return "rope_scaling" if is_old else "rope_parameters", {**kept, **chosen, "rope_type": kinds[not is_old]}
 
 
 def _read_rope(reader: ConfigReader, field: str, settings: Mapping[str, Any], theta: float, max_len: int) -> RopeSpec:

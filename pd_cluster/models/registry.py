@@ -92,8 +92,7 @@ _GEMMA3 = ConfigRules(
     window_rope_theta=1e4,
 )
 _GPT_OSS = ConfigRules(
-    qkv_bias=True,
-    out_bias=True,
+    attention_bias=True,
     num_kv_heads=8,
     max_len=131072,
     head_dim=64,

@@ -54,8 +54,8 @@ def fill_at_random(model: Model, seed: int) -> None:
     """Fill the slots with dummy weights: matrices and biases N(0, 0.02), norms 1.
 
     A quantized matrix has values N(0, 100) and equal scales that give N(0, 0.02); packed weights are random codes with
-    a deviation of about 0.02. A seed gives the same weights on one
-    kind of device: each rank draws every tensor whole, and keeps its part.
+    a deviation of about 0.02. A seed gives the same weights on one kind of device: each rank draws every tensor whole,
+    and keeps its part.
     """
     generators: dict[torch.device, torch.Generator] = {}
     for name in sorted(model.slots):

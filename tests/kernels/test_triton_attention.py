@@ -47,6 +47,11 @@ REAL = {
     "head-256": Shape(8, 1, 256, 64, (1, 1, 500), (1025, 2000, 700), 2),
     "many": Shape(4, 1, 64, 16, (1,) * 300, tuple(np.random.default_rng(0).integers(1, 300, 300).tolist()), 300),
 }
+SINK_REAL = {  # gpt-oss: chunks beside decodes, decodes of which programs share one, and many
+    "sink_real-prompts": Shape(64, 8, 64, 64, (1, 1, 700, 1024, 3), (1025, 2000, 700, 2500, 4000), 2),
+    "sink_real-split": Shape(64, 8, 64, 64, (1, 1, 1), (9000, 130, 15000), 3),
+    "sink_real-decodes": Shape(64, 8, 64, 64, (1,) * 256, tuple(range(1, 1025, 4)), 256),
+}
 
 
 def on_device(paged: Paged) -> Paged:
@@ -286,12 +291,33 @@ def test_real_shapes_with_an_fp8_cache_equal_the_oracle(name: str, window: int, 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
-def test_a_captured_decode_follows_new_lengths() -> None:
-    paged = on_device(make_paged(REAL["many"], torch.bfloat16))
-    packed, scale, attention = paged.packed, paged.query.shape[2] ** -0.5, attention_of(paged)
+@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=str)
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("name", list(SINK_REAL))
+def test_sinks_of_real_shapes_equal_the_oracle(name: str, window: int, cache_dtype: torch.dtype | None) -> None:
+    check(on_device(sunk(make_paged(SINK_REAL[name], torch.bfloat16, cache_dtype=cache_dtype))), window, None, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("name", "window", "cache_dtype"),
+    [
+        ("many", 0, None),
+        *(
+            (f"sink_real-{name}", window, dtype)
+            for name in ("decodes", "split")
+            for window, dtype in ((0, None), (0, FP8), (128, None), (128, FP8))
+        ),
+    ],
+)
+def test_a_captured_decode_follows_new_lengths(name: str, window: int, cache_dtype: torch.dtype | None) -> None:
+    paged = make_paged((REAL | SINK_REAL)[name], torch.bfloat16, cache_dtype=cache_dtype)
+    paged = on_device(sunk(paged) if name in SINK_REAL else paged)
+    packed, scale, attention = paged.packed, paged.query.shape[2] ** -0.5, attention_of(paged, window)
 
     def run() -> torch.Tensor:
-        return attention.plan(packed).run(paged.query, paged.cache, scale)
+        return attention.plan(packed).run(paged.query, paged.cache, scale, None, paged.sinks)
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -299,4 +325,4 @@ def test_a_captured_decode_follows_new_lengths() -> None:
         found = run()
     packed.seq_lens.copy_((packed.seq_lens + 1) // 2)
     graph.replay()
-    assert (found.double() - expected(paged, 0)).abs().max() < TOLERANCE[torch.bfloat16]
+    assert (found.double() - expected(paged, window)).abs().max() < TOLERANCE[torch.bfloat16]

@@ -53,8 +53,13 @@ def padded(paged: Paged, size: StepSize) -> StepOnDevice:
     return StepOnDevice(nothing, lens, starts, tables, nothing.reshape(2, 0))
 
 
-def check(paged: Paged, window: int = 0, tiling: DecodeTiling | None = None, room: int = 3) -> None:
-    """The rows of a step with padding. Unseen blocks are not read: their entries of the table are far outside."""
+def check(
+    paged: Paged, window: int = 0, tiling: DecodeTiling | None = None, room: int = 3, *, is_captured: bool = False
+) -> None:
+    """The rows of a step with padding. Unseen blocks are not read: their entries of the table are far outside.
+
+    `is_captured`: those of a graph, too.
+    """
     paged, count = on_device(paged), len(paged.query)
     size = StepSize(count + room, paged.packed.num_seqs + room, 0, has_decodes=True, has_drafts=True)
     replayable = attention_of(paged, window, tiling).captured(size)
@@ -66,6 +71,14 @@ def check(paged: Paged, window: int = 0, tiling: DecodeTiling | None = None, roo
     assert not plan.may_rotate
     found = [plan.run(query, paged.cache, scale, torch.full_like(query, torch.nan), paged.sinks) for _ in range(2)]
     assert torch.equal(found[0], found[1]), "counters are 0 again for the next layer"
+    if is_captured:
+        graph, place = torch.cuda.CUDAGraph(), torch.full_like(query, torch.nan)
+        with torch.cuda.graph(graph):
+            replayable.plan(step).run(query, paged.cache, scale, place, paged.sinks)
+        for _ in range(2):
+            place.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(place[:count], found[0][:count])
     expected = reference.draft_attention(
         query.double(),
         paged.wide_cache,
@@ -125,3 +138,13 @@ def test_a_pair_fills_its_tile(group: int, size: int, cache_dtype: torch.dtype |
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 def test_real_steps_equal_the_oracle(name: str, cache_dtype: torch.dtype | None, window: int) -> None:
     check(make_paged(REAL[name], torch.bfloat16, cache_dtype=cache_dtype), window, room=5)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=str)
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+def test_sink_real_steps_equal_the_oracle(window: int, cache_dtype: torch.dtype | None) -> None:
+    """The shape of gpt-oss."""
+    paged = sunk(make_paged(REAL["head-64"], torch.bfloat16, cache_dtype=cache_dtype))
+    check(paged, window, room=5, is_captured=True)

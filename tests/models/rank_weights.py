@@ -43,7 +43,8 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "experts, channels": {**WIDE, **EXPERTS, "quantization_config": compressed(ignore=_PLAIN)},
     "experts, tensor": {**WIDE, **EXPERTS, "quantization_config": compressed("tensor", ignore=_PLAIN)},
 }
-_GPT_OSS = {**WIDE, "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+_GPT_OSS = {**WIDE, "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
+            "attention_bias": True}  # fmt: skip
 PACKED: dict[str, dict[str, Any]] = {
     "gpt-oss": _GPT_OSS, "gpt-oss, mxfp4": {**_GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},
 }  # fmt: skip

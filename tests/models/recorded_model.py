@@ -44,6 +44,7 @@ GEMMA3 = {
 GPT_OSS = {
     **CONFIGS["tiny"], "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
     "sliding_window": 5, "tie_word_embeddings": False, "quantization_config": {"quant_method": "mxfp4"},
+    "attention_bias": True,
 }  # fmt: skip
 FLOAT8 = {**CONFIGS["tiny"], "quantization_config": {"quant_method": "fp8"}}
 SHAPES = {

@@ -33,10 +33,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], int, float]] = {
     "fp8": ({"kv_cache_dtype": "fp8"}, 14, 0.001),
     "tp2": ({"tp": 2}, 14, 0.002),
     "windows": ({"model": "gemma3"}, 14, 0.002),
+    "windows and sinks": ({"model": "gpt-oss"}, 14, 0.002),
 }
 
+SLOW = [pytest.mark.slow]
 
-@pytest.fixture(scope="module", params=VARIANTS)
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=SLOW * ("sinks" in name)) for name in VARIANTS])
 def node(
     request: pytest.FixtureRequest, models: ModelStore, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Node]:
@@ -51,7 +54,7 @@ def node(
         ranks = Ranks(config, f"ipc://{tmp_path_factory.mktemp('r')}/r", losses.append)
         executor = run_phases(DeviceDescribed.over(ranks, lambda _: None), config.cache, lambda _: None)
     windows = [group for group in executor.layout.groups if group.kind is KVKind.WINDOW]
-    assert bool(windows) == (request.param == "windows")
+    assert bool(windows) == request.param.startswith("windows")
     assert executor.num_host_blocks == executor.most_host_blocks > 14
     for connector in make_connector(executor):
         yield Node(executor, connector)

@@ -40,6 +40,8 @@ GLM4_MOE = {
     "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 24, "num_key_value_heads": 2,
 }  # fmt: skip
+GPT_OSS = {**MIXTRAL, "architectures": ["GptOssForCausalLM"]}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MINIMAX_M2 = {**MIXTRAL, "architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 32}
 
 
@@ -114,6 +116,17 @@ def test_sigmoid_routing_of_a_bare_config_and_of_all_settings(tmp_path: Path) ->
     assert minimax.experts == ExpertsSpec(8, 2, 96, normalized=True, shared_gated=False, is_sigmoid=True)
     assert (minimax.qk_norm, minimax.norms_heads_together, minimax.rotary_dim) == (True, True, None)
     assert minimax.rope == RopeSpec(5e6)
+
+
+def test_settings_of_gpt_oss_mean_what_they_mean_in_transformers(tmp_path: Path) -> None:
+    """It has windows whatever `use_sliding_window` says, and biases unless the config has none."""
+    spec = spec_of(tmp_path, **GPT_OSS)
+    assert (spec.qkv_bias, spec.out_bias, spec.windows) == (True, True, (128, 0, 128, 0))
+    assert spec_of(tmp_path, **GPT_OSS, use_sliding_window=True) == spec
+    assert spec_of(tmp_path, **GPT_OSS, use_sliding_window=False) == spec
+    assert spec_of(tmp_path, **GPT_OSS, attention_bias=True) == spec
+    bare = spec_of(tmp_path, **GPT_OSS, attention_bias=False)
+    assert (bare.qkv_bias, bare.out_bias) == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +221,11 @@ def test_rope_frequencies_equal_transformers(models: ModelStore, name: str) -> N
         ({"architectures": "LlamaForCausalLM"}, "architecture none named is not served"),
         ({**GLM4_MOE, "partial_rotary_factor": 0.2}, "3 of 16 dimensions cannot rotate"),
         ({**GLM4_MOE, "partial_rotary_factor": 1.5}, "24 of 16 dimensions cannot rotate"),
+        (
+            {**GPT_OSS, "quantization_config": FP8},
+            "quantization_config = .* cannot be served: float8 weights of gpt-oss",
+        ),
+        ({**MIXTRAL, "use_sliding_window": True}, "use_sliding_window = True cannot be served: sliding windows"),
         ({**MINIMAX_M2, "rotary_dim": 64}, "64 of 32 dimensions cannot rotate"),
         ({**MINIMAX_M2, "scoring_func": "softmax"}, "scoring_func = 'softmax' cannot be served: .* only sigmoid"),
         ({**GLM4_MOE, "n_group": 3}, "n_group = 3 cannot be served: there are 8 experts"),
