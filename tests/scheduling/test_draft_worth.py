@@ -99,10 +99,7 @@ def test_a_stream_without_drafts_waits_for_as_much_as_it_may() -> None:
 def test_credit_is_saved_for_a_step_that_gains_most_of_what_any_could() -> None:
     """Of sixteen drafts that cost a second each: 18 tokens in 26 s in place of 2 in 10."""
     offers, prices = [offer_of([1.0] * 16)], [1.0] * 5
-    counts = [
-        most_worth(offers, price_of(prices, 2, least_credit=credit))
-        for credit in (0.25, 0.75, 1.125, 2.0)
-    ]
+    counts = [most_worth(offers, price_of(prices, 2, least_credit=credit)) for credit in (0.25, 0.75, 1.125, 2.0)]
     assert counts == [[0], [0], [11], [16]]
 
 
