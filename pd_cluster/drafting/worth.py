@@ -8,7 +8,7 @@ taken in the order of that chance, and their number k is the one with the most
 There are none where that is hardly more than without. The gap is the time in which the device waits for the host: no
 step is launched after one with drafts before its end.
 
-Streams without a right draft gain nothing and wait for the longer step. So it is bounded by the *credit* of each stream,
+Streams without a right draft gain nothing and wait for the longer step. The *credit* of each stream bounds it,
 in steps without drafts: a stream begins with some, earns with each token, and gains by its accepted drafts. Each step
 with drafts takes from it what that is longer. So a stream of n tokens of which no draft is accepted takes at most
 1 + EARNED + FIRST_CREDIT / n times as long as without, whatever is offered for it: 1.2 with 10 tokens, 1.15 with many.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Chances = npt.NDArray[np.float32]
     Ints = npt.NDArray[np.int64]
 
-# By which drafts are expected to raise the rate, at least: prices and chances are wrong by parts in a hundred. With 1.05
+# By which drafts are expected to raise the rate, at least: prices and chances are wrong by some percent. With 1.05
 # 32 streams of code had 0.994 of the tokens a second without drafts, with it 1.001, and JSON as many (simulated)
 LEAST_GAIN = 1.15
 # Of what a step of any length would gain, at least: credit that is spent on less is not there when a step with more can
