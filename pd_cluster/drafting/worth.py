@@ -41,7 +41,7 @@ LEAST_GAIN = 1.15
 # be had (32 streams of mixed tasks, simulated with a fast host: 1.24 times the tokens a second without, with it 1.59)
 LEAST_SHARE = 0.8
 # Steps without drafts that a stream may wait for drafts: at first, for each token, and at a time. Steps that are tried
-# take it below 0: never below the least, or else one whose price was wrong would stop all drafts for long
+# take it below 0: never below the least, or else one at a wrong price would stop all drafts for long
 FIRST_CREDIT, EARNED, MOST_CREDIT, LEAST_CREDIT = 0.5, 0.15, 4.0, -1.0
 
 
