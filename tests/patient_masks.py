@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pd_cluster.worker import mask_threads
 from pd_cluster.worker.logits_stages import draft_masks, grammar_masks
+from pd_connectors import p2p
 
 if TYPE_CHECKING:
     import pytest
@@ -25,6 +26,8 @@ def be_patient(patch: pytest.MonkeyPatch) -> None:
     for of in (mask_threads, draft_masks):
         patch.setattr(of, "SLOW_S", LONG_S)
         patch.setattr(of, "SLOW_GROUP_S", LONG_S)
+    # Steps then wait for each mask: eight of a thread 0.3 s late take 2.4 s, and a load failed as its peer was frozen
+    patch.setattr(p2p.StepLoopWatch, "is_frozen", False)
 
 
 def wait_for_masks(threads: MaskThreads) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pd_cluster.drafting.offer import DraftOffer
+    from pd_cluster.drafting.worth import StepPrice
 
 # Steps that are decided alike. Two of 258 without their drafts cost 0.8% of the most that drafts can gain
 MOST_WITH = 256
@@ -31,8 +32,8 @@ class Trials:
     def __init__(self) -> None:
         self._num_with = self._num_without = 0
 
-    def decided(self, counts: list[int], offers: Sequence[DraftOffer], most: int) -> list[int]:
-        """The drafts of each offer that a step has, where `counts` are worth it. `most`: of a step, above 0."""
+    def decided(self, counts: list[int], offers: Sequence[DraftOffer], price: StepPrice) -> list[int]:
+        """The drafts of each offer that a step has, where `counts` are worth it. A trial heeds no credit."""
         if any(counts):
             self._num_without = 0
             self._num_with += 1
@@ -47,4 +48,7 @@ class Trials:
         if self._num_without == MOST_WITHOUT + NUM_TRIED:
             self._num_without = 0
         best = max(offers, key=lambda one: one.trust * one.chances[0])
-        return [min(len(one.chances), most) if one is best else 0 for one in offers]
+        num = min(len(best.chances), price.knots[-1])
+        while num and price.seconds_with([num]) > price.most_s:
+            num -= 1
+        return [num if one is best else 0 for one in offers]

@@ -17,7 +17,7 @@ import msgspec
 
 from pd_cluster.drafting.forced import ForcedDrafts
 from pd_cluster.drafting.trials import Trials
-from pd_cluster.drafting.worth import EARNED, FIRST_CREDIT, MOST_CREDIT, most_worth
+from pd_cluster.drafting.worth import EARNED, FIRST_CREDIT, LEAST_CREDIT, MOST_CREDIT, most_worth
 from pd_cluster.protocol.messages import Work
 from pd_cluster.scheduling.batch import SequenceChunk
 from pd_cluster.scheduling.step_model import StepModel, StepWork
@@ -195,12 +195,12 @@ class Drafting:
                     decodes.append((at, seq))
         if not offers:
             return
-        price = self._price(builder, most, [at for at, _ in decodes])
-        counts = self._trials.decided(most_worth(offers, price), offers, most)
-        self._spared, self._prolonged = None, price.prolonged(counts)
+        price, self._spared = self._price(builder, most), None
+        counts = self._trials.decided(most_worth(offers, price), offers, price)
         for (at, seq), offer, count in zip(decodes, offers, counts, strict=True):
             if count:
                 chunks[at] = self._with_drafts(chunks[at], seq, offer.first(count), builder)
+        self._prolonged = price.prolonged([len(chunks[at].drafts) for at, _ in decodes])  # some had no blocks
         several = [one for one in chunks if one.num_tokens > 1]
         if builder.num_tokens:  # some are of prompts
             several.sort(key=lambda one: not one.drafts)
@@ -208,7 +208,8 @@ class Drafting:
         chunks += several
         if waited := self._prolonged - 1.0:
             for one in singles:
-                self._spend(one, waited)
+                if one.num_samples:
+                    self._spend(one, waited)
 
     def _credit(self, chunk: SequenceChunk) -> float:
         """What a decode may wait in steps without drafts. One that may never have drafts waits for EARNED each time."""
@@ -218,19 +219,16 @@ class Drafting:
     def _spend(self, chunk: SequenceChunk, num_steps: float) -> None:
         """Take so many steps from the credit of a decode. Below 0: it gains them."""
         if (known := self._credits.get(chunk.seq_id)) is not None:
-            self._credits[chunk.seq_id] = min(known, MOST_CREDIT - EARNED * chunk.start) - num_steps
+            earned = EARNED * chunk.start
+            self._credits[chunk.seq_id] = max(min(known, MOST_CREDIT - earned) - num_steps, LEAST_CREDIT - earned)
 
-    def _price(self, builder: BatchBuilder, most: int, offered: list[int]) -> StepPrice:
-        """What up to `most` drafts cost in this step. offered: places of the chunks with offers."""
+    def _price(self, builder: BatchBuilder, most: int) -> StepPrice:
+        """What up to `most` drafts cost in this step."""
         price = self._costs.model.draft_price(StepWork.of(builder.chunks), most)
         most_s, most_shared_s = self._budget.most_with_drafts_s(self._queues)
         step_s = self._costs.gap_s() + price.step_s
-        others = set(range(len(builder.chunks))).difference(offered)
-        rest = [self._credit(one) for at in others if (one := builder.chunks[at]).num_tokens == 1]
-        return price._replace(
-            step_s=step_s, most_s=most_s, most_shared_s=most_shared_s,
-            credits=[self._credit(builder.chunks[at]) for at in offered], least_credit=min(rest, default=MOST_CREDIT),
-        )  # fmt: skip
+        least = min(self._credit(one) for one in builder.chunks if one.num_tokens == 1 and one.num_samples)
+        return price._replace(step_s=step_s, most_s=most_s, most_shared_s=most_shared_s, least_credit=least)
 
     def _fit(self, table: BlockTable, start: int, num_drafts: int, builder: BatchBuilder) -> int:
         """How many of the drafts, for which the table is too short, may be verified. `start`: of the first of them.

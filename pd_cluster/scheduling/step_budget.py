@@ -142,7 +142,7 @@ class StepBudget:
         return round(context / (dearer - 1.0)) if dearer > 1.0 else 0
 
     def most_with_drafts_s(self, queues: Queues) -> tuple[float, float]:
-        """The longest planned step with drafts, and the longest while some stream has none. inf: no target says it.
+        """The longest planned step with drafts, and the longest while some stream has none. inf: no target of it.
 
         The latter takes what the slack of streams leaves. What is usual for gaps (`Targets.on`) is about prompts.
         """
@@ -150,7 +150,7 @@ class StepBudget:
         if targets.context:
             return inf, inf
         if targets.tpot_s == inf:
-            return AIM * targets.itl_s, AIM * targets.itl_s
+            return AIM * targets.itl_s, inf
         slack_s, _ = self._slack_s(_streams(queues, 0), self._clock() + self._busy_s())
         return AIM * targets.itl_s, self._allowed_s(slack_s / SPREAD)
 

@@ -29,8 +29,7 @@ def price_of(prices: list[float], num_decodes: int, most: int = 1000, **more: An
     knots, seconds = [0, *(knot for knot in KNOTS if knot < most), most], [10.0]
     for price, (low, high) in zip(prices, pairwise(knots), strict=False):
         seconds.append(seconds[-1] + price * (high - low))
-    credits: dict[str, Any] = {"credits": [0.25] * num_decodes, "least_credit": 0.25}
-    return StepPrice(num_decodes, knots, seconds, **credits | more)
+    return StepPrice(num_decodes, knots, seconds, **{"least_credit": 0.25} | more)
 
 
 def best_counts(offers: list[DraftOffer], price: StepPrice) -> list[int]:
@@ -45,8 +44,7 @@ def best_counts(offers: list[DraftOffer], price: StepPrice) -> list[int]:
     )
     firsts = [float(np.float32(offer.trust) * offer.chances[0]) for offer in offers]
     alone_s = price.seconds[0]
-    credits, least = price.credits, price.least_credit
-    by_first = sorted(range(len(offers)), key=lambda at: -firsts[at])
+    credit_s = alone_s * (1.0 + price.least_credit)
     plain = price.num_decodes / alone_s
     best, best_rate, expected, free_rate = 0, LEAST_GAIN * plain, 0.0, 0.0
     for num in range(1, min(len(every), price.knots[-1]) + 1):
@@ -54,14 +52,15 @@ def best_counts(offers: list[DraftOffer], price: StepPrice) -> list[int]:
         expected += chance
         num_begun = min(num, sum(first >= chance for first in firsts))
         seconds = float(np.interp(num, price.knots, price.seconds)) + price.step_s + price.sequence_s * num_begun
-        without = [credits[at] for at in by_first[num_begun:]]
-        without.append(least if len(offers) < price.num_decodes else credits[by_first[-1]])
-        credit = min(without)
-        shared_s = alone_s * (1.0 + credit) if price.most_shared_s == inf else price.most_shared_s
         has_all = len({owner for _, _, owner, _ in every[:num]}) == price.num_decodes
         rate = (price.num_decodes + expected) / seconds
         free_rate = max(free_rate, rate if seconds <= price.most_s else 0.0)
-        if seconds <= price.most_s and (has_all or seconds <= shared_s) and rate > best_rate:
+        shared_s = price.most_shared_s
+        if shared_s == inf:
+            may = seconds <= credit_s
+        else:
+            may = seconds <= shared_s or (has_all and seconds <= credit_s)
+        if seconds <= price.most_s and may and rate > best_rate:
             best, best_rate = num, rate
     if price.most_shared_s == inf and best_rate <= plain + LEAST_SHARE * (free_rate - plain):
         best = 0
@@ -74,17 +73,15 @@ def best_counts(offers: list[DraftOffer], price: StepPrice) -> list[int]:
     st.lists(st.sampled_from([0.0625, 0.5, 1.0, 3.0]), min_size=5, max_size=5),
     st.integers(0, 3), st.sampled_from([0.0, 0.5, 4.0]), st.sampled_from([0.0, 0.25]), st.sampled_from([1, 2, 9, 1000]),
     st.sampled_from([inf, 11.0, 14.0]), st.sampled_from([inf, 10.0, 12.0]),
-    st.lists(st.sampled_from([-0.5, 0.0, 0.125, 0.5, 2.0]), min_size=6, max_size=6),
-    st.sampled_from([0.0, 0.25, 1.0]),
+    st.sampled_from([-0.5, 0.0, 0.125, 0.5, 2.0, 4.0]),
 )  # fmt: skip
 def test_the_drafts_are_those_with_the_most_tokens_a_second(
     offered: list[tuple[list[float], float]], prices: list[float], num_others: int, step_s: float, sequence_s: float,
-    most: int, most_s: float, most_shared_s: float, known: list[float], least_credit: float,
+    most: int, most_s: float, most_shared_s: float, least_credit: float,
 ) -> None:  # fmt: skip
     """Which ones, not only how many. All seconds are exact in binary, so both find the same among equals."""
     offers = [offer_of(*one) for one in offered]
-    limits: dict[str, Any] = {"most_s": most_s, "most_shared_s": most_shared_s, "credits": known[: len(offers)]}
-    limits["least_credit"] = least_credit
+    limits: dict[str, Any] = {"most_s": most_s, "most_shared_s": most_shared_s, "least_credit": least_credit}
     price = price_of(prices, len(offers) + num_others, most, step_s=step_s, sequence_s=sequence_s, **limits)
     assert most_worth(offers, price) == best_counts(offers, price)
 
@@ -92,7 +89,7 @@ def test_the_drafts_are_those_with_the_most_tokens_a_second(
 def test_a_stream_without_drafts_waits_for_as_much_as_it_may() -> None:
     offers = [offer_of([1.0] * 16)]
     prices = [1.0] * 5
-    assert most_worth(offers, price_of(prices, 1)) == [16]
+    assert most_worth(offers, price_of(prices, 1, least_credit=4.0)) == [16]
     shared: dict[str, Any] = {"most_shared_s": 12.5}
     assert most_worth(offers, price_of(prices, 2, **shared)) == [2]
     assert most_worth(offers, price_of(prices, 2, step_s=1.0, **shared)) == [1]
@@ -102,10 +99,7 @@ def test_a_stream_without_drafts_waits_for_as_much_as_it_may() -> None:
 def test_credit_is_saved_for_a_step_that_gains_most_of_what_any_could() -> None:
     """Of sixteen drafts that cost a second each: 18 tokens in 26 s in place of 2 in 10."""
     offers, prices = [offer_of([1.0] * 16)], [1.0] * 5
-    counts = [
-        most_worth(offers, price_of(prices, 2, credits=[4.0], least_credit=credit))
-        for credit in (0.25, 0.75, 1.125, 2.0)
-    ]
+    counts = [most_worth(offers, price_of(prices, 2, least_credit=credit)) for credit in (0.25, 0.75, 1.125, 2.0)]
     assert counts == [[0], [0], [11], [16]]
 
 
