@@ -128,7 +128,9 @@ class Model:
         (before, between, after), tail = self.format.parameter, self.format.tail
         texts = [after, after.strip(), after + tail, after.strip() + tail.strip(), tail, after + self.format.head]
         texts += [after + before + "i" + between, before]
-        return [ids for text in texts for ids in (self.encode(text), [one for char in text for one in self.encode(char)])]
+        return [
+            ids for text in texts for ids in (self.encode(text), [one for char in text for one in self.encode(char)])
+        ]
 
     def parse(self, output: list[int], tools: dict[str, Any], prompt: str = "") -> tuple[str, str, list[ToolCall]]:
         """Content, reasoning and calls."""

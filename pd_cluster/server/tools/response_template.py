@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.server.tools.xml_reader import ArgumentTags
 
+_ARGUMENTS = {"name": "{name}", "arguments": "{content}"}  # else what is between tags is read as a whole
 _ANCHORS = ("open", "open_pattern", "close", "close_pattern")
 
 
@@ -68,12 +69,9 @@ class ResponseTemplate:
         may_grow = not is_literal or getattr(field, f"{end}_literal_can_extend")
         return Anchor(field, getattr(field, f"{end}_re"), may_grow)
 
-    def token_anchor(self, field: Any) -> Anchor | None:
-        """What opens a field's regions and begins with a marker token; None if nothing does."""
-        opening = field.open_re
-        if opening is None or MARK not in opening.pattern:
-            return None
-        return Anchor(field, regex.compile(f"(?={MARK})(?:{opening.pattern})", opening.flags), True)
+    def token_anchor(self, field: Any) -> Anchor:
+        """What opens a field's regions and begins with a marker token."""
+        return Anchor(field, regex.compile(f"(?={MARK})(?:{field.open_re.pattern})", field.open_re.flags), True)
 
     def _marked_field(self, name: str, field: Mapping[str, Any]) -> dict[str, Any]:
         marked = {key: self._marked(value, name) for key, value in field.items() if key in _ANCHORS}
@@ -82,8 +80,9 @@ class ResponseTemplate:
         return dict(field) | marked
 
     def _tags(self, field: Any) -> ArgumentTags | None:
-        pattern = field.content_args.get("tag_pattern")
-        is_known = field.content == "xml-inline" and field.content_args.keys() == {"tag_pattern"}
+        pattern, transform = field.content_args.get("tag_pattern"), field.transform
+        is_usual = isinstance(transform, dict) and transform.get("function") == _ARGUMENTS
+        is_known = field.content == "xml-inline" and field.content_args.keys() == {"tag_pattern"} and is_usual
         if not is_known or field.close_re is None or not isinstance(pattern, str):
             return None
         marked = self._marked(pattern, field.name)

@@ -72,7 +72,7 @@ class _Region:
     """The region that is open."""
 
     field: Any  # of transformers' template
-    closings: Sequence[Anchor]  # one, or none
+    closings: Sequence[Anchor]  # one, or none; of reasoning also the marker of calls
     reader: CallReader | None = None  # of a call
     opening: str = ""  # the text of its marker, while no piece of the call is shown
     before: _Region | None = None  # reasoning that the call has ended, if it is one
@@ -98,8 +98,6 @@ class TemplateParser:
         self.num_reasoning_tokens = 0
         self.has_cut_call = False
         self._after_call = False  # a hidden marker is hidden here
-        calls = next((one for one in self._fields if one.name == _CALLS), None)
-        self._call_anchor = None if calls is None else template.token_anchor(calls)
         self._region: _Region | None = None
         self._content, self._reasoning = _Trimmed(), _Trimmed()
         self._num_calls = 0
@@ -181,8 +179,8 @@ class TemplateParser:
 
     def _open(self, field: Any, match: Any) -> None:
         closings = [self._template.anchor(field, "close")] if field.close_re else []
-        if field.name in _REASONING and self._call_anchor is not None:
-            closings.append(self._call_anchor)
+        if field.name in _REASONING:
+            closings += [self._template.token_anchor(one) for one in self._fields if one.name == _CALLS and one.open_re]
         self._region = _Region(field, closings, before=self._region)
         if field.name == _CALLS:
             self._region.reader, self._region.opening = self._reader(field, match), match[0]
@@ -197,7 +195,7 @@ class TemplateParser:
         name, args = captures.get("name", ""), field.content_args
         if field.content == "json" and not args and captures.keys() <= {"name"} and _is_usual(field.transform, name):
             return JsonReader(name, live=self._is_live)
-        if name and _is_arguments(field.transform) and (tags := self._template.tags[field.name]):
+        if name and (tags := self._template.tags[field.name]):
             return XmlReader(name, self._properties(name), tags, live=self._is_live)
         return WholeReader(lambda text: self._template.process_field(text, field, captures))
 
@@ -298,12 +296,7 @@ def template_parser(
 def _is_usual(transform: Any, name: str) -> bool:
     """Whether the region's JSON is a function with its name and arguments, or the arguments of `name`."""
     function = transform.get("function") if isinstance(transform, dict) else None
-    return function == "{content}" or (bool(name) and _is_arguments(transform))
-
-
-def _is_arguments(transform: Any) -> bool:
-    usual = {"name": "{name}", "arguments": "{content}"}
-    return isinstance(transform, dict) and transform.get("function") == usual
+    return function == "{content}" or (bool(name) and function == {"name": "{name}", "arguments": "{content}"})
 
 
 def _prefix(template: ResponseTemplate, vocabulary: Vocabulary, prompt: Sequence[int]) -> str:

@@ -103,7 +103,8 @@ class XmlReader(CallReader):
         match = self._tags.head.match(self._rest + following, partial=not following)
         if following and (match is None or match.end() > len(self._rest)):
             return False
-        is_open = match is not None and (match.partial or match.end() == len(self._rest + following))  # more may belong to it
+        # more may belong to it
+        is_open = match is not None and (match.partial or (match.end() == len(self._rest) and not following))
         self.broken = match is None or (is_open and len(self._rest) > MAX_TAG_CHARS)
         if self.broken or is_open:
             return False
@@ -154,7 +155,7 @@ class XmlReader(CallReader):
         return match
 
     def _follow(self, end: int) -> None:
-        """Know whether the value up to this character of `_rest` stops inside of a string, where its end is no token."""
+        """Know whether the value stops inside of a string before this character of `_rest`."""
         if "string" not in self._types and not self._tags.ends_in_token:
             self._strings.read(self._rest[self._num_followed : end])
             self._num_followed = end
