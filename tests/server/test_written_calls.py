@@ -6,6 +6,7 @@ import json
 import random
 import re
 from functools import cache, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -114,8 +115,10 @@ def test_a_past_call_is_parsed_back_in_any_pieces(name: str, tokens: bool) -> No
         assert calls_of(whole) == calls
         assert [one for one in whole if not isinstance(one, ToolCall)] == expected(calls, thought, content)
         rng = random.Random(f"{name} {tokens}")
-        for i in range(50):  # 200 for a format
-            assert parsed(made(streamed=bool(i % 2)), pieces_of(text, rng)) == whole
+        assert parsed(made(streamed=True), list(text)) == whole
+        for i in range(50):  # 200 for a format; few pieces, because each is read for itself
+            cuts = [0, *sorted(rng.sample(range(len(text)), rng.choice((1, 4, 16)))), len(text)]
+            assert parsed(made(streamed=bool(i % 2)), [text[a:b] for a, b in pairwise(cuts)]) == whole
 
 
 @pytest.mark.long
@@ -401,7 +404,7 @@ def test_a_marker_in_a_value_breaks_the_call_where_the_tags_are_tokens() -> None
 
 @pytest.mark.long_cases
 def test_a_list_of_many_closing_tags_is_read_once() -> None:
-    value = json.dumps(["</parameter></invoke>" + '"'] * 3_000)
+    value = json.dumps(["</parameter></invoke>" + '"'] * 1_000)
     text = INVOKE.format("todos", value)
     for pieces in ([text], [text[i : i + 999] for i in range(0, len(text), 999)]):
         assert calls_of(parsed(parser(FORMATS["minimax_m2"], tools=THEIRS), pieces)) == [
