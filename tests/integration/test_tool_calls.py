@@ -193,6 +193,29 @@ def test_calls_of_formats_that_the_model_has_not_learned(name: str) -> None:
     assert len(found) == 2, "each seed has one answer"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "minimax_m2"])
+def test_calls_with_texts_and_lists_of_tags(name: str) -> None:
+    """Both orders and a single node, some streamed and some whole, draw the same calls."""
+    texts, tags = ["two </x>\n words", "null", ""], ["</parameter>", "</arg_value></tool_call>"]
+    some = {"t": {"enum": texts, "type": "string"}, "l": {"type": "array", "items": {"enum": tags}, "maxItems": 2}}
+    parameters = {"type": "object", "properties": some, "required": ["t", "l"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "note", "parameters": parameters}}]
+    found: dict[int, list[Any]] = {}
+    with running_system("--model=tool_model", f"--tool-format={name}") as system:
+        for path, seed in product(Path, range(6)):
+            stream = (path is Path.P_FIRST) == bool(seed % 2)
+            drawn: dict[str, Any] = {"temperature": 2.0, "seed": seed, "stream": stream, "max_tokens": 600}
+            with client_of(system, path) as client:
+                one = ask(client, "Hello", tools=tools, tool_choice="required", **drawn)
+            if one.choices[0].finish_reason == "tool_calls":
+                found.setdefault(seed, []).append(calls_of(one))
+    assert all(calls == answers[0] for answers in found.values() for calls in answers), found
+    assert all(len(answers) == len(Path) for answers in found.values()), found
+    given = [arguments for answers in found.values() for _, arguments in answers[0]]
+    assert all(one["t"] in texts and set(one["l"]) <= set(tags) for one in given)
+
+
 def test_refusals(client: Any) -> None:
     for more, place in (
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),

@@ -104,14 +104,14 @@ class Model:
         """A random output: any allowed token, and now and then the end of a long text."""
         state, output = self.state(grammar), list[int]()
         closings = [self.encode(text) for text in ("</think>", "[/THINK]", "<|end|>", "\n</parameter>\n", '"', "}")]
-        closings += [self.encode(self.format.parameter.after)] if self.format.parameter else []
+        closings += self.tags()
         while not state.matcher.is_stopped() and len(output) < 2000:
             mask = state.matcher.compute_logit_bias()
             allowed = [token_id for token_id, bias in enumerate(mask) if bias]
             if self.eos in allowed and rng.random() < 0.5:
                 break
             next_ids = [rng.choice(allowed)]
-            if len(allowed) > 100 and rng.random() < 0.2:
+            if len(allowed) > 100 and rng.random() < (0.3 if self.format.parameter else 0.2):
                 closing = rng.choice(closings)
                 if state.matcher.deep_copy().try_consume_tokens(closing) == len(closing):
                     next_ids = closing
@@ -120,6 +120,17 @@ class Model:
             output += [token_id for token_id in next_ids if token_id != self.eos]
         assert state.is_accepting, "the walk did not end"
         return output
+
+    def tags(self) -> list[list[int]]:
+        """What ends a value, a call or a value before the next, as tokens and as characters of a text."""
+        if self.format.parameter is None:
+            return []
+        (before, between, after), tail = self.format.parameter, self.format.tail
+        texts = [after, after.strip(), after + tail, after.strip() + tail.strip(), tail, after + self.format.head]
+        texts += [after + before + "i" + between, before]
+        return [
+            ids for text in texts for ids in (self.encode(text), [one for char in text for one in self.encode(char)])
+        ]
 
     def parse(self, output: list[int], tools: dict[str, Any], prompt: str = "") -> tuple[str, str, list[ToolCall]]:
         """Content, reasoning and calls."""
@@ -173,6 +184,58 @@ def test_required_calls_parse_back(model: Model, thinking: str, parallel: bool) 
             jsonschema.validate(json.loads(call.arguments), tools[call.name])
         if thinking == "no":
             assert not thought
+
+
+ANYTHING = {
+    "type": "object",
+    "properties": {
+        "t": {"type": "string"},
+        "l": {"type": "array", "items": {"type": "string"}, "maxItems": 3},
+        "o": {
+            "type": "object",
+            "properties": {"a": {"type": "string"}, "n": {"type": "number"}},
+            "additionalProperties": False,
+        },
+        "n": {"type": ["string", "null"]},
+        "i": {"type": "integer"},
+        "d": {"type": "number"},
+        "c": {"const": 5},
+        "e": {"enum": ["a", None, ""]},
+        "u": {"anyOf": [{"type": "integer"}, {"type": "boolean"}, {"type": "null"}]},
+    },
+    "required": ["t", "l", "e", "u", "c"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name, one in FORMATS.items() if one.parameter])
+@pytest.mark.parametrize("markers", [True, False])
+def test_texts_and_strings_of_json_may_have_any_tag_that_the_grammar_allows(
+    name: str, markers: bool, tmp_path: Path
+) -> None:
+    model, tools = Model(FORMATS[name], tmp_path, markers=markers), {"f": ANYTHING, "stop": EMPTY}
+    grammar = model.write(functions=list(tools.items()), required=True, strict=["f"], parallel=True)
+    rng = random.Random(f"{name} {markers}")
+    for _ in range(10):
+        output = model.walk(grammar, rng)
+        content, _, calls = model.parse(output, tools)
+        text = "".join(model.tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in output)
+        assert calls, text
+        assert not content.strip(), text
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), tools[call.name])
+
+
+@pytest.mark.parametrize("name", ["hermes", "kimi_k2", "glm47", "minimax_m2"])
+def test_a_number_of_a_call_may_be_larger_than_a_float(name: str, tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "number"}}}
+    model = Model(FORMATS[name], tmp_path)
+    one = '{"a": 1e400}' if FORMATS[name].parameter is None else {"a": "1e400"}
+    text = a_call(model.format, "f", one)
+    assert model.allows(model.write(functions=[("f", schema)], required=True), text)
+    ((called),) = model.parse(model.encode(text), {"f": schema})[2]
+    assert called.arguments == '{"a": 1e400}'
 
 
 def test_free_text_or_strict_calls(model: Model) -> None:
@@ -293,6 +356,8 @@ def test_markers_of_a_tokenizer_that_lacks_them(name: str, tmp_path: Path) -> No
         ({"additionalProperties": {"type": "integer"}}, "cannot follow additionalProperties of a tool's parameters"),
         ({"properties": {"a": {"enum": ["x", 1]}}}, "cannot follow enum beside text"),
         ({"properties": {"a>": {"type": "string"}}}, "cannot write the parameter 'a>'"),
+        ({"properties": {"": {"type": "string"}}}, "cannot write the parameter ''"),
+        ({"required": ["k" * 257]}, "cannot write the parameter 'kkk"),
     ],
 )
 def test_xml_refuses_what_it_cannot_hold_to(schema: dict[str, Any], why: str, tmp_path: Path) -> None:
@@ -308,6 +373,26 @@ def test_the_format_of_an_xml_text_is_a_note_unless_the_function_is_strict(tmp_p
     assert model.allows(grammar, a_call(model.format, "f", "any day"))
     with pytest.raises(ValueError, match="cannot follow format beside text"):
         model.write(functions=[("f", schema)], required=True, strict=["f"])
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"const": 5}, "5", "6"),
+        ({"enum": [1, 2, 3]}, "3", "4"),
+        ({"enum": ["a", None]}, "null", "b"),
+        ({"allOf": [{"type": "integer"}]}, "7", "x"),
+    ],
+)
+def test_xml_of_values_without_a_type(schema: dict[str, Any], right: str, wrong: str, tmp_path: Path) -> None:
+    model = Model(FORMATS["minimax_m2"], tmp_path)
+    tools = {"f": {"properties": {"a": schema}, "required": ["a"]}}
+    grammar = model.write(functions=list(tools.items()), required=True)
+    assert not model.allows(grammar, a_call(model.format, "f", {"a": wrong}))
+    text = a_call(model.format, "f", {"a": right})
+    assert model.allows(grammar, text)
+    (parsed,) = model.parse(model.encode(text), tools)[2]
+    assert parsed.arguments == f'{{"a": {right}}}'
 
 
 def test_xml_of_few_values(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from functools import cache, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,7 +33,7 @@ from tests.server.live_server import MODEL_DIR
 from tests.server.lost_marks import lost_marks
 from tests.server.test_detokenizer import Bytes
 from tests.server.test_message_grammar import Model
-from tests.server.test_template_parser import calls_of, marked, parsed, parser, pieces_of
+from tests.server.test_template_parser import calls_of, marked, parsed, parser, pieces_of, written
 from tests.server.written_calls import ENDS, TEMPLATES
 
 if TYPE_CHECKING:
@@ -114,8 +115,10 @@ def test_a_past_call_is_parsed_back_in_any_pieces(name: str, tokens: bool) -> No
         assert calls_of(whole) == calls
         assert [one for one in whole if not isinstance(one, ToolCall)] == expected(calls, thought, content)
         rng = random.Random(f"{name} {tokens}")
-        for i in range(10):
-            assert parsed(made(streamed=bool(i % 2)), pieces_of(text, rng)) == whole
+        assert parsed(made(streamed=True), list(text)) == whole
+        for i in range(50):  # 200 for a format; few pieces, because each is read for itself
+            cuts = [0, *sorted(rng.sample(range(len(text)), rng.choice((1, 4, 16)))), len(text)]
+            assert parsed(made(streamed=bool(i % 2)), [text[a:b] for a, b in pairwise(cuts)]) == whole
 
 
 @pytest.mark.long
@@ -257,6 +260,36 @@ FOREIGN: list[tuple[str, str, list[tuple[str, Any]], str]] = [
     ),
     ("minimax_m2", INVOKE.format("maybe", "hi"), [("note", {"maybe": "hi"})], ""),
     ("minimax_m2", INVOKE.format("maybe", "null"), [("note", {"maybe": None})], ""),
+    *(("minimax_m2", INVOKE.format("maybe", one), [("note", {"maybe": one})], "") for one in ("None", " null ")),
+    # a closing tag in a string of JSON
+    *(
+        ("minimax_m2", INVOKE.format("todos", written), [("note", {"todos": json.loads(written)})], "")
+        for written in (
+            r'["</parameter></invoke>", "\"</parameter>\n<parameter name=\"a\">"]',
+            r' [{"\\": "</parameter></invoke>"}]',
+        )
+    ),
+    ("minimax_m2", INVOKE.format("todos", "it's \"so"), [("note", {"todos": "it's \"so"})], ""),
+    ("minimax_m2", INVOKE.format("todos", "['\"']"), [("note", {"todos": "['\"']"})], ""),
+    # any white space between arguments
+    *(
+        (
+            "glm45",
+            f"<tool_call>note{space}<arg_key>text</arg_key>{space[:9]}<arg_value>x</arg_value>{space}"
+            f"<arg_key>maybe</arg_key><arg_value>y</arg_value>{space}</tool_call>",
+            [("note", {"text": "x", "maybe": "y"})],
+            "",
+        )
+        for space in (" " * 70, "\n" * 200)
+    ),
+    (
+        "minimax_m2",
+        INVOKE.format("text", "x</parameter>" + "\n" * 99 + '<parameter name="maybe">y').replace(
+            "><par", ">" + " " * 99 + "<par"
+        ),
+        [("note", {"text": "x", "maybe": "y"})],
+        "",
+    ),
     ("minimax_m2", INVOKE.format("text", "has </parameter> in it"), [("note", {"text": "has </parameter> in it"})], ""),
     (
         "minimax_m2",
@@ -286,6 +319,10 @@ FOREIGN: list[tuple[str, str, list[tuple[str, Any]], str]] = [
             ("minimax_m2", 'invoke name="shell">\nparameter name="a">bparameter>\ninvoke>'),
             ("minimax_m2", 'Use <invoke name="shell"></invoke>\n<invoke name="shell"></invoke>'),
             ("kimi_k2", SECTION.format("functions.shell.0", "{}")),
+            ("kimi_k2", SECTION.format("functions.shell.0", "{}") + "<|tool_calls_section_end|>"),
+            ("kimi_k2", SECTION.format("shell:0", "") + "<|tool_calls_section_end|> So."),
+            ("minimax_m2", INVOKE.format("", "x")),
+            ("minimax_m2", "It writes </minimax:tool_call> last."),
             ("kimi_k2", SECTION.format("functions.shell:0", '{"a": "b"')),
         )
     ),
@@ -302,6 +339,77 @@ def test_answers_that_others_have_seen(name: str, text: str, calls: list[tuple[s
             assert "".join(one for one in whole if isinstance(one, str)) == content
         if calls:
             assert parsed(parser(FORMATS[name], tokens=tokens, tools=THEIRS, streamed=True), list(given)) == whole
+
+
+CALL_OF = {
+    name: written(FORMATS[name], [("note", {"text": "x"})])
+    for name in ("hermes", "qwen3_coder", "glm47", "minimax_m2", "kimi_k2")
+}
+
+
+@pytest.mark.parametrize("name", CALL_OF)
+def test_a_call_ends_reasoning_that_is_not_closed_where_its_marker_is_a_token(name: str) -> None:
+    form, rng = FORMATS[name], random.Random(name)
+    said = f"{form.reasoning_start}It has </x>.\n{CALL_OF[name]} Done."
+    for text in (said, said.replace("It", f"A {form.tokens[0]} it")):
+        given = marked(form, text.replace(form.tokens[0], "HELD", 1) if "A <" in text else text)
+        if "A <" in text:  # a marker that begins no call is text
+            given = given.replace("HELD", MARK + form.tokens[0])
+        thought = text.removeprefix(form.reasoning_start).split(".\n")[0] + "."
+        for streamed in (False, True):
+            for pieces in ([given], list(given), pieces_of(given, rng)):
+                parts = parsed(parser(form, tokens=True, tools=THEIRS, streamed=streamed), pieces)
+                assert parts[0] == Reasoning(thought)
+                assert calls_of(parts) == [("note", {"text": "x"})]
+                assert parts[2:] == ["Done."]
+        assert parsed(parser(form, tools=THEIRS), [text]) == [Reasoning(text.removeprefix(form.reasoning_start))]
+        assert calls_of(parsed(parser(form, tokens=True, tools={}), [given])) == []
+
+
+@pytest.mark.parametrize("name", CALL_OF)
+def test_reasoning_is_counted_up_to_the_marker_of_the_call(name: str) -> None:
+    form, call = FORMATS[name], marked(FORMATS[name], CALL_OF[name].lstrip())
+    tokens = [f"{MARK}<think>", "so", " it", " is", *re.findall(f"{MARK}<.*?>|.", call, re.DOTALL)]
+    head = len(
+        re.findall(f"{MARK}<.*?>|.", marked(form, form.begin.lstrip() + form.head) + "note:0" + form.middle, re.DOTALL)
+    )
+    for ids, more in ((tokens, 0), ([*tokens[:4], f"{MARK}{form.tokens[0]}", "?", *tokens[4:]], 2)):
+        made = parser(form, tokens=True, tools=THEIRS)
+        shown = [*(part for one in ids for part in made.push(one, [0])), *made.flush()]
+        assert [one.name for one in shown if isinstance(one, ToolCall) and one.name] == ["note"]
+        assert 3 + more <= made.num_reasoning_tokens <= 3 + more + head
+    made = parser(form, tokens=True, tools=THEIRS)
+    for one in [*tokens[:4], f"{MARK}{form.tokens[0]}", "?", " no", " call"]:
+        made.push(one, [0])
+    made.flush()
+    assert made.num_reasoning_tokens == 7, "what is no call stays reasoning"
+
+
+def test_a_marker_in_a_value_breaks_the_call_where_the_tags_are_tokens() -> None:
+    form = FORMATS["glm47"]
+    begun = "<tool_call>note<arg_key>text</arg_key><arg_value>a"
+    for other in ("<arg_key>b", "<arg_value>", "</arg_key>", "<tool_call>"):
+        text = f"{begun}{other}c</arg_value></tool_call>"
+        assert parsed(parser(form, tokens=True, tools=THEIRS), [marked(form, text)]) == [text]
+    spelled = marked(form, f"{begun}OTHER</arg_value></tool_call>").replace("OTHER", "<arg_key>b</tool_call>")
+    assert calls_of(parsed(parser(form, tokens=True, tools=THEIRS), list(spelled))) == [
+        ("note", {"text": "a<arg_key>b</tool_call>"})
+    ]
+    again = f"{begun}{CALL_OF['glm47']}"
+    assert calls_of(parsed(parser(form, tokens=True, tools=THEIRS), [marked(form, again)])) == [("note", {"text": "x"})]
+    missing = marked(form, "<tool_call>note<arg_key>text</arg_key><b>x</b></arg_value></tool_call>")
+    for pieces in ([missing], list(missing)):
+        assert calls_of(parsed(parser(form, tokens=True, tools=THEIRS), pieces)) == [("note", {"text": "<b>x</b>"})]
+
+
+@pytest.mark.long_cases
+def test_a_list_of_many_closing_tags_is_read_once() -> None:
+    value = json.dumps(["</parameter></invoke>" + '"'] * 1_000)
+    text = INVOKE.format("todos", value)
+    for pieces in ([text], [text[i : i + 999] for i in range(0, len(text), 999)]):
+        assert calls_of(parsed(parser(FORMATS["minimax_m2"], tools=THEIRS), pieces)) == [
+            ("note", {"todos": json.loads(value)})
+        ]
 
 
 def test_a_text_that_may_be_null_comes_in_pieces() -> None:
@@ -323,6 +431,22 @@ TAGS: dict[str, Any] = {
         "content": {},
     },
 }
+
+
+@pytest.mark.parametrize(
+    ("more", "transform", "name", "arguments"),
+    [
+        ({"value_parser": {"name": "json", "args": {"allow_non_json": True}}}, {}, "note", {"a": 5, "b": "x"}),
+        ({}, {"name": "other"}, "other", {"a": "5", "b": "x"}),
+        ({}, {"arguments": {"input": "{content}"}}, "note", {"input": {"a": "5", "b": "x"}}),
+    ],
+)
+def test_what_another_template_says_of_tags_is_followed(more: Any, transform: Any, name: str, arguments: Any) -> None:
+    calls = dict(TAGS["fields"]["tool_calls"])
+    calls["content_args"] = calls["content_args"] | more
+    calls["transform"] = {"function": calls["transform"]["function"] | transform}
+    made = parser(TAGS | {"fields": {"tool_calls": calls, "content": {}}}, tools=THEIRS)
+    assert calls_of(parsed(made, ["CALL note:<a>5</><b>x</>:END"])) == [(name, arguments)]
 
 
 def test_tags_of_another_template_are_read_as_they_come() -> None:

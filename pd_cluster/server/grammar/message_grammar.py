@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pd_cluster.server.bodies.tool_use import inlined
 from pd_cluster.server.grammar.json_schema import BINDING, STRUCTURE, guided, pruned
 from pd_cluster.server.tools.tool_format import FORMATS
+from pd_cluster.server.tools.xml_reader import json_types
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pd_cluster.server.tools.tool_format import Parameter, ToolFormat
 
 _ANY_TEXT = "/(?s:.+)/"
+MAX_KEY_CHARS = 256  # of a parameter between tags, as the patterns of the formats
 _BREAK = r"/\n{1,2}/"  # between reasoning and what follows
 _TEXT = {"type": "string"}
 _FOLLOWED = {"type", "properties", "required", "additionalProperties"}  # keywords about XML arguments
@@ -78,11 +80,11 @@ class _Writer:
 
     def _text_until(self, name: str, end: str) -> str:
         """Any text, and the end, which it does not contain."""
-        marker = end.rstrip()
+        marker = end.strip()  # as the parser ends a text; in answers a line break is not needed before it
         if marker in self._ids:
             return f"{self._rule(name.upper(), _ANY_TEXT)}? {self._literal(end)}"
         text = self._rule(f"{name}[suffix={_quoted(marker)}]", "/(?s:.*)/")
-        return f"{text} {self._literal(end[len(marker) :])}"
+        return f"{text} {self._literal(end[end.index(marker) + len(marker) :])}"
 
     def _reasoning(self, thinking: str) -> str:
         start, end = self._format.reasoning_start, self._format.reasoning_end
@@ -167,7 +169,7 @@ class _Writer:
         written, properties, required = [], schema.get("properties", {}), schema.get("required", ())
         properties = properties | {key: {} for key in required if key not in properties}
         for number, (key, value) in enumerate(properties.items()):
-            if re.search(f"[{odd_in_keys}]", key):
+            if re.search(f"[{odd_in_keys}]", key) or not 0 < len(key) <= MAX_KEY_CHARS:
                 raise ValueError(f"the format {self._format.name} cannot write the parameter {key!r}")
             tag = self._literal(tags.before + key + tags.between)
             element = f"{tag} {self._value(f'value{index}_{number}', value, shared, tags.after, strict=strict)}"
@@ -180,7 +182,7 @@ class _Writer:
         The format of a text is a note unless the function is strict.
         """
         forms = _branches(inlined(schema, shared))
-        if not any(form.get("type", "string") == "string" for form in forms):
+        if not any("string" in (json_types(form) or {"string"}) for form in forms):
             return f"{self._json(name, (schema if isinstance(schema, dict) else {}) | shared)} {self._literal(end)}"
         if all(texts := [_texts(form) for form in forms]):
             choices = dict.fromkeys(text for some in texts for text in some)
@@ -209,7 +211,8 @@ def _texts(form: dict[str, Any]) -> list[str]:
         return ["null"]
     if form.get("type") == "string":
         return [one for one in values if isinstance(one, str)]
-    return values if isinstance(values, list) and all(isinstance(one, str) for one in values) else []
+    is_told = isinstance(values, list) and all(one is None or isinstance(one, str) for one in values)
+    return ["null" if one is None else one for one in values] if is_told else []
 
 
 def _nested(grammar: str) -> str:

@@ -195,7 +195,7 @@ class JsonReader(CallReader):
         """Raises nothing: text that is no JSON, or no call, breaks the call."""
         written = "".join(self._object).replace(MARK, "")
         try:
-            msgspec.json.decode(written)
+            msgspec.json.decode(written, type=msgspec.Raw)  # a number may be larger than a float
             if not self._is_said:
                 self._say_members(written)
         except BAD_JSON:
@@ -214,7 +214,7 @@ class JsonReader(CallReader):
             arguments = msgspec.json.decode(arguments, type=str).strip().encode()
         if arguments == b"null":
             arguments = b"{}"
-        msgspec.json.decode(arguments, type=dict[str, Any])
+        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
         self._say("", name)
         self._say(arguments.decode())
 

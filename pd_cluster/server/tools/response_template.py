@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import orjson
+import regex
 
 from pd_cluster.errors import StartupError
 from pd_cluster.server.text.detokenizer import MARK
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from pd_cluster.server.tools.xml_reader import ArgumentTags
 
+_ARGUMENTS = {"name": "{name}", "arguments": "{content}"}  # else what is between tags is read as a whole
 _ANCHORS = ("open", "open_pattern", "close", "close_pattern")
 
 
@@ -67,6 +69,10 @@ class ResponseTemplate:
         may_grow = not is_literal or getattr(field, f"{end}_literal_can_extend")
         return Anchor(field, getattr(field, f"{end}_re"), may_grow)
 
+    def token_anchor(self, field: Any) -> Anchor:
+        """What opens a field's regions and begins with a marker token."""
+        return Anchor(field, regex.compile(f"(?={MARK})(?:{field.open_re.pattern})", field.open_re.flags), True)
+
     def _marked_field(self, name: str, field: Mapping[str, Any]) -> dict[str, Any]:
         marked = {key: self._marked(value, name) for key, value in field.items() if key in _ANCHORS}
         # tokens inside of a region, such as quotation marks, must be in its text
@@ -74,10 +80,14 @@ class ResponseTemplate:
         return dict(field) | marked
 
     def _tags(self, field: Any) -> ArgumentTags | None:
-        pattern = field.content_args.get("tag_pattern")
-        if field.content != "xml-inline" or field.close_re is None or not isinstance(pattern, str):
+        pattern, transform = field.content_args.get("tag_pattern"), field.transform
+        is_usual = isinstance(transform, dict) and transform.get("function") == _ARGUMENTS
+        is_known = field.content == "xml-inline" and field.content_args.keys() == {"tag_pattern"} and is_usual
+        if not is_known or field.close_re is None or not isinstance(pattern, str):
             return None
-        return argument_tags(self._marked(pattern, field.name), field.close_re.pattern)
+        marked = self._marked(pattern, field.name)
+        markers = [text for text, one in self._added.items() if one in self._ids.get(field.name, ())]
+        return argument_tags(marked, field.close_re.pattern, markers)
 
     def _marked(self, anchor: Any, field: str) -> Any:
         """The literals or the pattern, with `MARK` before the text of each marker token."""

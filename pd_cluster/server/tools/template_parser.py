@@ -72,9 +72,11 @@ class _Region:
     """The region that is open."""
 
     field: Any  # of transformers' template
-    closings: Sequence[Anchor]  # one, or none
+    closings: Sequence[Anchor]  # one, or none; of reasoning also the marker of calls
     reader: CallReader | None = None  # of a call
     opening: str = ""  # the text of its marker, while no piece of the call is shown
+    before: _Region | None = None  # reasoning that the call has ended, if it is one
+    num_tokens: int = 0  # of the text since then
 
 
 class TemplateParser:
@@ -95,6 +97,7 @@ class TemplateParser:
         self.markers = template.markers([one.name for one in self._fields])
         self.num_reasoning_tokens = 0
         self.has_cut_call = False
+        self._after_call = False  # a hidden marker is hidden here
         self._region: _Region | None = None
         self._content, self._reasoning = _Trimmed(), _Trimmed()
         self._num_calls = 0
@@ -107,6 +110,8 @@ class TemplateParser:
         """See `OutputParser`."""
         if self._region is not None and self._region.field.name in _REASONING:
             self.num_reasoning_tokens += len(token_ids)
+        elif self._region is not None:
+            self._region.num_tokens += len(token_ids)
         return self._read(text) if text else []
 
     def flush(self) -> list[Part]:
@@ -146,11 +151,15 @@ class TemplateParser:
             self._forget(1)  # `^` matches after markers only
             return False
         self._position = match.end()
-        if region is None and field.open_re is not None:
+        if field.open_re is not None and (region is None or field is not region.field):
             self._open(field, match)
+            return True
+        if region is None and not self._after_call:
+            self._show(self._content.add(match[0]), parts)
             return True
         kind.marker()
         self._content.marker()
+        self._after_call = False
         return self._end()
 
     def _find(self, anchors: Sequence[Anchor], *, final: bool) -> tuple[Any, Any, int]:
@@ -169,7 +178,10 @@ class TemplateParser:
         return best if best is not None and best[2] < certain else (None, None, certain)
 
     def _open(self, field: Any, match: Any) -> None:
-        self._region = _Region(field, [self._template.anchor(field, "close")] if field.close_re else [])
+        closings = [self._template.anchor(field, "close")] if field.close_re else []
+        if field.name in _REASONING:
+            closings += [self._template.token_anchor(one) for one in self._fields if one.name == _CALLS and one.open_re]
+        self._region = _Region(field, closings, before=self._region)
         if field.name == _CALLS:
             self._region.reader, self._region.opening = self._reader(field, match), match[0]
         elif field.name in _REASONING:
@@ -206,7 +218,7 @@ class TemplateParser:
         if match is None:
             self._forget(1)
             return False
-        if reader.is_text(match[0]) and not match[0].lstrip().startswith(MARK):
+        if reader.is_text(match[0]) and MARK not in match[0]:
             # characters of a string that look like the marker
             num_read, pieces = reader.read(self._buffer[end : max(match.end(), end + 1)])
             self._position += num_read
@@ -221,7 +233,9 @@ class TemplateParser:
             region.opening = ""
             if name:
                 self._content.marker()
+                self._reasoning.marker()
                 self._num_calls += 1
+                self._after_call, region.before = True, None
             index = self._num_calls - 1
             if index == 0 or self._options.parallel_calls:
                 parts.append(ToolCall(index, arguments, self._call_id(index) if name else "", name))
@@ -241,9 +255,11 @@ class TemplateParser:
         self.has_cut_call |= reader.is_partial
         if self._position == 0:  # a marker without width, and no text: it must not be found again
             text, self._position = self._buffer[:1], 1
-        self._show(self._content.add(text), parts)
+        self._after_call, self._region = False, region.before
+        is_reasoning = self._region is not None
+        self._show((self._reasoning if is_reasoning else self._content).add(text), parts, is_reasoning=is_reasoning)
+        self.num_reasoning_tokens += region.num_tokens if is_reasoning else 0
         self._forget(1)
-        self._region = None
         return True
 
     def _forget(self, num_kept: int) -> None:
@@ -253,6 +269,7 @@ class TemplateParser:
 
     def _show(self, text: str, parts: list[Part], *, is_reasoning: bool = False) -> None:
         if text and not is_reasoning:
+            self._after_call &= text.isspace()
             parts.append(text)
         elif text and self._options.reasoning == "separate":
             parts.append(Reasoning(text))

@@ -108,11 +108,13 @@ _QWEN3_CODER = replace(
 _GLM_TEMPLATE = _template(
     "<|assistant|>",
     {
-        "open_pattern": r"<tool_call>\s{0,16}" + _NAME + r"\s{0,16}(?=<arg_key>|</tool_call>)",
+        "open_pattern": r"<tool_call>\s{0,16}" + _NAME + r"\s{0,1024}(?=<arg_key>|</tool_call>)",
         "close": "</tool_call>",
         "content": "xml-inline",
         "content_args": {
-            "tag_pattern": r"<arg_key>(?P<key>[^<>\n]{1,256})</arg_key>\s{0,16}(?:<arg_value>|(?=[^\s<\udc80]))"
+            # where the tags are tokens a value may begin with any character
+            "tag_pattern": r"<arg_key>(?P<key>[^<>\n]{1,256})</arg_key>(?:(?<=\udc80</arg_key[>])\s{0,16}"
+            r"(?=[^\s\udc80])|\s{0,16}(?:<arg_value>|(?=[^\s<\udc80])))"
             r"(?P<value>.*?)</arg_value>"
         },
         "transform": _IS_ARGUMENTS,

@@ -9,39 +9,47 @@ import regex
 
 from pd_cluster.server.text.detokenizer import MARK
 from pd_cluster.server.tools.call_reader import CallReader, json_text
+from pd_cluster.server.tools.json_strings import JsonStrings
 from pd_http.member_bounds import BAD_JSON
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pd_cluster.server.tools.call_reader import CallPiece
 
 MAX_TAG_CHARS = 1024  # that are held back: patterns of other templates may have no bound
-_NULLS = ("null", "None")
 _NAMES = {type(None): "null", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+_STARTS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}  # else a number
 
 
 class ArgumentTags(NamedTuple):
-    """The patterns of what stands before and after the value of an argument. `head` has a group `key`."""
+    """The patterns of what stands before and after the value of an argument.
+
+    `head` has a group `key`. `end` may have a group `other`: a marker that no value has.
+    """
 
     head: Any
     end: Any
+    ends_in_token: bool
 
 
-def argument_tags(tag_pattern: str, closing: str) -> ArgumentTags | None:
+def argument_tags(tag_pattern: str, closing: str, markers: Sequence[str]) -> ArgumentTags | None:
     """The tags of a response template's pattern; None for a pattern that is not of two parts around a value.
 
     The end of a value that is no token is one if another argument or `closing`, the pattern of the call's end, follows.
+    One that is a token is the only one of `markers`, the call's tokens, that a value may meet.
     """
     head, value, end = tag_pattern.partition("(?P<value>.*?)")
     if not (value and end and "(?P<key>" in head) or "(?P<" in end:
         return None
-    head = rf"\s{{0,64}}(?:{head})"
-    if MARK not in end:
+    is_token = MARK in end
+    if not is_token:
         following = head.replace("(?P<key>", "(?:")
-        end = rf"(?:{end})(?={following}|\s{{0,64}}(?:{closing}))"
+        end = rf"(?:{end})(?=\s*+(?:{following}|{closing}))"
+    elif markers:
+        end = rf"{end}|(?P<other>{MARK}(?:{'|'.join(map(regex.escape, markers))}))"
     try:
-        return ArgumentTags(regex.compile(head, regex.DOTALL), regex.compile(end, regex.DOTALL))
+        return ArgumentTags(regex.compile(head, regex.DOTALL), regex.compile(end, regex.DOTALL), is_token)
     except regex.error:  # groups that reach over the value
         return None
 
@@ -58,6 +66,7 @@ class XmlReader(CallReader):
         self._tags = tags
         self._rest = ""  # read, and not decided yet
         self._types, self._value = set[str](), ""  # of the present argument: what is in no piece
+        self._strings, self._num_followed = JsonStrings(), 0  # of the value, and of the characters of `_rest`
         self._num_keys = 0
         self._say("", name)
 
@@ -76,7 +85,7 @@ class XmlReader(CallReader):
         return len(text) - num_left, self._take()
 
     def is_text(self, marker: str) -> bool:
-        if self.in_string:
+        if self.in_string or self._read_tag(marker):
             self._read_value(marker)
         return self.in_string
 
@@ -88,15 +97,20 @@ class XmlReader(CallReader):
             self._commit()
         return self._take()
 
-    def _read_tag(self) -> bool:
-        match = self._tags.head.match(self._rest, partial=True)
-        is_open = match is not None and (match.partial or match.end() == len(self._rest))  # more may belong to it
+    def _read_tag(self, following: str = "") -> bool:
+        """Read what stands before a value, which `following` text may end. Returns whether it was found."""
+        self._move(len(self._rest) - len(self._rest.lstrip()))
+        match = self._tags.head.match(self._rest + following, partial=not following)
+        if following and (match is None or match.end() > len(self._rest)):
+            return False
+        # more may belong to it
+        is_open = match is not None and (match.partial or (match.end() == len(self._rest) and not following))
         self.broken = match is None or (is_open and len(self._rest) > MAX_TAG_CHARS)
         if self.broken or is_open:
             return False
         self._move(match.end())
         key = match["key"].replace(MARK, "")
-        self._value, self.in_string = "", True
+        self._value, self.in_string, self._strings = "", True, JsonStrings()
         self._types = json_types(self._schema.get(key)) or {"string"}
         quote = '"' if self._types == {"string"} else ""
         self._say(f"{', ' if self._num_keys else '{'}{json_text(key)}: {quote}")
@@ -105,18 +119,22 @@ class XmlReader(CallReader):
 
     def _read_value(self, following: str = "") -> bool:
         """Read up to the value's end, which `following` text may decide. Returns whether it was found."""
-        match = self._tags.end.search(self._rest + following, partial=not following)
+        match = self._find_end(self._rest + following, partial=not following)
         is_whole = match is not None and not match.partial
         if following and not (is_whole and match.end() <= len(self._rest)):
             return False
-        if match is not None and not is_whole and len(self._rest) - match.start() > MAX_TAG_CHARS:
+        is_other = match is not None and is_whole and match.lastgroup == "other"
+        start = len(self._rest) if match is None else match.start()
+        if is_other or (not is_whole and len(self._rest) - start > MAX_TAG_CHARS):
             self.broken = True
             return False
-        self._value += self._move(match.start() if match is not None else len(self._rest)).replace(MARK, "")
+        self._follow(start)
+        self._num_followed = 0
+        self._value += self._move(start).replace(MARK, "")
         if is_whole:
             self._move(len(match[0]))
             self.in_string = False
-        if self._types == {"string", "null"} and not _may_be_null(self._value):
+        if self._types == {"string", "null"} and not "null".startswith(self._value):
             self._types = {"string"}
             self._say('"')
         if self._types == {"string"}:
@@ -125,6 +143,22 @@ class XmlReader(CallReader):
         elif is_whole:
             self._say(typed_json(self._value, self._types))
         return is_whole
+
+    def _find_end(self, text: str, *, partial: bool) -> Any:
+        """The first end of the value that is not inside of a string of its JSON."""
+        match = self._tags.end.search(text, partial=partial)
+        while match is not None and not match.partial and match.end() <= len(self._rest):
+            self._follow(match.start())
+            if not self._strings.inside:
+                break
+            match = self._tags.end.search(text, match.start() + 1, partial=partial)
+        return match
+
+    def _follow(self, end: int) -> None:
+        """Know whether the value stops inside of a string before this character of `_rest`."""
+        if "string" not in self._types and not self._tags.ends_in_token:
+            self._strings.read(self._rest[self._num_followed : end])
+            self._num_followed = end
 
     def _move(self, length: int) -> str:
         """Take text that is decided from `_rest`."""
@@ -150,17 +184,14 @@ def json_types(schema: Any) -> set[str]:
     return types
 
 
-def _may_be_null(text: str) -> bool:
-    text = text.strip()
-    return any(null.startswith(text) for null in _NULLS)
-
-
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
 def typed_json(text: str, types: set[str]) -> str:
     """The value as JSON text: of one of these types if it is one, else a string."""
+    if "string" in types and text != "null":  # a word is a text, unless it is exactly null
+        types = types - {"null"}
     plain = text.strip()
     plain = {"True": "true", "False": "false", "None": "null"}.get(plain, plain)
     forms = [plain]
@@ -168,12 +199,13 @@ def typed_json(text: str, types: set[str]) -> str:
         forms.append(f'"{plain}"')
     for form in forms:
         try:
-            value = msgspec.json.decode(form)
-            if isinstance(value, str) and form is not plain:
-                form, value = value, msgspec.json.decode(value)
+            if form is not plain:
+                form = msgspec.json.decode(form, type=str)
+            msgspec.json.decode(form, type=msgspec.Raw)  # a number may be larger than a float
         except BAD_JSON:
             continue
-        name = _NAMES.get(type(value), "")
+        form = form.strip()
+        name = _STARTS.get(form[0]) or ("integer" if form.lstrip("-").isdigit() else "number")
         if name in types or (name == "integer" and "number" in types):
             return form
     return json_text(text)
