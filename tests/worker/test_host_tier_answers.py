@@ -69,8 +69,8 @@ def single_of(node: Node, asked: list[AddRequest]) -> Answered:
 def handed_over(bench: Told, asked: list[AddRequest], most: int) -> Answered:
     """The answers d to requests that the same node prefills: both halves share the small cache.
 
-    A prefill is sent when no lease is left of those before it, and fewer than `most` requests are open. With more, leases
-    have all blocks while each of their readers waits for some: until it falls back, after `load_deadline_s`, 30 s.
+    A prefill is sent when those before it have left no lease, and fewer than `most` requests are open. More leases have
+    all blocks while each of their readers waits for some: until it falls back, after `load_deadline_s`, 30 s.
     """
     own, unsent = {f"p{one.request_id[1:]}": one for one in asked}, deque[AddRequest]()
 
@@ -99,7 +99,7 @@ def handed_over(bench: Told, asked: list[AddRequest], most: int) -> Answered:
 
 def check(node: Node, asked: list[AddRequest], least_hits: int) -> None:
     single, is_fp8 = single_of(node, asked), node.executor.config.model.kv_cache_dtype == "fp8"
-    # Other chunks round other numbers: drafts alone, without a tier, alter one of 500 answers by 0.0212, others by 0.008
+    # Other chunks round other numbers: drafts alone, without a tier, alter one of 500 answers by 0.0212
     tolerance = 1.5 * TOLERANCE if is_fp8 else 1e-4
     bench = tiered(node, "mixed", "on", node.executor.config.cache.host_cache_gb)
     expect_same(serve(bench, asked), single, tolerance=tolerance)
