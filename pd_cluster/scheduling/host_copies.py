@@ -99,6 +99,7 @@ class HostCopies:
         `written`: of the tables with victims that sequences run with, the tokens that steps have been planned for.
         `step_s`: predicted seconds of what the step computes; inf: nothing, and nothing waits for its copies.
         """
+        assert self.tier.is_cache, "host memory that only swapped sequences use has nothing to copy"
         room_of = partial(CopyRoom, step_s * COPY_SHARE[has_streams], self.tier.gb_s * 1e9)
         loads = self._plan_loads(room_of(self.most_loads))
         saves, room = list[Copy](), room_of(self.most_saves)

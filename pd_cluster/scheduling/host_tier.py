@@ -172,6 +172,7 @@ class HostTier:
         return is_gone
 
     def lose_victims(self, table: BlockTable) -> None:
+        """Save none of the table's victims: their contents are gone unless a copy is left. Idempotent."""
         for _, block_hash in self.victims.pop(table, {}).values():
             self.note_lost(0, block_hash)
 

@@ -55,8 +55,10 @@ def single(roomy: Node, small: Node) -> Answered:
     return WANTED.answered(roomy, small)
 
 
-@pytest.mark.parametrize("mode", ["off", "on"])
-@pytest.mark.parametrize("kind", [*KINDS, LOOKUP])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("right", "off"), ("right", "on"), ("wrong", "off"), ("mixed", "off"), ("mixed", "on"), (LOOKUP, "on")],
+)
 def test_drafts_change_no_answer_and_leave_no_trace(roomy: Node, single: Answered, kind: str, mode: str) -> None:
     """Seven settings at once, more than there are slots for, beside chunks of prompts."""
     bench = roomy.bench(kind, mode)
@@ -72,9 +74,7 @@ def test_drafts_change_no_answer_and_leave_no_trace(roomy: Node, single: Answere
                          bench.reasons, [], 0, 0), single, "s")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"), [("mixed", "off"), ("mixed", "on"), ("right", "on"), (LOOKUP, "off"), (LOOKUP, "on")]
-)
+@pytest.mark.parametrize(("kind", "mode"), [("mixed", "off"), ("mixed", "on"), ("right", "on"), (LOOKUP, "off")])
 def test_preempted_answers_with_drafts(small: Node, single: Answered, kind: str, mode: str) -> None:
     bench = small.bench(kind, mode)
     WANTED.send(bench)
@@ -113,7 +113,7 @@ def test_a_continued_answer_has_drafts(roomy: Node, single: Answered) -> None:
     drawn = msgspec.structs.replace(WANTED.samplings[3], ignore_eos=True)
     whole, _ = answer(roomy.bench(), drawn)
     roomy.answers.append([*PROMPTS[0], *whole])
-    for num_known, kind in product((1, 8, 21), (*KINDS, LOOKUP)):
+    for num_known, kind in product((1, 21), ("right", "mixed", LOOKUP)):
         bench = roomy.bench(kind, "on")
         assert answer(bench, drawn, whole[:num_known], whole) == (whole[num_known:], FinishReason.LENGTH)
         assert num_drafts(bench) > 0
@@ -133,7 +133,7 @@ def test_an_answer_ends_inside_a_run(roomy: Node, single: Answered) -> None:
         places[end % 7] += 1
     assert len(places) > 2
     for num_tokens in range(20, 27):
-        for kind in ("right", "mixed", LOOKUP):
+        for kind in ("right", LOOKUP):
             asked = msgspec.structs.replace(GREEDY, max_tokens=num_tokens)
             assert answer(roomy.bench(kind), asked, (), whole) == (whole[:num_tokens], FinishReason.LENGTH)
         bench = roomy.bench("right", "on")
