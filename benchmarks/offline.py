@@ -35,6 +35,7 @@ class DirectMailbox:
     inbox: list[ToEngine] = field(default_factory=list)
     outbox: list[FromEngine] = field(default_factory=list)
     flushed_s: float = 0.0  # when the messages in `outbox` were sent
+    counters: dict[str, float] = field(default_factory=dict)  # as sent last, also if a client has dropped the message
 
     def wake(self) -> None:
         """There is no other thread to wake."""
@@ -49,6 +50,8 @@ class DirectMailbox:
         return messages
 
     def send(self, message: FromEngine) -> None:
+        if isinstance(message, EngineStats):
+            self.counters = message.counters
         self.outbox.append(message)
 
     def flush(self) -> None:
@@ -85,7 +88,6 @@ class OfflineEngine:
         self.mailbox = DirectMailbox()
         self.core = EngineCore(self.executor.config, self.executor, connector, self.mailbox)
         self._num_calls = 0
-        self._counters: dict[str, float] = {}
         # As in the engine's own process
         self._cleanup.enter_context(rare_garbage_collection())
         self._cleanup.callback(sys.setswitchinterval, sys.getswitchinterval())
@@ -118,8 +120,6 @@ class OfflineEngine:
             for message in messages:
                 if isinstance(message, RequestFailed):
                     raise RuntimeError(f"{message.error}: {message.message}")
-                if isinstance(message, EngineStats):
-                    self._counters = message.counters
                 if isinstance(message, TokensOut):
                     index = ids[message.request_id]
                     end_s = self.mailbox.flushed_s
@@ -132,12 +132,9 @@ class OfflineEngine:
 
     def counters(self) -> dict[str, float]:
         """The engine's totals since its start. Call it between two calls."""
-        self.core.settle()
-        messages, self.mailbox.outbox = self.mailbox.outbox, []
-        for message in messages:
-            if isinstance(message, EngineStats):
-                self._counters = message.counters
-        return dict(self._counters)
+        self.core.settle()  # which sends nothing if nothing is new
+        self.mailbox.outbox.clear()
+        return dict(self.mailbox.counters)
 
     @contextmanager
     def without_graphs(self) -> Iterator[None]:

@@ -11,9 +11,11 @@ import pytest
 
 from benchmarks import tier
 from benchmarks.__main__ import main
+from benchmarks.offline import DirectMailbox
 from benchmarks.routing_simulation.trace import BLOCK_TOKENS, synthetic
 from benchmarks.tier import TierBench
 from benchmarks.tier_trace import simulated_hits
+from pd_cluster.protocol.messages import EngineStats, KvStats
 from pd_cluster.scheduling.host_copies import HostCopies
 
 if TYPE_CHECKING:
@@ -104,3 +106,11 @@ def test_a_trace_finds_what_its_simulation_finds(
     assert (row["prompts"], bool(found["faults"]), status) == (60, points_more > 0, int(points_more > 0))
     assert row["live_host"] > 0.05, "the tier has a part of it"
     assert row["live"] > row["live_host"], "and the device the rest"
+
+
+def test_counters_outlast_a_client_that_drops_them() -> None:
+    """An engine sends them when they change: a whole trace on a GPU had found nothing."""
+    mailbox = DirectMailbox()
+    mailbox.send(EngineStats(KvStats(1, 1, 0, 0, 0, 0), 0, 0, 0, {"hits": 3.0}, {}))
+    mailbox.outbox = []
+    assert mailbox.counters == {"hits": 3.0}
