@@ -35,7 +35,7 @@ FOLDERS = {
     "tests/security": ("strangers, forged tickets, fuzzing, listening sockets", "soak, chaos, storms"),
     "tests/server": ("endpoints and fields over a fake engine", "published templates, bounds of time"),
     "tests/worker": ("steps beside transformers", "more variants"),
-    "tests/world": ("bodies of real clients", "real tokenizers, templates, clients, weights"),
+    "tests/world": ("bodies of real clients", "real tokenizers, clients, weights"),
 }
 """Folder -> what its tests are about; what its slow ones add."""
 
