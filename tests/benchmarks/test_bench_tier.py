@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks import tier
+from benchmarks import tier_bench
 from benchmarks.__main__ import main
 from benchmarks.offline import DirectMailbox
 from benchmarks.routing_simulation.trace import BLOCK_TOKENS, synthetic
-from benchmarks.tier import TierBench
+from benchmarks.tier_bench import TierBench
 from benchmarks.tier_trace import simulated_hits
 from pd_cluster.protocol.messages import EngineStats, KvStats
 from pd_cluster.scheduling.host_copies import HostCopies
@@ -59,7 +59,7 @@ def test_a_miss_in_the_host_and_another_answer_fail(tmp_path: Path, monkeypatch:
         return times, [tokens[:-1] for tokens in found] if len(rounds) == 3 else found
 
     monkeypatch.setattr(TierBench, "_answers", bent)
-    monkeypatch.setattr(tier, "no_wait", lambda *_, **__: inf)
+    monkeypatch.setattr(tier_bench, "no_wait", lambda *_, **__: inf)
     status, record, _ = measured(tmp_path / "record")
     assert status == 1
     assert record["faults"] == [
@@ -97,7 +97,7 @@ def test_a_trace_finds_what_its_simulation_finds(
         both, host = simulated_hits(*arguments)
         return [both, host + points_more / 100]
 
-    monkeypatch.setattr(tier, "simulated_hits", simulated)
+    monkeypatch.setattr(tier_bench, "simulated_hits", simulated)
     monkeypatch.setattr(HostCopies, "load_s", lambda *_, **__: 0.0)  # computing is as dear for both
     trace, record = trace_file(tmp_path / "trace.jsonl", 80), tmp_path / "record"
     status = main([*LIVE.split(), "--trace", str(trace), "--json", str(record)])
