@@ -109,12 +109,12 @@ class Pipeline:
         """Seconds for which planning the next step may wait for more requests; 0: plan now."""
         if len(self._flights) != 1 or self.depth == 1 or self._is_uncertain:
             return 0.0
-        return self._timing.spare_s(*self._running, prompts_wait=prompts_wait)
+        return self._timing.spare_s(*self._running, self._flights[0].predicted_s, prompts_wait=prompts_wait)
 
     @property
     def rest_s(self) -> float:
         """Seconds for which the oldest step cannot end; 0: it may have ended."""
-        return 0.0 if self.depth == 1 else self._timing.rest_s(*self._running)
+        return 0.0 if self.depth == 1 else self._timing.rest_s(*self._running, self._flights[0].predicted_s)
 
     @property
     def decode_s(self) -> float:
@@ -185,7 +185,7 @@ class Pipeline:
         result = flight.pending.result()
         now_s = self._clock()
         duration_s = now_s - max(flight.launched_s, self._retired_s)
-        self._timing.note_step(flight.batch, duration_s, was_over=was_over)
+        self._timing.note_step(flight.batch, duration_s, was_over=was_over, predicted_s=flight.predicted_s)
         self._forecast.note_step(flight.kind, duration_s)
         # A step had begun before if the host did not see the end of the one before it at once: 0 s of it were
         # noted, and its longer likes never
